@@ -1,0 +1,1 @@
+"""What the scheduler knows about this node."""

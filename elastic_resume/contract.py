@@ -1,0 +1,40 @@
+"""What agent and worker have agreed on: environment variables, exit codes, names on disk.
+
+The agent and the worker are different processes, perhaps of different ages after an upgrade in
+place. They meet only here and in `store`. Nothing in this module does anything.
+"""
+
+from __future__ import annotations
+
+# ---- exit codes of `elastic-resume run` (also what schedulers' rules match on) ----------------------
+EXIT_DONE = 0
+EXIT_AT_FAULT = 1  # the job itself is wrong: do not requeue
+EXIT_USAGE = 2  # argparse's own code for a malformed command line
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: run the same job again
+EXIT_SIGNALLED = 128  # plus the signal's number: 143 after SIGTERM
+
+# ---- environment, agent -> worker. A user may set those marked (user) by hand. ----------------------
+ENV_PREFIX = "ELASTIC_RESUME_"
+ENV_CKPT_DIR = "ELASTIC_RESUME_CKPT_DIR"  # (user) root of all checkpoints
+ENV_RUN_ID = "ELASTIC_RESUME_RUN_ID"  # (user) the job's name
+ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"  # (user) this node's name
+ENV_SAVE_EVERY = "ELASTIC_RESUME_SAVE_EVERY"  # (user) N, SECONDSs or auto
+ENV_KEEP = "ELASTIC_RESUME_KEEP"  # (user) checkpoints kept on each node, >= 2
+ENV_RESUME = "ELASTIC_RESUME_RESUME"  # (user) auto, must, never or a path
+ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least seconds between two step marks of a rank
+ENV_FAILPOINTS = "ELASTIC_RESUME_FAILPOINTS"  # tests: see failpoints.py
+ENV_AGENT_PID = "ELASTIC_RESUME_AGENT_PID"  # set when an agent holds the node's directory for the worker
+
+# ---- names on disk, under CKPT_DIR/RUN_ID/NODE/ -----------------------------------------------------
+EVENTS_FILE = "events.jsonl"  # appended by the agent, its stubs and its workers
+GENERATION_FILE = "generation.json"  # the greatest generation this node has been part of
+LOCK_FILE = "lock"  # held by the node's agent, or by its local rank 0 when there is no agent
+LOCK_OWNER_FILE = "lock-owner.json"  # who holds it, for the message to the second one
+BOARD_FILE = "board"  # memory-mapped: the last step each local rank finished
+QUARANTINE_DIR = "quarantine"  # what failed verification, kept for a human
+TEMPORARY_PREFIX = ".tmp-"  # a checkpoint being written; never read, swept by the next owner
+STATE_FILE = "state.safetensors"
+MANIFEST_FILE = "manifest.json"
+
+# A name that becomes a directory: no separators, no leading dot or dash, no surprises in a shell.
+SAFE_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"

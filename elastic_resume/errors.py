@@ -1,0 +1,87 @@
+"""Every error this package raises on purpose.
+
+The tree, from general to particular::
+
+    ElasticResumeError
+     ├─ UsageError             the caller's code or flags are wrong            exit 1
+     │   ├─ ConfigError          a flag, key or variable is unknown or out of range
+     │   ├─ UntrackableError     an object holds state that cannot be stored
+     │   └─ MismatchError        the model does not fit the checkpoint
+     ├─ EnvironmentFault       the machine is wrong: disk full, not writable   exit 1
+     │   └─ NodeTakenError       another agent holds this node's directory
+     ├─ CheckpointError        bytes on disk or from a peer are wrong
+     │   ├─ TornError            incomplete
+     │   ├─ CorruptError         digest mismatch, or not what the format says
+     │   ├─ ForeignError         another job, or not a checkpoint of ours
+     │   └─ NewerFormatError     written by a newer elastic_resume
+     ├─ NoValidCheckpointError copies exist and none can be loaded             exit 1
+     └─ DivergenceError        replicas that must be equal are not             exit 1
+
+An error's text says what, where, why and what to do, in one or two lines: it is all that a user sees.
+``at_fault`` tells the agent that a restart would meet the same error again, so none is tried.
+"""
+
+from __future__ import annotations
+
+
+class ElasticResumeError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+    at_fault = True
+
+
+class UsageError(ElasticResumeError):
+    """The caller's code or flags are wrong; nothing was changed."""
+
+
+class ConfigError(UsageError):
+    """A flag, a configuration key or an environment variable is unknown or out of range."""
+
+
+class UntrackableError(UsageError):
+    """An object holds state that is neither a tensor nor plain data; the text names its path and type."""
+
+
+class MismatchError(UsageError):
+    """The tracked objects do not fit the checkpoint; the text lists every differing name."""
+
+
+class EnvironmentFault(ElasticResumeError):
+    """The machine refuses: a directory cannot be written, a disk is full."""
+
+
+class NodeTakenError(EnvironmentFault):
+    """Another live process holds this node's directory."""
+
+
+class CheckpointError(ElasticResumeError):
+    """Bytes on disk or from a peer are not a checkpoint that may be loaded.
+
+    Not at fault by itself: another copy may be valid.
+    """
+
+    at_fault = False
+
+
+class TornError(CheckpointError):
+    """A file or part of one is missing."""
+
+
+class CorruptError(CheckpointError):
+    """A digest does not match, or a file is not what its format says."""
+
+
+class ForeignError(CheckpointError):
+    """A checkpoint of another job, or a directory that is not a checkpoint."""
+
+
+class NewerFormatError(CheckpointError):
+    """Written by a newer elastic_resume than this one."""
+
+
+class NoValidCheckpointError(ElasticResumeError):
+    """Copies exist and none of them is valid: never a silent fresh start."""
+
+
+class DivergenceError(ElasticResumeError):
+    """Replicas that data-parallel training keeps equal are not; the text names the first tensor and ranks."""

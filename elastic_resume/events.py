@@ -1,0 +1,95 @@
+"""The event log: one event is one dict is one JSON line.
+
+Every agent, stub and worker of a node appends to ``NODE/events.jsonl``. A line is written by a single
+``write(2)`` on a descriptor opened with O_APPEND, so lines of several processes of one node do not mix
+(nodes never share a file). After a crash the last line may be torn: `read` skips what does not parse
+and says so with an event of its own. Log text for people is rendered from these dicts elsewhere.
+
+Fields of every event: ``t`` (seconds since the epoch), ``event`` (its kind), ``node``, ``pid``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+MAX_LINE_BYTES = 64 * 1024  # a traceback's last lines fit; a line is never the place for more
+
+
+class EventLog:
+    """Appends events of one process. Losing the disk never stops training: `write` does not raise OSError."""
+
+    def __init__(self, path: Path, **fixed: Any) -> None:
+        """``fixed`` goes into every event, before its own fields."""
+        self._path = path
+        self._fixed = fixed
+        self._descriptor = -1
+        self._lost = 0
+
+    def write(self, event: str, /, **fields: Any) -> Event:
+        """Append one event and return it."""
+        record: Event = {
+            "t": round(time.time(), 3),
+            "event": event,
+            **self._fixed,
+            "pid": os.getpid(),
+            **fields,
+        }
+        line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
+        if len(line) > MAX_LINE_BYTES:
+            record = {k: v if len(str(v)) < 1024 else str(v)[:1024] for k, v in record.items()}
+            line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
+        try:
+            if self._descriptor < 0:
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                self._descriptor = os.open(self._path, flags, 0o644)
+            os.write(self._descriptor, line)
+        except OSError:
+            self._lost += 1  # the disk's own failure is told by the checkpoint that cannot be written
+        return record
+
+    def close(self) -> None:
+        """Release the descriptor; a later `write` opens the file again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def read(path: Path, offset: int = 0) -> Iterator[Event]:
+    """Yield the events of one file from byte ``offset``, in the order they were appended.
+
+    A line that is not a JSON object with a kind and a time (torn by a crash, say) is left out.
+    """
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            for line in file:
+                event = _parse(line)
+                if event is not None:
+                    yield event
+    except FileNotFoundError:
+        return
+
+
+def read_run(run_dir: Path) -> list[Event]:
+    """All events of all nodes under ``CKPT_DIR/RUN_ID``, by time."""
+    merged = [event for path in sorted(run_dir.glob("*/events.jsonl")) for event in read(path)]
+    return sorted(merged, key=lambda event: event["t"])
+
+
+def _parse(line: bytes) -> Event | None:
+    if not line.endswith(b"\n") or len(line) > MAX_LINE_BYTES:
+        return None
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    return event if isinstance(event.get("t"), (int, float)) else None

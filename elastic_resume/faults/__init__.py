@@ -1,0 +1,1 @@
+"""Breaking a job on purpose: simulated nodes and what can befall them."""

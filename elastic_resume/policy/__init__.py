@@ -1,0 +1,1 @@
+"""Decisions: pure functions of frozen values. No clock, no file, no socket, no torch."""

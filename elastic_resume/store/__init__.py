@@ -1,0 +1,1 @@
+"""Bytes on disk. Knows no torch, no process group and no user object."""
