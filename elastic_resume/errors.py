@@ -7,7 +7,7 @@ The tree, from general to particular::
      │   ├─ ConfigError          a flag, key or variable is unknown or out of range
      │   ├─ UntrackableError     an object holds state that cannot be stored
      │   └─ MismatchError        the model does not fit the checkpoint
-     ├─ EnvironmentFault       the machine is wrong: disk full, not writable   exit 1
+     ├─ MachineError           the machine is wrong: disk full, not writable   exit 1
      │   └─ NodeTakenError       another agent holds this node's directory
      ├─ CheckpointError        bytes on disk or from a peer are wrong
      │   ├─ TornError            incomplete
@@ -46,11 +46,11 @@ class MismatchError(UsageError):
     """The tracked objects do not fit the checkpoint; the text lists every differing name."""
 
 
-class EnvironmentFault(ElasticResumeError):
+class MachineError(ElasticResumeError):
     """The machine refuses: a directory cannot be written, a disk is full."""
 
 
-class NodeTakenError(EnvironmentFault):
+class NodeTakenError(MachineError):
     """Another live process holds this node's directory."""
 
 

@@ -6,6 +6,24 @@ Every agent, stub and worker of a node appends to ``NODE/events.jsonl``. A line 
 and says so with an event of its own. Log text for people is rendered from these dicts elsewhere.
 
 Fields of every event: ``t`` (seconds since the epoch), ``event`` (its kind), ``node``, ``pid``.
+
+Kinds, who writes them, and their own fields::
+
+    agent-start      agent    run_id, command, min_nodes, max_nodes, local_world_size
+    round            agent    round, node_rank, num_nodes      a rendezvous ended; workers start now
+    worker-exit      stub     rank, local_rank, round, worker_pid, exit_code (or null), signal (name or null)
+    agent-end        agent    outcome (done | failed | signalled), exit_code, message
+    resume           rank 0   generation, step, epoch, world_size, previous_world_size (or null), nodes,
+                              kind (cold | checkpoint), source_node, source_generation, lacking,
+                              rejected [{node, generation, step, reason}], lost_steps, seconds
+    worker-start     worker   generation, rank, local_rank, world_size, step     state loaded, training starts
+    step             worker   generation, rank, step, epoch    at a bounded rate; always the first one
+    commit           worker   generation, step, bytes, seconds, path
+    commit-failed    worker   generation, step, error
+    prune            worker   path
+    quarantine       worker   path, reason
+    failure          worker   generation, rank, step, type, message, frame, at_fault     an exception ended it
+    run-end          worker   generation, rank, step, epoch    the script's epochs are done
 """
 
 from __future__ import annotations
