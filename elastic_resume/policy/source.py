@@ -7,8 +7,8 @@ never by step alone, or a stale higher step of an abandoned lineage would win.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from elastic_resume.errors import NoValidCheckpointError
 
@@ -35,6 +35,7 @@ class Rejected:
     node: str
     name: str
     reason: str
+    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ResumePlan:
     """
 
     kind: str
-    generation: int
+    generation: int = 0
     step: int = 0
     source_node: str = ""
     source_rank: int = 0
@@ -100,50 +101,57 @@ def choose(
 
     """
     nodes = sorted(inventories, key=lambda inventory: inventory.lead_rank)
-    generation = 1 + max([i.generation for i in nodes] + [c.generation for i in nodes for c in i.copies])
-    rejected = tuple(reason for i in nodes for reason in i.rejected)
     bad = set(failed)
-    fresh = mode not in {"auto", "must"}
-    floor = _floor(nodes) if fresh else -1
+    floor = -1 if mode in {"auto", "must"} else _floor(nodes)
     readable = {
         i.node: [c for c in i.copies if c.generation > floor and (i.node, c) not in bad] for i in nodes
     }
-    if mode not in {"auto", "must", "never"} and not any(readable.values()):
+    if not any(readable.values()):
+        _refuse_to_forget(nodes, floor, bad)
         readable = {i.node: [i.given] for i in nodes if i.given and (i.node, i.given) not in bad}
-    orders = [copy.order for copies in readable.values() for copy in copies]
+    plan = _cold(nodes, mode) if not any(readable.values()) else _newest(nodes, readable)
     lived = max(nodes, key=lambda i: (i.last_generation, i.last_step))
-    if not orders:
-        if not _may_start_cold(nodes, mode, floor, rejected):
-            raise NoValidCheckpointError(_nothing_valid(mode, rejected))
-        return ResumePlan(
-            "cold", generation, rejected=rejected, lost_steps=lived.last_step if not fresh else 0
-        )
-    newest = max(orders)
-    holders = [
-        (i, min((c for c in readable.get(i.node, ()) if c.order == newest), key=lambda c: _own_first(c, i)))
-        for i in nodes
-        if any(c.order == newest for c in readable.get(i.node, ()))
-    ]
-    # Where replicas may differ (BatchNorm's buffers) rank 0's are the job's, as in DDP itself.
-    source, _ = min(holders, key=lambda pair: (pair[1].writer_rank, pair[0].lead_rank))
-    held = {i.node for i, _ in holders}
-    return ResumePlan(
-        "checkpoint",
-        generation,
-        step=newest[1],
-        source_node=source.node,
-        source_rank=source.lead_rank,
-        source_generation=newest[0],
-        holders=tuple((i.node, copy) for i, copy in holders),
-        lacking=tuple(i.node for i in nodes if i.node not in held),
-        rejected=rejected,
-        lost_steps=max(0, lived.last_step - newest[1]) if lived.last_generation > floor else 0,
+    return replace(
+        plan,
+        generation=1 + max([i.generation for i in nodes] + [c.generation for i in nodes for c in i.copies]),
+        rejected=tuple(reason for i in nodes for reason in i.rejected),
+        lost_steps=max(0, lived.last_step - plan.step) if lived.last_generation > floor else 0,
         previous_world_size=lived.last_world_size,
     )
 
 
-def _own_first(copy: Copy, inventory: Inventory) -> tuple[bool, int]:
-    return (copy.home != inventory.node, copy.writer_rank)
+def _newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequence[Copy]]) -> ResumePlan:
+    newest = max(copy.order for copies in readable.values() for copy in copies)
+    held: dict[str, Copy] = {}
+    for node in nodes:
+        same = [copy for copy in readable.get(node.node, ()) if copy.order == newest]
+        if same:
+            held[node.node] = min(same, key=lambda c: (c.home != node.node, c.writer_rank, c.home))
+    # Where replicas may differ (BatchNorm's buffers) rank 0's are the job's, as in DDP itself.
+    source = min((n for n in nodes if n.node in held), key=lambda n: (held[n.node].writer_rank, n.lead_rank))
+    return ResumePlan(
+        "checkpoint",
+        step=newest[1],
+        source_node=source.node,
+        source_rank=source.lead_rank,
+        source_generation=newest[0],
+        holders=tuple(held.items()),
+        lacking=tuple(node.node for node in nodes if node.node not in held),
+    )
+
+
+def _cold(nodes: Sequence[Inventory], mode: str) -> ResumePlan:
+    if mode == "must":
+        raise NoValidCheckpointError(
+            "--resume must: no node has a checkpoint of this job. "
+            "Check --ckpt-dir and --rdzv-id, or start fresh with --resume auto."
+        )
+    if mode not in {"auto", "never"}:
+        raise NoValidCheckpointError(
+            f"--resume {mode}: no node can read a checkpoint there. Give the directory that holds "
+            "manifest.json, as `elastic-resume ls` prints it."
+        )
+    return ResumePlan("cold", source_node=nodes[0].node, source_rank=nodes[0].lead_rank)
 
 
 def _floor(nodes: Sequence[Inventory]) -> int:
@@ -156,22 +164,17 @@ def _floor(nodes: Sequence[Inventory]) -> int:
     return min(began) if began else max(inventory.generation for inventory in nodes)
 
 
-def _may_start_cold(
-    nodes: Sequence[Inventory], mode: str, floor: int, rejected: tuple[Rejected, ...]
-) -> bool:
-    if mode == "never":
-        # A copy of this very start that cannot be read is no reason to forget it either.
-        return not any(c.generation > floor for i in nodes for c in i.copies)
-    return mode == "auto" and not rejected
-
-
-def _nothing_valid(mode: str, rejected: tuple[Rejected, ...]) -> str:
-    if not rejected:
-        what = "there is no checkpoint" if mode == "must" else f"no node can read a checkpoint at {mode}"
-        return f"--resume {mode}: {what}; check --ckpt-dir and --rdzv-id, or start fresh with --resume auto."
-    shown = "; ".join(f"{r.node}/{r.name}: {r.reason}" for r in rejected[:4])
-    more = f"; and {len(rejected) - 4} more" if len(rejected) > 4 else ""
-    return (
+def _refuse_to_forget(nodes: Sequence[Inventory], floor: int, bad: Collection[tuple[str, Copy]]) -> None:
+    """Raise when copies newer than ``floor`` exist that cannot be read: a fresh start would forget them."""
+    found = [r for node in nodes for r in node.rejected if r.generation > floor]
+    found += [
+        Rejected(node, c.home, "failed its digest", c.generation) for node, c in bad if c.generation > floor
+    ]
+    if not found:
+        return
+    shown = "; ".join(f"{r.node}/{r.name}: {r.reason}" for r in found[:4])
+    more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+    raise NoValidCheckpointError(
         f"checkpoints exist and none can be loaded ({shown}{more}). Nothing was deleted. "
         "Repair one, or start over on purpose with --resume never."
     )
