@@ -1,0 +1,146 @@
+"""The catalog of one node: which checkpoints are there, which are valid, which may go.
+
+Newest means greatest (generation, step), never the latest time or the greatest step alone: a stale
+higher step of an abandoned lineage must not win.
+
+Promise: `prune` never removes the newest valid checkpoint, nor the last two valid ones, nor anything it
+does not recognise; what it removes loses its final name durably before its first byte goes. After a crash
+in any method every directory under a final name is as whole as before.
+
+Does not know what other nodes hold (`scan_run` lists what is visible here, on shared file systems), nor
+which copy a job resumes from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from elastic_resume import contract
+from elastic_resume.errors import CheckpointError
+from elastic_resume.store.checkpoint import deep_check, parse_name, quick_check
+from elastic_resume.store.durable import DISK, Disk, machine, temporary_name
+from elastic_resume.store.manifest import Manifest
+from elastic_resume.store.quarantine import quarantine, quarantined
+
+MIN_KEEP = 2  # one copy may turn out bad when it is needed
+MAX_ENTRIES = 1000  # newest first; a directory with more is not read to its end
+MAX_NODES = 10_000
+_WRITER = re.compile(r"-(\d{1,10})-[0-9a-f]{8}\Z")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One directory with a checkpoint's name: its manifest, or the problem that keeps it from loading."""
+
+    path: Path
+    generation: int
+    step: int
+    manifest: Manifest | None
+    problem: CheckpointError | None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """(generation, step), from the directory's name."""
+        return (self.generation, self.step)
+
+
+class Catalog:
+    """Checkpoints of one node. Reading is safe for anybody; what changes things is for the lock's owner."""
+
+    def __init__(self, node_dir: Path, run_id: str | None, disk: Disk = DISK) -> None:
+        """``run_id`` None: accept checkpoints of any run."""
+        self._node_dir = node_dir
+        self._run_id = run_id
+        self._disk = disk
+
+    def entries(self, deep: bool = False, limit: int = MAX_ENTRIES) -> list[Entry]:
+        """Everything with a checkpoint's name, newest first, each checked; ``deep`` reads all data."""
+        return [self._entry(path, order, deep) for order, path in self._named()[:limit]]
+
+    def valid(self, deep: bool = False, limit: int = MAX_ENTRIES) -> list[Entry]:
+        """The entries without a problem, newest first."""
+        return [entry for entry in self.entries(deep, limit) if entry.problem is None]
+
+    def prune(self, keep: int) -> list[Path]:
+        """Remove valid checkpoints beyond the newest ``keep`` (>= 2) valid ones; return the old paths."""
+        if keep < MIN_KEEP:
+            raise ValueError(f"keep={keep}: at least {MIN_KEEP} checkpoints must stay")
+        removed = []
+        for entry in self.valid()[keep:]:
+            self._discard(entry.path)
+            removed.append(entry.path)
+        return removed
+
+    def quarantine(self, path: Path, reason: str) -> Path:
+        """Move a bad checkpoint aside, never over another; return its new path."""
+        return quarantine(self._node_dir, path, reason, self._disk)
+
+    def quarantined(self) -> list[Path]:
+        """What lies in quarantine."""
+        return quarantined(self._node_dir)
+
+    def sweep(self) -> list[Path]:
+        """Remove what dead writers left unfinished; return it. Only for the owner of the node's lock."""
+        swept = []
+        for path in self._children():
+            if path.name.startswith(contract.TEMPORARY_PREFIX) and not _has_live_writer(path):
+                self._disk.remove_tree(path)
+                swept.append(path)
+        return swept
+
+    def _entry(self, path: Path, order: tuple[int, int], deep: bool) -> Entry:
+        check = deep_check if deep else quick_check
+        try:
+            return Entry(path, *order, check(path, self._run_id), None)
+        except CheckpointError as error:
+            return Entry(path, *order, None, error)
+
+    def _named(self) -> list[tuple[tuple[int, int], Path]]:
+        named = [
+            (order, path)
+            for path in self._children()
+            if (order := parse_name(path.name)) is not None and path.is_dir() and not path.is_symlink()
+        ]
+        return sorted(named, reverse=True)
+
+    def _children(self) -> list[Path]:
+        with machine("list", self._node_dir):
+            try:
+                return sorted(self._node_dir.iterdir())
+            except FileNotFoundError:
+                return []
+
+    def _discard(self, path: Path) -> None:
+        doomed = path.with_name(temporary_name(f"pruned-{path.name}"))
+        self._disk.rename(path, doomed)
+        self._disk.sync_dir(self._node_dir)  # else a crash could bring the name back without its files
+        self._disk.remove_tree(doomed)
+
+
+def scan_run(run_dir: Path, run_id: str | None, limit: int = 64) -> dict[str, list[Entry]]:
+    """The newest ``limit`` entries of every node whose directory is visible here, quick-checked, by node."""
+    found: dict[str, list[Entry]] = {}
+    with machine("list", run_dir):
+        names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []  # noqa: PTH208  names only
+    for name in names[:MAX_NODES]:
+        node_dir = run_dir / name
+        if re.fullmatch(contract.SAFE_NAME_PATTERN, name) and node_dir.is_dir():
+            found[name] = Catalog(node_dir, run_id).entries(limit=limit)
+    return found
+
+
+def _has_live_writer(path: Path) -> bool:
+    """Whether the process that made ``path`` still runs; one that began later merely has its number."""
+    match = _WRITER.search(path.name)
+    if match is None:
+        return False
+    with contextlib.suppress(psutil.Error, OSError):
+        # 1 s: file times and process start times come from clocks of different grain.
+        return psutil.Process(int(match[1])).create_time() <= path.lstat().st_mtime + 1.0
+    return False

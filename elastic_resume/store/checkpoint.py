@@ -1,0 +1,346 @@
+"""One checkpoint: a directory ``gGENERATION-sSTEP`` with the image and its manifest.
+
+Commit, as bbolt does it: write the data under a temporary name, fsync; write the manifest with the digest
+of every block, fsync; fsync the temporary directory; rename; fsync the parent. The rename is the commit.
+
+Promise: after a crash at any point, a directory under its final name is whole, and the older ones are
+untouched. `read_image` and `blocks` hand out no byte whose digest they have not checked.
+
+Does not know which checkpoint is newest, which to keep (`catalog`), or what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from elastic_resume import contract, failpoints
+from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, MachineError, TornError
+from elastic_resume.store import layout as layouts
+from elastic_resume.store.durable import DISK, Disk, machine, temporary_name
+from elastic_resume.store.layout import Layout
+from elastic_resume.store.manifest import BLOCK_BYTES, MAX_MANIFEST_BYTES, Manifest
+from elastic_resume.store.quarantine import quarantine
+
+_NAME = re.compile(r"g(\d{6,16})-s(\d{10,16})")
+_FORMAT_ERRORS = (TornError, CorruptError)
+
+
+def name_of(generation: int, step: int) -> str:
+    """The directory's name; it sorts by age as long as generation < 10**6 and step < 10**10."""
+    return f"g{generation:06d}-s{step:010d}"
+
+
+def parse_name(name: str) -> tuple[int, int] | None:
+    """(generation, step) of a checkpoint directory's name; None for any other name."""
+    match = _NAME.fullmatch(name)
+    if match is None or not name.isascii():
+        return None
+    generation, step = int(match[1]), int(match[2])
+    return (generation, step) if name_of(generation, step) == name else None
+
+
+class Writer:
+    """Writes one checkpoint. As a context manager it aborts what was not committed.
+
+    Raises MachineError when the disk refuses; nothing is left behind then, and older copies are whole.
+    """
+
+    def __init__(
+        self,
+        node_dir: Path,
+        generation: int,
+        step: int,
+        disk: Disk = DISK,
+        *,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        """Open a temporary directory under ``node_dir``."""
+        self._disk = disk
+        self._node_dir = node_dir
+        self._order = (generation, step)
+        self._final = node_dir / name_of(generation, step)
+        self._temporary = node_dir / temporary_name(self._final.name)
+        self._block_bytes = block_bytes
+        self._blocks: list[str] = []
+        self._digest = xxhash.xxh3_128()
+        self._bytes = 0
+        self._descriptor = -1
+        self._open = True
+        try:
+            self._hit("commit.before-data")
+            disk.mkdir(self._temporary)
+            self._descriptor = disk.create(self._temporary / contract.STATE_FILE)
+        except BaseException:
+            self.abort()
+            raise
+
+    def __enter__(self) -> Writer:  # noqa: PYI034  typing.Self needs Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def write(self, block: memoryview | bytes) -> None:
+        """Append bytes of the image, any number of them."""
+        view = memoryview(block).cast("B")
+        while view:
+            room = self._block_bytes - self._bytes % self._block_bytes
+            piece, view = view[:room], view[room:]
+            self._digest.update(piece)
+            self._disk.write(self._descriptor, piece, self._temporary / contract.STATE_FILE)
+            self._bytes += len(piece)
+            if len(piece) == room:
+                self._end_block()
+
+    def commit(self, manifest: Manifest) -> Path:
+        """Make the checkpoint exist and return its directory.
+
+        ``manifest`` gets its blocks and sizes from here. When a whole copy with the same content is there
+        already, that one stays; anything else under the name is quarantined first.
+        """
+        if manifest.order != self._order:
+            raise ValueError(f"manifest of {manifest.order} for a checkpoint of {self._order}")
+        if self._bytes % self._block_bytes:
+            self._end_block()
+        manifest = replace(
+            manifest, file_bytes=self._bytes, block_bytes=self._block_bytes, blocks=tuple(self._blocks)
+        )
+        self._finish_data()
+        self._put_manifest(manifest)
+        if self._is_there_already(manifest):
+            self.abort()
+        else:
+            self._publish()
+        return self._final
+
+    def abort(self) -> None:
+        """Remove what was written, unless it was committed. Never raises: the first error is the story."""
+        if not self._open:
+            return
+        self._open = False
+        with contextlib.suppress(MachineError):
+            self._close_data()
+        with contextlib.suppress(MachineError):
+            if self._temporary.exists():
+                self._disk.remove_tree(self._temporary)
+
+    def _finish_data(self) -> None:
+        self._hit("commit.after-data")
+        self._disk.sync_file(self._descriptor, self._temporary / contract.STATE_FILE)
+        self._close_data()
+
+    def _put_manifest(self, manifest: Manifest) -> None:
+        self._hit("commit.before-manifest")
+        self._disk.write_file(self._temporary / contract.MANIFEST_FILE, manifest.to_bytes())
+        self._disk.sync_dir(self._temporary)
+
+    def _publish(self) -> None:
+        self._hit("commit.before-rename")
+        self._disk.rename(self._temporary, self._final)
+        self._open = False
+        self._hit("commit.after-rename")
+        self._disk.sync_dir(self._node_dir)
+
+    def _is_there_already(self, manifest: Manifest) -> bool:
+        """Whether the final name holds this very content; what else stands there goes to quarantine."""
+        if not os.path.lexists(self._final):
+            return False
+        try:
+            present = deep_check(self._final, manifest.run_id)
+        except CheckpointError as error:
+            quarantine(self._node_dir, self._final, str(error), self._disk)
+            return False
+        if present.content == manifest.content:
+            self._disk.sync_dir(self._node_dir)  # whoever renamed it may have died before this
+            return True
+        quarantine(self._node_dir, self._final, "written again with other content", self._disk)
+        return False
+
+    def _end_block(self) -> None:
+        self._blocks.append(self._digest.hexdigest())
+        self._digest.reset()
+
+    def _close_data(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            self._disk.close(descriptor, self._temporary / contract.STATE_FILE)
+
+    def _hit(self, point: str) -> None:
+        with machine("commit", self._final):
+            failpoints.hit(point)
+
+
+def save_image(node_dir: Path, manifest: Manifest, image: memoryview, disk: Disk = DISK) -> Path:
+    """Write a whole image and commit it; return the checkpoint's directory. Raises MachineError."""
+    with Writer(node_dir, manifest.generation, manifest.step, disk) as writer:
+        writer.write(image)
+        return writer.commit(manifest)
+
+
+def quick_check(path: Path, run_id: str | None) -> Manifest:
+    """Return the manifest of the checkpoint at ``path`` without reading its data.
+
+    The manifest parses, agrees with the directory's name and with ``run_id`` (None: any run), and the
+    image has the size it tells. Raises a CheckpointError that says what, where and why.
+    """
+    with _located(path):
+        manifest = Manifest.parse(_read_small(path / contract.MANIFEST_FILE))
+        if parse_name(path.name) != manifest.order:
+            raise ForeignError(
+                f"its manifest is that of {name_of(*manifest.order)}: it was copied or renamed by hand."
+            )
+        if run_id is not None and manifest.run_id != run_id:
+            raise ForeignError(f"belongs to the run {manifest.run_id!r}, not to {run_id!r}.")
+        with _open_image(path, manifest):
+            return manifest
+
+
+def deep_check(path: Path, run_id: str | None) -> Manifest:
+    """Do `quick_check`, then read everything and verify every digest and the layout."""
+    manifest = quick_check(path, run_id)
+    buffer = fresh_memory(min(manifest.block_bytes, max(manifest.file_bytes, 1)))
+    for _ in blocks(path, manifest, buffer):
+        pass
+    with _located(path), _open_image(path, manifest) as descriptor:
+        _read_layout(descriptor, manifest.file_bytes)
+    return manifest
+
+
+def read_image(path: Path, manifest: Manifest, into: memoryview | None = None) -> memoryview:
+    """Read the whole image into ``into`` (of exactly its size) or into fresh memory; every byte is verified.
+
+    One pass: each block is digested while it is still in the processor's cache. Raises CorruptError naming
+    the byte range and the tensors in it; ``into`` then holds bytes that must not be used.
+    """
+    image = fresh_memory(manifest.file_bytes) if into is None else into.cast("B")
+    if len(image) != manifest.file_bytes:
+        raise ValueError(f"a buffer of {len(image)} bytes for an image of {manifest.file_bytes}")
+    with _located(path), _open_image(path, manifest) as descriptor:
+        for index in range(len(manifest.blocks)):
+            start = index * manifest.block_bytes
+            _read_block(descriptor, manifest, index, image[start : start + manifest.block_bytes])
+        Layout.parse(image, manifest.file_bytes)
+    return image
+
+
+def blocks(path: Path, manifest: Manifest, buffer: memoryview) -> Iterator[memoryview]:
+    """Yield the image's blocks, verified, one at a time in ``buffer``: valid until the next is asked for."""
+    room = buffer.cast("B")
+    if len(room) < min(manifest.block_bytes, manifest.file_bytes):
+        raise ValueError(f"a buffer of {len(room)} bytes for blocks of {manifest.block_bytes}")
+    with _located(path), _open_image(path, manifest) as descriptor:
+        for index in range(len(manifest.blocks)):
+            size = min(manifest.block_bytes, manifest.file_bytes - index * manifest.block_bytes)
+            _read_block(descriptor, manifest, index, room[:size])
+            yield room[:size]
+
+
+def fresh_memory(size: int) -> memoryview:
+    """Page-aligned zeroed memory; huge pages, since the first touch of small ones takes 3 times the read."""
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)[:size]
+
+
+def _read_block(descriptor: int, manifest: Manifest, index: int, into: memoryview) -> None:
+    start = index * manifest.block_bytes
+    _fill(descriptor, start, into)
+    if xxhash.xxh3_128_hexdigest(into) != manifest.blocks[index]:
+        stop = start + len(into)
+        raise CorruptError(
+            f"{contract.STATE_FILE} bytes {start} to {stop} do not match their digest; "
+            f"within them: {_what_lies_in(descriptor, manifest, start, stop)}."
+        )
+
+
+def _fill(descriptor: int, offset: int, into: memoryview) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], offset + done)
+        if count == 0:
+            raise TornError(f"{contract.STATE_FILE} ends at byte {offset + done}.")
+        done += count
+
+
+def _read_layout(descriptor: int, file_bytes: int) -> Layout:
+    head = bytearray(min(8, file_bytes))
+    _fill(descriptor, 0, memoryview(head))
+    head = bytearray(layouts.header_bytes(head, file_bytes))
+    _fill(descriptor, 0, memoryview(head))
+    return Layout.parse(head, file_bytes)
+
+
+def _what_lies_in(descriptor: int, manifest: Manifest, start: int, stop: int) -> str:
+    try:
+        layout = _read_layout(descriptor, manifest.file_bytes)
+    except (CheckpointError, OSError):
+        return "the header"
+    names = ["the header"] * (start < len(layout.header)) + layout.names_in(start, stop)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+@contextlib.contextmanager
+def _open_image(path: Path, manifest: Manifest) -> Iterator[int]:
+    with _open_regular(path / contract.STATE_FILE) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size < manifest.file_bytes:
+            raise TornError(f"{contract.STATE_FILE} has {size} bytes of {manifest.file_bytes}.")
+        if size > manifest.file_bytes:
+            raise CorruptError(f"{contract.STATE_FILE} has {size} bytes instead of {manifest.file_bytes}.")
+        yield descriptor
+
+
+@contextlib.contextmanager
+def _open_regular(path: Path) -> Iterator[int]:
+    # O_NONBLOCK: a named pipe in the place of a file would else block the open for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ForeignError(f"{path.name} is not a regular file.")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read_small(path: Path) -> bytes:
+    with _open_regular(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > MAX_MANIFEST_BYTES:
+            raise CorruptError(f"{path.name} has {size} bytes, more than the limit of {MAX_MANIFEST_BYTES}.")
+        data = bytearray(size)
+        _fill(descriptor, 0, memoryview(data))
+        return bytes(data)
+
+
+@contextlib.contextmanager
+def _located(path: Path) -> Iterator[None]:
+    """Put the checkpoint's path before the text of a CheckpointError; an OSError of reading becomes one.
+
+    A copy that this machine cannot read is not the end: another node may hold the same one.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}") from error
+    except OSError as error:
+        missing = error.errno in {errno.ENOENT, errno.ENOTDIR}
+        name = Path(error.filename).name if error.filename else contract.STATE_FILE
+        if missing and not path.is_dir():
+            raise ForeignError(f"{path}: is not a checkpoint directory.") from error
+        if missing:
+            raise TornError(f"{path}: {name} is missing.") from error
+        raise CorruptError(f"{path}: {name} cannot be read ({error.strerror or error}).") from error

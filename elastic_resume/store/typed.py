@@ -1,0 +1,265 @@
+"""Typed JSON: everything of a checkpoint's state that is not a tensor, and where the tensors stand in it.
+
+What JSON says without doubt stays plain (None, bool, str, float, list, dict with str keys); the rest is an
+object ``{"$": tag, ...}``. `decode` gives back the same types and bits: nan payloads, -0.0, ints of any
+size, tuples apart from lists, the order of dicts. Exact types only: a subclass would come back as its base
+and nobody would notice, so it is refused, with its path, at the first save. An object that stands in two
+places comes back as two equal objects.
+
+Promise: nothing read here is executed; an unknown tag is CorruptError. Equal values encode equally on
+every node (sets are sorted), so digests of encoded state can be compared.
+
+Does not know what a tensor is: the worker replaces each by a `TensorRef` before and afterwards.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from elastic_resume.errors import CorruptError, UntrackableError
+
+MAX_DEPTH = 200  # a state dict is 5 deep; what is deeper is a mistake, and Python's stack ends at 1000
+MAX_INT_BITS = 1 << 20
+TAG = "$"
+_PLAIN_INT = 1 << 63  # what other JSON readers still take as an integer
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """Stands where a tensor stood; ``name`` is its name in the image, ``kind`` is the worker's own word."""
+
+    name: str
+    kind: str = "tensor"
+
+
+def encode(value: Any, path: str = "") -> Any:
+    """Return ``value`` as JSON-able data. ``path`` is what messages call its place.
+
+    Raises UntrackableError, naming path and type, for what `decode` could not give back exactly.
+    """
+    try:
+        return _encode(value, path or "state", ())
+    except RecursionError:
+        raise UntrackableError(f"{path or 'state'}: nested too deeply for the interpreter's stack.") from None
+
+
+def decode(obj: Any) -> Any:
+    """Return the value that `encode` was given. Raises CorruptError for anything `encode` never writes."""
+    try:
+        return _decode(obj, 0)
+    except RecursionError as error:
+        raise CorruptError("state: nested too deeply.") from error
+
+
+def _encode(value: Any, path: str, above: tuple[int, ...]) -> Any:
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind in _SCALARS:
+        return _SCALARS[kind](value, path)
+    if kind not in _CONTAINERS:
+        _refuse(value, path)
+    if id(value) in above:
+        raise UntrackableError(
+            f"{path}: a {kind.__name__} that contains itself cannot be stored; break the cycle."
+        )
+    if len(above) >= MAX_DEPTH:
+        raise UntrackableError(f"{path}: nested more than {MAX_DEPTH} deep; flatten it.")
+    return _CONTAINERS[kind](value, path, (*above, id(value)))
+
+
+def _encode_int(value: int, path: str) -> Any:
+    if -_PLAIN_INT <= value < _PLAIN_INT:
+        return value
+    if value.bit_length() > MAX_INT_BITS:
+        raise UntrackableError(f"{path}: an int of {value.bit_length()} bits; the limit is {MAX_INT_BITS}.")
+    return {TAG: "int", "hex": hex(value)}
+
+
+def _encode_float(value: float, _path: str) -> Any:
+    finite = value - value == 0  # neither infinite nor nan, whose bits JSON does not carry
+    return value if finite else {TAG: "float", "bits": struct.pack(">d", value).hex()}
+
+
+def _encode_complex(value: complex, _path: str) -> Any:
+    return {TAG: "complex", "bits": struct.pack(">2d", value.real, value.imag).hex()}
+
+
+def _encode_bytes(value: bytes, _path: str) -> Any:
+    return {TAG: "bytes", "base64": base64.b64encode(value).decode()}
+
+
+def _encode_ref(value: TensorRef, path: str) -> Any:
+    if type(value.name) is not str or type(value.kind) is not str:
+        _refuse(value, path)
+    return {TAG: "tensor", "name": value.name, "kind": value.kind}
+
+
+def _encode_items(value: Iterable[Any], path: str, above: tuple[int, ...]) -> list[Any]:
+    return [_encode(item, f"{path}[{index}]", above) for index, item in enumerate(value)]
+
+
+def _encode_pairs(value: dict[Any, Any], path: str, above: tuple[int, ...]) -> list[Any]:
+    pairs = []
+    for key, item in value.items():
+        place = f"{path}[{_short(key)}]"
+        pairs.append([_encode(key, f"key of {place}", above), _encode(item, place, above)])
+    return pairs
+
+
+def _encode_dict(value: dict[Any, Any], path: str, above: tuple[int, ...]) -> Any:
+    if all(type(key) is str and key != TAG for key in value):
+        return {key: _encode(item, f"{path}[{_short(key)}]", above) for key, item in value.items()}
+    return {TAG: "dict", "items": _encode_pairs(value, path, above)}
+
+
+def _encode_sorted(value: Iterable[Any], path: str, above: tuple[int, ...]) -> list[Any]:
+    # A set's own order follows the hash seed of the process: two nodes would never agree on a digest.
+    return sorted((_encode(item, f"{path}{{{_short(item)}}}", above) for item in value), key=json.dumps)
+
+
+_SCALARS: dict[type, Callable[[Any, str], Any]] = {
+    int: _encode_int,
+    float: _encode_float,
+    complex: _encode_complex,
+    bytes: _encode_bytes,
+    TensorRef: _encode_ref,
+}
+
+_CONTAINERS: dict[type, Callable[[Any, str, tuple[int, ...]], Any]] = {
+    list: _encode_items,
+    tuple: lambda v, path, above: {TAG: "tuple", "items": _encode_items(v, path, above)},
+    dict: _encode_dict,
+    OrderedDict: lambda v, path, above: {TAG: "OrderedDict", "items": _encode_pairs(v, path, above)},
+    Counter: lambda v, path, above: {TAG: "Counter", "items": _encode_pairs(v, path, above)},
+    set: lambda v, path, above: {TAG: "set", "items": _encode_sorted(v, path, above)},
+    frozenset: lambda v, path, above: {TAG: "frozenset", "items": _encode_sorted(v, path, above)},
+    deque: lambda v, path, above: {TAG: "deque", "items": _encode_items(v, path, above), "maxlen": v.maxlen},
+}
+
+
+def _refuse(value: Any, path: str) -> NoReturn:
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    near = next((known.__name__ for known in _CONTAINERS | _SCALARS if isinstance(value, known)), None)
+    what = (
+        f"convert it to {near} in state_dict()" if near else "return tensors and plain data from state_dict()"
+    )
+    raise UntrackableError(f"{path}: a {name} cannot be stored; {what}, or leave it out.")
+
+
+def _short(key: Any) -> str:
+    text = repr(key) if type(key) in {str, int, bool, float, bytes} else type(key).__name__
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _decode(obj: Any, depth: int) -> Any:
+    if obj is None or type(obj) in {bool, str, int, float}:
+        return obj
+    if depth > MAX_DEPTH:
+        raise CorruptError(f"state: nested more than {MAX_DEPTH} deep.")
+    if type(obj) is list:
+        return [_decode(item, depth + 1) for item in obj]
+    if type(obj) is not dict:
+        raise CorruptError(f"state: a {type(obj).__name__} is not typed JSON.")
+    if TAG not in obj:
+        return {key: _decode(item, depth + 1) for key, item in obj.items()}
+    fields = {key: item for key, item in obj.items() if key != TAG}
+    tag = obj[TAG]
+    if type(tag) is not str or tag not in _READERS or set(fields) != _READERS[tag][0]:
+        raise CorruptError(f"state: unknown tag {tag!r} with fields {sorted(fields)[:8]}.")
+    try:
+        return _READERS[tag][1](fields, depth + 1)
+    except (ValueError, TypeError, struct.error) as error:
+        raise CorruptError(f"state: a malformed {tag!r} ({error}).") from error
+
+
+def _read_int(fields: dict[str, Any], _depth: int) -> int:
+    text = _text(fields["hex"])
+    value = int(text, 16)
+    if hex(value) != text or -_PLAIN_INT <= value < _PLAIN_INT or value.bit_length() > MAX_INT_BITS:
+        raise ValueError("not as written")
+    return value
+
+
+def _read_float(fields: dict[str, Any], _depth: int) -> float:
+    (value,) = struct.unpack(">d", bytes.fromhex(_text(fields["bits"])))
+    return float(value)
+
+
+def _read_complex(fields: dict[str, Any], _depth: int) -> complex:
+    return complex(*struct.unpack(">2d", bytes.fromhex(_text(fields["bits"]))))
+
+
+def _read_bytes(fields: dict[str, Any], _depth: int) -> bytes:
+    return base64.b64decode(_text(fields["base64"]), validate=True)
+
+
+def _read_ref(fields: dict[str, Any], _depth: int) -> TensorRef:
+    return TensorRef(_text(fields["name"]), _text(fields["kind"]))
+
+
+def _read_items(fields: dict[str, Any], depth: int) -> list[Any]:
+    items = fields["items"]
+    if type(items) is not list:
+        raise ValueError("items is not a list")
+    return [_decode(item, depth) for item in items]
+
+
+def _read_pairs(fields: dict[str, Any], depth: int) -> dict[Any, Any]:
+    items = fields["items"]
+    if type(items) is not list or not all(type(pair) is list and len(pair) == 2 for pair in items):
+        raise ValueError("items are not pairs")
+    pairs = {_decode(key, depth): _decode(value, depth) for key, value in items}
+    if len(pairs) != len(items):
+        raise ValueError("a key occurs twice")
+    return pairs
+
+
+def _read_set(fields: dict[str, Any], depth: int) -> set[Any]:
+    items = _read_items(fields, depth)
+    unique = set(items)
+    if len(unique) != len(items):
+        raise ValueError("an item occurs twice")
+    return unique
+
+
+def _read_counter(fields: dict[str, Any], depth: int) -> Counter[Any]:
+    counter: Counter[Any] = Counter()
+    dict.update(counter, _read_pairs(fields, depth))  # Counter.update would add up and demand numbers
+    return counter
+
+
+def _read_deque(fields: dict[str, Any], depth: int) -> deque[Any]:
+    items, maxlen = _read_items(fields, depth), fields["maxlen"]
+    if maxlen is not None and (type(maxlen) is not int or maxlen < len(items)):
+        raise ValueError("maxlen does not fit")
+    return deque(items, maxlen)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError("not a string")
+    return value
+
+
+_READERS: dict[str, tuple[set[str], Callable[[dict[str, Any], int], Any]]] = {
+    "int": ({"hex"}, _read_int),
+    "float": ({"bits"}, _read_float),
+    "complex": ({"bits"}, _read_complex),
+    "bytes": ({"base64"}, _read_bytes),
+    "tensor": ({"name", "kind"}, _read_ref),
+    "tuple": ({"items"}, lambda fields, depth: tuple(_read_items(fields, depth))),
+    "dict": ({"items"}, _read_pairs),
+    "OrderedDict": ({"items"}, lambda fields, depth: OrderedDict(_read_pairs(fields, depth))),
+    "Counter": ({"items"}, _read_counter),
+    "set": ({"items"}, _read_set),
+    "frozenset": ({"items"}, lambda fields, depth: frozenset(_read_set(fields, depth))),
+    "deque": ({"items", "maxlen"}, _read_deque),
+}
