@@ -1,1 +1,42 @@
-"""Wraps a PyTorch DDP job so that the death of a worker or a node costs seconds, not the run."""
+"""Wraps a PyTorch DDP job so that the death of a worker or a node costs seconds, not the run.
+
+    import elastic_resume as er
+    run = er.resume(model=model, optimizer=opt, scheduler=sched, data=batches)
+    model = run.ddp(model)
+    for epoch in run.epochs(EPOCHS):
+        for batch in loader:
+            ...
+            run.step()
+
+Names are imported when they are first used: the command line tools need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_resume.policy.source import ResumePlan as ResumePlan
+    from elastic_resume.store.manifest import Position as Position
+    from elastic_resume.worker.batches import GlobalBatches as GlobalBatches
+    from elastic_resume.worker.run import Run as Run
+    from elastic_resume.worker.run import resume as resume
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "GlobalBatches": "elastic_resume.worker.batches",
+    "Position": "elastic_resume.store.manifest",
+    "ResumePlan": "elastic_resume.policy.source",
+    "Run": "elastic_resume.worker.run",
+    "resume": "elastic_resume.worker.run",
+}
+
+__all__ = ["GlobalBatches", "Position", "ResumePlan", "Run", "__version__", "resume"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

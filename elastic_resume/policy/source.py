@@ -7,7 +7,7 @@ never by step alone, or a stale higher step of an abandoned lineage would win.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_resume.errors import NoValidCheckpointError
@@ -35,7 +35,7 @@ class Rejected:
     node: str
     name: str
     reason: str
-    generation: int = 0
+    order: tuple[int, int] = (0, 0)  # as far as its name tells
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,12 @@ class ResumePlan:
         return dict(self.holders).get(node)
 
 
-def choose(
-    inventories: Sequence[Inventory], mode: str, failed: Iterable[tuple[str, Copy]] = ()
-) -> ResumePlan:
+def choose(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
     """Pick the newest copy that some node holds.
 
     Args:
         inventories: one for each node, in any order.
         mode: auto, must, never, or a path (see `Inventory.given`).
-        failed: (node, copy) pairs that were tried in this resume and could not be read.
 
     Raises:
         NoValidCheckpointError: copies exist and none may be loaded; or none exists and mode is ``must``
@@ -101,23 +98,30 @@ def choose(
 
     """
     nodes = sorted(inventories, key=lambda inventory: inventory.lead_rank)
-    bad = set(failed)
     floor = -1 if mode in {"auto", "must"} else _floor(nodes)
-    readable = {
-        i.node: [c for c in i.copies if c.generation > floor and (i.node, c) not in bad] for i in nodes
-    }
+    readable = {i.node: [copy for copy in i.copies if copy.generation > floor] for i in nodes}
     if not any(readable.values()):
-        _refuse_to_forget(nodes, floor, bad)
-        readable = {i.node: [i.given] for i in nodes if i.given and (i.node, i.given) not in bad}
+        _refuse_to_forget(nodes, floor)
+        readable = {i.node: [i.given] for i in nodes if i.given}
     plan = _cold(nodes, mode) if not any(readable.values()) else _newest(nodes, readable)
     lived = max(nodes, key=lambda i: (i.last_generation, i.last_step))
     return replace(
         plan,
-        generation=1 + max([i.generation for i in nodes] + [c.generation for i in nodes for c in i.copies]),
-        rejected=tuple(reason for i in nodes for reason in i.rejected),
+        generation=1
+        + max([i.generation for i in nodes] + [c.generation for i in nodes for c in (*i.copies, *_given(i))]),
+        # What is older than the chosen copy would not have been taken anyway.
+        rejected=tuple(
+            dict.fromkeys(
+                r for i in nodes for r in i.rejected if r.order > (plan.source_generation, plan.step)
+            )
+        ),
         lost_steps=max(0, lived.last_step - plan.step) if lived.last_generation > floor else 0,
         previous_world_size=lived.last_world_size,
     )
+
+
+def _given(inventory: Inventory) -> tuple[Copy, ...]:
+    return (inventory.given,) if inventory.given else ()
 
 
 def _newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequence[Copy]]) -> ResumePlan:
@@ -147,9 +151,10 @@ def _cold(nodes: Sequence[Inventory], mode: str) -> ResumePlan:
             "Check --ckpt-dir and --rdzv-id, or start fresh with --resume auto."
         )
     if mode not in {"auto", "never"}:
+        why = _list([rejected for node in nodes for rejected in node.rejected if rejected.order == (0, 0)])
         raise NoValidCheckpointError(
-            f"--resume {mode}: no node can read a checkpoint there. Give the directory that holds "
-            "manifest.json, as `elastic-resume ls` prints it."
+            f"--resume {mode}: no node can read a checkpoint there{f' ({why})' if why else ''}. Give the "
+            "directory that holds manifest.json, as `elastic-resume ls` prints it."
         )
     return ResumePlan("cold", source_node=nodes[0].node, source_rank=nodes[0].lead_rank)
 
@@ -164,17 +169,30 @@ def _floor(nodes: Sequence[Inventory]) -> int:
     return min(began) if began else max(inventory.generation for inventory in nodes)
 
 
-def _refuse_to_forget(nodes: Sequence[Inventory], floor: int, bad: Collection[tuple[str, Copy]]) -> None:
+def _refuse_to_forget(nodes: Sequence[Inventory], floor: int) -> None:
     """Raise when copies newer than ``floor`` exist that cannot be read: a fresh start would forget them."""
-    found = [r for node in nodes for r in node.rejected if r.generation > floor]
-    found += [
-        Rejected(node, c.home, "failed its digest", c.generation) for node, c in bad if c.generation > floor
-    ]
-    if not found:
-        return
-    shown = "; ".join(f"{r.node}/{r.name}: {r.reason}" for r in found[:4])
-    more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
-    raise NoValidCheckpointError(
-        f"checkpoints exist and none can be loaded ({shown}{more}). Nothing was deleted. "
-        "Repair one, or start over on purpose with --resume never."
+    found = [rejected for node in nodes for rejected in node.rejected if rejected.order[0] > floor]
+    if found:
+        raise NoValidCheckpointError(
+            f"checkpoints exist and none can be loaded ({_list(found)}). Nothing was deleted. "
+            "Repair one, or start over on purpose with --resume never."
+        )
+
+
+def _list(rejected: Sequence[Rejected]) -> str:
+    shown = "; ".join(f"{r.node}/{r.name}: {r.reason}" for r in rejected[:4])
+    return f"{shown}; and {len(rejected) - 4} more" if len(rejected) > 4 else shown
+
+
+def without(inventory: Inventory, copy: Copy, name: str, reason: str) -> Inventory:
+    """The inventory of a node that has just failed to read ``copy``."""
+    given = inventory.given == copy
+    return replace(
+        inventory,
+        copies=tuple(kept for kept in inventory.copies if kept != copy),
+        given=None if given else inventory.given,
+        rejected=(
+            *inventory.rejected,
+            Rejected(inventory.node, name, reason, (0, 0) if given else copy.order),
+        ),
     )

@@ -1,0 +1,118 @@
+"""What one node could resume from, and how nodes tell each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elastic_resume import contract
+from elastic_resume.errors import CheckpointError, ElasticResumeError
+from elastic_resume.policy.source import Copy, Inventory, Rejected
+from elastic_resume.store import checkpoint, life
+from elastic_resume.store.board import Board
+from elastic_resume.store.catalog import Entry, scan_run
+from elastic_resume.store.quarantine import quarantined, reason_of
+from elastic_resume.worker.place import Place
+
+LISTED_COPIES = 64  # of one directory, newest first: older ones would be taken after 64 corrupt ones only
+
+
+def take_stock(place: Place, board: Board, generation: int) -> Inventory:
+    """List what this node could resume from; quarantine what of its own does not even look whole.
+
+    Rank 0's node lists the directories of other nodes too, where it sees them (a shared file system): a job
+    that is started again on other machines finds what it left behind. They are only read, and by one
+    node only: a thousand nodes that each list a thousand directories would bring the file server down.
+    """
+    for entry in place.catalog.entries():
+        if entry.problem is not None:
+            place.quarantine(entry.path, str(entry.problem))
+    homes = {place.node: place.catalog.entries()}
+    if place.world.rank == 0:
+        homes = scan_run(place.run_dir, place.settings.run_id) | homes
+    copies = [
+        Copy(home, entry.generation, entry.step, entry.manifest.rank)
+        for home, entries in homes.items()
+        for entry in entries[:LISTED_COPIES]
+        if entry.manifest is not None and entry.problem is None
+    ]
+    rejected = [reason for home, entries in homes.items() for reason in _rejected(place, home, entries)]
+    given, problem = _given(place)
+    floor, began = life.floor_of(place.node_dir, supervisor(), generation)
+    last_generation, last_step, last_world_size = board.newest()
+    return Inventory(
+        node=place.node,
+        lead_rank=place.world.rank,
+        copies=tuple(copies),
+        rejected=tuple(rejected + problem),
+        generation=max(generation, last_generation),
+        floor=floor,
+        began=began,
+        given=given,
+        last_step=last_step,
+        last_generation=last_generation,
+        last_world_size=last_world_size or None,
+    )
+
+
+def to_json(inventory: Inventory) -> dict[str, Any]:
+    """Give ``inventory`` as JSON can say it."""
+    return dataclasses.asdict(inventory)
+
+
+def from_json(told: Mapping[str, Any]) -> Inventory:
+    """Read what `to_json` gave on another rank.
+
+    Raises:
+        ElasticResumeError: the other rank runs a version with other fields.
+
+    """
+    try:
+        rejected = tuple(Rejected(**{**one, "order": tuple(one["order"])}) for one in told["rejected"])
+        copies = tuple(Copy(**one) for one in told["copies"])
+        given = Copy(**told["given"]) if told["given"] else None
+        return Inventory(**{**told, "rejected": rejected, "copies": copies, "given": given})
+    except (KeyError, TypeError) as error:
+        raise ElasticResumeError(
+            f"a node's inventory cannot be read ({error}): do all nodes run the same elastic_resume?"
+        ) from error
+
+
+def supervisor() -> str:
+    """Name the process whose life is "this start of the job": the node's agent, torchrun, or this one."""
+    agent = os.environ.get(contract.ENV_AGENT_PID)
+    pid = int(agent) if agent else os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    try:
+        return f"{pid} {psutil.Process(pid).create_time()}"
+    except psutil.Error:
+        return str(pid)
+
+
+def _rejected(place: Place, home: str, entries: Sequence[Entry]) -> list[Rejected]:
+    found = [
+        Rejected(home, entry.path.name, str(entry.problem), (entry.generation, entry.step))
+        for entry in entries
+        if entry.problem is not None
+    ]
+    found.extend(
+        Rejected(home, path.name, reason_of(path), checkpoint.parse_name(path.name.split(".")[0]) or (0, 0))
+        for path in quarantined(place.run_dir / home)
+    )
+    return found
+
+
+def _given(place: Place) -> tuple[Copy | None, list[Rejected]]:
+    """The checkpoint that ``--resume PATH`` names, as this node sees it."""
+    path = place.settings.resume
+    if path in {"auto", "must", "never"}:
+        return None, []
+    try:
+        manifest = checkpoint.quick_check(Path(path), None)
+    except CheckpointError as error:
+        return None, [Rejected(place.node, path, str(error))]
+    return Copy("", manifest.generation, manifest.step, manifest.rank), []

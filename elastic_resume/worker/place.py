@@ -1,0 +1,75 @@
+"""Where this rank stands: its world, its node, and which rank speaks for the node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from elastic_resume.config import Settings
+from elastic_resume.errors import ElasticResumeError
+from elastic_resume.events import EventLog
+from elastic_resume.policy.source import Copy
+from elastic_resume.store import checkpoint
+from elastic_resume.store.catalog import Catalog
+from elastic_resume.worker.world import World
+
+T = TypeVar("T")
+
+
+class Place:
+    """This rank, its node's directory and its event log.
+
+    The node's lowest rank leads it: it lists what the node holds, and saves.
+    """
+
+    def __init__(self, world: World, settings: Settings, events: EventLog) -> None:
+        """Every rank of the world must call this at the same time."""
+        self.world = world
+        self.settings = settings
+        self.events = events
+        self.node = settings.node_name
+        self.run_dir = settings.ckpt_dir / settings.run_id
+        self.node_dir = self.run_dir / self.node
+        self.node_of: list[str] = world.gather(self.node)
+        self.lead_of = {name: self.node_of.index(name) for name in dict.fromkeys(self.node_of)}
+        self.leads = self.lead_of[self.node] == world.rank
+        self.local_rank = self.node_of[: world.rank].count(self.node)
+
+    @property
+    def catalog(self) -> Catalog:
+        """The checkpoints of this node."""
+        return Catalog(self.node_dir, self.settings.run_id)
+
+    def path_of(self, copy: Copy) -> Path:
+        """Where this node reads ``copy``; a copy without a home is the one that ``--resume PATH`` gives."""
+        if not copy.home:
+            return Path(self.settings.resume)
+        return self.run_dir / copy.home / checkpoint.name_of(copy.generation, copy.step)
+
+    def quarantine(self, path: Path, reason: str) -> None:
+        """Set a checkpoint of this node aside, and say so."""
+        kept = self.catalog.quarantine(path, reason)
+        self.events.write("quarantine", path=str(kept), reason=reason)
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on every rank; when it fails on one, raise on all, naming rank and reason.
+
+        The ranks on which it did not fail raise too, or they would wait for the others in a collective.
+        """
+        failure: ElasticResumeError | None = None
+        result: T | None = None
+        try:
+            result = action()
+        except ElasticResumeError as error:
+            failure = error
+        told = self.world.gather([str(failure), failure.at_fault] if failure else None)
+        if failure is not None:
+            raise failure
+        for rank, other in enumerate(told):
+            if other is not None:
+                text = f"rank {rank} on node {self.node_of[rank]} cannot go on: {other[0]}"
+                peer = ElasticResumeError(text)
+                peer.at_fault = bool(other[1])
+                raise peer
+        return result  # type: ignore[return-value]

@@ -1,0 +1,354 @@
+"""What is tracked: from live objects to named tensors and plain data, and back.
+
+Flattening walks each object's ``state_dict()``. Tensors get a name (``model/conv1.weight``,
+``optimizer/state/0/exp_avg``) and leave a reference in what remains, which must be plain data. Names never
+carry ``module.`` or ``_orig_mod.``: they are those of the model as its author wrote it, so a checkpoint
+taken from a wrapped model loads into a bare one and the other way round. Tensors that share storage exactly
+(tied weights) are stored once.
+
+Three kinds of tensor: what data-parallel training keeps equal on every rank (parameters, optimizer state),
+a module's buffers, and everything else. Only the first kind must agree between ranks; of the others the
+job's value is that of one rank (see `policy/source.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
+from elastic_resume.store import typed
+from elastic_resume.store.typed import TensorRef
+from elastic_resume.worker.image import DTYPE_NAMES, memory_of
+
+REPLICATED = "replicated"  # equal on every rank after every step
+BUFFER = "buffer"  # a module's buffer: DDP takes rank 0's
+OTHER = "other"
+
+_COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
+_MAX_DEPTH = 200
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One named tensor of the live state. ``tensor`` is detached and shares the object's storage."""
+
+    name: str
+    tensor: Tensor
+    kind: str
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """The whole tracked state: tensors by name, and the rest as typed JSON that refers to them."""
+
+    leaves: tuple[Leaf, ...]
+    skeleton: Any
+
+    def of_kind(self, *kinds: str) -> list[Leaf]:
+        """Return the leaves of the given kinds, in order."""
+        return [leaf for leaf in self.leaves if leaf.kind in kinds]
+
+
+def collect(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Give every tracked object one name: ``model={"g": G, "d": D}`` becomes ``model.g`` and ``model.d``.
+
+    None stands for "not used". DDP, DataParallel and torch.compile wrappers are taken off.
+
+    Raises:
+        ConfigError: two objects under one name, an unusable name, or an object without state_dict.
+
+    """
+    tracked: dict[str, Any] = {}
+    for given, value in named.items():
+        parts = (
+            {f"{given}.{key}": part for key, part in value.items()} if type(value) is dict else {given: value}
+        )
+        for name, item in parts.items():
+            if item is None:
+                continue
+            if name in tracked:
+                raise ConfigError(f"two objects are tracked under the name {name!r}; give each its own name.")
+            if not name or "/" in name:
+                raise ConfigError(
+                    f"{name!r} cannot name a tracked object: use letters, digits, dots and '_'."
+                )
+            if not (
+                callable(getattr(item, "state_dict", None))
+                and callable(getattr(item, "load_state_dict", None))
+            ):
+                raise UntrackableError(
+                    f"{name}: {_type_name(item)} has no state_dict() and load_state_dict(); "
+                    "give it both, or do not pass it to resume()."
+                )
+            tracked[name] = unwrap(item)
+    return tracked
+
+
+def unwrap(item: Any) -> Any:
+    """Take DDP, DataParallel and torch.compile wrappers off a module."""
+    while isinstance(item, nn.Module):
+        if isinstance(item, (DistributedDataParallel, DataParallel)):
+            item = item.module
+        elif isinstance(getattr(item, "_orig_mod", None), nn.Module):
+            item = item._orig_mod  # noqa: SLF001  the name torch.compile's state_dict shows to everybody
+        else:
+            break
+    return item
+
+
+def flatten(tracked: Mapping[str, Any]) -> FlatState:
+    """Name every tensor of the tracked objects; check that all the rest is plain data.
+
+    Raises:
+        UntrackableError: something is neither; the text gives its path and type.
+
+    """
+    walk = _Walk()
+    skeleton = {}
+    for name, item in tracked.items():
+        plain = _flatten_module(walk, name, item) if isinstance(item, nn.Module) else None
+        if plain is None:
+            kind = REPLICATED if isinstance(item, Optimizer) else OTHER
+            plain = walk.replace(item.state_dict(), name, kind)
+        skeleton[name] = typed.encode(plain, name)
+    return FlatState(tuple(walk.leaves), skeleton)
+
+
+def load(tracked: Mapping[str, Any], skeleton: Any, tensor: Callable[[str], Tensor]) -> None:
+    """Put a stored state into the live objects, after checking that all of it fits.
+
+    Args:
+        tracked: name -> object, as `collect` gave it.
+        skeleton: the stored counterpart of `FlatState.skeleton`.
+        tensor: gives the stored tensor of a name, on the CPU; its memory is not kept.
+
+    Raises:
+        MismatchError: objects, names, shapes or dtypes differ. Every difference is listed, and nothing
+            was changed.
+
+    """
+    stored = {name: typed.decode(part) for name, part in skeleton.items()}
+    problems = _differences(tracked, stored, tensor)
+    if problems:
+        shown = "\n  ".join(problems[:50])
+        more = f"\n  and {len(problems) - 50} more" if len(problems) > 50 else ""
+        raise MismatchError(
+            "the tracked objects do not fit the checkpoint; nothing was loaded. Restore the model's "
+            f"definition, or start over on purpose with --resume never.\n  {shown}{more}"
+        )
+    for name, item in tracked.items():
+        if isinstance(item, nn.Module):
+            _load_module(item, stored[name], tensor)
+            continue
+        try:
+            item.load_state_dict(_restore(stored[name], tensor))
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise MismatchError(
+                f"{name}: {_type_name(item)} refuses the checkpoint's state: {error}. "
+                "Build it as the run that wrote the checkpoint did, or start over with --resume never."
+            ) from error
+
+
+def fingerprints(leaves: Iterable[Leaf]) -> dict[str, str]:
+    """Digest (xxh3-128) of each leaf's dtype, shape and bytes."""
+    return {leaf.name: _fingerprint(leaf.tensor) for leaf in leaves}
+
+
+def combined(prints: Mapping[str, str]) -> str:
+    """One digest of many."""
+    return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    here = tensor.cpu().contiguous()
+    digest = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    if here.numel():
+        digest.update(memory_of(here))
+    return digest.hexdigest()
+
+
+class _Walk:
+    """Replaces tensors by references while it collects them."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+        self._names: set[str] = set()
+        self._seen: dict[tuple[Any, ...], str] = {}
+
+    def replace(self, value: Any, path: str, kind: str, depth: int = 0) -> Any:
+        if depth > _MAX_DEPTH:
+            raise UntrackableError(f"{path}: nested deeper than {_MAX_DEPTH} levels, or contains itself.")
+        if isinstance(value, Tensor):
+            return self.refer(value, path, kind)
+        if type(value).__module__ == "numpy":
+            return self._refer_numpy(value, path, kind)
+        if isinstance(value, dict):
+            items = {k: self.replace(v, f"{path}/{k}", kind, depth + 1) for k, v in value.items()}
+            return items if type(value) is dict else _same_type(value, items)
+        if type(value) in {list, tuple}:
+            return type(value)(self.replace(v, f"{path}/{i}", kind, depth + 1) for i, v in enumerate(value))
+        return value
+
+    def refer(self, tensor: Tensor, path: str, kind: str) -> TensorRef:
+        """Collect ``tensor`` under a name made from ``path``; tied ones share the first one's."""
+        _refuse_unstorable(tensor, path)
+        stored_as = "tensor"
+        tensor = tensor.detach()
+        if tensor.dtype in _COMPLEX:
+            stored_as, tensor = _COMPLEX[tensor.dtype], torch.view_as_real(tensor.resolve_conj())
+        tensor = tensor.resolve_neg()
+        key = (
+            tensor.device,
+            tensor.data_ptr(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            stored_as,
+        )
+        if tensor.numel() and key in self._seen:
+            return TensorRef(self._seen[key], stored_as)
+        name = path
+        while name in self._names:  # keys 1 and "1" of one dict print alike
+            name += "~"
+        self._names.add(name)
+        self._seen[key] = name
+        self.leaves.append(Leaf(name, tensor, kind))
+        return TensorRef(name, stored_as)
+
+    def _refer_numpy(self, value: Any, path: str, kind: str) -> Any:
+        if not hasattr(value, "dtype") or not hasattr(value, "shape") or value.dtype.kind not in "biuf":
+            return value  # refused by typed.encode, with its path and type
+        scalar = type(value).__name__ != "ndarray"
+        tensor = torch.tensor(value) if scalar else torch.from_numpy(value.copy())
+        reference = self.refer(tensor, path, kind)
+        return TensorRef(reference.name, "numpy-scalar" if scalar else "numpy")
+
+
+def _same_type(original: dict[Any, Any], items: dict[Any, Any]) -> Any:
+    """An OrderedDict or Counter stays one; what typed JSON does not know is refused there, by its type."""
+    kind = type(original)
+    if kind.__module__ == "collections" and kind.__name__ in {"OrderedDict", "Counter"}:
+        return kind(items)
+    return original
+
+
+def _refuse_unstorable(tensor: Tensor, path: str) -> None:
+    why = ""
+    if nn.parameter.is_lazy(tensor):
+        why = "is lazy and has no shape yet: run one forward pass before resume()"
+    elif tensor.is_meta:
+        why = "is on the meta device and holds no data: materialise it before resume()"
+    elif tensor.layout is not torch.strided:
+        why = f"has layout {tensor.layout}; store it dense, or leave it out of state_dict()"
+    elif tensor.is_quantized or (tensor.dtype not in DTYPE_NAMES and tensor.dtype not in _COMPLEX):
+        why = f"has dtype {tensor.dtype}, which cannot be stored; dequantise or convert it in state_dict()"
+    elif type(tensor) not in {Tensor, nn.Parameter, nn.Buffer}:
+        why = (
+            f"is a {_type_name(tensor)}: only plain tensors that every rank holds whole are tracked "
+            "(DDP, not FSDP or tensor parallelism)"
+        )
+    if why:
+        raise UntrackableError(f"{path}: this tensor {why}.")
+
+
+def _flatten_module(walk: _Walk, name: str, module: nn.Module) -> dict[str, Any]:
+    parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
+    plain = {}
+    canonical = _canonical_names(module)
+    for key, value in module.state_dict().items():
+        path = f"{name}/{canonical(key)}"
+        kind = REPLICATED if key in parameters else BUFFER
+        plain[canonical(key)] = walk.replace(value, path, kind)
+    return plain
+
+
+def _canonical_names(module: nn.Module) -> Callable[[str], str]:
+    """Give a function from a key of ``module.state_dict()`` to its name without wrappers inside the model."""
+    drop = set()
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(part, (DistributedDataParallel, DataParallel)):
+            drop.add(f"{prefix}module.")
+        elif "_orig_mod" in dict(part.named_children()):
+            drop.add(f"{prefix}_orig_mod.")
+
+    def canonical(key: str) -> str:
+        for prefix in sorted(drop, key=len, reverse=True):  # inner ones first: outer prefixes stay valid
+            if key.startswith(prefix):
+                wrapper = prefix.rsplit(".", 2)[0] + "." if prefix.count(".") > 1 else ""
+                key = wrapper + key[len(prefix) :]
+        return key
+
+    return canonical if drop else lambda key: key
+
+
+def _differences(
+    tracked: Mapping[str, Any], stored: Mapping[str, Any], tensor: Callable[[str], Tensor]
+) -> list[str]:
+    problems = [f"{name}: tracked now, not in the checkpoint" for name in tracked if name not in stored]
+    problems += [
+        f"{name}: in the checkpoint, not passed to resume()" for name in stored if name not in tracked
+    ]
+    for name, item in tracked.items():
+        if name not in stored or not isinstance(item, nn.Module):
+            continue
+        canonical = _canonical_names(item)
+        live = {canonical(key): value for key, value in item.state_dict().items()}
+        kept = stored[name] if isinstance(stored[name], dict) else {}
+        for key in sorted(live.keys() | kept.keys()):
+            here, there = _describe(live.get(key), tensor), _describe(kept.get(key), tensor)
+            if here != there:
+                problems.append(f"{name}/{key}: {here} in the model, {there} in the checkpoint")
+    return problems
+
+
+def _describe(value: Any, tensor: Callable[[str], Tensor]) -> str:
+    if value is None:
+        return "absent"
+    if isinstance(value, TensorRef):
+        stored = _restore(value, tensor, copy=False)
+        return _describe(stored, tensor)
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return "not a tensor"
+
+
+def _load_module(module: nn.Module, stored: Mapping[str, Any], tensor: Callable[[str], Tensor]) -> None:
+    canonical = _canonical_names(module)
+    live = module.state_dict()
+    # The fresh state_dict carries the version numbers that modules look at when they load.
+    for key in live:
+        live[key] = _restore(stored[canonical(key)], tensor, copy=False)
+    module.load_state_dict(live)
+
+
+def _restore(value: Any, tensor: Callable[[str], Tensor], *, copy: bool = True) -> Any:
+    """Put tensors back in the place of references. ``copy``: the receiver may keep what it gets."""
+    if isinstance(value, TensorRef):
+        found = tensor(value.name)
+        if value.kind in _COMPLEX.values():
+            found = torch.view_as_complex(found)
+        found = found.clone() if copy else found
+        if value.kind == "numpy":
+            return found.numpy()
+        return found.numpy()[()] if value.kind == "numpy-scalar" else found
+    if isinstance(value, dict):
+        items = {k: _restore(v, tensor, copy=copy) for k, v in value.items()}
+        return items if type(value) is dict else type(value)(items)
+    if type(value) in {list, tuple}:
+        return type(value)(_restore(v, tensor, copy=copy) for v in value)
+    return value
+
+
+def _type_name(item: Any) -> str:
+    return f"{type(item).__module__}.{type(item).__qualname__}".removeprefix("builtins.")
