@@ -15,6 +15,8 @@ The tree, from general to particular::
      │   ├─ ForeignError         another job, or not a checkpoint of ours
      │   └─ NewerFormatError     written by a newer elastic_resume
      ├─ NoValidCheckpointError copies exist and none can be loaded             exit 1
+     ├─ GaveUpError            the restart policy ended the job                exit 1
+     ├─ RendezvousLostError    the agents cannot reach each other any more     exit 75
      └─ DivergenceError        replicas that must be equal are not             exit 1
 
 An error's text says what, where, why and what to do, in one or two lines: it is all that a user sees.
@@ -81,6 +83,16 @@ class NewerFormatError(CheckpointError):
 
 class NoValidCheckpointError(ElasticResumeError):
     """Copies exist and none of them is valid: never a silent fresh start."""
+
+
+class GaveUpError(ElasticResumeError):
+    """Starting again would not help; the text says what failed, on this node or on the one that gave up."""
+
+
+class RendezvousLostError(ElasticResumeError):
+    """The agents cannot form a world: the rendezvous is out of reach. The job itself is not at fault."""
+
+    at_fault = False
 
 
 class DivergenceError(ElasticResumeError):

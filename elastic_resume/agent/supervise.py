@@ -1,0 +1,137 @@
+"""One agent's life: own the node's directory, run the job, say in plain words what happened.
+
+Promise: the directory is claimed before anything starts and given up at the end, or by the kernel when the
+agent is killed. Every round, and the end with its exit code, is in the event log before it is acted on.
+Does not know how worlds form or workers start (`elastic`), nor when to give up (`policy.restart`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from elastic_resume import contract, events
+from elastic_resume.agent import elastic
+from elastic_resume.config import Settings
+from elastic_resume.errors import ElasticResumeError, GaveUpError
+from elastic_resume.policy import restart
+from elastic_resume.store.node_dir import NodeDir
+
+
+def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> int:
+    """Run the job's part on this node and give the exit code of the command.
+
+    Args:
+        settings: ours.
+        args: torchrun's, of `config.parse_layers`.
+        given: the names of those that the user gave.
+
+    Raises:
+        ElasticResumeError: nothing was started.
+
+    """
+    with (
+        elastic.prepared(args, given, settings.run_id) as launch,
+        NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
+    ):
+        events_path = node_dir.path / contract.EVENTS_FILE
+        _set_environment(settings, args, events_path)
+        log = events.EventLog(events_path, node=settings.node_name)
+        witness = Witness(settings.node_name, log, events_path)
+        config = launch.config
+        log.write(
+            "agent-start",
+            run_id=settings.run_id,
+            command=shlex.join([args.training_script, *args.training_script_args]),
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_world_size=config.nproc_per_node,
+        )
+        witness.say(f"job {settings.run_id}, checkpoints in {node_dir.path}")
+        outcome, code, message = _run(launch, witness)
+        log.write("agent-end", outcome=outcome, exit_code=code, message=message)
+        if message:
+            witness.say(f"{outcome}: {message}")
+        log.close()
+        return code
+
+
+def _run(launch: elastic.Launch, witness: Witness) -> tuple[str, int, str]:
+    """Give outcome, exit code and message for people."""
+    try:
+        elastic.launch(launch, witness)
+    except elastic.StoppedError as stop:
+        return "signalled", contract.EXIT_SIGNALLED + stop.signal, f"stopped by {stop.signal.name}."
+    except ElasticResumeError as error:
+        return "failed", contract.EXIT_AT_FAULT if error.at_fault else contract.EXIT_REQUEUE, str(error)
+    return "done", contract.EXIT_DONE, ""
+
+
+def _set_environment(settings: Settings, args: argparse.Namespace, events_path: Path) -> None:
+    os.environ.update(settings.to_env())
+    os.environ[contract.ENV_AGENT_PID] = str(os.getpid())
+    os.environ[contract.ENV_EVENTS_PATH] = str(events_path)
+    if getattr(args, "shutdown_timeout", None) is not None:
+        os.environ.setdefault(contract.ENV_GRACE_S, str(args.shutdown_timeout))
+
+
+class Witness:
+    """Keeps the node's history, asks the policy, and speaks to the user."""
+
+    def __init__(
+        self, node: str, log: events.EventLog, path: Path, limits: restart.Limits | None = None
+    ) -> None:
+        self._node = node
+        self._log = log
+        self._path = path
+        self._limits = limits or restart.Limits()
+        self._history: list[restart.Round] = []
+        self._round = 0
+        self._offset = 0  # of the first event of the round, in the node's file
+        self._why_over = ""
+
+    def say(self, text: str) -> None:
+        """Print one line for people."""
+        print(f"elastic_resume[{self._node}] {text}", file=sys.stderr, flush=True)
+
+    def before_round(self, *, failed: bool) -> None:
+        """Judge the round that ended; raise GaveUpError when there is to be no other."""
+        this = self._summary(failed=failed)
+        self._history.append(this)
+        if not failed:
+            self.say("nodes have come or gone: forming a new world.")
+            return
+        decision = restart.decide(self._history, self._limits)
+        if decision.give_up:
+            self._why_over = f"node {self._node} gave up: {decision.reason}"
+            raise GaveUpError(self._why_over)
+        self.say(f"{restart.describe(this.failure)}; starting again.")
+
+    def round_formed(self, *, node_rank: int, num_nodes: int) -> None:
+        """Note a new round; its workers start now."""
+        self._round += 1
+        self._offset = _size(self._path)
+        os.environ[contract.ENV_ROUND] = str(self._round)  # torchelastic hands its environment to workers
+        self._log.write("round", round=self._round, node_rank=node_rank, num_nodes=num_nodes)
+        self.say(f"round {self._round}: node {node_rank} of {num_nodes}.")
+
+    def last_words(self) -> str:
+        """Why this node ends the job for all nodes; empty when its workers finished."""
+        if not self._why_over:
+            failure = self._summary(failed=True).failure
+            if failure is not None:
+                self._why_over = f"node {self._node} gave up: {restart.describe(failure)}."
+        return self._why_over
+
+    def _summary(self, *, failed: bool) -> restart.Round:
+        return restart.summarize(events.read(self._path, self._offset), failed=failed)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

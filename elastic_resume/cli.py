@@ -1,0 +1,65 @@
+"""The command ``elastic-resume``: one function per subcommand, each importing what it needs when called.
+
+Promise: an error made by the user is one line on stderr and exit code 1, without a traceback. Only ``run``
+imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+from elastic_resume import contract
+from elastic_resume.errors import ElasticResumeError
+
+PROG = "elastic-resume"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words[:1] == ["run"]:
+            return run(words[1:])
+        args = _parser().parse_args(words)
+        function: Callable[[argparse.Namespace], int] = args.function
+        return function(args)
+    except ElasticResumeError as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        return contract.EXIT_AT_FAULT
+
+
+def _parser() -> argparse.ArgumentParser:
+    from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
+
+    parser = Parser(
+        prog=PROG, description="Wraps a PyTorch DDP job so that nothing is lost when a node dies."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version(PROG)}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    # Its flags are torchrun's: they are listed by `run --help`, because reading them imports torch.
+    commands.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)
+    return parser
+
+
+# ---- run -----------------------------------------------------------------------------------------------
+
+
+def run(words: Sequence[str]) -> int:
+    """``elastic-resume run [flags] script args…``."""
+    from elastic_resume import config  # noqa: PLC0415
+    from elastic_resume.agent import elastic, supervise  # noqa: PLC0415 - imports torch, seconds
+
+    parser = config.Parser(
+        prog=f"{PROG} run",
+        description="Run a training script on this node, as torchrun does, and survive what dies around it.",
+        parents=[elastic.torchrun_parser()],
+        add_help=False,  # torchrun's own -h comes with its flags
+    )
+    config.add_flags(parser)
+    args, given = config.parse_layers(parser, words)
+    settings = config.Settings.for_agent(args, os.environ)
+    return supervise.run_agent(settings, args, given)

@@ -1,0 +1,275 @@
+"""Settings, parsed once at the edge: from flags, then the file of ``--config``, then the environment.
+
+Promise: a `Settings` that exists is valid, an unknown key or a wrong value is a ConfigError of one or two
+lines, and reading settings changes nothing on disk. Does not import torch: torchrun's own flags come in as
+an argparse parser. Does not know what the settings do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from elastic_resume import contract
+from elastic_resume.cluster import node
+from elastic_resume.errors import ConfigError
+from elastic_resume.policy.cadence import SaveEvery
+
+DEFAULT_CKPT_DIR = "./checkpoints"
+DEFAULT_KEEP = 3  # one more than the least, so that one may turn out corrupt while another is written
+MIN_KEEP = 2
+RESUME_MODES = ("auto", "must", "never")
+MAX_FILE_BYTES = 64 * 1024
+_UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user decides about one job on one node. Every instance holds valid values."""
+
+    ckpt_dir: Path
+    run_id: str
+    node_name: str
+    save_every: SaveEvery
+    keep: int
+    resume: str
+
+    def to_env(self) -> dict[str, str]:
+        """The variables from which `for_worker` reads the same settings again."""
+        return {
+            contract.ENV_CKPT_DIR: str(self.ckpt_dir),
+            contract.ENV_RUN_ID: self.run_id,
+            contract.ENV_NODE_NAME: self.node_name,
+            contract.ENV_SAVE_EVERY: str(self.save_every),
+            contract.ENV_KEEP: str(self.keep),
+            contract.ENV_RESUME: self.resume,
+        }
+
+    @classmethod
+    def for_agent(cls, args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+        """Settings of ``elastic-resume run``.
+
+        Args:
+            args: of `parse_layers`; an attribute that is None was given neither by flag nor by file.
+            environ: the environment, asked only for what ``args`` leaves open.
+
+        """
+        given = {field.name: getattr(args, field.name, None) for field in fields(cls)}
+        script = args.training_script.rpartition(".")[2] if args.module else args.training_script
+        # torchrun's default for --rdzv-id is the word "none"; PET_RDZV_ID may have replaced it.
+        spare = None if args.rdzv_id == "none" else args.rdzv_id
+        return cls._of({**given, "run_id": args.run_id}, environ, spare, script)
+
+    @classmethod
+    def for_worker(cls, environ: Mapping[str, str], argv0: str, **overrides: Any) -> Settings:
+        """Settings inside the training process, whoever started it.
+
+        Args:
+            environ: the process's environment.
+            argv0: ``sys.argv[0]``; its stem is the job's name when nothing else says it.
+            **overrides: arguments of ``er.resume()`` named as the fields here; None means not given.
+
+        """
+        unknown = set(overrides) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ConfigError(f"there is no setting {', '.join(sorted(unknown))}.")
+        launcher = environ.get("TORCHELASTIC_RUN_ID", "none")
+        # torchrun --standalone invents a uuid at each start: as the job's name it would never be found again.
+        spare = None if launcher == "none" or _UUID.fullmatch(launcher) else launcher
+        path = Path(argv0)
+        script = path.parent.name if path.name == "__main__.py" else argv0
+        return cls._of(overrides, environ, spare, script)
+
+    @classmethod
+    def _of(
+        cls, given: Mapping[str, Any], environ: Mapping[str, str], spare_run_id: str | None, script: str
+    ) -> Settings:
+        def choose(name: str, variable: str, default: Any) -> Any:
+            value = given.get(name)
+            return value if value is not None else environ.get(variable) or default
+
+        run_id = choose("run_id", contract.ENV_RUN_ID, spare_run_id)
+        name = choose("node_name", contract.ENV_NODE_NAME, None)
+        directory = str(choose("ckpt_dir", contract.ENV_CKPT_DIR, DEFAULT_CKPT_DIR))
+        save_every = choose("save_every", contract.ENV_SAVE_EVERY, "auto")
+        return cls(
+            # Absolute, because the script may change its working directory.
+            ckpt_dir=Path(directory).expanduser().absolute(),
+            run_id=_checked("run id", run_id) if run_id else node.safe_name(Path(script).stem, "job"),
+            node_name=_checked("node name", name) if name else node.default_name(environ),
+            save_every=save_every if isinstance(save_every, SaveEvery) else SaveEvery.parse(save_every),
+            keep=_keep(choose("keep", contract.ENV_KEEP, DEFAULT_KEEP)),
+            resume=_resume(str(choose("resume", contract.ENV_RESUME, "auto"))),
+        )
+
+
+def _checked(what: str, name: str) -> str:
+    if not re.fullmatch(contract.SAFE_NAME_PATTERN, str(name)):
+        raise ConfigError(
+            f"{what} {name!r} cannot be the name of a directory: use at most 128 letters, digits, '.', '_' "
+            "and '-', beginning with a letter or digit."
+        )
+    return str(name)
+
+
+def _keep(value: Any) -> int:
+    text = str(value)
+    if isinstance(value, bool) or not re.fullmatch(r"-?\d{1,9}", text):
+        raise ConfigError(f"keep is {text!r}: write a whole number of checkpoints, {MIN_KEEP} or more.")
+    if int(text) < MIN_KEEP:
+        raise ConfigError(
+            f"keep is {text}, which is too few: with one copy kept, a copy that turns out corrupt leaves "
+            f"nothing to resume from. Write {MIN_KEEP} or more."
+        )
+    return int(text)
+
+
+def _resume(value: str) -> str:
+    if value in RESUME_MODES:
+        return value
+    path = Path(value).expanduser()
+    # A path with a directory in it may exist on another node; a bare word that is no file is a typing error.
+    if not value or (not path.exists() and path.name == value):
+        raise ConfigError(
+            f"resume is {value!r}: write auto, must, never, or the path of a checkpoint."
+            + near(value, RESUME_MODES)
+        )
+    return str(path.absolute())
+
+
+# ---- flags and the file --------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors of one line, with the near names of unknown flags."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError instead of printing the whole usage and exiting with 2."""
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            unknown = [word for word in message[len(prefix) :].split() if word.startswith("-")]
+            flag = (unknown or [message[len(prefix) :]])[0].partition("=")[0]
+            message = f"unknown flag {flag}." + near(flag, flag_actions(self))
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def flag_actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Every option string of ``parser`` with its action. argparse has no public way to ask."""
+    return {flag: action for action in parser._actions for flag in action.option_strings}  # noqa: SLF001
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean …?``, or nothing when no known name is like ``name``."""
+    found = list(dict.fromkeys(n.replace("_", "-") for n in difflib.get_close_matches(name, list(known), 6)))
+    return f" Did you mean {' or '.join(found[:3])}?" if found else ""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add our own flags, in a group of their own. None stands for: not given."""
+    group = parser.add_argument_group(
+        "elastic_resume",
+        "A flag beats the --config file, the file beats the environment (ELASTIC_RESUME_*, PET_*).",
+    )
+
+    def add(name: str, metavar: str, text: str) -> None:
+        names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
+        group.add_argument(*names, metavar=metavar, default=None, help=text)
+
+    add("ckpt-dir", "DIR", f"root of all checkpoints (default {DEFAULT_CKPT_DIR})")
+    add("node-name", "NAME", "this node's name (default: the scheduler's name for it, else the host's)")
+    add("save-every", "N|SECONDSs|auto", "steps or seconds between two checkpoints (default auto)")
+    add("keep", "N", f"checkpoints kept on each node, {MIN_KEEP} or more (default {DEFAULT_KEEP})")
+    add("resume", "auto|must|never|PATH", "what to resume from (default auto: the newest valid copy, if any)")
+    add("config", "FILE.yaml", "flags from a file: the same names, ours and torchrun's")
+
+
+def parse_layers(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
+    """Read flags and the file they name.
+
+    Returns the values and the names of those that were given by flag or by file: what is not among them
+    came from the environment or is a default. ``args.run_id`` is ``--rdzv-id`` if given, else None.
+    """
+    missing = object()
+    dests = {action.dest for action in flag_actions(parser).values()}
+    flags = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(dests, missing)))
+    given = {dest for dest in dests if getattr(flags, dest) is not missing}
+    if "config" in given:
+        values = read_file(Path(flags.config), parser)
+        parser.set_defaults(**values)
+        given |= set(values)
+    args = parser.parse_args(argv)
+    args.run_id = args.rdzv_id if "rdzv_id" in given else None
+    return args, given
+
+
+def read_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Read the YAML file of ``--config`` into values by destination.
+
+    The text of a value is read as a flag's text would be, and not as YAML's types: in YAML 1.1 ``1:3``
+    is the number 63 and ``no`` is false, and ``nnodes: 1:3`` must mean what ``--nnodes 1:3`` means. So only
+    the node tree is built, no object of any tag.
+
+    Raises:
+        ConfigError: not readable, not a flat mapping, an unknown or doubled key, a value of a wrong type.
+
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes; this is no file of flags.")
+        root = yaml.compose(data.decode(), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())[:200]}") from error
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}: must hold lines of the form NAME: VALUE at its top, named as the flags.")
+    known = {flag[2:]: action for flag, action in flag_actions(parser).items() if flag.startswith("--")}
+    for name in ("help", "config"):
+        known.pop(name, None)
+    values: dict[str, Any] = {}
+    for key_node, value_node in root.value:
+        where = f"{path}:{key_node.start_mark.line + 1}"
+        key = str(key_node.value)
+        action = known.get(key)
+        if action is None:
+            raise ConfigError(f"{where}: unknown key {key!r}." + near(key, known))
+        if action.dest in values:
+            raise ConfigError(f"{where}: {key!r} is given twice.")
+        values[action.dest] = _file_value(action, value_node, f"{where}: {key}")
+    return values
+
+
+def _file_value(action: argparse.Action, value: yaml.Node, where: str) -> Any:
+    if action.nargs == 0:
+        words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+        if not isinstance(value, yaml.ScalarNode) or value.value.lower() not in words:
+            raise ConfigError(f"{where} must be true or false.")
+        return words[value.value.lower()]
+    convert: Callable[[str], Any] = action.type if callable(action.type) else str
+    if isinstance(value, yaml.SequenceNode) and isinstance(action.default, list):
+        return [str(item.value) for item in value.value]
+    if not isinstance(value, yaml.ScalarNode) or not value.value or value.tag.endswith(":null"):
+        raise ConfigError(f"{where} must be one value.")
+    if value.tag.endswith(":bool") and value.style is None and action.choices is None:
+        raise ConfigError(
+            f"{where} is a truth value and takes {action.metavar or 'text'}; quote it if meant."
+        )
+    try:
+        converted = convert(value.value)
+    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+        kind = getattr(convert, "__name__", "value")
+        raise ConfigError(f"{where} is {value.value!r}, which is no {kind}.") from error
+    if action.choices is not None and converted not in action.choices:
+        raise ConfigError(f"{where} is {value.value!r}: choose {', '.join(map(str, action.choices))}.")
+    return converted
