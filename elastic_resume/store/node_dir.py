@@ -150,7 +150,7 @@ def _taken(path: Path, node: str) -> str:
     owner = _read_json(path / contract.LOCK_OWNER_FILE) or {}
     since = owner.get("since")
     known = isinstance(since, (int, float)) and 0 <= since < 1e11
-    when = time.strftime(" since %Y-%m-%d %H:%M:%S UTC", time.gmtime(since or 0)) if known else ""
+    when = time.strftime(" since %Y-%m-%d %H:%M:%S UTC", time.gmtime(since)) if known else ""
     return (
         f"node name {node!r} is taken: {path} is held by process {owner.get('pid', '?')} on host "
         f"{owner.get('host', '?')}{when} ({owner.get('command', 'command unknown')}). "

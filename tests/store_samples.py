@@ -1,0 +1,59 @@
+"""Small checkpoints for the tests of the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+from elastic_resume.store.checkpoint import Writer
+from elastic_resume.store.durable import DISK, Disk
+from elastic_resume.store.layout import Layout, TensorSpec
+from elastic_resume.store.manifest import Manifest, Position
+
+RUN = "run-1"
+SPECS = (
+    TensorSpec("model.weight", "F32", (40, 30)),
+    TensorSpec("model.bias", "BF16", (33,)),
+    TensorSpec("optimizer.step", "I64", ()),
+    TensorSpec("model.mask", "BOOL", (7,)),
+    TensorSpec("model.empty", "F32", (0, 3)),
+)
+SMALL_BLOCK = 2048  # several blocks in a small image
+
+
+def image(seed: int = 0) -> memoryview:
+    """A whole image with reproducible bytes in its tensors."""
+    layout = Layout.build(SPECS)
+    return memoryview(layout.header + Random(seed).randbytes(layout.total_bytes - len(layout.header)))
+
+
+def manifest(generation: int = 1, step: int = 1, *, run_id: str = RUN, state: object = None) -> Manifest:
+    """A manifest whose blocks the writer will fill in."""
+    return Manifest(
+        run_id=run_id,
+        node="node-a",
+        rank=0,
+        world_size=2,
+        generation=generation,
+        position=Position(epoch=0, step_in_epoch=step, step=step, samples=8 * step),
+        written_at=1_700_000_000.5,
+        writer="0.1.0",
+        state={"step": step} if state is None else state,
+        follows_rank0=("model.bias",),
+    )
+
+
+def save(
+    node_dir: Path, generation: int = 1, step: int = 1, *, seed: int | None = None, disk: Disk = DISK
+) -> Path:
+    """Commit a small checkpoint of several blocks; its bytes follow from ``seed`` (default: the step)."""
+    with Writer(node_dir, generation, step, disk, block_bytes=SMALL_BLOCK) as writer:
+        writer.write(image(step if seed is None else seed))
+        return writer.commit(manifest(generation, step))
+
+
+def flip(path: Path, offset: int, mask: int = 0x10) -> None:
+    """Flip bits of one byte of a file; a negative offset counts from the end."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= mask
+    path.write_bytes(data)

@@ -1,0 +1,205 @@
+"""Typed JSON gives back what it was given, bit for bit, or refuses it by path and type."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_resume.errors import CorruptError, UntrackableError
+from elastic_resume.store.typed import MAX_DEPTH, TensorRef, decode, encode
+
+floats = st.binary(min_size=8, max_size=8).map(
+    lambda b: float(struct.unpack(">d", b)[0])
+)  # every bit pattern
+atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(1 << 300), 1 << 300)
+    | floats
+    | st.floats()
+    | st.builds(complex, floats, floats)
+    | st.text(st.characters())
+    | st.binary()
+    | st.builds(TensorRef, st.text(max_size=5), st.sampled_from(["tensor", "numpy"]))
+)
+keys = st.recursive(
+    atoms,
+    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
+    max_leaves=4,
+)
+values = st.recursive(
+    atoms | st.sampled_from(["$", "tuple", "items"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["a", "b", "$", "items"]), inner, max_size=4)
+        | st.dictionaries(keys, inner, max_size=4).map(OrderedDict)
+        | st.dictionaries(keys, st.integers(), max_size=4).map(Counter)
+        | st.sets(keys, max_size=4)
+        | st.frozensets(keys, max_size=4)
+        | st.builds(
+            lambda items, more: deque(items, len(items) + more),
+            st.lists(inner, max_size=3),
+            st.integers(0, 3),
+        )
+        | st.lists(inner, max_size=3).map(deque)
+    ),
+    max_leaves=20,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type, order and every bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return struct.pack(">d", a) == struct.pack(">d", b)
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(
+            same(x, y) for x, y in zip([*a.keys(), *a.values()], [*b.keys(), *b.values()], strict=True)
+        )
+    if isinstance(a, (set, frozenset)):
+        return json.dumps(encode(a)) == json.dumps(encode(b))
+    if isinstance(a, (list, tuple, deque)):
+        limits = getattr(a, "maxlen", None) == getattr(b, "maxlen", None)
+        return limits and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@given(values)
+def test_every_supported_value_comes_back_the_same(value: Any) -> None:
+    """Through real JSON text: type, order and bits."""
+    assert same(decode(json.loads(json.dumps(encode(value), allow_nan=False))), value)
+
+
+def test_bits_of_special_floats_are_kept() -> None:
+    """-0.0, infinities and the payload of a nan."""
+    odd_nan = struct.unpack(">d", bytes.fromhex("7ff8dead00000001"))[0]
+    for value in [-0.0, math.inf, -math.inf, odd_nan, 5e-324, 0.1, 1e300]:
+        assert same(decode(json.loads(json.dumps(encode(value)))), value)
+
+
+def test_plain_state_stays_plain_json() -> None:
+    """What JSON says without doubt is readable in the file as it is."""
+    state = {"lr": 0.1, "betas": [0.9, 0.999], "steps": 3, "nested": {"on": True, "off": None}}
+    assert encode(state) == state
+
+
+def test_sets_encode_in_one_order() -> None:
+    """Their own order depends on each process's hash seed; the digest of two nodes must not."""
+    words = [8 * i for i in range(50)]  # they collide: the order of insertion shows
+    assert list({*words}) != list({*words[::-1]})
+    assert encode({*words}) == encode({*words[::-1]})
+
+
+class Level(IntEnum):
+    """A subclass of int."""
+
+    ONE = 1
+
+
+class Pair(NamedTuple):
+    """A subclass of tuple."""
+
+    a: int
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (Level.ONE, r"opt\['a'\]\[1\]: a .*Level cannot be stored; convert it to int"),
+        (Pair(1), "Pair cannot be stored; convert it to tuple"),
+        (defaultdict(list), "collections.defaultdict cannot be stored; convert it to dict"),
+        (Path("x"), "Path cannot be stored"),
+        (object(), r"opt\['a'\]\[1\]: a object cannot be stored; return tensors and plain data"),
+        (bytearray(b"x"), "bytearray cannot be stored"),
+        pytest.param(1 << (1 << 21), "bits; the limit is", id="huge int"),
+        ({Path("k"): 1}, r"key of opt\['a'\]\[1\]\[.*Path.*\]: a .*Path cannot be stored"),
+    ],
+)
+def test_what_would_not_come_back_is_refused_by_path_and_type(value: Any, says: str) -> None:
+    """The message says where it stands, what it is, and what to do."""
+    with pytest.raises(UntrackableError, match=says):
+        encode({"a": [0, value]}, "opt")
+
+
+def test_a_cycle_is_refused() -> None:
+    """A list in itself has no JSON."""
+    cycle: list[Any] = []
+    cycle.append({"again": cycle})
+    with pytest.raises(UntrackableError, match=r"m\[0\]\['again'\]: a list that contains itself"):
+        encode(cycle, "m")
+
+
+def test_the_same_object_twice_is_no_cycle() -> None:
+    """It comes back as two equal ones."""
+    shared = [1]
+    assert decode(encode([shared, shared])) == [[1], [1]]
+
+
+def nested(depth: int) -> Any:
+    """Lists in lists."""
+    value: Any = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+def test_depth_is_limited_on_both_ways() -> None:
+    """What was written can be read, and no stack ends."""
+    assert decode(json.loads(json.dumps(encode(nested(MAX_DEPTH))))) == nested(MAX_DEPTH)
+    with pytest.raises(UntrackableError, match="nested more than"):
+        encode(nested(MAX_DEPTH + 1))
+    with pytest.raises(UntrackableError, match="nested"):
+        encode(nested(100_000))
+    with pytest.raises(CorruptError, match="nested more than"):
+        decode(nested(MAX_DEPTH + 3))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"$": "pickle", "data": ""},
+        {"$": None},
+        {"$": []},
+        {"$": "tuple"},
+        {"$": "tuple", "items": 3},
+        {"$": "tuple", "items": [], "more": 1},
+        {"$": "int", "hex": "12"},
+        {"$": "int", "hex": "0x1"},
+        {"$": "int", "hex": 3},
+        {"$": "int", "hex": "-0x"},
+        {"$": "float", "bits": "00"},
+        {"$": "float", "bits": "zz"},
+        {"$": "complex", "bits": "00" * 15},
+        {"$": "bytes", "base64": "!!"},
+        {"$": "dict", "items": [[1, 2], [1, 3]]},
+        {"$": "dict", "items": [[1]]},
+        {"$": "dict", "items": [[[], 1]]},
+        {"$": "dict", "items": [[{}, 1]]},
+        {"$": "set", "items": [1, 1]},
+        {"$": "set", "items": [[]]},
+        {"$": "deque", "items": [1, 2], "maxlen": 1},
+        {"$": "deque", "items": [], "maxlen": True},
+        {"$": "tensor", "name": 3, "kind": "tensor"},
+        {"$": "tensor", "name": "a"},
+        (1, 2),
+    ],
+)
+def test_what_encode_never_writes_is_corrupt(bad: Any) -> None:
+    """Nothing unknown is guessed at."""
+    with pytest.raises(CorruptError):
+        decode({"deep": [bad]})
