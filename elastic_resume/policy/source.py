@@ -193,6 +193,6 @@ def without(inventory: Inventory, copy: Copy, name: str, reason: str) -> Invento
         given=None if given else inventory.given,
         rejected=(
             *inventory.rejected,
-            Rejected(inventory.node, name, reason, (0, 0) if given else copy.order),
+            Rejected(copy.home or inventory.node, name, reason, (0, 0) if given else copy.order),
         ),
     )

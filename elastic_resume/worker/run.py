@@ -136,7 +136,7 @@ class Run:
         self._mark_every_s = float(os.environ.get(contract.ENV_STEP_MARK_S, "5"))
         self._next_mark = 0.0
         if batches is not None:
-            batches.bind(place.world.rank, place.world.size)
+            batches.bind(place.world.rank, place.world.size, self._reseed)
         resumed = resuming.resume(place, self._node_dir, self._board, tracked)
         self._plan = resumed.plan
         self._position = _start_position(resumed, batches)
@@ -226,8 +226,7 @@ class Run:
         )
         self._board.finish_step(self._place.local_rank, position.step)
         failpoints.hit("step")
-        if self._seed is not None:
-            rng.seed_all(self._seed, self.rank, position.step)
+        self._reseed()
         now = time.monotonic()
         if now >= self._next_mark:
             self._next_mark = now + self._mark_every_s
@@ -313,13 +312,16 @@ class Run:
         self._place.events.write(
             "worker-start", **self._where(), local_rank=self._place.local_rank, world_size=world.size
         )
-        if self._seed is not None:
-            rng.seed_all(self._seed, self.rank, self._position.step)
+        self._reseed()
         if self.rank == 0:
             self._place.events.write("resume", **announce.as_event(resumed, self._position, world.size))
             line = announce.as_text(resumed, self._position, world.size, self._batches is not None)
             print(f"elastic_resume: {line}", file=sys.stderr, flush=True)
         atexit.register(self._release)
+
+    def _reseed(self) -> None:
+        if self._seed is not None:
+            rng.seed_all(self._seed, self.rank, self._position.step)
 
     def _where(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self._position.step}
