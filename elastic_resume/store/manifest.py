@@ -148,7 +148,7 @@ def _verified(data: bytes) -> dict[str, Any]:
         raise CorruptError("manifest: has no digest at its end.")
     if xxhash.xxh3_128_hexdigest(data[: end.start()]) != end[1].decode():
         raise CorruptError("manifest: its digest does not match its bytes.")
-    if number != FORMAT:
+    if type(number) is not int or number != FORMAT:
         raise CorruptError(f"manifest: impossible format {number!r}.")
     record.pop("digest", None)
     return record

@@ -49,11 +49,11 @@ class NodeDir:
         disk.make_dirs(path)
         # Not thread-local: whoever shuts the process down may be another thread than the one that claimed.
         lock = filelock.FileLock(path / contract.LOCK_FILE, timeout=timeout_s, thread_local=False)
-        try:
-            with machine("lock", path / contract.LOCK_FILE):
+        with machine("lock", path / contract.LOCK_FILE):
+            try:
                 lock.acquire()
-        except filelock.Timeout:
-            raise NodeTakenError(_taken(path, node)) from None
+            except filelock.Timeout:  # an OSError too
+                raise NodeTakenError(_taken(path, node)) from None
         node_dir = NodeDir(path, lock, disk)
         try:
             disk.write_atomic(path / contract.LOCK_OWNER_FILE, _owner_note())

@@ -1,0 +1,160 @@
+"""The catalog keeps what it must, removes only what it knows, and loses nothing in quarantine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from store_samples import RUN, flip, image, save
+
+from elastic_resume import contract
+from elastic_resume.errors import CorruptError, ForeignError, TornError
+from elastic_resume.store.catalog import Catalog, scan_run
+from elastic_resume.store.checkpoint import Writer, name_of
+from elastic_resume.store.durable import temporary_name
+
+
+def names(paths: list[Path]) -> list[str]:
+    """Last parts."""
+    return [path.name for path in paths]
+
+
+def test_newest_is_the_greatest_generation_and_step(tmp_path: Path) -> None:
+    """Not the greatest step, and not the latest time of a file."""
+    orders = [(2, 5), (10, 1), (2, 40), (1, 999)]
+    for order in orders:
+        save(tmp_path, *order)
+    os.utime(tmp_path / name_of(1, 999))
+    entries = Catalog(tmp_path, RUN).entries()
+    assert [entry.order for entry in entries] == sorted(orders, reverse=True)
+    assert all(entry.manifest and entry.manifest.order == entry.order for entry in entries)
+
+
+def test_bad_entries_carry_their_problem(tmp_path: Path) -> None:
+    """Quick finds what is torn; deep also what is corrupt; the valid ones are told apart."""
+    for step in range(1, 5):
+        save(tmp_path, 1, step)
+    (tmp_path / name_of(1, 4) / contract.STATE_FILE).unlink()
+    flip(tmp_path / name_of(1, 3) / contract.STATE_FILE, -1)
+    catalog = Catalog(tmp_path, RUN)
+    assert [type(entry.problem) for entry in catalog.entries()] == [TornError, *[type(None)] * 3]
+    assert [type(entry.problem) for entry in catalog.entries(deep=True)][:2] == [TornError, CorruptError]
+    assert [entry.step for entry in catalog.valid(deep=True)] == [2, 1]
+    assert [entry.step for entry in catalog.entries(limit=2)] == [4, 3]
+    others = Catalog(tmp_path, "other").entries()
+    assert {type(entry.problem) for entry in others} == {ForeignError}
+
+
+def test_prune_keeps_the_newest_valid_ones(tmp_path: Path) -> None:
+    """Bad ones do not count as kept, and are not removed either."""
+    for step in range(1, 7):
+        save(tmp_path, 1, step)
+    (tmp_path / name_of(1, 6) / contract.MANIFEST_FILE).unlink()
+    (tmp_path / name_of(1, 2) / contract.STATE_FILE).write_bytes(b"")
+    catalog = Catalog(tmp_path, RUN)
+    assert names(catalog.prune(2)) == [name_of(1, 3), name_of(1, 1)]
+    assert names([entry.path for entry in catalog.entries()]) == [name_of(1, s) for s in (6, 5, 4, 2)]
+    assert catalog.prune(2) == []
+
+
+def test_prune_refuses_to_keep_fewer_than_two(tmp_path: Path) -> None:
+    """One copy may turn out bad when it is needed."""
+    with pytest.raises(ValueError, match="at least 2"):
+        Catalog(tmp_path, RUN).prune(1)
+
+
+def test_prune_never_touches_what_it_does_not_recognise(tmp_path: Path) -> None:
+    """A user's files, another run's checkpoint, a link, odd names: all stay."""
+    for step in range(1, 5):
+        save(tmp_path, 1, step)
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    elsewhere.mkdir()
+    save(elsewhere, 0, 1)
+    (tmp_path / name_of(0, 1)).symlink_to(elsewhere / name_of(0, 1))
+    (tmp_path / name_of(0, 2)).write_text("a file")
+    (tmp_path / name_of(0, 3)).mkdir()
+    for odd in ("best model ü\n", "$(rm -rf)", "g1-s2", "-rf", "events.jsonl", "*"):
+        (tmp_path / odd).mkdir()
+        (tmp_path / odd / "kept").write_text("x")
+    before = {path.name for path in tmp_path.iterdir()}
+    catalog = Catalog(tmp_path, RUN)
+    removed = set(names(catalog.prune(2)))
+    assert removed == {name_of(1, 1), name_of(1, 2)}
+    assert {path.name for path in tmp_path.iterdir()} == before - removed
+    assert Catalog(tmp_path, "other").prune(2) == []
+    assert (elsewhere / name_of(0, 1) / contract.STATE_FILE).exists()
+
+
+def test_quarantine_never_overwrites(tmp_path: Path) -> None:
+    """The same name may go bad again and again."""
+    catalog = Catalog(tmp_path, RUN)
+    moved = [catalog.quarantine(save(tmp_path, seed=seed), f"reason {seed}") for seed in range(3)]
+    assert names(moved) == [name_of(1, 1), f"{name_of(1, 1)}.1", f"{name_of(1, 1)}.2"]
+    assert catalog.quarantined() == sorted(moved)
+    for seed, path in enumerate(moved):
+        assert (path / contract.STATE_FILE).read_bytes() == image(seed)
+        assert (
+            json.loads((path.parent / f"{path.name}.reason.json").read_text())["reason"] == f"reason {seed}"
+        )
+    assert catalog.entries() == []
+
+
+def test_sweep_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> None:
+    """A writer that lives keeps its directory; a recycled process number does not protect one."""
+    path = save(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
+        living_one = tmp_path / f".tmp-{name_of(1, 2)}-{living.pid}-0123abcd"
+        living_one.mkdir()
+        recycled = tmp_path / f".tmp-{name_of(1, 3)}-{living.pid}-01234567"
+        recycled.mkdir()
+        os.utime(recycled, (1e9, 1e9))  # older than the process that has its number now
+        dead = subprocess.run(
+            [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+        )
+        left = tmp_path / f".tmp-{name_of(1, 4)}-{int(dead.stdout)}-89abcdef"
+        (left / "sub").mkdir(parents=True)
+        (left / contract.STATE_FILE).write_bytes(b"half")
+        (tmp_path / ".tmp-odd").mkdir()
+        own = tmp_path / temporary_name("mine")
+        own.mkdir()
+        swept = Catalog(tmp_path, RUN).sweep()
+        living.communicate(b"\n")
+    assert set(swept) == {recycled, left, tmp_path / ".tmp-odd"}
+    assert set(tmp_path.iterdir()) == {path, living_one, own}
+
+
+def test_a_writer_in_this_process_is_not_swept(tmp_path: Path) -> None:
+    """The owner may sweep while its own thread saves."""
+    with Writer(tmp_path, 1, 1) as writer:
+        writer.write(image())
+        assert Catalog(tmp_path, RUN).sweep() == []
+
+
+def test_a_catalog_of_nothing_is_empty(tmp_path: Path) -> None:
+    """No directory yet is no error."""
+    catalog = Catalog(tmp_path / "none", RUN)
+    assert not catalog.entries()
+    assert not catalog.quarantined()
+    assert not catalog.sweep()
+    assert scan_run(tmp_path / "none", RUN) == {}
+
+
+def test_scan_run_lists_every_node_that_is_visible(tmp_path: Path) -> None:
+    """On a shared file system these are all; files and odd names beside them are no nodes."""
+    for node in ("a", "b.example-1"):
+        (tmp_path / node).mkdir()
+        for step in range(1, 4):
+            save(tmp_path / node, 1, step)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "token").write_text("x")
+    (tmp_path / ".hidden").mkdir()
+    found = scan_run(tmp_path, RUN, limit=2)
+    assert {node: [e.step for e in entries] for node, entries in found.items()} == {
+        "a": [3, 2],
+        "b.example-1": [3, 2],
+        "empty": [],
+    }

@@ -1,0 +1,293 @@
+"""Real processes, real kills, a disk that is really full, and two owners of one directory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_samples import RUN, image, manifest, save
+
+from elastic_resume import contract
+from elastic_resume.errors import ConfigError, CorruptError, MachineError, NodeTakenError
+from elastic_resume.store.catalog import Catalog
+from elastic_resume.store.checkpoint import Writer, name_of
+from elastic_resume.store.durable import DISK, Disk, machine
+from elastic_resume.store.node_dir import NodeDir
+
+TESTS = Path(__file__).parent
+POINTS = [
+    "commit.before-data",
+    "commit.after-data",
+    "commit.before-manifest",
+    "commit.before-rename",
+    "commit.after-rename",
+]
+SAVE = "import sys; from pathlib import Path; from store_samples import save; save(Path(sys.argv[1]), 1, 3)"
+
+
+def python(code: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """Start a Python process that can import the samples."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(TESTS), **variables},
+    )
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_any_point_of_a_commit_leaves_a_whole_catalog(tmp_path: Path, point: str) -> None:
+    """SIGKILL there: everything under a final name is whole, and a sweep leaves nothing else."""
+    for step in (1, 2):
+        save(tmp_path, 1, step)
+    with python(SAVE, str(tmp_path), **{contract.ENV_FAILPOINTS: f"{point}=kill"}) as process:
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    catalog = Catalog(tmp_path, RUN)
+    steps = [3, 2, 1] if point == "commit.after-rename" else [2, 1]
+    assert [entry.step for entry in catalog.entries(deep=True)] == steps
+    assert all(entry.problem is None for entry in catalog.entries(deep=True))
+    assert len(catalog.sweep()) == (point not in {"commit.before-data", "commit.after-rename"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(name_of(1, step) for step in steps)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_error_at_any_point_of_a_commit_leaves_nothing_half_done(tmp_path: Path, point: str) -> None:
+    """A failing device is a MachineError, and the temporary directory is gone at once."""
+    save(tmp_path, 1, 2)
+    code = f"""
+from elastic_resume.errors import MachineError
+try:
+    {SAVE.replace("; ", chr(10) + "    ")}
+except MachineError as error:
+    print(error, type(error.__cause__).__name__, error.__cause__.errno)
+"""
+    with python(code, str(tmp_path), **{contract.ENV_FAILPOINTS: f"{point}=raise"}) as process:
+        out, err = process.communicate()
+    assert "cannot commit" in out, err
+    assert f"OSError {errno.EIO}" in out
+    steps = [3, 2] if point == "commit.after-rename" else [2]
+    assert [entry.step for entry in Catalog(tmp_path, RUN).valid(deep=True)] == steps
+    assert len(list(tmp_path.iterdir())) == len(steps)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB of its own."""
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mounted)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield mounted
+    subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_a_full_disk_is_a_machine_error_and_costs_no_older_copy(small_disk: Path) -> None:
+    """Saves go on until nothing fits; the last one says so, leaves nothing, and pruning makes room again."""
+    steps = iter(range(1, 100))
+    with pytest.raises(MachineError, match="No space left on device; free space there") as caught:
+        all(save(small_disk, 1, step) for step in steps)
+    step = next(steps) - 1
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert str(small_disk) in str(caught.value)
+    catalog = Catalog(small_disk, RUN)
+    assert [entry.step for entry in catalog.valid(deep=True)] == list(range(step - 1, 0, -1))
+    assert len(list(small_disk.iterdir())) == step - 1
+    assert len(catalog.prune(2)) == step - 3
+    save(small_disk, 1, step)
+    assert [entry.step for entry in catalog.valid(deep=True)] == [step, step - 1, step - 2]
+
+
+def test_room_is_asked_for_before_the_first_step(small_disk: Path) -> None:
+    """The message says how much is needed and how much there is."""
+    node = NodeDir(small_disk, None, DISK)
+    node.ensure_room(100_000)
+    with pytest.raises(MachineError, match=r"5\.0 GB are needed and 0\.\d MB are free; free space"):
+        node.ensure_room(5_000_000_000)
+    with contextlib.suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    with pytest.raises(MachineError, match=r"cannot (create|write) .*No space left"):
+        node.ensure_room(0)
+    assert not list(small_disk.glob(".tmp-*"))
+
+
+def test_a_file_size_limit_is_a_machine_error(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE: the write fails in the middle of the data; nothing is left of it."""
+    save(tmp_path, 1, 2)
+    code = f"""
+import resource, signal
+from elastic_resume.errors import MachineError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+try:
+    {SAVE.replace("; ", chr(10) + "    ")}
+except MachineError as error:
+    print(error)
+"""
+    with python(code, str(tmp_path)) as process:
+        out, err = process.communicate()
+    assert "cannot write" in out, err
+    assert "ulimit -f" in out
+    assert [path.name for path in tmp_path.iterdir()] == [name_of(1, 2)]
+    assert Catalog(tmp_path, RUN).entries(deep=True)[0].problem is None
+
+
+class FailingDisk(Disk):
+    """A disk whose sync of files fails, as it does when a device drops out."""
+
+    def sync_file(self, descriptor: int, path: Path) -> None:
+        """Fail as the kernel does."""
+        with machine("sync", path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), descriptor)
+
+
+def test_a_failed_sync_is_no_commit(tmp_path: Path) -> None:
+    """What could not be synced gets no final name."""
+    with Writer(tmp_path, 1, 1, FailingDisk()) as writer:
+        writer.write(image())
+        with pytest.raises(MachineError, match=r"cannot sync .*Input/output error; the device fails"):
+            writer.commit(manifest())
+    assert list(tmp_path.iterdir()) == []
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from elastic_resume.store.node_dir import NodeDir
+node = NodeDir.claim(Path(sys.argv[1]), "run-1", "a")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_told_who_owns_the_directory(tmp_path: Path) -> None:
+    """Process, host, command and what to do; a kill of the owner frees it at once."""
+    with python(HOLD, str(tmp_path), "the-first-one") as first:
+        assert first.stdout
+        assert first.stdout.readline() == "held\n"
+        with python(HOLD, str(tmp_path)) as second:
+            _, err = second.communicate(timeout=60)
+        assert second.returncode == 1
+        assert f"NodeTakenError: node name 'a' is taken: {tmp_path / RUN / 'a'}" in err
+        assert f"held by process {first.pid} on host {os.uname().nodename} since 20" in err
+        assert "the-first-one" in err
+        assert "another --node-name" in err
+        with NodeDir.claim(tmp_path, RUN, "b", timeout_s=0):
+            pass
+        first.kill()
+        first.communicate()
+    with NodeDir.claim(tmp_path, RUN, "a", timeout_s=10):
+        owner = json.loads((tmp_path / RUN / "a" / contract.LOCK_OWNER_FILE).read_text())
+        assert owner["pid"] == os.getpid()
+
+
+def test_the_lock_is_released_and_guards_within_a_process_too(tmp_path: Path) -> None:
+    """Two owners in one process are refused like two processes; workers attach without a lock."""
+    with NodeDir.claim(tmp_path, RUN, "a") as node:
+        with pytest.raises(NodeTakenError, match=str(os.getpid())):
+            NodeDir.claim(tmp_path, RUN, "a", timeout_s=0.05)
+        assert NodeDir.attach(tmp_path, RUN, "a").path == node.path
+        (node.path / contract.LOCK_OWNER_FILE).write_bytes(b"\xff not json")
+        with pytest.raises(NodeTakenError, match=r"process \?"):
+            NodeDir.claim(tmp_path, RUN, "a", timeout_s=0.05)
+    node.release()
+    NodeDir.claim(tmp_path, RUN, "a", timeout_s=0.05).release()
+
+
+def test_a_forked_child_that_ends_does_not_free_the_owners_lock(tmp_path: Path) -> None:
+    """DataLoader workers are forks of the owner."""
+    with NodeDir.claim(tmp_path, RUN, "a"):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        with pytest.raises(NodeTakenError):
+            NodeDir.claim(tmp_path, RUN, "a", timeout_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("run_id", "node"),
+    [
+        ("../up", "a"),
+        ("", "a"),
+        ("a/b", "a"),
+        ("ok", ".hidden"),
+        ("ok", "-rf"),
+        ("ok", "x" * 129),
+        ("ok", "a\n"),
+    ],
+)
+def test_unsafe_names_are_refused_before_anything_is_made(tmp_path: Path, run_id: str, node: str) -> None:
+    """They become directories, and stand in shells."""
+    with pytest.raises(ConfigError, match="cannot be the name of a directory"):
+        NodeDir.claim(tmp_path / "ckpt", run_id, node)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_generation_never_goes_back(tmp_path: Path) -> None:
+    """0 when none was; the greatest afterwards."""
+    node = NodeDir.attach(tmp_path, RUN, "a")
+    assert node.generation() == 0
+    assert [node.persist_generation(g) for g in (3, 2, 3, 5)] == [3, 3, 3, 5]
+    assert NodeDir.attach(tmp_path, RUN, "a").generation() == 5
+    with pytest.raises(ValueError, match="out of range"):
+        node.persist_generation(-1)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", '{"generation": "7"}', '{"generation": -1}', "\0" * 30, '{"generation": true}']
+)
+def test_a_damaged_generation_is_an_error_and_not_zero(tmp_path: Path, text: str) -> None:
+    """Zero would let a stale party back in."""
+    node = NodeDir.attach(tmp_path, RUN, "a")
+    (node.path / contract.GENERATION_FILE).write_text(text)
+    with pytest.raises(CorruptError, match="does not hold a generation"):
+        node.generation()
+    with pytest.raises(CorruptError):
+        node.persist_generation(9)
+
+
+def test_a_file_in_the_way_of_the_directory_is_a_machine_error(tmp_path: Path) -> None:
+    """Said with the path and what to do."""
+    (tmp_path / "ckpt").write_text("a file")
+    with pytest.raises(MachineError, match=r"cannot .*ckpt.*: Not a directory; .*another --ckpt-dir"):
+        NodeDir.claim(tmp_path / "ckpt", RUN, "a")
+
+
+def test_a_directory_without_permission_is_a_machine_error(tmp_path: Path) -> None:
+    """Root may write anywhere, so another user tries."""
+    code = """
+import os, sys
+from pathlib import Path
+from elastic_resume.errors import MachineError
+from elastic_resume.store.node_dir import NodeDir
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    NodeDir.claim(Path(sys.argv[1]), "run-1", "a")
+except MachineError as error:
+    print(error)
+"""
+    directory = tmp_path / "ckpt"
+    directory.mkdir(mode=0o555)
+    for parent in [tmp_path, *list(tmp_path.parents)[:2]]:
+        if parent.owner() == tmp_path.owner():
+            parent.chmod(parent.stat().st_mode | 0o011)
+    with python(code, str(directory)) as process:
+        out, err = process.communicate()
+    assert "Permission denied; give this user write permission there" in out, err
