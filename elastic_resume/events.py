@@ -11,7 +11,8 @@ Kinds, who writes them, and their own fields::
 
     agent-start      agent    run_id, command, min_nodes, max_nodes, local_world_size
     round            agent    round, node_rank, num_nodes      a rendezvous ended; workers start now
-    worker-exit      stub     rank, local_rank, round, worker_pid, exit_code (or null), signal (name or null)
+    worker-exit      stub     rank, local_rank, round, worker_pid, exit_code (or null), signal (name or null),
+                              stopped (true: the agent had told it to end), message (of torch's @record)
     agent-end        agent    outcome (done | failed | signalled), exit_code, message
     resume           rank 0   generation, step, epoch, world_size, previous_world_size (or null), nodes,
                               kind (cold | checkpoint), source_node, source_generation, lacking,

@@ -44,8 +44,9 @@ from elastic_resume.errors import ConfigError, GaveUpError, RendezvousLostError
 
 BACKEND = "elastic_resume"
 # c10d's own values (30 s of last call, 15 s until a dead node is dropped) are for a cluster that
-# starts once; --rdzv-conf sets others.
-C10D_CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 2}
+# starts once; --rdzv-conf sets others. With two attempts instead of three a node that comes back is dropped
+# again while it waits, and two agents never formed their second round (torch 2.13).
+C10D_CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 # torchelastic wants a number. TORCHELASTIC_MAX_RESTARTS shows it to workers.
 UNLIMITED_RESTARTS = 1_000_000
 ENDED_KEY = "elastic_resume/ended"  # set in a round's store by the node that ends the job, to its reason

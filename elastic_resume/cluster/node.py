@@ -11,9 +11,9 @@ import socket
 from collections.abc import Mapping
 
 # Scheduler -> variables that hold the node's name, the first that is set wins.
-SLURM = {"name": ("SLURMD_NODENAME",)}
+SLURM: dict[str, tuple[str, ...]] = {"name": ("SLURMD_NODENAME",)}
 # An Indexed Job gives its pods stable host names (JOB-INDEX); POD_NAME is the downward API's usual name.
-KUBERNETES = {"name": ("POD_NAME", "HOSTNAME")}
+KUBERNETES: dict[str, tuple[str, ...]] = {"name": ("POD_NAME", "HOSTNAME")}
 SCHEDULERS = {"slurm": SLURM, "kubernetes": KUBERNETES}
 
 
