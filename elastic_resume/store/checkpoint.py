@@ -238,8 +238,8 @@ def read_image(path: Path, manifest: Manifest, into: memoryview | None = None) -
 def map_image(path: Path, manifest: Manifest) -> memoryview:
     """Map the image, every byte verified, without a copy: for tensors that are copied on at once.
 
-    No memory is touched for the first time, which is what a load costs most: 3 to 8 GB/s against 1.2 to
-    1.8 into fresh memory (640 MB in the page cache, two cores, virtual machine). Writes to it stay private,
+    No memory is touched for the first time, which is what a load costs most: 3 to 8 GB/s against 0.4
+    to 6.5 into fresh memory, by how much of it the host has to find first (640 MB in the page cache, VM). Writes to it stay private,
     and pruning the checkpoint does no harm. A page that memory pressure takes meanwhile is read again
     unverified: do not keep it; `read_image` is for what stays.
     """
