@@ -239,9 +239,9 @@ def map_image(path: Path, manifest: Manifest) -> memoryview:
     """Map the image, every byte verified, without a copy: for tensors that are copied on at once.
 
     No memory is touched for the first time, which is what a load costs most: 3 to 8 GB/s against 0.4
-    to 6.5 into fresh memory, by how much of it the host has to find first (640 MB in the page cache, VM). Writes to it stay private,
-    and pruning the checkpoint does no harm. A page that memory pressure takes meanwhile is read again
-    unverified: do not keep it; `read_image` is for what stays.
+    to 6.5 into fresh memory, by how much of it the host has to find first (640 MB in the page cache, VM).
+    Writes to it stay private, and pruning the checkpoint does no harm. A page that memory pressure takes
+    meanwhile is read again unverified: do not keep it; `read_image` is for what stays.
     """
     with _located(path), _open_image(path, manifest) as descriptor:
         if manifest.file_bytes == 0:
