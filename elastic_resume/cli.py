@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
+    from elastic_resume.report import commands as looking  # noqa: PLC0415
 
     parser = Parser(
         prog=PROG, description="Wraps a PyTorch DDP job so that nothing is lost when a node dies."
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # Its flags are torchrun's: they are listed by `run --help`, because reading them imports torch.
     commands.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)
+    looking.register(commands)
     return parser
 
 
