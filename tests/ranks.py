@@ -30,7 +30,7 @@ def environment(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
 def run(
     size: int, script: Path | str, *args: str, env: Sequence[Mapping[str, str]] = (), timeout_s: float = 120
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run ``script`` on every rank to its end; give what each printed. ``env`` adds to each rank's environment."""
+    """Run ``script`` on every rank to its end; give what each printed. ``env``: more for each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

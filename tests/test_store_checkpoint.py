@@ -13,7 +13,6 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from store_samples import RUN, SMALL_BLOCK, SPECS, flip, image, manifest, save
 
 from elastic_resume import contract
 from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, NewerFormatError, TornError
@@ -32,6 +31,7 @@ from elastic_resume.store.checkpoint import (
 )
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import BLOCK_BYTES, Manifest
+from tests.store_samples import RUN, SMALL_BLOCK, SPECS, flip, image, manifest, save
 
 
 @given(st.integers(0, 10**15), st.integers(0, 10**15))

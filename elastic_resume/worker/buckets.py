@@ -65,9 +65,7 @@ class BucketOrder:
                 order.append(key)
 
         for key, parameter in parameters.items():
-            hook = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, key=key: note(key)
-            )
+            hook = parameter.register_post_accumulate_grad_hook(lambda _, key=key: note(key))
             self._hooks.append(hook)
 
 
