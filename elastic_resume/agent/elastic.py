@@ -210,7 +210,8 @@ class Rendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         """See base class."""
-        self._inner.set_closed()  # type: ignore[no-untyped-call]
+        close: Callable[[], Any] = self._inner.set_closed  # torch leaves it without types
+        close()
 
     def get_run_id(self) -> str:
         """See base class."""
