@@ -57,23 +57,25 @@ class Fate:
     text: str = ""
 
 
-def fate_of(log: Collection[Seen], number: int, began: float, later: Collection[str] | None) -> Fate:
-    """Say what became of a node of generation ``number``.
+@dataclass(frozen=True)
+class Span:
+    """When a generation was. ``until`` is when the next one began, None while there is none."""
 
-    Args:
-        log: the node's events by time; empty when they are gone.
-        number: the generation.
-        began: when it began, on any node.
-        later: names of the nodes of the next generation; None while there is none.
+    number: int
+    began: float
+    until: float | None
 
-    """
+
+def fate_of(log: Collection[Seen], span: Span) -> Fate:
+    """Say what became of a node, whose events by time are ``log``, in the generation ``span``."""
     events = list(log)
-    node = events[0].node if events else ""
-    own = [index for index, one in enumerate(events) if one.generation == number]
-    last = own[-1] if own else -1
-    # A log without this generation was wiped, and what is in it began later.
-    after = events[last + 1 :] if own else [one for one in events if one.t > began]
-    seen_t = events[last].t if own else None
+    own = [index for index, one in enumerate(events) if one.generation == span.number]
+    seen_t = events[own[-1]].t if own else None
+    if own:
+        after = events[own[-1] + 1 :]
+    else:  # wiped: what an agent wrote after its return tells of this generation only until the next one
+        until = math.inf if span.until is None else span.until
+        after = [one for one in events if span.began < one.t < until]
     for one in after:
         if one.kind == "agent-end":
             outcome = one.text("outcome")
@@ -83,10 +85,8 @@ def fate_of(log: Collection[Seen], number: int, began: float, later: Collection[
             return Fate("lost", seen_t)
         if one.kind == "round":
             return Fate("stays")
-        if one.generation is not None and one.generation > number:
+        if one.generation is not None and one.generation > span.number:
             return Fate("unknown")
-    if later is not None and node not in later:
-        return Fate("lost", seen_t)
     return Fate("unknown", seen_t)
 
 

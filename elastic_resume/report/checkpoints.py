@@ -28,7 +28,7 @@ _HEAD = ("node", "gen", "step", "world", "size", "age", "valid")
 class Item:
     """One checkpoint, or one thing that keeps from seeing it. ``state``: valid, bad or quarantined.
 
-    ``written_at`` in Unix seconds; figures are None where they are not known.
+    ``run`` and ``node`` are directories' names, ``written_at`` is in Unix seconds. None: not known.
     """
 
     path: Path
@@ -62,7 +62,7 @@ def ls(found: Found, now: float) -> str:
     lines = []
     for run in runs:
         rows = [_row(item, now) for item in listed if item.run == run]
-        lines += ["", f"run {run}"] if len(runs) > 1 else []
+        lines += ["", f"run {run}"] if len(runs) > 1 or found.level == "root" else []
         lines += table(_HEAD, rows, right=(1, 2, 3, 4, 5), elastic=6)
         shown = "\n".join(lines)
         for item in listed:
@@ -141,7 +141,7 @@ def _item(entry: Entry, run: str, node: str) -> Item:
         )
     return Item(
         path=entry.path,
-        run=manifest.run_id,
+        run=run,
         node=node,
         state="valid",
         generation=entry.generation,

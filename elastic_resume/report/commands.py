@@ -164,7 +164,8 @@ def export(args: argparse.Namespace) -> int:
         say(f"{args.object} of {path} (generation {manifest.generation}, step {manifest.step}, {age} old)\n")
         say(f"-> {args.target}: {amount(done.tensors, 'tensor')}, {size(done.bytes)}, {file_format}\n")
         if done.left_out:
-            say("\n".join(wrap(f"left out, not tensors: {', '.join(done.left_out)}")) + "\n")
+            more = f" and {len(done.left_out) - 5} more" if len(done.left_out) > 5 else ""
+            say("\n".join(wrap(f"left out, not tensors: {', '.join(done.left_out[:5])}{more}")) + "\n")
         return EXIT_GOOD
     raise UsageError(f"{args.path}: holds no valid checkpoint; `elastic-resume ls` says why.")
 

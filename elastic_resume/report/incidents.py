@@ -9,12 +9,21 @@ Does not know how a report looks (`render`), nor what a node's disk holds now (`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_resume.events import Event
 from elastic_resume.report import timeline
-from elastic_resume.report.causes import ECHO, Fate, Sign, fate_of, looks_like_echo, signs_of, worker_sign
+from elastic_resume.report.causes import (
+    ECHO,
+    Fate,
+    Sign,
+    Span,
+    fate_of,
+    looks_like_echo,
+    signs_of,
+    worker_sign,
+)
 from elastic_resume.report.timeline import Seen, Timeline
 
 # Ends that are an observed failure. A node that joins, or a job that is stopped or done, is none.
@@ -230,7 +239,7 @@ def _rejected(resume: Seen | None) -> tuple[RejectedCopy, ...]:
 def _end(line: Timeline, one: _Facts, following: _Facts | None) -> tuple[End, list[Sign]]:
     """Why generation ``one`` ended, and every sign of it."""
     later = following.nodes if following else None
-    fates = _fates(line, one, later)
+    fates = _fates(line, one, following)
     signs = signs_of(one.events, fates)
     best = signs[0] if signs else None
     hows = {fate.how for fate in fates.values()}
@@ -257,16 +266,19 @@ def _end(line: Timeline, one: _Facts, following: _Facts | None) -> tuple[End, li
     return end, signs
 
 
-def _fates(line: Timeline, one: _Facts, later: Collection[str] | None) -> dict[str, Fate]:
-    fates = {
-        name: fate_of(line.nodes.get(name, ()), one.number, one.began, later)
-        if name in line.nodes or later is None
-        else Fate("unknown" if name in later else "lost")
-        for name in one.nodes
-    }
-    if later is None and any(fate.how == "failed" for fate in fates.values()):
-        # The others gave up; a node that did not even say so is what they gave up on.
-        fates = {n: Fate("lost", f.t) if f.how == "unknown" else f for n, f in fates.items()}
+def _fates(line: Timeline, one: _Facts, following: _Facts | None) -> dict[str, Fate]:
+    """What became of each node. A silent one is lost if the others went on, or gave up, without it."""
+    span = Span(
+        number=one.number,
+        began=one.began,
+        until=following.began if following else None,
+    )
+    fates = {name: fate_of(line.nodes.get(name, ()), span) for name in one.nodes}
+    gave_up = following is None and any(fate.how == "failed" for fate in fates.values())
+    for name, fate in fates.items():
+        missing = following is not None and name not in following.nodes
+        if fate.how == "unknown" and (missing or gave_up):
+            fates[name] = Fate("lost", fate.t)
     return fates
 
 

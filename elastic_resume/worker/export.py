@@ -89,7 +89,8 @@ def export(
                 f"{source}: {key} refers to the tensor {ref.name!r}, which is not in the checkpoint."
             )
     if file_format == "torch":
-        tensors = {key: _tensor(image, ref) for key, ref in references.items()}
+        one_each = {ref: _tensor(image, ref) for ref in references.values()}  # torch.save sees what is tied
+        tensors = {key: one_each[ref] for key, ref in references.items()}
 
         def produce(write: Write) -> None:
             torch.save(tensors, cast("IO[bytes]", _Sink(write)))
