@@ -192,14 +192,6 @@ def test_the_kustomization_names_what_is_there() -> None:
     assert AGENT["image"] == f"{image['name']}:{image['newTag']}"
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
-def test_kubectl_renders_the_kustomization() -> None:
-    """Offline: `kubectl kustomize` asks no API server."""
-    command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert [document["kind"] for document in yaml.safe_load_all(done.stdout)] == ["Service", "Job"]
-
-
 # ---- the image ---------------------------------------------------------------------------------------
 
 
