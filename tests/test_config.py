@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic_resume import config
+from elastic_resume import config, contract
 from elastic_resume.cluster import node
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError
@@ -265,3 +265,13 @@ def test_an_argument_that_does_not_exist_is_refused() -> None:
 def test_the_nodes_name_is_the_schedulers(environ: dict[str, str], name: str) -> None:
     """Else the host's, in either case made safe."""
     assert node.default_name(environ) == name
+
+
+def test_under_an_agent_its_flags_name_the_directory_and_not_the_script() -> None:
+    """The agent holds the lock of the directory that its own flags name."""
+    environ = {contract.ENV_CKPT_DIR: "/agent", contract.ENV_RUN_ID: "job", contract.ENV_NODE_NAME: "n"}
+    given: dict[str, Any] = {"ckpt_dir": "/script", "run_id": "other", "node_name": "m", "keep": 5}
+    alone = Settings.for_worker(environ, "train.py", **given)
+    assert (str(alone.ckpt_dir), alone.run_id, alone.node_name) == ("/script", "other", "m")
+    held = Settings.for_worker({**environ, contract.ENV_AGENT_PID: "7"}, "train.py", **given)
+    assert (str(held.ckpt_dir), held.run_id, held.node_name, held.keep) == ("/agent", "job", "n", 5)

@@ -71,7 +71,8 @@ def resume(
         scaler: a GradScaler.
         ema: an averaged model, or any object with ``state_dict`` and ``load_state_dict``.
         data: a `GlobalBatches` (or the DataLoader around one), so that an epoch goes on where it stopped.
-        ckpt_dir: root of the checkpoints; default ``./checkpoints``.
+        ckpt_dir: root of the checkpoints; default ``./checkpoints``. Of this and the next two the flags of
+            ``elastic-resume run`` win, since the agent holds the directory that they name.
         run_id: the job's name; default from torchrun's ``--rdzv-id``, else the script's name.
         node_name: this node's name; default from the scheduler, else the host name.
         save_every: a number of steps, "30s", or "auto".
