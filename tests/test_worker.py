@@ -218,6 +218,17 @@ def test_ranks_that_read_other_samples_are_refused_before_the_first_step(tmp_pat
         assert "the order of samples (data) on rank 1" in done.stderr
 
 
+def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Each with a disk of its own: no lock can see both. Told before the first step, nothing set aside."""
+    each = [
+        {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path / str(rank)), "ELASTIC_RESUME_NODE_NAME": "ubuntu"}
+        for rank in range(2)
+    ]
+    for done in ranks.run(2, PROBE, "plain", "3", env=each):
+        assert done.returncode == 1
+        assert "--node-name" in done.stderr
+
+
 def test_wrong_arguments_are_one_line_and_an_event(tmp_path: Path) -> None:
     """The agent reads the event and does not try again."""
     log = tmp_path / "events.jsonl"

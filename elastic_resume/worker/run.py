@@ -69,13 +69,14 @@ class Run:
         }
         self._batches = batches
         self._node_dir = place.together(lambda: _open_node(place))
+        place.refuse_namesakes(place.together(self._node_dir.identity))
         self._board = Board(place.node_dir / contract.BOARD_FILE)
         self._hooks: list[Hook] = []
         self._hooks_ran = False
         self._closed = False
         self._pid = os.getpid()
         self._warned = False
-        self._mark_every_s = getattr(place.settings, "step_mark_s", 5.0)
+        self._mark_every_s = place.settings.step_mark_s
         self._next_mark = 0.0
         if batches is not None:
             batches.bind(place.world.rank, place.world.size, self._reseed)
