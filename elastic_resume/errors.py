@@ -8,12 +8,14 @@ The tree, from general to particular::
      │   ├─ UntrackableError     an object holds state that cannot be stored
      │   └─ MismatchError        the model does not fit the checkpoint
      ├─ MachineError           the machine is wrong: disk full, not writable   exit 1
-     │   └─ NodeTakenError       another agent holds this node's directory
+     │   ├─ NodeTakenError       another agent holds this node's directory
+     │   └─ RecordError          a small file of the node's directory is damaged
      ├─ CheckpointError        bytes on disk or from a peer are wrong
      │   ├─ TornError            incomplete
      │   ├─ CorruptError         digest mismatch, or not what the format says
      │   ├─ ForeignError         another job, or not a checkpoint of ours
-     │   └─ NewerFormatError     written by a newer elastic_resume
+     │   ├─ NewerFormatError     written by a newer elastic_resume
+     │   └─ UnreadableError      this machine could not read it now; nothing is known of its bytes
      ├─ NoValidCheckpointError copies exist and none can be loaded             exit 1
      ├─ GaveUpError            the restart policy ended the job                exit 1
      ├─ RendezvousLostError    the agents cannot reach each other any more     exit 75
@@ -56,17 +58,27 @@ class NodeTakenError(MachineError):
     """Another live process holds this node's directory."""
 
 
+class RecordError(MachineError):
+    """A small file of a node's directory is not what it must be; the text says which one to remove.
+
+    At fault, unlike a bad checkpoint: there is no other copy of it, and a restart reads the same bytes.
+    """
+
+
 class CheckpointError(ElasticResumeError):
     """Bytes on disk or from a peer are not a checkpoint that may be loaded.
 
-    Not at fault by itself: another copy may be valid.
+    Not at fault by itself: another copy may be valid. ``kind`` is how inventories and events name the class.
     """
 
     at_fault = False
+    kind = "corrupt"
 
 
 class TornError(CheckpointError):
     """A file or part of one is missing."""
+
+    kind = "torn"
 
 
 class CorruptError(CheckpointError):
@@ -74,11 +86,24 @@ class CorruptError(CheckpointError):
 
 
 class ForeignError(CheckpointError):
-    """A checkpoint of another job, or a directory that is not a checkpoint."""
+    """A checkpoint of another job, or a directory that is not a checkpoint: not ours to move."""
+
+    kind = "foreign"
 
 
 class NewerFormatError(CheckpointError):
-    """Written by a newer elastic_resume than this one."""
+    """Written by a newer elastic_resume than this one: valid, and newer than all that this one can read."""
+
+    kind = "newer"
+
+
+class UnreadableError(CheckpointError):
+    """This machine could not read a copy just now (I/O error, no memory, no descriptor, no permission).
+
+    That says nothing about its bytes: it is passed over by this resume, and stays where it is.
+    """
+
+    kind = "unreadable"
 
 
 class NoValidCheckpointError(ElasticResumeError):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import xxhash
@@ -15,7 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume import contract
-from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, NewerFormatError, TornError
+from elastic_resume.errors import (
+    CheckpointError,
+    CorruptError,
+    ForeignError,
+    MachineError,
+    NewerFormatError,
+    TornError,
+    UnreadableError,
+)
 from elastic_resume.store.catalog import Catalog
 from elastic_resume.store.checkpoint import (
     Writer,
@@ -32,6 +43,8 @@ from elastic_resume.store.checkpoint import (
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import BLOCK_BYTES, Manifest
 from tests.store_samples import RUN, SMALL_BLOCK, SPECS, flip, image, manifest, save
+
+NEWER = b'{"kind":"elastic_resume checkpoint","format":2,"all":["new"]}'
 
 
 @given(st.integers(0, 10**15), st.integers(0, 10**15))
@@ -52,6 +65,8 @@ def test_a_name_is_read_back(generation: int, step: int) -> None:
         "g000001-s0000000001\n",
         "G000001-s0000000001",
         "g-00001-s0000000001",
+        "g9999999999999999-s0000000001",
+        "g000001-s9007199254740993",
         "",
     ],
 )
@@ -130,13 +145,11 @@ def test_writing_the_same_again_changes_nothing(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("damage", ["content", "flipped", "file", "foreign"])
+@pytest.mark.parametrize("damage", ["content", "flipped", "foreign"])
 def test_what_stands_under_the_name_goes_to_quarantine(tmp_path: Path, damage: str) -> None:
     """Other content, damaged content, or something else altogether: kept aside, and the commit succeeds."""
     target = tmp_path / name_of(1, 1)
-    if damage == "file":
-        target.write_text("mine")
-    elif damage == "foreign":
+    if damage == "foreign":
         target.mkdir()
         (target / "notes.txt").write_text("mine")
     else:
@@ -146,13 +159,25 @@ def test_what_stands_under_the_name_goes_to_quarantine(tmp_path: Path, damage: s
     save(tmp_path)
     assert read_image(target, quick_check(target, RUN)) == image(1)
     (aside,) = Catalog(tmp_path, RUN).quarantined()
-    if aside.is_dir():
-        assert list(aside.iterdir())
-    else:
-        assert aside.read_text() == "mine"
+    assert list(aside.iterdir())
     note = json.loads((aside.parent / f"{aside.name}.reason.json").read_text())
     assert note["was"] == target.name
     assert note["reason"]
+
+
+@pytest.mark.parametrize("what", ["a file", "another run's", "a newer format's"])
+def test_what_is_not_this_jobs_does_not_make_room(tmp_path: Path, what: str) -> None:
+    """The commit fails and says what to move; nothing is moved, and nothing is left behind."""
+    target = tmp_path / name_of(1, 1)
+    if what == "a file":
+        target.write_text("mine")
+    else:
+        save(tmp_path)
+        text = manifest(run_id="other").to_bytes() if what == "another run's" else NEWER
+        (target / contract.MANIFEST_FILE).write_bytes(text)
+    with pytest.raises(MachineError, match=r"the name is taken.*Move it elsewhere"):
+        save(tmp_path, seed=5)
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def damage_cases() -> dict[str, tuple[Callable[[Path], object], type[CheckpointError], str, bool]]:
@@ -233,6 +258,69 @@ def test_damage_is_told_by_kind_and_place(tmp_path: Path, case: str) -> None:
             map_image(path, good)
         with pytest.raises(error, match=says):
             list(blocks(path, good, memoryview(bytearray(SMALL_BLOCK))))
+
+
+LOCAL_TROUBLE = [
+    OSError(number, os.strerror(number), "manifest.json")
+    for number in (
+        errno.ENOMEM,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.EIO,
+        errno.ESTALE,
+        errno.EACCES,
+        errno.ELOOP,
+    )
+]
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+@pytest.mark.parametrize("trouble", [*LOCAL_TROUBLE, MemoryError()], ids=repr)
+def test_a_copy_that_cannot_be_read_just_now_is_not_called_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, trouble: Exception
+) -> None:
+    """An error of this machine says nothing about the bytes; the next attempt may find them whole."""
+    path = save(tmp_path)
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise trouble
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fail)
+        with pytest.raises(UnreadableError, match="cannot be read now") as caught:
+            quick_check(path, RUN)
+    assert str(path) in str(caught.value)
+    assert deep_check(path, RUN)
+
+
+def test_a_link_that_leads_nowhere_is_not_torn(tmp_path: Path) -> None:
+    """What it leads to may lie on a file system that is not mounted."""
+    path = save(tmp_path)
+    (path / contract.STATE_FILE).rename(tmp_path / "elsewhere")
+    (path / contract.STATE_FILE).symlink_to(tmp_path / "gone")
+    with pytest.raises(UnreadableError, match=r"state.safetensors is a link that leads nowhere"):
+        quick_check(path, RUN)
+    link = tmp_path / name_of(2, 2)
+    link.symlink_to(tmp_path / "gone")
+    with pytest.raises(UnreadableError, match="s0000000002 is a link that leads nowhere"):
+        quick_check(link, RUN)
+
+
+def test_a_page_that_cannot_be_read_from_a_mapping_is_an_error_and_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that fails under a mapping would be a SIGBUS; here the file ends after it was mapped."""
+    path = save(tmp_path)
+    good = quick_check(path, RUN)
+    state = path / contract.STATE_FILE
+    with mmap.mmap(-1, mmap.PAGESIZE) as probe:
+        try:
+            probe.madvise(22)
+        except OSError:
+            pytest.skip("this kernel has no MADV_POPULATE_READ")
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: os.truncate(state, 0))
+    with pytest.raises(UnreadableError, match="cannot be read now"):
+        map_image(path, good)
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
@@ -321,8 +409,7 @@ def test_a_manifest_out_of_range_is_not_written() -> None:
 def test_a_newer_format_is_recognised_without_understanding_it(tmp_path: Path) -> None:
     """Other fields, another digest: the number is enough."""
     path = save(tmp_path)
-    text = '{"kind":"elastic_resume checkpoint","format":2,"all":["new"]}'
-    (path / contract.MANIFEST_FILE).write_text(text)
+    (path / contract.MANIFEST_FILE).write_bytes(NEWER)
     with pytest.raises(NewerFormatError, match=r"format 2; .* upgrade it"):
         quick_check(path, RUN)
 

@@ -4,7 +4,8 @@ Commit, as bbolt does it: write the data under a temporary name, fsync; write th
 of every block, fsync; fsync the temporary directory; rename; fsync the parent. The rename is the commit.
 
 Promise: after a crash at any point, a directory under its final name is whole, and the older ones are
-untouched. `read_image` and `blocks` hand out no byte whose digest they have not checked.
+untouched. `read_image` and `blocks` hand out no byte whose digest they have not checked. Only what is read
+can prove a checkpoint bad: an error of reading is an UnreadableError, never a CorruptError.
 
 Does not know which checkpoint is newest, which to keep (`catalog`), or what the tensors mean.
 """
@@ -16,7 +17,6 @@ import errno
 import mmap
 import os
 import re
-import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,15 +25,24 @@ from types import TracebackType
 import xxhash
 
 from elastic_resume import contract, failpoints
-from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, MachineError, TornError
+from elastic_resume.errors import (
+    CheckpointError,
+    CorruptError,
+    ForeignError,
+    MachineError,
+    NewerFormatError,
+    TornError,
+)
 from elastic_resume.store import layout as layouts
 from elastic_resume.store.durable import DISK, Disk, machine, temporary_name
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import BLOCK_BYTES, MAX_MANIFEST_BYTES, Manifest
 from elastic_resume.store.quarantine import quarantine
+from elastic_resume.store.reading import fill, located, open_regular, read_small
 
 _NAME = re.compile(r"g(\d{6,16})-s(\d{10,16})")
-_FORMAT_ERRORS = (TornError, CorruptError)
+_MAX_COUNT = 1 << 53  # as in the manifest: no checkpoint of ours has a greater generation or step
+_POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, which Python's mmap does not name
 
 
 def name_of(generation: int, step: int) -> str:
@@ -47,7 +56,9 @@ def parse_name(name: str) -> tuple[int, int] | None:
     if match is None or not name.isascii():
         return None
     generation, step = int(match[1]), int(match[2])
-    return (generation, step) if name_of(generation, step) == name else None
+    if max(generation, step) > _MAX_COUNT or name_of(generation, step) != name:
+        return None
+    return generation, step
 
 
 class Writer:
@@ -109,7 +120,8 @@ class Writer:
         """Make the checkpoint exist and return its directory.
 
         ``manifest`` gets its blocks and sizes from here. When a whole copy with the same content is there
-        already, that one stays; anything else under the name is quarantined first.
+        already, that one stays. What is damaged or cannot be read, or has other content, makes room by
+        going to quarantine; what is not this job's does not, and the commit fails with a MachineError.
         """
         if manifest.order != self._order:
             raise ValueError(f"manifest of {manifest.order} for a checkpoint of {self._order}")
@@ -160,6 +172,8 @@ class Writer:
             return False
         try:
             present = deep_check(self._final, manifest.run_id)
+        except (ForeignError, NewerFormatError) as error:
+            raise MachineError(f"cannot commit: the name is taken. {error} Move it elsewhere.") from error
         except CheckpointError as error:
             quarantine(self._node_dir, self._final, str(error), self._disk)
             return False
@@ -196,8 +210,8 @@ def quick_check(path: Path, run_id: str | None) -> Manifest:
     The manifest parses, agrees with the directory's name and with ``run_id`` (None: any run), and the
     image has the size it tells. Raises a CheckpointError that says what, where and why.
     """
-    with _located(path):
-        manifest = Manifest.parse(_read_small(path / contract.MANIFEST_FILE))
+    with located(path):
+        manifest = Manifest.parse(read_small(path / contract.MANIFEST_FILE, MAX_MANIFEST_BYTES))
         if parse_name(path.name) != manifest.order:
             raise ForeignError(
                 f"its manifest is that of {name_of(*manifest.order)}: it was copied or renamed by hand."
@@ -214,7 +228,7 @@ def deep_check(path: Path, run_id: str | None) -> Manifest:
     buffer = fresh_memory(min(manifest.block_bytes, max(manifest.file_bytes, 1)))
     for _ in blocks(path, manifest, buffer):
         pass
-    with _located(path), _open_image(path, manifest) as descriptor:
+    with located(path), _open_image(path, manifest) as descriptor:
         _read_layout(descriptor, manifest.file_bytes)
     return manifest
 
@@ -228,7 +242,7 @@ def read_image(path: Path, manifest: Manifest, into: memoryview | None = None) -
     image = fresh_memory(manifest.file_bytes) if into is None else into.cast("B")
     if len(image) != manifest.file_bytes:
         raise ValueError(f"a buffer of {len(image)} bytes for an image of {manifest.file_bytes}")
-    with _located(path), _open_image(path, manifest) as descriptor:
+    with located(path), _open_image(path, manifest) as descriptor:
         for index in range(len(manifest.blocks)):
             _read_block(descriptor, manifest, index, _block_of(image, manifest, index))
         Layout.parse(image, manifest.file_bytes)
@@ -243,12 +257,14 @@ def map_image(path: Path, manifest: Manifest) -> memoryview:
     Writes to it stay private, and pruning the checkpoint does no harm. A page that memory pressure takes
     meanwhile is read again unverified: do not keep it; `read_image` is for what stays.
     """
-    with _located(path), _open_image(path, manifest) as descriptor:
+    with located(path), _open_image(path, manifest) as descriptor:
         if manifest.file_bytes == 0:
             raise TornError(f"{contract.STATE_FILE} is empty.")
-        image = memoryview(mmap.mmap(descriptor, manifest.file_bytes, flags=mmap.MAP_PRIVATE))
+        mapping = mmap.mmap(descriptor, manifest.file_bytes, flags=mmap.MAP_PRIVATE)
+        image = memoryview(mapping)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         for index in range(len(manifest.blocks)):
+            _fault_in(mapping, index * manifest.block_bytes, manifest.block_bytes)
             _verify_block(descriptor, manifest, index, _block_of(image, manifest, index))
         Layout.parse(image, manifest.file_bytes)
     return image
@@ -259,7 +275,7 @@ def blocks(path: Path, manifest: Manifest, buffer: memoryview) -> Iterator[memor
     room = buffer.cast("B")
     if len(room) < min(manifest.block_bytes, manifest.file_bytes):
         raise ValueError(f"a buffer of {len(room)} bytes for blocks of {manifest.block_bytes}")
-    with _located(path), _open_image(path, manifest) as descriptor:
+    with located(path), _open_image(path, manifest) as descriptor:
         for index in range(len(manifest.blocks)):
             size = min(manifest.block_bytes, manifest.file_bytes - index * manifest.block_bytes)
             _read_block(descriptor, manifest, index, room[:size])
@@ -275,13 +291,23 @@ def fresh_memory(size: int) -> memoryview:
 
 
 def _read_block(descriptor: int, manifest: Manifest, index: int, into: memoryview) -> None:
-    _fill(descriptor, index * manifest.block_bytes, into)
+    fill(descriptor, index * manifest.block_bytes, into)
     _verify_block(descriptor, manifest, index, into)
 
 
 def _block_of(image: memoryview, manifest: Manifest, index: int) -> memoryview:
     start = index * manifest.block_bytes
     return image[start : start + manifest.block_bytes]
+
+
+def _fault_in(mapping: mmap.mmap, start: int, size: int) -> None:
+    """Have the kernel read these pages now: a device that fails is then an error here, and not a SIGBUS."""
+    start -= start % mmap.PAGESIZE
+    try:
+        mapping.madvise(_POPULATE_READ, start, min(size + mmap.PAGESIZE, len(mapping) - start))
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # Linux before 5.14
+            raise
 
 
 def _verify_block(descriptor: int, manifest: Manifest, index: int, block: memoryview) -> None:
@@ -294,20 +320,11 @@ def _verify_block(descriptor: int, manifest: Manifest, index: int, block: memory
         )
 
 
-def _fill(descriptor: int, offset: int, into: memoryview) -> None:
-    done = 0
-    while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], offset + done)
-        if count == 0:
-            raise TornError(f"{contract.STATE_FILE} ends at byte {offset + done}.")
-        done += count
-
-
 def _read_layout(descriptor: int, file_bytes: int) -> Layout:
     head = bytearray(min(8, file_bytes))
-    _fill(descriptor, 0, memoryview(head))
+    fill(descriptor, 0, memoryview(head))
     head = bytearray(layouts.header_bytes(head, file_bytes))
-    _fill(descriptor, 0, memoryview(head))
+    fill(descriptor, 0, memoryview(head))
     return Layout.parse(head, file_bytes)
 
 
@@ -322,52 +339,10 @@ def _what_lies_in(descriptor: int, manifest: Manifest, start: int, stop: int) ->
 
 @contextlib.contextmanager
 def _open_image(path: Path, manifest: Manifest) -> Iterator[int]:
-    with _open_regular(path / contract.STATE_FILE) as descriptor:
+    with open_regular(path / contract.STATE_FILE) as descriptor:
         size = os.fstat(descriptor).st_size
         if size < manifest.file_bytes:
             raise TornError(f"{contract.STATE_FILE} has {size} bytes of {manifest.file_bytes}.")
         if size > manifest.file_bytes:
             raise CorruptError(f"{contract.STATE_FILE} has {size} bytes instead of {manifest.file_bytes}.")
         yield descriptor
-
-
-@contextlib.contextmanager
-def _open_regular(path: Path) -> Iterator[int]:
-    # O_NONBLOCK: a named pipe in the place of a file would else block the open for ever.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ForeignError(f"{path.name} is not a regular file.")
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _read_small(path: Path) -> bytes:
-    with _open_regular(path) as descriptor:
-        size = os.fstat(descriptor).st_size
-        if size > MAX_MANIFEST_BYTES:
-            raise CorruptError(f"{path.name} has {size} bytes, more than the limit of {MAX_MANIFEST_BYTES}.")
-        data = bytearray(size)
-        _fill(descriptor, 0, memoryview(data))
-        return bytes(data)
-
-
-@contextlib.contextmanager
-def _located(path: Path) -> Iterator[None]:
-    """Put the checkpoint's path before the text of a CheckpointError; an OSError of reading becomes one.
-
-    A copy that this machine cannot read is not the end: another node may hold the same one.
-    """
-    try:
-        yield
-    except CheckpointError as error:
-        raise type(error)(f"{path}: {error}") from error
-    except OSError as error:
-        missing = error.errno in {errno.ENOENT, errno.ENOTDIR}
-        name = Path(error.filename).name if error.filename else contract.STATE_FILE
-        if missing and not path.is_dir():
-            raise ForeignError(f"{path}: is not a checkpoint directory.") from error
-        if missing:
-            raise TornError(f"{path}: {name} is missing.") from error
-        raise CorruptError(f"{path}: {name} cannot be read ({error.strerror or error}).") from error

@@ -35,6 +35,7 @@ _ADVICE = {
     errno.EPERM: "give this user write permission there, or choose another --ckpt-dir",
     errno.EIO: "the device fails: look at dmesg and choose another --ckpt-dir",
     errno.ENOTDIR: "a file stands where a directory is needed: choose another --ckpt-dir",
+    errno.EISDIR: "a directory stands where a file is needed: move it away",
     errno.EMFILE: "too many open files in this process: raise ulimit -n",
     errno.ESTALE: "the network file system lost the directory: remount it",
 }
