@@ -159,8 +159,9 @@ def test_odd_contents_do_no_harm(root: Path) -> None:
     (root / RUN / "\x1b[2J").mkdir()
     (node / "quarantine").write_text("a file")
     found = {item.path.name: item for item in checkpoints.items(places.find(root)) if item.generation == 2}
-    assert set(found) == {"g000002-s0000000001", "g000002-s0000000004"}
-    assert found["g000002-s0000000001"].reason == "manifest.json is missing"
+    assert set(found) == {f"g000002-s000000000{step}" for step in (1, 3, 4)}
+    for name in ("g000002-s0000000001", "g000002-s0000000003"):
+        assert found[name].reason == "manifest.json is missing"
     assert found["g000002-s0000000004"].reason == "manifest: not JSON"
     assert all(len(line) <= WIDTH for line in checkpoints.ls(places.find(root), NOW).splitlines())
 

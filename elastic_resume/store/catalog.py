@@ -4,8 +4,8 @@ Newest means greatest (generation, step), never the latest time or the greatest 
 higher step of an abandoned lineage must not win.
 
 Promise: `prune` never removes the newest valid checkpoint, nor the last two valid ones, nor anything it
-does not recognise; what it removes loses its final name durably before its first byte goes. After a crash
-in any method every directory under a final name is as whole as before.
+does not recognise, nor what a link leads to; what it removes loses its final name durably before its first
+byte goes. After a crash in any method every directory under a final name is as whole as before.
 
 Does not know what other nodes hold (`scan_run` lists what is visible here, on shared file systems), nor
 which copy a job resumes from.
@@ -16,13 +16,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from elastic_resume import contract
-from elastic_resume.errors import CheckpointError
+from elastic_resume.errors import CheckpointError, CorruptError, TornError
 from elastic_resume.store.checkpoint import deep_check, parse_name, quick_check
 from elastic_resume.store.durable import DISK, Disk, machine, temporary_name
 from elastic_resume.store.manifest import Manifest
@@ -49,6 +51,16 @@ class Entry:
         """(generation, step), from the directory's name."""
         return (self.generation, self.step)
 
+    @property
+    def is_link(self) -> bool:
+        """Whether somebody has put a link here: read like any other, never moved or removed."""
+        return os.path.islink(self.path)  # noqa: PTH114  this one does not raise
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether its own bytes prove that nobody can load it: what belongs in quarantine."""
+        return isinstance(self.problem, (TornError, CorruptError)) and not self.is_link
+
 
 class Catalog:
     """Checkpoints of one node. Reading is safe for anybody; what changes things is for the lock's owner."""
@@ -61,20 +73,40 @@ class Catalog:
 
     def entries(self, deep: bool = False, limit: int = MAX_ENTRIES) -> list[Entry]:
         """Everything with a checkpoint's name, newest first, each checked; ``deep`` reads all data."""
-        return [self._entry(path, order, deep) for order, path in self._named()[:limit]]
+        found = [self._entry(path, order, deep) for order, path in self._named()[:limit]]
+        # Without what its owner has pruned while we looked.
+        return [entry for entry in found if entry.problem is None or not _is_gone(entry.path)]
 
     def valid(self, deep: bool = False, limit: int = MAX_ENTRIES) -> list[Entry]:
         """The entries without a problem, newest first."""
         return [entry for entry in self.entries(deep, limit) if entry.problem is None]
 
-    def prune(self, keep: int) -> list[Path]:
-        """Remove valid checkpoints beyond the newest ``keep`` (>= 2) valid ones; return the old paths."""
+    def prune(
+        self, keep: int, *, above_generation: int = -1, trusted: Collection[tuple[int, int]] | None = None
+    ) -> list[Path]:
+        """Remove valid checkpoints beyond the newest ``keep`` (>= 2) valid ones; return the old paths.
+
+        Args:
+            keep: how many stay.
+            above_generation: older generations neither count nor go: ``--resume never`` and ``--resume PATH``
+                set an earlier lineage aside, they do not give it up.
+            trusted: (generation, step) of those whose bytes are known to be good, since this process wrote
+                or verified them. Only they count towards ``keep`` then: a quick check cannot tell a flipped
+                bit, and newer copies with one must not push out the last good one.
+
+        """
         if keep < MIN_KEEP:
             raise ValueError(f"keep={keep}: at least {MIN_KEEP} checkpoints must stay")
         removed = []
-        for entry in self.valid()[keep:]:
-            self._discard(entry.path)
-            removed.append(entry.path)
+        kept = 0
+        for entry in self.valid():
+            if entry.generation <= above_generation or entry.is_link:
+                continue
+            if kept >= keep:
+                self._discard(entry.path)
+                removed.append(entry.path)
+            elif trusted is None or entry.order in trusted:
+                kept += 1
         return removed
 
     def quarantine(self, path: Path, reason: str) -> Path:
@@ -105,7 +137,7 @@ class Catalog:
         named = [
             (order, path)
             for path in self._children()
-            if (order := parse_name(path.name)) is not None and path.is_dir() and not path.is_symlink()
+            if (order := parse_name(path.name)) is not None and _may_be_checkpoint(path)
         ]
         return sorted(named, reverse=True)
 
@@ -130,9 +162,31 @@ def scan_run(run_dir: Path, run_id: str | None, limit: int = 64) -> dict[str, li
         names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []  # noqa: PTH208  names only
     for name in names[:MAX_NODES]:
         node_dir = run_dir / name
-        if re.fullmatch(contract.SAFE_NAME_PATTERN, name) and node_dir.is_dir():
+        with machine("look at", node_dir):
+            is_node = re.fullmatch(contract.SAFE_NAME_PATTERN, name) is not None and node_dir.is_dir()
+        if is_node:
             found[name] = Catalog(node_dir, run_id).entries(limit=limit)
     return found
+
+
+def _may_be_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a directory, or a link that leads to one or nowhere. What cannot be told may be."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return os.path.islink(path)  # noqa: PTH114
+    except OSError:
+        return True
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _has_live_writer(path: Path) -> bool:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from elastic_resume import contract
-from elastic_resume.store.durable import DISK, Disk
+from elastic_resume.store.durable import DISK, Disk, machine
 
 _MAX_TRIES = 100_000
 
@@ -35,11 +35,11 @@ def quarantine(node_dir: Path, path: Path, reason: str, disk: Disk = DISK) -> Pa
 def quarantined(node_dir: Path) -> list[Path]:
     """What lies in quarantine, by name, without the notes."""
     directory = node_dir / contract.QUARANTINE_DIR
-    if not directory.is_dir():
-        return []
+    with machine("list", directory):
+        inside = list(directory.iterdir()) if directory.is_dir() else []
     return sorted(
         path
-        for path in directory.iterdir()
+        for path in inside
         if not path.name.endswith(".reason.json") and not path.name.startswith(contract.TEMPORARY_PREFIX)
     )
 
