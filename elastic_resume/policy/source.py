@@ -3,6 +3,9 @@
 Every rank calls `choose` with the same gathered inventories and gets the same plan: nothing needs to be
 agreed on afterwards. Copies are ordered by (generation, step), greatest first; never by time or path, and
 never by step alone, or a stale higher step of an abandoned lineage would win.
+
+A copy that cannot be loaded is passed over, aloud, for an older one. Not so the copy of a newer format: it is
+valid, and going back behind it would throw steps away that an upgrade brings back.
 """
 
 from __future__ import annotations
@@ -30,12 +33,21 @@ class Copy:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A copy that exists and may not be loaded, with the reason for people."""
+    """A copy that exists and may not be loaded, with the reason for people.
+
+    ``kind`` is that of the CheckpointError, or "aside" for what lies in quarantine.
+    """
 
     node: str
     name: str
     reason: str
     order: tuple[int, int] = (0, 0)  # as far as its name tells
+    kind: str = "corrupt"
+
+    @property
+    def forbids_older(self) -> bool:
+        """Whether to go on from anything older would lose steps that are there."""
+        return self.kind == "newer"
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,8 @@ class Inventory:
 
     ``floor`` is the greatest generation the node knew when its supervisor started, and ``began`` tells
     whether that supervisor has been in a world since: both serve ``--resume never`` and ``--resume PATH``,
-    which set aside what is older than this start of the job, and only that.
+    which set aside what is older than this start of the job, and only that. ``committed`` is the newest
+    generation of which the node knows that it had a checkpoint, whether that is still there or not.
     """
 
     node: str
@@ -54,6 +67,7 @@ class Inventory:
     generation: int = 0
     floor: int = 0
     began: bool = False
+    committed: int = 0
     given: Copy | None = None  # what --resume PATH points at, where this node can read it
     last_step: int = 0  # newest step that the node's workers finished, in last_generation
     last_generation: int = 0
@@ -65,7 +79,8 @@ class ResumePlan:
     """What this generation starts from.
 
     ``kind`` is "checkpoint" or "cold". Of a cold start the source is rank 0 and its live state.
-    ``holders`` and ``lacking`` are node names; ``home`` tells in whose directory each holder reads.
+    ``holders`` and ``lacking`` are node names; ``home`` tells in whose directory each holder reads. What is
+    of generation ``floor`` or older has been set aside by ``--resume never`` or ``PATH`` (-1: nothing was).
     """
 
     kind: str
@@ -79,6 +94,7 @@ class ResumePlan:
     rejected: tuple[Rejected, ...] = ()
     lost_steps: int = 0
     previous_world_size: int | None = None
+    floor: int = -1
 
     def copy_of(self, node: str) -> Copy | None:
         """The copy that ``node`` reads, or None when it lacks one."""
@@ -93,13 +109,14 @@ def choose(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
         mode: auto, must, never, or a path (see `Inventory.given`).
 
     Raises:
-        NoValidCheckpointError: copies exist and none may be loaded; or none exists and mode is ``must``
-            or a path.
+        NoValidCheckpointError: copies exist and none may be loaded; or the newest is of a newer format; or
+            none exists and mode is ``must`` or a path, or a node is known to have had one.
 
     """
     nodes = sorted(inventories, key=lambda inventory: inventory.lead_rank)
     floor = -1 if mode in {"auto", "must"} else _floor(nodes)
     readable = {i.node: [copy for copy in i.copies if copy.generation > floor] for i in nodes}
+    _refuse_to_go_back(nodes, floor, [copy.order for copies in readable.values() for copy in copies])
     if not any(readable.values()):
         _refuse_to_forget(nodes, floor)
         readable = {i.node: [i.given] for i in nodes if i.given}
@@ -107,8 +124,7 @@ def choose(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
     lived = max(nodes, key=lambda i: (i.last_generation, i.last_step))
     return replace(
         plan,
-        generation=1
-        + max([i.generation for i in nodes] + [c.generation for i in nodes for c in (*i.copies, *_given(i))]),
+        generation=1 + max(_known(nodes), *(c.generation for i in nodes for c in _given(i)), 0),
         # What is older than the chosen copy would not have been taken anyway.
         rejected=tuple(
             dict.fromkeys(
@@ -117,6 +133,7 @@ def choose(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
         ),
         lost_steps=max(0, lived.last_step - plan.step) if lived.last_generation > floor else 0,
         previous_world_size=lived.last_world_size,
+        floor=floor,
     )
 
 
@@ -166,16 +183,46 @@ def _floor(nodes: Sequence[Inventory]) -> int:
     and every generation known to anybody is older than it.
     """
     began = [inventory.floor for inventory in nodes if inventory.began]
-    return min(began) if began else max(inventory.generation for inventory in nodes)
+    return min(began) if began else _known(nodes)
+
+
+def _known(nodes: Sequence[Inventory]) -> int:
+    """Give the greatest generation that anybody knows of, also from copies that are gone or unreadable."""
+    copies = [copy.generation for node in nodes for copy in node.copies]
+    rejected = [r.order[0] for node in nodes for r in node.rejected if r.kind != "foreign"]
+    return max([*(max(node.generation, node.committed) for node in nodes), *copies, *rejected])
+
+
+def _refuse_to_go_back(nodes: Sequence[Inventory], floor: int, readable: Sequence[tuple[int, int]]) -> None:
+    """Raise when a copy that is not older than the newest of ``readable`` may not be passed over."""
+    newest = max(readable, default=(-1, -1))
+    found = [r for node in nodes for r in node.rejected if r.forbids_older]
+    found = [r for r in found if r.order[0] > floor and r.order >= newest]
+    if found:
+        raise NoValidCheckpointError(
+            f"the newest checkpoint is of a newer elastic_resume ({_list(found)}). Nothing was changed. "
+            "Upgrade elastic_resume on every node, or go back on purpose: --resume PATH or --resume never."
+        )
 
 
 def _refuse_to_forget(nodes: Sequence[Inventory], floor: int) -> None:
-    """Raise when copies newer than ``floor`` exist that cannot be read: a fresh start would forget them."""
+    """Raise when copies newer than ``floor`` exist or have existed: a fresh start would forget them."""
     found = [rejected for node in nodes for rejected in node.rejected if rejected.order[0] > floor]
+    if floor >= 0:  # an earlier lineage was set aside on purpose, and what is another job's with it
+        found = [rejected for rejected in found if rejected.kind != "foreign"]
     if found:
-        raise NoValidCheckpointError(
+        error = NoValidCheckpointError(
             f"checkpoints exist and none can be loaded ({_list(found)}). Nothing was deleted. "
             "Repair one, or start over on purpose with --resume never."
+        )
+        # What could not be read just now may be read by the next attempt.
+        error.at_fault = not any(rejected.kind == "unreadable" for rejected in found)
+        raise error
+    had = [node.node for node in nodes if node.committed > max(floor, 0)]
+    if had:
+        raise NoValidCheckpointError(
+            f"{', '.join(had[:4])}: had checkpoints of this job, and no node has one now. Were they removed, "
+            "or is a disk not mounted? Start over on purpose with --resume never."
         )
 
 
@@ -184,7 +231,7 @@ def _list(rejected: Sequence[Rejected]) -> str:
     return f"{shown}; and {len(rejected) - 4} more" if len(rejected) > 4 else shown
 
 
-def without(inventory: Inventory, copy: Copy, name: str, reason: str) -> Inventory:
+def without(inventory: Inventory, copy: Copy, name: str, reason: str, kind: str = "corrupt") -> Inventory:
     """The inventory of a node that has just failed to read ``copy``."""
     given = inventory.given == copy
     return replace(
@@ -193,6 +240,6 @@ def without(inventory: Inventory, copy: Copy, name: str, reason: str) -> Invento
         given=None if given else inventory.given,
         rejected=(
             *inventory.rejected,
-            Rejected(copy.home or inventory.node, name, reason, (0, 0) if given else copy.order),
+            Rejected(copy.home or inventory.node, name, reason, (0, 0) if given else copy.order, kind),
         ),
     )

@@ -3,18 +3,20 @@
 ``--resume never`` and ``--resume PATH`` speak of the moment the job is started: what is older is set
 aside, what this start has saved since is not, or a restart after a failure would lose it. So each node
 notes, durably, the supervisor (agent, torchrun) under which it last entered a world and the greatest
-generation that was known when that supervisor came. A crash between two notes leaves the older one,
-which names another supervisor or a lower floor: nothing saved is ever set aside by mistake.
+generation that anybody knew when the job was started. A crash between two notes leaves the older one,
+which names another supervisor: nothing saved is ever set aside by mistake. Other modes do not look here.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
-from elastic_resume.errors import CorruptError
-from elastic_resume.store.durable import DISK, Disk
+from elastic_resume.errors import RecordError
+from elastic_resume.store.durable import DISK, Disk, machine
 
+_MAX_BYTES = 4096
 LIFE_FILE = "life.json"
 
 
@@ -27,20 +29,27 @@ def floor_of(node_dir: Path, supervisor: str, generation: int) -> tuple[int, boo
         generation: the greatest generation this node knows now.
 
     Raises:
-        CorruptError: the note exists and cannot be read.
+        RecordError: the note exists and is not one.
+        MachineError: it cannot be read.
 
     """
     path = node_dir / LIFE_FILE
+    with machine("read", path):
+        if not os.path.lexists(path):
+            return generation, False
+        with open(path, "rb") as file:
+            data = file.read(_MAX_BYTES)
     try:
-        note = json.loads(path.read_bytes()[:4096])
+        note = json.loads(data)
         named, floor = note["supervisor"], note["floor"]
-    except FileNotFoundError:
-        return generation, False
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"{path} cannot be read ({error}); remove it to go on.") from error
-    if named == supervisor and isinstance(floor, int):
-        return floor, True
-    return generation, False
+        if type(named) is not str or type(floor) is not int:
+            raise ValueError("supervisor or floor is of a wrong type")  # noqa: TRY301
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RecordError(
+            f"{path}: is damaged ({type(error).__name__}: {error}), so which checkpoints are older than this "
+            "start of the job is not known. Remove the file: all that exist now then count as older."
+        ) from error
+    return (floor, True) if named == supervisor else (generation, False)
 
 
 def note(node_dir: Path, supervisor: str, floor: int, disk: Disk = DISK) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 
 from elastic_resume import contract
-from elastic_resume.errors import CheckpointError, ElasticResumeError
+from elastic_resume.errors import CheckpointError, ElasticResumeError, RecordError
 from elastic_resume.policy.source import Copy, Inventory, Rejected
-from elastic_resume.store import checkpoint, life
+from elastic_resume.store import checkpoint, committed, life
 from elastic_resume.store.board import Board
 from elastic_resume.store.catalog import Entry, scan_run
 from elastic_resume.store.quarantine import quarantined, reason_of
@@ -23,14 +23,17 @@ LISTED_COPIES = 64  # of one directory, newest first: older ones would be taken 
 
 
 def take_stock(place: Place, board: Board, generation: int) -> Inventory:
-    """List what this node could resume from; quarantine what of its own does not even look whole.
+    """List what this node could resume from; quarantine what of its own is proven bad.
+
+    That is a copy which lacks a file, is cut off or does not say what it must. One that could not be read
+    now, is of a newer format or is not this job's stays where it is.
 
     Rank 0's node lists the directories of other nodes too, where it sees them (a shared file system): a job
     that is started again on other machines finds what it left behind. They are only read, and by one
     node only: a thousand nodes that each list a thousand directories would bring the file server down.
     """
     for entry in place.catalog.entries():
-        if entry.problem is not None:
+        if entry.is_damaged:
             place.quarantine(entry.path, str(entry.problem))
     homes = {place.node: place.catalog.entries()}
     if place.world.rank == 0:
@@ -43,16 +46,19 @@ def take_stock(place: Place, board: Board, generation: int) -> Inventory:
     ]
     rejected = [reason for home, entries in homes.items() for reason in _rejected(place, home, entries)]
     given, problem = _given(place)
-    floor, began = life.floor_of(place.node_dir, supervisor(), generation)
-    last_generation, last_step, last_world_size = board.newest()
+    floor, began = 0, False
+    if place.settings.resume not in {"auto", "must"}:
+        floor, began = life.floor_of(place.node_dir, supervisor(), generation)
+    last_generation, last_step, last_world_size = _last_step(place, board, generation)
     return Inventory(
         node=place.node,
         lead_rank=place.world.rank,
         copies=tuple(copies),
         rejected=tuple(rejected + problem),
-        generation=max(generation, last_generation),
+        generation=generation,
         floor=floor,
         began=began,
+        committed=committed.newest(place.node_dir),
         given=given,
         last_step=last_step,
         last_generation=last_generation,
@@ -93,14 +99,29 @@ def supervisor() -> str:
         return str(pid)
 
 
+def _last_step(place: Place, board: Board, generation: int) -> tuple[int, int, int]:
+    try:
+        return board.newest(generation)
+    except RecordError as error:
+        place.events.write("board-ignored", reason=str(error))
+        board.clear()
+        return 0, 0, 0
+
+
 def _rejected(place: Place, home: str, entries: Sequence[Entry]) -> list[Rejected]:
     found = [
-        Rejected(home, entry.path.name, str(entry.problem), (entry.generation, entry.step))
+        Rejected(home, entry.path.name, str(entry.problem), entry.order, entry.problem.kind)
         for entry in entries
         if entry.problem is not None
     ]
     found.extend(
-        Rejected(home, path.name, reason_of(path), checkpoint.parse_name(path.name.split(".")[0]) or (0, 0))
+        Rejected(
+            home,
+            path.name,
+            reason_of(path),
+            checkpoint.parse_name(path.name.split(".")[0]) or (0, 0),
+            "aside",
+        )
         for path in quarantined(place.run_dir / home)
     )
     return found
@@ -114,5 +135,5 @@ def _given(place: Place) -> tuple[Copy | None, list[Rejected]]:
     try:
         manifest = checkpoint.quick_check(Path(path), None)
     except CheckpointError as error:
-        return None, [Rejected(place.node, path, str(error))]
+        return None, [Rejected(place.node, path, str(error), kind=error.kind)]
     return Copy("", manifest.generation, manifest.step, manifest.rank), []

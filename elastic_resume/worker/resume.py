@@ -17,7 +17,14 @@ import torch
 import xxhash
 
 from elastic_resume import failpoints
-from elastic_resume.errors import CheckpointError, DivergenceError, MismatchError
+from elastic_resume.errors import (
+    CheckpointError,
+    CorruptError,
+    DivergenceError,
+    MismatchError,
+    TornError,
+    UnreadableError,
+)
 from elastic_resume.policy import source
 from elastic_resume.policy.source import Copy, Inventory, ResumePlan
 from elastic_resume.store import checkpoint, life
@@ -32,6 +39,8 @@ from elastic_resume.worker.state import BUFFER, REPLICATED, FlatState, Leaf
 
 DATA = "data"
 PARAMETERS = "elastic_resume.parameters"
+Failures = Mapping[str, tuple[str, str]]  # node -> kind of CheckpointError and reason
+_PROVEN_BAD = {TornError.kind, CorruptError.kind}
 _BATCH_BYTES = 64 * 1024 * 1024  # of small tensors sent in one broadcast
 
 
@@ -114,21 +123,27 @@ def _enter(place: Place, node_dir: NodeDir, plan: ResumePlan, floor: int) -> Non
 # ---- from a checkpoint -------------------------------------------------------------------------------
 
 
-def _read_held(place: Place, plan: ResumePlan) -> tuple[Image | None, dict[str, str]]:
-    """Read this rank's copy, if its node holds one; give it with the failures (node -> reason) of all."""
-    copy, image, reason = plan.copy_of(place.node), None, None
+def _read_held(place: Place, plan: ResumePlan) -> tuple[Image | None, Failures]:
+    """Read this rank's copy, if its node holds one; give it with the failures of all."""
+    copy, image, problem = plan.copy_of(place.node), None, None
     if copy is not None:
         try:
             image = _read(place, copy)
-        except (CheckpointError, OSError) as error:
-            reason = str(error)
+        except CheckpointError as error:
+            problem = (error.kind, str(error))
+        except (OSError, MemoryError) as error:
+            problem = (UnreadableError.kind, f"{place.path_of(copy)}: cannot be read now ({error!r})")
     header = xxhash.xxh3_128_hexdigest(image.layout.header) if image else None
-    told = place.world.gather([reason, header])
-    failures = {place.node_of[rank]: one[0] for rank, one in enumerate(told) if one[0] is not None}
+    told = place.world.gather([problem, header])
+    failures: dict[str, tuple[str, str]] = {}
+    for rank, (found, _) in enumerate(told):
+        # Of several ranks of a node, one that proved the copy bad knows more than one that could not read it.
+        if found is not None and failures.get(place.node_of[rank], ("",))[0] not in _PROVEN_BAD:
+            failures[place.node_of[rank]] = (found[0], found[1])
     if not failures:
         expected = told[plan.source_rank][1]
         failures = {
-            place.node_of[rank]: f"its tensors are laid out unlike those of node {plan.source_node}"
+            place.node_of[rank]: ("unlike", f"its tensors are laid out unlike those of {plan.source_node}")
             for rank, one in enumerate(told)
             if one[1] not in {None, expected}
         }
@@ -143,10 +158,8 @@ def _read(place: Place, copy: Copy) -> Image:
     return Image(Layout.parse(memory, manifest.file_bytes), memory)
 
 
-def _set_aside(
-    place: Place, plan: ResumePlan, stock: list[Inventory], failures: Mapping[str, str]
-) -> list[Inventory]:
-    """Take the copies that failed out of the inventories; quarantine them where they are our own."""
+def _set_aside(place: Place, plan: ResumePlan, stock: list[Inventory], failures: Failures) -> list[Inventory]:
+    """Take the copies that failed out of the inventories; quarantine those of our own that are proven bad."""
     left = []
     for one in stock:
         copy = plan.copy_of(one.node)
@@ -154,10 +167,19 @@ def _set_aside(
             left.append(one)
             continue
         name = checkpoint.name_of(copy.generation, copy.step) if copy.home else place.settings.resume
-        left.append(source.without(one, copy, name, failures[one.node]))
-        if place.leads and one.node == place.node and copy.home == place.node:
-            place.quarantine(place.path_of(copy), failures[one.node])
+        kind, reason = failures[one.node]
+        left.append(source.without(one, copy, name, reason, kind))
+    place.together(lambda: _quarantine_own(place, plan, failures))
     return left
+
+
+def _quarantine_own(place: Place, plan: ResumePlan, failures: Failures) -> None:
+    copy = plan.copy_of(place.node)
+    kind, reason = failures.get(place.node, ("", ""))
+    if not place.leads or copy is None or copy.home != place.node or kind not in _PROVEN_BAD:
+        return
+    if not place.path_of(copy).is_symlink():
+        place.quarantine(place.path_of(copy), reason)
 
 
 def _share_manifest(place: Place, plan: ResumePlan) -> Manifest:
