@@ -2,8 +2,9 @@
 
 Every agent, stub and worker of a node appends to ``NODE/events.jsonl``. A line is written by a single
 ``write(2)`` on a descriptor opened with O_APPEND, so lines of several processes of one node do not mix
-(nodes never share a file). After a crash the last line may be torn: `read` skips what does not parse
-and says so with an event of its own. Log text for people is rendered from these dicts elsewhere.
+(nodes never share a file). After a crash or on a full disk the last line may be torn: whoever opens the log
+next begins a new line, and `read` also finds an event that was glued to the rest of a torn one. What does
+not parse is left out. Log text for people is rendered from these dicts elsewhere.
 
 Fields of every event: ``t`` (seconds since the epoch), ``event`` (its kind), ``node``, ``pid``.
 
@@ -22,7 +23,9 @@ Kinds, who writes them, and their own fields::
     commit           worker   generation, step, bytes, seconds, path
     commit-failed    worker   generation, step, error
     prune            worker   path
+    prune-failed     worker   error
     quarantine       worker   path, reason
+    board-ignored    worker   reason             the page of last steps was damaged, and is cleared
     failure          worker   generation, rank, step, type, message, frame, at_fault     an exception ended it
     run-end          worker   generation, rank, step, epoch    the script's epochs are done
 """
@@ -39,6 +42,7 @@ from typing import Any
 Event = dict[str, Any]
 
 MAX_LINE_BYTES = 64 * 1024  # a traceback's last lines fit; a line is never the place for more
+_START = b'{"t":'  # of every event, whoever writes it; inside a JSON text the quotes would be escaped
 
 
 class EventLog:
@@ -50,6 +54,7 @@ class EventLog:
         self._fixed = fixed
         self._descriptor = -1
         self._lost = 0
+        self._torn = False  # whether the file ends within a line
 
     def write(self, event: str, /, **fields: Any) -> Event:
         """Append one event and return it."""
@@ -66,9 +71,11 @@ class EventLog:
             line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
         try:
             if self._descriptor < 0:
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
                 self._descriptor = os.open(self._path, flags, 0o644)
-            os.write(self._descriptor, line)
+                self._torn = _ends_torn(self._descriptor)
+            line = b"\n" * self._torn + line
+            self._torn = os.write(self._descriptor, line) < len(line)
         except OSError:
             self._lost += 1  # the disk's own failure is told by the checkpoint that cannot be written
         return record
@@ -102,9 +109,22 @@ def read_run(run_dir: Path) -> list[Event]:
     return sorted(merged, key=lambda event: event["t"])
 
 
+def _ends_torn(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+
+
 def _parse(line: bytes) -> Event | None:
-    if not line.endswith(b"\n") or len(line) > MAX_LINE_BYTES:
+    if not line.endswith(b"\n"):
         return None
+    event = _load(line) if len(line) <= MAX_LINE_BYTES else None
+    if event is None:
+        glued = line.rfind(_START, max(1, len(line) - MAX_LINE_BYTES))
+        event = _load(line[glued:]) if glued > 0 else None
+    return event
+
+
+def _load(line: bytes) -> Event | None:
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
