@@ -17,7 +17,13 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import contract
-from elastic_resume.errors import ConfigError, CorruptError, MachineError, NodeTakenError, UsageError
+from elastic_resume.errors import (
+    ConfigError,
+    MachineError,
+    NodeTakenError,
+    RecordError,
+    UsageError,
+)
 from elastic_resume.store.catalog import Catalog
 from elastic_resume.store.checkpoint import Writer, name_of
 from elastic_resume.store.durable import DISK, Disk, machine
@@ -291,10 +297,10 @@ def test_a_damaged_identity_is_an_error_and_not_another_one(tmp_path: Path, text
     """For owners, who give the directory up again, and for workers."""
     node = NodeDir.attach(tmp_path, RUN, "a")
     (node.path / contract.IDENTITY_FILE).write_text(text)
-    with pytest.raises(CorruptError, match="does not hold an identity"):
+    with pytest.raises(RecordError, match="does not hold an identity"):
         node.identity()
     for _ in range(2):
-        with pytest.raises(CorruptError, match="does not hold an identity"):
+        with pytest.raises(RecordError, match="does not hold an identity"):
             NodeDir.claim(tmp_path, RUN, "a", timeout_s=0)
     (node.path / contract.IDENTITY_FILE).unlink()
     NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
@@ -342,9 +348,9 @@ def test_a_damaged_generation_is_an_error_and_not_zero(tmp_path: Path, text: str
     """Zero would let a stale party back in."""
     node = NodeDir.attach(tmp_path, RUN, "a")
     (node.path / contract.GENERATION_FILE).write_text(text)
-    with pytest.raises(CorruptError, match="does not hold a generation"):
+    with pytest.raises(RecordError, match="does not hold a generation"):
         node.generation()
-    with pytest.raises(CorruptError):
+    with pytest.raises(RecordError):
         node.persist_generation(9)
 
 

@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume import contract
-from elastic_resume.errors import ConfigError, CorruptError, MachineError, NodeTakenError, UsageError
+from elastic_resume.errors import (
+    ConfigError,
+    MachineError,
+    NodeTakenError,
+    RecordError,
+    UsageError,
+)
 from elastic_resume.store.durable import DISK, Disk, machine, temporary_name
 
 _MAX_SMALL_FILE_BYTES = 64 * 1024
@@ -47,7 +53,7 @@ class NodeDir:
 
         Raises NodeTakenError, naming the owner, when it has one for ``timeout_s`` more; UsageError when the
         owner is this very process, which would wait for itself; ConfigError for an unsafe name; MachineError
-        when the directory cannot be made; CorruptError when it does not say which one it is.
+        when the directory cannot be made; RecordError when it does not say which one it is.
         """
         path = _path(ckpt_dir, run_id, node)
         if _held.get(path.resolve()) == os.getpid():
@@ -93,7 +99,7 @@ class NodeDir:
         """Name this directory, whatever its path: 32 hexadecimal digits that its first owner wrote.
 
         Empty where nobody has owned it yet. So two hosts that call themselves alike and do not share a disk
-        are told apart: their identities differ, or one is empty. Raises CorruptError for a damaged file.
+        are told apart: their identities differ, or one is empty. Raises RecordError for a damaged file.
         """
         path = self.path / contract.IDENTITY_FILE
         data = None
@@ -103,7 +109,7 @@ class NodeDir:
             return ""
         match = re.fullmatch(rb'\s*\{\s*"id"\s*:\s*"([0-9a-f]{32})"\s*\}\s*', data)
         if match is None:
-            raise CorruptError(
+            raise RecordError(
                 f"{path}: does not hold an identity. If no other process of this job runs, remove the file: "
                 "the next start makes a new one."
             )
@@ -112,17 +118,19 @@ class NodeDir:
     def generation(self) -> int:
         """The greatest generation persisted here; 0 when none was.
 
-        Raises CorruptError for a file that cannot be read as one: taking that for 0 would unfence the stale.
+        Raises RecordError for a file that does not hold one (taking that for 0 would unfence the stale), and
+        MachineError where it cannot be read.
         """
         path = self.path / contract.GENERATION_FILE
-        record = _read_json(path)
-        if record is None:
-            if path.exists():
-                raise CorruptError(_bad_generation(path))
-            return 0
-        number = record.get("generation")
+        with machine("read", path):
+            try:
+                data = path.read_bytes()[:_MAX_SMALL_FILE_BYTES]
+            except FileNotFoundError:
+                return 0
+        record = _parse_json(data)
+        number = record.get("generation") if record is not None else None
         if type(number) is not int or not 0 <= number <= _MAX_GENERATION:
-            raise CorruptError(_bad_generation(path))
+            raise RecordError(_bad_generation(path))
         return number
 
     def persist_generation(self, generation: int) -> int:
@@ -259,8 +267,14 @@ def _bad_generation(path: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     """Read a small JSON object; None when it is missing or is not one."""
-    with contextlib.suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
-        record = json.loads(file.read(_MAX_SMALL_FILE_BYTES))
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return _parse_json(file.read(_MAX_SMALL_FILE_BYTES))
+    return None
+
+
+def _parse_json(data: bytes) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(data)
         return record if isinstance(record, dict) else None
     return None
 
