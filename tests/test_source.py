@@ -163,3 +163,127 @@ def test_taking_out_each_failed_copy_ends_in_an_error_and_never_in_a_fresh_start
         inventories = [without(one, copy, "x", "bad") if one.node == victim else one for one in inventories]
     with pytest.raises(NoValidCheckpointError):
         choose(inventories, "auto")
+
+
+# ---- what may not be passed over -----------------------------------------------------------------------
+
+
+def refused(node_name: str, order: tuple[int, int], kind: str) -> Rejected:
+    """A copy that may not be loaded."""
+    return Rejected(node_name, f"g{order[0]}-s{order[1]}", f"is {kind}", order, kind)
+
+
+@pytest.mark.parametrize("order", [(1, 9), (2, 1), (1, 5)])
+def test_nothing_older_is_taken_in_place_of_a_newer_format(order: tuple[int, int]) -> None:
+    """It is valid: an upgrade brings its steps back. Not older than what can be read is enough."""
+    newer = node("a", 0, (1, 3), rejected=(refused("a", order, "newer"),))
+    for mode in ("auto", "must"):
+        with pytest.raises(NoValidCheckpointError, match=r"Nothing was changed.*Upgrade.*--resume PATH"):
+            choose([newer, node("b", 1, (1, 5))], mode)
+
+
+def test_an_older_copy_of_a_newer_format_is_in_nobodys_way() -> None:
+    """Somebody went back to an older version on purpose and has trained on since."""
+    old = node("a", 0, (2, 9), rejected=(refused("a", (1, 50), "newer"),))
+    assert choose([old], "auto").order == (2, 9)
+
+
+@pytest.mark.parametrize("kind", ["foreign", "unreadable", "torn", "corrupt", "unlike"])
+def test_every_other_copy_that_cannot_be_loaded_is_told_and_an_older_one_taken(kind: str) -> None:
+    """The job goes on; the reason is in the plan."""
+    bad = refused("a", (1, 9), kind)
+    plan = choose([node("a", 0, (1, 5), rejected=(bad,))], "auto")
+    assert (plan.step, plan.rejected) == (5, (bad,))
+
+
+@pytest.mark.parametrize("kind", ["newer", "corrupt", "foreign", "unreadable"])
+def test_never_gets_past_everything_that_was_there_at_the_start(kind: str) -> None:
+    """Also where no node knows a generation any more: the copies' own names tell it."""
+    lost = Inventory("a", 0, (Copy("b", 6, 1, 0),), rejected=(refused("a", (7, 9), kind),), committed=7)
+    plan = choose([lost, node("b", 1)], "never")
+    assert (plan.kind, plan.generation, plan.floor) == ("cold", 8, 7)
+
+
+def test_the_lineage_that_was_set_aside_is_known_to_later_nodes_too() -> None:
+    """The floor of the plan is what every node notes: a new, empty node does not lower it."""
+    start = choose([node("a", 0, (3, 50)), node("b", 1)], "never")
+    assert start.floor == 3
+    again = [
+        node("a", 0, (3, 50), generation=4, floor=start.floor, began=True),
+        node("b", 1, generation=4, floor=start.floor, began=True),
+    ]
+    assert choose(again, "never").kind == "cold"
+    assert choose([node("a", 0, (3, 50))], "auto").floor == -1
+
+
+def test_another_jobs_directory_does_not_keep_never_from_starting_again() -> None:
+    """It has nothing to do with this lineage; under auto it is an error to find nothing else."""
+    stray = node("a", 0, generation=4, floor=3, began=True, rejected=(refused("a", (9, 9), "foreign"),))
+    plan = choose([stray], "never")
+    assert (plan.kind, plan.generation) == ("cold", 5)
+    with pytest.raises(NoValidCheckpointError, match="none can be loaded"):
+        choose([stray], "auto")
+
+
+def test_a_node_that_had_checkpoints_does_not_begin_anew_in_silence() -> None:
+    """They were removed, or something is not mounted. A wiped disk has forgotten this too."""
+    had = node("a", 0, generation=4, committed=3)
+    with pytest.raises(NoValidCheckpointError, match=r"a: had checkpoints of this job.*--resume never"):
+        choose([node("b", 1), had], "auto")
+    assert choose([had, node("b", 1, (3, 7))], "auto").order == (3, 7)
+    assert choose([had], "never").kind == "cold"
+
+
+def test_what_could_not_be_read_just_now_is_worth_another_attempt() -> None:
+    """The error does not end the job at once, as one about proven damage does."""
+    for kind, at_fault in (("unreadable", False), ("corrupt", True)):
+        with pytest.raises(NoValidCheckpointError) as caught:
+            choose([node("a", 0, rejected=(refused("a", (1, 5), kind),))], "auto")
+        assert caught.value.at_fault is at_fault
+
+
+KINDS = st.sampled_from(["newer", "foreign", "unreadable", "torn", "corrupt", "aside", "unlike"])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(ORDERS, max_size=3, unique=True),
+            st.lists(st.tuples(ORDERS, KINDS), max_size=3),
+            st.integers(0, 6),  # what its generation.json tells
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from(["auto", "must", "never", "/ck/x"]),
+    st.integers(-1, 6),  # a floor that somebody noted, or nobody
+    st.booleans(),
+)
+def test_a_valid_copy_of_a_newer_format_never_leads_to_less(
+    world: list[tuple[list[tuple[int, int]], list[tuple[tuple[int, int], str]], int]],
+    mode: str,
+    noted: int,
+    given_path: bool,
+) -> None:
+    """Whatever lies about: no older resume and no fresh start, unless it was set aside on purpose."""
+    inventories = [
+        node(
+            f"n{i}",
+            i,
+            *copies,
+            generation=known,
+            rejected=tuple(refused(f"n{i}", order, kind) for order, kind in bad),
+            floor=max(noted, 0),
+            began=noted >= 0 and i == 0,
+            given=Copy("", 3, 30, 0) if given_path and mode == "/ck/x" else None,
+        )
+        for i, (copies, bad, known) in enumerate(world)
+    ]
+    try:
+        plan = choose(inventories, mode)
+    except NoValidCheckpointError:
+        return
+    newer = [order for _, bad, _ in world for order, kind in bad if kind == "newer"]
+    assert all(order[0] <= plan.floor or order < plan.order for order in newer)
+    assert plan.floor == -1 or mode not in {"auto", "must"}
+    assert plan.generation > max(plan.floor, plan.source_generation)

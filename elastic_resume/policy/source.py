@@ -96,6 +96,11 @@ class ResumePlan:
     previous_world_size: int | None = None
     floor: int = -1
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """What it starts from: (generation, step) of the copy, (0, 0) of a cold start."""
+        return (self.source_generation, self.step)
+
     def copy_of(self, node: str) -> Copy | None:
         """The copy that ``node`` reads, or None when it lacks one."""
         return dict(self.holders).get(node)
@@ -124,13 +129,9 @@ def choose(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
     lived = max(nodes, key=lambda i: (i.last_generation, i.last_step))
     return replace(
         plan,
-        generation=1 + max(_known(nodes), *(c.generation for i in nodes for c in _given(i)), 0),
+        generation=1 + max(_known(nodes), floor, *(c.generation for i in nodes for c in _given(i))),
         # What is older than the chosen copy would not have been taken anyway.
-        rejected=tuple(
-            dict.fromkeys(
-                r for i in nodes for r in i.rejected if r.order >= (plan.source_generation, plan.step)
-            )
-        ),
+        rejected=tuple(dict.fromkeys(r for i in nodes for r in i.rejected if r.order >= plan.order)),
         lost_steps=max(0, lived.last_step - plan.step) if lived.last_generation > floor else 0,
         previous_world_size=lived.last_world_size,
         floor=floor,
