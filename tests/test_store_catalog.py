@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from elastic_resume import contract
-from elastic_resume.errors import CorruptError, ForeignError, TornError
+from elastic_resume.errors import CorruptError, ForeignError, TornError, UnreadableError
 from elastic_resume.store.catalog import Catalog, scan_run
 from elastic_resume.store.checkpoint import Writer, name_of
 from elastic_resume.store.durable import temporary_name
@@ -158,3 +160,85 @@ def test_scan_run_lists_every_node_that_is_visible(tmp_path: Path) -> None:
         "b.example-1": [3, 2],
         "empty": [],
     }
+
+
+def test_a_link_to_a_checkpoint_is_read_and_left_alone(tmp_path: Path) -> None:
+    """Somebody keeps it on another disk: it counts for a resume, not for pruning, and is never damaged."""
+    node, elsewhere = tmp_path / "node", tmp_path / "elsewhere"
+    node.mkdir()
+    elsewhere.mkdir()
+    for step in (1, 2, 3):
+        save(node, 1, step)
+    save(elsewhere, 1, 9)
+    link = node / name_of(1, 9)
+    link.symlink_to(elsewhere / name_of(1, 9))
+    catalog = Catalog(node, RUN)
+    assert [(entry.step, entry.is_link) for entry in catalog.valid()][:2] == [(9, True), (3, False)]
+    assert names(catalog.prune(2)) == [name_of(1, 1)]
+    assert link.is_symlink()
+    (elsewhere / name_of(1, 9) / contract.STATE_FILE).unlink()
+    torn = catalog.entries()[0]
+    assert isinstance(torn.problem, TornError)
+    assert not torn.is_damaged
+
+
+def test_a_link_that_leads_nowhere_is_an_entry_with_a_problem(tmp_path: Path) -> None:
+    """A file system that is not mounted must not look like a job that never saved."""
+    (tmp_path / name_of(1, 9)).symlink_to(tmp_path / "not-mounted")
+    (entry,) = Catalog(tmp_path, RUN).entries()
+    assert isinstance(entry.problem, UnreadableError)
+    assert not entry.is_damaged
+
+
+def test_only_damage_is_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is another run's, of a newer format or unreadable now is not for quarantine."""
+    save(tmp_path, 1, 1)
+    assert [entry.is_damaged for entry in Catalog(tmp_path, "other").entries()] == [False]
+    newer = save(tmp_path, 1, 2) / contract.MANIFEST_FILE
+    newer.write_text('{"kind":"elastic_resume checkpoint","format":2}')
+    (save(tmp_path, 1, 3) / contract.STATE_FILE).unlink()
+    (save(tmp_path, 1, 4) / contract.MANIFEST_FILE).write_text("rubbish")
+    damaged = {entry.step: entry.is_damaged for entry in Catalog(tmp_path, RUN).entries()}
+    assert damaged == {4: True, 3: True, 2: False, 1: False}
+
+    def fail(path: object, *_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(os, "open", fail)
+    assert not any(entry.is_damaged for entry in Catalog(tmp_path, RUN).entries())
+
+
+def test_what_is_pruned_while_one_looks_is_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 lists other nodes' directories while those may still prune."""
+    save(tmp_path, 1, 1)
+    doomed = save(tmp_path, 1, 2)
+    real = os.open
+
+    def vanish(path: Path, flags: int, mode: int = 0o777) -> int:
+        if doomed in Path(path).parents and doomed.exists():
+            doomed.rename(tmp_path / ".tmp-pruned")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", vanish)
+    assert [entry.step for entry in Catalog(tmp_path, RUN).entries()] == [1]
+
+
+def test_prune_keeps_to_the_generations_of_its_own_lineage(tmp_path: Path) -> None:
+    """--resume never sets the older one aside: it is neither counted nor removed."""
+    for generation in (1, 2, 3):
+        for step in (10, 20, 30):
+            save(tmp_path, generation, step)
+    catalog = Catalog(tmp_path, RUN)
+    assert names(catalog.prune(2, above_generation=2)) == [name_of(3, 10)]
+    assert len(catalog.entries()) == 8
+    assert catalog.prune(9, above_generation=0) == []
+
+
+def test_copies_that_nobody_verified_do_not_push_out_good_ones(tmp_path: Path) -> None:
+    """A flipped bit passes the quick check; only copies that were written or read here count."""
+    for step in range(1, 7):
+        save(tmp_path, 1, step)
+    catalog = Catalog(tmp_path, RUN)
+    assert catalog.prune(2, trusted={(1, 2)}) == []
+    assert names(catalog.prune(2, trusted={(1, 6), (1, 3), (1, 2)})) == [name_of(1, 2), name_of(1, 1)]
+    assert [entry.step for entry in catalog.entries()] == [6, 5, 4, 3]

@@ -1,0 +1,82 @@
+"""The event log loses nothing but the line that a crash tore."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import events
+from elastic_resume.events import MAX_LINE_BYTES, EventLog
+
+TORN = b'{"t":1.0,"event":"step","ran'
+
+
+def kinds(path: Path) -> list[str]:
+    """What `read` finds."""
+    return [event["event"] for event in events.read(path)]
+
+
+def test_a_torn_last_line_does_not_swallow_the_next_event(tmp_path: Path) -> None:
+    """Whoever opens the log next begins a new line, so every other reader of lines gets it too."""
+    path = tmp_path / "events.jsonl"
+    EventLog(path).write("first")
+    with open(path, "ab") as file:
+        file.write(TORN)
+    log = EventLog(path)
+    log.write("second")
+    log.write("third")
+    assert kinds(path) == ["first", "second", "third"]
+    assert json.loads(path.read_bytes().splitlines()[-2])["event"] == "second"
+
+
+@pytest.mark.parametrize("torn", [TORN, TORN * 3, b"\0" * 500, b"{", b'{"t":', TORN * 9000])
+def test_an_event_glued_to_a_torn_one_is_found(tmp_path: Path, torn: bytes) -> None:
+    """A writer that had the log open, or does not look, appends to the torn line itself."""
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(
+        torn + b'{"t":2.0,"event":"worker-exit","message":"said {\\"t\\":1}"}\n{"t":3,"event":"b"}\n'
+    )
+    assert kinds(path) == ["worker-exit", "b"]
+
+
+def test_after_a_short_write_the_next_event_gets_a_line_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk takes a part of a line and no error is raised."""
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.write("first")
+    whole = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, line: whole(descriptor, line[:9]))
+        log.write("lost")
+    log.write("second")
+    assert kinds(path) == ["first", "second"]
+    assert path.read_bytes().count(b"\n") == 3
+
+
+def test_a_new_log_begins_without_an_empty_line(tmp_path: Path) -> None:
+    """Nothing is torn there, nor after a close and a second start."""
+    path = tmp_path / "events.jsonl"
+    for _ in range(2):
+        log = EventLog(path)
+        log.write("one")
+        log.close()
+        log.write("two")
+    assert b"\n\n" not in path.read_bytes()
+    assert kinds(path) == ["one", "two"] * 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff" * 50, b"[1]", b'{"t":1}', b'{"t":"x","event":"a"}', b"", b"{" * 70000, b'{"t":' * 20000],
+)
+def test_what_is_no_event_is_left_out(tmp_path: Path, line: bytes) -> None:
+    """A line of rubbish costs itself only."""
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(line + b'\n{"t":1,"event":"kept"}\n' + b'{"t":2,"event":"unfinished"}')
+    assert kinds(path) == ["kept"]
+    assert len(line) < 2 * MAX_LINE_BYTES
