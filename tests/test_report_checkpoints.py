@@ -85,7 +85,9 @@ def test_quarantined_copies_are_listed_with_their_reason(root: Path) -> None:
     Catalog(node, RUN).quarantine(bad, f"{bad}: state.safetensors is torn.")
     item = list(checkpoints.items(places.find(node)))[-1]
     assert (item.state, item.step, item.reason) == ("quarantined", 15, "state.safetensors is torn")
-    assert listed(node)[-1][-1] == "quarantined: state.safetensors is torn"
+    assert listed(node)[-2][-1] == "quarantined: state.safetensors is torn"
+    said = checkpoints.ls(places.find(root), NOW).splitlines()[-1]
+    assert re.fullmatch(r"1 quarantined copy, \S+ k?B: kept for you to look at, and never removed .*", said)
 
 
 def test_an_unfinished_write_is_mentioned(root: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +68,17 @@ def ls(found: Found, now: float) -> str:
         for item in listed:
             if item.run == run and item.state == "bad" and item.reason not in shown:
                 lines += wrap(f"{item.node}/{item.path.name}: {item.reason}")
-    return "\n".join(lines).lstrip("\n") + "\n" + _unfinished(found)
+    return "\n".join(lines).lstrip("\n") + "\n" + _aside(listed) + _unfinished(found)
+
+
+def _aside(listed: Sequence[Item]) -> str:
+    """One line on what only a person may remove."""
+    aside = [item for item in listed if item.state == "quarantined"]
+    if not aside:
+        return ""
+    room = size(sum(item.bytes or 0 for item in aside))
+    which = amount(len(aside), "quarantined copy", "quarantined copies")
+    return f"{which}, {room}: kept for you to look at, and never removed by a run\n"
 
 
 def _alone(path: Path, deep: bool) -> Item:
@@ -97,7 +107,7 @@ def _of_node(place: Place, deep: bool) -> Iterator[Item]:
         yield _item(_deepened(entry, place.run) if deep else entry, run, place.node)
     try:
         aside = catalog.quarantined()
-    except OSError as error:
+    except (ElasticResumeError, OSError) as error:
         yield Item(place.path / contract.QUARANTINE_DIR, run, place.node, "bad", _reason(error, place.path))
         return
     for path in aside:

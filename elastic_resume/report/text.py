@@ -91,9 +91,9 @@ def size(count: int | None) -> str:
     return f"{value:.3g} TB"
 
 
-def amount(count: int, noun: str) -> str:
+def amount(count: int, noun: str, plural: str = "") -> str:
     """``1 step``, ``2 steps``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
 
 
 def folded(names: Sequence[str], width: int = 24) -> str:
