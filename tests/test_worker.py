@@ -135,8 +135,11 @@ def test_never_starts_afresh_and_must_insists(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert "no node has a checkpoint" in done.stderr
     probe(tmp_path, "plain")
-    ends = [told(done) for done in probe(tmp_path, "plain", ELASTIC_RESUME_RESUME="never")]
+    kept = [entry.path.name for entry in Catalog(tmp_path / "probe" / "n0", "probe").valid()]
+    ends = [told(done) for done in probe(tmp_path, "plain", steps=12, ELASTIC_RESUME_RESUME="never")]
     assert [end["hooks"] for end in ends] == [[], []]
+    left = [entry.path.name for entry in Catalog(tmp_path / "probe" / "n0", "probe").valid()]
+    assert set(kept) < set(left), "the old lineage is set aside, not pruned"
     assert ends[0]["generation"] == 2
 
 

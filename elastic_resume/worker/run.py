@@ -85,7 +85,7 @@ class Run:
             self._seed.value = options.seed  # said now, and so meant
         self._plan = resumed.plan
         self._position = _start_position(resumed, batches)
-        self._saver = Saver(place, self.generation, _saved_step(self._plan, place)) if place.leads else None
+        self._saver = Saver(place, self._plan, _saved_step(self._plan, place)) if place.leads else None
         failure.enter(generation=self.generation, step=lambda: self._position.step)
         self._begin(resumed)
 

@@ -18,6 +18,7 @@ import torch
 
 from elastic_resume import __version__, failpoints
 from elastic_resume.errors import ElasticResumeError
+from elastic_resume.policy.source import ResumePlan
 from elastic_resume.store import checkpoint
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import BLOCK_BYTES, Manifest, Position
@@ -30,13 +31,16 @@ from elastic_resume.worker.state import REPLICATED, FlatState
 class Saver:
     """Copies the state at a step boundary and commits it behind the training thread's back."""
 
-    def __init__(self, place: Place, generation: int, saved_step: int) -> None:
+    def __init__(self, place: Place, plan: ResumePlan, saved_step: int) -> None:
         """``saved_step`` is the step that this node already holds a checkpoint of (0 when none)."""
         self.saved_step = saved_step  # of the last save taken; falls back when its commit fails
         self.path: Path | None = None  # of the last commit by this process
         self.stall_s: float | None = None
         self._place = place
-        self._generation = generation
+        self._generation = plan.generation
+        self._floor = plan.floor
+        # Copies whose every byte this process has read or written: only they may push others out.
+        self._trusted = {(plan.source_generation, plan.step)}
         self._before = saved_step
         self._image: Image | None = None
         self._writing: Future[Path | None] | None = None
@@ -120,11 +124,15 @@ class Saver:
             )
             return None
         seconds = round(time.monotonic() - began, 4)
+        self._trusted.add(manifest.order)
         self._place.events.write(
             "commit", **where, bytes=image.layout.total_bytes, seconds=seconds, path=str(path)
         )
         try:
-            for pruned in self._place.catalog.prune(self._place.settings.keep):
+            keep = self._place.settings.keep
+            for pruned in self._place.catalog.prune(
+                keep, above_generation=self._floor, trusted=self._trusted
+            ):
                 self._place.events.write("prune", path=str(pruned))
         except ElasticResumeError as error:
             self._place.events.write("prune-failed", error=str(error))
