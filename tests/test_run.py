@@ -103,6 +103,7 @@ def test_what_follows_an_epochs_last_batch_happens_once(begin: Begin, tmp_path: 
         first.scheduler.step()
         if epoch == 1:
             break  # killed here: the second epoch's end was not reached
+    first.run._release()  # waits for the commit in flight
     assert catalog(tmp_path) == [4]
     second = begin(save_every=4)
     rates = []

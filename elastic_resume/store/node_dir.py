@@ -10,7 +10,6 @@ Does not know what lies in the directory (`catalog`) nor what a generation is fo
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -21,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import filelock
 
 from elastic_resume import contract
 from elastic_resume.errors import (
@@ -34,7 +35,6 @@ from elastic_resume.store.durable import DISK, Disk, machine, temporary_name
 
 _MAX_SMALL_FILE_BYTES = 64 * 1024
 _MAX_GENERATION = 1 << 53
-_LOCK_POLL_S = 0.05
 _held: dict[Path, int] = {}  # what is locked -> the process that did it, which a fork is not
 
 
@@ -173,56 +173,38 @@ def machine_id() -> str:
 
 
 class _Lock:
-    """An flock, held until `release`, until nothing refers to it, or until this process ends.
+    """A filelock, held until `release`, until nothing refers to it, or until this process ends.
 
-    The kernel ties it to the open file, which a fork shares: LOCK_UN in a child frees the parent's lock, and
-    the parent's close alone does not free it while a child lives. So only the process that took it unlocks.
+    The kernel ties an flock to the open file, which a fork shares: unlocking in a child would free the
+    parent's lock. filelock takes care of that from 4.0 on; ours is to know who holds what in this process.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, lock: filelock.BaseFileLock) -> None:
         self._key = path.parent.resolve()
-        self._descriptor = descriptor
+        self._lock = lock
         self._pid = os.getpid()
         _held[self._key] = self._pid
 
     @classmethod
     def acquire(cls, path: Path, timeout_s: float) -> _Lock | None:
         """Take the lock; None when another holds it for ``timeout_s`` more."""
-        deadline = time.monotonic() + timeout_s
+        # Not thread-local: whoever shuts the process down may be another thread than the one that claimed.
+        lock = filelock.FileLock(path, timeout=timeout_s, thread_local=False)
         with machine("lock", path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                while not _try_flock(descriptor):
-                    if time.monotonic() >= deadline:
-                        os.close(descriptor)
-                        return None
-                    time.sleep(_LOCK_POLL_S)
-            except BaseException:
-                os.close(descriptor)
-                raise
-        return cls(path, descriptor)
+                lock.acquire()
+            except filelock.Timeout:  # an OSError too
+                return None
+        return cls(path, lock)
 
     def release(self) -> None:
-        """Unlock, in the process that locked; in a fork only forget."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor < 0:
-            return
+        """Unlock, in the process that locked; in a fork do nothing."""
         if os.getpid() == self._pid:
             _held.pop(self._key, None)
-            with contextlib.suppress(OSError):  # the close that follows frees it too, unless a fork lives
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+            self._lock.release()
 
     def __del__(self) -> None:
         self.release()
-
-
-def _try_flock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _path(ckpt_dir: Path, run_id: str, node: str) -> Path:
