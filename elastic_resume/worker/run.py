@@ -68,9 +68,6 @@ class Run:
             resuming.PARAMETERS: ParameterOrder(tracked),
         }
         self._batches = batches
-        self._node_dir = place.together(lambda: _open_node(place))
-        place.refuse_namesakes(place.together(self._node_dir.identity))
-        self._board = Board(place.node_dir / contract.BOARD_FILE)
         self._hooks: list[Hook] = []
         self._hooks_ran = False
         self._closed = False
@@ -80,7 +77,14 @@ class Run:
         self._next_mark = 0.0
         if batches is not None:
             batches.bind(place.world.rank, place.world.size, self._reseed)
-        resumed = resuming.resume(place, self._node_dir, self._board, tracked)
+        self._node_dir = place.together(lambda: _open_node(place))
+        try:
+            place.refuse_namesakes(place.together(self._node_dir.identity))
+            self._board = Board(place.node_dir / contract.BOARD_FILE)
+            resumed = resuming.resume(place, self._node_dir, self._board, tracked)
+        except BaseException:
+            self._node_dir.release()  # a notebook may try again
+            raise
         if options.seed is not None:
             self._seed.value = options.seed  # said now, and so meant
         self._plan = resumed.plan
