@@ -50,11 +50,12 @@ class Seeker:
         body = self.body
         elders = self.elders()
         others = [m.address for m in self._members()] + list(body.settings.candidates)
-        wanted = [*([hint] if hint else []), *(others if elders is None else elders)]
+        wanted = others if elders is None else elders
         self.failed.clear()
         self.called = {body.me.address}
         self.targets = [one for one in dict.fromkeys(wanted) if one not in self.called]
         self.next_at = body.now
+        self._call_now(hint)
 
     def _members(self) -> list[Incarnation]:
         known = self.body.known
@@ -151,7 +152,9 @@ class Seeker:
         elders = self.elders()
         if self.verdict is not Verdict.SEARCHING:
             return
-        if elders is not None and all(one in self.failed or one == body.me.address for one in elders):
+        asking = self.calls.keys() - self.patient
+        alone = elders is not None and all(one in self.failed or one == body.me.address for one in elders)
+        if alone and not asking:
             self.verdict = Verdict.LEAD
             return
         if body.now >= self.next_at:
