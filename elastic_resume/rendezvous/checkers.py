@@ -13,6 +13,8 @@ RANKS = "ranks are a permutation, survivors in order"
 FORWARD = "generation never goes back"
 BOUNDED = "a lasting connected quorum forms a world"
 
+CALM = "agents come to rest"
+
 
 @dataclass(frozen=True, slots=True)
 class Violation:
@@ -51,9 +53,7 @@ class Checkers:
         if len(set(members)) != len(members) or members[begin.rank] != me:
             self.violate(RANKS, at_s, f"{node} has rank {begin.rank} in {names(members)}")
         if generation <= self.last.get(node, 0):
-            self.violate(
-                FORWARD, at_s, f"{node} goes from generation {self.last[node]} to {generation}"
-            )
+            self.violate(FORWARD, at_s, f"{node} goes from generation {self.last[node]} to {generation}")
         self.last[node] = max(generation, self.last.get(node, 0))
         for other, theirs in self.live.items():
             if (theirs.generation, theirs.members) != (generation, members):

@@ -37,6 +37,8 @@ class Agent:
     def __init__(self, settings: Settings, me: Incarnation, memory: Memory | None, now: float) -> None:
         self.body = Body(settings, me, memory, now)
         self.role: Seeker | Follower | Leader | None = Seeker(self.body)
+        self.next_deadline = now
+        """When to call `handle` with a `Tick` at the latest."""
         self.over = ""
         """Why this agent takes no part any more; empty while it does."""
 
@@ -47,24 +49,26 @@ class Agent:
         body.effects = []
         if self.over:
             self._after_the_end(event)
+            self.next_deadline = float("inf")
             return body.effects
         self._dispatch(event)
         if not self.over:
             self._advance()
         body.flush()
+        self.next_deadline = self._deadline()
         return body.effects
 
     def _wake(self, now: float) -> None:
-        """After a pause of this process, what others sent meanwhile still waits to be read.
+        """Take the time. After a pause of this process, what others sent meanwhile still waits to be read.
 
         To wait longer before we count somebody silent is always safe.
         """
         body = self.body
-        gap = now - body.now
+        late = now - max(body.now, self.next_deadline)
         body.now = max(now, body.now)
-        if gap > body.settings.node_timeout_s / 4:
+        if late > body.settings.beat_s:
             for link in body.links.values():
-                link.heard_at += gap
+                link.heard_at += late
 
     def _dispatch(self, event: Event) -> None:
         body, role = self.body, self.role
@@ -155,8 +159,7 @@ class Agent:
             body.learn(role.welcome.knowledge)
             role.link.who = role.welcome.who
             self.role = Follower(body, role.link, role.welcome.who)
-            if body.join:
-                self.role.joined()
+            self.role.report()
             for conn, hello in role.waiters.items():
                 self._pass_on(conn, hello)
         elif role.verdict is Verdict.LEAD:
@@ -195,9 +198,7 @@ class Agent:
 
     # What the shell reads after every event.
 
-    @property
-    def next_deadline(self) -> float:
-        """When to call `handle` with a `Tick` at the latest."""
+    def _deadline(self) -> float:
         body = self.body
         if self.role is None:
             return float("inf")

@@ -114,6 +114,7 @@ class Follower:
             self.body.learn(message.knowledge)
             if not message.resumed:
                 self.body.stop("the leader has no running world with this node")
+            self.report()
         else:
             self.hint = message.address if isinstance(message, Redirect) else self.leader.address
             self._over("the leader does not take this node back")
@@ -177,6 +178,13 @@ class Follower:
         if body.now >= self.next_beat:
             body.send(self.link, Beat())
             self.next_beat = body.now + body.settings.beat_s
+
+    def report(self) -> None:
+        """Say again what may have changed since our hello was sent."""
+        if self.body.join:
+            self.joined()
+        elif self.body.finished:
+            self.finished()
 
     def joined(self) -> None:
         """Tell the leader that this node's workers are stopped and it wants to be in the next world."""

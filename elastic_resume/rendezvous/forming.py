@@ -42,17 +42,21 @@ class Former:
         self.arrived_at = body.now
         self.look_at = body.now
         self.waiting_for = "nobody has joined yet"
+        self.more_at = float("inf")
+        """When newcomers to the running world are due to be taken in."""
         self._said = ""
 
     def stir(self) -> None:
         """Something changed: look again."""
         self.look_at = self.body.now
 
-    def arrived(self, who: Incarnation) -> None:
+    def arrived(self, who: Incarnation, world: World | None) -> None:
         """Somebody joined; another newcomer may follow."""
         last = self.body.known.begun
         if last is None or who not in last.members:
             self.arrived_at = self.body.now
+        if world and who not in world.members and len(world.members) < self.body.settings.max_nodes:
+            self.more_at = self.body.now + self.body.settings.scale_up_s
         self.stir()
 
     def disturbed(self, who: Incarnation) -> None:
@@ -214,17 +218,11 @@ class Former:
                 low = middle + 1
         return ends[low - 1][0] if low else body.now + body.settings.lease_s
 
-    def more_at(self, world: World) -> float:
-        """Return when newcomers to a running world are due to be taken in."""
-        full = len(world.members) >= self.body.settings.max_nodes
-        new = any(part.join and part.who not in world.members for part in self.roster)
-        if full or not (new or (self.body.join and self.body.me not in world.members)):
-            return float("inf")
-        return self.arrived_at + self.body.settings.scale_up_s
-
-    def wants_more(self, world: World) -> bool:
-        """Whether newcomers have waited long enough for one restart to serve them all."""
-        return self.body.now >= self.more_at(world)
+    def began(self, world: World) -> None:
+        """A world runs: those who joined too late for it want another, if it has room."""
+        room = len(world.members) < self.body.settings.max_nodes
+        late = any(part.join and part.who not in world.members for part in self.roster)
+        self.more_at = self.arrived_at + self.body.settings.scale_up_s if late and room else float("inf")
 
     def deadline(self) -> float:
         """When to look again."""

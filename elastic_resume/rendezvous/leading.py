@@ -107,7 +107,7 @@ class Leader:
             part.running = 0
             self.restart(f"the workers of {part.who} stopped")
         part.running = 0
-        self.former.arrived(part.who)
+        self.former.arrived(part.who, self.world)
 
     def _hello(self, link: Link, hello: Hello) -> None:
         body = self.body
@@ -162,7 +162,9 @@ class Leader:
         if not resumed:
             part.running = hello.running
         self._tell(part, Welcome(body.me, body.known, resumed))
-        self.former.arrived(who)
+        if part.join:
+            self.former.arrived(who, self.world)
+        self.former.stir()
 
     def _weigh(self, link: Link, claim: Claim) -> None:
         own = self.claim()
@@ -246,7 +248,7 @@ class Leader:
             return
         if self.world is None:
             self._form()
-        elif self.former.wants_more(self.world) and not self.somebody_finished():
+        elif body.now >= self.former.more_at and not self.somebody_finished():
             self.restart("newcomers are here")
 
     def _renew(self, *, fresh: bool = False) -> None:
@@ -282,6 +284,7 @@ class Leader:
         world, message = begun
         body.believe(body.known.with_begun(world))
         self.world = world
+        self.former.began(world)
         self._renew(fresh=True)
         for part in self.roster:
             if part.who in world.members:
@@ -324,7 +327,7 @@ class Leader:
         """Our own node's workers are stopped."""
         if self.world and self.world.rank(self.body.me) is not None:
             self.restart("the workers of the leader stopped")
-        self.former.arrived(self.body.me)
+        self.former.arrived(self.body.me, self.world)
 
     def finished(self) -> None:
         """Our own node's workers have succeeded."""
@@ -343,7 +346,7 @@ class Leader:
             part.lost_at + body.settings.reconnect_s for part in self.roster.broken.values() if part.lost_at
         ]
         if self.world:
-            waits += [self.lease_until, self.former.more_at(self.world)]
+            waits += [self.lease_until, self.former.more_at]
         else:
             waits.append(self.former.deadline())
         return min(waits)

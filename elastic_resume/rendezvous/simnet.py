@@ -15,11 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+STEPS_LIMIT = 200_000
+"""Ten times what the busiest schedule takes."""
+
+
+class StormError(RuntimeError):
+    """Agents keep each other busy without end."""
+
+
 class Clock:
     """Simulated time and what is due."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.steps = 0
         self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
 
@@ -33,6 +42,9 @@ class Clock:
         while due and due[0][0] <= end:
             self.now, _, do, args = heapq.heappop(due)
             do(*args)
+            self.steps += 1
+            if self.steps > STEPS_LIMIT:
+                raise StormError(f"{STEPS_LIMIT} steps by {self.now:.3f} s")
         self.now = end
 
 

@@ -189,7 +189,7 @@ class Node(Host):
                 self.story(self.name, effect)
             self._carry_out(effect)
         if self.agent:
-            due = self._real(self.agent.next_deadline)
+            due = self._real(self.agent.next_deadline) + 1e-6  # not a rounding error too early
             if due < self._alarm:
                 self._alarm = max(due, self.clock.now)
                 self.clock.at(self._alarm, self._ring, self._alarm, self.life)

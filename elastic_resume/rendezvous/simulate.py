@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from elastic_resume.rendezvous.checkers import BOUNDED, Checkers, Violation
+from elastic_resume.rendezvous.checkers import BOUNDED, CALM, Checkers, Violation
 from elastic_resume.rendezvous.quorum import ALL_RULES, Knowledge, Rules, has_quorum
-from elastic_resume.rendezvous.simnet import Clock, Network
+from elastic_resume.rendezvous.simnet import Clock, Network, StormError
 from elastic_resume.rendezvous.simnode import Node, Story
 from elastic_resume.rendezvous.steps import Settings
 
@@ -204,7 +204,19 @@ def draw_faults(rng: random.Random, names: tuple[str, ...]) -> list[Fault]:
     kinds = (
         ["reset", "worker", "reset", "kill"]
         if calm
-        else ["kill", "kill", "power", "pause", "partition", "partition", "one-way", "slow", "disk", "worker", "leave"]
+        else [
+            "kill",
+            "kill",
+            "power",
+            "pause",
+            "partition",
+            "partition",
+            "one-way",
+            "slow",
+            "disk",
+            "worker",
+            "leave",
+        ]
     )
     faults = []
     at = rng.uniform(0.0, 7.0)
@@ -233,8 +245,11 @@ def run(seed: int, rules: Rules = ALL_RULES, *, told: bool = False) -> Result:
         tell = teller(simulation, story)
         for node in simulation.nodes.values():
             node.story = tell
-    simulation.play()
     checkers = simulation.checkers
+    try:
+        simulation.play()
+    except StormError as error:
+        checkers.violate(CALM, simulation.clock.now, str(error))
     return Result(
         seed, simulation.header(), simulation.faults, checkers.violations, len(checkers.worlds), story
     )
