@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -30,10 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ElasticResumeError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return contract.EXIT_AT_FAULT
+    except KeyboardInterrupt:
+        return contract.EXIT_SIGNALLED + signal.SIGINT
 
 
 def _parser() -> argparse.ArgumentParser:
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
+    from elastic_resume.report import commands as looking  # noqa: PLC0415
 
     parser = Parser(
         prog=PROG, description="Wraps a PyTorch DDP job so that nothing is lost when a node dies."
@@ -42,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # Its flags are torchrun's: they are listed by `run --help`, because reading them imports torch.
     commands.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)
+    looking.register(commands)
     return parser
 
 
@@ -51,7 +56,15 @@ def _parser() -> argparse.ArgumentParser:
 def run(words: Sequence[str]) -> int:
     """``elastic-resume run [flags] script args…``."""
     from elastic_resume import config  # noqa: PLC0415
+
+    # libtorch reads its log level once, when it is loaded. At the default the agent would print a stack of
+    # C++ frames for every connection that a dead node breaks. Workers keep what the user set.
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
     from elastic_resume.agent import elastic, supervise  # noqa: PLC0415 - imports torch, seconds
+
+    if level is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
 
     parser = config.Parser(
         prog=f"{PROG} run",

@@ -30,6 +30,10 @@ MAX_FILE_BYTES = 64 * 1024
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
 
 
+# Under an agent its flags say these, and not the script's arguments: see `Settings.for_worker`.
+AGENT_DECIDES = ("ckpt_dir", "run_id", "node_name")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a user decides about one job on one node. Every instance holds valid values."""
@@ -80,6 +84,9 @@ class Settings:
         unknown = set(overrides) - {field.name for field in fields(cls)}
         if unknown:
             raise ConfigError(f"there is no setting {', '.join(sorted(unknown))}.")
+        if contract.ENV_AGENT_PID in environ:
+            # The agent holds the directory that these name: in another one the worker would be unguarded.
+            overrides = {k: v for k, v in overrides.items() if k not in AGENT_DECIDES}
         launcher = environ.get("TORCHELASTIC_RUN_ID", "none")
         # torchrun --standalone invents a uuid at each start: as the job's name it would never be found again.
         spare = None if launcher == "none" or _UUID.fullmatch(launcher) else launcher

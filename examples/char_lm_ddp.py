@@ -83,6 +83,14 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
 
+def warm_up_and_decay(step: int) -> float:
+    """Factor of the learning rate: linear for 100 steps, then by the inverse square root.
+
+    No total number of steps in it: --epochs may be raised when a run goes on.
+    """
+    return float(min((step + 1) / 100, (100 / (step + 1)) ** 0.5))
+
+
 @torch.no_grad()
 def bits_per_character(model: nn.Module, dataset: TensorDataset, device: torch.device) -> float:
     model.eval()
@@ -109,9 +117,7 @@ def main() -> None:
     loader = DataLoader(train, batch_size=args.global_batch // world_size, sampler=sampler)
     model: nn.Module = CharLM().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=3e-3, total_steps=args.epochs * len(loader)
-    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_decay)
     if distributed:
         model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 

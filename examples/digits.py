@@ -75,10 +75,9 @@ def main() -> None:
     batches = er.GlobalBatches(len(train), args.global_batch, seed=args.seed)
     loader = DataLoader(train, batch_sampler=batches)
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=0.2, total_steps=args.epochs * len(loader)
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    # No total number of steps in it: --epochs may be raised when a run goes on.
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 100 / (100 + step))
     run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches, seed=args.seed)
     model = run.ddp(model)
 

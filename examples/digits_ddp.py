@@ -80,10 +80,9 @@ def main() -> None:
     sampler: DistributedSampler[int] = DistributedSampler(train, world_size, rank, seed=args.seed)
     loader = DataLoader(train, batch_size=args.global_batch // world_size, sampler=sampler)
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=0.2, total_steps=args.epochs * len(loader)
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    # No total number of steps in it: --epochs may be raised when a run goes on.
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 100 / (100 + step))
     if distributed:
         model = DistributedDataParallel(model)
 

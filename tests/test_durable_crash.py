@@ -16,7 +16,6 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from store_samples import RUN, SMALL_BLOCK, flip, image, manifest
 
 from elastic_resume import contract
 from elastic_resume.errors import CheckpointError
@@ -24,6 +23,7 @@ from elastic_resume.store.catalog import Catalog
 from elastic_resume.store.checkpoint import Writer, deep_check, name_of, parse_name
 from elastic_resume.store.durable import Disk
 from elastic_resume.store.node_dir import NodeDir
+from tests.store_samples import RUN, SMALL_BLOCK, flip, image, manifest
 
 Files = dict[str, bytes]
 TEARS = 6  # each set of surviving names is looked at with so many random tears of the data

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from store_samples import RUN, flip, image, save
 
 from elastic_resume import contract
 from elastic_resume.errors import CorruptError, ForeignError, TornError
 from elastic_resume.store.catalog import Catalog, scan_run
 from elastic_resume.store.checkpoint import Writer, name_of
 from elastic_resume.store.durable import temporary_name
+from tests.store_samples import RUN, flip, image, save
 
 
 def names(paths: list[Path]) -> list[str]:

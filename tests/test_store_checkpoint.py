@@ -13,7 +13,6 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from store_samples import RUN, SMALL_BLOCK, SPECS, flip, image, manifest, save
 
 from elastic_resume import contract
 from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, NewerFormatError, TornError
@@ -23,6 +22,7 @@ from elastic_resume.store.checkpoint import (
     blocks,
     deep_check,
     fresh_memory,
+    map_image,
     name_of,
     parse_name,
     quick_check,
@@ -31,6 +31,7 @@ from elastic_resume.store.checkpoint import (
 )
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import BLOCK_BYTES, Manifest
+from tests.store_samples import RUN, SMALL_BLOCK, SPECS, flip, image, manifest, save
 
 
 @given(st.integers(0, 10**15), st.integers(0, 10**15))
@@ -71,6 +72,10 @@ def test_an_image_is_read_back_byte_for_byte(tmp_path: Path) -> None:
     assert read_image(path, found) == image(14)
     into = memoryview(bytearray(found.file_bytes))
     assert read_image(path, found, into) == into == image(14)
+    mapped = map_image(path, found)
+    assert mapped == image(14)
+    mapped[-1] ^= 1  # private: the file does not change
+    assert deep_check(path, RUN) == found
     buffer = memoryview(bytearray(SMALL_BLOCK))
     assert b"".join(bytes(block) for block in blocks(path, found, buffer)) == image(14)
 
@@ -224,6 +229,8 @@ def test_damage_is_told_by_kind_and_place(tmp_path: Path, case: str) -> None:
         assert quick_check(path, RUN) == good
         with pytest.raises(error, match=says):
             read_image(path, good)
+        with pytest.raises(error, match=says):
+            map_image(path, good)
         with pytest.raises(error, match=says):
             list(blocks(path, good, memoryview(bytearray(SMALL_BLOCK))))
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
-from store_samples import SPECS
 
 from elastic_resume.errors import CheckpointError, CorruptError, TornError
 from elastic_resume.store.layout import (
@@ -25,6 +24,7 @@ from elastic_resume.store.layout import (
     TensorSpec,
     header_bytes,
 )
+from tests.store_samples import SPECS
 
 DTYPES = {
     "F64": torch.float64,

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_samples import RUN, image, manifest, save
 
 from elastic_resume import contract
 from elastic_resume.errors import ConfigError, CorruptError, MachineError, NodeTakenError
@@ -21,6 +20,7 @@ from elastic_resume.store.catalog import Catalog
 from elastic_resume.store.checkpoint import Writer, name_of
 from elastic_resume.store.durable import DISK, Disk, machine
 from elastic_resume.store.node_dir import NodeDir
+from tests.store_samples import RUN, image, manifest, save
 
 TESTS = Path(__file__).parent
 POINTS = [

@@ -52,6 +52,7 @@ UNLIMITED_RESTARTS = 1_000_000
 ENDED_KEY = "elastic_resume/ended"  # set in a round's store by the node that ends the job, to its reason
 HEARD_KEY = "elastic_resume/heard"  # counts the nodes that have read it
 LINGER_S = 2.0  # how long a node that ends the job, and may host the store, waits for the others to read why
+LEAVE_S = 0.5
 STUB = Path(__file__).with_name("stub.py")
 
 
@@ -96,8 +97,10 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str) -> Iterator
     args = argparse.Namespace(**vars(args))
     _check_script(args)
     args.rdzv_id = run_id
-    _choose_rendezvous(args)
-    if "max_restarts" not in given and "PET_MAX_RESTARTS" not in os.environ:
+    # The parser of torchrun has taken PET_* variables for its defaults.
+    given = given | {name.removeprefix("PET_").lower() for name in os.environ if name.startswith("PET_")}
+    _choose_rendezvous(args, given)
+    if "max_restarts" not in given:
         args.max_restarts = UNLIMITED_RESTARTS
     with contextlib.ExitStack() as stack:
         if args.log_dir is None and args.redirects == args.tee == "0":
@@ -124,16 +127,13 @@ def launch(launch: Launch, observer: Observer) -> None:
         StoppedError: a signal stopped this agent.
 
     """
-    launch.config.rdzv_configs["observer"] = observer
+    names = getattr(launch.config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
+    signals = [getattr(signal, name.strip()) for name in names if hasattr(signal, name.strip())]
+    before = {number: signal.getsignal(number) for number in signals}
+    launch.config.rdzv_configs.update(observer=observer, signals=signals)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     rendezvous_handler_registry.register(BACKEND, _create)
     _quieten()
-    handled = [
-        name.strip() for name in getattr(launch.config, "signals_to_handle", "SIGTERM,SIGINT").split(",")
-    ]
-    for name in handled:  # torchelastic does this when the first workers start; a rendezvous can last longer
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), _raise_stopped)
     try:
         launch_agent(launch.config, launch.entrypoint, launch.args)
     except SignalException as error:
@@ -147,6 +147,9 @@ def launch(launch: Launch, observer: Observer) -> None:
             f"no rendezvous at {launch.config.rdzv_endpoint or 'the given endpoint'} "
             f"({_cause(error)}): the node that hosts it is gone or too few nodes came. Start the job again."
         ) from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StoppedError(Exception):
@@ -207,7 +210,8 @@ class Rendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         """See base class."""
-        self._inner.set_closed()  # type: ignore[no-untyped-call]
+        close: Callable[[], Any] = self._inner.set_closed  # torch leaves it without types
+        close()
 
     def get_run_id(self) -> str:
         """See base class."""
@@ -219,7 +223,12 @@ class Rendezvous(RendezvousHandler):
         if words and self._round is not None and self._round.world_size > 1:
             with contextlib.suppress(RuntimeError):  # the store's host is gone: nobody is left to be told
                 self._tell(self._round, words)
-        return self._inner.shutdown()
+        closed = self._inner.shutdown()
+        if not words and self._round is not None and self._round.world_size > 1:
+            # All nodes come here within milliseconds of the exit barrier. The one with the store must not
+            # be the first to go, or the others see it break; which one that is, torch does not tell.
+            time.sleep(LEAVE_S)
+        return closed
 
     def _tell(self, this_round: RendezvousInfo, words: str) -> None:
         store = this_round.store
@@ -251,7 +260,7 @@ def _holds(store: Store, key: str) -> bool:
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
     config = dict(params.config)
-    observer = config.pop("observer")
+    observer, signals = config.pop("observer"), config.pop("signals")
     inner = RendezvousParameters(
         backend=config.pop("inner_backend"),
         endpoint=params.endpoint,
@@ -261,7 +270,12 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
         local_addr=params.local_addr,
         **config,
     )
-    return Rendezvous(rendezvous_handler_registry.create_handler(inner), observer)
+    handler = rendezvous_handler_registry.create_handler(inner)
+    # torchelastic takes these when the first workers start, but a rendezvous can last minutes. Not earlier:
+    # while the store's host is looked for (60 s) no Python runs, and the default action is the prompt end.
+    for number in signals:
+        signal.signal(number, _raise_stopped)
+    return Rendezvous(handler, observer)
 
 
 def _wrap_rendezvous(config: LaunchConfig) -> None:
@@ -273,20 +287,19 @@ def _wrap_rendezvous(config: LaunchConfig) -> None:
     config.rdzv_backend = BACKEND
 
 
-def _choose_rendezvous(args: argparse.Namespace) -> None:
+def _choose_rendezvous(args: argparse.Namespace, given: set[str]) -> None:
     """Stand alone with one node and nothing said about a rendezvous; else ours unless another is named.
 
-    ``static`` is torchrun's default and means nothing said, unless one of its flags is there.
+    ``static`` is torchrun's default; it is meant only where it, or one of its own flags, is given.
     """
-    static = args.rdzv_backend == "static"
-    says_static = args.master_port is not None or args.node_rank != 0 or args.master_addr != "127.0.0.1"
+    open_to_us = not given & {"rdzv_backend", "master_addr", "master_port", "node_rank"}
     one_node = args.nnodes in {"1", "1:1"}
-    if args.standalone or (static and one_node and not says_static and not args.rdzv_endpoint):
+    if args.standalone or (open_to_us and one_node and not args.rdzv_endpoint):
         if not one_node:
             raise ConfigError(f"--standalone means one node, and --nnodes is {args.nnodes}.")
         args.rdzv_backend, args.rdzv_endpoint = BACKEND, "localhost:0"
         args.local_addr = args.local_addr or "127.0.0.1"  # the host's full name may not resolve, or not to us
-    elif static and not says_static:
+    elif open_to_us:
         args.rdzv_backend = BACKEND
         if not args.rdzv_endpoint:
             raise ConfigError(
@@ -316,11 +329,20 @@ def _check_script(args: argparse.Namespace) -> None:
 
 def _quieten() -> None:
     """Leave out torchelastic's lines about what we say in plain words ourselves."""
-    spoken = ("Sending process", "Closing process", "failed (exitcode", "Received ", "Error waiting on exit")
-    for name in ("multiprocessing.api", "agent.server.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(
-            lambda record: not str(record.msg).startswith(spoken)
-        )
+    spoken = (
+        "Sending process",
+        "Closing process",
+        "failed (exitcode",
+        "Received ",
+        "Error waiting on exit",
+        "The node '",  # … has failed to send a heartbeat, or to shut down a rendezvous whose host is gone
+    )
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(spoken)
+
+    for name in ("multiprocessing.api", "agent.server.api", "rendezvous.dynamic_rendezvous"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(is_news)
 
 
 def _raise_stopped(number: int, _frame: object) -> None:

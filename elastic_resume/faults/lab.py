@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -47,10 +47,10 @@ class Node:
 
     name: str
     address: str
+    ckpt_dir: Path
     directory: Path
     log: Path
     agent: subprocess.Popen[bytes] | None = None
-    exits: list[int] = field(default_factory=list)
 
     @property
     def alive(self) -> bool:
@@ -70,18 +70,22 @@ class Cluster:
         max_nodes: int | None = None,
         workers_per_node: int = 1,
         run_id: str = "job",
+        shared_disk: bool = False,
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
         """Describe the cluster; nothing runs before `start`.
 
         Args:
-            directory: gets ``checkpoints/RUN_ID/NODE/`` and ``logs/``.
+            directory: gets ``logs/``, ``disks/NODE/`` and ``checkpoints/RUN_ID/``, where each node's
+                directory can be seen beside the others, as `elastic-resume report` wants it.
             nodes: how many nodes there are, n0 to n{nodes-1}.
             min_nodes: fewest nodes that train; default ``nodes``.
             max_nodes: most nodes that train; default ``nodes``.
             workers_per_node: local ranks.
             run_id: the job's name.
+            shared_disk: let all nodes see one checkpoint directory, as on a shared file system; otherwise
+                each node has a disk of its own.
             flags: more flags of ``elastic-resume run``.
             env: added to the environment of every node; it wins over what is set here.
 
@@ -93,7 +97,9 @@ class Cluster:
         network = f"127.{1 + secrets.randbelow(253)}.{secrets.randbelow(256)}"
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
         self.nodes = [
-            Node(f"n{i}", f"{network}.{i + 1}", self.run_dir / f"n{i}", self.directory / "logs" / f"n{i}.log")
+            self._node(
+                f"n{i}", f"{network}.{i + 1}", None if shared_disk else self.directory / "disks" / f"n{i}"
+            )
             for i in range(nodes)
         ]
         low, high = min_nodes or nodes, max_nodes or nodes
@@ -128,7 +134,7 @@ class Cluster:
             *(sys.executable, "-m", "elastic_resume", "run"),
             *("--nnodes", self._shape, "--nproc-per-node", str(self._workers), "--rdzv-id", self.run_id),
             *("--rdzv-endpoint", self._endpoint, "--rdzv-conf", f"is_host={int(index == 0)}"),
-            *("--local-addr", node.address, "--node-name", node.name, "--ckpt-dir", str(self.ckpt_dir)),
+            *("--local-addr", node.address, "--node-name", node.name, "--ckpt-dir", str(node.ckpt_dir)),
             *self._flags,
             *self._script,
         ]
@@ -304,6 +310,16 @@ class Cluster:
         return codes
 
     # ---- inside --------------------------------------------------------------------------------------
+
+    def _node(self, name: str, address: str, disk: Path | None) -> Node:
+        seen = self.run_dir / name
+        if disk is not None:
+            seen.parent.mkdir(parents=True, exist_ok=True)
+            if not seen.is_symlink():
+                seen.symlink_to((disk / self.run_id / name).absolute())
+        ckpt_dir = disk or self.ckpt_dir
+        log = self.directory / "logs" / f"{name}.log"
+        return Node(name, address, ckpt_dir, ckpt_dir / self.run_id / name, log)
 
     def _newest(self, index: int) -> Entry:
         found = self.checkpoints(index)

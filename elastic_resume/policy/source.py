@@ -112,7 +112,7 @@ def choose(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
         # What is older than the chosen copy would not have been taken anyway.
         rejected=tuple(
             dict.fromkeys(
-                r for i in nodes for r in i.rejected if r.order > (plan.source_generation, plan.step)
+                r for i in nodes for r in i.rejected if r.order >= (plan.source_generation, plan.step)
             )
         ),
         lost_steps=max(0, lived.last_step - plan.step) if lived.last_generation > floor else 0,

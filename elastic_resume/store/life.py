@@ -2,9 +2,9 @@
 
 ``--resume never`` and ``--resume PATH`` speak of the moment the job is started: what is older is set
 aside, what this start has saved since is not, or a restart after a failure would lose it. So each node
-notes, durably, the supervisor (agent, torchrun) under which it last entered a world and the greatest generation
-that was known when that supervisor came. A crash between two notes leaves the older one, which names
-another supervisor or a lower floor: nothing saved is ever set aside by mistake.
+notes, durably, the supervisor (agent, torchrun) under which it last entered a world and the greatest
+generation that was known when that supervisor came. A crash between two notes leaves the older one,
+which names another supervisor or a lower floor: nothing saved is ever set aside by mistake.
 """
 
 from __future__ import annotations

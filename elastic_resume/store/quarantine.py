@@ -44,6 +44,16 @@ def quarantined(node_dir: Path) -> list[Path]:
     )
 
 
+def reason_of(path: Path) -> str:
+    """Why ``path`` lies in quarantine, as far as its note can be read."""
+    try:
+        with open(_reason_file(path), "rb") as file:
+            note = json.loads(file.read(64 * 1024))
+        return str(note["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "set aside earlier; its note cannot be read"
+
+
 def _unused(directory: Path, name: str) -> Path:
     # Only the owner of the node's lock moves things here, so looking before the rename is enough.
     for number in range(_MAX_TRIES):

@@ -7,12 +7,12 @@ rank sends to those who lack it. Views of its tensors are made without copying.
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from elastic_resume.store.checkpoint import fresh_memory
 from elastic_resume.store.layout import Layout, TensorSpec
 
 # safetensors' name of each dtype. Complex tensors are stored as pairs of reals (see state.py).
@@ -41,16 +41,6 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     return TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
-def new_buffer(size: int) -> mmap.mmap:
-    """Page-aligned, zeroed, private memory of ``size`` bytes.
-
-    Huge pages are asked for: the first touch of 600 MB takes 0.1 s with them and 0.5 s without.
-    """
-    buffer = mmap.mmap(-1, max(size, 1))
-    buffer.madvise(mmap.MADV_HUGEPAGE)
-    return buffer
-
-
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, without a copy and without numpy.
 
@@ -58,6 +48,34 @@ def memory_of(tensor: Tensor) -> memoryview:
     """
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+class Arena:
+    """Copies tensors into memory of their own, in huge pages: for objects that keep what they load.
+
+    An optimizer built anew has no state, so its tensors land in memory that was never touched. Page by page
+    that takes longer than all the rest of a resume: 415 MB of Adam's moments 0.5 s, in huge pages 0.1 s.
+    """
+
+    _CHUNK_BYTES = 64 << 20
+    _ALIGNMENT = 64  # a cache line; more than any dtype asks for
+
+    def __init__(self) -> None:
+        """Own nothing yet."""
+        self._chunk = memoryview(b"")
+        self._used = 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Give a contiguous copy of ``tensor``, a tensor on the CPU."""
+        size = tensor.numel() * tensor.element_size()
+        if size == 0:
+            return tensor.clone()
+        if self._used + size > len(self._chunk):
+            self._chunk = fresh_memory(max(size, self._CHUNK_BYTES))
+            self._used = 0
+        flat = torch.frombuffer(self._chunk, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
+        self._used += -(-size // self._ALIGNMENT) * self._ALIGNMENT
+        return flat.view(tensor.shape).copy_(tensor)
 
 
 class Image:
@@ -72,7 +90,7 @@ class Image:
     def allocate(cls, specs: Iterable[TensorSpec]) -> Image:
         """Make an image with a header and zeroed tensors."""
         layout = Layout.build(specs)
-        memory = memoryview(new_buffer(layout.total_bytes))[: layout.total_bytes]
+        memory = fresh_memory(layout.total_bytes)
         memory[: len(layout.header)] = layout.header
         return cls(layout, memory)
 

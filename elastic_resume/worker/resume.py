@@ -137,7 +137,7 @@ def _read(place: Place, copy: Copy) -> Image:
     path = place.path_of(copy)
     run_id = place.settings.run_id if copy.home else None
     manifest = checkpoint.quick_check(path, run_id)
-    memory = checkpoint.read_image(path, manifest)
+    memory = checkpoint.map_image(path, manifest)  # its bytes are sent and copied on at once, and dropped
     return Image(Layout.parse(memory, manifest.file_bytes), memory)
 
 

@@ -29,6 +29,7 @@ from elastic_resume.store.node_dir import NodeDir
 from elastic_resume.worker import announce, failure, rng, state
 from elastic_resume.worker import resume as resuming
 from elastic_resume.worker.batches import GlobalBatches
+from elastic_resume.worker.buckets import BucketOrder
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.resume import Resumed
 from elastic_resume.worker.saver import Saver
@@ -36,6 +37,8 @@ from elastic_resume.worker.world import World
 
 Hook = Callable[["Run"], object]
 H = TypeVar("H", bound=Hook)
+
+BUCKETS = "elastic_resume.buckets"  # the name under which the order of DDP's buckets is tracked
 
 
 def resume(
@@ -68,7 +71,8 @@ def resume(
         scaler: a GradScaler.
         ema: an averaged model, or any object with ``state_dict`` and ``load_state_dict``.
         data: a `GlobalBatches` (or the DataLoader around one), so that an epoch goes on where it stopped.
-        ckpt_dir: root of the checkpoints; default ``./checkpoints``.
+        ckpt_dir: root of the checkpoints; default ``./checkpoints``. Of this and the next two the flags of
+            ``elastic-resume run`` win, since the agent holds the directory that they name.
         run_id: the job's name; default from torchrun's ``--rdzv-id``, else the script's name.
         node_name: this node's name; default from the scheduler, else the host name.
         save_every: a number of steps, "30s", or "auto".
@@ -125,7 +129,8 @@ class Run:
     ) -> None:
         """Resume; see `resume`. ``seed`` is None when random numbers are left alone."""
         self._place = place
-        self._tracked = tracked
+        self._buckets = BucketOrder()
+        self._tracked = tracked = {**tracked, BUCKETS: self._buckets}
         self._batches = batches
         self._seed = seed
         self._node_dir = place.together(lambda: _open_node(place))
@@ -191,12 +196,16 @@ class Run:
         if isinstance(model, (DistributedDataParallel, DataParallel)) or not dist.is_initialized():
             return model
         inner = state.unwrap(model)
-        if any(inner is item for item in self._tracked.values()):
+        name = next((name for name, item in self._tracked.items() if item is inner), None)
+        if name is not None:
             ddp_kwargs.setdefault("init_sync", False)
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) == 1 and next(iter(devices)).type == "cuda":
             ddp_kwargs.setdefault("device_ids", [next(iter(devices)).index])
-        return DistributedDataParallel(model, **ddp_kwargs)
+        wrapped = DistributedDataParallel(model, **ddp_kwargs)
+        if name is not None:
+            self._buckets.prepare(name, model, wrapped)
+        return wrapped
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left of ``count``, the interrupted one first.
@@ -224,6 +233,7 @@ class Run:
             step=before.step + 1,
             samples=before.samples + (self._batches.samples(before.step_in_epoch) if self._batches else 0),
         )
+        self._buckets.end_step()
         self._board.finish_step(self._place.local_rank, position.step)
         failpoints.hit("step")
         self._reseed()

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
 from elastic_resume.store import typed
 from elastic_resume.store.typed import TensorRef
-from elastic_resume.worker.image import DTYPE_NAMES, memory_of
+from elastic_resume.worker.image import DTYPE_NAMES, Arena, memory_of
 
 REPLICATED = "replicated"  # equal on every rank after every step
 BUFFER = "buffer"  # a module's buffer: DDP takes rank 0's
@@ -146,12 +146,13 @@ def load(tracked: Mapping[str, Any], skeleton: Any, tensor: Callable[[str], Tens
             "the tracked objects do not fit the checkpoint; nothing was loaded. Restore the model's "
             f"definition, or start over on purpose with --resume never.\n  {shown}{more}"
         )
+    arena = Arena()
     for name, item in tracked.items():
         if isinstance(item, nn.Module):
             _load_module(item, stored[name], tensor)
             continue
         try:
-            item.load_state_dict(_restore(stored[name], tensor))
+            item.load_state_dict(_restore(stored[name], lambda key: arena.copy(tensor(key))))
         except (ValueError, KeyError, RuntimeError) as error:
             raise MismatchError(
                 f"{name}: {_type_name(item)} refuses the checkpoint's state: {error}. "
@@ -316,7 +317,7 @@ def _describe(value: Any, tensor: Callable[[str], Tensor]) -> str:
     if value is None:
         return "absent"
     if isinstance(value, TensorRef):
-        stored = _restore(value, tensor, copy=False)
+        stored = _restore(value, tensor)
         return _describe(stored, tensor)
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
@@ -328,25 +329,24 @@ def _load_module(module: nn.Module, stored: Mapping[str, Any], tensor: Callable[
     live = module.state_dict()
     # The fresh state_dict carries the version numbers that modules look at when they load.
     for key in live:
-        live[key] = _restore(stored[canonical(key)], tensor, copy=False)
+        live[key] = _restore(stored[canonical(key)], tensor)
     module.load_state_dict(live)
 
 
-def _restore(value: Any, tensor: Callable[[str], Tensor], *, copy: bool = True) -> Any:
-    """Put tensors back in the place of references. ``copy``: the receiver may keep what it gets."""
+def _restore(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Put tensors back in the place of references."""
     if isinstance(value, TensorRef):
         found = tensor(value.name)
         if value.kind in _COMPLEX.values():
             found = torch.view_as_complex(found)
-        found = found.clone() if copy else found
         if value.kind == "numpy":
             return found.numpy()
         return found.numpy()[()] if value.kind == "numpy-scalar" else found
     if isinstance(value, dict):
-        items = {k: _restore(v, tensor, copy=copy) for k, v in value.items()}
+        items = {k: _restore(v, tensor) for k, v in value.items()}
         return items if type(value) is dict else type(value)(items)
     if type(value) in {list, tuple}:
-        return type(value)(_restore(v, tensor, copy=copy) for v in value)
+        return type(value)(_restore(v, tensor) for v in value)
     return value
 
 

@@ -15,10 +15,10 @@ import xxhash
 
 from elastic_resume import failpoints
 from elastic_resume.errors import CorruptError
-from elastic_resume.store.checkpoint import Writer
+from elastic_resume.store.checkpoint import Writer, fresh_memory
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import Manifest
-from elastic_resume.worker.image import Image, new_buffer
+from elastic_resume.worker.image import Image
 from elastic_resume.worker.world import Channel
 
 
@@ -38,7 +38,7 @@ def receive(channel: Channel, manifest: Manifest, source_rank: int, node_dir: Pa
         MachineError: this node's disk refused it.
 
     """
-    memory = memoryview(new_buffer(manifest.file_bytes))[: manifest.file_bytes]
+    memory = fresh_memory(manifest.file_bytes)
     wrong: list[int] = []
     with Writer(node_dir, manifest.generation, manifest.step) as writer:
         for index, block in enumerate(_blocks(memory, manifest)):

@@ -1,0 +1,150 @@
+"""Why a generation ended: every sign of it in the logs, and which of them is the cause.
+
+A death is seen more than once: the worker that was killed, its peers whose connection broke, the agents
+that stopped the rest. Signs have three weights. *Definite*: a death or exception that nothing else explains.
+*Silent*: a node's log ends, or begins anew, without a goodbye; when it died is known only roughly. *Echo*:
+what a peer's death makes of a living worker (a closed connection, an aborted collective). A heavier sign
+beats a lighter one, and among equals the first by time is the cause: so clocks that differ by less than
+the time between two failures do no harm, and an echo never hides the death that made it.
+
+Exits of workers that were told to stop are signs of nothing: the restart did that.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from elastic_resume.report.timeline import Seen
+
+DEFINITE, SILENT, ECHO = 0, 1, 2
+_ECHO = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|remote worker|remote process|"
+    r"gloo|nccl|dist(backend|network|store)error|sendbytes|recvvalue|socket ?timeout|store->get|"
+    r"watchdog|on node \S+ cannot go on",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Something that shows that a generation is over. ``t`` None: it left no time behind."""
+
+    weight: int
+    t: float | None
+    node: str
+    rank: int | None
+    kind: str  # worker, exception, node, left
+    text: str
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """The smallest is the cause."""
+        return (self.weight, math.inf if self.t is None else self.t)
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of a node's agent at the end of a generation.
+
+    ``how``: stays, lost, signalled, failed, done, or unknown (no agent, or nothing to tell by).
+    """
+
+    how: str
+    t: float | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """When a generation was. ``until`` is when the next one began, None while there is none."""
+
+    number: int
+    began: float
+    until: float | None
+
+
+def fate_of(log: Collection[Seen], span: Span) -> Fate:
+    """Say what became of a node, whose events by time are ``log``, in the generation ``span``."""
+    events = list(log)
+    own = [index for index, one in enumerate(events) if one.generation == span.number]
+    seen_t = events[own[-1]].t if own else None
+    if own:
+        after = events[own[-1] + 1 :]
+    else:  # wiped: what an agent wrote after its return tells of this generation only until the next one
+        until = math.inf if span.until is None else span.until
+        after = [one for one in events if span.began < one.t < until]
+    for one in after:
+        if one.kind == "agent-end":
+            outcome = one.text("outcome")
+            how = outcome if outcome in {"signalled", "failed", "done"} else "unknown"
+            return Fate(how, one.t, one.text("message"))
+        if one.kind == "agent-start":
+            return Fate("lost", seen_t)
+        if one.kind == "round":
+            return Fate("stays")
+        if one.generation is not None and one.generation > span.number:
+            return Fate("unknown")
+    return Fate("unknown", seen_t)
+
+
+def signs_of(events: Collection[Seen], fates: dict[str, Fate]) -> list[Sign]:
+    """All signs of the end of one generation, the cause first."""
+    lost = {name for name, fate in fates.items() if fate.how == "lost"}
+    told = {(one.node, one.pid) for one in events if one.kind == "failure"}
+    signs = []
+    for one in events:
+        if one.kind == "failure":
+            signs.append(_exception(one))
+        elif one.kind == "worker-exit" and one.at_fault and not one.stopped:
+            if (one.node, one.pid) in told or (one.node in lost and one.text("signal") == "SIGKILL"):
+                continue  # told better by the exception, or by the loss of its node
+            signs.append(worker_sign(one))
+    for name, fate in fates.items():
+        if fate.how == "lost":
+            signs.append(_loss(name, fate, [one for one in events if one.node == name]))
+        elif fate.how == "signalled":
+            text = f"node {name} left: {fate.text or 'stopped by a signal.'}"
+            signs.append(Sign(DEFINITE, fate.t, name, None, "left", text))
+    return sorted(signs, key=lambda sign: sign.order)
+
+
+def worker_sign(exit_event: Seen) -> Sign:
+    """The sign that a worker's exit is."""
+    one = exit_event
+    code, signal = one.count("exit_code"), one.text("signal")
+    message = one.text("message").strip().partition("\n")[0]
+    how = (signal or f"exit code {code}") + (f": {message}" if message else "")
+    # NCCL's watchdog aborts the process when a peer is gone.
+    weight = ECHO if signal == "SIGABRT" or looks_like_echo(message) else DEFINITE
+    return Sign(weight, one.t, one.node, one.rank, "worker", f"{_who(one)}: {how}")
+
+
+def looks_like_echo(text: str) -> bool:
+    """Whether an error's text is what the loss of a peer makes of a living worker."""
+    return _ECHO.search(text) is not None
+
+
+def _exception(one: Seen) -> Sign:
+    what = one.text("type") or "exception"
+    message = one.text("message")
+    weight = ECHO if looks_like_echo(f"{what} {message}") else DEFINITE
+    text = f"{_who(one)}: {what}" + (f": {message}" if message else "")
+    return Sign(weight, one.t, one.node, one.rank, "exception", text)
+
+
+def _loss(name: str, fate: Fate, own: Collection[Seen]) -> Sign:
+    # A stub sees its agent die and ends the worker: the only one who can tell the moment.
+    kills = [one for one in own if one.kind == "worker-exit" and one.text("signal") == "SIGKILL"]
+    ranks = sorted({one.rank for one in own if one.rank is not None})
+    rank = ranks[0] if ranks else None
+    if kills:
+        return Sign(DEFINITE, kills[0].t, name, rank, "node", f"node {name} lost")
+    return Sign(SILENT, fate.t, name, rank, "node", f"node {name} lost")
+
+
+def _who(one: Seen) -> str:
+    rank = "a worker" if one.rank is None else f"rank {one.rank}"
+    return f"{rank} on {one.node or 'an unnamed node'}"

@@ -1,0 +1,388 @@
+"""What befell a run: one row for each generation, from the events that its nodes left behind.
+
+Pure: a list of events in, frozen records out. Promise: any list of events gives a report. Logs may be torn,
+of many clocks, of unknown kinds, or gone with their node; what cannot be known is None, never a guess
+presented as a fact.
+
+Does not know how a report looks (`render`), nor what a node's disk holds now (`checkpoints`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic_resume.events import Event
+from elastic_resume.report import timeline
+from elastic_resume.report.causes import (
+    ECHO,
+    Fate,
+    Sign,
+    Span,
+    fate_of,
+    looks_like_echo,
+    signs_of,
+    worker_sign,
+)
+from elastic_resume.report.timeline import Seen, Timeline
+
+# Ends that are an observed failure. A node that joins, or a job that is stopped or done, is none.
+FAILURES = frozenset({"worker", "exception", "node", "job", "left", "unknown"})
+
+
+@dataclass(frozen=True)
+class End:
+    """Why a generation ended.
+
+    ``kind``: worker, exception, node (lost), left (a node was told to), job (all of it was killed), stopped
+    (all of it was told to), joined, finished, open (it runs, or was killed as a whole), or unknown.
+    ``node`` and ``rank`` were first. ``also``: other failures of their own; ``cascade``: what followed.
+    """
+
+    kind: str
+    text: str
+    t: float | None = None
+    node: str = ""
+    rank: int | None = None
+    also: tuple[str, ...] = ()
+    cascade: tuple[str, ...] = ()
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether this end counts as an incident."""
+        return self.kind in FAILURES
+
+
+@dataclass(frozen=True)
+class RejectedCopy:
+    """A copy that existed and was not loaded."""
+
+    node: str
+    generation: int | None
+    step: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One lifetime of the worker group. Steps are counted over the whole job, times are Unix seconds.
+
+    ``start_step`` had been finished before it, ``first_step`` to ``last_step`` are what it ran (None: not
+    one, or not known). ``lost_steps`` and ``recovered_s`` are the price of its end, known once the next one
+    runs: steps run again, and seconds from the first sign of failure to the next generation's first step.
+    """
+
+    number: int
+    nodes: tuple[str, ...]
+    world_size: int | None
+    began: float
+    resumed: str  # cold, checkpoint, or nothing when that is not known
+    start_step: int | None
+    first_step: int | None
+    last_step: int | None
+    source_node: str
+    source_generation: int | None
+    lacking: tuple[str, ...]
+    rejected: tuple[RejectedCopy, ...]
+    end: End
+    lost_steps: int | None
+    recovered_s: float | None
+
+    @property
+    def executed(self) -> int:
+        """How many steps it ran, as far as is known."""
+        if self.start_step is None or self.last_step is None:
+            return 0
+        return max(0, self.last_step - self.start_step)
+
+
+@dataclass(frozen=True)
+class FailedStart:
+    """A worker that ended before its training began, on the way to generation ``before`` (None: the next)."""
+
+    before: int | None
+    t: float
+    node: str
+    rank: int | None
+    text: str
+    is_echo: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """The whole run. ``wasted_steps``: executed, less those that the run stands at now."""
+
+    generations: tuple[Generation, ...]
+    failed_starts: tuple[FailedStart, ...]
+    incidents: int
+    lost_steps: int
+    wasted_steps: int
+    last_step: int | None
+    outcome: str  # finished, failed, stopped, open, or empty
+    message: str
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the events of one generation say by themselves."""
+
+    number: int
+    events: tuple[Seen, ...]
+    resume: Seen | None
+    nodes: tuple[str, ...]
+    world_size: int | None
+    began: float
+    start_step: int | None
+
+    @property
+    def announced_last(self) -> int | None:
+        """The last step of the generation before, as this one's resume found it."""
+        if self.resume is None or self.start_step is None:
+            return None
+        lost = self.resume.count("lost_steps")
+        return None if lost is None else self.start_step + lost
+
+
+def tell(events: Iterable[Event]) -> Report:
+    """Make a report of the events of one run, in any order."""
+    line = timeline.build(events)
+    facts = [_facts(number, found) for number, found in line.generations.items()]
+    rows = tuple(
+        _generation(line, one, following)
+        for one, following in zip(facts, [*facts[1:], None])  # noqa: B905  strict is of no use here
+    )
+    outcome, message = _outcome(line, rows)
+    return Report(
+        generations=rows,
+        failed_starts=_failed_starts(line, facts),
+        incidents=sum(row.end.is_failure for row in rows),
+        lost_steps=sum(row.lost_steps or 0 for row in rows),
+        wasted_steps=max(0, sum(row.executed for row in rows) - _progress(rows)),
+        last_step=next((row.last_step for row in reversed(rows) if row.last_step is not None), None),
+        outcome=outcome,
+        message=message,
+    )
+
+
+def _facts(number: int, events: tuple[Seen, ...]) -> _Facts:
+    starts = [one for one in events if one.kind == "worker-start"]
+    resume = next((one for one in reversed(events) if one.kind == "resume"), None)
+    told = [resume, *starts] if resume else starts
+    sizes = [size for one in told if (size := one.count("world_size")) is not None]
+    named = resume.names("nodes") if resume else ()
+    return _Facts(
+        number=number,
+        events=events,
+        resume=resume,
+        nodes=named or tuple(sorted({one.node for one in events})),
+        world_size=sizes[0] if sizes else None,
+        began=min(one.t for one in told or events),
+        start_step=next((one.step for one in told if one.step is not None), None),
+    )
+
+
+def _generation(line: Timeline, one: _Facts, following: _Facts | None) -> Generation:
+    steps = [seen.step for seen in one.events if seen.step is not None]
+    if following is not None and following.announced_last is not None:
+        # A resume that takes another lineage up says nothing about this one.
+        steps.append(following.announced_last)
+    last = max(steps, default=None)
+    start = one.start_step if one.start_step is not None else _first_mark(one)
+    ran = start is not None and last is not None and last > start
+    end, signs = _end(line, one, following)
+    lost = None
+    if following is not None and following.start_step is not None:
+        told = following.resume.count("lost_steps") if following.resume else None
+        lost = told if told is not None else max(0, last - following.start_step) if last is not None else None
+    resume = one.resume
+    return Generation(
+        number=one.number,
+        nodes=one.nodes,
+        world_size=one.world_size,
+        began=one.began,
+        resumed=resume.text("kind") if resume else "",
+        start_step=start,
+        first_step=start + 1 if ran and start is not None else None,
+        last_step=last,
+        source_node=resume.text("source_node") if resume else "",
+        source_generation=resume.count("source_generation") if resume else None,
+        lacking=resume.names("lacking") if resume else (),
+        rejected=_rejected(resume),
+        end=end,
+        lost_steps=lost,
+        recovered_s=_recovered_s(one, following, end, signs),
+    )
+
+
+def _first_mark(one: _Facts) -> int | None:
+    """The step before the first one marked: every worker marks the first step that it finishes."""
+    marks = [seen.step for seen in one.events if seen.kind == "step" and seen.step]
+    return min(marks) - 1 if marks else None
+
+
+def _rejected(resume: Seen | None) -> tuple[RejectedCopy, ...]:
+    listed = resume.raw.get("rejected") if resume else None
+    found = []
+    for item in listed if isinstance(listed, list) else []:
+        if isinstance(item, dict):
+            one = Seen(0.0, "", "", None, None, None, None, item)
+            copy = RejectedCopy(
+                one.text("node"), one.count("generation"), one.count("step"), one.text("reason")
+            )
+            found.append(copy)
+    return tuple(found)
+
+
+# ---- why it ended --------------------------------------------------------------------------------------
+
+
+def _end(line: Timeline, one: _Facts, following: _Facts | None) -> tuple[End, list[Sign]]:
+    """Why generation ``one`` ended, and every sign of it."""
+    later = following.nodes if following else None
+    fates = _fates(line, one, following)
+    signs = signs_of(one.events, fates)
+    best = signs[0] if signs else None
+    hows = {fate.how for fate in fates.values()}
+    heavy = {sign.kind for sign in signs if sign.weight != ECHO}
+    joined = [name for name in later or () if name not in one.nodes]
+    if _is_finished(one, fates, signs):
+        end = End("finished", "finished")
+    elif hows and hows <= {"lost", "signalled"} and heavy <= {"node", "left"}:
+        end = _all_gone(fates, signs)
+    elif best is not None and best.weight != ECHO:
+        end = _from_sign(best, signs)
+    elif joined:
+        # Agents stop their workers one after the other: an echo is all that a join leaves.
+        end = End("joined", f"{_names(joined)} joined", cascade=tuple(sign.text for sign in signs))
+    elif best is not None:
+        end = _from_sign(best, signs)
+    elif following is None:
+        end = End("open", "still running, or killed as a whole")
+        failed = [fate for fate in fates.values() if fate.how == "failed"]
+        if failed:
+            end = End("unknown", failed[0].text or "the agents gave up", t=failed[0].t)
+    else:
+        end = End("unknown", "ended without a record of why")
+    return end, signs
+
+
+def _fates(line: Timeline, one: _Facts, following: _Facts | None) -> dict[str, Fate]:
+    """What became of each node. A silent one is lost if the others went on, or gave up, without it."""
+    span = Span(
+        number=one.number,
+        began=one.began,
+        until=following.began if following else None,
+    )
+    fates = {name: fate_of(line.nodes.get(name, ()), span) for name in one.nodes}
+    gave_up = following is None and any(fate.how == "failed" for fate in fates.values())
+    for name, fate in fates.items():
+        missing = following is not None and name not in following.nodes
+        if fate.how == "unknown" and (missing or gave_up):
+            fates[name] = Fate("lost", fate.t)
+    return fates
+
+
+def _is_finished(one: _Facts, fates: Mapping[str, Fate], signs: Sequence[Sign]) -> bool:
+    began = {seen.rank for seen in one.events if seen.kind == "worker-start"}
+    ended = {seen.rank for seen in one.events if seen.kind == "run-end"}
+    heavy = {sign.kind for sign in signs if sign.weight != ECHO}
+    if ended and ended >= began:
+        # All whose logs are left have finished. What was killed after its work was done ended nothing.
+        return len(ended) == one.world_size or not heavy & {"worker", "exception"}
+    return not heavy and (bool(ended) or any(fate.how == "done" for fate in fates.values()))
+
+
+def _all_gone(fates: Mapping[str, Fate], signs: Sequence[Sign]) -> End:
+    """Every node was told to stop, or died without a word: nobody was left to go on."""
+    times = [sign.t for sign in signs if sign.t is not None]
+    words = sorted({fate.text for fate in fates.values() if fate.how == "signalled" and fate.text})
+    cascade = tuple(sign.text for sign in signs if sign.weight == ECHO)
+    first = min(times, default=None)
+    if any(fate.how == "signalled" for fate in fates.values()):
+        return End("stopped", words[0].rstrip(".") if words else "stopped", t=first, cascade=cascade)
+    return End("job", "whole job killed", t=first, cascade=cascade)
+
+
+def _from_sign(best: Sign, signs: Sequence[Sign]) -> End:
+    others = [sign for sign in signs if sign is not best]
+    return End(
+        kind=best.kind,
+        text=best.text,
+        t=best.t,
+        node=best.node,
+        rank=best.rank,
+        also=tuple(sign.text for sign in others if sign.weight != ECHO),
+        cascade=tuple(sign.text for sign in others if sign.weight == ECHO),
+    )
+
+
+def _recovered_s(one: _Facts, following: _Facts | None, end: End, signs: Sequence[Sign]) -> float | None:
+    """Seconds from the first sign to the next generation's first step, on one clock where possible."""
+    if following is None or end.kind == "finished":
+        return None
+    marks = [seen for seen in following.events if seen.kind == "step"]
+    dated = [(sign.t, sign.node) for sign in signs if sign.t is not None]
+    if not dated:
+        exits = [seen for seen in one.events if seen.kind == "worker-exit"]
+        dated = [(seen.t, seen.node) for seen in exits] or [(one.events[-1].t, one.events[-1].node)]
+    if not marks:
+        return None
+    t, node = min(dated)
+    # Steps are finished by all ranks together, so the clock of the node that saw the failure will do.
+    first = min((seen.t for seen in marks if seen.node == node), default=marks[0].t)
+    return round(first - t, 3) if first >= t else None
+
+
+# ---- the run as a whole --------------------------------------------------------------------------------
+
+
+def _progress(rows: Sequence[Generation]) -> int:
+    """Steps between where the run began and where it stands."""
+    starts = [row.start_step for row in rows if row.start_step is not None]
+    lasts = [row.last_step for row in rows if row.last_step is not None]
+    return max(0, lasts[-1] - starts[0]) if starts and lasts else 0
+
+
+def _outcome(line: Timeline, rows: Sequence[Generation]) -> tuple[str, str]:
+    """How the run stands, and what its agents said about it."""
+    if rows and rows[-1].end.kind == "finished":
+        return "finished", ""
+    words = [one for one in line.seen if one.kind in {"agent-start", "round", "agent-end"}]
+    if not words:
+        last = rows[-1].end if rows else None
+        if last is None:
+            return "", "no generation has begun"
+        return ("failed", last.text) if last.kind == "exception" else ("open", "")
+    if words[-1].kind != "agent-end":
+        return "open", ""
+    latest = max((one.t for one in words if one.kind != "agent-end"), default=words[0].t)
+    ends = [one for one in words if one.kind == "agent-end" and one.t >= latest]
+    for outcome, told in (("failed", "failed"), ("signalled", "stopped"), ("done", "finished")):
+        for one in ends:
+            if one.text("outcome") == outcome:
+                return told, one.text("message")
+    return "open", ""
+
+
+def _failed_starts(line: Timeline, facts: Sequence[_Facts]) -> tuple[FailedStart, ...]:
+    messages = {
+        (one.node, one.pid): ": ".join(filter(None, [one.text("type"), one.text("message")]))
+        for one in line.seen
+        if one.kind == "failure" and one.generation is None
+    }
+    found = []
+    for one in line.seen:
+        if one.kind != "worker-exit" or one.generation is not None or one.stopped or not one.at_fault:
+            continue
+        sign = worker_sign(one)
+        said = messages.get((one.node, one.count("worker_pid")), "")
+        text = f"{sign.text}: {said}" if said else sign.text
+        before = next((fact.number for fact in facts if fact.began >= one.t), None)
+        is_echo = sign.weight == ECHO or looks_like_echo(said)
+        found.append(FailedStart(before, one.t, one.node, one.rank, text, is_echo))
+    return tuple(found)
+
+
+def _names(names: Sequence[str]) -> str:
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return ("nodes " if len(names) > 1 else "node ") + listed

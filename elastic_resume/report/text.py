@@ -1,0 +1,126 @@
+"""Tables and figures for terminals: aligned plain text, at most 120 columns.
+
+Promise: what comes out is printable, one line for one row, whatever a log or a directory's name held.
+Knows no events, generations or checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+WIDTH = 120  # the least that a split screen of today shows
+_GAP = "  "
+_NUMBERED = re.compile(r"(.*?)(\d{1,15})")
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), elastic: int = -1
+) -> list[str]:
+    """Lines of a table under its heads. Columns in ``right`` are aligned right.
+
+    The column ``elastic`` gives way, by cutting its cells, when the table would be wider than `WIDTH`.
+    """
+    cells = [list(head), *([clean(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    if elastic >= 0:
+        others = sum(widths) - widths[elastic] + len(_GAP) * (len(widths) - 1)
+        widths[elastic] = max(len(head[elastic]), min(widths[elastic], WIDTH - others))
+    lines = []
+    for row in cells:
+        shown = [
+            cut(cell, width).rjust(width) if column in right else cut(cell, width).ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(cut(_GAP.join(shown).rstrip(), WIDTH))
+    return lines
+
+
+def cut(text: str, width: int) -> str:
+    """``text``, or its beginning and dots."""
+    return text if len(text) <= width else text[: max(0, width - 3)] + "..."[:width]
+
+
+def clean(text: str) -> str:
+    """Replace what a terminal would take as a command, and line ends."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def wrap(text: str, indent: str = "  ") -> list[str]:
+    """Break ``text`` into lines of at most `WIDTH`, the later ones indented. A long word is cut in two."""
+    lines, line = [], ""
+    for word in clean(text).split(" "):
+        rest = word
+        while line and len(line) + 1 + len(rest) > WIDTH and line.strip():
+            lines.append(line)
+            line = indent
+        line = rest if not line else f"{line}{rest}" if line == indent else f"{line} {rest}"
+        while len(line) > WIDTH:
+            lines.append(line[:WIDTH])
+            line = indent + line[WIDTH:]
+    return [*lines, line]
+
+
+def seconds(value: float | None) -> str:
+    """A duration as people say it: ``0.31 s``, ``48 s``, ``2 h 05 min``."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value < 9.95:
+        return f"{max(0.0, value):.2f} s" if value < 1 else f"{value:.1f} s"
+    whole = round(value)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 86400} days"
+
+
+def size(count: int | None) -> str:
+    """Bytes as people say them, in powers of ten: ``604 MB``."""
+    if count is None:
+        return "-"
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.5:
+            return f"{value:.0f} {unit}" if value >= 99.5 or unit == "B" else f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def amount(count: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def folded(names: Sequence[str], width: int = 24) -> str:
+    """Names of nodes in little room: ``n0 n1 n2``, or as Slurm writes many, ``n[0-63]``."""
+    plain = " ".join(names)
+    if len(plain) <= width:
+        return plain
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        groups.setdefault(match[1] if match else f"{name}\0", []).append(match[2] if match else "")
+    parts = []
+    for prefix, numbers in groups.items():
+        if prefix.endswith("\0"):
+            parts.append(prefix[:-1])
+        elif len(numbers) == 1:
+            parts.append(prefix + numbers[0])
+        else:
+            parts.append(f"{prefix}[{','.join(_runs(numbers))}]")
+    return cut(",".join(parts), max(width, 16))
+
+
+def _runs(numbers: Sequence[str]) -> list[str]:
+    """``7-9`` for 7, 8, 9. Numbers of different length (``09`` and ``9``) are different names."""
+    ordered = sorted(set(numbers), key=lambda text: (len(text), int(text)))
+    runs = []
+    for _, group in groupby(enumerate(ordered), lambda pair: (len(pair[1]), int(pair[1]) - pair[0])):
+        run = [text for _, text in group]
+        runs.append(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return runs

@@ -1,0 +1,94 @@
+"""The training script of the end-to-end tests: small, with dropout, and with a diary.
+
+Each rank writes which samples it reads, before the all-reduce of the step: when any rank has finished a step,
+the diaries of all ranks have its line. At the end each rank writes digests of what it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import elastic_resume as er
+from elastic_resume.worker import state
+
+SAMPLES = 240
+
+
+class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
+    """Made-up pictures that know their number."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.pictures = torch.randn(SAMPLES, 16, generator=generator)
+        self.labels = torch.randint(0, 4, (SAMPLES,), generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self.pictures[index], self.labels[index], index
+
+
+def main() -> None:
+    """Train, and write down what was read and what came of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--diary", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--global-batch", type=int, default=24)
+    parser.add_argument("--step-delay", type=float, default=0.05)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--raise-at", default="", help="GENERATION:STEP:RANK")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Linear(16, args.width),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.BatchNorm1d(args.width),
+        nn.Linear(args.width, 4),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+    batches = er.GlobalBatches(SAMPLES, args.global_batch, seed=3)
+    loader = DataLoader(Numbered(), batch_sampler=batches)
+    run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches)
+    ddp = run.ddp(model)
+    args.diary.mkdir(parents=True, exist_ok=True)
+    diary = open(args.diary / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
+    for epoch in run.epochs(args.epochs):
+        for pictures, labels, indices in loader:
+            step = run.position.step + 1
+            line = {"generation": run.generation, "step": step, "epoch": epoch, "indices": indices.tolist()}
+            os.write(diary.fileno(), (json.dumps(line) + "\n").encode())
+            time.sleep(args.step_delay)
+            if args.raise_at == f"{run.generation}:{step}:{run.rank}":
+                raise RuntimeError(f"told to fail at step {step}")
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(ddp(pictures), labels) * run.loss_weight
+            loss.backward()
+            optimizer.step()
+            run.step()
+        scheduler.step()
+    flat = state.flatten({"model": model, "optimizer": optimizer})
+    end = {
+        "rank": run.rank,
+        "world_size": run.world_size,
+        "generation": run.generation,
+        "step": run.position.step,
+        "digest": state.combined(state.fingerprints(flat.of_kind(state.REPLICATED))),
+    }
+    (args.diary / f"end-{run.rank}.json").write_text(json.dumps(end))
+    run.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Starts the ranks of a world by hand, as N nodes, without any agent."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def environment(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
+    """What torchrun would set for ``rank`` of ``size``, each on a node of its own."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_RESUME_", "TORCHELASTIC_"))}
+    return {
+        **kept,
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "ELASTIC_RESUME_NODE_NAME": f"n{rank}",
+        **more,
+    }
+
+
+def run(
+    size: int, script: Path | str, *args: str, env: Sequence[Mapping[str, str]] = (), timeout_s: float = 120
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run ``script`` on every rank to its end; give what each printed. ``env``: more for each rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), *args],
+            env=environment(rank, size, port, **(env[rank] if env else {})),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    done = []
+    try:
+        for process in started:
+            out, err = process.communicate(timeout=timeout_s)
+            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return done

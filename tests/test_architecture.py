@@ -1,0 +1,147 @@
+"""The boundaries of ARCHITECTURE.md, held by reading the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "elastic_resume"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# Imports go from a later layer to an earlier one, or stay within a part of one.
+LAYERS = [
+    ["errors", "contract"],
+    ["failpoints", "events", "policy", "rendezvous", "cluster"],
+    ["config", "store"],
+    ["worker", "agent"],
+    ["faults", "report"],
+    ["cli", "testing"],
+]
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+MAY_IMPORT_TORCH = {"worker", "agent/elastic.py", "agent/zygote.py"}
+PURE = ["policy", "rendezvous/core.py", "rendezvous/quorum.py"]
+MAX_FUNCTION_LINES = 70
+MAX_MODULE_LINES = 400
+
+
+def relative(path: Path) -> str:
+    """Name a file as ARCHITECTURE.md does."""
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def part_of(path: Path) -> str:
+    """The part of the package a file belongs to: its folder, or its own name."""
+    return relative(path).split("/")[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Each module that a file imports, wherever it does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_imports_go_in_one_direction(path: Path) -> None:
+    """A part knows only what lies below it; worker and agent do not know each other."""
+    own = part_of(path)
+    if own in {"__init__", "__main__"}:
+        return
+    for name in imports(path):
+        match = re.match(r"elastic_resume\.(\w+)", name)
+        if match is None or match[1] not in LEVEL or match[1] == own:
+            continue
+        assert LEVEL[match[1]] <= LEVEL[own], f"{relative(path)} imports {name}, which lies above it"
+        assert {own, match[1]} != {"agent", "worker"}, f"{relative(path)}: agent and worker meet in contract"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_torch_is_imported_only_where_training_or_torchelastic_is(path: Path) -> None:
+    """`elastic-resume ls` and `verify` answer at once, on machines without torch too."""
+    if part_of(path) in MAY_IMPORT_TORCH or relative(path) in MAY_IMPORT_TORCH:
+        return
+    assert not [name for name in imports(path) if name.split(".")[0] == "torch"]
+
+
+def test_one_module_touches_torchelastic() -> None:
+    """Public extension points only, and in one place."""
+    users = {relative(p) for p in SOURCES for name in imports(p) if "distributed.elastic" in name}
+    assert users <= {"agent/elastic.py"}
+    text = (PACKAGE / "agent" / "elastic.py").read_text()
+    assert "LocalElasticAgent" not in text
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if relative(p).startswith(tuple(PURE))], ids=relative)
+def test_decisions_are_pure(path: Path) -> None:
+    """No clock, file, socket, process or chance."""
+    forbidden = {
+        "time",
+        "os",
+        "io",
+        "socket",
+        "asyncio",
+        "random",
+        "subprocess",
+        "threading",
+        "pathlib",
+        "secrets",
+    }
+    assert not [name for name in imports(path) if name.split(".")[0] in forbidden]
+
+
+def test_only_durable_makes_things_durable() -> None:
+    """fsync, rename and removal of checkpoints go through one module."""
+    for path in SOURCES:
+        if relative(path) in {"store/durable.py", "faults/lab.py"}:
+            continue
+        calls = re.findall(
+            r"os\.(fsync|rename|replace|unlink|rmdir|remove)\(|shutil\.(?:rmtree|move)\(", path.read_text()
+        )
+        assert not calls, f"{relative(path)} calls {calls}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_nothing_is_unpickled_or_executed(path: Path) -> None:
+    """Nothing received from network or disk is code."""
+    text = path.read_text()
+    for word in (
+        r"\bpickle\b",
+        r"torch\.load\(",
+        r"broadcast_object",
+        r"all_gather_object",
+        r"\beval\(",
+        r"\bexec\(",
+    ):
+        assert not re.search(word, re.sub(r'"""[\s\S]*?"""|#.*', "", text)), f"{relative(path)}: {word}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_functions_fit_a_screen_and_modules_have_one_idea(path: Path) -> None:
+    """At most 70 lines and 400."""
+    text = path.read_text()
+    assert text.count("\n") <= MAX_MODULE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            documented = ast.get_docstring(node, clean=False) or ""
+            lines = (node.end_lineno or 0) - node.lineno + 1 - documented.count("\n")
+            assert lines <= MAX_FUNCTION_LINES, (
+                f"{relative(path)}:{node.lineno} {node.name} has {lines} lines"
+            )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_every_module_says_what_it_is_and_no_name_says_nothing(path: Path) -> None:
+    """A docstring at the top; no utils, helpers, Manager or Handler of our own."""
+    assert ast.get_docstring(ast.parse(path.read_text()))
+    assert not re.search(r"utils|helpers|common|misc|base", path.name)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            assert not re.search(r"Manager$|Handler$|Helper$|Util", node.name)

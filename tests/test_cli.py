@@ -1,0 +1,80 @@
+"""The command line: what is refused before anything starts, and what is shown."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_resume import cli
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--kepe", "3", "train.py"], "unknown flag --kepe. Did you mean --keep"),
+        (["--nproc-per-nod=2", "x", "train.py"], None),  # an unambiguous prefix is a flag, as for torchrun
+        (["nowhere.py"], "there is no training script 'nowhere.py' in "),
+        (["-m", "nowhere.train"], "there is no module 'nowhere' in "),
+        (["--no-python", "./nowhere"], "there is no program './nowhere'"),
+        (["--keep", "1", "train.py"], "a copy that turns out corrupt leaves nothing to resume from"),
+        (["--keep", "many", "train.py"], "keep is 'many'"),
+        (["--rdzv-id", "a/b", "train.py"], "run id 'a/b' cannot be the name of a directory"),
+        (["--node-name", "a b", "train.py"], "node name 'a b' cannot be the name of a directory"),
+        (["--save-every", "often", "train.py"], "save-every is 'often'"),
+        (["--resume", "atuo", "train.py"], "Did you mean auto"),
+        (["--nnodes", "2", "train.py"], "--rdzv-endpoint HOST:PORT"),
+        (["--nnodes", "2", "--standalone", "train.py"], "--standalone means one node"),
+        (["--nnodes", "x", "--rdzv-endpoint", "h:1", "train.py"], "x"),
+        (["--nnodes", "3:2", "--rdzv-endpoint", "h:1", "train.py"], "min_nodes"),
+        (["--nproc-per-node", "some", "train.py"], "some"),
+        (["--max-restarts", "-1", "train.py"], "max_restarts must be"),
+        (["--config", "wrong.yaml", "train.py"], "wrong.yaml:1: unknown key 'kep'. Did you mean keep"),
+        ([], "training_script"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_1(
+    words: list[str], said: str | None, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """And nothing is made on disk."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "wrong.yaml").write_text("kep: 3\n")
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(["run", *words]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("elastic-resume: error: ")
+    assert (said or "") in err
+    assert len(err.splitlines()) <= 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_unknown_command_is_refused(capsys: Any) -> None:
+    """With the same exit code."""
+    assert cli.main(["rnu"]) == 1
+    assert "invalid choice: 'rnu'" in capsys.readouterr().err
+
+
+def test_help_shows_our_flags_beside_torchruns(capsys: Any) -> None:
+    """In a group of their own."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "elastic_resume:" in out
+    for flag in ("--save-every", "--nproc-per-node", "--rdzv-endpoint", "--node-name"):
+        assert flag in out
+
+
+def test_only_run_imports_torch() -> None:
+    """The other commands answer at once."""
+    code = (
+        "import sys; from elastic_resume import cli\n"
+        "try: cli.main(['--version'])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout.split()[0]) == (0, "elastic-resume")

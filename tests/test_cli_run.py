@@ -1,0 +1,340 @@
+"""``elastic-resume run`` with real agents, workers and signals.
+
+The training scripts do not import torch: what is tested here is the agent, and torchelastic does not ask
+its workers to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastic_resume import events
+
+pytestmark = pytest.mark.cluster
+
+RUN = [sys.executable, "-m", "elastic_resume", "run"]
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+    """Wait until ``condition`` is true; its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        time.sleep(0.02)
+    return value
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Agents:
+    """Agents in one directory, each with its output in a file; none outlives the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def script(self, text: str, name: str = "train.py") -> str:
+        """Write a training script."""
+        (self.directory / name).write_text(text)
+        return name
+
+    def start(self, *words: str, node: str = "a", **environ: str) -> subprocess.Popen[bytes]:
+        """Start one agent."""
+        with open(self.directory / f"{node}.log", "ab") as output:
+            process = subprocess.Popen(
+                [*RUN, "--node-name", node, *words],
+                cwd=self.directory,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environ},
+            )
+        self.started.append(process)
+        return process
+
+    def run(self, *words: str, **environ: str) -> tuple[int, str]:
+        """Run one agent to its end: exit code and output."""
+        code = self.start(*words, **environ).wait(120)
+        return code, self.log()
+
+    def log(self, node: str = "a") -> str:
+        """What an agent and its workers have printed."""
+        return (self.directory / f"{node}.log").read_text()
+
+    def events(self, kind: str, node: str = "a", run_id: str = "train") -> list[events.Event]:
+        """Events of one node."""
+        path = self.directory / "checkpoints" / run_id / node / "events.jsonl"
+        return [event for event in events.read(path) if event["event"] == kind]
+
+    def pids(self, prefix: str) -> list[int]:
+        """Processes that left a file ``PREFIX-PID``."""
+        return [int(path.name.rpartition("-")[2]) for path in self.directory.glob(f"{prefix}-*")]
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    """A directory for agents to run in."""
+    found = Agents(tmp_path)
+    yield found
+    for process in found.started:
+        process.kill()
+        process.wait()
+
+
+# Says that it is there, then waits until the test makes a file.
+WAITS = """
+import os, pathlib, signal, subprocess, sys, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+pathlib.Path(f"child-{child.pid}").touch()
+pathlib.Path(f"worker-{os.environ['ELASTIC_RESUME_NODE_NAME']}-{os.getpid()}").touch()
+while not os.path.exists("finish"):
+    time.sleep(0.02)
+"""
+
+
+# ---- whole jobs ----------------------------------------------------------------------------------------
+
+
+def test_torchruns_flags_keep_their_meaning(agents: Agents) -> None:
+    """Several ranks, macros, -m, log files, tee, error files, a range of restarts."""
+    agents.script(
+        "import os, sys\n"
+        "print('out', os.environ['RANK'], os.environ['TORCHELASTIC_MAX_RESTARTS'], sys.argv[1:])\n"
+        "print('err', os.environ['TORCHELASTIC_ERROR_FILE'], file=sys.stderr)\n"
+    )
+    flags = ["--nproc-per-node=2", "--log-dir=logs", "--tee=3", "--max-restarts=7"]
+    code, log = agents.run(*flags, "-m", "train", "local=${local_rank}", "$x", OMP_NUM_THREADS="1")
+    assert code == 0, log
+    logs = agents.directory / "logs"
+    for rank in (0, 1):
+        line = f"out {rank} 7 ['local={rank}', '$x']"
+        assert f"[default{rank}]:{line}" in log
+        assert [line] == [p.read_text().strip() for p in logs.glob(f"*/attempt_0/{rank}/stdout.log")]
+        (err,) = logs.glob(f"*/attempt_0/{rank}/stderr.log")
+        assert err.read_text().strip() == f"err {err.with_name('error.json').relative_to(agents.directory)}"
+
+
+def test_a_program_that_is_not_python(agents: Agents) -> None:
+    """--no-python, and --virtual-local-rank, under which the true local rank has a variable of its own."""
+    sh = shutil.which("sh") or "/bin/sh"
+    script = "echo got $RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES $ELASTIC_RESUME_LOCAL_RANK"
+    code, log = agents.run("--nproc-per-node=2", "--virtual-local-rank", "--no-python", sh, "-c", script)
+    assert code == 0, log
+    assert {"got 0 0 0 0", "got 1 0 1 1"} <= set(log.splitlines())
+
+
+def test_run_path_runs_without_a_stub(agents: Agents) -> None:
+    """There the command is a function, and torchelastic starts it by itself."""
+    script = agents.script("import os; print('ran', os.environ['RANK'])")
+    code, log = agents.run("--run-path", str(agents.directory / script))
+    assert code == 0, log
+    assert "ran 0" in log
+
+
+def test_the_file_of_flags_is_used(agents: Agents) -> None:
+    """As flags would be."""
+    agents.script("import os; print('env', os.environ['WORLD_SIZE'], os.environ['ELASTIC_RESUME_KEEP'])")
+    (agents.directory / "f.yaml").write_text("nproc_per_node: 2\nkeep: 4\nckpt-dir: elsewhere\n")
+    code, log = agents.run("--config", "f.yaml", "train.py", PET_NPROC_PER_NODE="3", ELASTIC_RESUME_KEEP="9")
+    assert code == 0, log
+    assert log.count("env 2 4") == 2
+    assert (agents.directory / "elsewhere" / "train" / "a" / "events.jsonl").exists()
+
+
+def test_three_failed_starts_end_the_job(agents: Agents) -> None:
+    """With one line that says who failed and how; exit code 1."""
+    agents.script("import sys; sys.exit(9)")
+    code, log = agents.run("train.py")
+    assert code == 1
+    last = log.strip().splitlines()[-1]
+    assert "3 starts in a row failed without progress" in last
+    assert "rank 0 ended with exit code 9" in last
+    assert len(agents.events("round")) == 3
+    (end,) = agents.events("agent-end")
+    assert (end["outcome"], end["exit_code"]) == ("failed", 1)
+
+
+def test_max_restarts_keeps_its_meaning(agents: Agents) -> None:
+    """One restart, though the policy would have allowed two."""
+    agents.script("import os; os.kill(os.getpid(), 9)")
+    code, log = agents.run("--max-restarts", "1", "train.py")
+    assert code == 1
+    assert len(agents.events("round")) == 2
+    assert "rank 0 was killed by SIGKILL" in log.strip().splitlines()[-1]
+    assert "Traceback" not in log
+
+
+FAULTY = """
+import json, os, sys, time
+event = dict(t=time.time(), event="failure", node="a", pid=os.getpid(), generation=1, rank=0, step=0,
+             type="MismatchError", message="fc.weight is (3,) and was (4,)", frame="train.py:9",
+             at_fault=True)
+with open(os.environ["ELASTIC_RESUME_EVENTS_PATH"], "a") as file:
+    file.write(json.dumps(event) + chr(10))
+sys.exit(1)
+"""
+
+
+def test_an_error_of_the_jobs_own_ends_it_at_once(agents: Agents) -> None:
+    """A restart would meet it again."""
+    agents.script(FAULTY)
+    code, log = agents.run("train.py")
+    assert code == 1
+    assert len(agents.events("round")) == 1
+    assert "MismatchError: fc.weight is (3,) and was (4,) (train.py:9)" in log.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_agent_stops_its_workers(agents: Agents, number: signal.Signals) -> None:
+    """Exit code 128 + signal, and nothing is left."""
+    agents.script(WAITS)
+    agent = agents.start("--nproc-per-node=2", "train.py")
+    pids = wait_for(lambda: len(agents.pids("worker")) == 2 and agents.pids("worker"), "two workers")
+    agent.send_signal(number)
+    assert agent.wait(60) == 128 + number
+    wait_for(lambda: not any(map(alive, [*pids, *agents.pids("child")])), "workers and children to die")
+    (end,) = agents.events("agent-end")
+    assert (end["outcome"], end["exit_code"]) == ("signalled", 128 + number)
+
+
+def test_a_signal_while_no_world_is_formed_ends_the_agent(agents: Agents) -> None:
+    """A rendezvous may wait for minutes; the agent still ends in order."""
+    agents.script(WAITS)
+    agent = agents.start("--nnodes=2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "train.py")
+    wait_for(lambda: agents.events("agent-start"), "the agent to start")
+    time.sleep(0.5)  # nothing tells that it is inside the rendezvous; too early is tested as well
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(60) == 143
+    assert agents.events("agent-end")[0]["outcome"] == "signalled"
+
+
+def test_an_agent_that_is_killed_leaves_no_process(agents: Agents) -> None:
+    """Neither stub nor worker nor the worker's child, though that one left the session."""
+    agents.script(WAITS)
+    agent = agents.start("--nproc-per-node=2", "train.py")
+    wait_for(lambda: len(agents.pids("worker")) == 2, "two workers")
+    tree = [process.pid for process in psutil.Process(agent.pid).children(recursive=True)]
+    assert set(agents.pids("worker") + agents.pids("child")) < set(tree)
+    agent.kill()
+    wait_for(lambda: not any(map(alive, tree)), "all to die")
+
+
+def test_a_second_agent_under_the_same_name_names_the_first(agents: Agents) -> None:
+    """And the first goes on."""
+    agents.script(WAITS)
+    first = agents.start("train.py")
+    wait_for(lambda: agents.pids("worker"), "a worker")
+    second = subprocess.run(
+        [*RUN, "--node-name", "a", "train.py"],
+        cwd=agents.directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert second.returncode == 1
+    assert f"is held by process {first.pid} " in second.stderr
+    assert len(second.stderr.splitlines()) == 1
+    (agents.directory / "finish").touch()
+    assert first.wait(60) == 0
+
+
+# ---- two nodes -----------------------------------------------------------------------------------------
+
+
+def start_two(agents: Agents, port: int | None = None) -> list[subprocess.Popen[bytes]]:
+    """Two agents as two nodes of one job."""
+    meet = f"127.0.0.1:{port or free_port()}"
+    return [
+        agents.start(
+            "--nnodes=2",
+            "--rdzv-endpoint",
+            meet,
+            "--local-addr",
+            f"127.0.0.{i + 1}",
+            "train.py",
+            node=node,
+        )
+        for i, node in enumerate("ab")
+    ]
+
+
+def test_two_nodes_go_on_after_a_worker_is_killed(agents: Agents) -> None:
+    """Both restart, for the killed one and for the news that a node waits; both end with 0."""
+    agents.script(WAITS)
+    two = start_two(agents)
+    wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")
+    first = agents.pids("worker-b")
+    os.kill(first[0], signal.SIGKILL)
+    wait_for(lambda: len(agents.pids("worker-a")) == len(agents.pids("worker-b")) == 2, "two new workers")
+    (agents.directory / "finish").touch()
+    assert [agent.wait(60) for agent in two] == [0, 0]
+    rounds = {node: [(e["round"], e["num_nodes"]) for e in agents.events("round", node)] for node in "ab"}
+    assert rounds == {"a": [(1, 2), (2, 2)], "b": [(1, 2), (2, 2)]}
+    (killed,) = [e for e in agents.events("worker-exit", "b") if e["signal"]]
+    assert (killed["worker_pid"], killed["signal"], killed["stopped"]) == (first[0], "SIGKILL", False)
+    (stopped,) = [e for e in agents.events("worker-exit", "a") if e["round"] == 1]
+    assert stopped["stopped"] is True
+    assert "was killed by SIGKILL; starting again" in agents.log("b")
+    assert "nodes have come or gone" in agents.log("a")
+
+
+@pytest.mark.parametrize("faulty", ["a", "b"])
+def test_when_one_node_gives_up_the_other_ends_too_and_says_why(agents: Agents, faulty: str) -> None:
+    """Promptly, with exit code 1, also when the one that gives up hosts the rendezvous."""
+    agents.script(
+        f"import os\nif os.environ['ELASTIC_RESUME_NODE_NAME'] == {faulty!r}:\n    exec({FAULTY!r})\n" + WAITS
+    )
+    two = start_two(agents)
+    assert [agent.wait(60) for agent in two] == [1, 1]
+    for node in "ab":
+        last = agents.log(node).strip().splitlines()[-1]
+        assert f"node {faulty} gave up: " in last
+        assert "MismatchError: fc.weight" in last
+    wait_for(lambda: not any(map(alive, agents.pids("worker"))), "workers to die")
+    assert json.dumps(agents.events("agent-end", "a")).count("MismatchError") == 1
+
+
+def test_the_loss_of_the_rendezvous_host_is_said_and_asks_for_a_requeue(agents: Agents) -> None:
+    """The stock rendezvous cannot survive it: exit code 75, for the job is not at fault."""
+    agents.script(WAITS)
+    port = free_port()
+    two = start_two(agents, port)
+    wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")
+    listening = [
+        any(
+            c.status == psutil.CONN_LISTEN and c.laddr.port == port
+            for c in psutil.Process(p.pid).net_connections()
+        )
+        for p in two
+    ]
+    host, other = two if listening[0] else reversed(two)
+    host.kill()
+    code = other.wait(60)
+    log = agents.log("b" if other is agents.started[1] else "a")
+    assert code == 75, log
+    assert "the node that hosts it is gone" in log.strip().splitlines()[-1]

@@ -1,0 +1,277 @@
+"""Settings: where each value comes from, and what a wrong one is answered with."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_resume import config, contract
+from elastic_resume.cluster import node
+from elastic_resume.config import Settings
+from elastic_resume.errors import ConfigError
+from elastic_resume.policy.cadence import SaveEvery
+
+
+class _Env(argparse.Action):
+    """As torch.distributed.argparse_util.env: the default comes from PET_*; here from a fixed table."""
+
+    environ: dict[str, str] = {"role": "from-environment", "standalone": "1"}  # noqa: RUF012
+
+    def __init__(self, dest: str, default: Any = None, **kwargs: Any) -> None:
+        super().__init__(dest=dest, default=self.environ.get(dest, default), **kwargs)
+
+    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _option: Any = None) -> None:
+        setattr(namespace, self.dest, True if self.nargs == 0 else values)
+
+
+def make_parser() -> config.Parser:
+    """A parser shaped as torchrun's, with our flags."""
+    parser = config.Parser(prog="elastic-resume run")
+    parser.add_argument("--nnodes", action=_Env, default="1:1")
+    parser.add_argument("--role", action=_Env, default="default")
+    parser.add_argument("--rdzv-id", "--rdzv_id", action=_Env, default="none")
+    parser.add_argument("--max-restarts", "--max_restarts", action=_Env, type=int, default=0)
+    parser.add_argument("--start-method", action=_Env, choices=["spawn", "fork"], default="spawn")
+    parser.add_argument("--standalone", action=_Env, nargs=0, default=False)
+    parser.add_argument("-m", "--module", action=_Env, nargs=0, default=False)
+    parser.add_argument("--duplicate-stdout-filters", type=lambda text: text.split(","), default=[])
+    parser.add_argument("training_script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    config.add_flags(parser)
+    return parser
+
+
+def parse(tmp_path: Path, yaml: str | None, *words: str) -> tuple[argparse.Namespace, set[str]]:
+    """Parse a command line with a file of the given text."""
+    if yaml is not None:
+        (tmp_path / "f.yaml").write_text(yaml)
+        words = ("--config", str(tmp_path / "f.yaml"), *words)
+    return config.parse_layers(make_parser(), [*words, "train.py", "--keep", "of-the-script"])
+
+
+def settings_of(tmp_path: Path, yaml: str | None, *words: str, **environ: str) -> Settings:
+    """Settings of a command line, a file and an environment."""
+    return Settings.for_agent(parse(tmp_path, yaml, *words)[0], environ)
+
+
+# ---- precedence ----------------------------------------------------------------------------------------
+
+
+def test_flags_beat_the_file_and_the_file_beats_the_environment(tmp_path: Path) -> None:
+    """One value from each layer, each beaten by the one above it."""
+    yaml = "keep: 5\nsave-every: 30s\n"
+    environ = {"ELASTIC_RESUME_KEEP": "7", "ELASTIC_RESUME_SAVE_EVERY": "9", "ELASTIC_RESUME_RESUME": "must"}
+    found = settings_of(tmp_path, yaml, "--keep", "4", **environ)
+    assert (found.keep, str(found.save_every), found.resume) == (4, "30s", "must")
+
+
+def test_the_file_beats_what_torchruns_flags_read_from_the_environment(tmp_path: Path) -> None:
+    """PET_ROLE and PET_STANDALONE are defaults of torchrun's parser; the file wins, false included."""
+    assert parse(tmp_path, None)[0].role == "from-environment"
+    args, given = parse(tmp_path, "role: from-file\nstandalone: false\n")
+    assert (args.role, args.standalone) == ("from-file", False)
+    assert {"role", "standalone"} <= given
+
+
+def test_a_range_of_nodes_in_the_file_is_not_a_number_of_base_60(tmp_path: Path) -> None:
+    """YAML 1.1 reads 1:3 as 63."""
+    assert parse(tmp_path, "nnodes: 1:3\n")[0].nnodes == "1:3"
+
+
+def test_dashes_and_underscores_are_the_same_in_the_file(tmp_path: Path) -> None:
+    """As they are on the command line; and types are the flags' own."""
+    args, _ = parse(tmp_path, "ckpt_dir: /x\nmax_restarts: 3\nduplicate-stdout-filters: [a, b]\n")
+    assert (args.ckpt_dir, args.max_restarts, args.duplicate_stdout_filters) == ("/x", 3, ["a", "b"])
+
+
+def test_what_follows_the_script_belongs_to_the_script(tmp_path: Path) -> None:
+    """--keep after the script is none of our business."""
+    args, given = parse(tmp_path, None)
+    assert args.training_script_args == ["--keep", "of-the-script"]
+    assert "keep" not in given
+
+
+# ---- the file's errors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("yaml", "said"),
+    [
+        ("kep: 3\n", r"f.yaml:1: unknown key 'kep'. Did you mean keep"),
+        ("keep: 3\nsave-evry: 3\n", r"f.yaml:2: unknown key 'save-evry'. Did you mean save-every"),
+        ("config: other.yaml\n", "unknown key 'config'"),
+        ("ckpt-dir: a\nckpt_dir: b\n", "f.yaml:2: 'ckpt_dir' is given twice"),
+        ("max-restarts: many\n", "max-restarts is 'many', which is no int"),
+        ("start-method: thread\n", "start-method is 'thread': choose spawn, fork"),
+        ("standalone: 3\n", "standalone must be true or false"),
+        ("keep: [2, 3]\n", "keep must be one value"),
+        ("keep: {a: 1}\n", "keep must be one value"),
+        ("keep:\n", "keep must be one value"),
+        ("keep: true\n", "keep is a truth value"),
+        ("- keep\n", "must hold lines of the form NAME: VALUE"),
+        ("keep: 3: 4\n", "is not YAML"),
+        ("keep: !!python/object/apply:os.system ['true']\n", "keep must be one value"),
+        ("role: " + "x" * 70_000, "larger than 65536 bytes"),
+    ],
+)
+def test_a_wrong_file_is_an_error_that_says_where(tmp_path: Path, yaml: str, said: str) -> None:
+    """Each in one or two lines, with the key."""
+    with pytest.raises(ConfigError, match=said) as caught:
+        parse(tmp_path, yaml)
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    """And what the system says about it."""
+    with pytest.raises(ConfigError, match=r"nowhere.yaml: cannot be read: No such file"):
+        parse(tmp_path, None, "--config", str(tmp_path / "nowhere.yaml"))
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    """It is not an error."""
+    assert parse(tmp_path, "# nothing yet\n")[1] == {"config"}
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--kepe", r"unknown flag --kepe. Did you mean --keep"),
+        ("--save-evry=3", r"unknown flag --save-evry. Did you mean --save-every"),
+        ("--xyzzy", r"unknown flag --xyzzy. \(see elastic-resume run --help\)"),
+        ("--start-method=thread", "invalid choice: 'thread'"),
+    ],
+)
+def test_an_unknown_flag_is_one_line_with_near_names(tmp_path: Path, word: str, said: str) -> None:
+    """Not argparse's screenful of usage."""
+    with pytest.raises(ConfigError, match=said) as caught:
+        parse(tmp_path, None, word)
+    assert "\n" not in str(caught.value)
+
+
+# ---- values --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["1", "0", "-3"])
+def test_too_few_copies_are_refused_with_the_reason(tmp_path: Path, text: str) -> None:
+    """The one copy kept may be the one that is corrupt."""
+    with pytest.raises(ConfigError, match="turns out corrupt leaves nothing to resume from"):
+        settings_of(tmp_path, None, f"--keep={text}")
+
+
+@pytest.mark.parametrize("bad", ["a/b", "..", "-x", "", "a b", "é", "x" * 129])
+def test_a_name_that_cannot_be_a_directory_is_refused(bad: str) -> None:
+    """And what is allowed is said. An empty one counts as not given."""
+    if not bad:
+        assert Settings.for_worker({}, "t.py", run_id=bad).run_id == "t"
+        return
+    with pytest.raises(ConfigError, match="at most 128 letters, digits"):
+        Settings.for_worker({}, "t.py", run_id=bad)
+    with pytest.raises(ConfigError, match="node name"):
+        Settings.for_worker({}, "t.py", node_name=bad)
+
+
+def test_a_mode_of_resume_spelt_wrong_is_not_taken_for_a_path(tmp_path: Path, monkeypatch: Any) -> None:
+    """A bare word that is no file is an error; a path with a directory may exist on another node only."""
+    with pytest.raises(ConfigError, match="Did you mean auto"):
+        Settings.for_worker({}, "t.py", resume="atuo")
+    assert Settings.for_worker({}, "t.py", resume="/elsewhere/run").resume == "/elsewhere/run"
+    (tmp_path / "copy").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert Settings.for_worker({}, "t.py", resume="copy").resume == str(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "run_id"),
+    [
+        ((), {}, "train"),
+        (("--rdzv-id", "flag"), {"ELASTIC_RESUME_RUN_ID": "env"}, "flag"),
+        ((), {"ELASTIC_RESUME_RUN_ID": "env"}, "env"),
+        (("-m",), {}, "py"),  # a module named train.py: its last name
+    ],
+)
+def test_the_jobs_name_under_an_agent(
+    tmp_path: Path, words: tuple[str, ...], environ: dict[str, str], run_id: str
+) -> None:
+    """--rdzv-id, else the variable, else the script."""
+    assert settings_of(tmp_path, None, *words, **environ).run_id == run_id
+
+
+@pytest.mark.parametrize(
+    ("environ", "argv0", "run_id"),
+    [
+        ({}, "/x/train-v1.py", "train-v1"),
+        ({}, "/x/my pkg/__main__.py", "my-pkg"),
+        ({}, "-c", "c"),
+        ({}, "", "job"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "t.py", "t"),
+        ({"TORCHELASTIC_RUN_ID": "0f5e0f5e-0f5e-0f5e-0f5e-0f5e0f5e0f5e"}, "t.py", "t"),
+        ({"TORCHELASTIC_RUN_ID": "night-7"}, "t.py", "night-7"),
+        ({"TORCHELASTIC_RUN_ID": "night-7", "ELASTIC_RESUME_RUN_ID": "e"}, "t.py", "e"),
+    ],
+)
+def test_the_jobs_name_in_a_worker(environ: dict[str, str], argv0: str, run_id: str) -> None:
+    """A uuid that torchrun invents at each start names nothing that could be found again."""
+    assert Settings.for_worker(environ, argv0).run_id == run_id
+
+
+def test_arguments_beat_the_environment_in_a_worker() -> None:
+    """Typed values as well as text."""
+    found = Settings.for_worker(
+        {"ELASTIC_RESUME_KEEP": "5", "ELASTIC_RESUME_CKPT_DIR": "/env"},
+        "t.py",
+        keep=2,
+        save_every=SaveEvery(steps=7),
+        ckpt_dir=None,
+    )
+    assert (found.keep, found.save_every.steps, found.ckpt_dir) == (2, 7, Path("/env"))
+
+
+def test_defaults_are_valid_and_absolute() -> None:
+    """The script may change its working directory."""
+    found = Settings.for_worker({}, "t.py")
+    assert found.ckpt_dir == Path.cwd() / "checkpoints"
+    assert (found.keep, found.save_every, found.resume) == (3, SaveEvery(), "auto")
+
+
+def test_what_an_agent_decided_arrives_in_its_workers() -> None:
+    """to_env and for_worker are inverse."""
+    agent = Settings(Path("/c"), "job", "n1", SaveEvery(seconds=1.5), 4, "never")
+    assert Settings.for_worker(agent.to_env(), "other.py") == agent
+
+
+def test_an_argument_that_does_not_exist_is_refused() -> None:
+    """A setting of a later version is not ignored."""
+    with pytest.raises(ConfigError, match="no setting kepe"):
+        Settings.for_worker({}, "t.py", kepe=3)
+
+
+# ---- the node's name -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "gpu-07"}, "gpu-07"),
+        ({"KUBERNETES_SERVICE_HOST": "1", "POD_NAME": "train-2", "HOSTNAME": "h"}, "train-2"),
+        ({"KUBERNETES_SERVICE_HOST": "1", "HOSTNAME": "train-3"}, "train-3"),
+        ({"SLURMD_NODENAME": "left over from a login shell"}, node.safe_name(socket.gethostname(), "node")),
+        ({"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "_odd name!"}, "odd-name"),
+    ],
+)
+def test_the_nodes_name_is_the_schedulers(environ: dict[str, str], name: str) -> None:
+    """Else the host's, in either case made safe."""
+    assert node.default_name(environ) == name
+
+
+def test_under_an_agent_its_flags_name_the_directory_and_not_the_script() -> None:
+    """The agent holds the lock of the directory that its own flags name."""
+    environ = {contract.ENV_CKPT_DIR: "/agent", contract.ENV_RUN_ID: "job", contract.ENV_NODE_NAME: "n"}
+    given: dict[str, Any] = {"ckpt_dir": "/script", "run_id": "other", "node_name": "m", "keep": 5}
+    alone = Settings.for_worker(environ, "train.py", **given)
+    assert (str(alone.ckpt_dir), alone.run_id, alone.node_name) == ("/script", "other", "m")
+    held = Settings.for_worker({**environ, contract.ENV_AGENT_PID: "7"}, "train.py", **given)
+    assert (str(held.ckpt_dir), held.run_id, held.node_name, held.keep) == ("/agent", "job", "n", 5)

@@ -1,0 +1,212 @@
+"""Whole jobs on simulated nodes: real agents, real workers, real kills."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.testing import Cluster
+from tests import diary
+from tests.jobs.train import SAMPLES
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = Path(__file__).parent / "jobs" / "train.py"
+EPOCHS = 4
+SAVE_EVERY = 5
+Make = Callable[..., Cluster]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Make clusters that save every few steps, and stop them in the end."""
+    made: list[Cluster] = []
+
+    def build(nodes: int = 3, min_nodes: int | None = None, max_nodes: int | None = None) -> Cluster:
+        flags = ["--save-every", str(SAVE_EVERY)]
+        cluster = Cluster(tmp_path, nodes=nodes, min_nodes=min_nodes, max_nodes=max_nodes, flags=flags)
+        made.append(cluster)
+        return cluster
+
+    yield build
+    for cluster in made:
+        cluster.stop()
+
+
+def start(cluster: Cluster, **options: object) -> Path:
+    """Start the job; give the directory of its diary."""
+    kept = cluster.directory / "diary"
+    flags = {"epochs": EPOCHS, **options}
+    words = [word for key, value in flags.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    cluster.start(SCRIPT, "--diary", str(kept), *words)
+    return kept
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digest of weights and optimizer after a run of three nodes that nothing befell."""
+    with Cluster(tmp_path_factory.mktemp("undisturbed"), nodes=3, flags=["--save-every", "5"]) as cluster:
+        kept = start(cluster, step_delay=0.0)
+        assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+        return check_end(kept, world_size=3)
+
+
+def check_end(kept: Path, *, world_size: int, epochs: int = EPOCHS, batch: int = 24) -> str:
+    """Every sample once per epoch, equal weights on all ranks; give their digest."""
+    every = dict.fromkeys(range(SAMPLES), 1)
+    assert diary.samples_by_epoch(kept) == dict.fromkeys(range(epochs), every)
+    ends = diary.ends(kept)
+    assert [end["rank"] for end in ends] == list(range(world_size))
+    assert {end["world_size"] for end in ends} == {world_size}
+    assert {end["step"] for end in ends} == {epochs * SAMPLES // batch}
+    assert len({end["digest"] for end in ends}) == 1
+    return str(ends[0]["digest"])
+
+
+def test_a_killed_worker_costs_only_the_steps_since_the_last_save(make: Make, undisturbed: str) -> None:
+    """Kill -9 of one worker: same weights, bit for bit, as if nothing had happened."""
+    cluster = make()
+    kept = start(cluster)
+    cluster.wait_commit(1, 10)
+    cluster.kill_worker(1)
+    resumed = cluster.wait_generation(2)
+    assert resumed["kind"] == "checkpoint"
+    assert resumed["step"] >= 10
+    assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+    assert check_end(kept, world_size=3) == undisturbed
+    assert diary.repeated_steps(kept) <= SAVE_EVERY + 1
+    killed = [e for e in cluster.events_of(1, "worker-exit") if e["signal"] == "SIGKILL"]
+    assert killed
+
+
+def test_a_killed_node_returns_with_an_empty_disk(make: Make, undisturbed: str) -> None:
+    """Kill -9 of agent and worker of a node: the job waits for it, sends it a copy, and ends the same."""
+    cluster = make()
+    kept = start(cluster)
+    cluster.wait_commit(0, 10)
+    cluster.kill_node(2)
+    cluster.wipe(2)
+    cluster.start_node(2)
+    resumed = cluster.wait_generation(2)
+    assert resumed["lacking"] == ["n2"]
+    assert resumed["source_node"] == "n0"
+    assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+    assert check_end(kept, world_size=3) == undisturbed
+    assert any(entry.step == resumed["step"] for entry in cluster.checkpoints(2)) or cluster.events_of(
+        2, "prune"
+    )
+
+
+def test_two_nodes_go_on_without_the_third_and_take_it_back(make: Make) -> None:
+    """With --nnodes 2:3 the world shrinks when a node dies and grows when it returns, empty."""
+    cluster = make(min_nodes=2, max_nodes=3)
+    kept = start(cluster, step_delay=0.15)
+    cluster.wait(lambda: [e for e in cluster.events("resume") if e["world_size"] == 3], "a world of 3")
+    cluster.wait_commit(0, 5)
+    cluster.kill_node(2)
+    shrunk = cluster.wait(
+        lambda: [e for e in cluster.events("resume") if e["world_size"] == 2], "a world of 2"
+    )[-1]
+    assert shrunk["kind"] == "checkpoint"
+    assert shrunk["nodes"] == ["n0", "n1"]
+    cluster.wipe(2)
+    cluster.start_node(2)
+    grown = cluster.wait(
+        lambda: [
+            e
+            for e in cluster.events("resume")
+            if e["world_size"] == 3 and e["generation"] > shrunk["generation"]
+        ],
+        "a world of 3 again",
+    )[0]
+    assert grown["lacking"] == ["n2"]
+    assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+    check_end(kept, world_size=3)
+
+
+def test_damaged_copies_are_named_and_the_next_source_is_taken(make: Make, undisturbed: str) -> None:
+    """The newest copy torn on one node and bit-flipped on another: the third node's copy serves all."""
+    cluster = make()
+    kept = start(cluster)
+    for index in range(3):
+        cluster.wait_commit(index, 10)
+    cluster.stop()
+    newest = min(cluster.checkpoints(index)[0].step for index in range(3))
+    for index in range(3):
+        for entry in cluster.checkpoints(index):
+            if entry.step > newest:
+                shutil.rmtree(entry.path)
+    cluster.truncate_newest(0)
+    cluster.flip_bit_newest(1)
+    start(cluster)
+    resumed = cluster.wait_generation(2)
+    assert resumed["step"] == newest
+    assert resumed["source_node"] == "n2"
+    assert resumed["lacking"] == ["n0", "n1"]
+    reasons = {rejected["node"]: rejected["reason"] for rejected in resumed["rejected"]}
+    assert "bytes of" in reasons["n0"]
+    assert "digest" in reasons["n1"]
+    assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+    assert check_end(kept, world_size=3) == undisturbed
+    assert "rejected n1/" in cluster.output(0)
+
+
+def test_when_every_copy_is_damaged_the_job_ends_and_does_not_start_afresh(make: Make) -> None:
+    """All copies corrupt: an error that names them, exit code 1 on every node, again when asked again."""
+    cluster = make(nodes=2)
+    start(cluster)
+    for index in range(2):
+        cluster.wait_commit(index, 5)
+    cluster.stop()
+    for index in range(2):
+        for entry in cluster.checkpoints(index):
+            (entry.path / "state.safetensors").write_bytes(b"")
+    for _ in range(2):
+        start(cluster)
+        assert cluster.wait_exit() == [1, 1]
+        assert "none can be loaded" in cluster.output(0)
+        assert not [e for e in cluster.events("resume") if e["generation"] > 1]
+
+
+def test_a_whole_job_that_was_killed_goes_on_where_it_was(make: Make, undisturbed: str) -> None:
+    """Kill -9 of everything; the same command again ends with the same weights."""
+    cluster = make()
+    kept = start(cluster)
+    cluster.wait_commit(0, 20)
+    cluster.stop()
+    start(cluster)
+    assert cluster.wait_generation(2)["kind"] == "checkpoint"
+    assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+    assert check_end(kept, world_size=3) == undisturbed
+
+
+@pytest.mark.parametrize("second", [2, 4])
+def test_a_job_goes_on_with_another_number_of_nodes(make: Make, second: int) -> None:
+    """Started with 3 nodes, killed, started with fewer or more: no sample is repeated or skipped."""
+    first = make()
+    kept = start(first)
+    first.wait_commit(0, 15)
+    first.stop()
+    again = make(nodes=second)
+    start(again)
+    resumed = again.wait_generation(2)
+    assert (resumed["previous_world_size"], resumed["world_size"]) == (3, second)
+    assert resumed["lacking"] == [f"n{index}" for index in range(3, second)]
+    assert again.wait_exit() == [0] * second, again.output(0)
+    check_end(kept, world_size=second)
+
+
+def test_an_exception_is_told_with_its_first_line(make: Make, undisturbed: str) -> None:
+    """A rank that raises once costs a generation; the event names type, text and place."""
+    cluster = make()
+    kept = start(cluster, raise_at="1:12:1")
+    assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+    assert check_end(kept, world_size=3) == undisturbed
+    told = cluster.events_of(1, "failure")[0]
+    assert (told["type"], told["message"]) == ("RuntimeError", "told to fail at step 12")
+    assert "train.py" in told["frame"]
+    assert signal.SIGKILL.name not in told["message"]

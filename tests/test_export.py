@@ -1,0 +1,194 @@
+"""Plain files of tensors, opened by those who know nothing of this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from elastic_resume import contract
+from elastic_resume.cli import main
+from elastic_resume.errors import CorruptError, MachineError, UsageError
+from elastic_resume.store import checkpoint
+from elastic_resume.store.durable import Disk
+from elastic_resume.store.manifest import Manifest, Position
+from elastic_resume.worker import state
+from elastic_resume.worker.export import export
+from elastic_resume.worker.saver import capture
+from tests import store_samples
+
+
+class Net(nn.Module):
+    """Tied weights, a buffer, half precision and an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.narrow = nn.Linear(4, 3, bias=False).to(torch.bfloat16)
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.none = nn.Parameter(torch.zeros(0, 3))
+
+
+def save(node_dir: Path, step: int, **tracked: Any) -> Path:
+    """Commit a checkpoint of real objects."""
+    flat = state.flatten(tracked)
+    image = capture(flat, None)
+    position = Position(epoch=0, step_in_epoch=step, step=step, samples=step)
+    manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton)
+    node_dir.mkdir(parents=True, exist_ok=True)
+    return checkpoint.save_image(node_dir, manifest, image.memory)
+
+
+@pytest.fixture
+def net() -> Net:
+    """A model with weights of its own."""
+    torch.manual_seed(3)
+    return Net()
+
+
+@pytest.fixture
+def saved(tmp_path: Path, net: Net) -> Path:
+    """A checkpoint of a model and its optimizer after one step."""
+    optimizer = torch.optim.Adam(net.parameters())
+    net.embed.weight.grad = torch.ones_like(net.embed.weight)
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return save(tmp_path / "ckpt" / "job" / "n0", 7, model=net, optimizer=optimizer, scheduler=scheduler)
+
+
+def out(saved: Path, target: Path, **how: Any) -> None:
+    """Export with the manifest that lies beside the image."""
+    export(saved, checkpoint.quick_check(saved, None), target, **how)
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether names, types and bits agree."""
+    return one.keys() == other.keys() and all(
+        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]) for key in one
+    )
+
+
+def test_the_safetensors_package_opens_it(saved: Path, net: Net, tmp_path: Path) -> None:
+    """Names are those of state_dict; tied weights stand under both of theirs."""
+    out(saved, tmp_path / "m.safetensors")
+    loaded = safetensors.torch.load_file(tmp_path / "m.safetensors")
+    assert equal(loaded, net.state_dict())
+
+
+def test_a_plain_model_loads_it(saved: Path, net: Net, tmp_path: Path) -> None:
+    """torch.load in its safe mode; what was tied shares its memory in the file too."""
+    out(saved, tmp_path / "m.pt", file_format="torch")
+    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert loaded["embed.weight"].data_ptr() == loaded["head.weight"].data_ptr()
+    fresh = Net()
+    fresh.load_state_dict(loaded)
+    assert equal(fresh.state_dict(), net.state_dict())
+
+
+@pytest.mark.parametrize("wrapped", ["dp", "ddp"])
+def test_a_wrapped_model_loads_it(saved: Path, net: Net, tmp_path: Path, wrapped: str) -> None:
+    """DataParallel and DDP both put ``module.`` before every name."""
+    out(saved, tmp_path / "m.pt", file_format="torch", wrapped=wrapped)
+    fresh = nn.DataParallel(Net())
+    fresh.load_state_dict(torch.load(tmp_path / "m.pt", weights_only=True))
+    assert equal(fresh.module.state_dict(), net.state_dict())
+
+
+def test_an_optimizers_tensors(saved: Path, tmp_path: Path) -> None:
+    """Nested state is named by its path."""
+    out(saved, tmp_path / "o.safetensors", name="optimizer")
+    loaded = safetensors.torch.load_file(tmp_path / "o.safetensors")
+    assert set(loaded) == {"state/1/step", "state/1/exp_avg", "state/1/exp_avg_sq"}
+
+
+def test_complex_tensors(tmp_path: Path) -> None:
+    """They come back complex in a torch file; safetensors has the smaller kind only."""
+    module = nn.Module()
+    module.register_buffer("small", torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64))
+    saved = save(tmp_path / "n0", 1, model=module)
+    out(saved, tmp_path / "m.pt", file_format="torch")
+    assert equal(torch.load(tmp_path / "m.pt", weights_only=True), module.state_dict())
+    out(saved, tmp_path / "m.safetensors")
+    module.register_buffer("large", torch.tensor([1j], dtype=torch.complex128))
+    with pytest.raises(UsageError, match="large: safetensors has no complex128; use --format torch"):
+        out(save(tmp_path / "n0", 2, model=module), tmp_path / "n.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("ema", "is not in this checkpoint"), ("scheduler", "holds no tensor")]
+)
+def test_an_object_that_cannot_be_exported(saved: Path, tmp_path: Path, name: str, why: str) -> None:
+    """The error lists those that can."""
+    with pytest.raises(UsageError, match=f"{why}; objects with tensors: model, optimizer"):
+        out(saved, tmp_path / "m.pt", name=name)
+    assert not (tmp_path / "m.pt").exists()
+
+
+def test_a_file_that_exists_is_not_replaced(saved: Path, tmp_path: Path) -> None:
+    """Unless that is asked for."""
+    target = tmp_path / "m.pt"
+    target.write_text("mine")
+    with pytest.raises(UsageError, match="--force"):
+        out(saved, target)
+    assert target.read_text() == "mine"
+    out(saved, target, force=True)
+    assert safetensors.torch.load_file(target)
+    with pytest.raises(UsageError, match="is a directory"):
+        out(saved, tmp_path, force=True)
+
+
+def test_corrupt_bytes_are_never_exported(saved: Path, tmp_path: Path) -> None:
+    """The digest is checked before a byte is written."""
+    store_samples.flip(saved / contract.STATE_FILE, -5)
+    with pytest.raises(CorruptError, match="digest"):
+        out(saved, tmp_path / "m.safetensors")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+@pytest.mark.parametrize("file_format", ["safetensors", "torch"])
+@pytest.mark.parametrize("operation", ["write", "sync_file", "rename"])
+def test_a_disk_that_fails_leaves_nothing(
+    saved: Path, tmp_path: Path, operation: str, file_format: str
+) -> None:
+    """The old file stays, and no temporary one."""
+
+    def refuse(*_: object) -> None:
+        raise MachineError("no space left")
+
+    disk = Disk()
+    setattr(disk, operation, refuse)
+    target = tmp_path / "out" / "m"
+    target.parent.mkdir()
+    target.write_text("old")
+    with pytest.raises(MachineError):
+        out(saved, target, force=True, disk=disk, file_format=file_format)
+    assert [path.name for path in target.parent.iterdir()] == ["m"]
+    assert target.read_text() == "old"
+
+
+def test_the_newest_valid_copy_of_a_run_is_taken(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which one it was is said, and which ones were not fit."""
+    newer = save(saved.parent.parent / "n1", 9, model=Net())
+    store_samples.flip(newer / contract.STATE_FILE, -5)
+    torn = save(saved.parent, 8, model=Net())
+    (torn / contract.STATE_FILE).write_bytes(b"")
+    assert main(["export", str(saved.parent.parent), str(tmp_path / "m.pth")]) == 0
+    told = capsys.readouterr()
+    assert f"model of {saved} (generation 1, step 7," in told.out
+    assert "not used:" in told.err
+    assert "digest" in told.err
+    assert torch.load(tmp_path / "m.pth", weights_only=True)
+
+
+def test_nothing_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, exit code 1."""
+    assert main(["export", str(tmp_path), str(tmp_path / "m.pt")]) == 1
+    assert "holds no valid checkpoint" in capsys.readouterr().err

@@ -1,0 +1,201 @@
+"""`ls` and `verify` on whatever a directory may hold."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from elastic_resume import contract
+from elastic_resume.cli import main
+from elastic_resume.errors import UsageError
+from elastic_resume.report import checkpoints, places
+from elastic_resume.report.text import WIDTH
+from elastic_resume.store.catalog import Catalog
+from tests import store_samples
+from tests.store_samples import RUN
+
+NOW = 1_700_000_060.5  # a minute after the samples were written
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two nodes of one run: a with three checkpoints, one of which is torn, and b with one."""
+    base = tmp_path / "ckpt"
+    for node, steps in (("node-a", (5, 10, 15)), ("node-b", (10,))):
+        (base / RUN / node).mkdir(parents=True)
+        for step in steps:
+            store_samples.save(base / RUN / node, step=step)
+    os.truncate(base / RUN / "node-a" / "g000001-s0000000015" / contract.STATE_FILE, 7)
+    return base
+
+
+def listed(path: Path) -> list[list[str]]:
+    """The rows of `ls`, cut into cells."""
+    return [re.split(r"\s{2,}", line.strip()) for line in checkpoints.ls(places.find(path), NOW).splitlines()]
+
+
+def test_ls_shows_every_checkpoint_with_its_verdict(root: Path) -> None:
+    """Newest first for each node; what is not valid says why."""
+    assert listed(root) == [
+        [f"run {RUN}"],
+        ["node", "gen", "step", "world", "size", "age", "valid"],
+        ["node-a", "1", "15", *listed(root)[2][3:5], listed(root)[2][5], listed(root)[2][6]],
+        ["node-a", "1", "10", "2", "8.98 kB", "60 s", "yes"],
+        ["node-a", "1", "5", "2", "8.98 kB", "60 s", "yes"],
+        ["node-b", "1", "10", "2", "8.98 kB", "60 s", "yes"],
+    ]
+    assert listed(root)[2][6].startswith("NO: state.safetensors has 7 bytes of ")
+
+
+@pytest.mark.parametrize(("level", "below"), [("root", "."), ("run", RUN), ("node", f"{RUN}/node-a")])
+def test_any_level_of_the_tree_may_be_given(root: Path, level: str, below: str) -> None:
+    """Root, run and node are told apart by what is in them."""
+    found = places.find(root / below)
+    assert found.level == level
+    assert "node-a" in {item.node for item in checkpoints.items(found)}
+
+
+def test_several_runs_get_a_table_each(root: Path) -> None:
+    """All run ids under the root."""
+    (root / "other" / "node-c").mkdir(parents=True)
+    store_samples.save(root / "other" / "node-c", step=3)
+    text = checkpoints.ls(places.find(root), NOW)
+    assert text.index("run other") < text.index(f"run {RUN}")
+    # Its manifest is one of run-1: a job named `other` would refuse it.
+    assert "NO: belongs to the run 'run-1', not to 'other'" in text
+
+
+def test_a_copied_node_directory_may_stand_anywhere(root: Path, tmp_path: Path) -> None:
+    """A backup under another name is valid: nobody resumes there."""
+    backup = tmp_path / "backup"
+    (root / RUN / "node-b").rename(backup)
+    assert [item.state for item in checkpoints.items(places.find(backup))] == ["valid"]
+
+
+def test_quarantined_copies_are_listed_with_their_reason(root: Path) -> None:
+    """They are no longer checkpoints, and somebody wants to know why."""
+    node = root / RUN / "node-a"
+    bad = node / "g000001-s0000000015"
+    Catalog(node, RUN).quarantine(bad, f"{bad}: state.safetensors is torn.")
+    item = list(checkpoints.items(places.find(node)))[-1]
+    assert (item.state, item.step, item.reason) == ("quarantined", 15, "state.safetensors is torn")
+    assert listed(node)[-1][-1] == "quarantined: state.safetensors is torn"
+
+
+def test_an_unfinished_write_is_mentioned(root: Path) -> None:
+    """A temporary directory is no checkpoint and no cause for alarm."""
+    (root / RUN / "node-b" / ".tmp-g000001-s0000000011-1-00000000").mkdir()
+    assert "1 unfinished write:" in checkpoints.ls(places.find(root), NOW)
+
+
+def test_a_deep_check_finds_what_a_quick_one_cannot(root: Path) -> None:
+    """A flipped bit keeps every size."""
+    node = root / RUN / "node-b"
+    store_samples.flip(node / "g000001-s0000000010" / contract.STATE_FILE, -3)
+    assert [item.state for item in checkpoints.items(places.find(node))] == ["valid"]
+    (item,) = checkpoints.items(places.find(node), deep=True)
+    assert item.state == "bad"
+    assert "do not match their digest" in item.reason
+
+
+def test_one_checkpoint_by_its_path(root: Path) -> None:
+    """Good or bad, it is told."""
+    node = root / RUN / "node-a"
+    (good,) = checkpoints.items(places.find(node / "g000001-s0000000010"))
+    (bad,) = checkpoints.items(places.find(node / "g000001-s0000000015"))
+    assert (good.state, good.node, good.run) == ("valid", "node-a", RUN)
+    assert (bad.state, bad.step) == ("bad", 15)
+
+
+@pytest.mark.parametrize("deep", [[], ["--deep"]])
+def test_verify_exits_1_when_something_is_bad(
+    root: Path, capsys: pytest.CaptureFixture[str], deep: list[str]
+) -> None:
+    """Each checkpoint gets a line; the exit code is for scripts."""
+    assert main(["verify", *deep, str(root)]) == 1
+    out = capsys.readouterr().out
+    assert "ok   run-1/node-a/g000001-s0000000010" in out
+    assert "BAD  run-1/node-a/g000001-s0000000015: state.safetensors has 7 bytes" in out
+    assert "3 valid, 1 bad" in out
+    assert main(["verify", *deep, str(root / RUN / "node-b")]) == 0
+
+
+def test_verify_of_nothing_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistyped path must not look like a verified one."""
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "no checkpoints here" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "typo")]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_what_is_quarantined_is_no_failure(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has been dealt with; else a directory would stay bad for ever."""
+    node = root / RUN / "node-a"
+    Catalog(node, RUN).quarantine(node / "g000001-s0000000015", "torn")
+    assert main(["verify", str(root)]) == 0
+    assert "aside run-1/node-a/quarantine/g000001-s0000000015: torn" in capsys.readouterr().out
+
+
+def test_odd_contents_do_no_harm(root: Path) -> None:
+    """Files, links, pipes and foreign directories where others were expected: told, or passed over."""
+    node = root / RUN / "node-a"
+    (node / "g000002-s0000000001").mkdir()
+    (node / "g000002-s0000000002").write_text("a file")
+    (node / "g000002-s0000000003").symlink_to(node)
+    odd = node / "g000002-s0000000004"
+    odd.mkdir()
+    (odd / contract.MANIFEST_FILE).write_bytes(Random(1).randbytes(500))
+    os.mkfifo(odd / contract.STATE_FILE)
+    loop = root / RUN / "loop"
+    loop.symlink_to(loop)
+    (root / "notes.txt").write_text("hello")
+    (root / "empty").mkdir()
+    (root / RUN / "\x1b[2J").mkdir()
+    (node / "quarantine").write_text("a file")
+    found = {item.path.name: item for item in checkpoints.items(places.find(root)) if item.generation == 2}
+    assert set(found) == {"g000002-s0000000001", "g000002-s0000000004"}
+    assert found["g000002-s0000000001"].reason == "manifest.json is missing"
+    assert found["g000002-s0000000004"].reason == "manifest: not JSON"
+    assert all(len(line) <= WIDTH for line in checkpoints.ls(places.find(root), NOW).splitlines())
+
+
+@pytest.mark.parametrize("path", ["", "typo", "file", "loop", "nul\0"])
+def test_a_path_that_is_no_directory(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line that says what is wrong, except for the empty path, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    if path:
+        with pytest.raises(UsageError, match=re.escape(path.rstrip("\0"))):
+            places.find(tmp_path / path)
+    else:
+        assert places.find(Path(path)).places == ()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without rights")
+@pytest.mark.parametrize("mode", [0o000, 0o600, 0o400])
+def test_what_may_not_be_read_is_told(root: Path, mode: int) -> None:
+    """Another user's directory: a line with the reason, and exit code 1."""
+    for path in [root, *root.parents[:4]]:
+        path.chmod(0o755)
+    (root / RUN / "node-a").chmod(mode)
+    code = (
+        "import contextlib, io, os, sys\n"
+        "from elastic_resume.cli import main\n"
+        # Python itself may lie where that user cannot read: import everything before.
+        f"with contextlib.redirect_stdout(io.StringIO()): main(['verify', {str(root / RUN / 'node-b')!r}])\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        f"main(['ls', {str(root)!r}]); sys.exit(main(['verify', {str(root)!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "node-a" in done.stdout
+    assert "Permission denied" in done.stdout
+    assert "node-b/g000001-s0000000010" in done.stdout
+    assert not done.stderr

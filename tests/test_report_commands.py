@@ -1,0 +1,104 @@
+"""The commands that look at a run, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import contract
+from elastic_resume.cli import main
+from elastic_resume.events import EventLog
+from tests import store_samples
+from tests.store_samples import RUN
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A run of two nodes that is done, with a checkpoint on each."""
+    base = tmp_path / "ckpt"
+    for rank, node in enumerate(("node-a", "node-b")):
+        node_dir = base / RUN / node
+        node_dir.mkdir(parents=True)
+        store_samples.save(node_dir, step=10)
+        log = EventLog(node_dir / contract.EVENTS_FILE, node=node, rank=rank)
+        about = {"generation": 1, "world_size": 2}
+        log.write("worker-start", step=0, **about)
+        if rank == 0:
+            log.write("resume", step=0, kind="cold", nodes=["node-a", "node-b"], lost_steps=0, **about)
+        log.write("step", step=1, **about)
+        log.write("run-end", step=10, **about)
+        log.close()
+    return base
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """``python -m elastic_resume``."""
+    command = [sys.executable, "-m", "elastic_resume", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("below", [".", RUN])
+def test_report_from_the_command_line(root: Path, below: str) -> None:
+    """The table for a person."""
+    done = run("report", str(root / below))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].split() == ["1", "node-a", "node-b", "2", "1-10", "finished", "-", "-"]
+
+
+def test_report_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Everything, for a program."""
+    assert main(["report", "--json", str(root / RUN)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["outcome"] == "finished"
+    assert told["generations"][0]["end"]["kind"] == "finished"
+
+
+def test_report_of_torn_and_unreadable_logs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What can be read is told."""
+    with open(root / RUN / "node-b" / contract.EVENTS_FILE, "ab") as file:
+        file.write(b"\xff\xfe\n" + b"[" * 50_000 + b"\n" + b'{"t": 1, "event": "step"')
+    (root / RUN / "node-c" / contract.EVENTS_FILE).mkdir(parents=True)
+    assert main(["report", str(root / RUN)]) == 0
+    assert "1 generation, 0 incidents" in capsys.readouterr().out
+
+
+def test_report_of_a_directory_without_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that says what to give."""
+    assert main(["report", str(tmp_path)]) == 1
+    assert "no events of a run here; give CKPT_DIR/RUN_ID" in capsys.readouterr().err
+
+
+def test_report_of_several_runs_asks_which(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are named."""
+    other = root / "other" / "n0"
+    other.mkdir(parents=True)
+    EventLog(other / contract.EVENTS_FILE).write("round")
+    assert main(["report", str(root)]) == 1
+    assert "holds 2 runs; give one of them: other, run-1" in capsys.readouterr().err
+
+
+def test_looking_needs_no_torch(root: Path) -> None:
+    """`ls`, `verify` and `report` answer in a tenth of the time that torch takes to import."""
+    code = (
+        "import sys\n"
+        "from elastic_resume.cli import main\n"
+        f"for command in ('ls', 'verify', 'report'): main([command, {str(root)!r}])\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
+    """``elastic-resume ls | head -0``."""
+    command = [sys.executable, "-m", "elastic_resume", "ls", str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 0

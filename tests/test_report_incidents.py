@@ -1,0 +1,463 @@
+"""Hand-made logs, and what the report makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_resume.events import Event
+from elastic_resume.report import incidents, render
+from elastic_resume.report.incidents import Report
+from elastic_resume.report.text import WIDTH
+
+GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2481."
+
+
+@dataclass
+class Job:
+    """Writes the events of a made-up job. Rank r lives on node nr; process numbers are made of both."""
+
+    events: list[Event] = field(default_factory=list)
+    generation: int = 0
+    nodes: tuple[str, ...] = ()
+
+    def add(self, t: float, event: str, node: str, **fields: Any) -> None:
+        """One event."""
+        self.events.append({"t": t, "event": event, "node": node, "pid": 1, **fields})
+
+    def agents(self, t: float, *nodes: str) -> None:
+        """Agents start."""
+        for node in nodes:
+            self.add(t, "agent-start", node, run_id="job")
+
+    def begin(self, t: float, step: int, *nodes: str, **resume: Any) -> None:
+        """A new generation on ``nodes``, that has its first step 0.5 s later."""
+        self.generation += 1
+        self.nodes = nodes
+        about = {"generation": self.generation, "step": step, "world_size": len(nodes)}
+        told = {"kind": "checkpoint", "nodes": list(nodes), "lost_steps": 0, "lacking": [], "rejected": []}
+        for rank, node in enumerate(nodes):
+            self.add(t - 2, "round", node, round=self.generation)
+            self.add(t, "worker-start", node, **about, rank=rank, **self.pid(rank))
+        self.add(t, "resume", nodes[0], **{**told, **about, "rank": 0, **resume})
+        self.steps(t + 0.5, step + 1)
+
+    def pid(self, rank: int) -> dict[str, int]:
+        """A rank's process number in this generation."""
+        return {"pid": 100 * self.generation + rank}
+
+    def steps(self, t: float, step: int) -> None:
+        """Every rank marks a step."""
+        for rank, node in enumerate(self.nodes):
+            self.add(t, "step", node, generation=self.generation, rank=rank, step=step, **self.pid(rank))
+
+    def exit(
+        self, t: float, rank: int, *, signal: str | None = None, code: int | None = None, **more: Any
+    ) -> None:
+        """A worker ends."""
+        worker = self.pid(rank)["pid"]
+        how = {"signal": signal, "exit_code": code, "stopped": False, **more}
+        self.add(t, "worker-exit", self.nodes[rank], rank=rank, worker_pid=worker, **how)
+
+    def stop(self, t: float, *ranks: int) -> None:
+        """Workers end because they were told to."""
+        for rank in ranks:
+            self.exit(t, rank, signal="SIGTERM", stopped=True)
+
+    def fail(self, t: float, rank: int, kind: str, message: str) -> None:
+        """An exception ends a worker."""
+        about = {"generation": self.generation, "step": 11, "rank": rank, "type": kind, "message": message}
+        self.add(t, "failure", self.nodes[rank], **about, **self.pid(rank))
+
+    def finish(self, t: float, step: int) -> None:
+        """The job is done, everywhere."""
+        for rank, node in enumerate(self.nodes):
+            self.add(t, "run-end", node, generation=self.generation, rank=rank, step=step, **self.pid(rank))
+            self.exit(t + 1, rank, code=0)
+            self.add(t + 2, "agent-end", node, outcome="done", exit_code=0, message="")
+
+    def begun(self) -> Job:
+        """Three nodes at step 10 of their first generation, at second 110."""
+        self.agents(90, "n0", "n1", "n2")
+        self.begin(100, 0, "n0", "n1", "n2", kind="cold")
+        self.steps(110, 10)
+        return self
+
+
+def worker_killed() -> Job:
+    """The peers' connections break; their processes take long to end, and n2 is stopped."""
+    job = Job().begun()
+    job.exit(110.2, 1, signal="SIGKILL")
+    job.fail(110.3, 0, "RuntimeError", GLOO)
+    job.exit(111, 0, code=1)
+    job.stop(111.2, 2)
+    job.begin(115, 10, "n0", "n1", "n2", lost_steps=1)
+    return job
+
+
+def node_killed() -> Job:
+    """Agent, stub and worker of n2 die at once: its log just ends."""
+    job = Job().begun()
+    job.fail(110.3, 0, "RuntimeError", GLOO)
+    job.exit(111, 0, code=1)
+    job.stop(111.2, 1)
+    job.begin(115, 10, "n0", "n1", lost_steps=2)
+    return job
+
+
+def agent_killed() -> Job:
+    """The agent alone dies: its stub lives to see that, and ends the worker."""
+    job = Job().begun()
+    job.exit(110.1, 2, signal="SIGKILL", stopped=True)
+    job.fail(110.3, 0, "RuntimeError", GLOO)
+    job.begin(115, 10, "n0", "n1")
+    return job
+
+
+def node_killed_and_wiped() -> Job:
+    """n2 returns with an empty directory before the others have formed a world."""
+    job = node_killed()
+    job.events = [one for one in job.events if one["node"] != "n2" and one.get("generation") != 2]
+    job.generation = 1
+    job.agents(113, "n2")
+    job.begin(115, 10, "n0", "n1", "n2", lost_steps=2, lacking=["n2"], source_node="n0")
+    return job
+
+
+def exception() -> Job:
+    """Rank 2 raises; by the clocks, which differ, a peer's connection broke before that."""
+    job = Job().begun()
+    job.fail(109.9, 0, "DistBackendError", "NCCL error: remote process exited")
+    job.fail(110.1, 2, "ValueError", "loss is nan")
+    job.exit(110.9, 2, code=1)
+    job.exit(110.9, 0, code=1)
+    job.stop(111, 1)
+    job.begin(115, 10, "n0", "n1", "n2", lost_steps=1)
+    return job
+
+
+def node_returns() -> Job:
+    """n2 joins two nodes; as they are stopped one by one, one sees the other go."""
+    job = Job()
+    job.agents(90, "n0", "n1")
+    job.begin(100, 0, "n0", "n1", kind="cold")
+    job.steps(110, 10)
+    job.agents(109, "n2")
+    job.stop(110.1, 0)
+    job.fail(110.15, 1, "RuntimeError", GLOO)
+    job.stop(110.2, 1)
+    job.begin(112, 10, "n0", "n1", "n2", lacking=["n2"], source_node="n0")
+    return job
+
+
+def job_killed() -> Job:
+    """Everything dies at once, and is started again an hour later."""
+    job = Job().begun()
+    job.agents(3700, "n0", "n1", "n2")
+    job.begin(3710, 8, "n0", "n1", "n2", lost_steps=3)
+    return job
+
+
+def job_stopped() -> Job:
+    """Every agent gets SIGTERM, and the job is started again."""
+    job = Job().begun()
+    job.stop(110.2, 0, 1, 2)
+    for node in job.nodes:
+        job.add(111, "agent-end", node, outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
+    job.agents(3700, "n0", "n1", "n2")
+    job.begin(3710, 10, "n0", "n1", "n2")
+    return job
+
+
+def node_told_to_leave() -> Job:
+    """A preemption of one node."""
+    job = Job().begun()
+    job.stop(110.2, 1)
+    job.add(110.4, "agent-end", "n1", outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
+    job.fail(110.5, 0, "RuntimeError", GLOO)
+    job.begin(115, 10, "n0", "n2")
+    return job
+
+
+def rank0_node_wiped() -> Job:
+    """The node that wrote the resume event of the second generation is gone for ever, with its log."""
+    job = worker_killed()
+    job.events = [one for one in job.events if one["node"] != "n0"]
+    return job
+
+
+def without_agents() -> Job:
+    """Under plain torchrun nobody writes how a worker ended."""
+    job = Job().begun()
+    job.begin(130, 5, "n0", "n1", "n2", lost_steps=5)
+    job.events = [one for one in job.events if one["event"] not in {"agent-start", "round", "worker-exit"}]
+    return job
+
+
+def finished_and_run_again() -> Job:
+    """A job that was done is started once more."""
+    job = Job().begun()
+    job.finish(120, 12)
+    job.agents(200, "n0", "n1", "n2")
+    job.begin(210, 12, "n0", "n1", "n2")
+    return job
+
+
+@pytest.mark.parametrize(
+    ("story", "expected", "first", "price"),
+    [
+        (worker_killed, ("worker", "rank 1 on n1: SIGKILL"), ("n1", 1), (1, 5.3)),
+        (node_killed, ("node", "node n2 lost"), ("n2", 2), (2, 5.5)),
+        (agent_killed, ("node", "node n2 lost"), ("n2", 2), (0, 5.4)),
+        (node_killed_and_wiped, ("node", "node n2 lost"), ("n2", None), (2, 5.2)),
+        (exception, ("exception", "rank 2 on n2: ValueError: loss is nan"), ("n2", 2), (1, 5.6)),
+        (node_returns, ("joined", "node n2 joined"), ("", None), (0, 2.35)),
+        (job_killed, ("job", "whole job killed"), ("", None), (3, 3600.5)),
+        (job_stopped, ("stopped", "stopped by SIGTERM"), ("", None), (0, 3599.5)),
+        (node_told_to_leave, ("left", "node n1 left: stopped by SIGTERM."), ("n1", None), (0, 5.1)),
+        (rank0_node_wiped, ("worker", "rank 1 on n1: SIGKILL"), ("n1", 1), (0, 5.3)),
+        (without_agents, ("unknown", "ended without a record of why"), ("", None), (5, 20.5)),
+        (finished_and_run_again, ("finished", "finished"), ("", None), (0, None)),
+    ],
+)
+def test_the_end_of_a_generation(
+    story: Callable[[], Job],
+    expected: tuple[str, str],
+    first: tuple[str, int | None],
+    price: tuple[int, float | None],
+) -> None:
+    """Cause, who was first, steps lost and time to recover, for each way in which a generation can end."""
+    one = incidents.tell(story().events).generations[0]
+    assert (one.end.kind, one.end.text) == expected
+    assert (one.end.node, one.end.rank) == first
+    assert one.lost_steps == price[0]
+    assert one.recovered_s == pytest.approx(price[1])
+
+
+def test_what_followed_is_told_apart_from_the_cause() -> None:
+    """A broken connection is a cascade, whoever's clock is ahead; the stopped worker is neither."""
+    end = incidents.tell(exception().events).generations[0].end
+    assert end.cascade == ("rank 0 on n0: DistBackendError: NCCL error: remote process exited",)
+    assert end.also == ()
+
+
+def test_a_wiped_log_blames_its_node_once() -> None:
+    """What a node did before its disk was emptied is not held against it in each generation since."""
+    job = worker_killed()
+    job.events = [one for one in job.events if one["node"] != "n2"]
+    job.agents(121, "n2")
+    job.begin(125, 10, "n0", "n1", "n2")
+    first, second, _ = incidents.tell(job.events).generations
+    assert (first.end.text, first.end.also) == ("rank 1 on n1: SIGKILL", ())
+    assert second.end.text == "node n2 lost"
+
+
+def test_an_echo_alone_is_all_that_is_known() -> None:
+    """When connections break and nobody died, the first to notice is named."""
+    job = Job().begun()
+    job.fail(110.3, 1, "RuntimeError", GLOO)
+    job.fail(110.4, 0, "RuntimeError", GLOO)
+    job.begin(115, 10, "n0", "n1", "n2")
+    end = incidents.tell(job.events).generations[0].end
+    assert (end.kind, end.node, end.rank) == ("exception", "n1", 1)
+    assert len(end.cascade) == 1
+
+
+def test_steps_of_a_generation() -> None:
+    """First is what it ran first; last is the best that anybody knows, here the next resume."""
+    first, second = incidents.tell(worker_killed().events).generations
+    assert (first.start_step, first.first_step, first.last_step) == (0, 1, 11)
+    assert (second.start_step, second.first_step, second.last_step) == (10, 11, 11)
+    assert second.end.kind == "open"
+    assert (second.lost_steps, second.recovered_s) == (None, None)
+
+
+def test_a_generation_that_ran_no_step() -> None:
+    """It has no first step."""
+    job = worker_killed()
+    job.events = [one for one in job.events if one["event"] != "step" or one["generation"] == 1]
+    second = incidents.tell(job.events).generations[1]
+    assert (second.start_step, second.first_step, second.last_step) == (10, None, 10)
+    assert incidents.tell(job.events).generations[0].recovered_s is None
+
+
+def test_the_whole_run() -> None:
+    """Incidents, lost steps and wasted ones are added up; a finished run is said to be."""
+    job = worker_killed()
+    job.steps(120, 30)
+    job.exit(121, 2, code=3)
+    job.begin(125, 25, "n0", "n1", "n2", lost_steps=7)
+    job.finish(130, 40)
+    report = incidents.tell(job.events)
+    assert [one.end.kind for one in report.generations] == ["worker", "worker", "finished"]
+    assert report.generations[1].end.text == "rank 2 on n2: exit code 3"
+    assert (report.incidents, report.lost_steps, report.last_step) == (2, 8, 40)
+    assert report.wasted_steps == 11 + 22 + 15 - 40
+    assert report.outcome == "finished"
+
+
+def test_a_cold_start_and_a_rejected_copy() -> None:
+    """The report says from where a generation began, what was sent, and which copy was refused and why."""
+    job = Job().begun()
+    job.exit(110.2, 1, signal="SIGSEGV")
+    bad = {"node": "n1", "generation": 1, "step": 10, "reason": "manifest: its digest does not match."}
+    job.begin(
+        115, 5, "n0", "n1", "n2", rejected=[bad, 7], lacking=["n1"], source_node="n0", source_generation=1
+    )
+    cold, second = incidents.tell(job.events).generations
+    assert (cold.resumed, cold.rejected) == ("cold", ())
+    assert second.rejected == (incidents.RejectedCopy("n1", 1, 10, "manifest: its digest does not match."),)
+    assert (second.source_node, second.source_generation, second.lacking) == ("n0", 1, ("n1",))
+    text = render.as_text(incidents.tell(job.events))
+    assert "generation 2 rejected n1's copy of generation 1, step 10: manifest: its digest" in text
+    assert "generation 2: n0 sent its copy to n1" in text
+
+
+def test_workers_that_never_came_to_train() -> None:
+    """They belong to no generation, and are told with the exception of the first that was no echo."""
+    job = Job()
+    job.agents(90, "n0", "n1")
+    job.nodes = ("n0", "n1")
+    job.fail(99, 0, "DistNetworkError", "connection refused")
+    job.fail(100, 1, "ModuleNotFoundError", "No module named 'torchh'")
+    for one in job.events[-2:]:
+        one["generation"] = None
+    job.exit(100.1, 0, code=1)
+    job.exit(100.2, 1, code=1)
+    message = "node n1 gave up: 3 starts in a row failed."
+    job.add(101, "agent-end", "n1", outcome="failed", exit_code=1, message=message)
+    report = incidents.tell(job.events)
+    assert not report.generations
+    assert (report.outcome, report.message) == ("failed", message)
+    text = render.as_text(report)
+    assert "2 workers ended before training; first: rank 1 on n1: exit code 1: ModuleNotFound" in text
+
+
+def test_the_agents_gave_up_because_of_a_node_that_is_gone() -> None:
+    """Without a next generation the missing goodbye tells which node it was."""
+    job = Job().begun()
+    job.fail(110.3, 0, "RuntimeError", GLOO)
+    for node in ("n0", "n1"):
+        job.add(140, "agent-end", node, outcome="failed", exit_code=75, message="no world formed.")
+    report = incidents.tell(job.events)
+    assert report.generations[0].end.text == "node n2 lost"
+    assert (report.outcome, report.message) == ("failed", "no world formed.")
+
+
+def test_a_process_number_may_be_used_again() -> None:
+    """An exit belongs to the generation whose worker had that number last."""
+    job = worker_killed()
+    again = [one for one in job.events if one.get("generation") == 2 and one.get("rank") == 1]
+    for one in again:
+        one["pid"] = 101
+    job.add(120, "worker-exit", "n1", rank=1, worker_pid=101, signal="SIGSEGV", exit_code=None, stopped=False)
+    first, second = incidents.tell(job.events).generations
+    assert first.end.text == "rank 1 on n1: SIGKILL"
+    assert second.end.text == "rank 1 on n1: SIGSEGV"
+
+
+# ---- any input -----------------------------------------------------------------------------------------
+
+_KINDS = (
+    *("agent-start", "round", "worker-exit", "agent-end", "resume", "worker-start"),
+    *("step", "commit", "failure", "run-end", "busy"),
+)
+_ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 4),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.lists(
+        st.one_of(st.integers(0, 2), st.sampled_from(["n0", "n1"]), st.dictionaries(st.text(), st.none()))
+    ),
+)
+_FIELDS = {
+    "node": st.one_of(st.sampled_from(["n0", "n1", "n2"]), _ODD),
+    "generation": st.one_of(st.integers(1, 3), _ODD),
+    "step": st.one_of(st.integers(0, 9), _ODD),
+    "rank": st.one_of(st.integers(0, 2), _ODD),
+    "pid": st.one_of(st.integers(1, 3), _ODD),
+    "worker_pid": st.one_of(st.integers(1, 3), _ODD),
+    "world_size": _ODD,
+    "nodes": st.one_of(st.lists(st.sampled_from(["n0", "n1", "n2"])), _ODD),
+    "lacking": _ODD,
+    "rejected": st.one_of(st.lists(st.dictionaries(st.sampled_from(["node", "reason", "step"]), _ODD)), _ODD),
+    "lost_steps": _ODD,
+    "outcome": st.one_of(st.sampled_from(["done", "failed", "signalled"]), _ODD),
+    "message": st.one_of(st.just(GLOO), _ODD),
+    "signal": st.one_of(st.just("SIGKILL"), _ODD),
+    "exit_code": _ODD,
+    "stopped": st.booleans(),
+    "type": _ODD,
+}
+_EVENTS = st.fixed_dictionaries(
+    {"t": st.one_of(st.floats(0, 100), _ODD), "event": st.one_of(st.sampled_from(_KINDS), _ODD)},
+    optional=_FIELDS,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(_EVENTS, max_size=25))
+def test_any_list_of_events_gives_a_report(events: list[Event]) -> None:
+    """Nothing raises, figures are never negative, no line is too wide, and the JSON is JSON."""
+    report = incidents.tell(events)
+    assert report.wasted_steps >= 0
+    assert all(one.recovered_s is None or one.recovered_s >= 0 for one in report.generations)
+    assert all(len(line) <= WIDTH and line.isprintable() for line in render.as_text(report).splitlines())
+    json.loads(render.as_json(report))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([worker_killed, node_killed, exception, node_returns]), st.randoms())
+def test_the_order_of_the_lines_does_not_matter(story: Callable[[], Job], random: Any) -> None:
+    """Logs of several nodes are merged by time, whatever order they were read in."""
+    events = story().events
+    told: Report = incidents.tell(events)
+    shuffled = list(events)
+    random.shuffle(shuffled)
+    assert [one.end.text for one in incidents.tell(shuffled).generations] == [
+        one.end.text for one in told.generations
+    ]
+
+
+# ---- how it looks --------------------------------------------------------------------------------------
+
+
+def test_the_table() -> None:
+    """One row for each generation, aligned, and one line on the whole."""
+    job = worker_killed()
+    job.finish(130, 40)
+    assert render.as_text(incidents.tell(job.events)).splitlines() == [
+        "gen  nodes     world  steps  ended because          lost  recovered in",
+        "  1  n0 n1 n2      3   1-11  rank 1 on n1: SIGKILL     1         5.3 s",
+        "  2  n0 n1 n2      3  11-40  finished                  -             -",
+        "2 generations, 1 incident, 1 step lost, 1 step wasted at step 40; finished",
+    ]
+
+
+def test_a_long_reason_is_cut_in_the_table_and_told_below() -> None:
+    """The table keeps to its width; nothing is lost; control characters do not reach the terminal."""
+    job = Job().begun()
+    job.fail(110.2, 1, "ValueError", "\x1b[2J" + "far too long " * 12 + "THE END")
+    job.begin(115, 10, "n0", "n1", "n2")
+    text = render.as_text(incidents.tell(job.events))
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "..." in text.splitlines()[1]
+    assert "THE END" in text
+    assert "\x1b" not in text
+
+
+def test_many_nodes_are_folded() -> None:
+    """A thousand nodes take one line."""
+    nodes = tuple(f"gpu{number:04}" for number in range(1000) if number != 500)
+    job = Job()
+    job.begin(100, 0, *nodes, kind="cold")
+    assert "gpu[0000-0499,0501-0999]" in render.as_text(incidents.tell(job.events))
