@@ -69,6 +69,10 @@ class Body:
             self.known = before.merge(knowledge)
         else:
             self.known = before.with_gone(knowledge.gone)
+        if self.settings.rules.incarnations:
+            # A life that died before its first write left no trace on our disk, but perhaps in a proposal.
+            lives = (m for w in self.known.worlds for m in w.members if m.node == self.me.node)
+            self.known = self.known.with_gone(one for one in lives if one != self.me)
         if self.known.gone - before.gone:
             self.grace(self.settings.node_timeout_s)
         seen = max(seen, knowledge.generation, self.seen)

@@ -50,6 +50,8 @@ class Follower:
         self.begun_next: World | None = None
         self.broken_at: float | None = None
         self.evidence = False
+        self.answers = False
+        """The leader's process answered a call after the link broke: it lives."""
         self.redial: Link | None = None
         body.silent.discard(leader)
 
@@ -122,6 +124,8 @@ class Follower:
     def connected(self, link: Link) -> None:
         """The leader is there again: go on as before."""
         if link is self.redial:
+            self.evidence = False
+            self.answers = True
             self.body.send(link, self.body.hello())
 
     def lost(self, link: Link, *, closed: bool) -> None:
@@ -131,11 +135,12 @@ class Follower:
             self.evidence = closed and self.body.is_evidence(link)
             self.proposal = None
             self.begun_next = None
+            self.answers = False
             self.redial = self.body.dial(self.leader.address)
-        elif link is self.redial and closed:
+        elif link is self.redial and closed and not self.answers:
             self._end_of_leader()
         elif link is self.redial:
-            self.redial = None
+            self.redial = self.body.dial(self.leader.address) if closed else None
 
     def _end_of_leader(self) -> None:
         if self.evidence:

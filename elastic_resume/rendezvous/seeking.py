@@ -132,9 +132,8 @@ class Seeker:
         """A call failed, or a waiter went away."""
         del closed
         self.waiters.pop(link.conn, None)
-        if link.conn in self.calls:
-            self.calls.pop(link.conn)
-            self.patient.discard(link.conn)
+        self.patient.discard(link.conn)
+        if self.calls.pop(link.conn, None) is not None:
             self.failed.add(link.address)
             self.next_at = self.body.now
 

@@ -166,7 +166,11 @@ class Simulation:
             self._check_formed(group)
 
     def _alive(self, group: set[str]) -> list[Node]:
-        return [self.nodes[name] for name in sorted(group) if self.nodes[name].agent]
+        """Agents of a part that the others there can hear of: newcomers find a job through addresses."""
+        alive = [self.nodes[name] for name in sorted(group) if self.nodes[name].agent]
+        known = {node.name: addresses(node) & group - {node.name} for node in alive}
+        told = set().union(*known.values())
+        return [node for node in alive if known[node.name] or node.name in told or len(alive) == 1]
 
     def _has_quorum(self, group: set[str]) -> bool:
         nodes = self._alive(group)
@@ -186,6 +190,14 @@ class Simulation:
             return
         state = ", ".join(describe(node) for node in alive)
         self.checkers.violate(BOUNDED, self.clock.now, f"{len(live)} of {wanted} run: {state}")
+
+
+def addresses(node: Node) -> set[str]:
+    """Where that node may call."""
+    if node.agent is None:
+        return set()
+    known = node.agent.body.known
+    return {m.address for w in known.worlds for m in known.alive(w)} | set(node.settings.candidates)
 
 
 def describe(node: Node) -> str:
