@@ -26,7 +26,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic_resume.rendezvous import messages
 from elastic_resume.rendezvous.messages import Message, Stamp
@@ -39,6 +39,7 @@ _MAX_INT = 1 << 53
 _MAX_TEXT = 4096
 _MAX_ITEMS = 100_000
 
+T = TypeVar("T")
 Encode = Callable[[Any], Any]
 Decode = Callable[[Any, str], Any]
 
@@ -189,6 +190,22 @@ def decode(line: bytes) -> tuple[Stamp, Message]:
     counts = [_read_int(value, "stamp") for value in stamp[:3]]
     message = _CODECS[kind][1](said["body"], kind.__name__)
     return Stamp(counts[0], counts[1], counts[2], _read_float(stamp[3], "stamp")), message
+
+
+def to_plain(value: Any) -> Any:
+    """Give a frozen dataclass as plain data, as it would be sent."""
+    return _codec(type(value))[0](value)
+
+
+def from_plain(kind: type[T], value: Any) -> T:
+    """Read what `to_plain` gave.
+
+    Raises:
+        WireError: it is not one.
+
+    """
+    read: T = _codec(kind)[1](value, kind.__name__)
+    return read
 
 
 def _dump(value: Any) -> bytes:
