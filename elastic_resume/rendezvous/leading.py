@@ -112,7 +112,10 @@ class Leader:
     def _hello(self, link: Link, hello: Hello) -> None:
         body = self.body
         link.who = hello.who
+        before = body.known
         body.learn(hello.knowledge, hello.seen)
+        if body.known != before:
+            self._count_former_lives()
         body.grace(hello.others_s)
         if hello.who in body.known.gone:
             body.send(link, Refused("gone"))
@@ -123,6 +126,15 @@ class Leader:
         newest = body.known.begun
         if self.world and newest and newest.generation > self.world.generation:
             self.restart(f"generation {newest.generation} has begun elsewhere")
+
+    def _count_former_lives(self) -> None:
+        """Whoever follows us is not among the living in a former life, in whatever world we just heard of."""
+        body = self.body
+        lives = {part.who.node: part.who for part in self.roster}
+        members = {m for w in body.known.worlds for m in body.known.alive(w)}
+        former = [one for one in members if lives.get(one.node, one) != one]
+        if former and body.settings.rules.incarnations:
+            body.believe(body.known.with_gone(former))
 
     def _name_taken(self, hello: Hello) -> bool:
         """Count the former lives of a node gone when it is back as a new process; refuse a namesake."""

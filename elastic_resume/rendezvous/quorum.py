@@ -98,10 +98,7 @@ class Knowledge:
         return tuple(member for member in world.members if member not in self.gone)
 
     def tidy(self) -> Knowledge:
-        """Drop what a newer world has made irrelevant, so that knowledge stays small over a long job.
-
-        Forgetting that someone is gone only ever asks for more votes, never for fewer.
-        """
+        """Drop proposals that a newer begun world or their own leader has made irrelevant."""
         floor = self.begun.generation if self.begun else 0
         void = frozenset(one for one in self.void if one[0] > floor)
         later = {
@@ -110,9 +107,16 @@ class Knowledge:
             if world.generation > floor and (world.generation, world.leader) not in void
         }
         proposals = tuple(sorted(later, key=lambda world: (world.generation, world.leader.node)))
-        known = replace(self, proposals=proposals, void=void)
-        relevant = {member for world in known.worlds for member in world.members}
-        return replace(known, gone=self.gone & relevant)
+        return replace(self, proposals=proposals, void=void)
+
+    def relevant(self) -> Knowledge:
+        """Forget those gone from worlds that count no more, so that knowledge stays small over a long job.
+
+        Only done when a world begins: a proposal made elsewhere meanwhile may yet name them. Forgetting that
+        someone is gone only ever asks for more votes, never for fewer.
+        """
+        members = {member for world in self.worlds for member in world.members}
+        return replace(self, gone=self.gone & members)
 
     def with_gone(self, who: Iterable[Incarnation]) -> Knowledge:
         """Return this knowledge, and that these are gone."""
@@ -125,7 +129,7 @@ class Knowledge:
     def with_begun(self, world: World) -> Knowledge:
         """Return this knowledge, and that a world has begun."""
         newer = self.begun is None or world.generation > self.begun.generation
-        return replace(self, begun=world if newer else self.begun).tidy()
+        return replace(self, begun=world).tidy().relevant() if newer else self
 
     def with_void(self, world: World) -> Knowledge:
         """Return this knowledge, and that a proposal was dropped by its leader (who alone may say so)."""
@@ -140,13 +144,14 @@ class Knowledge:
             key=lambda world: world.generation,
             default=None,
         )
-        return replace(
+        both = replace(
             self,
             begun=begun,
             proposals=self.proposals + other.proposals,
             gone=self.gone | other.gone,
             void=self.void | other.void,
         ).tidy()
+        return both if begun == self.begun else both.relevant()
 
 
 @dataclass(frozen=True, slots=True)

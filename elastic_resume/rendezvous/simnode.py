@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic_resume.rendezvous.checkers import Checkers
 from elastic_resume.rendezvous.core import Agent
-from elastic_resume.rendezvous.messages import Join
+from elastic_resume.rendezvous.messages import Acknowledge, Begin, Join, Propose
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.simnet import Clock, End, Host, Network
 from elastic_resume.rendezvous.steps import (
@@ -73,6 +73,8 @@ class Node(Host):
         self.ends: dict[int, End] = {}
         self.backlog: list[tuple[Event, int]] = []
         self.story: Story | None = None
+        self.forming: Callable[[], None] | None = None
+        """Called before a message that forms a world is sent: where faults hurt most."""
         self.ended = ""
         self._accepted = 0
         self._alarm = float("inf")
@@ -205,6 +207,8 @@ class Node(Host):
         if isinstance(effect, Send):
             end = self.ends.get(effect.conn)
             if end:
+                if self.forming and isinstance(effect.message, (Propose, Acknowledge, Begin)):
+                    self.forming()
                 self.net.send(end, (effect.stamp, effect.message))
         elif isinstance(effect, Connect):
             end = End(self.name, self.life, effect.conn)

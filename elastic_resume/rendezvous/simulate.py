@@ -27,16 +27,21 @@ BOUND_S = 25.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that happens at a time, and is over (if it ever is) after `for_s`."""
+    """Something that happens, and is over (if it ever is) after `for_s`.
+
+    At a time; or, with `message`, when so many messages that form worlds have been sent.
+    """
 
     at_s: float
     kind: str
     nodes: tuple[str, ...]
     for_s: float = 0.0
+    message: int = 0
 
     def __str__(self) -> str:
         """One line of a schedule."""
-        return f"{self.at_s:9.3f}  {self.kind} {' '.join(self.nodes)} for {self.for_s:.2f} s"
+        when = f"message {self.message}" if self.message else f"{self.at_s:.3f}"
+        return f"{when:>12}  {self.kind} {' '.join(self.nodes)} for {self.for_s:.2f} s"
 
 
 @dataclass(slots=True)
@@ -81,6 +86,8 @@ class Simulation:
             node.order = place if rng.random() < 0.5 else 0
             node.origin = rng.uniform(-1e4, 1e4)
             node.rate = rng.uniform(0.99, 1.01)
+        self.sent = 0
+        self.healed = False
         self.cuts: dict[int, set[tuple[str, str]]] = {}
         self.faults = draw_faults(rng, tuple(names))
 
@@ -93,20 +100,33 @@ class Simulation:
         """Let the schedule happen, then heal and see."""
         for node in self.nodes.values():
             self.clock.at(self.rng.random() * 2, node.boot)
+            node.forming = self._forming_message
         for number, fault in enumerate(self.faults):
-            self.clock.at(fault.at_s, self._strike, number, fault)
-        self.clock.run_until(max(fault.at_s + min(fault.for_s, 5) for fault in self.faults) + 1)
+            if not fault.message:
+                self.clock.at(fault.at_s, self._strike, number, fault)
+        end = max(fault.at_s + min(fault.for_s, 5) for fault in self.faults) + 1
+        self.clock.run_until(end + (8 if any(fault.message for fault in self.faults) else 0))
         self._heal()
 
+    def _forming_message(self) -> None:
+        self.sent += 1
+        for number, fault in enumerate(self.faults):
+            if fault.message == self.sent:
+                self.clock.at(self.clock.now, self._strike, number, fault)
+
     def _strike(self, number: int, fault: Fault) -> None:
+        if self.healed:
+            return
         later = self.clock.now + fault.for_s
         nodes = [self.nodes[name] for name in fault.nodes]
-        if fault.kind in ("partition", "one-way"):
+        if fault.kind in ("partition", "shift", "one-way"):
             ours = set(fault.nodes)
             rest = set(self.nodes) - ours
             cut = {(a, b) for a in ours for b in rest}
-            if fault.kind == "partition":
+            if fault.kind != "one-way":
                 cut |= {(b, a) for a, b in cut}
+            if fault.kind == "shift":
+                self.cuts.clear()
             self._cut(number, cut)
             self.clock.at(later, self._cut, number, set())
             return
@@ -150,9 +170,8 @@ class Simulation:
         whole = len(ours) == len(names)
         rest = set(names) - ours
         self.cuts.clear()
-        self.clock.now += 1e-9
+        self.healed = True
         self._cut(-1, {(a, b) for a in ours for b in rest} | {(b, a) for a in ours for b in rest})
-        self._cut_stays = True
         for node in self.nodes.values():
             node.disk_s = 0.01
             node.resume()
@@ -210,43 +229,50 @@ def describe(node: Node) -> str:
     return f"{node.name}{agent.body.me.life} {role}{runs}"
 
 
+WILD = (
+    "kill",
+    "kill",
+    "power",
+    "pause",
+    "partition",
+    "shift",
+    "shift",
+    "one-way",
+    "slow",
+    "disk",
+    "worker",
+    "leave",
+)
+CALM_DAYS = ("reset", "worker", "reset", "kill")
+
+
 def draw_faults(rng: random.Random, names: tuple[str, ...]) -> list[Fault]:
     """Draw a schedule. Resets by a middlebox come only where nothing else hides that they are resets."""
-    calm = rng.random() < 0.15
-    kinds = (
-        ["reset", "worker", "reset", "kill"]
-        if calm
-        else [
-            "kill",
-            "kill",
-            "power",
-            "pause",
-            "partition",
-            "partition",
-            "one-way",
-            "slow",
-            "disk",
-            "worker",
-            "leave",
-        ]
-    )
+    kinds = CALM_DAYS if rng.random() < 0.15 else WILD
+    aimed = rng.choice((0.0, 0.4, 0.8))
     faults = []
-    at = rng.uniform(0.0, 7.0)
+    at, message = rng.uniform(0.0, 7.0), rng.randint(0, 3 * len(names))
     for _ in range(rng.randint(2, 9)):
         kind = rng.choice(kinds)
-        count = 1
-        if kind in ("partition", "one-way"):
-            count = rng.randint(1, len(names) - 1)
-        elif kind == "reset":
-            count = 2
-        elif kind in ("kill", "power") and rng.random() < 0.3:
-            count = 2
         for_s = rng.choice((0.05, 0.3, 1.0, 3.5, 4.5, 8.0, 100.0)) * rng.uniform(0.7, 1.3)
         if kind in ("slow", "disk", "pause"):
             for_s = min(for_s, 8.0)
-        faults.append(Fault(at, kind, tuple(rng.sample(names, count)), for_s))
-        at += rng.choice((0.02, 0.1, 0.5, 2.0, 5.0)) * rng.uniform(0.5, 1.5)
+        nodes = tuple(rng.sample(names, _how_many(rng, kind, len(names))))
+        if rng.random() < aimed:
+            message += rng.choice((1, 1, 2, 3, len(names), 3 * len(names)))
+            faults.append(Fault(at, kind, nodes, for_s, message))
+        else:
+            at += rng.choice((0.02, 0.1, 0.5, 2.0, 5.0)) * rng.uniform(0.5, 1.5)
+            faults.append(Fault(at, kind, nodes, for_s))
     return faults
+
+
+def _how_many(rng: random.Random, kind: str, count: int) -> int:
+    if kind in ("partition", "shift", "one-way"):
+        return rng.randint(1, count - 1)
+    if kind == "reset":
+        return 2
+    return 2 if kind in ("kill", "power") and rng.random() < 0.3 else 1
 
 
 def run(seed: int, rules: Rules = ALL_RULES, *, told: bool = False) -> Result:
