@@ -1,6 +1,35 @@
 """One agent's part in the rendezvous, as a pure state machine: events and the time in, effects out.
 
-PLACEHOLDER
+Theory. Worlds follow one another by dynamic voting (Yeger Lotem, Keidar, Dolev: "Dynamic voting for
+consistent primary components", PODC 1997), extended by knowledge of the gone (`quorum`). Two quorums of what
+anybody present knows share a live member, so of two sides of a partition one at most forms a world. That a
+cut-off side has *stopped* before the other starts is the business of leases (`link`, `following`, `forming`).
+
+An agent plays one role at a time; each role is a module::
+
+                         everybody before us fails to answer
+              ┌────────────────────────────────────────────────────┐
+              │                                                    ▼
+    start ─▶ SEEKING ── Welcome ──▶ FOLLOWING                   LEADING ── all finished ──▶ over
+              ▲  ▲                    │  │                         │
+              │  └ leader lost, left, ┘  └── JobEnd ──▶ over       │
+              │    or stepped down                                 │
+              └──────────── a greater claim (`calling`) ───────────┘
+
+and its node's workers are in one state::
+
+    stopped ── JoinRequested ──▶ joined ── proposed, durable, acknowledged, begun ──▶ running
+       ▲                                                                                │
+       └── Restart, or the leader lost (RestartWorkers), or the lease out (StopWorkers) ┘
+
+A closed link counts as its peer's end only when it was not made again within 0.2 s, and while the peer could
+do nothing we do not know of (`Body.is_evidence`): every follower acknowledges a proposal before it begins,
+spares too, and one that we sent away must first have let go (`Body.part`). A gone leader's other followers
+may run until their leases end: `Body.grace` has the next world wait for those it can neither see nor count
+gone.
+
+After a crash an agent is a new incarnation that recalls `Memory`, and all it acknowledged is in there. This
+module knows no clock, socket, disk, random number or torch; `simulate` plays it through faults.
 """
 
 from __future__ import annotations
@@ -196,8 +225,6 @@ class Agent:
                 body.send(link, Refused("ended"))
             body.hang_up(link)
 
-    # What the shell reads after every event.
-
     def _deadline(self) -> float:
         body = self.body
         if self.role is None:
@@ -208,6 +235,8 @@ class Agent:
         if isinstance(self.role, Seeker) and body.finished:
             waits.append(self.role.since + body.settings.node_timeout_s)
         return min(waits)
+
+    # What the shell reads after every event.
 
     @property
     def fence_at(self) -> float:

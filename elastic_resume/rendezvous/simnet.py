@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-
 STEPS_LIMIT = 200_000
 """Ten times what the busiest schedule takes."""
 

@@ -6,7 +6,6 @@ when the agent is stopped they end at `fence_at`.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from elastic_resume.rendezvous.checkers import Checkers
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.messages import Acknowledge, Begin, Join, Propose
 from elastic_resume.rendezvous.quorum import Incarnation
-from elastic_resume.rendezvous.simnet import Clock, End, Host, Network
+from elastic_resume.rendezvous.simnet import End, Host, Network
 from elastic_resume.rendezvous.steps import (
     BeginWorld,
     Connect,
@@ -44,21 +43,13 @@ Story = Callable[[str, object], None]
 class Node(Host):
     """One machine with at most one agent on it."""
 
-    def __init__(
-        self,
-        name: str,
-        settings: Settings,
-        clock: Clock,
-        net: Network,
-        checkers: Checkers,
-        rng: random.Random,
-    ) -> None:
+    def __init__(self, name: str, settings: Settings, net: Network, checkers: Checkers) -> None:
         self.name = name
         self.settings = settings
-        self.clock = clock
         self.net = net
+        self.clock = net.clock
+        self.rng = net.rng
         self.checkers = checkers
-        self.rng = rng
         self.rate = 1.0
         self.origin = 0.0
         self.order = 0

@@ -22,7 +22,7 @@ from elastic_resume.rendezvous.steps import Settings
 
 NAMES = "abcdefghi"
 BOUND_S = 25.0
-"""From the last fault to a world: a node timeout to notice, one of grace, the settle time, and rounds of calls."""
+"""From the last fault to a world: a node timeout to notice, one of grace, the settle time, rounds of calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Simulation:
     """One job under one schedule."""
 
     def __init__(self, seed: int, rules: Rules) -> None:
-        self.rng = rng = random.Random(seed)
+        self.rng = rng = random.Random(seed)  # noqa: S311 - seeded on purpose
         self.clock = Clock()
         self.checkers = Checkers()
         self.net = Network(self.clock, rng)
@@ -79,9 +79,7 @@ class Simulation:
             beats_per_timeout=4,
             rules=rules,
         )
-        self.nodes = {
-            name: Node(name, self.settings, self.clock, self.net, self.checkers, rng) for name in names
-        }
+        self.nodes = {name: Node(name, self.settings, self.net, self.checkers) for name in names}
         for place, node in enumerate(self.nodes.values()):
             node.order = place if rng.random() < 0.5 else 0
             node.origin = rng.uniform(-1e4, 1e4)
