@@ -10,12 +10,16 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 STEPS_LIMIT = 200_000
 """Ten times what the busiest schedule takes."""
+
+AGAIN_S = 0.4
+"""When a lost first packet, or its answer, is sent again."""
 
 
 class StormError(RuntimeError):
@@ -58,7 +62,9 @@ class End:
     peer: End | None = None
     ready_at: float = 0.0
     """Nothing sent to here arrives before what was sent earlier."""
-    waiting: list[tuple[str, Any]] = field(default_factory=list)
+    waiting: deque[tuple[str, Any]] = field(default_factory=deque)
+    held_up: int = 0
+    """So many of those that wait were due while the direction was cut."""
 
 
 class Host:
@@ -122,8 +128,9 @@ class Network:
         return (source, target) in self.cut
 
     def _tell(self, end: End, source: str, kind: str, payload: Any) -> None:
+        """Deliver what is not part of the stream; a lost packet is sent again."""
         if self._is_cut(source, end.host):
-            end.waiting.append((kind, payload))
+            self.clock.at(self.clock.now + AGAIN_S, self._tell, end, source, kind, payload)
         elif end.held:
             self.hosts[end.host].notice(end, kind, payload)
 
@@ -141,13 +148,20 @@ class Network:
         peer = end.peer
         if peer is None:
             return
-        peer.ready_at = max(peer.ready_at, self.clock.now + self.delay())
-        self.clock.at(peer.ready_at, self._arrive, end.host, peer, kind, payload)
+        peer.waiting.append((kind, payload))
+        self._send_next(end.host, peer)
 
-    def _arrive(self, source: str, end: End, kind: str, payload: Any) -> None:
-        if end.waiting or self._is_cut(source, end.host):
-            end.waiting.append((kind, payload))
-        elif end.held:
+    def _send_next(self, source: str, end: End) -> None:
+        end.ready_at = max(end.ready_at, self.clock.now + self.delay())
+        self.clock.at(end.ready_at, self._arrive, source, end)
+
+    def _arrive(self, source: str, end: End) -> None:
+        """Deliver the oldest that waits."""
+        if self._is_cut(source, end.host):
+            end.held_up += 1
+            return
+        kind, payload = end.waiting.popleft()
+        if end.held:
             self.hosts[end.host].notice(end, kind, payload)
         elif self.hosts[end.host].power and kind == "message" and end.peer and end.peer.held:
             self.clock.at(self.clock.now + self.delay(), self._tell, end.peer, end.host, "closed", None)
@@ -156,11 +170,10 @@ class Network:
         """Cut these directions and no others; what waited on the others arrives."""
         self.cut = cut
         for end in self.ends:
-            if end.waiting and end.peer and (end.peer.host, end.host) not in cut:
-                waiting, end.waiting = end.waiting, []
-                for kind, payload in waiting:
-                    end.ready_at = max(end.ready_at, self.clock.now + self.delay())
-                    self.clock.at(end.ready_at, self._arrive, end.peer.host, end, kind, payload)
+            if end.held_up and end.peer and (end.peer.host, end.host) not in cut:
+                held_up, end.held_up = end.held_up, 0
+                for _ in range(held_up):
+                    self._send_next(end.peer.host, end)
         self.ends = [e for e in self.ends if e.held or (e.peer and e.peer.held)]
 
     def process_died(self, name: str) -> None:

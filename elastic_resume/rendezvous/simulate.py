@@ -22,7 +22,7 @@ from elastic_resume.rendezvous.steps import Settings
 
 NAMES = "abcdefghi"
 BOUND_S = 25.0
-"""From the last fault to a world: a node timeout to notice, one of grace, the settle time, rounds of calls."""
+"""From the last fault to a world: a node timeout to notice, one of grace, the settle time, some calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,8 @@ class Simulation:
     def _alive(self, group: set[str]) -> list[Node]:
         """Agents of a part that the others there can hear of: newcomers find a job through addresses."""
         alive = [self.nodes[name] for name in sorted(group) if self.nodes[name].agent]
-        known = {node.name: addresses(node) & group - {node.name} for node in alive}
+        up = {node.name for node in alive}
+        known = {node.name: addresses(node) & up - {node.name} for node in alive}
         told = set().union(*known.values())
         return [node for node in alive if known[node.name] or node.name in told or len(alive) == 1]
 
