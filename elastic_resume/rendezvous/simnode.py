@@ -35,6 +35,7 @@ from elastic_resume.rendezvous.steps import (
     Settings,
     StopWorkers,
     Tick,
+    WorkersFinished,
 )
 
 Story = Callable[[str, object], None]
@@ -137,6 +138,11 @@ class Node(Host):
 
     def _join_soon(self, within_s: float) -> None:
         self.clock.at(self.clock.now + self.rng.random() * within_s, self.ask_to_join, self.life)
+
+    def finish(self) -> None:
+        """Every worker of this node succeeds."""
+        self.checkers.ended(self.name)
+        self._happen(WorkersFinished())
 
     def leave(self) -> None:
         """Drain this node."""

@@ -20,6 +20,10 @@ from elastic_resume.rendezvous.simnet import Clock, Network, StormError
 from elastic_resume.rendezvous.simnode import Node, Story
 from elastic_resume.rendezvous.steps import Settings
 
+RESETS_APART_S = 0.5
+"""A network that resets a link and at once again the call that makes it anew cannot be told from a death:
+rule 4 takes a closed connection and a refused call for knowledge. A firewall that rejects with resets, on
+both sides of a partition, can defeat it; one that drops cannot."""
 NAMES = "abcdefghi"
 BOUND_S = 25.0
 """From the last fault to a world: a node timeout to notice, one of grace, the settle time, some calls."""
@@ -86,6 +90,7 @@ class Simulation:
             node.rate = rng.uniform(0.99, 1.01)
         self.sent = 0
         self.healed = False
+        self.reset_at = 0.0
         self.cuts: dict[int, set[tuple[str, str]]] = {}
         self.faults = draw_faults(rng, tuple(names))
 
@@ -133,7 +138,8 @@ class Simulation:
             self.clock.at(later, setattr, self.net, "slow_s", 0.02)
         for node in nodes:
             self._strike_node(node, fault.kind, later)
-        if fault.kind == "reset":
+        if fault.kind == "reset" and self.clock.now >= self.reset_at + RESETS_APART_S:
+            self.reset_at = self.clock.now
             self.net.reset(*fault.nodes)
 
     def _strike_node(self, node: Node, kind: str, later: float) -> None:
