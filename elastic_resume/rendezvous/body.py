@@ -138,6 +138,10 @@ class Body:
         it would count us gone without knowing that.
         """
         self.send(link, Redirect(address))
+        self.let_go(link)
+
+    def let_go(self, link: Link) -> None:
+        """Have nothing more to do with a link, but leave it to the other side to close it while that counts."""
         self.witnesses[link.conn] = link.heard_at + self.settings.node_timeout_s
 
     def expire_witnesses(self) -> None:

@@ -162,6 +162,8 @@ class Agent:
         waited = body.now - body.join_since
         if body.join and not self.over and waited >= body.settings.join_timeout_s and self.role:
             reason = f"no world within {body.settings.join_timeout_s:g} s: {self.role.why_waiting()}"
+            if isinstance(self.role, (Follower, Leader)):
+                self.role.leave(reason)
             body.effects.append(GiveUp(reason))
             self._finish(reason)
 

@@ -96,8 +96,9 @@ class Follower:
         if world.rank(body.me) is None:
             body.log("spare", f"generation {world.generation} is full; this node waits as a spare")
         elif fence_at <= body.now:
+            # Not a reason to hang up: the leader might take that for our end, and we live.
             body.log("late", f"generation {world.generation} began too long ago to start workers in it")
-            self._over("its word to begin came too late", silent=True)
+            self.joined()
         elif body.join is not None:
             body.begin(world, message.store, message.workers, fence_at)
 

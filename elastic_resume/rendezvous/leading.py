@@ -42,6 +42,8 @@ class Leader:
         self.caller = Caller(body, self.claim, self.roster.addresses)
         self.next_scan = body.now
         self.lease_until = NEVER
+        self.finished_in = 0
+        """The newest generation in which a node has finished."""
         body.log("leading", f"{body.me} leads")
         for conn, hello in waiters.items():
             if conn in body.links:
@@ -96,6 +98,7 @@ class Leader:
             self.former.acknowledged(part.who, message.generation)
         elif isinstance(message, Finished):
             part.finished, part.running = message.generation, 0
+            self.finished_in = max(self.finished_in, message.generation)
             self.former.stir()
         elif isinstance(message, Goodbye):
             body.learn(message.knowledge)
@@ -158,8 +161,10 @@ class Leader:
         body.silent.discard(who)
         part = self.roster.parts.get(who)
         if part and part.link is not link:
-            old = part.link
-            body.hang_up(old)
+            # Calls may overtake each other: should the old link be the one it holds, it would take our
+            # closing for our death.
+            if part.link.conn in body.links:
+                body.let_go(part.link)
             self.roster.mend(part, link)
             self.former.disturbed(who)
         if part is None:
@@ -167,6 +172,7 @@ class Leader:
             self.roster.add(part)
         resumed = bool(self.world and hello.running == part.running == self.world.generation)
         part.join, part.finished = hello.join, hello.finished
+        self.finished_in = max(self.finished_in, hello.finished)
         if not resumed and part.running and self.world and part.running == self.world.generation:
             part.running = 0
             if not hello.finished:
@@ -217,12 +223,9 @@ class Leader:
             self.restart(reason)
 
     def somebody_finished(self) -> bool:
-        """Whether a node of the running world is through: the others have no more than their end to reach."""
+        """Whether a node of the newest world is through: the others have no more than their end to reach."""
         newest = self.body.known.begun
-        if newest is None:
-            return False
-        done = newest.generation
-        return self.body.finished == done or any(part.finished == done for part in self.roster)
+        return newest is not None and newest.generation in {self.finished_in, self.body.finished}
 
     # What the leader does.
 

@@ -214,7 +214,7 @@ def _world_lacks(
     else:
         nodes = {one.node for one in here}
         votes = [one for one in alive if one.node in nodes]
-    if 2 * len(votes) > len(alive) or (2 * len(votes) == len(alive) and alive[0] in votes):
+    if 2 * len(votes) > len(alive) or (2 * len(votes) == len(alive) and votes[0] is alive[0]):
         return None
-    missing = tuple(one for one in alive if one not in votes)
+    missing = tuple(one for one in alive if one not in here)
     return Shortfall(world.generation, len(votes), len(alive) // 2 + 1, missing)

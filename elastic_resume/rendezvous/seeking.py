@@ -17,6 +17,8 @@ from elastic_resume.rendezvous.quorum import Incarnation
 
 PAUSE_S = 0.3
 """Between two rounds of calls."""
+AGAIN_S = 0.1
+"""Before one who named a dead leader is asked once more: it will have noticed."""
 
 
 class Verdict(Enum):
@@ -43,6 +45,9 @@ class Seeker:
         self.failed: set[str] = set()
         self.called: set[str] = set()
         self.targets: list[str] = []
+        self.sent_by: dict[str, str] = {}
+        self.again: dict[str, float] = {}
+        """Those to ask once more: they named somebody who is dead, or whom we asked too early."""
         self.next_at = body.now
         self._new_round(hint)
 
@@ -52,6 +57,8 @@ class Seeker:
         others = [m.address for m in self._members()] + list(body.settings.candidates)
         wanted = others if elders is None else elders
         self.failed.clear()
+        self.sent_by.clear()
+        self.again.clear()
         self.called = {body.me.address}
         self.targets = [one for one in dict.fromkeys(wanted) if one not in self.called]
         self.next_at = body.now
@@ -98,7 +105,13 @@ class Seeker:
             self.calls.setdefault(link.conn, self.body.now)
             return
         self._forget(link)
-        self._call_now(address)
+        if address in self.failed:
+            self.again[link.address] = self.body.now + AGAIN_S
+        elif address in self.called:
+            self.again[address] = self.body.now + AGAIN_S
+        else:
+            self.sent_by[address] = link.address
+            self._call_now(address)
 
     def _refused(self, link: Link, reason: str) -> None:
         body = self.body
@@ -134,8 +147,14 @@ class Seeker:
         self.waiters.pop(link.conn, None)
         self.patient.discard(link.conn)
         if self.calls.pop(link.conn, None) is not None:
-            self.failed.add(link.address)
+            self._failed(link.address)
             self.next_at = self.body.now
+
+    def _failed(self, address: str) -> None:
+        self.failed.add(address)
+        sender = self.sent_by.pop(address, "")
+        if sender:
+            self.again[sender] = self.body.now + AGAIN_S
 
     def advance(self) -> None:
         """Give up on calls that took too long, make the next one, lead if nobody else would."""
@@ -143,7 +162,7 @@ class Seeker:
         for conn, since in list(self.calls.items()):
             if body.now >= since + body.settings.dial_s:
                 link = body.links[conn]
-                self.failed.add(link.address)
+                self._failed(link.address)
                 if conn in self.patient:
                     del self.calls[conn]
                 else:
@@ -156,6 +175,11 @@ class Seeker:
         if alone and not asking:
             self.verdict = Verdict.LEAD
             return
+        for address in [one for one, at in self.again.items() if at <= body.now]:
+            del self.again[address]
+            self.called.discard(address)
+            self.failed.discard(address)
+            self._call_now(address)
         if body.now >= self.next_at:
             self._next_call()
 
@@ -166,18 +190,18 @@ class Seeker:
         if self.targets:
             self._call_now(self.targets.pop(0))
             self.next_at = body.now + body.settings.reconnect_s
-        elif not self.calls:
+        elif not self.calls and not self.again:
             for conn in list(self.patient):
                 self._forget(body.links[conn])
             self._new_round()
             self.next_at = body.now + PAUSE_S
         else:
-            self.next_at = min(self.calls.values()) + body.settings.dial_s
+            self.next_at = body.now + body.settings.dial_s
 
     def deadline(self) -> float:
         """When to look again."""
         waits = [since + self.body.settings.dial_s for since in self.calls.values()]
-        return min([self.next_at, *waits])
+        return min([self.next_at, *waits, *self.again.values()])
 
     def retire(self) -> None:
         """End all calls but the one that was answered."""
