@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from elastic_resume.store.manifest import Position as Position
     from elastic_resume.worker.batches import GlobalBatches as GlobalBatches
     from elastic_resume.worker.run import Run as Run
-    from elastic_resume.worker.run import resume as resume
+    from elastic_resume.worker.start import resume as resume
 
 __version__ = "0.1.0"
 
@@ -30,7 +30,7 @@ _HOMES = {
     "Position": "elastic_resume.store.manifest",
     "ResumePlan": "elastic_resume.policy.source",
     "Run": "elastic_resume.worker.run",
-    "resume": "elastic_resume.worker.run",
+    "resume": "elastic_resume.worker.start",
 }
 
 __all__ = ["GlobalBatches", "Position", "ResumePlan", "Run", "__version__", "resume"]

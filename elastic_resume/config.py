@@ -8,7 +8,9 @@ an argparse parser. Does not know what the settings do.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,6 +27,7 @@ from elastic_resume.policy.cadence import SaveEvery
 DEFAULT_CKPT_DIR = "./checkpoints"
 DEFAULT_KEEP = 3  # one more than the least, so that one may turn out corrupt while another is written
 MIN_KEEP = 2
+DEFAULT_STEP_MARK_S = 5.0  # what a report may be wrong by about the step that a failure interrupted
 RESUME_MODES = ("auto", "must", "never")
 MAX_FILE_BYTES = 64 * 1024
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
@@ -44,6 +47,7 @@ class Settings:
     save_every: SaveEvery
     keep: int
     resume: str
+    step_mark_s: float = DEFAULT_STEP_MARK_S  # least seconds between two step marks of a rank; 0: every step
 
     def to_env(self) -> dict[str, str]:
         """The variables from which `for_worker` reads the same settings again."""
@@ -54,6 +58,7 @@ class Settings:
             contract.ENV_SAVE_EVERY: str(self.save_every),
             contract.ENV_KEEP: str(self.keep),
             contract.ENV_RESUME: self.resume,
+            contract.ENV_STEP_MARK_S: repr(self.step_mark_s),
         }
 
     @classmethod
@@ -108,12 +113,13 @@ class Settings:
         save_every = choose("save_every", contract.ENV_SAVE_EVERY, "auto")
         return cls(
             # Absolute, because the script may change its working directory.
-            ckpt_dir=Path(directory).expanduser().absolute(),
+            ckpt_dir=_absolute("ckpt-dir", directory),
             run_id=_checked("run id", run_id) if run_id else node.safe_name(Path(script).stem, "job"),
             node_name=_checked("node name", name) if name else node.default_name(environ),
             save_every=save_every if isinstance(save_every, SaveEvery) else SaveEvery.parse(save_every),
             keep=_keep(choose("keep", contract.ENV_KEEP, DEFAULT_KEEP)),
             resume=_resume(str(choose("resume", contract.ENV_RESUME, "auto"))),
+            step_mark_s=_step_mark_s(choose("step_mark_s", contract.ENV_STEP_MARK_S, DEFAULT_STEP_MARK_S)),
         )
 
 
@@ -141,14 +147,44 @@ def _keep(value: Any) -> int:
 def _resume(value: str) -> str:
     if value in RESUME_MODES:
         return value
-    path = Path(value).expanduser()
     # A path with a directory in it may exist on another node; a bare word that is no file is a typing error.
-    if not value or (not path.exists() and path.name == value):
+    if not value or (Path(value).name == value and not _is_there(_absolute("resume", value))):
         raise ConfigError(
             f"resume is {value!r}: write auto, must, never, or the path of a checkpoint."
             + near(value, RESUME_MODES)
         )
-    return str(path.absolute())
+    return str(_absolute("resume", value))
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _absolute(what: str, text: str) -> Path:
+    """``text`` as an absolute path that the system can at least look for."""
+    try:
+        path = Path(text).expanduser().absolute()
+        with contextlib.suppress(PermissionError):  # whoever uses it says what that needs
+            path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name too long, a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{what} is {text[:200]!r}, which cannot be a path here: {reason}.") from error
+    return path
+
+
+def _step_mark_s(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ConfigError(
+            f"{contract.ENV_STEP_MARK_S} is {str(value)!r}: write a number of seconds, 0 for every step."
+        )
+    return number
 
 
 # ---- flags and the file --------------------------------------------------------------------------------
@@ -247,6 +283,8 @@ def read_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key_node, value_node in root.value:
         where = f"{path}:{key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{where}: a key must be the name of a flag, and not a list or mapping.")
         key = str(key_node.value)
         action = known.get(key)
         if action is None:
@@ -265,6 +303,8 @@ def _file_value(action: argparse.Action, value: yaml.Node, where: str) -> Any:
         return words[value.value.lower()]
     convert: Callable[[str], Any] = action.type if callable(action.type) else str
     if isinstance(value, yaml.SequenceNode) and isinstance(action.default, list):
+        if not all(isinstance(item, yaml.ScalarNode) for item in value.value):
+            raise ConfigError(f"{where} must be a list of plain values.")
         return [str(item.value) for item in value.value]
     if not isinstance(value, yaml.ScalarNode) or not value.value or value.tag.endswith(":null"):
         raise ConfigError(f"{where} must be one value.")

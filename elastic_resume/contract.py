@@ -34,6 +34,7 @@ EVENTS_FILE = "events.jsonl"  # appended by the agent, its stubs and its workers
 GENERATION_FILE = "generation.json"  # the greatest generation this node has been part of
 LOCK_FILE = "lock"  # held by the node's agent, or by its local rank 0 when there is no agent
 LOCK_OWNER_FILE = "lock-owner.json"  # who holds it, for the message to the second one
+IDENTITY_FILE = "identity.json"  # a random id: tells this directory from another node's of the same name
 BOARD_FILE = "board"  # memory-mapped: the last step each local rank finished
 QUARANTINE_DIR = "quarantine"  # what failed verification, kept for a human
 TEMPORARY_PREFIX = ".tmp-"  # a checkpoint being written; never read, swept by the next owner

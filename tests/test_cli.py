@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,24 @@ from elastic_resume import cli
         (["--nnodes", "2", "train.py"], "--rdzv-endpoint HOST:PORT"),
         (["--nnodes", "2", "--standalone", "train.py"], "--standalone means one node"),
         (["--nnodes", "x", "--rdzv-endpoint", "h:1", "train.py"], "x"),
-        (["--nnodes", "3:2", "--rdzv-endpoint", "h:1", "train.py"], "min_nodes"),
+        (["--nnodes", "3:2", "--rdzv-endpoint", "h:1", "train.py"], "--nnodes is '3:2': write N or MIN:MAX"),
+        (["--nnodes", "2:1", "train.py"], "--nnodes is '2:1': write N or MIN:MAX"),
+        (["--nnodes", "0", "train.py"], "--nnodes is '0': write N or MIN:MAX"),
+        (["--nnodes", "1:2:3", "train.py"], "--nnodes is '1:2:3': write N or MIN:MAX"),
+        (["--nproc-per-node", "0", "train.py"], "--nproc-per-node comes to 0: a node needs one worker"),
+        (["--monitor-interval", "0", "train.py"], "--monitor-interval is 0: write a number of seconds"),
+        (["--signals-to-handle", "SIGFOO", "train.py"], "--signals-to-handle names 'SIGFOO'"),
+        (["--event-log-handler", "foo", "train.py"], "--event-log-handler is 'foo'"),
+        (["--rdzv-conf", "join_timeout=abc", "train.py"], "join_timeout is 'abc': write a whole number"),
+        (["--rdzv-conf", "is_host=maybe", "train.py"], "is_host is 'maybe': write true or false"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h:xyz", "train.py"], "--rdzv-endpoint: The port number"),
+        (["--nnodes", "2", "--rdzv-backend", "static", "--rdzv-endpoint", "h", "train.py"], "HOST:PORT"),
+        (["."], "'.' is a directory without a __main__.py"),
+        ([""], "'' is a directory without a __main__.py"),
+        (["x" * 300], "cannot be read: File name too long"),
+        (["unreadable.py"], "'unreadable.py' cannot be read: this user has no permission"),
+        (["--resume", "x" * 300, "train.py"], "which cannot be a path here: File name too long"),
+        (["--ckpt-dir", "~nobody-at-all", "train.py"], "which cannot be a path here: Could not determine"),
         (["--nproc-per-node", "some", "train.py"], "some"),
         (["--max-restarts", "-1", "train.py"], "max_restarts must be"),
         (["--config", "wrong.yaml", "train.py"], "wrong.yaml:1: unknown key 'kep'. Did you mean keep"),
@@ -42,6 +60,9 @@ def test_bad_input_is_one_line_and_exit_code_1(
     """And nothing is made on disk."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
+    (tmp_path / "unreadable.py").touch()
+    # To root, as whom tests may run, everything is readable.
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path).name != "unreadable.py")
     (tmp_path / "wrong.yaml").write_text("kep: 3\n")
     before = sorted(tmp_path.rglob("*"))
     assert cli.main(["run", *words]) == 1
@@ -50,6 +71,18 @@ def test_bad_input_is_one_line_and_exit_code_1(
     assert (said or "") in err
     assert len(err.splitlines()) <= 2
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_step_mark_that_is_no_number_names_its_variable(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """Before anything is made."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ELASTIC_RESUME_STEP_MARK_S", "abc")
+    (tmp_path / "train.py").touch()
+    assert cli.main(["run", "train.py"]) == 1
+    assert "error: ELASTIC_RESUME_STEP_MARK_S is 'abc': write a number" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 def test_an_unknown_command_is_refused(capsys: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -207,6 +208,35 @@ def test_an_error_of_the_jobs_own_ends_it_at_once(agents: Agents) -> None:
     assert code == 1
     assert len(agents.events("round")) == 1
     assert "MismatchError: fc.weight is (3,) and was (4,) (train.py:9)" in log.strip().splitlines()[-1]
+
+
+WRONG_USE = """
+import json, os, sys, time
+event = dict(t=time.time(), event="failure", node="a", pid=os.getpid(), generation=None, rank=None, step=None,
+             type="ConfigError", message="keep is 1, which is too few. Write 2 or more.", frame="",
+             at_fault=True)
+with open(os.environ["ELASTIC_RESUME_EVENTS_PATH"], "a") as file:
+    file.write(json.dumps(event) + chr(10))
+print("elastic_resume: error: " + event["message"], file=sys.stderr)
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--nproc-per-node=2"], ["--max-restarts=0"]])
+def test_wrong_use_ends_the_job_at_once_and_the_last_line_says_what_is_wrong(
+    agents: Agents, flags: list[str]
+) -> None:
+    """A worker that refuses its arguments knows neither rank nor generation; the stub knows the rank."""
+    agents.script(WRONG_USE)
+    code, log = agents.run(*flags, "train.py", OMP_NUM_THREADS="1")
+    assert code == 1
+    assert len(agents.events("round")) == 1
+    said = (
+        r"node a gave up: rank \d ended with exit code 1: ConfigError: keep is 1, which is too few\. Write 2"
+    )
+    last = log.strip().splitlines()[-1]
+    assert re.search(said + r" or more\.( |$)", last), last
+    assert "Traceback" not in log
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

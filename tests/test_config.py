@@ -115,6 +115,9 @@ def test_what_follows_the_script_belongs_to_the_script(tmp_path: Path) -> None:
         ("- keep\n", "must hold lines of the form NAME: VALUE"),
         ("keep: 3: 4\n", "is not YAML"),
         ("keep: !!python/object/apply:os.system ['true']\n", "keep must be one value"),
+        ("? [a, b]\n: 3\n", "f.yaml:1: a key must be the name of a flag, and not a list or mapping.$"),
+        ("keep: 3\n? {a: b}\n: 3\n", "f.yaml:2: a key must be the name of a flag"),
+        ("duplicate-stdout-filters: [a, [b]]\n", "duplicate-stdout-filters must be a list of plain values"),
         ("role: " + "x" * 70_000, "larger than 65536 bytes"),
     ],
 )
@@ -239,8 +242,22 @@ def test_defaults_are_valid_and_absolute() -> None:
 
 def test_what_an_agent_decided_arrives_in_its_workers() -> None:
     """to_env and for_worker are inverse."""
-    agent = Settings(Path("/c"), "job", "n1", SaveEvery(seconds=1.5), 4, "never")
+    agent = Settings(Path("/c"), "job", "n1", SaveEvery(seconds=1.5), 4, "never", 0.1)
     assert Settings.for_worker(agent.to_env(), "other.py") == agent
+
+
+@pytest.mark.parametrize("bad", ["abc", "-1", "nan", "inf", "1s"])
+def test_a_wrong_step_mark_names_its_variable(bad: str) -> None:
+    """It has no flag."""
+    with pytest.raises(ConfigError, match=f"^ELASTIC_RESUME_STEP_MARK_S is '{bad}': write a number"):
+        Settings.for_worker({"ELASTIC_RESUME_STEP_MARK_S": bad}, "t.py")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [(None, 5.0), ("", 5.0), ("0", 0.0), ("0.25", 0.25)])
+def test_the_step_mark_comes_from_the_environment(text: str | None, seconds: float) -> None:
+    """Five seconds unless it says otherwise."""
+    environ = {} if text is None else {"ELASTIC_RESUME_STEP_MARK_S": text}
+    assert Settings.for_worker(environ, "t.py").step_mark_s == seconds
 
 
 def test_an_argument_that_does_not_exist_is_refused() -> None:

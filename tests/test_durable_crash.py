@@ -436,6 +436,26 @@ def test_the_generation_never_goes_back_in_a_power_cut(tmp_path: Path) -> None:
                 assert known <= found <= 7
 
 
+def test_the_identity_never_changes_in_a_power_cut(tmp_path: Path) -> None:
+    """Once claimed, a directory has after any cut the identity it had; before, that one or none yet."""
+    ckpt_dir = tmp_path / "ckpt"
+    disk = RecordingDisk(ckpt_dir)
+    ckpt_dir.mkdir()
+    with NodeDir.claim(ckpt_dir, RUN, "a", disk=disk) as node:
+        identity = node.identity()
+        disk.note("claimed")
+    model, random, number, allowed = Model(), Random(1), itertools.count(), {"", identity}
+    for operation in disk.operations:
+        if isinstance(operation, str):
+            allowed = {identity}
+        else:
+            operation(model)
+        for tree in model.images(random, 32):
+            root = materialise(tree, tmp_path / f"after-{next(number)}")
+            assert NodeDir(root / RUN / "a", None, Disk()).identity() in allowed
+    assert allowed == {identity}
+
+
 def test_a_new_directory_is_durable_with_all_above_it(tmp_path: Path) -> None:
     """A node's directory made by `make_dirs` is there after a cut: its parents' names were synced too."""
     root = tmp_path / "root"

@@ -80,7 +80,7 @@ def test_no_progress_counts_only_failed_rounds_since_the_newest_step() -> None:
 
 def event(kind: str, t: float, **fields: Any) -> dict[str, Any]:
     """One event of node a."""
-    return {"t": t, "event": kind, "node": "a", "pid": 1, **fields}
+    return {"t": t, "event": kind, "node": "a", "pid": 1} | fields
 
 
 def test_summary_takes_first_and_newest_step() -> None:
@@ -126,6 +126,20 @@ def test_a_killed_worker_goes_before_what_its_peers_report_later() -> None:
         event("worker-exit", 3, rank=0, exit_code=1, signal=None, stopped=False),
     ]
     assert describe(first_failure(events)) == "rank 1 was killed by SIGKILL"
+
+
+def test_a_worker_that_does_not_know_its_rank_yet_is_found_by_its_process() -> None:
+    """A wrong argument of er.resume() is told before the world is joined; the stub knows the rank."""
+    events = [
+        event("failure", 1, pid=71, type="ConfigError", message="keep is 1. Write 2 or more.", at_fault=True),
+        event("worker-exit", 2, rank=0, worker_pid=70, exit_code=None, signal="SIGKILL", stopped=False),
+        event("worker-exit", 3, rank=1, worker_pid=71, exit_code=1, signal=None, stopped=False),
+    ]
+    this = summarize(events, failed=True)
+    assert decide([this], Limits()).reason == (
+        "rank 1 ended with exit code 1: ConfigError: keep is 1. Write 2 or more. "
+        "Starting again would meet the same error."
+    )
 
 
 def test_a_round_that_finished_has_no_failure() -> None:

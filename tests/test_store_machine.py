@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic_resume import contract
-from elastic_resume.errors import ConfigError, CorruptError, MachineError, NodeTakenError
+from elastic_resume.errors import ConfigError, CorruptError, MachineError, NodeTakenError, UsageError
 from elastic_resume.store.catalog import Catalog
 from elastic_resume.store.checkpoint import Writer, name_of
 from elastic_resume.store.durable import DISK, Disk, machine
-from elastic_resume.store.node_dir import NodeDir
+from elastic_resume.store.node_dir import NodeDir, machine_id
 from tests.store_samples import RUN, image, manifest, save
 
 TESTS = Path(__file__).parent
@@ -194,28 +196,114 @@ def test_a_second_process_is_told_who_owns_the_directory(tmp_path: Path) -> None
         assert owner["pid"] == os.getpid()
 
 
-def test_the_lock_is_released_and_guards_within_a_process_too(tmp_path: Path) -> None:
-    """Two owners in one process are refused like two processes; workers attach without a lock."""
-    with NodeDir.claim(tmp_path, RUN, "a") as node:
-        with pytest.raises(NodeTakenError, match=str(os.getpid())):
-            NodeDir.claim(tmp_path, RUN, "a", timeout_s=0.05)
-        assert NodeDir.attach(tmp_path, RUN, "a").path == node.path
-        (node.path / contract.LOCK_OWNER_FILE).write_bytes(b"\xff not json")
+def test_a_process_does_not_wait_for_itself(tmp_path: Path) -> None:
+    """Nor is it told to end itself; after the release, or when nothing refers to the owner, it may again."""
+    node = NodeDir.claim(tmp_path, RUN, "a")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for root in (tmp_path, tmp_path / "link"):
+        with pytest.raises(
+            UsageError, match=r"already resumed job 'run-1' under .* 'a'; call run\.close\(\)"
+        ):
+            NodeDir.claim(root, RUN, "a", timeout_s=3600)
+    assert NodeDir.attach(tmp_path, RUN, "a").path == node.path
+    node.release()
+    node.release()
+    forgotten = NodeDir.claim(tmp_path, RUN, "a", timeout_s=0)
+    del forgotten
+    NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
+
+
+def test_an_owner_whose_note_is_damaged_is_unknown(tmp_path: Path) -> None:
+    """The lock counts, not the note."""
+    with python(HOLD, str(tmp_path)) as first:
+        assert first.stdout
+        assert first.stdout.readline() == "held\n"
+        (tmp_path / RUN / "a" / contract.LOCK_OWNER_FILE).write_bytes(b"\xff not json")
         with pytest.raises(NodeTakenError, match=r"process \?"):
             NodeDir.claim(tmp_path, RUN, "a", timeout_s=0.05)
-    node.release()
-    NodeDir.claim(tmp_path, RUN, "a", timeout_s=0.05).release()
+        first.kill()
+        first.communicate()
 
 
-def test_a_forked_child_that_ends_does_not_free_the_owners_lock(tmp_path: Path) -> None:
-    """DataLoader workers are forks of the owner."""
-    with NodeDir.claim(tmp_path, RUN, "a"):
+def in_a_fork(action: Callable[[], object]) -> None:
+    """Run ``action`` in a forked child that must end well."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            action()
+            code = 0
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def is_taken(tmp_path: Path) -> bool:
+    """Whether another process finds an owner."""
+    with python(HOLD, str(tmp_path)) as other:
+        _, err = other.communicate(timeout=60)
+    return "NodeTakenError" in err
+
+
+def test_a_forked_child_cannot_free_the_owners_lock(tmp_path: Path) -> None:
+    """Neither by its end, nor by what runs at its end: DataLoader workers are forks, and flock is shared."""
+    with NodeDir.claim(tmp_path, RUN, "a") as node:
+        in_a_fork(lambda: None)
+        assert is_taken(tmp_path)
+        in_a_fork(node.release)
+        assert is_taken(tmp_path)
+        in_a_fork(lambda: (node.__dict__.pop("_lock"), gc.collect()))
+        assert is_taken(tmp_path)
+        with pytest.raises(UsageError):
+            NodeDir.claim(tmp_path, RUN, "a")
+
+
+def test_a_release_counts_while_a_forked_child_lives(tmp_path: Path) -> None:
+    """The child has the lock's file open too."""
+    with NodeDir.claim(tmp_path, RUN, "a") as node:
+        reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
+            os.close(writing)
+            os.read(reading, 1)
             os._exit(0)
+        node.release()
+        assert not is_taken(tmp_path)
+        os.close(writing)
+        os.close(reading)
         os.waitpid(child, 0)
-        with pytest.raises(NodeTakenError):
-            NodeDir.claim(tmp_path, RUN, "a", timeout_s=0.05)
+
+
+def test_a_directory_has_one_identity_for_good(tmp_path: Path) -> None:
+    """Owners and workers of all times see the same; another disk's directory of that name has another."""
+    assert NodeDir.attach(tmp_path, RUN, "a").identity() == ""
+    with NodeDir.claim(tmp_path, RUN, "a") as node:
+        first = node.identity()
+        assert NodeDir.attach(tmp_path, RUN, "a").identity() == first
+    with NodeDir.claim(tmp_path, RUN, "a") as again:
+        assert again.identity() == first
+    assert re.fullmatch("[0-9a-f]{32}", first)
+    with NodeDir.claim(tmp_path / "other-host", RUN, "a") as other:
+        assert other.identity() not in {"", first}
+
+
+@pytest.mark.parametrize("text", ["", "7", "{}", '{"id": ""}', '{"id": 3}', "\0" * 46, '{"id": "x"', "\xff"])
+def test_a_damaged_identity_is_an_error_and_not_another_one(tmp_path: Path, text: str) -> None:
+    """For owners, who give the directory up again, and for workers."""
+    node = NodeDir.attach(tmp_path, RUN, "a")
+    (node.path / contract.IDENTITY_FILE).write_text(text)
+    with pytest.raises(CorruptError, match="does not hold an identity"):
+        node.identity()
+    for _ in range(2):
+        with pytest.raises(CorruptError, match="does not hold an identity"):
+            NodeDir.claim(tmp_path, RUN, "a", timeout_s=0)
+    (node.path / contract.IDENTITY_FILE).unlink()
+    NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
+
+
+def test_a_machine_has_an_id_that_holds_until_it_boots() -> None:
+    """With the host name, since containers share the kernel."""
+    assert machine_id() == machine_id()
+    assert os.uname().nodename in machine_id()
 
 
 @pytest.mark.parametrize(

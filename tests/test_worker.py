@@ -181,6 +181,64 @@ def test_a_directory_that_cannot_be_written_is_told_before_the_first_step(tmp_pa
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("what", ["plain", "patched", "compiled", "sparse", "stepper", "own-ddp"])
+def test_a_resumed_generation_leaves_models_and_hooks_as_they_are(tmp_path: Path, what: str) -> None:
+    """Wrapped forward, torch.compile, sparse gradients, steps inside of backward, DDP of one's own."""
+    each = [
+        {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": f"n{rank}"}
+        for rank in range(2)
+    ]
+    for generation in (1, 2):
+        for done in ranks.run(2, PROBE.with_name("odd_models.py"), what, env=each):
+            end = told(done)
+            assert end["generation"] == generation
+            assert end["same"], "building DDP changed the weights"
+            assert end["patched"] is (what == "patched")
+
+
+def test_a_receiver_whose_disk_refuses_ends_the_start_for_all_at_once(tmp_path: Path) -> None:
+    """The source and the other receivers are in the same broadcasts: nobody may be left waiting in one."""
+    probe(tmp_path, "plain", size=3)
+    shutil.rmtree(tmp_path / "probe" / "n1")
+    shutil.rmtree(tmp_path / "probe" / "n2")
+    each = [
+        {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": f"n{rank}"}
+        for rank in range(3)
+    ]
+    each[1]["ELASTIC_RESUME_FAILPOINTS"] = "commit.before-data=raise"
+    for done in ranks.run(3, PROBE, "plain", "9", env=each, timeout_s=60):
+        assert done.returncode == 1
+        assert "failpoint commit.before-data" in done.stderr
+
+
+def test_ranks_that_read_other_samples_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Another seed on each rank would repeat some samples and skip others."""
+    for done in probe(tmp_path, "other-order"):
+        assert done.returncode == 1
+        assert "the order of samples (data) on rank 1" in done.stderr
+
+
+def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Each with a disk of its own: no lock can see both. Told before the first step, nothing set aside."""
+    each = [
+        {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path / str(rank)), "ELASTIC_RESUME_NODE_NAME": "ubuntu"}
+        for rank in range(2)
+    ]
+    for done in ranks.run(2, PROBE, "plain", "3", env=each):
+        assert done.returncode == 1
+        assert "--node-name" in done.stderr
+
+
+def test_wrong_arguments_are_one_line_and_an_event(tmp_path: Path) -> None:
+    """The agent reads the event and does not try again."""
+    log = tmp_path / "events.jsonl"
+    done = probe(tmp_path, "plain", size=1, ELASTIC_RESUME_KEEP="1", ELASTIC_RESUME_EVENTS_PATH=str(log))[0]
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    failure = next(events.read(log))
+    assert (failure["event"], failure["at_fault"], failure["type"]) == ("failure", True, "ConfigError")
+
+
 def test_the_same_script_runs_under_python_and_torchrun(tmp_path: Path) -> None:
     """Python saves, torchrun with two ranks goes on from it, python goes on from that."""
     env = ranks.environment(0, 1, 0)

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.machinery
-import importlib.util
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -26,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -37,9 +35,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args, get_args_parser
 
+from elastic_resume.agent import preflight
 from elastic_resume.errors import ConfigError, GaveUpError, RendezvousLostError
 
 BACKEND = "elastic_resume"
@@ -95,11 +95,12 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str) -> Iterator
 
     """
     args = argparse.Namespace(**vars(args))
-    _check_script(args)
+    preflight.check_script(args)
+    one_node = preflight.check_nodes(args.nnodes) == (1, 1)
     args.rdzv_id = run_id
     # The parser of torchrun has taken PET_* variables for its defaults.
     given = given | {name.removeprefix("PET_").lower() for name in os.environ if name.startswith("PET_")}
-    _choose_rendezvous(args, given)
+    _choose_rendezvous(args, given, one_node=one_node)
     if "max_restarts" not in given:
         args.max_restarts = UNLIMITED_RESTARTS
     with contextlib.ExitStack() as stack:
@@ -110,6 +111,8 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str) -> Iterator
             config, entrypoint, words = config_from_args(args)
         except (AssertionError, RuntimeError, ValueError, OSError) as error:
             raise ConfigError(str(error) or f"torchrun refuses these flags: {error!r}") from error
+        preflight.check_launch(config)
+        _check_torch_names(config)
         _wrap_rendezvous(config)
         if isinstance(entrypoint, str):
             # "${local_rank}" is torchelastic's macro: it puts the number in.
@@ -122,6 +125,7 @@ def launch(launch: Launch, observer: Observer) -> None:
     """Run the job on this node until it is done.
 
     Raises:
+        ConfigError: the rendezvous refuses its settings.
         GaveUpError: this node or another ended the job; the text says why.
         RendezvousLostError: no world can be formed any more.
         StoppedError: a signal stopped this agent.
@@ -270,7 +274,10 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
         local_addr=params.local_addr,
         **config,
     )
-    handler = rendezvous_handler_registry.create_handler(inner)
+    try:
+        handler = rendezvous_handler_registry.create_handler(inner)
+    except ValueError as error:  # a name or a value of --rdzv-backend, -endpoint or -conf
+        raise ConfigError(f"the rendezvous refuses its settings: {error}") from error
     # torchelastic takes these when the first workers start, but a rendezvous can last minutes. Not earlier:
     # while the store's host is looked for (60 s) no Python runs, and the default action is the prompt end.
     for number in signals:
@@ -287,13 +294,12 @@ def _wrap_rendezvous(config: LaunchConfig) -> None:
     config.rdzv_backend = BACKEND
 
 
-def _choose_rendezvous(args: argparse.Namespace, given: set[str]) -> None:
+def _choose_rendezvous(args: argparse.Namespace, given: set[str], *, one_node: bool) -> None:
     """Stand alone with one node and nothing said about a rendezvous; else ours unless another is named.
 
     ``static`` is torchrun's default; it is meant only where it, or one of its own flags, is given.
     """
     open_to_us = not given & {"rdzv_backend", "master_addr", "master_port", "node_rank"}
-    one_node = args.nnodes in {"1", "1:1"}
     if args.standalone or (open_to_us and one_node and not args.rdzv_endpoint):
         if not one_node:
             raise ConfigError(f"--standalone means one node, and --nnodes is {args.nnodes}.")
@@ -310,21 +316,20 @@ def _choose_rendezvous(args: argparse.Namespace, given: set[str]) -> None:
         args.master_port = 29500  # torchrun's own
 
 
-def _check_script(args: argparse.Namespace) -> None:
-    script = args.training_script
-    if args.no_python and not args.run_path:
-        if shutil.which(script) is None:
-            raise ConfigError(f"there is no program {script!r} that can be run (--no-python).")
-    elif args.module:
-        top = script.partition(".")[0]
-        # As `python -m` does, look in the working directory too.
-        found = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
-        if found is None and top not in sys.builtin_module_names and "PYTHON_EXEC" not in os.environ:
-            raise ConfigError(
-                f"there is no module {top!r} in {Path.cwd()} or where Python looks (-m {script})."
-            )
-    elif not Path(script).exists():
-        raise ConfigError(f"there is no training script {script!r} in {Path.cwd()}.")
+def _check_torch_names(config: LaunchConfig) -> None:
+    """Check what only torch can judge: where the nodes meet, and where its own events go."""
+    try:
+        if config.rdzv_backend in {BACKEND, "c10d", "static"}:
+            _, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1)
+            if port < 0 and config.rdzv_backend == "static":
+                raise ConfigError(f"--rdzv-endpoint is {config.rdzv_endpoint!r}: static needs HOST:PORT.")
+        get_logging_handler(config.event_log_handler)
+    except ValueError as error:
+        raise ConfigError(f"--rdzv-endpoint: {error}") from error
+    except KeyError as error:
+        raise ConfigError(
+            f"--event-log-handler is {config.event_log_handler!r}, which torch has not."
+        ) from error
 
 
 def _quieten() -> None:

@@ -82,15 +82,15 @@ def first_failure(events: Sequence[Event]) -> Failure | None:
     ends.sort(key=lambda event: event["t"])
     if said and (said[0].get("at_fault") or not ends or said[0]["t"] <= ends[0]["t"]):
         word = said[0]
-        end = next((event for event in ends if event.get("rank") == word.get("rank")), {})
+        end = next((event for event in ends if _same_worker(word, event)), {})
     elif ends:
         end = ends[0]
-        word = next((event for event in said if event.get("rank") == end.get("rank")), {})
+        word = next((event for event in said if _same_worker(event, end)), {})
     else:
         return None
     told = ": ".join(str(word[key]) for key in ("type", "message") if word.get(key))
     return Failure(
-        rank=word.get("rank", end.get("rank")),
+        rank=end.get("rank") if word.get("rank") is None else word["rank"],
         exit_code=end.get("exit_code"),
         signal=end.get("signal"),
         message=told or str(end.get("message") or ""),
@@ -111,7 +111,8 @@ def describe(failure: Failure | None) -> str:
     else:
         how = "failed"
     where = f" ({failure.frame})" if failure.frame else ""
-    return f"{who} {how}" + (f": {failure.message}{where}" if failure.message else "")
+    # A sentence of ours goes on after it.
+    return f"{who} {how}" + (f": {failure.message.rstrip('.')}{where}" if failure.message else "")
 
 
 def decide(history: Sequence[Round], limits: Limits) -> Decision:
@@ -153,6 +154,13 @@ def rounds_without_progress(history: Sequence[Round]) -> int:
         if this.newest_step is not None:
             best = this.newest_step if best is None else max(best, this.newest_step)
     return stuck
+
+
+def _same_worker(failure: Event, end: Event) -> bool:
+    """Whether ``end`` is that of the worker that wrote ``failure``, maybe before it knew its rank."""
+    if failure.get("rank") is None:
+        return "pid" in failure and bool(failure["pid"] == end.get("worker_pid"))
+    return bool(failure["rank"] == end.get("rank"))
 
 
 def _is_own_failure(event: Event) -> bool:

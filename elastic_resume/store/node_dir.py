@@ -1,7 +1,8 @@
-"""The directory of one node: who owns it, which generation it has seen, and whether there is room.
+"""The directory of one node: who owns it, which one it is, which generation it has seen, is there room.
 
 Promise: two processes never own one node's directory at once (as far as the file system's flock goes);
-the generation never goes back, and survives a power cut once `persist_generation` has returned.
+the generation never goes back, and survives a power cut once `persist_generation` has returned; the
+identity never changes. A fork of the owner, which shares its flock, cannot give the directory up.
 
 Does not know what lies in the directory (`catalog`) nor what a generation is for.
 """
@@ -9,9 +10,11 @@ Does not know what lies in the directory (`catalog`) nor what a generation is fo
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import sys
@@ -19,20 +22,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from elastic_resume import contract
-from elastic_resume.errors import ConfigError, CorruptError, MachineError, NodeTakenError
+from elastic_resume.errors import ConfigError, CorruptError, MachineError, NodeTakenError, UsageError
 from elastic_resume.store.durable import DISK, Disk, machine, temporary_name
 
 _MAX_SMALL_FILE_BYTES = 64 * 1024
 _MAX_GENERATION = 1 << 53
+_LOCK_POLL_S = 0.05
+_held: dict[Path, int] = {}  # what is locked -> the process that did it, which a fork is not
 
 
 class NodeDir:
     """``CKPT_DIR/RUN_ID/NODE``. Made by `claim` (the owner) or `attach` (a worker of the owner)."""
 
-    def __init__(self, path: Path, lock: filelock.BaseFileLock | None, disk: Disk) -> None:
+    def __init__(self, path: Path, lock: _Lock | None, disk: Disk) -> None:
         """Use `claim` or `attach`."""
         self.path = path
         self._lock = lock
@@ -42,21 +45,26 @@ class NodeDir:
     def claim(ckpt_dir: Path, run_id: str, node: str, timeout_s: float = 2.0, disk: Disk = DISK) -> NodeDir:
         """Make the directory where it is missing and become its owner.
 
-        Raises NodeTakenError, naming the owner, when it has one for ``timeout_s`` more; ConfigError for an
-        unsafe name; MachineError when the directory cannot be made.
+        Raises NodeTakenError, naming the owner, when it has one for ``timeout_s`` more; UsageError when the
+        owner is this very process, which would wait for itself; ConfigError for an unsafe name; MachineError
+        when the directory cannot be made; CorruptError when it does not say which one it is.
         """
         path = _path(ckpt_dir, run_id, node)
+        if _held.get(path.resolve()) == os.getpid():
+            raise UsageError(
+                f"this process has already resumed job {run_id!r} under node name {node!r}; "
+                "call run.close() first."
+            )
         disk.make_dirs(path)
-        # Not thread-local: whoever shuts the process down may be another thread than the one that claimed.
-        lock = filelock.FileLock(path / contract.LOCK_FILE, timeout=timeout_s, thread_local=False)
-        with machine("lock", path / contract.LOCK_FILE):
-            try:
-                lock.acquire()
-            except filelock.Timeout:  # an OSError too
-                raise NodeTakenError(_taken(path, node)) from None
+        lock = _Lock.acquire(path / contract.LOCK_FILE, timeout_s)
+        if lock is None:
+            raise NodeTakenError(_taken(path, node))
         node_dir = NodeDir(path, lock, disk)
         try:
             disk.write_atomic(path / contract.LOCK_OWNER_FILE, _owner_note())
+            if not node_dir.identity():
+                note = json.dumps({"id": secrets.token_hex(16)}) + "\n"
+                disk.write_atomic(path / contract.IDENTITY_FILE, note.encode())
         except BaseException:
             node_dir.release()
             raise
@@ -70,7 +78,7 @@ class NodeDir:
         return NodeDir(path, None, disk)
 
     def release(self) -> None:
-        """Give the directory up. Harmless when called twice, or on one that was attached."""
+        """Give the directory up. Harmless when called twice, in a fork, or on one that was attached."""
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
@@ -80,6 +88,26 @@ class NodeDir:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def identity(self) -> str:
+        """Name this directory, whatever its path: 32 hexadecimal digits that its first owner wrote.
+
+        Empty where nobody has owned it yet. So two hosts that call themselves alike and do not share a disk
+        are told apart: their identities differ, or one is empty. Raises CorruptError for a damaged file.
+        """
+        path = self.path / contract.IDENTITY_FILE
+        data = None
+        with machine("read", path), contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+            data = file.read(_MAX_SMALL_FILE_BYTES)
+        if data is None:
+            return ""
+        match = re.fullmatch(rb'\s*\{\s*"id"\s*:\s*"([0-9a-f]{32})"\s*\}\s*', data)
+        if match is None:
+            raise CorruptError(
+                f"{path}: does not hold an identity. If no other process of this job runs, remove the file: "
+                "the next start makes a new one."
+            )
+        return match[1].decode()
 
     def generation(self) -> int:
         """The greatest generation persisted here; 0 when none was.
@@ -123,6 +151,70 @@ class NodeDir:
                 f"cannot save to {self.path}: {_size(bytes_needed)} are needed and {_size(free)} are free; "
                 "free space there, lower --keep, or choose another --ckpt-dir."
             )
+
+
+def machine_id() -> str:
+    """Name this machine until it boots again: the kernel's boot id and the host name.
+
+    Containers of one machine share the boot id; where it cannot be read, the host name has to do.
+    """
+    boot = ""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {socket.gethostname()}".strip()
+
+
+class _Lock:
+    """An flock, held until `release`, until nothing refers to it, or until this process ends.
+
+    The kernel ties it to the open file, which a fork shares: LOCK_UN in a child frees the parent's lock, and
+    the parent's close alone does not free it while a child lives. So only the process that took it unlocks.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._key = path.parent.resolve()
+        self._descriptor = descriptor
+        self._pid = os.getpid()
+        _held[self._key] = self._pid
+
+    @classmethod
+    def acquire(cls, path: Path, timeout_s: float) -> _Lock | None:
+        """Take the lock; None when another holds it for ``timeout_s`` more."""
+        deadline = time.monotonic() + timeout_s
+        with machine("lock", path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                while not _try_flock(descriptor):
+                    if time.monotonic() >= deadline:
+                        os.close(descriptor)
+                        return None
+                    time.sleep(_LOCK_POLL_S)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return cls(path, descriptor)
+
+    def release(self) -> None:
+        """Unlock, in the process that locked; in a fork only forget."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        if os.getpid() == self._pid:
+            _held.pop(self._key, None)
+            with contextlib.suppress(OSError):  # the close that follows frees it too, unless a fork lives
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def _try_flock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _path(ckpt_dir: Path, run_id: str, node: str) -> Path:

@@ -73,6 +73,7 @@ class GlobalBatches(Sampler[list[int]]):
         self._rank, self._world_size = 0, 1
         self._epoch, self._step = 0, 0
         self._on_first: Callable[[], None] | None = None
+        self.exhausted = False  # whether the newest iterator was asked for more than the epoch has
         self._order: tuple[int, Tensor] | None = None  # (epoch, its permutation)
 
     # ---- what the Run calls ------------------------------------------------------------------------
@@ -190,6 +191,7 @@ class GlobalBatches(Sampler[list[int]]):
         world_size: int,
         on_first: Callable[[], None] | None,
     ) -> Iterator[list[int]]:
+        self.exhausted = False
         for step in steps:
             if on_first is not None and step == steps.start:
                 on_first()
@@ -197,6 +199,7 @@ class GlobalBatches(Sampler[list[int]]):
             first = step * self.global_batch
             here = range(first + read.start, first + read.stop)
             yield list(here) if order is None else order[here.start : here.stop].tolist()
+        self.exhausted = True
 
 
 def share_of(samples: int, rank: int, world_size: int) -> range:

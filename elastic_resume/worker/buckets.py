@@ -10,13 +10,15 @@ backward pass of zeros through the bare parameters in that order. DDP does the r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+
+from elastic_resume.worker import state
 
 
 class BucketOrder:
@@ -44,7 +46,7 @@ class BucketOrder:
             return  # the first never rebuilds its buckets, the second may only see the model's own graph
         if order is None:
             self._record(name, parameters)
-        elif set(order) == parameters.keys() and not _is_hooked(model):
+        elif set(order) == parameters.keys() and _is_playable(model, parameters.values()):
             _play([parameters[key] for key in order], model, ddp)
 
     def end_step(self) -> None:
@@ -69,9 +71,19 @@ class BucketOrder:
             self._hooks.append(hook)
 
 
-def _is_hooked(model: nn.Module) -> bool:
-    """Whether calling ``model`` does more than its forward: its hooks would see a pass that is not theirs."""
-    return bool(model._forward_hooks or model._forward_pre_hooks or model._backward_hooks)  # noqa: SLF001
+def _is_playable(model: nn.Module, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether a pass of zeros goes unnoticed: nobody's hook runs in it and every gradient may be dense.
+
+    An optimizer that steps inside of backward would take a step of its own; torch.compile's wrapper and an
+    embedding with sparse gradients do not take such a pass at all.
+    """
+    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:  # noqa: SLF001
+        return False
+    if any(getattr(part, "sparse", False) is True for part in model.modules()):
+        return False
+    if state.unwrap(model) is not model:
+        return False
+    return not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)  # noqa: SLF001
 
 
 def _play(parameters: list[nn.Parameter], model: nn.Module, ddp: DistributedDataParallel) -> None:
@@ -87,10 +99,13 @@ def _play(parameters: list[nn.Parameter], model: nn.Module, ddp: DistributedData
             total = total + (parameter * 0).sum().to(total)
         return total
 
-    model.forward = zero  # of this instance, for one call
+    own = model.__dict__.get("forward")  # some libraries put a wrapper there: it must come back
+    model.__dict__["forward"] = zero
     try:
         ddp().backward()
     finally:
-        del model.forward
+        del model.__dict__["forward"]
+        if own is not None:
+            model.__dict__["forward"] = own
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient

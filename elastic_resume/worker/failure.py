@@ -5,12 +5,16 @@ An error of our own is printed as one or two lines: its text says what to do, a 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from elastic_resume import contract
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.events import EventLog
 
@@ -20,6 +24,22 @@ _where: dict[str, Any] = {"generation": None, "step": lambda: None}
 def enter(*, generation: int, step: Callable[[], int]) -> None:
     """From now on failures belong to ``generation``; ``step`` gives the last finished step when asked."""
     _where.update(generation=generation, step=step)
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Tell of an error in what the script passed, where not even the node's name is known yet.
+
+    An agent gives the path of its event log; without one the lines that are printed must do.
+    """
+    try:
+        yield
+    except ElasticResumeError:
+        path = os.environ.get(contract.ENV_EVENTS_PATH)
+        rank = os.environ.get("RANK", "0")
+        node = os.environ.get(contract.ENV_NODE_NAME, "")
+        report_to(EventLog(Path(path or os.devnull), node=node, rank=int(rank) if rank.isdigit() else 0))
+        raise
 
 
 def report_to(events: EventLog) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastic_resume.config import Settings
-from elastic_resume.errors import ElasticResumeError
+from elastic_resume.errors import ConfigError, ElasticResumeError
 from elastic_resume.events import EventLog
 from elastic_resume.policy.source import Copy
 from elastic_resume.store import checkpoint
@@ -46,6 +46,21 @@ class Place:
         if not copy.home:
             return Path(self.settings.resume)
         return self.run_dir / copy.home / checkpoint.name_of(copy.generation, copy.step)
+
+    def refuse_namesakes(self, identity: str) -> None:
+        """Raise when two ranks call their node alike and do not see the same directory.
+
+        Two hosts named "localhost", say, each with a disk of its own: no lock can notice them, and the one
+        would take the other's checkpoints for its own that are gone. ``identity`` is this node's directory's.
+        """
+        told = self.world.gather(identity)
+        for rank, node in enumerate(self.node_of):
+            first = self.lead_of[node]
+            if told[rank] != told[first]:
+                raise ConfigError(
+                    f"ranks {first} and {rank} both run on a node named {node!r}, and see different disks "
+                    "under it: give each node a name of its own with --node-name."
+                )
 
     def quarantine(self, path: Path, reason: str) -> None:
         """Set a checkpoint of this node aside, and say so."""

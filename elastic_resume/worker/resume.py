@@ -30,6 +30,8 @@ from elastic_resume.worker.image import Image, memory_of
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.state import BUFFER, REPLICATED, FlatState, Leaf
 
+DATA = "data"
+PARAMETERS = "elastic_resume.parameters"
 _BATCH_BYTES = 64 * 1024 * 1024  # of small tensors sent in one broadcast
 
 
@@ -271,6 +273,7 @@ def _equalise(place: Place, flat: FlatState) -> None:
             f"the ranks built different models: {name!r} is not the same on {ranks}. "
             "Build the model from the same arguments on every rank."
         )
+    _require_same_order(place, flat)
     channel = place.world.everybody()
     prints = state.combined(state.fingerprints(leaves))
     if channel is None or len(set(place.world.gather(prints))) == 1:
@@ -280,3 +283,18 @@ def _equalise(place: Place, flat: FlatState) -> None:
             here = leaf.tensor.detach().cpu().contiguous()
             channel.broadcast(here, 0)
             leaf.tensor.copy_(here)
+
+
+def _require_same_order(place: Place, flat: FlatState) -> None:
+    """Ranks that read other samples or number parameters otherwise would be refused at the first resume."""
+    for name, what in (
+        (DATA, "the order of samples"),
+        (PARAMETERS, "the order of the optimizer's parameters"),
+    ):
+        told = place.world.gather(state.combined({"": flat.skeleton.get(name)}))
+        other = [rank for rank, one in enumerate(told) if one != told[0]]
+        if other:
+            raise MismatchError(
+                f"{what} ({name}) on rank {other[0]} is not that of rank 0: give every rank the same "
+                "arguments. GlobalBatches gives each rank its own share by itself."
+            )

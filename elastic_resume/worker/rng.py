@@ -10,9 +10,26 @@ from __future__ import annotations
 import random
 import struct
 import sys
+from collections.abc import Mapping
 
 import torch
 import xxhash
+
+
+class Seed:
+    """The job's seed, kept in its checkpoints."""
+
+    def __init__(self, value: int) -> None:
+        """Begin with ``value``, of at most 64 bits."""
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        """Give the seed."""
+        return {"seed": self.value}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take the seed that the job began with."""
+        self.value = state["seed"]
 
 
 def derive(seed: int, rank: int, step: int) -> int:

@@ -8,19 +8,18 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from elastic_resume import contract, failpoints
-from elastic_resume.config import Settings
-from elastic_resume.errors import ConfigError
-from elastic_resume.events import EventLog
+from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.policy import cadence
 from elastic_resume.policy.source import ResumePlan
 from elastic_resume.store.board import Board
@@ -30,119 +29,60 @@ from elastic_resume.worker import announce, failure, rng, state
 from elastic_resume.worker import resume as resuming
 from elastic_resume.worker.batches import GlobalBatches
 from elastic_resume.worker.buckets import BucketOrder
+from elastic_resume.worker.parameters import ParameterOrder
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.resume import Resumed
 from elastic_resume.worker.saver import Saver
-from elastic_resume.worker.world import World
 
 Hook = Callable[["Run"], object]
 H = TypeVar("H", bound=Hook)
 
-BUCKETS = "elastic_resume.buckets"  # the name under which the order of DDP's buckets is tracked
+FINAL_TRIES = 3
 
 
-def resume(
-    *,
-    model: Any = None,
-    optimizer: Any = None,
-    scheduler: Any = None,
-    scaler: Any = None,
-    ema: Any = None,
-    data: Any = None,
-    ckpt_dir: str | os.PathLike[str] | None = None,
-    run_id: str | None = None,
-    node_name: str | None = None,
-    save_every: str | int | None = None,
-    keep: int | None = None,
-    resume: str | os.PathLike[str] | None = None,
-    seed: int = 0,
-    rng: str = "derived",
-    **named: Any,
-) -> Run:
-    """Bring the given objects to the newest valid state that any node holds, or start fresh.
+@dataclass(frozen=True)
+class Options:
+    """What of the arguments of `resume` concerns the run and not the disk. ``seed`` None: rank 0's own."""
 
-    Call it once, on every rank, when the objects are built; before or after DDP is. It joins the process
-    group that torchrun's environment describes, unless the script already has.
-
-    Args:
-        model: a module, bare or wrapped; or a dict of several (``{"g": G, "d": D}``).
-        optimizer: an optimizer, or a dict of several.
-        scheduler: a learning rate scheduler, or a dict of several.
-        scaler: a GradScaler.
-        ema: an averaged model, or any object with ``state_dict`` and ``load_state_dict``.
-        data: a `GlobalBatches` (or the DataLoader around one), so that an epoch goes on where it stopped.
-        ckpt_dir: root of the checkpoints; default ``./checkpoints``. Of this and the next two the flags of
-            ``elastic-resume run`` win, since the agent holds the directory that they name.
-        run_id: the job's name; default from torchrun's ``--rdzv-id``, else the script's name.
-        node_name: this node's name; default from the scheduler, else the host name.
-        save_every: a number of steps, "30s", or "auto".
-        keep: how many checkpoints each node keeps, at least 2.
-        resume: "auto", "must", "never", or the path of a checkpoint.
-        seed: from which random numbers are derived, with rank and step.
-        rng: "derived" seeds torch, `random` and numpy at each step boundary, so that a resumed run draws
-            what the uninterrupted one drew; "off" leaves random numbers alone.
-        **named: further objects to track, by name.
-
-    Raises:
-        ElasticResumeError: one of its kinds, each saying what to do; see `elastic_resume.errors`. It is
-            raised on all ranks, before anything was loaded.
-
-    """
-    if rng not in {"derived", "off"}:
-        raise ConfigError(f"rng is {rng!r}: use 'derived' or 'off'.")
-    settings = Settings.for_worker(
-        os.environ,
-        sys.argv[0],
-        ckpt_dir=ckpt_dir,
-        run_id=run_id,
-        node_name=node_name,
-        save_every=save_every,
-        keep=keep,
-        resume=resume,
-    )
-    world = World.join()
-    node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
-    events = EventLog(node_dir / contract.EVENTS_FILE, node=settings.node_name, rank=world.rank)
-    failure.report_to(events)
-    batches = getattr(data, "batch_sampler", data)
-    batches = batches if isinstance(batches, GlobalBatches) else None
-    tracked = state.collect(
-        {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "scaler": scaler,
-            "ema": ema,
-            "data": batches if batches is not None else data,
-            **named,
-        }
-    )
-    place = Place(world, settings, events)
-    return Run(place, tracked, batches, seed if rng == "derived" else None)
+    seed: int | None
+    derive_rng: bool
+    accumulate: int
 
 
 class Run:
-    """One rank's view of the job, in one generation. Made by `resume`."""
+    """One rank's view of the job, in one generation. Made by `start.resume`."""
 
     def __init__(
-        self, place: Place, tracked: dict[str, Any], batches: GlobalBatches | None, seed: int | None
+        self, place: Place, tracked: dict[str, Any], batches: GlobalBatches | None, options: Options
     ) -> None:
-        """Resume; see `resume`. ``seed`` is None when random numbers are left alone."""
+        """Resume; see `start.resume`."""
         self._place = place
         self._buckets = BucketOrder()
-        self._tracked = tracked = {**tracked, BUCKETS: self._buckets}
+        self._seed = rng.Seed(options.seed if options.seed is not None else _seed_of_rank_0(place))
+        self._derive_rng = options.derive_rng
+        self._accumulate = options.accumulate
+        self._tracked = tracked = {
+            **tracked,
+            "elastic_resume.buckets": self._buckets,
+            "elastic_resume.seed": self._seed,
+            resuming.PARAMETERS: ParameterOrder(tracked),
+        }
         self._batches = batches
-        self._seed = seed
         self._node_dir = place.together(lambda: _open_node(place))
+        place.refuse_namesakes(place.together(self._node_dir.identity))
         self._board = Board(place.node_dir / contract.BOARD_FILE)
         self._hooks: list[Hook] = []
         self._hooks_ran = False
         self._closed = False
-        self._mark_every_s = float(os.environ.get(contract.ENV_STEP_MARK_S, "5"))
+        self._pid = os.getpid()
+        self._warned = False
+        self._mark_every_s = place.settings.step_mark_s
         self._next_mark = 0.0
         if batches is not None:
             batches.bind(place.world.rank, place.world.size, self._reseed)
         resumed = resuming.resume(place, self._node_dir, self._board, tracked)
+        if options.seed is not None:
+            self._seed.value = options.seed  # said now, and so meant
         self._plan = resumed.plan
         self._position = _start_position(resumed, batches)
         self._saver = Saver(place, self.generation, _saved_step(self._plan, place)) if place.leads else None
@@ -183,7 +123,8 @@ class Run:
         DDP's plain mean over ranks is then the exact mean over the global batch, even where the
         shares differ in size. 1.0 where they do not, and without ``data=``.
         """
-        return self._batches.loss_weight(self._position.step_in_epoch) if self._batches else 1.0
+        batches, at = self._batches, self._position.step_in_epoch
+        return batches.loss_weight(at) if batches is not None and at < len(batches) else 1.0
 
     # ---- what the script calls -----------------------------------------------------------------------
 
@@ -193,10 +134,12 @@ class Run:
         For a tracked model nothing is broadcast (``init_sync=False``): `resume` has compared the digests of
         all ranks. ``ddp_kwargs`` go to DistributedDataParallel and win over what is chosen here.
         """
-        if isinstance(model, (DistributedDataParallel, DataParallel)) or not dist.is_initialized():
-            return model
         inner = state.unwrap(model)
         name = next((name for name, item in self._tracked.items() if item is inner), None)
+        if isinstance(model, (DistributedDataParallel, DataParallel)) or not dist.is_initialized():
+            if name is not None and isinstance(model, DistributedDataParallel):
+                self._buckets.prepare(name, model.module, model)
+            return model
         if name is not None:
             ddp_kwargs.setdefault("init_sync", False)
         devices = {parameter.device for parameter in model.parameters()}
@@ -210,13 +153,16 @@ class Run:
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left of ``count``, the interrupted one first.
 
-        After the last one the newest state is committed on every node.
+        What the script does after an epoch's last batch (a scheduler's step, an evaluation) belongs to the
+        epoch: a save that falls due with its last step is made when the script asks for the next one. After
+        the last one the newest state is committed on every node.
         """
         self._run_hooks()
         while self._position.epoch < count:
-            self._seek()
+            if self._batches is not None:
+                self._batches.seek(self._position.epoch, self._position.step_in_epoch)
             yield self._position.epoch
-            self._position = replace(self._position, epoch=self._position.epoch + 1, step_in_epoch=0)
+            self._end_epoch()
         self._finish()
 
     def step(self) -> None:
@@ -226,13 +172,10 @@ class Run:
             UntrackableError: a save is due and an object has come to hold state that cannot be stored.
 
         """
-        before = self._position
-        self._position = position = Position(
-            epoch=before.epoch,
-            step_in_epoch=before.step_in_epoch + 1,
-            step=before.step + 1,
-            samples=before.samples + (self._batches.samples(before.step_in_epoch) if self._batches else 0),
-        )
+        if self._closed:
+            raise UsageError("run.step() was called after run.close(); close the run when training is over.")
+        self._run_hooks()
+        self._position = position = self._after_step()
         self._buckets.end_step()
         self._board.finish_step(self._place.local_rank, position.step)
         failpoints.hit("step")
@@ -241,32 +184,24 @@ class Run:
         if now >= self._next_mark:
             self._next_mark = now + self._mark_every_s
             self._place.events.write("step", **self._where(), epoch=position.epoch)
-        saver = self._saver
-        if (
-            saver is not None
-            and cadence.is_due(
-                self._place.settings.save_every,
-                step=position.step,
-                saved_step=saver.saved_step,
-                since_s=saver.since_s,
-                stall_s=saver.stall_s,
-            )
-            and saver.idle
-        ):
-            saver.take(self._tracked, position)
+        if not self._at_epochs_end:
+            self._save_if_due()
 
     def save(self) -> Path | None:
         """Commit the state now, and wait for the disk. Give the path on the rank that leads its node.
 
-        Call it at a step boundary. None on other ranks, and where the disk refused (which is told aloud).
+        Call it at a step boundary; after an epoch's last batch call it when nothing else of the epoch is left
+        to do, since a resume from it begins with the next epoch. None on other ranks, where the step was
+        there already when this generation began, and where the disk refused (which is told aloud).
         """
-        if self._saver is None:
+        saver = self._saver
+        if saver is None:
             return None
-        path = self._saver.wait()
-        if self._saver.saved_step < self._position.step:
-            self._saver.take(self._tracked, self._position)
-            path = self._saver.wait()
-        return path
+        saver.wait()
+        if saver.saved_step < self._position.step:
+            saver.take(self._tracked, self._next_epoch() if self._at_epochs_end else self._position)
+            saver.wait()
+        return saver.path if saver.saved_step == self._position.step else None
 
     def on_resume(self, hook: H) -> H:
         """Call ``hook(run)`` in each generation that starts from a checkpoint, before its first epoch.
@@ -291,10 +226,12 @@ class Run:
     def close(self) -> None:
         """Commit the newest finished step and release the node's directory.
 
-        In a ``finally`` that an exception passes through nothing is saved: the state may be half way
-        through a step.
+        While an exception is being handled nothing is saved: the state may be half way through a step.
         """
-        if not self._closed and sys.exc_info()[0] is None:
+        if not self._closed and sys.exc_info()[0] is not None:
+            told = "elastic_resume: closed while an exception is being handled: nothing more was saved."
+            print(told, file=sys.stderr, flush=True)
+        elif not self._closed:
             self.save()
         self._release()
 
@@ -304,10 +241,9 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._release()
+        if kind is None and not self._closed:
+            self.save()
+        self._release()
 
     # ---- inside --------------------------------------------------------------------------------------
 
@@ -330,15 +266,65 @@ class Run:
         atexit.register(self._release)
 
     def _reseed(self) -> None:
-        if self._seed is not None:
-            rng.seed_all(self._seed, self.rank, self._position.step)
+        if self._derive_rng:
+            rng.seed_all(self._seed.value, self.rank, self._position.step)
+
+    @property
+    def _at_epochs_end(self) -> bool:
+        return self._batches is not None and self._position.step_in_epoch >= len(self._batches)
+
+    def _after_step(self) -> Position:
+        before, batches = self._position, self._batches
+        stop = before.step_in_epoch + self._accumulate
+        samples = before.samples
+        if batches is not None:
+            if self._at_epochs_end:
+                raise UsageError(
+                    f"run.step() was called {stop} times in epoch {before.epoch}, which has {len(batches)} "
+                    "batches: write `for epoch in run.epochs(EPOCHS)`, and call step() once after each batch."
+                )
+            stop = min(stop, len(batches))
+            samples += sum(batches.samples(k) for k in range(before.step_in_epoch, stop))
+        return Position(before.epoch, stop, before.step + 1, samples)
+
+    def _next_epoch(self) -> Position:
+        return replace(self._position, epoch=self._position.epoch + 1, step_in_epoch=0)
+
+    def _end_epoch(self) -> None:
+        batches, at = self._batches, self._position.step_in_epoch
+        if batches is not None and batches.exhausted and 0 < 2 * at <= len(batches) + 1:
+            self._warn_of_accumulation(at, len(batches))
+        self._position = self._next_epoch()
+        self._save_if_due()
+
+    def _warn_of_accumulation(self, counted: int, batches: int) -> None:
+        """Say that positions are wrong. Not an error: a script may leave the loop early."""
+        if self.rank == 0 and not self._warned:
+            self._warned = True
+            print(
+                f"elastic_resume: WARNING: the loader was read to the end of its {batches} batches, and "
+                f"run.step() counted {counted}. If one optimizer step reads several batches, say "
+                "accumulate=N in resume(): else a resume in mid-epoch reads samples again.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _save_if_due(self) -> None:
+        saver, position = self._saver, self._position
+        if saver is None:
+            return
+        due = cadence.is_due(
+            self._place.settings.save_every,
+            step=position.step,
+            saved_step=saver.saved_step,
+            since_s=saver.since_s,
+            stall_s=saver.stall_s,
+        )
+        if due and saver.idle:
+            saver.take(self._tracked, position)
 
     def _where(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self._position.step}
-
-    def _seek(self) -> None:
-        if self._batches is not None:
-            self._batches.seek(self._position.epoch, self._position.step_in_epoch)
 
     def _run_hooks(self) -> None:
         if not self._hooks_ran:
@@ -351,11 +337,22 @@ class Run:
             hook(self)
 
     def _finish(self) -> None:
-        self.save()
+        """Commit the end state; a disk that refuses gets two more chances, a second apart."""
+        for _ in range(FINAL_TRIES):
+            self.save()
+            if self._saver is None or self._saver.saved_step >= self._position.step:
+                break
+            time.sleep(1.0)
+        else:
+            if len(self._place.lead_of) == 1:  # with more nodes others hold the end state
+                raise MachineError(
+                    f"the end state (step {self._position.step}) could not be saved in "
+                    f"{self._place.node_dir}: see the lines above, make room, and start the job again."
+                )
         self._place.events.write("run-end", **self._where(), epoch=self._position.epoch)
 
     def _release(self) -> None:
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked child ends: nothing here is its own
             return
         self._closed = True
         if self._saver is not None:
@@ -375,6 +372,12 @@ def _open_node(place: Place) -> NodeDir:
     if place.leads:
         place.catalog.sweep()
     return node_dir
+
+
+def _seed_of_rank_0(place: Place) -> int:
+    """What the script gave to torch.manual_seed; ranks may have given different numbers."""
+    seed: int = place.world.tell(torch.initial_seed() >> 1, 0)
+    return seed
 
 
 def _saved_step(plan: ResumePlan, place: Place) -> int:

@@ -32,10 +32,12 @@ class Saver:
 
     def __init__(self, place: Place, generation: int, saved_step: int) -> None:
         """``saved_step`` is the step that this node already holds a checkpoint of (0 when none)."""
-        self.saved_step = saved_step  # copied; committed as soon as `idle` and not `failed`
+        self.saved_step = saved_step  # of the last save taken; falls back when its commit fails
+        self.path: Path | None = None  # of the last commit by this process
         self.stall_s: float | None = None
         self._place = place
         self._generation = generation
+        self._before = saved_step
         self._image: Image | None = None
         self._writing: Future[Path | None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-resume-save")
@@ -50,8 +52,7 @@ class Saver:
     def idle(self) -> bool:
         """Whether nothing is being written. Raises what went wrong in the thread when it was our own bug."""
         if self._writing is not None and self._writing.done():
-            self._writing.result()
-            self._writing = None
+            self.wait()
         return self._writing is None
 
     def take(self, tracked: Mapping[str, Any], position: Position) -> None:
@@ -67,14 +68,20 @@ class Saver:
         failpoints.hit("save.captured")
         manifest = self._manifest(flat, position, self._image)
         self._writing = self._thread.submit(self._commit, manifest, self._image)
-        self.saved_step = position.step
+        self._before, self.saved_step = self.saved_step, position.step
         self._since = time.monotonic()
         self.stall_s = self._since - began
 
-    def wait(self) -> Path | None:
-        """Wait until nothing is being written; give the path of the last commit, None if it failed."""
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
         writing, self._writing = self._writing, None
-        return writing.result() if writing is not None else None
+        if writing is None:
+            return
+        path = writing.result()
+        if path is not None:
+            self.path = path
+        else:
+            self.saved_step = self._before
 
     def close(self) -> None:
         """Wait for the commit in flight and end the thread."""

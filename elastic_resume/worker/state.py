@@ -165,8 +165,8 @@ def fingerprints(leaves: Iterable[Leaf]) -> dict[str, str]:
     return {leaf.name: _fingerprint(leaf.tensor) for leaf in leaves}
 
 
-def combined(prints: Mapping[str, str]) -> str:
-    """One digest of many."""
+def combined(prints: Mapping[str, Any]) -> str:
+    """One digest of many values that JSON can say."""
     return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()
 
 
@@ -265,7 +265,7 @@ def _refuse_unstorable(tensor: Tensor, path: str) -> None:
 def _flatten_module(walk: _Walk, name: str, module: nn.Module) -> dict[str, Any]:
     parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
     plain = {}
-    canonical = _canonical_names(module)
+    canonical = canonical_names(module)
     for key, value in module.state_dict().items():
         path = f"{name}/{canonical(key)}"
         kind = REPLICATED if key in parameters else BUFFER
@@ -273,7 +273,7 @@ def _flatten_module(walk: _Walk, name: str, module: nn.Module) -> dict[str, Any]
     return plain
 
 
-def _canonical_names(module: nn.Module) -> Callable[[str], str]:
+def canonical_names(module: nn.Module) -> Callable[[str], str]:
     """Give a function from a key of ``module.state_dict()`` to its name without wrappers inside the model."""
     drop = set()
     for path, part in module.named_modules():
@@ -301,9 +301,11 @@ def _differences(
         f"{name}: in the checkpoint, not passed to resume()" for name in stored if name not in tracked
     ]
     for name, item in tracked.items():
+        if name in stored and hasattr(item, "differences"):
+            problems += item.differences(stored[name])
         if name not in stored or not isinstance(item, nn.Module):
             continue
-        canonical = _canonical_names(item)
+        canonical = canonical_names(item)
         live = {canonical(key): value for key, value in item.state_dict().items()}
         kept = stored[name] if isinstance(stored[name], dict) else {}
         for key in sorted(live.keys() | kept.keys()):
@@ -325,7 +327,7 @@ def _describe(value: Any, tensor: Callable[[str], Tensor]) -> str:
 
 
 def _load_module(module: nn.Module, stored: Mapping[str, Any], tensor: Callable[[str], Tensor]) -> None:
-    canonical = _canonical_names(module)
+    canonical = canonical_names(module)
     live = module.state_dict()
     # The fresh state_dict carries the version numbers that modules look at when they load.
     for key in live:

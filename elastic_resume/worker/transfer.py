@@ -7,6 +7,7 @@ and writes it to its disk at the same time, so that its node ends with a checkpo
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 import xxhash
 
 from elastic_resume import failpoints
-from elastic_resume.errors import CorruptError
+from elastic_resume.errors import CorruptError, MachineError
 from elastic_resume.store.checkpoint import Writer, fresh_memory
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import Manifest
@@ -32,29 +33,43 @@ def send(channel: Channel, image: Image, manifest: Manifest, source_rank: int) -
 def receive(channel: Channel, manifest: Manifest, source_rank: int, node_dir: Path) -> Image:
     """Receive an image, verify it, and commit it under this node's own name.
 
+    Whatever goes wrong here, all blocks are received first: the source and the other receivers are in the
+    same broadcasts and would wait for this rank.
+
     Raises:
-        CorruptError: a block arrived with another digest than the manifest's; nothing was committed. All
-            blocks are received nevertheless, so that the other receivers are not held up.
+        CorruptError: a block arrived with another digest than the manifest's; nothing was committed.
         MachineError: this node's disk refused it.
 
     """
     memory = fresh_memory(manifest.file_bytes)
     wrong: list[int] = []
-    with Writer(node_dir, manifest.generation, manifest.step) as writer:
+    refusal: MachineError | None = None
+    writer: Writer | None = None
+    with contextlib.ExitStack() as stack:
+        try:
+            writer = stack.enter_context(Writer(node_dir, manifest.generation, manifest.step))
+        except MachineError as error:
+            refusal = error
         for index, block in enumerate(_blocks(memory, manifest)):
             channel.broadcast(torch.frombuffer(block, dtype=torch.uint8), source_rank)
             failpoints.hit("transfer.receive")
             if xxhash.xxh3_128_hexdigest(block) != manifest.blocks[index]:
                 wrong.append(index)
-            elif not wrong:
-                writer.write(block)
+            elif writer is not None and refusal is None:
+                try:
+                    writer.write(block)
+                except MachineError as error:
+                    refusal = error
         if wrong:
             raise CorruptError(
                 f"generation {manifest.generation} step {manifest.step}: "
                 f"{len(wrong)} of {len(manifest.blocks)} blocks from rank {source_rank} arrived damaged, "
                 f"the first at byte {wrong[0] * manifest.block_bytes}; nothing was kept."
             )
-        writer.commit(replace(manifest, node=node_dir.name))
+        if refusal is not None:
+            raise refusal
+        if writer is not None:
+            writer.commit(replace(manifest, node=node_dir.name))
     return Image(Layout.parse(memory, manifest.file_bytes), memory)
 
 

@@ -44,7 +44,10 @@ def main(what: str, steps: int) -> None:
         model.register_buffer("ballast", torch.zeros(1 << 18))
     optimizer = torch.optim.Adam(model.parameters())
     odd = Odd() if what == "odd" and rank == 1 else None
-    run = er.resume(model=model, optimizer=optimizer, odd=odd, save_every=int(os.environ.get("EVERY", "2")))
+    data = er.GlobalBatches(8, 2, seed=rank) if what == "other-order" else None
+    run = er.resume(
+        model=model, optimizer=optimizer, odd=odd, data=data, save_every=int(os.environ.get("EVERY", "2"))
+    )
     seen: list[int] = []
     run.on_resume(lambda now: seen.append(now.position.step))
     ddp = run.ddp(model)

@@ -1,0 +1,95 @@
+"""What can be seen to be wrong with the flags before anything is made or started.
+
+torchelastic would find most of it as well, but after the node's directory is made: with an assertion, or by
+starting workers that cannot start. Looks at files, changes nothing. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic_resume.errors import ConfigError
+
+# Of c10d and of the static rendezvous; torch reads each as a whole number of seconds or attempts.
+_WHOLE_NUMBERS = (
+    "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout", "timeout",
+    "keep_alive_interval", "keep_alive_max_attempt", "rank",
+)  # fmt: skip
+_TRUTH_VALUES = {"1", "true", "t", "yes", "y", "0", "false", "f", "no", "n"}
+
+
+def check_nodes(text: str) -> tuple[int, int]:
+    """Read ``--nnodes``; give the least and the greatest number of nodes."""
+    match = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,9}))?\s*", text)
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        raise ConfigError(f"--nnodes is {text!r}: write N or MIN:MAX with 1 <= MIN <= MAX.")
+    return low, high
+
+
+def check_launch(config: Any) -> None:
+    """Check the numbers and names of a torchelastic ``LaunchConfig`` that it does not check itself."""
+    if config.nproc_per_node < 1:
+        raise ConfigError(
+            f"--nproc-per-node comes to {config.nproc_per_node}: a node needs one worker at least."
+        )
+    if config.monitor_interval <= 0:
+        raise ConfigError(
+            f"--monitor-interval is {config.monitor_interval:g}: write a number of seconds > 0."
+        )
+    names = getattr(config, "signals_to_handle", "")  # older torch has no such flag
+    for name in filter(None, map(str.strip, names.split(","))):
+        if name not in signal.Signals.__members__:
+            raise ConfigError(f"--signals-to-handle names {name!r}, which is no signal.")
+    _check_rendezvous_conf(config.rdzv_configs)
+
+
+def _check_rendezvous_conf(conf: Mapping[str, Any]) -> None:
+    for key in _WHOLE_NUMBERS:
+        if key in conf and not re.fullmatch(r"-?\d{1,9}", str(conf[key])):
+            raise ConfigError(f"--rdzv-conf: {key} is {conf[key]!r}: write a whole number.")
+    if str(conf.get("is_host", "1")).lower() not in _TRUTH_VALUES:
+        raise ConfigError(f"--rdzv-conf: is_host is {conf['is_host']!r}: write true or false.")
+
+
+def check_script(args: argparse.Namespace) -> None:
+    """Raise ConfigError unless there is something to run."""
+    script = args.training_script
+    if args.no_python and not args.run_path:
+        if shutil.which(script) is None:
+            raise ConfigError(f"there is no program {script!r} that can be run (--no-python).")
+    elif args.module:
+        top = script.partition(".")[0]
+        # As `python -m` does, look in the working directory too.
+        found = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
+        if found is None and top not in sys.builtin_module_names and "PYTHON_EXEC" not in os.environ:
+            raise ConfigError(
+                f"there is no module {top!r} in {Path.cwd()} or where Python looks (-m {script})."
+            )
+    else:
+        _check_file(Path(script), script)
+
+
+def _check_file(path: Path, script: str) -> None:
+    try:
+        is_there, is_dir = path.exists(), path.is_dir()
+        has_main = is_dir and any(path.glob("__main__.*"))
+    except OSError as error:  # a directory on the way that may not be entered, a name too long
+        raise ConfigError(
+            f"the training script {script[:200]!r} cannot be read: {error.strerror}."
+        ) from error
+    if not is_there:
+        raise ConfigError(f"there is no training script {script!r} in {Path.cwd()}.")
+    if is_dir and not has_main:
+        raise ConfigError(f"{script!r} is a directory without a __main__.py: name the training script in it.")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"the training script {script!r} cannot be read: this user has no permission to.")

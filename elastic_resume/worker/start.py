@@ -1,0 +1,109 @@
+"""``er.resume``: from the arguments of a script to a `Run`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from elastic_resume import contract
+from elastic_resume.config import Settings
+from elastic_resume.errors import ConfigError
+from elastic_resume.events import EventLog
+from elastic_resume.worker import failure, state
+from elastic_resume.worker.batches import GlobalBatches
+from elastic_resume.worker.place import Place
+from elastic_resume.worker.run import Options, Run
+from elastic_resume.worker.world import World
+
+
+def resume(
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ema: Any = None,
+    data: Any = None,
+    ckpt_dir: str | os.PathLike[str] | None = None,
+    run_id: str | None = None,
+    node_name: str | None = None,
+    save_every: str | int | None = None,
+    keep: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    seed: int | None = None,
+    rng: str = "derived",
+    accumulate: int = 1,
+    **named: Any,
+) -> Run:
+    """Bring the given objects to the newest valid state that any node holds, or start fresh.
+
+    Call it once, on every rank, when the objects are built; before or after DDP is. It joins the process
+    group that torchrun's environment describes, unless the script already has.
+
+    Args:
+        model: a module, bare or wrapped; or a dict of several (``{"g": G, "d": D}``).
+        optimizer: an optimizer, or a dict of several.
+        scheduler: a learning rate scheduler, or a dict of several.
+        scaler: a GradScaler.
+        ema: an averaged model, or any object with ``state_dict`` and ``load_state_dict``.
+        data: a `GlobalBatches` (or the DataLoader around one), so that an epoch goes on where it stopped.
+        ckpt_dir: root of the checkpoints; default ``./checkpoints``. Of this and the next two the flags of
+            ``elastic-resume run`` win, since the agent holds the directory that they name.
+        run_id: the job's name; default from torchrun's ``--rdzv-id``, else the script's name.
+        node_name: this node's name; default from the scheduler, else the host name.
+        save_every: a number of steps, "30s", or "auto".
+        keep: how many checkpoints each node keeps, at least 2.
+        resume: "auto", "must", "never", or the path of a checkpoint.
+        seed: from which random numbers are derived, with rank and step; default is what rank 0 gave
+            ``torch.manual_seed`` before, kept over all restarts.
+        rng: "derived" seeds torch, `random` and numpy at each step boundary, so that a resumed run draws
+            what the uninterrupted one drew; "off" leaves random numbers alone.
+        accumulate: how many batches of ``data`` are read for one optimizer step, and one ``run.step()``.
+        **named: further objects to track, by name.
+
+    Raises:
+        ElasticResumeError: one of its kinds, each saying what to do; see `elastic_resume.errors`. It is
+            raised on all ranks, before anything was loaded.
+
+    """
+    with failure.told():
+        _check(seed, rng, accumulate)
+        settings = Settings.for_worker(
+            os.environ,
+            sys.argv[0],
+            ckpt_dir=ckpt_dir,
+            run_id=run_id,
+            node_name=node_name,
+            save_every=save_every,
+            keep=keep,
+            resume=resume,
+        )
+        batches = getattr(data, "batch_sampler", data)
+        batches = batches if isinstance(batches, GlobalBatches) else None
+        given = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": scaler,
+            "ema": ema,
+            "data": batches if batches is not None else data,
+            **named,
+        }
+        tracked = state.collect(given)
+    world = World.join()
+    node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
+    events = EventLog(node_dir / contract.EVENTS_FILE, node=settings.node_name, rank=world.rank)
+    failure.report_to(events)
+    return Run(Place(world, settings, events), tracked, batches, Options(seed, rng == "derived", accumulate))
+
+
+def _check(seed: object, rng: object, accumulate: object) -> None:
+    if rng not in {"derived", "off"}:
+        raise ConfigError(f"rng is {rng!r}: use 'derived' or 'off'.")
+    if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
+        raise ConfigError(f"seed is {seed!r}: use an integer of at most 64 bits.")
+    if type(accumulate) is not int or accumulate < 1:
+        raise ConfigError(
+            f"accumulate is {accumulate!r}: use the number of batches that one step reads, 1 or more."
+        )

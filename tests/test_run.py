@@ -1,0 +1,323 @@
+"""A run in this process, alone in its world: positions, epochs, saves, hooks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import elastic_resume as er
+from elastic_resume import events, failpoints
+from elastic_resume.errors import ConfigError, ElasticResumeError, MismatchError, UsageError
+from elastic_resume.store.catalog import Catalog
+
+Begin = Callable[..., "Script"]
+
+
+class Script:
+    """A training script's objects, built anew as after a restart, and its run."""
+
+    def __init__(self, directory: Path, samples: int = 12, batch: int = 3, **more: Any) -> None:
+        torch.manual_seed(4)
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+        self.batches = er.GlobalBatches(samples, batch, seed=1)
+        self.loader: DataLoader[int] = DataLoader(list(range(samples)), batch_sampler=self.batches)  # type: ignore[arg-type]
+        given = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "data": self.batches,
+        }
+        self.run = er.resume(**{"ckpt_dir": directory, "run_id": "job", "node_name": "n", **given, **more})
+
+    def step(self) -> None:
+        """One optimizer step that counts."""
+        self.train()
+        self.run.step()
+
+    def train(self) -> None:
+        """One optimizer step."""
+        self.optimizer.zero_grad()
+        self.model(torch.rand(2)).sum().backward()
+        self.optimizer.step()
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
+    """Start scripts on one directory, each when the last has let go of it."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    made: list[Script] = []
+
+    def build(**more: Any) -> Script:
+        for one in made:
+            one.run._release()
+        made.append(Script(tmp_path, **more))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.run._release()
+
+
+def catalog(directory: Path) -> list[int]:
+    """Steps of the valid checkpoints, newest first."""
+    return [entry.step for entry in Catalog(directory / "job" / "n", "job").valid(deep=True)]
+
+
+def test_an_interrupted_epoch_goes_on_with_the_samples_that_are_left(begin: Begin) -> None:
+    """Two of four steps done and saved: the rest of the epoch reads the other half."""
+    first, read = begin(), []
+    for _ in first.run.epochs(1):
+        for batch in first.loader:
+            first.train()
+            read += batch.tolist()
+            first.run.step()
+            if first.run.position.step == 2:
+                first.run.save()
+                break
+        break
+    second = begin()
+    for epoch in second.run.epochs(1):
+        assert epoch == 0
+        for batch in second.loader:
+            read += batch.tolist()
+            second.run.step()
+    assert sorted(read) == list(range(12))
+    assert (second.run.position.epoch, second.run.position.samples) == (1, 12)
+
+
+def test_what_follows_an_epochs_last_batch_happens_once(begin: Begin, tmp_path: Path) -> None:
+    """A scheduler that steps at the end of an epoch is neither skipped nor stepped twice by a resume."""
+    first = begin(save_every=4)
+    for epoch in first.run.epochs(3):
+        for _ in first.loader:
+            first.step()
+        first.scheduler.step()
+        if epoch == 1:
+            break  # killed here: the second epoch's end was not reached
+    assert catalog(tmp_path) == [4]
+    second = begin(save_every=4)
+    rates = []
+    for epoch in second.run.epochs(3):
+        steps = 0
+        for _ in second.loader:
+            second.step()
+            steps += 1
+        rates.append((epoch, second.scheduler.get_last_lr()[0], steps))
+        second.scheduler.step()
+    assert rates == [(1, 0.5, 4), (2, 0.25, 4)]
+
+
+def test_a_save_at_the_end_of_an_epoch_resumes_with_the_next(begin: Begin) -> None:
+    """The usual place to save; no epoch is entered again with an empty loader."""
+    first = begin()
+    for _ in first.run.epochs(2):
+        for _ in first.loader:
+            first.step()
+        first.scheduler.step()
+        first.run.save()
+        break
+    second = begin()
+    assert second.scheduler.get_last_lr() == [0.5]
+    assert [(epoch, len(list(second.loader))) for epoch in second.run.epochs(2)] == [(1, 4)]
+
+
+def test_a_finished_job_has_nothing_left_to_do(begin: Begin, tmp_path: Path) -> None:
+    """The end state, the last epoch's end included, is on disk; started again, no epoch is entered."""
+    first = begin(save_every=1000)
+    for _ in first.run.epochs(2):
+        for _ in first.loader:
+            first.step()
+        first.scheduler.step()
+    assert catalog(tmp_path)[0] == 8
+    second = begin()
+    assert list(second.run.epochs(2)) == []
+    assert second.scheduler.get_last_lr() == [0.25]
+
+
+def test_accumulated_batches_count_as_they_were_read(begin: Begin) -> None:
+    """accumulate=2: one step for two batches; a resume goes on with the third."""
+    first, read = begin(accumulate=2), []
+    for _ in first.run.epochs(1):
+        for index, batch in enumerate(first.loader):
+            read += batch.tolist()
+            if index % 2:
+                first.run.step()
+                first.run.save()
+                break
+        break
+    assert first.run.position.samples == 6
+    second = begin(accumulate=2)
+    for _ in second.run.epochs(1):
+        for index, batch in enumerate(second.loader):
+            read += batch.tolist()
+            if index % 2:
+                second.run.step()
+    assert sorted(read) == list(range(12))
+
+
+def test_batches_that_step_did_not_count_are_told(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that accumulates without saying so is warned at the end of its first epoch."""
+    script = begin()
+    for _ in script.run.epochs(2):
+        for index, _ in enumerate(script.loader):
+            if index % 2:
+                script.run.step()
+    assert capsys.readouterr().err.count("accumulate=N") == 1
+
+
+def test_a_step_beyond_the_epoch_says_what_to_write(begin: Begin) -> None:
+    """A script that kept its own loop over epochs."""
+    script = begin()
+    for _ in script.loader:
+        script.run.step()
+    assert script.run.loss_weight == 1.0, "a validation after the last batch may ask"
+    with pytest.raises(UsageError, match=r"run\.epochs\(EPOCHS\)"):
+        script.run.step()
+
+
+def test_a_step_after_close_is_an_error(begin: Begin) -> None:
+    """Nothing would save it."""
+    script = begin()
+    script.run.step()
+    script.run.close()
+    with pytest.raises(UsageError, match=r"after run\.close"):
+        script.run.step()
+
+
+def test_close_commits_the_newest_step_unless_an_exception_is_being_handled(
+    begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the middle of a step the state belongs to no step."""
+    script = begin(save_every=1000)
+    script.run.step()
+    with script.run:
+        script.run.step()
+    assert catalog(tmp_path) == [2]
+    again = begin(save_every=1000)
+    with pytest.raises(ValueError, match="boom"), again.run:
+        again.run.step()
+        raise ValueError("boom")
+    third = begin(save_every=1000)
+    third.run.step()
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        third.run.close()
+    assert catalog(tmp_path) == [2]
+    assert "nothing more was saved" in capsys.readouterr().err
+
+
+def test_a_save_gives_its_path_also_when_there_was_nothing_new(begin: Begin) -> None:
+    """Twice at the same step: the same checkpoint."""
+    script = begin(save_every=1000)
+    script.run.step()
+    path = script.run.save()
+    assert path is not None
+    assert path.is_dir()
+    assert script.run.save() == path
+
+
+def test_the_end_state_is_tried_again_when_the_disk_refuses_once(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One EIO at the end of the job does not lose the result."""
+    script = begin(save_every=1000)
+    monkeypatch.setitem(failpoints._points, "commit.before-rename", ("raise", "", 1))
+    monkeypatch.setattr(failpoints, "_passes", {})
+    for _ in script.run.epochs(1):
+        for _ in script.loader:
+            script.run.step()
+    assert catalog(tmp_path) == [4]
+    kinds = [e["event"] for e in events.read_run(tmp_path / "job") if e["event"].startswith("commit")]
+    assert kinds == ["commit-failed", "commit"]
+
+
+def test_when_the_only_node_cannot_save_the_end_state_the_job_fails(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 0 with nothing on disk would be a lie."""
+    script = begin(save_every=1000)
+    monkeypatch.setitem(failpoints._points, "commit.before-rename", ("raise", "", 0))
+    with pytest.raises(ElasticResumeError, match="end state"):
+        for _ in script.run.epochs(1):
+            for _ in script.loader:
+                script.run.step()
+
+
+def test_hooks_run_without_epochs_too_and_in_order(begin: Begin) -> None:
+    """At the first step, when the script has a loop of its own."""
+    first = begin()
+    first.run.step()
+    first.run.save()
+    second, seen = begin(), []
+    second.run.on_resume(lambda run: seen.append(("a", run.position.step)))
+    second.run.on_resume(lambda run: seen.append(("b", run.position.step)))
+    second.run.step()
+    second.run.on_resume(lambda run: seen.append(("late", run.position.step)))
+    assert seen == [("a", 1), ("b", 1), ("late", 2)]
+
+
+def test_an_optimizer_over_the_parameters_in_another_order_is_refused(begin: Begin) -> None:
+    """Momentum would land on another parameter, in silence where shapes agree."""
+    torch.manual_seed(0)
+
+    def pair(names: str) -> dict[str, Any]:
+        model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"})
+        parameters = [model.get_parameter(f"{name}.weight") for name in names]
+        return {
+            "model": model,
+            "optimizer": torch.optim.SGD(parameters, lr=0.1),
+            "scheduler": None,
+            "data": None,
+        }
+
+    first = begin(**pair("ab"))
+    first.run.step()
+    first.run.save()
+    begin(**pair("ab"))
+    with pytest.raises(
+        MismatchError, match=r"optimizer: model/b.weight stands where the checkpoint has 'model/a.weight'"
+    ):
+        begin(**pair("ba"))
+
+
+def test_the_seed_is_the_scripts_own_and_stays_the_jobs(begin: Begin) -> None:
+    """torch.manual_seed before resume() decides; a restart that seeds otherwise draws the same numbers."""
+    first = begin()
+    first.run.step()
+    first.run.save()
+    drawn = torch.rand(1)
+    second = begin()
+    assert torch.equal(torch.rand(1), drawn)
+    third = begin(seed=99)
+    assert not torch.equal(torch.rand(1), drawn)
+    assert second.run.generation + 1 == third.run.generation
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"keep": 1}, "keep is 1"),
+        ({"save_every": "x"}, "save-every"),
+        ({"resume": "foo"}, "resume is 'foo'"),
+        ({"run_id": "a/b"}, "run id 'a/b'"),
+        ({"rng": "z"}, "rng is 'z'"),
+        ({"seed": "x"}, "seed is 'x'"),
+        ({"seed": 2**70}, "64 bits"),
+        ({"accumulate": 0}, "accumulate is 0"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_told_in_words(begin: Begin, wrong: dict[str, Any], told: str) -> None:
+    """Which one, what it was, what may be written."""
+    with pytest.raises(ConfigError, match=told):
+        begin(**wrong)
