@@ -17,8 +17,10 @@ from elastic_resume.rendezvous.quorum import Incarnation
 
 PAUSE_S = 0.3
 """Between two rounds of calls."""
+ROUND_TIMEOUTS = 3
+"""A round in which some send us to and fro ends after so many node timeouts."""
 AGAIN_S = 0.1
-"""Before one who named a dead leader is asked once more: it will have noticed."""
+"""Before a leader that did not answer is called once more, and then who named it: it will have noticed."""
 
 
 class Verdict(Enum):
@@ -45,9 +47,10 @@ class Seeker:
         self.failed: set[str] = set()
         self.called: set[str] = set()
         self.targets: list[str] = []
+        self.round_at = body.now
         self.sent_by: dict[str, str] = {}
         self.again: dict[str, float] = {}
-        """Those to ask once more: they named somebody who is dead, or whom we asked too early."""
+        """Whom to ask once more, and when: called too early, or named somebody who did not answer."""
         self.next_at = body.now
         self._new_round(hint)
 
@@ -57,6 +60,7 @@ class Seeker:
         others = [m.address for m in self._members()] + list(body.settings.candidates)
         wanted = others if elders is None else elders
         self.failed.clear()
+        self.round_at = body.now
         self.sent_by.clear()
         self.again.clear()
         self.called = {body.me.address}
@@ -105,12 +109,12 @@ class Seeker:
             self.calls.setdefault(link.conn, self.body.now)
             return
         self._forget(link)
-        if address in self.failed:
-            self.again[link.address] = self.body.now + AGAIN_S
-        elif address in self.called:
+        if any(self.body.links[conn].address == address for conn in self.calls):
+            return  # two calls at once to one leader would take each other's place
+        self.sent_by[address] = link.address
+        if address in self.called:
             self.again[address] = self.body.now + AGAIN_S
         else:
-            self.sent_by[address] = link.address
             self._call_now(address)
 
     def _refused(self, link: Link, reason: str) -> None:
@@ -177,9 +181,10 @@ class Seeker:
             return
         for address in [one for one, at in self.again.items() if at <= body.now]:
             del self.again[address]
-            self.called.discard(address)
-            self.failed.discard(address)
-            self._call_now(address)
+            if not any(body.links[conn].address == address for conn in self.calls):
+                self.called.discard(address)
+                self.failed.discard(address)
+                self._call_now(address)
         if body.now >= self.next_at:
             self._next_call()
 
@@ -190,8 +195,10 @@ class Seeker:
         if self.targets:
             self._call_now(self.targets.pop(0))
             self.next_at = body.now + body.settings.reconnect_s
-        elif not self.calls and not self.again:
-            for conn in list(self.patient):
+        elif body.now >= self.round_at + ROUND_TIMEOUTS * body.settings.node_timeout_s or not (
+            self.calls or self.again
+        ):
+            for conn in {*self.calls, *self.patient}:
                 self._forget(body.links[conn])
             self._new_round()
             self.next_at = body.now + PAUSE_S
