@@ -75,8 +75,10 @@ class Body:
             self.known = self.known.with_gone(one for one in lives if one != self.me)
         if self.known.gone - before.gone:
             self.grace(self.settings.node_timeout_s)
+        if self.known == before:
+            self.known = before  # the same object: others keep what they worked out from it
         seen = max(seen, knowledge.generation, self.seen)
-        if self.known != before or seen != self.seen:
+        if self.known is not before or seen != self.seen:
             self.seen = seen
             self.changes += 1
 
@@ -141,7 +143,7 @@ class Body:
         self.let_go(link)
 
     def let_go(self, link: Link) -> None:
-        """Have nothing more to do with a link, but leave it to the other side to close it while that counts."""
+        """Have nothing more to do with a link, but leave its closing to the other side while that counts."""
         self.witnesses[link.conn] = link.heard_at + self.settings.node_timeout_s
 
     def expire_witnesses(self) -> None:

@@ -25,7 +25,7 @@ from elastic_resume.rendezvous.messages import (
     Stamp,
     Welcome,
 )
-from elastic_resume.rendezvous.quorum import Incarnation, World
+from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
 from elastic_resume.rendezvous.roster import Part, Roster
 
 
@@ -44,6 +44,8 @@ class Leader:
         self.lease_until = NEVER
         self.finished_in = 0
         """The newest generation in which a node has finished."""
+        self._indexed: Knowledge | None = None
+        self._lives: dict[str, set[Incarnation]] = {}
         body.log("leading", f"{body.me} leads")
         for conn, hello in waiters.items():
             if conn in body.links:
@@ -144,8 +146,7 @@ class Leader:
         body, who = self.body, hello.who
         if who.node == body.me.node:
             return True
-        known = {m for w in body.known.worlds for m in w.members} | set(self.roster.parts)
-        former = {one for one in known if one.node == who.node and one != who}
+        former = {one for one in self._lives_of(who.node) if one != who}
         for one in former:
             part = self.roster.parts.get(one)
             if part and part.lost_at is None and one not in hello.knowledge.gone:
@@ -155,6 +156,17 @@ class Leader:
         for one in former & set(self.roster.parts):
             self._lose(self.roster.parts[one], f"{who} is back as a new process", gone=True)
         return False
+
+    def _lives_of(self, node: str) -> set[Incarnation]:
+        """Every incarnation of a node that we have heard of."""
+        if self._indexed is not self.body.known:
+            self._indexed = self.body.known
+            self._lives = {}
+            for world in self._indexed.worlds:
+                for member in world.members:
+                    self._lives.setdefault(member.node, set()).add(member)
+        part = self.roster.named(node)
+        return self._lives.get(node, set()) | ({part.who} if part else set())
 
     def _take_in(self, link: Link, hello: Hello) -> None:
         body, who = self.body, hello.who

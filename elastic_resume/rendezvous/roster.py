@@ -35,6 +35,7 @@ class Roster:
     def __init__(self) -> None:
         self.parts: dict[Incarnation, Part] = {}
         self.broken: dict[Incarnation, Part] = {}
+        self.nodes: dict[str, Part] = {}
 
     def __iter__(self) -> Iterator[Part]:
         """All followers, the broken ones too."""
@@ -47,16 +48,20 @@ class Roster:
 
     def named(self, node: str) -> Part | None:
         """Return the follower on the node of that name."""
-        return next((part for part in self.parts.values() if part.who.node == node), None)
+        return self.nodes.get(node)
 
     def add(self, part: Part) -> None:
         """Take one in."""
         self.parts[part.who] = part
+        self.nodes[part.who.node] = part
 
     def drop(self, who: Incarnation) -> Part | None:
         """Let one go."""
         self.broken.pop(who, None)
-        return self.parts.pop(who, None)
+        part = self.parts.pop(who, None)
+        if part and self.nodes.get(who.node) is part:
+            del self.nodes[who.node]
+        return part
 
     def mark_broken(self, part: Part, now: float, *, evidence: bool) -> None:
         """Remember that its link broke."""

@@ -13,7 +13,7 @@ from enum import Enum
 from elastic_resume.rendezvous.body import Body
 from elastic_resume.rendezvous.link import Link
 from elastic_resume.rendezvous.messages import Claim, Hello, Message, Redirect, Refused, Stamp, Welcome
-from elastic_resume.rendezvous.quorum import Incarnation
+from elastic_resume.rendezvous.quorum import Incarnation, Knowledge
 
 PAUSE_S = 0.3
 """Between two rounds of calls."""
@@ -52,6 +52,8 @@ class Seeker:
         self.again: dict[str, float] = {}
         """Whom to ask once more, and when: called too early, or named somebody who did not answer."""
         self.next_at = body.now
+        self._basis: tuple[Knowledge | None, Incarnation, int] = (None, body.me, 0)
+        self._elders: list[str] | None = None
         self._new_round(hint)
 
     def _new_round(self, hint: str = "") -> None:
@@ -74,6 +76,13 @@ class Seeker:
 
     def elders(self) -> list[str] | None:
         """Addresses of those who would lead before us; None where we may not lead at all."""
+        body = self.body
+        basis = (body.known, body.me, len(body.silent))
+        if basis[0] is not self._basis[0] or basis[1:] != self._basis[1:]:
+            self._basis, self._elders = basis, self._find_elders()
+        return self._elders
+
+    def _find_elders(self) -> list[str] | None:
         body = self.body
         members = self._members()
         if body.me in members:
