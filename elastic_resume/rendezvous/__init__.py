@@ -1,0 +1,1 @@
+"""Agreeing on who is in the world: a pure core, and thin shells that carry it over TCP."""

@@ -1,0 +1,194 @@
+"""What an agent knows and has, whichever role it plays: its knowledge, links, workers and lease.
+
+Roles (`seeking`, `following`, `leading`) read and change it; it collects the effects. It promises that
+`Persist` is asked for whenever knowledge changed, one at a time, and tells which change is durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elastic_resume.rendezvous.link import NEVER, Link
+from elastic_resume.rendezvous.messages import Hello, Join, Message, Redirect
+from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World, has_quorum
+from elastic_resume.rendezvous.steps import (
+    BeginWorld,
+    Connect,
+    Disconnect,
+    Effect,
+    Log,
+    Memory,
+    Persist,
+    RestartWorkers,
+    Send,
+    Settings,
+    StopWorkers,
+)
+
+
+class Body:
+    """The part of an agent's state that outlives a role."""
+
+    def __init__(self, settings: Settings, me: Incarnation, memory: Memory | None, now: float) -> None:
+        self.settings = settings
+        self.me = me
+        self.known = Knowledge(len(settings.candidates))
+        self.seen = 0
+        self.now = now
+        self.links: dict[int, Link] = {}
+        self.effects: list[Effect] = []
+        self.join: Join | None = None
+        self.join_since = now
+        self.running: World | None = None
+        self.finished = 0
+        self.fence_at = NEVER
+        # A life before this one may have granted leases that still run.
+        self.grace_until = now + settings.node_timeout_s if memory else NEVER
+        self.silent: set[Incarnation] = set()
+        self.witnesses: dict[int, float] = {}
+        self.changes = 0
+        self.durable = 0
+        self._persisting = 0
+        self._conns = 0
+        if memory:
+            self._recall(memory)
+
+    def _recall(self, memory: Memory) -> None:
+        self.known = self.known.merge(memory.knowledge)
+        self.seen = memory.seen
+        if self.settings.rules.incarnations:
+            self.known = self.known.with_gone([memory.me])
+        self.changes += 1
+
+    # What is known.
+
+    def learn(self, knowledge: Knowledge, seen: int = 0) -> None:
+        """Take over what another knows, whole; new ends of others may hide leases that still run."""
+        before = self.known
+        if self.settings.rules.gone_brings_knowledge:
+            self.known = before.merge(knowledge)
+        else:
+            self.known = before.with_gone(knowledge.gone)
+        if self.settings.rules.incarnations:
+            # A life that died before its first write left no trace on our disk, but perhaps in a proposal.
+            lives = (m for w in self.known.worlds for m in w.members if m.node == self.me.node)
+            self.known = self.known.with_gone(one for one in lives if one != self.me)
+        if self.known.gone - before.gone:
+            self.grace(self.settings.node_timeout_s)
+        if self.known == before:
+            self.known = before  # the same object: others keep what they worked out from it
+        seen = max(seen, knowledge.generation, self.seen)
+        if self.known is not before or seen != self.seen:
+            self.seen = seen
+            self.changes += 1
+
+    def believe(self, knowledge: Knowledge) -> None:
+        """Replace what is known by something greater, derived from it."""
+        if knowledge != self.known:
+            if knowledge.gone - self.known.gone:
+                self.grace(self.settings.node_timeout_s)
+            self.known = knowledge
+            self.seen = max(self.seen, knowledge.generation)
+            self.changes += 1
+
+    def grace(self, seconds: float) -> None:
+        """Worlds of others may go on for so long without our hearing of it."""
+        self.grace_until = max(self.grace_until, self.now + seconds)
+
+    def others_s(self) -> float:
+        """How long worlds in which we had a part may yet run elsewhere."""
+        until = max([self.grace_until, *self.witnesses.values()])
+        return max(0.0, until - self.now)
+
+    def rivals(self, present: Iterable[Incarnation]) -> set[Incarnation]:
+        """Who may be in a world that runs without the present ones."""
+        return {m for w in self.known.worlds for m in self.known.alive(w)} - set(present)
+
+    def quorum(self, present: Iterable[Incarnation]) -> bool:
+        """Say whether these may form a world, the waiver included."""
+        return self.settings.allow_minority or has_quorum(present, self.known, self.settings.rules)
+
+    def flush(self) -> None:
+        """Ask for what is known to be made durable, unless that is under way."""
+        if self.changes > self.durable and self._persisting <= self.durable:
+            self._persisting = self.changes
+            self.effects.append(Persist(self.changes, Memory(self.me, self.known, self.seen)))
+
+    # Links.
+
+    def dial(self, address: str) -> Link:
+        """Ask for a connection."""
+        self._conns += 1
+        link = Link(self._conns, self.now, address)
+        self.links[link.conn] = link
+        self.effects.append(Connect(link.conn, address))
+        return link
+
+    def send(self, link: Link, message: Message, generation: int = 0, lease_s: float = 0.0) -> None:
+        """Queue a message on an open link."""
+        self.effects.append(Send(link.conn, link.stamp(self.now, generation, lease_s), message))
+
+    def hang_up(self, link: Link) -> None:
+        """Close a link of which nothing depends."""
+        if self.links.pop(link.conn, None):
+            self.effects.append(Disconnect(link.conn))
+
+    def part(self, link: Link, address: str) -> None:
+        """End a member's relation to us while it may still take our closing for our death.
+
+        Until it has closed its side, or its evidence has expired, we neither acknowledge nor begin anything:
+        it would count us gone without knowing that.
+        """
+        self.send(link, Redirect(address))
+        self.let_go(link)
+
+    def let_go(self, link: Link) -> None:
+        """Have nothing more to do with a link, but leave its closing to the other side while that counts."""
+        self.witnesses[link.conn] = link.heard_at + self.settings.node_timeout_s
+
+    def expire_witnesses(self) -> None:
+        """Forget those whose evidence has expired."""
+        for conn in [conn for conn, until in self.witnesses.items() if until <= self.now]:
+            del self.witnesses[conn]
+            if conn in self.links:
+                self.hang_up(self.links[conn])
+
+    def is_evidence(self, link: Link) -> bool:
+        """Whether the closing of that link proves an end: its peer did nothing that we do not know."""
+        return self.now < link.echoed_at + self.settings.lease_s
+
+    def hello(self) -> Hello:
+        """Tell all that we are."""
+        running = self.running.generation if self.running else 0
+        return Hello(self.me, self.known, self.seen, self.join, running, self.finished, self.others_s())
+
+    # Workers.
+
+    def begin(self, world: World, store: str, workers: tuple[int, ...], fence_at: float) -> None:
+        """Start workers."""
+        rank = world.rank(self.me)
+        if rank is None:
+            return
+        self.running, self.join, self.finished, self.fence_at = world, None, 0, fence_at
+        self.effects.append(BeginWorld(world.generation, rank, world.members, store, workers))
+
+    def stop(self, reason: str, *, at_once: bool = False) -> None:
+        """End the running world on this node, if there is one."""
+        if self.running is None:
+            return
+        kind = StopWorkers if at_once else RestartWorkers
+        self.effects.append(kind(self.running.generation, reason))
+        self.running = None
+        self.fence_at = NEVER
+
+    def reborn(self) -> None:
+        """Become somebody new: others count us gone."""
+        old = self.me
+        self.stop(f"{old.node} was counted gone while it lived")
+        self.me = old.reborn()
+        self.believe(self.known.with_gone([old]))
+        self.changes += 1
+
+    def log(self, kind: str, text: str) -> None:
+        """Add a fact to the event log."""
+        self.effects.append(Log(kind, text))

@@ -1,0 +1,86 @@
+"""A leader's calls to those who may not know it, and the settling of two who lead.
+
+Every few seconds a leader calls at the candidates' addresses and at members of the last worlds that are not
+its followers, and tells whoever answers who leads. So newcomers find the job even when no candidate is left
+in it, and two leaders learn of each other: the one with the lesser claim (`messages.Claim.weight`) steps
+down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic_resume.rendezvous.body import Body
+from elastic_resume.rendezvous.link import Link
+from elastic_resume.rendezvous.messages import Claim, Message, Redirect
+
+CALLS_AT_ONCE = 16
+"""A job of a thousand nodes that lost half of them does not dial five hundred addresses every two seconds."""
+
+
+class Caller:
+    """The calls of one leader."""
+
+    def __init__(self, body: Body, claim: Callable[[], Claim], known: Callable[[], set[str]]) -> None:
+        self.body = body
+        self.claim = claim
+        self.known = known
+        self.next_at = body.now
+        self.calls: dict[int, float] = {}
+        self._turn = 0
+
+    def targets(self) -> list[str]:
+        """Addresses at which somebody may be who does not know that we lead."""
+        known = self.body.known
+        members = [m.address for w in known.worlds for m in known.alive(w)]
+        own = self.known() | {self.body.me.address}
+        return [one for one in dict.fromkeys([*self.body.settings.candidates, *members]) if one not in own]
+
+    def advance(self) -> None:
+        """Make the calls that are due and end those that were not answered."""
+        body = self.body
+        for conn, since in list(self.calls.items()):
+            if body.now >= since + body.settings.dial_s:
+                self.end(conn)
+        if body.now < self.next_at:
+            return
+        self.next_at = body.now + body.settings.claim_s
+        targets = self.targets()
+        if len(targets) > CALLS_AT_ONCE:
+            start = self._turn % len(targets)
+            targets = (targets[start:] + targets[:start])[:CALLS_AT_ONCE]
+            self._turn += CALLS_AT_ONCE
+        for address in targets:
+            self._call(address)
+
+    def _call(self, address: str) -> None:
+        busy = {self.body.links[conn].address for conn in self.calls}
+        if address not in busy:
+            self.calls[self.body.dial(address).conn] = self.body.now
+
+    def connected(self, link: Link) -> None:
+        """Tell who leads."""
+        if link.conn in self.calls:
+            self.body.send(link, self.claim())
+
+    def answer(self, link: Link, message: Message) -> None:
+        """Follow a redirect to the other leader; its claim is for the leader to weigh."""
+        if link.conn in self.calls and isinstance(message, Redirect):
+            self.end(link.conn)
+            if message.address not in {"", self.body.me.address} | self.known():
+                self._call(message.address)
+
+    def end(self, conn: int) -> None:
+        """End one call."""
+        self.calls.pop(conn, None)
+        if conn in self.body.links:
+            self.body.hang_up(self.body.links[conn])
+
+    def retire(self) -> None:
+        """End all calls."""
+        for conn in list(self.calls):
+            self.end(conn)
+
+    def deadline(self) -> float:
+        """When to look again."""
+        return min([self.next_at, *(since + self.body.settings.dial_s for since in self.calls.values())])

@@ -1,0 +1,86 @@
+"""What must hold in every simulated schedule, by name. They see what nodes do, not what they know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_resume.rendezvous.quorum import Incarnation
+from elastic_resume.rendezvous.steps import BeginWorld
+
+ONE_WORLD = "one world per generation"
+ONE_LIVE = "never two live worlds"
+RANKS = "ranks are a permutation, survivors in order"
+FORWARD = "generation never goes back"
+BOUNDED = "a lasting connected quorum forms a world"
+
+CALM = "agents come to rest"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A promise that was broken, when and how."""
+
+    checker: str
+    at_s: float
+    text: str
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.at_s:9.3f}  VIOLATED: {self.checker}: {self.text}"
+
+
+class Checkers:
+    """Follow every start and stop of workers anywhere."""
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+        self.worlds: dict[int, tuple[Incarnation, ...]] = {}
+        self.last: dict[str, int] = {}
+        self.live: dict[str, BeginWorld] = {}
+
+    def violate(self, checker: str, at_s: float, text: str) -> None:
+        """Note a violation."""
+        self.violations.append(Violation(checker, at_s, text))
+
+    def began(self, node: str, me: Incarnation, begin: BeginWorld, at_s: float) -> None:
+        """Workers of that world start on that node."""
+        generation, members = begin.generation, begin.members
+        known = self.worlds.get(generation)
+        if known is None:
+            self._first_start(begin, at_s)
+        elif known != members:
+            self.violate(ONE_WORLD, at_s, f"generation {generation} is {names(known)} and {names(members)}")
+        if len(set(members)) != len(members) or members[begin.rank] != me:
+            self.violate(RANKS, at_s, f"{node} has rank {begin.rank} in {names(members)}")
+        if generation <= self.last.get(node, 0):
+            self.violate(FORWARD, at_s, f"{node} goes from generation {self.last[node]} to {generation}")
+        self.last[node] = max(generation, self.last.get(node, 0))
+        for other, theirs in self.live.items():
+            if (theirs.generation, theirs.members) != (generation, members):
+                self.violate(
+                    ONE_LIVE,
+                    at_s,
+                    f"{node} starts generation {generation} of {names(members)} while {other} "
+                    f"runs {theirs.generation} of {names(theirs.members)}",
+                )
+        self.live[node] = begin
+
+    def _first_start(self, begin: BeginWorld, at_s: float) -> None:
+        generation, members = begin.generation, begin.members
+        newest = max(self.worlds, default=0)
+        if generation < newest:
+            self.violate(FORWARD, at_s, f"generation {generation} begins after {newest}")
+        before = self.worlds.get(newest, ())
+        kept = [one for one in before if one in members]
+        if kept != [one for one in members if one in before]:
+            self.violate(RANKS, at_s, f"{names(before)} became {names(members)}")
+        self.worlds[generation] = members
+
+    def ended(self, node: str) -> None:
+        """No worker runs on that node any more."""
+        self.live.pop(node, None)
+
+
+def names(members: tuple[Incarnation, ...]) -> str:
+    """Name members shortly, with their lives."""
+    return "{" + " ".join(f"{one.node}{one.life}" for one in members) + "}"

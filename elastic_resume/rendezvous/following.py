@@ -1,0 +1,223 @@
+"""Being a member: heartbeats under a lease, acknowledging proposals, and noticing that the leader is lost."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from elastic_resume.rendezvous.body import Body
+from elastic_resume.rendezvous.link import Link
+from elastic_resume.rendezvous.messages import (
+    Acknowledge,
+    Beat,
+    Begin,
+    Claim,
+    Finished,
+    Goodbye,
+    Hello,
+    JobEnd,
+    Message,
+    Propose,
+    Ready,
+    Redirect,
+    Refused,
+    Restart,
+    Stamp,
+    Welcome,
+)
+from elastic_resume.rendezvous.quorum import Incarnation, World
+
+
+class Bond(Enum):
+    """What became of the relation to the leader."""
+
+    HOLDS = "holds"
+    OVER = "over"
+    ENDED = "ended"
+
+
+class Follower:
+    """The role of an agent that has a leader."""
+
+    def __init__(self, body: Body, link: Link, leader: Incarnation) -> None:
+        self.body = body
+        self.link = link
+        self.leader = leader
+        self.bond = Bond.HOLDS
+        self.hint = ""
+        self.next_beat = body.now
+        self.proposal: World | None = None
+        self.proposal_change = 0
+        self.begun_next: World | None = None
+        self.broken_at: float | None = None
+        self.evidence = False
+        self.answers = False
+        """The leader's process answered a call after the link broke: it lives."""
+        self.redial: Link | None = None
+        body.silent.discard(leader)
+
+    def answer(self, link: Link, stamp: Stamp, message: Message) -> None:
+        """Take in a message; only the leader's counts."""
+        if isinstance(message, (Hello, Claim)):
+            self.body.send(link, Redirect(self.leader.address))
+        elif link is self.redial:
+            self._remade(link, message)
+        elif link is self.link and self.broken_at is None:
+            self._obey(stamp, message)
+            self._renew(stamp)
+
+    def _obey(self, stamp: Stamp, message: Message) -> None:
+        body = self.body
+        if isinstance(message, Propose):
+            body.learn(message.knowledge)
+            body.believe(body.known.with_proposal(message.world))
+            self.proposal, self.proposal_change = message.world, body.changes
+        elif isinstance(message, Begin):
+            self._begin(stamp, message)
+        elif isinstance(message, Restart):
+            body.learn(message.knowledge)
+            body.stop(message.reason)
+        elif isinstance(message, JobEnd):
+            self.bond = Bond.ENDED
+        elif isinstance(message, (Redirect, Refused)):
+            self.hint = message.address if isinstance(message, Redirect) else ""
+            self._over("the leader stepped down")
+        elif isinstance(message, Goodbye):
+            body.learn(message.knowledge)
+            self._over(f"the leader left: {message.reason}", gone=True)
+
+    def _begin(self, stamp: Stamp, message: Begin) -> None:
+        body = self.body
+        world = self.begun_next if body.settings.rules.two_steps else self.begun_next or self.proposal
+        if world is None or world.generation != message.generation:
+            return
+        self.begun_next = self.proposal = None
+        body.believe(body.known.with_begun(world))
+        fence_at = self._fence(stamp)
+        if world.rank(body.me) is None:
+            body.log("spare", f"generation {world.generation} is full; this node waits as a spare")
+        elif fence_at <= body.now:
+            # Not a reason to hang up: the leader might take that for our end, and we live.
+            body.log("late", f"generation {world.generation} began too long ago to start workers in it")
+            self.joined()
+        elif body.join is not None:
+            body.begin(world, message.store, message.workers, fence_at)
+
+    def _fence(self, stamp: Stamp) -> float:
+        return self.link.echoed_at + min(stamp.lease_s, self.body.settings.lease_s)
+
+    def _renew(self, stamp: Stamp) -> None:
+        body = self.body
+        if body.running and body.running.generation == stamp.generation:
+            body.fence_at = max(body.fence_at, self._fence(stamp))
+
+    def _remade(self, link: Link, message: Message) -> None:
+        if isinstance(message, Welcome):
+            self.body.hang_up(self.link)
+            self.link, self.redial, self.broken_at = link, None, None
+            self.body.learn(message.knowledge)
+            if not message.resumed:
+                self.body.stop("the leader has no running world with this node")
+            self.report()
+        else:
+            self.hint = message.address if isinstance(message, Redirect) else self.leader.address
+            self._over("the leader does not take this node back")
+
+    def connected(self, link: Link) -> None:
+        """The leader is there again: go on as before."""
+        if link is self.redial:
+            self.evidence = False
+            self.answers = True
+            self.body.send(link, self.body.hello())
+
+    def lost(self, link: Link, *, closed: bool) -> None:
+        """The link to the leader broke: call again before believing anything."""
+        if link is self.link:
+            self.broken_at = self.body.now
+            self.evidence = closed and self.body.is_evidence(link)
+            self.proposal = None
+            self.begun_next = None
+            self.answers = False
+            self.redial = self.body.dial(self.leader.address)
+        elif link is self.redial and closed and not self.answers:
+            self._end_of_leader()
+        elif link is self.redial:
+            self.redial = self.body.dial(self.leader.address) if closed else None
+
+    def _end_of_leader(self) -> None:
+        if self.evidence:
+            self._over(f"the leader {self.leader} died", gone=True)
+        else:
+            self._over(f"the connection to the leader {self.leader} is lost", silent=True)
+
+    def _over(self, reason: str, *, gone: bool = False, silent: bool = False) -> None:
+        body = self.body
+        self.bond = Bond.OVER
+        body.stop(reason)
+        body.log("leader-lost", reason)
+        if gone:
+            body.believe(body.known.with_gone([self.leader]))
+            # Its other followers may not know yet.
+            body.grace(body.settings.node_timeout_s)
+        if silent:
+            body.silent.add(self.leader)
+        body.hang_up(self.link)
+        if self.redial:
+            body.hang_up(self.redial)
+
+    def advance(self) -> None:
+        """Fence ourselves before anything else; then beat, acknowledge, and watch the leader."""
+        body = self.body
+        if body.running and body.now >= body.fence_at:
+            body.stop(f"no word from the leader {self.leader} for as long as its lease", at_once=True)
+        if self.bond is not Bond.HOLDS:
+            return
+        if self.broken_at is not None:
+            if body.now >= self.broken_at + body.settings.reconnect_s:
+                self._end_of_leader()
+            return
+        if body.now >= self.link.heard_at + body.settings.node_timeout_s:
+            self._over(f"the leader {self.leader} is silent", silent=True)
+            return
+        if self.proposal and body.durable >= self.proposal_change and not body.witnesses:
+            body.send(self.link, Acknowledge(self.proposal.generation))
+            self.begun_next, self.proposal = self.proposal, None
+        if body.now >= self.next_beat:
+            body.send(self.link, Beat())
+            self.next_beat = body.now + body.settings.beat_s
+
+    def report(self) -> None:
+        """Say again what may have changed since our hello was sent."""
+        if self.body.join:
+            self.joined()
+        elif self.body.finished:
+            self.finished()
+
+    def joined(self) -> None:
+        """Tell the leader that this node's workers are stopped and it wants to be in the next world."""
+        if self.body.join and self.broken_at is None:
+            self.body.send(self.link, Ready(self.body.join))
+
+    def finished(self) -> None:
+        """Tell the leader that this node's workers have succeeded."""
+        if self.broken_at is None:
+            self.body.send(self.link, Finished(self.body.finished))
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye."""
+        if self.broken_at is None:
+            self.body.send(self.link, Goodbye(reason, self.body.known))
+
+    def retire(self) -> None:
+        """Nothing of a member's outlives its relation."""
+
+    def deadline(self) -> float:
+        """When to look again."""
+        body = self.body
+        fence_at = body.fence_at if body.running else float("inf")
+        if self.broken_at is not None:
+            return min(fence_at, self.broken_at + body.settings.reconnect_s)
+        return min(fence_at, self.next_beat, self.link.heard_at + body.settings.node_timeout_s)
+
+    def why_waiting(self) -> str:
+        """One clause for the error after the join timeout."""
+        return f"the leader {self.leader} formed no world with this node"

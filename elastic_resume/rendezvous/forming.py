@@ -1,0 +1,231 @@
+"""How a leader makes a world: who is waited for, the proposal, its acknowledgements, the beginning.
+
+A world forms when every live follower has joined, they are enough and have a quorum, and nobody is worth
+waiting for: newcomers at a first start for the settle time, survivors at a restart until they are back or
+silent, and worlds elsewhere until their last lease has surely ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_resume.rendezvous.body import Body
+from elastic_resume.rendezvous.link import NEVER
+from elastic_resume.rendezvous.messages import Begin, Join, Propose
+from elastic_resume.rendezvous.quorum import Incarnation, World, has_quorum, shortfall
+from elastic_resume.rendezvous.roster import Roster, rank_members
+
+STALLED_TIMEOUTS = 2
+"""A live follower that has not acknowledged for so many node timeouts (a stuck disk) is sent away."""
+
+
+@dataclass(slots=True)
+class Forming:
+    """A proposal under way."""
+
+    world: World
+    joins: dict[Incarnation, Join]
+    since: float
+    change: int
+    awaited: set[Incarnation]
+    present: frozenset[Incarnation]
+
+
+class Former:
+    """Forms one world after another for a leader."""
+
+    def __init__(self, body: Body, roster: Roster) -> None:
+        self.body = body
+        self.roster = roster
+        self.forming: Forming | None = None
+        self.since = body.now
+        self.arrived_at = body.now
+        self.look_at = body.now
+        self.waiting_for = "nobody has joined yet"
+        self.more_at = float("inf")
+        """When newcomers to the running world are due to be taken in."""
+        self._said = ""
+
+    def stir(self) -> None:
+        """Something changed: look again."""
+        self.look_at = self.body.now
+
+    def arrived(self, who: Incarnation, world: World | None) -> None:
+        """Somebody joined; another newcomer may follow."""
+        last = self.body.known.begun
+        if last is None or who not in last.members:
+            self.arrived_at = self.body.now
+        if world and who not in world.members and len(world.members) < self.body.settings.max_nodes:
+            self.more_at = self.body.now + self.body.settings.scale_up_s
+        self.stir()
+
+    def disturbed(self, who: Incarnation) -> None:
+        """A link broke: what was proposed to its peer will not be acknowledged by all."""
+        if self.forming and who in self.forming.present:
+            self.abort(f"{who} was lost before it acknowledged")
+        self.stir()
+
+    def acknowledged(self, who: Incarnation, generation: int) -> None:
+        """The proposal is durable there."""
+        if self.forming and self.forming.world.generation == generation:
+            self.forming.awaited.discard(who)
+
+    def abort(self, reason: str) -> None:
+        """Drop the proposal: it can never begin now, and whoever hears that need not ask its members."""
+        if self.forming is None:
+            return
+        body, world = self.body, self.forming.world
+        body.log("dropped", f"generation {world.generation} was proposed and dropped: {reason}")
+        self.forming = None
+        body.believe(body.known.with_void(world))
+        self.stir()
+
+    def advance(self) -> tuple[World, Begin] | None:
+        """Propose a world when it is time; return one that begins now."""
+        if self.forming is None and self.body.now >= self.look_at:
+            self.look_at = float("inf")
+            joins = self._joiners()
+            if joins:
+                self._propose(joins)
+        return self._begin() if self.forming else None
+
+    def _wait(self, reason: str, until: float = float("inf")) -> dict[Incarnation, Join]:
+        """Say whom or what we wait for; so far nobody forms a world."""
+        self.waiting_for = reason
+        self.look_at = until
+        if reason != self._said:
+            self.body.log("waiting", reason)
+            self._said = reason
+        return {}
+
+    def _joiners(self) -> dict[Incarnation, Join]:
+        """Return those who want to be in the next world; nobody when it cannot form yet."""
+        body, settings = self.body, self.body.settings
+        if body.join is None and not body.finished:
+            return self._wait("this node's workers have not stopped")
+        if self.roster.broken:
+            return self._wait("a link has just broken")
+        for part in self.roster.parts.values():
+            if not part.settled:
+                return self._wait(f"the workers of {part.who} have not stopped")
+        joins = {part.who: part.join for part in self.roster.parts.values() if part.join}
+        if body.join:
+            joins[body.me] = body.join
+        through = len(self.roster.parts) + 1 - len(joins)
+        if not joins or (len(joins) < settings.min_nodes and not through):
+            return self._wait(f"{len(joins)} of at least {settings.min_nodes} nodes have joined")
+        present = {body.me, *self.roster.parts}
+        lack = None if settings.allow_minority else shortfall(present, body.known, settings.rules)
+        if lack:
+            return self._wait(str(lack))
+        until = self._patience(present, full=len(joins) >= settings.max_nodes)
+        if body.now < until:
+            return self._wait("waiting whether others come", until)
+        return joins
+
+    def _patience(self, present: set[Incarnation], *, full: bool) -> float:
+        """Return until when somebody may come, or run workers, whom we do not see."""
+        body, settings, last = self.body, self.body.settings, self.body.known.begun
+        until = NEVER
+        rivals = body.rivals(present)
+        if rivals:
+            until = body.grace_until
+            if not rivals <= body.silent:
+                until = max(until, self.since + settings.node_timeout_s)
+        survivors = last is not None and any(one in present for one in body.known.alive(last))
+        if not survivors and not full:
+            until = max(until, self.arrived_at + settings.settle_s)
+        return until
+
+    def _propose(self, joins: dict[Incarnation, Join]) -> None:
+        body = self.body
+        generation = 1 + max(body.seen, body.known.generation)
+        members = rank_members(body.known.worlds, joins, body.settings.max_nodes)
+        world = World(generation, members, body.me)
+        before = body.known
+        body.believe(before.with_proposal(world))
+        others = {part.who for part in self.roster.parts.values()}
+        self.forming = Forming(
+            world, joins, body.now, body.changes, set(others), frozenset({body.me, *others})
+        )
+        for part in self.roster.parts.values():
+            body.send(part.link, Propose(world, before))
+
+    def _begin(self) -> tuple[World, Begin] | None:
+        body, forming = self.body, self.forming
+        if forming is None:
+            return None
+        ready = not forming.awaited and body.durable >= forming.change and not body.witnesses
+        if not ready and body.settings.rules.two_steps:
+            self._send_stalled_away(forming)
+            return None
+        if not self._still_ours(forming):
+            self.abort("its members may have turned to another leader")
+            return None
+        self.forming = None
+        self._said = ""
+        stores = tuple(forming.joins[member].workers for member in forming.world.members)
+        store = forming.joins[forming.world.members[0]].store
+        return forming.world, Begin(forming.world.generation, store, stores)
+
+    def _still_ours(self, forming: Forming) -> bool:
+        """Whether those who acknowledged surely follow us still, and know of nothing that forbids this."""
+        if self.body.settings.allow_minority or not self.body.settings.rules.two_steps:
+            return True
+        fresh = {self.body.me} | {
+            part.who
+            for part in self.roster.parts.values()
+            if part.who in forming.present and self.body.is_evidence(part.link)
+        }
+        return has_quorum(fresh, self.body.known, self.body.settings.rules)
+
+    def _send_stalled_away(self, forming: Forming) -> None:
+        limit = STALLED_TIMEOUTS * self.body.settings.node_timeout_s
+        if self.body.now < forming.since + limit:
+            return
+        self.abort(f"{len(forming.awaited)} did not acknowledge within {limit:g} s")
+        for who in forming.awaited:
+            part = self.roster.drop(who)
+            if part:
+                self.body.part(part.link, "")
+
+    # The running world.
+
+    def lease_until(self) -> float:
+        """Return until when enough members surely follow us for no other world to have a quorum.
+
+        A member turns away a node timeout after it *received* our last word. We count from when we *sent*
+        the last word that it has seen, and keep `drift` back.
+        """
+        body = self.body
+        ends = sorted(
+            (
+                (part.link.echoed_at + body.settings.lease_s, part.who)
+                for part in self.roster
+                if not part.lost_at
+            ),
+            key=lambda end: -end[0],
+        )
+        low, high = 0, len(ends)
+        here = [who for _, who in ends]
+        if not has_quorum({body.me, *here}, body.known, body.settings.rules):
+            return NEVER
+        while low < high:
+            middle = (low + high) // 2
+            if has_quorum({body.me, *here[:middle]}, body.known, body.settings.rules):
+                high = middle
+            else:
+                low = middle + 1
+        return ends[low - 1][0] if low else body.now + body.settings.lease_s
+
+    def began(self, world: World) -> None:
+        """A world runs: those who joined too late for it want another, if it has room."""
+        room = len(world.members) < self.body.settings.max_nodes
+        late = any(part.join and part.who not in world.members for part in self.roster)
+        self.more_at = self.arrived_at + self.body.settings.scale_up_s if late and room else float("inf")
+
+    def deadline(self) -> float:
+        """When to look again."""
+        if self.forming:
+            return self.forming.since + STALLED_TIMEOUTS * self.body.settings.node_timeout_s
+        return self.look_at

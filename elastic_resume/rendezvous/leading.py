@@ -1,0 +1,387 @@
+"""Being the leader: taking members in, noticing losses, restarting worlds and settling the end of the job.
+
+How a world forms is `forming`'s; who else leads is `calling`'s.
+"""
+
+from __future__ import annotations
+
+from elastic_resume.rendezvous.body import Body
+from elastic_resume.rendezvous.calling import Caller
+from elastic_resume.rendezvous.forming import Former
+from elastic_resume.rendezvous.link import NEVER, Link
+from elastic_resume.rendezvous.messages import (
+    Acknowledge,
+    Beat,
+    Claim,
+    Finished,
+    Goodbye,
+    Hello,
+    JobEnd,
+    Message,
+    Ready,
+    Redirect,
+    Refused,
+    Restart,
+    Stamp,
+    Welcome,
+)
+from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.roster import Part, Roster
+
+
+class Leader:
+    """The role of the agent that leads. It is a member too, without a link to itself."""
+
+    def __init__(self, body: Body, waiters: dict[int, Hello]) -> None:
+        self.body = body
+        self.roster = Roster()
+        self.world: World | None = None
+        self.ended = False
+        self.yield_to = ""
+        self.former = Former(body, self.roster)
+        self.caller = Caller(body, self.claim, self.roster.addresses)
+        self.next_scan = body.now
+        self.lease_until = NEVER
+        self.finished_in = 0
+        """The newest generation in which a node has finished."""
+        self._indexed: Knowledge | None = None
+        self._lives: dict[str, set[Incarnation]] = {}
+        body.log("leading", f"{body.me} leads")
+        for conn, hello in waiters.items():
+            if conn in body.links:
+                self._hello(body.links[conn], hello)
+
+    # What the others hear.
+
+    def claim(self) -> Claim:
+        """Say how much weight our lead has."""
+        body, begun = self.body, self.body.known.begun
+        active = self.world.generation if self.world and self.lease_until > body.now else 0
+        rank = begun.rank(body.me) if begun else None
+        seats = len(begun.members) if begun else 0
+        return Claim(body.me, active, body.known.generation, seats if rank is None else rank)
+
+    def _tell(self, part: Part, message: Message) -> None:
+        body = self.body
+        if self.world is None:
+            body.send(part.link, message)
+            return
+        left = max(0.0, min(body.settings.lease_s, self.lease_until - body.now))
+        body.send(part.link, message, self.world.generation, left)
+
+    def _tell_all(self, message: Message) -> None:
+        for part in self.roster:
+            if part.lost_at is None:
+                self._tell(part, message)
+
+    # What the leader hears.
+
+    def answer(self, link: Link, stamp: Stamp, message: Message) -> None:
+        """Take in a message."""
+        del stamp
+        if isinstance(message, Hello):
+            self._hello(link, message)
+        elif isinstance(message, Claim):
+            self._weigh(link, message)
+        elif isinstance(message, Redirect):
+            self.caller.answer(link, message)
+        else:
+            part = self.roster.of(link)
+            if part and part.lost_at is None:
+                self._heed(part, message)
+
+    def _heed(self, part: Part, message: Message) -> None:
+        body = self.body
+        if isinstance(message, Beat):
+            self._tell(part, message)
+        elif isinstance(message, Ready):
+            self._ready(part, message)
+        elif isinstance(message, Acknowledge):
+            self.former.acknowledged(part.who, message.generation)
+        elif isinstance(message, Finished):
+            part.finished, part.running = message.generation, 0
+            self.finished_in = max(self.finished_in, message.generation)
+            self.former.stir()
+        elif isinstance(message, Goodbye):
+            body.learn(message.knowledge)
+            self._lose(part, f"{part.who} left: {message.reason}", gone=True)
+
+    def _ready(self, part: Part, message: Ready) -> None:
+        part.join = message.join
+        if part.running and self.world and part.running == self.world.generation:
+            part.running = 0
+            self.restart(f"the workers of {part.who} stopped")
+        part.running = 0
+        self.former.arrived(part.who, self.world)
+
+    def _hello(self, link: Link, hello: Hello) -> None:
+        body = self.body
+        link.who = hello.who
+        before = body.known
+        body.learn(hello.knowledge, hello.seen)
+        if body.known != before:
+            self._count_former_lives()
+        body.grace(hello.others_s)
+        if hello.who in body.known.gone:
+            body.send(link, Refused("gone"))
+        elif self._name_taken(hello):
+            body.send(link, Refused(f"another live agent is called {hello.who.node}"))
+        else:
+            self._take_in(link, hello)
+        newest = body.known.begun
+        if self.world and newest and newest.generation > self.world.generation:
+            self.restart(f"generation {newest.generation} has begun elsewhere")
+
+    def _count_former_lives(self) -> None:
+        """Whoever follows us is not among the living in a former life, in whatever world we just heard of."""
+        body = self.body
+        lives = {part.who.node: part.who for part in self.roster}
+        members = {m for w in body.known.worlds for m in body.known.alive(w)}
+        former = [one for one in members if lives.get(one.node, one) != one]
+        if former and body.settings.rules.incarnations:
+            body.believe(body.known.with_gone(former))
+
+    def _name_taken(self, hello: Hello) -> bool:
+        """Count the former lives of a node gone when it is back as a new process; refuse a namesake."""
+        body, who = self.body, hello.who
+        if who.node == body.me.node:
+            return True
+        former = {one for one in self._lives_of(who.node) if one != who}
+        for one in former:
+            part = self.roster.parts.get(one)
+            if part and part.lost_at is None and one not in hello.knowledge.gone:
+                return True
+        if body.settings.rules.incarnations:
+            body.believe(body.known.with_gone(former))
+        for one in former & set(self.roster.parts):
+            self._lose(self.roster.parts[one], f"{who} is back as a new process", gone=True)
+        return False
+
+    def _lives_of(self, node: str) -> set[Incarnation]:
+        """Every incarnation of a node that we have heard of."""
+        if self._indexed is not self.body.known:
+            self._indexed = self.body.known
+            self._lives = {}
+            for world in self._indexed.worlds:
+                for member in world.members:
+                    self._lives.setdefault(member.node, set()).add(member)
+        part = self.roster.named(node)
+        return self._lives.get(node, set()) | ({part.who} if part else set())
+
+    def _take_in(self, link: Link, hello: Hello) -> None:
+        body, who = self.body, hello.who
+        body.silent.discard(who)
+        part = self.roster.parts.get(who)
+        if part and part.link is not link:
+            # Calls may overtake each other: should the old link be the one it holds, it would take our
+            # closing for our death.
+            if part.link.conn in body.links:
+                body.let_go(part.link)
+            self.roster.mend(part, link)
+            self.former.disturbed(who)
+        if part is None:
+            part = Part(who, link)
+            self.roster.add(part)
+        resumed = bool(self.world and hello.running == part.running == self.world.generation)
+        part.join, part.finished = hello.join, hello.finished
+        self.finished_in = max(self.finished_in, hello.finished)
+        if not resumed and part.running and self.world and part.running == self.world.generation:
+            part.running = 0
+            if not hello.finished:
+                self.restart(f"the workers of {who} stopped")
+        if not resumed:
+            part.running = hello.running
+        self._tell(part, Welcome(body.me, body.known, resumed))
+        if part.join:
+            self.former.arrived(who, self.world)
+        self.former.stir()
+
+    def _weigh(self, link: Link, claim: Claim) -> None:
+        own = self.claim()
+        if claim.who == self.body.me:
+            self.caller.end(link.conn)
+        elif claim.weight > own.weight:
+            self.yield_to = claim.who.address
+        elif link.conn in self.caller.calls:
+            self.caller.end(link.conn)
+        else:
+            self.body.send(link, own)
+
+    def connected(self, link: Link) -> None:
+        """One of our calls was answered."""
+        self.caller.connected(link)
+
+    def lost(self, link: Link, *, closed: bool) -> None:
+        """A link is over. Wait a little for it to be made again before believing anything."""
+        self.caller.calls.pop(link.conn, None)
+        part = self.roster.of(link)
+        if part and part.lost_at is None:
+            evidence = closed and self.body.is_evidence(link)
+            self.roster.mark_broken(part, self.body.now, evidence=evidence)
+            self.former.disturbed(part.who)
+
+    def _lose(self, part: Part, reason: str, *, gone: bool) -> None:
+        body = self.body
+        self.roster.drop(part.who)
+        if gone:
+            body.believe(body.known.with_gone([part.who]))
+        else:
+            body.silent.add(part.who)
+        if part.link.conn in body.links:
+            body.hang_up(part.link)
+        body.log("lost", reason)
+        self.former.disturbed(part.who)
+        if self.world and part.who in self.world.members and not self.somebody_finished():
+            self.restart(reason)
+
+    def somebody_finished(self) -> bool:
+        """Whether a node of the newest world is through: the others have no more than their end to reach."""
+        newest = self.body.known.begun
+        return newest is not None and newest.generation in {self.finished_in, self.body.finished}
+
+    # What the leader does.
+
+    def restart(self, reason: str, *, at_once: bool = False) -> None:
+        """End the running world; those who were in it join again."""
+        world = self.world
+        if world is None:
+            return
+        for part in self.roster:
+            if part.running == world.generation and part.lost_at is None:
+                self._tell(part, Restart(world.generation, reason, self.body.known))
+        self.world, self.lease_until = None, NEVER
+        self.body.stop(reason, at_once=at_once)
+        self.former.since = self.body.now
+        self.former.stir()
+        self.body.log("restart", f"generation {world.generation} is over: {reason}")
+
+    def advance(self) -> None:
+        """Fence ourselves before anything else; then look for losses, and for a world to form."""
+        body = self.body
+        if self.yield_to:
+            self._step_down()
+            return
+        if self.world:
+            self._renew()
+            if body.now >= self.lease_until:
+                self.restart("the leader has lost its quorum", at_once=True)
+        if body.now >= self.next_scan:
+            self.next_scan = body.now + body.settings.beat_s / 2
+            self._find_silent()
+        self._settle_broken()
+        self.caller.advance()
+        if self._is_end():
+            self._end()
+            return
+        if self.world is None:
+            self._form()
+        elif body.now >= self.former.more_at and not self.somebody_finished():
+            self.restart("newcomers are here")
+
+    def _renew(self, *, fresh: bool = False) -> None:
+        """Count how long enough of our members surely still follow us; that bounds every lease we grant."""
+        body = self.body
+        if self.world is None or not (fresh or body.now >= self.next_scan):
+            return
+        if body.settings.allow_minority:
+            self.lease_until = body.now + body.settings.lease_s
+        else:
+            self.lease_until = self.former.lease_until()
+        if self.world.rank(body.me) is not None and body.running:
+            body.fence_at = self.lease_until
+
+    def _find_silent(self) -> None:
+        body = self.body
+        for part in self.roster:
+            if part.lost_at is None and body.now >= part.link.heard_at + body.settings.node_timeout_s:
+                self._lose(part, f"{part.who} is silent", gone=False)
+
+    def _settle_broken(self) -> None:
+        body = self.body
+        for part in list(self.roster.broken.values()):
+            if part.lost_at is not None and body.now >= part.lost_at + body.settings.reconnect_s:
+                told = "died" if part.evidence else "is cut off"
+                self._lose(part, f"{part.who} {told}", gone=part.evidence)
+
+    def _form(self) -> None:
+        begun = self.former.advance()
+        if begun is None:
+            return
+        body = self.body
+        world, message = begun
+        body.believe(body.known.with_begun(world))
+        self.world = world
+        self.former.began(world)
+        self._renew(fresh=True)
+        for part in self.roster:
+            if part.who in world.members:
+                part.join, part.running, part.finished = None, world.generation, 0
+            self._tell(part, message)
+        body.begin(world, message.store, message.workers, self.lease_until)
+
+    def _is_end(self) -> bool:
+        """Whether some have finished and nobody who could is left."""
+        body, newest = self.body, self.body.known.begun
+        if newest is None or self.former.forming or not self.somebody_finished():
+            return False
+        if body.me in newest.members and body.finished != newest.generation:
+            return False
+        present = {part.who for part in self.roster} | {body.me}
+        if any(p.who in newest.members and p.finished != newest.generation for p in self.roster):
+            return False
+        absent = body.rivals(present) - body.silent
+        return not absent or body.now >= self.former.since + body.settings.node_timeout_s
+
+    def _end(self) -> None:
+        newest = self.body.known.begun
+        self._tell_all(JobEnd(newest.generation if newest else 0))
+        self.ended = True
+
+    def _step_down(self) -> None:
+        body = self.body
+        self.restart(f"{self.yield_to} leads", at_once=True)
+        self.former.abort("another leads")
+        for part in self.roster:
+            if part.lost_at is None:
+                body.part(part.link, self.yield_to)
+        body.log("step-down", f"{body.me} follows the leader at {self.yield_to}")
+
+    def retire(self) -> None:
+        """End what only a leader does."""
+        self.caller.retire()
+
+    def joined(self) -> None:
+        """Our own node's workers are stopped."""
+        if self.world and self.world.rank(self.body.me) is not None:
+            self.restart("the workers of the leader stopped")
+        self.former.arrived(self.body.me, self.world)
+
+    def finished(self) -> None:
+        """Our own node's workers have succeeded."""
+        self.former.stir()
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye to all: they turn to another leader at once."""
+        self.former.abort("the leader leaves")
+        self._tell_all(Goodbye(reason, self.body.known))
+
+    def deadline(self) -> float:
+        """When to look again."""
+        body = self.body
+        waits = [self.next_scan, self.caller.deadline()]
+        waits += [
+            part.lost_at + body.settings.reconnect_s for part in self.roster.broken.values() if part.lost_at
+        ]
+        if self.world:
+            waits += [self.lease_until, self.former.more_at]
+        else:
+            waits.append(self.former.deadline())
+        return min(waits)
+
+    def why_waiting(self) -> str:
+        """One clause for the error after the join timeout."""
+        return self.former.waiting_for
+
+    def followers(self) -> tuple[Incarnation, ...]:
+        """Who follows us."""
+        return tuple(part.who for part in self.roster)

@@ -1,0 +1,49 @@
+"""One connection as the core sees it: which messages the other side has seen, and when they were sent.
+
+Two clocks are never compared. A lease counts from when its holder sent the message that was acknowledged;
+the one who waits for a lease to end counts from when it received. So the holder stops first, whatever the
+delay, if the clocks run at the same rate up to `Settings.drift`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from elastic_resume.rendezvous.messages import Stamp
+from elastic_resume.rendezvous.quorum import Incarnation
+
+NEVER = float("-inf")
+UNSEEN_LIMIT = 64
+"""So many messages are remembered until the other side has seen them; to forget one shortens a lease."""
+
+
+@dataclass(slots=True)
+class Link:
+    """A connection, dialled (`address` set) or accepted."""
+
+    conn: int
+    opened_at: float
+    address: str = ""
+    who: Incarnation | None = None
+    heard_at: float = NEVER
+    echoed_at: float = NEVER
+    """When the newest of our messages that the other side has seen was sent."""
+    seq: int = 0
+    heard: int = 0
+    unseen: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=UNSEEN_LIMIT))
+
+    def stamp(self, now: float, generation: int, lease_s: float) -> Stamp:
+        """Number the next message to be sent."""
+        self.seq += 1
+        self.unseen.append((self.seq, now))
+        return Stamp(self.seq, self.heard, generation, lease_s)
+
+    def note(self, stamp: Stamp, now: float) -> None:
+        """Take in the stamp of a message that arrived."""
+        self.heard = stamp.seq
+        self.heard_at = now
+        while self.unseen and self.unseen[0][0] <= stamp.echo:
+            seq, sent_at = self.unseen.popleft()
+            if seq == stamp.echo:
+                self.echoed_at = sent_at

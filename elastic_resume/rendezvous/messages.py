@@ -1,0 +1,189 @@
+"""What agents say to each other. Every message that could make somebody gone carries what that one knew.
+
+A connection is dialled by one agent and accepted by another; once the dialler is welcomed it is a member and
+the other its leader. `Stamp` rides on every message, both ways: with it each side knows which of its own
+messages the other has seen, and counts its lease from when it *sent* that one.
+
+    searching → anyone     Hello                        and back    Welcome | Redirect | Refused
+    member    → leader     Ready Acknowledge Finished Beat Goodbye
+    leader    → member     Propose Begin Restart JobEnd Beat Redirect Refused Goodbye
+    leader    → anyone     Claim                        and back    Claim | Redirect
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """On every message: its number on this connection, the newest number seen of the other side.
+
+    `lease_s` is how long, from the sending of message `echo`, the receiver may keep its workers of
+    `generation` running without hearing more; 0 when the sender grants none.
+    """
+
+    seq: int
+    echo: int
+    generation: int = 0
+    lease_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A node whose workers are stopped and that wants to be in the next world."""
+
+    store: str
+    """host:port where this node serves the store, should it get rank 0."""
+    workers: int
+    order: int = 0
+    """Place in the scheduler's own order of nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """I look for the leader; this is all I know.
+
+    `running` is the generation whose workers run here, `finished` the one whose workers all succeeded.
+    `others_s`: worlds in which I had a part may run elsewhere for that long.
+    """
+
+    who: Incarnation
+    knowledge: Knowledge
+    seen: int
+    join: Join | None = None
+    running: int = 0
+    finished: int = 0
+    others_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """I lead; you are one of mine. `resumed`: your running world is mine too, go on."""
+
+    who: Incarnation
+    knowledge: Knowledge
+    resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """I do not lead (any more). Ask at that address; none: I am searching too, stay and hear more."""
+
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """You may not join: known `gone` (come back as a new incarnation), `name` taken, or job `ended`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """My workers are stopped; take me into the next world."""
+
+    join: Join
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """I am alive. The stamp says the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """First step of forming: make this durable, with all I know, and acknowledge it."""
+
+    world: World
+    knowledge: Knowledge
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """The proposal of that generation is durable here."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Second step: everybody has acknowledged; start workers. A spare is told too."""
+
+    generation: int
+    store: str
+    workers: tuple[int, ...]
+    """Workers of each node, in rank order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The world of that generation is over: stop your workers and join again."""
+
+    generation: int
+    reason: str
+    knowledge: Knowledge
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """My workers of that generation have all succeeded."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """Every node's workers have succeeded: the job is done."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """I leave for good: count me gone."""
+
+    reason: str
+    knowledge: Knowledge
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """I lead. Of two that do, the one with the lesser claim steps down.
+
+    `active` is the generation of its running world (0: none), `known` the newest world or proposal it knows.
+    """
+
+    who: Incarnation
+    active: int
+    known: int
+    rank: int
+    """Rank in the newest begun world; one past the end for others."""
+
+    @property
+    def weight(self) -> tuple[int, int, int, int, str, str]:
+        """What "greater claim" means; total over all agents."""
+        place = self.who.candidate
+        seat = -place if place is not None else -(1 << 30)
+        return (self.active, self.known, -self.rank, seat, self.who.node, self.who.life)
+
+
+Message = (
+    Hello
+    | Welcome
+    | Redirect
+    | Refused
+    | Ready
+    | Beat
+    | Propose
+    | Acknowledge
+    | Begin
+    | Restart
+    | Finished
+    | JobEnd
+    | Goodbye
+    | Claim
+)

@@ -1,0 +1,231 @@
+"""Looking for the leader, and finding out that it is us.
+
+An agent calls the others in an order that all share: the members of the newest world by rank, then the
+candidates in their order. One that is asked and does not lead says who does, or that it is looking too. An
+agent leads when everybody before it in that order has failed to answer. Two may come to that conclusion;
+`calling` settles it. Nothing here can make two worlds: that is `quorum`'s.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from elastic_resume.rendezvous.body import Body
+from elastic_resume.rendezvous.link import Link
+from elastic_resume.rendezvous.messages import Claim, Hello, Message, Redirect, Refused, Stamp, Welcome
+from elastic_resume.rendezvous.quorum import Incarnation, Knowledge
+
+PAUSE_S = 0.3
+"""Between two rounds of calls."""
+ROUND_TIMEOUTS = 3
+"""A round in which some send us to and fro ends after so many node timeouts."""
+AGAIN_S = 0.1
+"""Before a leader that did not answer is called once more, and then who named it: it will have noticed."""
+
+
+class Verdict(Enum):
+    """What became of the search."""
+
+    SEARCHING = "searching"
+    LEAD = "lead"
+    FOLLOW = "follow"
+    ENDED = "ended"
+
+
+class Seeker:
+    """The role of an agent that knows no leader. `hint` is an address to try first."""
+
+    def __init__(self, body: Body, hint: str = "", waiters: dict[int, Hello] | None = None) -> None:
+        self.body = body
+        self.since = body.now
+        self.waiters: dict[int, Hello] = waiters or {}
+        self.verdict = Verdict.SEARCHING
+        self.link: Link | None = None
+        self.welcome: Welcome | None = None
+        self.calls: dict[int, float] = {}
+        self.patient: set[int] = set()
+        self.failed: set[str] = set()
+        self.called: set[str] = set()
+        self.targets: list[str] = []
+        self.round_at = body.now
+        self.sent_by: dict[str, str] = {}
+        self.again: dict[str, float] = {}
+        """Whom to ask once more, and when: called too early, or named somebody who did not answer."""
+        self.next_at = body.now
+        self._basis: tuple[Knowledge | None, Incarnation, int] = (None, body.me, 0)
+        self._elders: list[str] | None = None
+        self._new_round(hint)
+
+    def _new_round(self, hint: str = "") -> None:
+        body = self.body
+        elders = self.elders()
+        others = [m.address for m in self._members()] + list(body.settings.candidates)
+        wanted = others if elders is None else elders
+        self.failed.clear()
+        self.round_at = body.now
+        self.sent_by.clear()
+        self.again.clear()
+        self.called = {body.me.address}
+        self.targets = [one for one in dict.fromkeys(wanted) if one not in self.called]
+        self.next_at = body.now
+        self._call_now(hint)
+
+    def _members(self) -> list[Incarnation]:
+        known = self.body.known
+        return list(dict.fromkeys(m for w in known.worlds for m in known.alive(w)))
+
+    def elders(self) -> list[str] | None:
+        """Addresses of those who would lead before us; None where we may not lead at all."""
+        body = self.body
+        basis = (body.known, body.me, len(body.silent))
+        if basis[0] is not self._basis[0] or basis[1:] != self._basis[1:]:
+            self._basis, self._elders = basis, self._find_elders()
+        return self._elders
+
+    def _find_elders(self) -> list[str] | None:
+        body = self.body
+        members = self._members()
+        if body.me in members:
+            before = members[: members.index(body.me)]
+            return [m.address for m in before if m not in body.silent]
+        place = body.me.candidate
+        if place is None:
+            return None
+        before = [m for m in members if m not in body.silent]
+        return [m.address for m in before] + list(body.settings.candidates[:place])
+
+    def answer(self, link: Link, stamp: Stamp, message: Message) -> None:
+        """Take in a message; a claim tells us where to ask."""
+        del stamp
+        if isinstance(message, Hello):
+            self.waiters[link.conn] = message
+            link.who = message.who
+            self.body.send(link, Redirect())
+        elif isinstance(message, Claim):
+            self._call_now(message.who.address)
+        elif link.conn not in self.calls and link.conn not in self.patient:
+            return
+        elif isinstance(message, Welcome):
+            self.verdict, self.link, self.welcome = Verdict.FOLLOW, link, message
+        elif isinstance(message, Redirect):
+            self._redirected(link, message.address)
+        elif isinstance(message, Refused):
+            self._refused(link, message.reason)
+
+    def _redirected(self, link: Link, address: str) -> None:
+        if not address or address == self.body.me.address:
+            self.patient.add(link.conn)
+            self.calls.setdefault(link.conn, self.body.now)
+            return
+        self._forget(link)
+        if any(self.body.links[conn].address == address for conn in self.calls):
+            return  # two calls at once to one leader would take each other's place
+        self.sent_by[address] = link.address
+        if address in self.called:
+            self.again[address] = self.body.now + AGAIN_S
+        else:
+            self._call_now(address)
+
+    def _refused(self, link: Link, reason: str) -> None:
+        body = self.body
+        if reason == "ended":
+            self.verdict = Verdict.ENDED
+        elif reason == "gone":
+            body.log("reborn", f"{link.address} counts this agent gone; it comes back as a new one")
+            body.reborn()
+            body.send(link, body.hello())
+            self.calls[link.conn] = body.now
+        else:
+            body.log("refused", f"{link.address} refuses this node: {reason}")
+            self._forget(link)
+
+    def _call_now(self, address: str) -> None:
+        if address and address not in self.called:
+            self.called.add(address)
+            self.calls[self.body.dial(address).conn] = self.body.now
+
+    def _forget(self, link: Link) -> None:
+        self.calls.pop(link.conn, None)
+        self.patient.discard(link.conn)
+        self.body.hang_up(link)
+
+    def connected(self, link: Link) -> None:
+        """Introduce ourselves."""
+        if link.conn in self.calls:
+            self.body.send(link, self.body.hello())
+
+    def lost(self, link: Link, *, closed: bool) -> None:
+        """A call failed, or a waiter went away."""
+        del closed
+        self.waiters.pop(link.conn, None)
+        self.patient.discard(link.conn)
+        if self.calls.pop(link.conn, None) is not None:
+            self._failed(link.address)
+            self.next_at = self.body.now
+
+    def _failed(self, address: str) -> None:
+        self.failed.add(address)
+        sender = self.sent_by.pop(address, "")
+        if sender:
+            self.again[sender] = self.body.now + AGAIN_S
+
+    def advance(self) -> None:
+        """Give up on calls that took too long, make the next one, lead if nobody else would."""
+        body = self.body
+        for conn, since in list(self.calls.items()):
+            if body.now >= since + body.settings.dial_s:
+                link = body.links[conn]
+                self._failed(link.address)
+                if conn in self.patient:
+                    del self.calls[conn]
+                else:
+                    self._forget(link)
+        elders = self.elders()
+        if self.verdict is not Verdict.SEARCHING:
+            return
+        asking = self.calls.keys() - self.patient
+        alone = elders is not None and all(one in self.failed or one == body.me.address for one in elders)
+        if alone and not asking:
+            self.verdict = Verdict.LEAD
+            return
+        for address in [one for one, at in self.again.items() if at <= body.now]:
+            del self.again[address]
+            if not any(body.links[conn].address == address for conn in self.calls):
+                self.called.discard(address)
+                self.failed.discard(address)
+                self._call_now(address)
+        if body.now >= self.next_at:
+            self._next_call()
+
+    def _next_call(self) -> None:
+        body = self.body
+        while self.targets and self.targets[0] in self.called:
+            self.targets.pop(0)
+        if self.targets:
+            self._call_now(self.targets.pop(0))
+            self.next_at = body.now + body.settings.reconnect_s
+        elif body.now >= self.round_at + ROUND_TIMEOUTS * body.settings.node_timeout_s or not (
+            self.calls or self.again
+        ):
+            for conn in {*self.calls, *self.patient}:
+                self._forget(body.links[conn])
+            self._new_round()
+            self.next_at = body.now + PAUSE_S
+        else:
+            self.next_at = body.now + body.settings.dial_s
+
+    def deadline(self) -> float:
+        """When to look again."""
+        waits = [since + self.body.settings.dial_s for since in self.calls.values()]
+        return min([self.next_at, *waits, *self.again.values()])
+
+    def retire(self) -> None:
+        """End all calls but the one that was answered."""
+        for conn in {*self.calls, *self.patient}:
+            if conn in self.body.links and (self.link is None or conn != self.link.conn):
+                self.body.hang_up(self.body.links[conn])
+
+    def why_waiting(self) -> str:
+        """One clause for the error after the join timeout."""
+        asked = ", ".join(self.body.settings.candidates)
+        return f"no leader answers at {asked} nor at any member of the last world"

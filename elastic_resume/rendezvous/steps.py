@@ -1,0 +1,217 @@
+"""What goes into the core and what comes out of it, and its settings. Plain frozen data.
+
+The shell of an agent turns what happens into `Event`s, hands each to `core.Agent.handle` with the monotonic
+time, carries out the `Effect`s in order, and calls again with a `Tick` at `Agent.next_deadline`. Connections
+are numbered: the core numbers those it asks for (positive), the shell those it accepts (negative).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_resume.rendezvous.messages import Join, Message, Stamp
+from elastic_resume.rendezvous.quorum import ALL_RULES, Incarnation, Knowledge, Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the core needs to know of the job; seconds are monotonic seconds of this node's own clock."""
+
+    candidates: tuple[str, ...]
+    """Addresses that newcomers know, in order."""
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node_timeout_s: float = 3.0
+    settle_s: float = 3.0
+    join_timeout_s: float = 600.0
+    allow_minority: bool = False
+    reconnect_s: float = 0.2
+    """A closed connection not made again for so long means that its peer died."""
+    scale_up_s: float = 1.0
+    """A newcomer to a running world waits so long for others, for one restart instead of several."""
+    beats_per_timeout: int = 10
+    claim_s: float = 2.0
+    """How often a leader calls at the candidates' addresses."""
+    drift: float = 0.05
+    """Share of a lease kept back for clocks of different rates and the time it takes to kill workers."""
+    rules: Rules = ALL_RULES
+
+    @property
+    def beat_s(self) -> float:
+        """Time between heartbeats."""
+        return self.node_timeout_s / self.beats_per_timeout
+
+    @property
+    def lease_s(self) -> float:
+        """How long workers may run on the strength of one acknowledged message, from its sending."""
+        return self.node_timeout_s * (1 - self.drift)
+
+    @property
+    def dial_s(self) -> float:
+        """How long a call may take to be answered before the next address counts as the next best."""
+        return self.node_timeout_s / 3
+
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConnected:
+    """A connection stands and both sides have proved that they hold the token."""
+
+    conn: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """A connection is over, or could not be made.
+
+    `closed`: the other side closed or reset it, or nobody listens there (evidence of an end). Otherwise
+    it timed out or the network refused (silence).
+    """
+
+    conn: int
+    closed: bool
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageArrived:
+    """One message, in the order in which the other side sent them on this connection."""
+
+    conn: int
+    stamp: Stamp
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequested:
+    """This node's workers are stopped and torchelastic asks for the next world."""
+
+    join: Join
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersFinished:
+    """Every worker of this node succeeded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """This node drains or fails for good; its workers are stopped."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Persisted:
+    """What `Persist` of that number held is on disk, fsynced."""
+
+    number: int
+
+
+Event = PeerConnected | PeerLost | MessageArrived | Tick | JoinRequested | WorkersFinished | Leave | Persisted
+
+
+# Effects.
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Dial that address; report `PeerConnected` or `PeerLost`. Nothing may be sent before."""
+
+    conn: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Send what is queued and close; report nothing more of it."""
+
+    conn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Queue a message; in order, never blocking."""
+
+    conn: int
+    stamp: Stamp
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What an agent keeps on disk across its lives."""
+
+    me: Incarnation
+    knowledge: Knowledge
+    seen: int
+    """Greatest generation this node has heard of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Write this durably in place of the last, then report `Persisted`. At most one is under way."""
+
+    number: int
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class BeginWorld:
+    """Start workers: the answer to `JoinRequested`."""
+
+    generation: int
+    rank: int
+    members: tuple[Incarnation, ...]
+    store: str
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RestartWorkers:
+    """The world is over: stop workers at once and ask to join again."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    """The lease ran out: kill workers at once, before anything else. Then as `RestartWorkers`."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndJob:
+    """The job is done on every node: answer 'finished' and go."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """No world within the join timeout, or no place for this node: tell torchelastic why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A fact for the event log. `fields` are plain data."""
+
+    kind: str
+    text: str
+
+
+Effect = (
+    Connect | Disconnect | Send | Persist | BeginWorld | RestartWorkers | StopWorkers | EndJob | GiveUp | Log
+)

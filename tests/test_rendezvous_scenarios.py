@@ -1,0 +1,151 @@
+"""What agents do, told as scenario files: commands, and what is then seen to happen.
+
+A file's name is the sentence that it proves. `>` lines are commands, `#` lines say why, the rest is what
+happened until the next command. With ELASTIC_RESUME_REWRITE=1 the files are written anew: read the diff.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.rendezvous.checkers import Checkers
+from elastic_resume.rendezvous.simnet import Clock, Network
+from elastic_resume.rendezvous.simnode import Node
+from elastic_resume.rendezvous.steps import (
+    BeginWorld,
+    EndJob,
+    GiveUp,
+    Log,
+    RestartWorkers,
+    Settings,
+    StopWorkers,
+)
+
+FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+REWRITE = os.environ.get("ELASTIC_RESUME_REWRITE") == "1"
+
+
+class Steady(random.Random):
+    """Chance that never varies: every packet and write takes half of its longest time."""
+
+    def random(self) -> float:
+        """Half."""
+        return 0.5
+
+
+class Stage:
+    """One job, driven by a scenario's commands."""
+
+    def __init__(self, job: str) -> None:
+        told = dict(word.split("=") for word in job.split())
+        low, high = told.get("nnodes", "1:9").split(":")
+        settings = Settings(
+            tuple(told["candidates"].split(",")),
+            int(low),
+            int(high),
+            allow_minority="minority" in told,
+            join_timeout_s=float(told.get("join_timeout", 600)),
+        )
+        self.clock = Clock()
+        self.net = Network(self.clock, Steady())
+        self.checkers = Checkers()
+        self.nodes: dict[str, Node] = {}
+        self.seen: list[str] = []
+        for place, name in enumerate(told["nodes"].split(",")):
+            node = self.nodes[name] = Node(name, settings, self.net, self.checkers)
+            node.order = place if "ordered" in told else 0
+            node.story = self.tell
+
+    def tell(self, name: str, what: object) -> None:
+        """Note what people would notice."""
+        if isinstance(what, BeginWorld):
+            members = " ".join(str(one) for one in what.members)
+            text = f"begins generation {what.generation} as rank {what.rank} of {members}; store {what.store}"
+        elif isinstance(what, (RestartWorkers, StopWorkers)):
+            verb = "restarts" if isinstance(what, RestartWorkers) else "kills its workers of"
+            text = f"{verb} generation {what.generation}: {what.reason}"
+        elif isinstance(what, EndJob):
+            text = f"ends the job: {what.reason}"
+        elif isinstance(what, GiveUp):
+            text = f"gives up: {what.reason}"
+        elif isinstance(what, Log):
+            text = f"({what.kind}) {what.text}"
+        else:
+            return
+        self.seen.append(f"{self.clock.now:7.2f}  {name}  {text}")
+
+    def do(self, command: str) -> None:
+        """Carry out one command."""
+        verb, *words = command.split()
+        if verb == "run":
+            self.clock.run_until(self.clock.now + float(words[0]))
+        elif verb == "cut":
+            self.net.set_cut(cut_between([group.split() for group in " ".join(words).split("|")]))
+        elif verb == "one-way":
+            self.net.set_cut({(words[0], words[1])})
+        elif verb == "heal":
+            self.net.set_cut(set())
+        elif verb == "reset":
+            self.net.reset(*words)
+        else:
+            for name in words:
+                self.do_to(verb, self.nodes[name])
+
+    def do_to(self, verb: str, node: Node) -> None:
+        """Carry out one command for one node."""
+        if verb == "kill":
+            node.die()
+        elif verb == "unplug":
+            node.die(power=True)
+        elif verb == "wipe":
+            node.disk = None
+        elif verb == "worker-fails":
+            node.ask_to_join(node.life)
+        elif verb == "slow-disk":
+            node.disk_s = 20.0
+        else:
+            {
+                "boot": node.boot,
+                "pause": node.pause,
+                "resume": node.resume,
+                "finish": node.finish,
+                "leave": node.leave,
+            }[verb]()
+
+
+def cut_between(groups: list[list[str]]) -> set[tuple[str, str]]:
+    """Every direction between nodes of different groups."""
+    return {(a, b) for one in groups for other in groups if one is not other for a in one for b in other}
+
+
+def play(text: str) -> str:
+    """Carry out a scenario's commands and return it with what really happened."""
+    stage: Stage | None = None
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("#"):
+            lines.append(line)
+        elif line.startswith("> job"):
+            stage = Stage(line.removeprefix("> job"))
+            lines.append(line)
+        elif line.startswith("> ") and stage:
+            stage.seen = []
+            stage.do(line[2:])
+            lines += [line, *stage.seen]
+    assert stage is not None, "a scenario begins with '> job'"
+    assert not stage.checkers.violations or "minority" in text
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_scenario(path: Path) -> None:
+    """What happens is what the file tells."""
+    text = path.read_text()
+    happened = play(text)
+    if REWRITE:
+        path.write_text(happened)
+    assert happened == text or REWRITE
