@@ -25,7 +25,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m 'not cluster'
+	$(BIN)/python -m pytest -q -m 'not cluster and not slow'
 
 test: $(READY)
 	$(BIN)/python -m pytest -q

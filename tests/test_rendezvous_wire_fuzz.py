@@ -46,7 +46,8 @@ def test_a_message_is_read_as_it_was_written(stamp: Stamp, message: Message) -> 
     assert wire.decode(wire.encode(stamp, message)[:-1]) == (stamp, message)
 
 
-@settings(max_examples=3000)
+@pytest.mark.slow
+@settings(max_examples=5000)
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_nothing_but_wire_errors(data: bytes) -> None:
     """Bytes of a stranger, at every place where bytes are read."""
@@ -61,7 +62,8 @@ def test_random_bytes_raise_nothing_but_wire_errors(data: bytes) -> None:
             read()
 
 
-@settings(max_examples=3000)
+@pytest.mark.slow
+@settings(max_examples=5000)
 @given(st.sampled_from([kind.__name__ for kind in get_args(Message)]), st.lists(json_values, max_size=7))
 def test_json_of_wrong_shape_raises_nothing_but_wire_errors(kind: str, body: list[object]) -> None:
     """A known type with fields of any kind."""
