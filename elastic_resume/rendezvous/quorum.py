@@ -106,7 +106,7 @@ class Knowledge:
             for world in self.proposals
             if world.generation > floor and (world.generation, world.leader) not in void
         }
-        proposals = tuple(sorted(later, key=lambda world: (world.generation, world.leader.node)))
+        proposals = tuple(sorted(later, key=_place))
         return replace(self, proposals=proposals, void=void)
 
     def relevant(self) -> Knowledge:
@@ -152,6 +152,11 @@ class Knowledge:
             void=self.void | other.void,
         ).tidy()
         return both if begun == self.begun else both.relevant()
+
+
+def _place(world: World) -> tuple[int, tuple[tuple[str, str], ...]]:
+    """An order of worlds that does not depend on who heard of which first."""
+    return world.generation, tuple((one.node, one.life) for one in (world.leader, *world.members))
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,7 @@ class Shell:
         self._stopped: asyncio.Event | None = None
         self._agent: Agent | None = None
         self._early: list[Event] = []
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="elastic-resume-rendezvous", daemon=True)
 
     # ---- called from any thread ----------------------------------------------------------------------
@@ -138,14 +139,23 @@ class Shell:
         try:
             await self._stopped.wait()
         finally:
-            server.close()
-            for conn in list(self._conns.values()):
-                conn.writer.close()
-            await asyncio.sleep(0)
-            for task in [*self._tasks.values(), *self._unproven, *self._background]:
-                task.cancel()
+            await self._close_all(server)
+
+    async def _close_all(self, server: asyncio.Server) -> None:
+        self._closing = True  # the core takes no part any more: it would dial those who are being left
+        if self._timer is not None:
+            self._timer.cancel()
+        server.close()
+        for conn in self._conns.values():
+            conn.writer.close()  # what is queued goes out first
+        tasks = [*self._tasks.values(), *self._unproven, *self._background]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _happen(self, event: Event) -> None:
+        if self._closing:
+            return
         if self._agent is None:
             self._early.append(event)
             return

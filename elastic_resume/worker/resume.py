@@ -92,8 +92,7 @@ def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, 
         _require_equal(place, flat)
         break
     failpoints.hit("resume.loaded")
-    floor = own.floor if own else 0
-    place.together(lambda: _enter(place, node_dir, plan, floor))
+    place.together(lambda: _enter(place, node_dir, plan))
     return Resumed(plan, manifest, flat, tuple(place.lead_of), time.monotonic() - began)
 
 
@@ -105,7 +104,7 @@ def _make_room(place: Place, node_dir: NodeDir, flat: FlatState) -> None:
     if size == sum(_bytes(leaf) for leaf in flat.leaves if "/state/" not in leaf.name):
         # Adam and its kin will hold two tensors of a parameter's size once they have stepped.
         size += 2 * sum(_bytes(leaf) for leaf in flat.of_kind(REPLICATED))
-    missing = place.settings.keep + 1 - len(place.catalog.entries())
+    missing = place.settings.keep + 1 - sum(not entry.is_link for entry in place.catalog.entries())
     node_dir.ensure_room(size * max(1, missing))
 
 
@@ -113,11 +112,12 @@ def _bytes(leaf: Leaf) -> int:
     return leaf.tensor.numel() * leaf.tensor.element_size()
 
 
-def _enter(place: Place, node_dir: NodeDir, plan: ResumePlan, floor: int) -> None:
+def _enter(place: Place, node_dir: NodeDir, plan: ResumePlan) -> None:
     """Make this generation known to the node before any of its steps is taken."""
     if place.leads:
         node_dir.persist_generation(plan.generation)
-        life.note(place.node_dir, inventory.supervisor(), floor)
+        if plan.floor >= 0:  # all nodes note the one that was agreed on, a new and empty one too
+            life.note(place.node_dir, inventory.supervisor(), plan.floor)
 
 
 # ---- from a checkpoint -------------------------------------------------------------------------------
@@ -184,12 +184,15 @@ def _quarantine_own(place: Place, plan: ResumePlan, failures: Failures) -> None:
 
 def _share_manifest(place: Place, plan: ResumePlan) -> Manifest:
     """Give every rank the source's manifest; it carries its own digest, which is checked on arrival."""
-    text = None
-    copy = plan.copy_of(place.node)
-    if place.world.rank == plan.source_rank and copy is not None:
+
+    def read() -> str | None:
+        copy = plan.copy_of(place.node)
+        if place.world.rank != plan.source_rank or copy is None:
+            return None
         manifest = checkpoint.quick_check(place.path_of(copy), place.settings.run_id if copy.home else None)
-        text = replace(manifest, run_id=place.settings.run_id).to_bytes().decode()
-    return Manifest.parse(place.world.tell(text, plan.source_rank).encode())
+        return replace(manifest, run_id=place.settings.run_id).to_bytes().decode()
+
+    return Manifest.parse(place.world.tell(place.together(read), plan.source_rank).encode())
 
 
 def _send_to_lacking(place: Place, plan: ResumePlan, manifest: Manifest, image: Image | None) -> Image:

@@ -80,7 +80,7 @@ class Run:
         self._node_dir = place.together(lambda: _open_node(place))
         try:
             place.refuse_namesakes(place.together(self._node_dir.identity))
-            self._board = Board(place.node_dir / contract.BOARD_FILE)
+            self._board = place.together(lambda: Board(place.node_dir / contract.BOARD_FILE))
             resumed = resuming.resume(place, self._node_dir, self._board, tracked)
         except BaseException:
             self._node_dir.release()  # a notebook may try again

@@ -19,7 +19,7 @@ import torch
 from elastic_resume import __version__, failpoints
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.policy.source import ResumePlan
-from elastic_resume.store import checkpoint
+from elastic_resume.store import checkpoint, committed
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import BLOCK_BYTES, Manifest, Position
 from elastic_resume.worker import state
@@ -125,6 +125,7 @@ class Saver:
             return None
         seconds = round(time.monotonic() - began, 4)
         self._trusted.add(manifest.order)
+        committed.note(self._place.node_dir, manifest.generation)
         self._place.events.write(
             "commit", **where, bytes=image.layout.total_bytes, seconds=seconds, path=str(path)
         )

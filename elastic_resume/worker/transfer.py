@@ -16,6 +16,7 @@ import xxhash
 
 from elastic_resume import failpoints
 from elastic_resume.errors import CorruptError, MachineError
+from elastic_resume.store import committed
 from elastic_resume.store.checkpoint import Writer, fresh_memory
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import Manifest
@@ -70,6 +71,7 @@ def receive(channel: Channel, manifest: Manifest, source_rank: int, node_dir: Pa
             raise refusal
         if writer is not None:
             writer.commit(replace(manifest, node=node_dir.name))
+            committed.note(node_dir, manifest.generation)
     return Image(Layout.parse(memory, manifest.file_bytes), memory)
 
 
