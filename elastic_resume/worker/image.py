@@ -50,34 +50,6 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
-class Arena:
-    """Copies tensors into memory of their own, in huge pages: for objects that keep what they load.
-
-    An optimizer built anew has no state, so its tensors land in memory that was never touched. Page by page
-    that takes longer than all the rest of a resume: 415 MB of Adam's moments 0.5 s, in huge pages 0.1 s.
-    """
-
-    _CHUNK_BYTES = 64 << 20
-    _ALIGNMENT = 64  # a cache line; more than any dtype asks for
-
-    def __init__(self) -> None:
-        """Own nothing yet."""
-        self._chunk = memoryview(b"")
-        self._used = 0
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Give a contiguous copy of ``tensor``, a tensor on the CPU."""
-        size = tensor.numel() * tensor.element_size()
-        if size == 0:
-            return tensor.clone()
-        if self._used + size > len(self._chunk):
-            self._chunk = fresh_memory(max(size, self._CHUNK_BYTES))
-            self._used = 0
-        flat = torch.frombuffer(self._chunk, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
-        self._used += -(-size // self._ALIGNMENT) * self._ALIGNMENT
-        return flat.view(tensor.shape).copy_(tensor)
-
-
 class Image:
     """A layout and the memory that it describes."""
 

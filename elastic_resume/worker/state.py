@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
 from elastic_resume.store import typed
 from elastic_resume.store.typed import TensorRef
-from elastic_resume.worker.image import DTYPE_NAMES, Arena, memory_of
+from elastic_resume.worker.image import DTYPE_NAMES, memory_of
 
 REPLICATED = "replicated"  # equal on every rank after every step
 BUFFER = "buffer"  # a module's buffer: DDP takes rank 0's
@@ -146,13 +146,12 @@ def load(tracked: Mapping[str, Any], skeleton: Any, tensor: Callable[[str], Tens
             "the tracked objects do not fit the checkpoint; nothing was loaded. Restore the model's "
             f"definition, or start over on purpose with --resume never.\n  {shown}{more}"
         )
-    arena = Arena()
     for name, item in tracked.items():
         if isinstance(item, nn.Module):
             _load_module(item, stored[name], tensor)
             continue
         try:
-            item.load_state_dict(_restore(stored[name], lambda key: arena.copy(tensor(key))))
+            item.load_state_dict(_restore(stored[name], lambda key: tensor(key).clone()))
         except (ValueError, KeyError, RuntimeError) as error:
             raise MismatchError(
                 f"{name}: {_type_name(item)} refuses the checkpoint's state: {error}. "
