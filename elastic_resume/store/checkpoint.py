@@ -285,8 +285,8 @@ def blocks(path: Path, manifest: Manifest, buffer: memoryview) -> Iterator[memor
 def fresh_memory(size: int) -> memoryview:
     """Page-aligned zeroed memory of this process alone.
 
-    No huge pages are asked for: in a virtual machine the first touch of 623 MB took 0.97 s with them and 0.16 s
-    without, since the guest has to get whole 2 MiB blocks back from its host.
+    No huge pages are asked for: in a virtual machine the first touch of 623 MB took 0.97 s with them and
+    0.16 s without, since the guest has to get whole 2 MiB blocks back from its host.
     """
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return memoryview(memory)[:size]
