@@ -109,6 +109,7 @@ def test_a_world_forms_and_goes_on_without_its_leader_and_without_a_member(
     assert kept.seen == generations[-1], "a member has it on disk before the world begins"
 
 
+@pytest.mark.slow
 def test_strangers_do_not_disturb_a_running_world(stations: Callable[..., list[Station]]) -> None:
     """Random bytes, endless lines, half a handshake, another job, and more connections than allowed."""
     made = stations(3)

@@ -242,6 +242,7 @@ def test_the_end_state_is_tried_again_when_the_disk_refuses_once(
     assert kinds == ["commit-failed", "commit"]
 
 
+@pytest.mark.slow
 def test_when_the_only_node_cannot_save_the_end_state_the_job_fails(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:

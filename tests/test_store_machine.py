@@ -181,6 +181,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_is_told_who_owns_the_directory(tmp_path: Path) -> None:
     """Process, host, command and what to do; a kill of the owner frees it at once."""
     with python(HOLD, str(tmp_path), "the-first-one") as first:
@@ -250,6 +251,7 @@ def is_taken(tmp_path: Path) -> bool:
     return "NodeTakenError" in err
 
 
+@pytest.mark.slow
 def test_a_forked_child_cannot_free_the_owners_lock(tmp_path: Path) -> None:
     """Neither by its end, nor by what runs at its end: DataLoader workers are forks, and flock is shared."""
     with NodeDir.claim(tmp_path, RUN, "a") as node:
