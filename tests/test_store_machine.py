@@ -27,7 +27,7 @@ from elastic_resume.errors import (
 from elastic_resume.store.catalog import Catalog
 from elastic_resume.store.checkpoint import Writer, name_of
 from elastic_resume.store.durable import DISK, Disk, machine
-from elastic_resume.store.node_dir import NodeDir, machine_id
+from elastic_resume.store.node_dir import NodeDir
 from tests.store_samples import RUN, image, manifest, save
 
 TESTS = Path(__file__).parent
@@ -306,12 +306,6 @@ def test_a_damaged_identity_is_an_error_and_not_another_one(tmp_path: Path, text
             NodeDir.claim(tmp_path, RUN, "a", timeout_s=0)
     (node.path / contract.IDENTITY_FILE).unlink()
     NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
-
-
-def test_a_machine_has_an_id_that_holds_until_it_boots() -> None:
-    """With the host name, since containers share the kernel."""
-    assert machine_id() == machine_id()
-    assert os.uname().nodename in machine_id()
 
 
 @pytest.mark.parametrize(

@@ -161,17 +161,6 @@ class NodeDir:
             )
 
 
-def machine_id() -> str:
-    """Name this machine until it boots again: the kernel's boot id and the host name.
-
-    Containers of one machine share the boot id; where it cannot be read, the host name has to do.
-    """
-    boot = ""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {socket.gethostname()}".strip()
-
-
 class _Lock:
     """A filelock, held until `release`, until nothing refers to it, or until this process ends.
 
