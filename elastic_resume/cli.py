@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from typing import Any
 
 from elastic_resume import contract
 from elastic_resume.errors import ElasticResumeError
@@ -47,7 +48,46 @@ def _parser() -> argparse.ArgumentParser:
     # Its flags are torchrun's: they are listed by `run --help`, because reading them imports torch.
     commands.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)
     looking.register(commands)
+    _add_simulate(commands)
     return parser
+
+
+# ---- simulate ------------------------------------------------------------------------------------------
+
+
+def _add_simulate(commands: argparse._SubParsersAction[Any]) -> None:
+    one = commands.add_parser("simulate", help="play random schedules of faults against the rendezvous")
+    parts = one.add_subparsers(title="what to simulate", metavar="PART", required=True)
+    one = parts.add_parser("rendezvous", help="the core of the rendezvous, in simulated time")
+    one.add_argument("--seeds", type=_count, default=2000, metavar="N", help="how many (default %(default)s)")
+    one.add_argument("--first", type=int, default=0, metavar="F", help="the first seed (default %(default)s)")
+    one.add_argument("--seed", type=int, metavar="S", help="play this one only and tell all that happens")
+    one.add_argument("--jobs", type=_count, metavar="J", help="processes (default: one for each core)")
+    one.add_argument(
+        "--break",
+        dest="broken_rule",
+        default="",
+        metavar="RULE",
+        choices=("incarnations", "two-steps", "later-proposals", "gone-brings-knowledge"),
+        help="break a rule of the quorum on purpose: %(choices)s",
+    )
+    one.set_defaults(function=simulate)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def simulate(args: argparse.Namespace) -> int:
+    """``elastic-resume simulate rendezvous``: 1 if a promise was broken."""
+    from elastic_resume.rendezvous import simbatch  # noqa: PLC0415
+
+    if args.seed is not None:
+        return simbatch.tell_one(args.seed, args.broken_rule)
+    seeds = range(args.first, args.first + args.seeds)
+    return simbatch.tell_many(seeds, args.broken_rule, args.jobs)
 
 
 # ---- run -----------------------------------------------------------------------------------------------

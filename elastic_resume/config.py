@@ -230,6 +230,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("save-every", "N|SECONDSs|auto", "steps or seconds between two checkpoints (default auto)")
     add("keep", "N", f"checkpoints kept on each node, {MIN_KEEP} or more (default {DEFAULT_KEEP})")
     add("resume", "auto|must|never|PATH", "what to resume from (default auto: the newest valid copy, if any)")
+    add("node-timeout", "SECONDS", "a node that is silent for so long is lost; the same on all (default 3)")
+    add("settle", "SECONDS", "how long a first start waits for one more node (default 3)")
+    add("join-timeout", "SECONDS", "how long a node waits for a world to form (default 600)")
+    add("rdzv-token-file", "FILE", "0600 file whose text all nodes share (or ELASTIC_RESUME_TOKEN)")
+    names = ["--allow-minority", "--allow_minority"]
+    group.add_argument(
+        *names, action="store_true", help="once: form a world though the missing nodes might live on, cut off"
+    )
     add("config", "FILE.yaml", "flags from a file: the same names, ours and torchrun's")
 
 

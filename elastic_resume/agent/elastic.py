@@ -1,8 +1,8 @@
-"""The one module that touches torch.distributed.elastic, through its public extension points only.
+"""From parsed flags to torchelastic's `launch_agent`, through its public extension points only.
 
-It turns parsed flags into what `launch_agent` takes, puts the stub in front of the worker's command, and
-stands between torchelastic and a stock rendezvous: `Rendezvous` tells an `Observer` when a round begins
-and lets it refuse one. That class is the seam at which a rendezvous of our own replaces the stock one.
+It makes torchrun's `LaunchConfig`, puts the stub in front of the worker's command, chooses the rendezvous
+and hands it to torchelastic as a handler of its registry (`handler` has the two kinds). With that module
+it is all that touches torch.distributed.elastic.
 
 Does not decide anything about failures, and writes nothing.
 """
@@ -16,13 +16,11 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -30,7 +28,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousHandler,
-    RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
     rendezvous_handler_registry,
@@ -40,42 +37,31 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args, get_args_parser
 
 from elastic_resume.agent import preflight
+from elastic_resume.agent.handler import BACKEND, Observer, OwnRendezvous, StockRendezvous
+from elastic_resume.agent.place import Place
 from elastic_resume.errors import ConfigError, GaveUpError, RendezvousLostError
+from elastic_resume.rendezvous.address import Endpoint
+from elastic_resume.rendezvous.terms import KEYS, Terms
 
-BACKEND = "elastic_resume"
+# Under this name torchelastic finds what a start of ours brings along; plain torchrun knows us by BACKEND.
+REGISTERED = "elastic-resume-run"
 # c10d's own values (30 s of last call, 15 s until a dead node is dropped) are for a cluster that
 # starts once; --rdzv-conf sets others. With two attempts instead of three a node that comes back is dropped
 # again while it waits, and two agents never formed their second round (torch 2.13).
 C10D_CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 # torchelastic wants a number. TORCHELASTIC_MAX_RESTARTS shows it to workers.
 UNLIMITED_RESTARTS = 1_000_000
-ENDED_KEY = "elastic_resume/ended"  # set in a round's store by the node that ends the job, to its reason
-HEARD_KEY = "elastic_resume/heard"  # counts the nodes that have read it
-LINGER_S = 2.0  # how long a node that ends the job, and may host the store, waits for the others to read why
-LEAVE_S = 0.5
 STUB = Path(__file__).with_name("stub.py")
-
-
-class Observer(Protocol):
-    """What the supervisor wants to know and may decide."""
-
-    def before_round(self, *, failed: bool) -> None:
-        """A round is asked for; ``failed``: because own workers failed. Raise GaveUpError to refuse it."""
-
-    def round_formed(self, *, node_rank: int, num_nodes: int) -> None:
-        """A rendezvous ended; workers start now."""
-
-    def last_words(self) -> str:
-        """Why this node ends the job for all; empty when it ends because its workers are done."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What `launch` starts."""
+    """What `launch` starts. ``terms`` are those of our own rendezvous; None where a stock one was chosen."""
 
     config: LaunchConfig
     entrypoint: Callable[..., Any] | str
     args: list[str]
+    terms: Terms | None
 
 
 def torchrun_parser() -> argparse.ArgumentParser:
@@ -113,16 +99,16 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str) -> Iterator
             raise ConfigError(str(error) or f"torchrun refuses these flags: {error!r}") from error
         preflight.check_launch(config)
         _check_torch_names(config)
-        _wrap_rendezvous(config)
+        terms = _terms(config, args, given)
         if isinstance(entrypoint, str):
             # "${local_rank}" is torchelastic's macro: it puts the number in.
             words = ["-I", "-S", str(STUB), "${local_rank}", entrypoint, *words]
             entrypoint = sys.executable
-        yield Launch(config, entrypoint, words)
+        yield Launch(config, entrypoint, words, terms)
 
 
-def launch(launch: Launch, observer: Observer) -> None:
-    """Run the job on this node until it is done.
+def launch(launch: Launch, observer: Observer, place: Place | None) -> None:
+    """Run the job on this node until it is done. ``place`` is needed where ``launch.terms`` are.
 
     Raises:
         ConfigError: the rendezvous refuses its settings.
@@ -134,26 +120,69 @@ def launch(launch: Launch, observer: Observer) -> None:
     names = getattr(launch.config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
     signals = [getattr(signal, name.strip()) for name in names if hasattr(signal, name.strip())]
     before = {number: signal.getsignal(number) for number in signals}
-    launch.config.rdzv_configs.update(observer=observer, signals=signals)
+    config = launch.config
+    config.rdzv_configs.update(
+        backend_name=config.rdzv_backend,
+        make=lambda params: _handler(params, config, observer, place, signals),
+    )
+    config.rdzv_backend = REGISTERED
+    rendezvous_handler_registry.register(REGISTERED, _create)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    rendezvous_handler_registry.register(BACKEND, _create)
     _quieten()
     try:
-        launch_agent(launch.config, launch.entrypoint, launch.args)
+        launch_agent(config, launch.entrypoint, launch.args)
+    except SystemExit as end:
+        if end.code:
+            raise
     except SignalException as error:
+        # The goodbyes to come take a moment; who asks twice is not served faster.
+        before = dict.fromkeys(before, signal.SIG_IGN)
         raise StoppedError(signal.Signals(error.sigval)) from error
     except ChildFailedError as error:
-        raise GaveUpError(observer.last_words() or _first_line(error)) from error
+        words = observer.last_words(workers_failed=True) or _first_line(error)
+        if place is not None:
+            place.member.fail(words)
+        raise GaveUpError(words) from error
     except RendezvousClosedError as error:
         raise GaveUpError("another node has ended the job, or it is over.") from error
     except (RendezvousConnectionError, RendezvousTimeoutError) as error:
         raise RendezvousLostError(
-            f"no rendezvous at {launch.config.rdzv_endpoint or 'the given endpoint'} "
+            f"no rendezvous at {config.rdzv_endpoint or 'the given endpoint'} "
             f"({_cause(error)}): the node that hosts it is gone or too few nodes came. Start the job again."
         ) from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if place is not None and place.member.failure:
+        raise GaveUpError(place.member.failure)
+
+
+def _handler(
+    params: RendezvousParameters,
+    config: LaunchConfig,
+    observer: Observer,
+    place: Place | None,
+    signals: list[signal.Signals],
+) -> RendezvousHandler:
+    """Make the handler of this start."""
+    handler: RendezvousHandler
+    if place is None:
+        handler = StockRendezvous(_stock(params), observer, REGISTERED)
+    else:
+        workers = config.nproc_per_node
+        handler = OwnRendezvous(
+            place.member, observer, REGISTERED, host=place.host, workers=workers, order=place.order
+        )
+    # torchelastic takes these when the first workers start, but a rendezvous can last minutes. Not earlier:
+    # while a stock store's host is looked for (60 s) no Python runs, and the default is the prompt end.
+    for number in signals:
+        signal.signal(number, _raise_stopped)
+    return handler
+
+
+def _create(params: RendezvousParameters) -> RendezvousHandler:
+    make: Callable[[RendezvousParameters], RendezvousHandler] = params.config.pop("make")
+    return make(params)
 
 
 class StoppedError(Exception):
@@ -164,134 +193,52 @@ class StoppedError(Exception):
         self.signal = number
 
 
-class Rendezvous(RendezvousHandler):
-    """A stock rendezvous with an observer, and an end that all nodes of the round hear of.
-
-    The stock one closes without a word: the others notice when their collectives fail, and not why.
-    """
-
-    def __init__(self, inner: RendezvousHandler, observer: Observer) -> None:
-        self._inner = inner
-        self._observer = observer
-        self._round: RendezvousInfo | None = None
-        self._membership_changed = False
-
-    def get_backend(self) -> str:
-        """See base class."""
-        return BACKEND
-
-    @property
-    def use_agent_store(self) -> bool:
-        """See base class."""
-        return self._inner.use_agent_store
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """See base class. Raises GaveUpError when the observer or another node ends the job."""
-        self._raise_if_ended()
-        if self._round is not None:
-            # torchelastic asks for another round for two reasons only.
-            self._observer.before_round(failed=not self._membership_changed)
-        self._membership_changed = False
-        try:
-            self._round = self._inner.next_rendezvous()
-        except RendezvousClosedError:
-            self._raise_if_ended()
-            raise
-        self._observer.round_formed(node_rank=self._round.rank, num_nodes=self._round.world_size)
-        return self._round
-
-    def num_nodes_waiting(self) -> int:
-        """See base class. Also non-zero when another node has ended the job, so that workers are stopped."""
-        waiting = self._inner.num_nodes_waiting()
-        if waiting == 0 and self._ended():
-            waiting = 1
-        self._membership_changed = waiting > 0
-        return waiting
-
-    def is_closed(self) -> bool:
-        """See base class."""
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        """See base class."""
-        close: Callable[[], Any] = self._inner.set_closed  # torch leaves it without types
-        close()
-
-    def get_run_id(self) -> str:
-        """See base class."""
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        """See base class. Tells the other nodes why, when this one ends the job for all."""
-        words = self._observer.last_words()
-        if words and self._round is not None and self._round.world_size > 1:
-            with contextlib.suppress(RuntimeError):  # the store's host is gone: nobody is left to be told
-                self._tell(self._round, words)
-        closed = self._inner.shutdown()
-        if not words and self._round is not None and self._round.world_size > 1:
-            # All nodes come here within milliseconds of the exit barrier. The one with the store must not
-            # be the first to go, or the others see it break; which one that is, torch does not tell.
-            time.sleep(LEAVE_S)
-        return closed
-
-    def _tell(self, this_round: RendezvousInfo, words: str) -> None:
-        store = this_round.store
-        if not store.check([ENDED_KEY]):
-            store.set(ENDED_KEY, words)
-        deadline = time.monotonic() + LINGER_S
-        while store.add(HEARD_KEY, 0) < this_round.world_size - 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
-
-    def _ended(self) -> bool:
-        return self._round is not None and _holds(self._round.store, ENDED_KEY)
-
-    def _raise_if_ended(self) -> None:
-        if self._round is None or not self._ended():
-            return
-        store = self._round.store
-        words = store.get(ENDED_KEY).decode()
-        store.add(HEARD_KEY, 1)
-        self._round = None
-        raise GaveUpError(words)
-
-
-def _holds(store: Store, key: str) -> bool:
-    try:
-        return store.check([key])
-    except RuntimeError:
-        return False  # unreachable: the stock rendezvous will say so itself
-
-
-def _create(params: RendezvousParameters) -> RendezvousHandler:
-    config = dict(params.config)
-    observer, signals = config.pop("observer"), config.pop("signals")
+def _stock(params: RendezvousParameters) -> RendezvousHandler:
+    """Make a handler of torch's own, by its name."""
+    conf = dict(params.config)
+    backend = conf.pop("backend_name")
+    if backend == "c10d":
+        conf = {**C10D_CONF, **conf}
     inner = RendezvousParameters(
-        backend=config.pop("inner_backend"),
+        backend=backend,
         endpoint=params.endpoint,
         run_id=params.run_id,
         min_nodes=params.min_nodes,
         max_nodes=params.max_nodes,
         local_addr=params.local_addr,
-        **config,
+        **conf,
     )
     try:
-        handler = rendezvous_handler_registry.create_handler(inner)
+        return rendezvous_handler_registry.create_handler(inner)
     except ValueError as error:  # a name or a value of --rdzv-backend, -endpoint or -conf
         raise ConfigError(f"the rendezvous refuses its settings: {error}") from error
-    # torchelastic takes these when the first workers start, but a rendezvous can last minutes. Not earlier:
-    # while the store's host is looked for (60 s) no Python runs, and the default action is the prompt end.
-    for number in signals:
-        signal.signal(number, _raise_stopped)
-    return Rendezvous(handler, observer)
 
 
-def _wrap_rendezvous(config: LaunchConfig) -> None:
-    conf = config.rdzv_configs
-    if config.rdzv_backend == BACKEND:
-        config.rdzv_configs = {**C10D_CONF, **conf, "inner_backend": "c10d"}
-    else:
-        config.rdzv_configs = {**conf, "inner_backend": config.rdzv_backend}
-    config.rdzv_backend = BACKEND
+def _terms(config: LaunchConfig, args: argparse.Namespace, given: set[str]) -> Terms | None:
+    """Read the terms of our own rendezvous; None where a stock one was chosen."""
+    flags = {key: getattr(args, _dest(flag)) for key, flag in KEYS.items() if _dest(flag) in given}
+    if config.rdzv_backend != BACKEND:
+        if flags:
+            names = ", ".join(KEYS[key] for key in flags)
+            raise ConfigError(
+                f"{names}: for our own rendezvous only, and --rdzv-backend is {config.rdzv_backend}."
+            )
+        preflight.check_stock_conf(config.rdzv_configs)
+        return None
+    # LaunchConfig puts torchrun's own default for "timeout" among what the user said.
+    conf = {key: value for key, value in config.rdzv_configs.items() if key != "timeout"}
+    return Terms.read(
+        config.rdzv_endpoint,
+        {**conf, **flags},
+        os.environ,
+        run_id=config.run_id,
+        nodes=(config.min_nodes, config.max_nodes),
+        local_addr=config.local_addr,
+    )
+
+
+def _dest(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _choose_rendezvous(args: argparse.Namespace, given: set[str], *, one_node: bool) -> None:
@@ -303,14 +250,15 @@ def _choose_rendezvous(args: argparse.Namespace, given: set[str], *, one_node: b
     if args.standalone or (open_to_us and one_node and not args.rdzv_endpoint):
         if not one_node:
             raise ConfigError(f"--standalone means one node, and --nnodes is {args.nnodes}.")
-        args.rdzv_backend, args.rdzv_endpoint = BACKEND, "localhost:0"
-        args.local_addr = args.local_addr or "127.0.0.1"  # the host's full name may not resolve, or not to us
+        # A number, because the host's own names may not resolve, or not to us.
+        args.local_addr = args.local_addr or "127.0.0.1"
+        args.rdzv_backend, args.rdzv_endpoint = BACKEND, str(Endpoint(args.local_addr, 0))
     elif open_to_us:
         args.rdzv_backend = BACKEND
         if not args.rdzv_endpoint:
             raise ConfigError(
-                f"--nnodes is {args.nnodes}, so the nodes need a place to meet: --rdzv-endpoint HOST:PORT, "
-                "the same on each, where HOST is one of them."
+                f"--nnodes is {args.nnodes}, so the nodes need a place to meet: --rdzv-endpoint HOST,HOST,…, "
+                "the same on each, naming some of them (three, say: the job outlives each of them)."
             )
     if args.master_port is None:
         args.master_port = 29500  # torchrun's own
@@ -319,7 +267,7 @@ def _choose_rendezvous(args: argparse.Namespace, given: set[str], *, one_node: b
 def _check_torch_names(config: LaunchConfig) -> None:
     """Check what only torch can judge: where the nodes meet, and where its own events go."""
     try:
-        if config.rdzv_backend in {BACKEND, "c10d", "static"}:
+        if config.rdzv_backend in {"c10d", "static"}:
             _, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1)
             if port < 0 and config.rdzv_backend == "static":
                 raise ConfigError(f"--rdzv-endpoint is {config.rdzv_endpoint!r}: static needs HOST:PORT.")
@@ -362,15 +310,3 @@ def _cause(error: BaseException) -> str:
 def _first_line(error: ChildFailedError) -> str:
     rank, failure = error.get_first_failure()
     return f"rank {rank} ended with exit code {failure.exitcode}: {str(failure.message).splitlines()[0]}"
-
-
-__all__ = [
-    "BACKEND",
-    "Launch",
-    "Observer",
-    "Rendezvous",
-    "StoppedError",
-    "launch",
-    "prepared",
-    "torchrun_parser",
-]

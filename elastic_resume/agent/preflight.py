@@ -50,10 +50,10 @@ def check_launch(config: Any) -> None:
     for name in filter(None, map(str.strip, names.split(","))):
         if name not in signal.Signals.__members__:
             raise ConfigError(f"--signals-to-handle names {name!r}, which is no signal.")
-    _check_rendezvous_conf(config.rdzv_configs)
 
 
-def _check_rendezvous_conf(conf: Mapping[str, Any]) -> None:
+def check_stock_conf(conf: Mapping[str, Any]) -> None:
+    """Check what ``--rdzv-conf`` says to one of torch's own rendezvous."""
     for key in _WHOLE_NUMBERS:
         if key in conf and not re.fullmatch(r"-?\d{1,9}", str(conf[key])):
             raise ConfigError(f"--rdzv-conf: {key} is {conf[key]!r}: write a whole number.")

@@ -8,17 +8,24 @@ Does not know how worlds form or workers start (`elastic`), nor when to give up 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume import contract, events
 from elastic_resume.agent import elastic
+from elastic_resume.agent.place import taken
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError, GaveUpError
 from elastic_resume.policy import restart
+from elastic_resume.rendezvous.steps import Log
 from elastic_resume.store.node_dir import NodeDir
+
+# What the rendezvous tells that a person wants to read; the rest is in the event log only.
+TOLD = {"waiting", "refused", "spare", "disk", "stranger", "late", "minority", "through"}
 
 
 def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> int:
@@ -51,7 +58,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
             local_world_size=config.nproc_per_node,
         )
         witness.say(f"job {settings.run_id}, checkpoints in {node_dir.path}")
-        outcome, code, message = _run(launch, witness)
+        outcome, code, message = _run(launch, witness, node_dir)
         log.write("agent-end", outcome=outcome, exit_code=code, message=message)
         if message:
             witness.say(f"{outcome}: {message}")
@@ -59,19 +66,26 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
         return code
 
 
-def _run(launch: elastic.Launch, witness: Witness) -> tuple[str, int, str]:
+def _run(launch: elastic.Launch, witness: Witness, node_dir: NodeDir) -> tuple[str, int, str]:
     """Give outcome, exit code and message for people."""
+    end = ""
     try:
-        elastic.launch(launch, witness)
+        if launch.terms is None:
+            elastic.launch(launch, witness, None)
+        else:
+            with taken(launch.terms, node_dir, say=witness.say, tell=witness.told) as place:
+                elastic.launch(launch, witness, place)
+                end = f"{place.member.end}."
     except elastic.StoppedError as stop:
         return "signalled", contract.EXIT_SIGNALLED + stop.signal, f"stopped by {stop.signal.name}."
     except ElasticResumeError as error:
         return "failed", contract.EXIT_AT_FAULT if error.at_fault else contract.EXIT_REQUEUE, str(error)
-    return "done", contract.EXIT_DONE, ""
+    return "done", contract.EXIT_DONE, end
 
 
 def _set_environment(settings: Settings, args: argparse.Namespace, events_path: Path) -> None:
     os.environ.update(settings.to_env())
+    os.environ.pop(contract.ENV_TOKEN, None)  # read by now, and no business of the training script
     os.environ[contract.ENV_AGENT_PID] = str(os.getpid())
     os.environ[contract.ENV_EVENTS_PATH] = str(events_path)
     if getattr(args, "shutdown_timeout", None) is not None:
@@ -95,32 +109,63 @@ class Witness:
 
     def say(self, text: str) -> None:
         """Print one line for people."""
-        print(f"elastic_resume[{self._node}] {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a terminal or a pipe that is gone must not end the job
+            print(f"elastic_resume[{self._node}] {text}", file=sys.stderr, flush=True)
 
-    def before_round(self, *, failed: bool) -> None:
+    def told(self, news: Log) -> None:
+        """Note what the rendezvous did, and say what a person wants to know of it."""
+        self._log.write("rendezvous", what=news.kind, message=news.text)
+        if news.kind in TOLD:
+            self.say(news.text)
+
+    def before_round(self, *, failed: bool, why: str = "", may_be_victim: bool = False) -> None:
         """Judge the round that ended; raise GaveUpError when there is to be no other."""
         this = self._summary(failed=failed)
+        if this.failure is not None:
+            # Others may have been told of the end before our own part in it was noticed.
+            this = replace(this, failed=True)
         self._history.append(this)
-        if not failed:
-            self.say("nodes have come or gone: forming a new world.")
+        if not this.failed:
+            self.say(f"{why or 'nodes have come or gone'}: forming a new world.")
             return
         decision = restart.decide(self._history, self._limits)
-        if decision.give_up:
-            self._why_over = f"node {self._node} gave up: {decision.reason}"
-            raise GaveUpError(self._why_over)
+        sure = not may_be_victim or (this.failure is not None and this.failure.at_fault)
+        if decision.give_up and sure:
+            self._give_up(decision.reason)
         self.say(f"{restart.describe(this.failure)}; starting again.")
 
-    def round_formed(self, *, node_rank: int, num_nodes: int) -> None:
-        """Note a new round; its workers start now."""
+    def round_formed(
+        self, *, node_rank: int, num_nodes: int, generation: int | None = None, changed: bool = False
+    ) -> None:
+        """Note a new round; its workers start now. Raise GaveUpError when they should not."""
+        if self._history and self._history[-1].failed:
+            if changed:
+                # What died took our workers along: their failure says nothing about the job.
+                self._history[-1] = replace(self._history[-1], failed=False)
+            decision = restart.decide(self._history, self._limits)
+            if decision.give_up:
+                self._give_up(decision.reason)
         self._round += 1
         self._offset = _size(self._path)
         os.environ[contract.ENV_ROUND] = str(self._round)  # torchelastic hands its environment to workers
-        self._log.write("round", round=self._round, node_rank=node_rank, num_nodes=num_nodes)
-        self.say(f"round {self._round}: node {node_rank} of {num_nodes}.")
+        name = f"round {self._round}"
+        fields = {}
+        if generation is not None:
+            os.environ[contract.ENV_GENERATION] = str(generation)
+            name, fields = f"generation {generation}", {"generation": generation}
+        self._log.write("round", round=self._round, node_rank=node_rank, num_nodes=num_nodes, **fields)
+        self.say(f"{name}: node {node_rank} of {num_nodes}.")
 
-    def last_words(self) -> str:
-        """Why this node ends the job for all nodes; empty when its workers finished."""
-        if not self._why_over:
+    def _give_up(self, reason: str) -> None:
+        self._why_over = f"node {self._node} gave up: {reason}"
+        raise GaveUpError(self._why_over)
+
+    def last_words(self, *, workers_failed: bool = False) -> str:
+        """Why this node ends the job for all nodes; empty when its workers finished.
+
+        ``workers_failed``: torchelastic has ended because they did, and asked nobody.
+        """
+        if workers_failed and not self._why_over:
             failure = self._summary(failed=True).failure
             if failure is not None:
                 self._why_over = f"node {self._node} gave up: {restart.describe(failure)}."

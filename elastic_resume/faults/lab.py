@@ -1,8 +1,9 @@
 """Simulated nodes: a job on several nodes that are processes of this machine.
 
 Each node has its own name, loopback address and directory, and can be killed, wiped, damaged and started
-again. What is waited for are facts in the nodes' event files, never a guess of time. When the process that
-made the cluster ends, in whatever way, the kernel ends the nodes.
+again; with ``hosts=Namespaces(n)`` each has a network interface of its own, and its link can be cut. What is
+waited for are facts in the nodes' event files, never a guess of time. When the process that made the cluster
+ends, in whatever way, the kernel ends the nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,11 +29,13 @@ import psutil
 from elastic_resume import contract, events
 from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
+from elastic_resume.faults.hosts import INTERFACE, Namespaces
 from elastic_resume.store.catalog import Catalog, Entry
 
 T = TypeVar("T")
 
 POLL_S = 0.02
+PORT = 29400  # where a node has a network of its own: there every port is free
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -71,8 +74,10 @@ class Cluster:
         workers_per_node: int = 1,
         run_id: str = "job",
         shared_disk: bool = False,
+        candidates: int = 3,
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        hosts: Namespaces | None = None,
     ) -> None:
         """Describe the cluster; nothing runs before `start`.
 
@@ -86,19 +91,24 @@ class Cluster:
             run_id: the job's name.
             shared_disk: let all nodes see one checkpoint directory, as on a shared file system; otherwise
                 each node has a disk of its own.
+            candidates: so many of the first nodes are named by ``--rdzv-endpoint``.
             flags: more flags of ``elastic-resume run``.
             env: added to the environment of every node; it wins over what is set here.
+            hosts: the nodes' networks; their maker closes them, after this cluster. Default: loopback.
 
         """
         self.directory = Path(directory)
         self.run_id = run_id
         self.ckpt_dir = self.directory / "checkpoints"
         self.run_dir = self.ckpt_dir / run_id
+        self._hosts = hosts
         network = f"127.{1 + secrets.randbelow(253)}.{secrets.randbelow(256)}"
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
         self.nodes = [
             self._node(
-                f"n{i}", f"{network}.{i + 1}", None if shared_disk else self.directory / "disks" / f"n{i}"
+                f"n{i}",
+                hosts.address(i) if hosts else f"{network}.{i + 1}",
+                None if shared_disk else self.directory / "disks" / f"n{i}",
             )
             for i in range(nodes)
         ]
@@ -106,15 +116,17 @@ class Cluster:
         self._shape = f"{low}:{high}" if low != high else str(high)
         self._workers = workers_per_node
         self._flags = list(flags)
-        self._env = {
+        self.env = {  # of every node; what is changed holds for later starts
             **{k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "ELASTIC_RESUME_"))},
-            "GLOO_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": INTERFACE if hosts else "lo",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             contract.ENV_STEP_MARK_S: "0.1",
             **(env or {}),
         }
-        self._endpoint = f"{self.nodes[0].address}:{_free_port(self.nodes[0].address)}"
+        self._endpoint = ",".join(
+            f"{n.address}:{_free_port(n.address, hosts)}" for n in self.nodes[:candidates]
+        )
         self._script: list[str] = []
 
     # ---- life ----------------------------------------------------------------------------------------
@@ -125,26 +137,27 @@ class Cluster:
         for index in range(len(self.nodes)) if only is None else only:
             self.start_node(index)
 
-    def start_node(self, index: int, env: Mapping[str, str] | None = None) -> None:
-        """Start, or start again, the agent of one node; ``env`` holds for this start only."""
+    def start_node(self, index: int, env: Mapping[str, str] | None = None, flags: Sequence[str] = ()) -> None:
+        """Start, or start again, the agent of one node; ``env`` and ``flags`` hold for this start only."""
         node = self.nodes[index]
         if node.alive:
             raise UsageError(f"node {node.name} is running already.")
         command = [
             *(sys.executable, "-m", "elastic_resume", "run"),
             *("--nnodes", self._shape, "--nproc-per-node", str(self._workers), "--rdzv-id", self.run_id),
-            *("--rdzv-endpoint", self._endpoint, "--rdzv-conf", f"is_host={int(index == 0)}"),
+            *("--rdzv-endpoint", self._endpoint),
             *("--local-addr", node.address, "--node-name", node.name, "--ckpt-dir", str(node.ckpt_dir)),
             *self._flags,
+            *flags,
             *self._script,
         ]
         with open(node.log, "ab") as log:
             node.agent = subprocess.Popen(
-                command,
+                self._hosts.command(index, command) if self._hosts else command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self._env, **(env or {})},
+                env={**self.env, **(env or {})},
                 start_new_session=True,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509  one system call, made before any thread matters
             )
@@ -181,15 +194,42 @@ class Cluster:
 
     def kill_node(self, index: int) -> None:
         """Let a node die: SIGKILL to its agent and all it has started, at once."""
-        agent = self.nodes[index].agent
-        if agent is None:
-            return
-        doomed = self.processes(index)
+        self.kill_nodes([index])
+
+    def kill_nodes(self, indices: Sequence[int]) -> None:
+        """Let several nodes die in the same moment."""
+        doomed = [process for index in indices for process in self.processes(index)]
         for process in doomed:
             _kill(process)
-        agent.wait()
+        for index in indices:
+            agent = self.nodes[index].agent
+            if agent is not None:
+                agent.wait()
         # What was started between the two looks has lost its parent and ends by the kernel's hand.
         psutil.wait_procs(doomed, timeout=30)
+
+    @property
+    def hosts(self) -> Namespaces:
+        """The nodes' networks, for what this class has no word for."""
+        if self._hosts is None:
+            raise UsageError("these nodes share one network: make the Cluster with hosts=Namespaces(n).")
+        return self._hosts
+
+    def cut(self, index: int) -> None:
+        """Let a node's link go silent; with `kill_node` after it, let the node lose its power."""
+        self.hosts.cut(index)
+
+    def restore(self, index: int) -> None:
+        """Let a node's link work again, within its side of a partition."""
+        self.hosts.restore(index)
+
+    def partition(self, *groups: Collection[int]) -> None:
+        """Let nodes reach only those of their own group; each is in one."""
+        self.hosts.partition(groups)
+
+    def heal(self) -> None:
+        """Let every node reach every other."""
+        self.hosts.heal()
 
     def wipe(self, index: int) -> None:
         """Empty a dead node's disk: its checkpoints, its events, all of its directory."""
@@ -293,9 +333,11 @@ class Cluster:
             timeout_s,
         )
 
-    def wait_exit(self, timeout_s: float = 240.0) -> list[int]:
-        """Wait until the agents that run have ended; give the exit codes of those, in order."""
+    def wait_exit(self, timeout_s: float = 240.0, only: Sequence[int] | None = None) -> list[int]:
+        """Wait until the agents that run (or those of ``only``) have ended; give their exit codes."""
         running = [node for node in self.nodes if node.alive]
+        if only is not None:
+            running = [self.nodes[index] for index in only]
         deadline = time.monotonic() + timeout_s
         codes = []
         for node in running:
@@ -331,7 +373,9 @@ class Cluster:
         return "\n".join(f"--- {n.name}\n{self.output(i)[-3000:]}" for i, n in enumerate(self.nodes))
 
 
-def _free_port(address: str) -> int:
+def _free_port(address: str, hosts: Namespaces | None) -> int:
+    if hosts is not None:
+        return PORT
     # The address is this cluster's own, so nobody else takes the port before the agent does.
     with socket.socket() as probe:
         probe.bind((address, 0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from elastic_resume.rendezvous.link import NEVER, Link
-from elastic_resume.rendezvous.messages import Hello, Join, Message, Redirect
+from elastic_resume.rendezvous.messages import Hello, JobEnd, Join, Message, Redirect
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World, has_quorum
 from elastic_resume.rendezvous.steps import (
     BeginWorld,
@@ -25,37 +25,54 @@ from elastic_resume.rendezvous.steps import (
     StopWorkers,
 )
 
+NAMED = 5
+"""So many candidates are named in one line."""
+
 
 class Body:
     """The part of an agent's state that outlives a role."""
 
-    def __init__(self, settings: Settings, me: Incarnation, memory: Memory | None, now: float) -> None:
+    def __init__(
+        self, settings: Settings, me: Incarnation, memory: Memory | None, now: float, seen: int = 0
+    ) -> None:
         self.settings = settings
         self.me = me
         self.known = Knowledge(len(settings.candidates))
-        self.seen = 0
+        self.seen = seen
         self.now = now
         self.links: dict[int, Link] = {}
         self.effects: list[Effect] = []
         self.join: Join | None = None
         self.join_since = now
         self.running: World | None = None
+        self.last: World | None = None
+        """The newest world whose workers ran here."""
         self.finished = 0
+        self.minority = settings.allow_minority
+        """A world may yet be formed without a quorum: once."""
+        self.unreached: dict[str, str] = {}
+        """Why a candidate did not answer the last call, by its address."""
+        self.failed = ""
+        """Why this node wants the job to end for all."""
+        self.ended: JobEnd | None = None
         self.fence_at = NEVER
         # A life before this one may have granted leases that still run.
         self.grace_until = now + settings.node_timeout_s if memory else NEVER
+        self.current_until = NEVER
+        """Until when no world can have begun that we were not asked about: see `nobody_at`."""
         self.silent: set[Incarnation] = set()
         self.witnesses: dict[int, float] = {}
         self.changes = 0
         self.durable = 0
         self._persisting = 0
+        self._persist_since = now
         self._conns = 0
         if memory:
             self._recall(memory)
 
     def _recall(self, memory: Memory) -> None:
         self.known = self.known.merge(memory.knowledge)
-        self.seen = memory.seen
+        self.seen = max(self.seen, memory.seen)
         if self.settings.rules.incarnations:
             self.known = self.known.with_gone([memory.me])
         self.changes += 1
@@ -69,9 +86,9 @@ class Body:
             self.known = before.merge(knowledge)
         else:
             self.known = before.with_gone(knowledge.gone)
-        if self.settings.rules.incarnations:
+        if self.settings.rules.incarnations and self.known is not before:
             # A life that died before its first write left no trace on our disk, but perhaps in a proposal.
-            lives = (m for w in self.known.worlds for m in w.members if m.node == self.me.node)
+            lives = (m for w in self.known.worlds for m in w.lives_of(self.me.node))
             self.known = self.known.with_gone(one for one in lives if one != self.me)
         if self.known.gone - before.gone:
             self.grace(self.settings.node_timeout_s)
@@ -91,6 +108,25 @@ class Body:
             self.seen = max(self.seen, knowledge.generation)
             self.changes += 1
 
+    def forget(self) -> None:
+        """Let go of all worlds: the job has ended in every one of them. Its generations still count."""
+        self.known = Knowledge(self.known.candidates, settled=self.seen)
+        self.changes += 1
+
+    def nobody_at(self, address: str) -> None:
+        """Nobody listens there any more: whoever did so has ended. Where it is certain, count it gone.
+
+        An agent listens in one place for all its life. But the dead may have known of a world that we do not,
+        and what they knew must not be lost. Not so soon after we followed a leader that then died: its other
+        followers wait for us a node timeout before they form a world without us (`Follower._over`).
+        """
+        if self.now >= self.current_until:
+            return
+        ended = {one for one in self.rivals([self.me]) if one.address == address}
+        if ended:
+            self.believe(self.known.with_gone(ended))
+            self.log("lost", f"{', '.join(map(str, ended))} died too: nobody listens at {address}")
+
     def grace(self, seconds: float) -> None:
         """Worlds of others may go on for so long without our hearing of it."""
         self.grace_until = max(self.grace_until, self.now + seconds)
@@ -106,13 +142,28 @@ class Body:
 
     def quorum(self, present: Iterable[Incarnation]) -> bool:
         """Say whether these may form a world, the waiver included."""
-        return self.settings.allow_minority or has_quorum(present, self.known, self.settings.rules)
+        return self.minority or has_quorum(present, self.known, self.settings.rules)
 
     def flush(self) -> None:
         """Ask for what is known to be made durable, unless that is under way."""
         if self.changes > self.durable and self._persisting <= self.durable:
-            self._persisting = self.changes
+            self._persisting, self._persist_since = self.changes, self.now
             self.effects.append(Persist(self.changes, Memory(self.me, self.known, self.seen)))
+
+    @property
+    def disk_is_late(self) -> bool:
+        """Whether a write has taken so long that nobody should have to wait for the next one."""
+        if self.settings.max_nodes == 1:
+            return False
+        late = self.now >= self._persist_since + self.settings.node_timeout_s
+        return self._persisting > self.durable and late
+
+    @property
+    def disk_late_at(self) -> float:
+        """When the write under way, if any, will have taken too long."""
+        if self._persisting <= self.durable:
+            return float("inf")
+        return self._persist_since + self.settings.node_timeout_s
 
     # Links.
 
@@ -160,7 +211,20 @@ class Body:
     def hello(self) -> Hello:
         """Tell all that we are."""
         running = self.running.generation if self.running else 0
-        return Hello(self.me, self.known, self.seen, self.join, running, self.finished, self.others_s())
+        settings = self.settings
+        return Hello(
+            self.me,
+            self.known,
+            self.seen,
+            self.join,
+            running,
+            self.finished,
+            self.others_s(),
+            settings.node_timeout_s,
+            settings.min_nodes,
+            settings.max_nodes,
+            self.minority,
+        )
 
     # Workers.
 
@@ -170,6 +234,8 @@ class Body:
         if rank is None:
             return
         self.running, self.join, self.finished, self.fence_at = world, None, 0, fence_at
+        self.last = world
+        self.minority = False
         self.effects.append(BeginWorld(world.generation, rank, world.members, store, workers))
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
@@ -180,6 +246,17 @@ class Body:
         self.effects.append(kind(self.running.generation, reason))
         self.running = None
         self.fence_at = NEVER
+
+    def not_here(self, present: Iterable[Incarnation]) -> str:
+        """Name the candidates that are not among these, with what came of calling them."""
+        here = {one.candidate for one in present}
+        missing = [
+            address + (f" ({self.unreached[address]})" if address in self.unreached else "")
+            for place, address in enumerate(self.settings.candidates)
+            if place not in here
+        ]
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        return ", ".join(missing[:NAMED]) + more
 
     def reborn(self) -> None:
         """Become somebody new: others count us gone."""

@@ -39,9 +39,8 @@ class Caller:
     def advance(self) -> None:
         """Make the calls that are due and end those that were not answered."""
         body = self.body
-        for conn, since in list(self.calls.items()):
-            if body.now >= since + body.settings.dial_s:
-                self.end(conn)
+        while self.calls and body.now >= self._first_due():
+            self.end(next(iter(self.calls)))
         if body.now < self.next_at:
             return
         self.next_at = body.now + body.settings.claim_s
@@ -83,4 +82,8 @@ class Caller:
 
     def deadline(self) -> float:
         """When to look again."""
-        return min([self.next_at, *(since + self.body.settings.dial_s for since in self.calls.values())])
+        return min(self.next_at, self._first_due()) if self.calls else self.next_at
+
+    def _first_due(self) -> float:
+        """When the call that was made first has waited long enough: they are kept in that order."""
+        return next(iter(self.calls.values())) + self.body.settings.dial_s

@@ -10,7 +10,7 @@ An agent plays one role at a time; each role is a module::
                          everybody before us fails to answer
               ┌────────────────────────────────────────────────────┐
               │                                                    ▼
-    start ─▶ SEEKING ── Welcome ──▶ FOLLOWING                   LEADING ── all finished ──▶ over
+    start ─▶ SEEKING ── Welcome ──▶ FOLLOWING                   LEADING ── JobEnd told ──▶ over
               ▲  ▲                    │  │                         │
               │  └ leader lost, left, ┘  └── JobEnd ──▶ over       │
               │    or stepped down                                 │
@@ -35,10 +35,10 @@ module knows no clock, socket, disk, random number or torch; `simulate` plays it
 from __future__ import annotations
 
 from elastic_resume.rendezvous.body import Body
-from elastic_resume.rendezvous.following import Bond, Follower
+from elastic_resume.rendezvous.following import Follower
 from elastic_resume.rendezvous.leading import Leader
 from elastic_resume.rendezvous.link import Link
-from elastic_resume.rendezvous.messages import Hello, Refused, Stamp
+from elastic_resume.rendezvous.messages import Hello, JobEnd, Stamp
 from elastic_resume.rendezvous.quorum import Incarnation, World
 from elastic_resume.rendezvous.seeking import Seeker, Verdict
 from elastic_resume.rendezvous.steps import (
@@ -46,6 +46,7 @@ from elastic_resume.rendezvous.steps import (
     EndJob,
     Event,
     GiveUp,
+    JobFailed,
     JoinRequested,
     Leave,
     Memory,
@@ -63,8 +64,11 @@ NO_STAMP = Stamp(0, 0)
 class Agent:
     """The state machine. `handle` takes one event; call it with a `Tick` no later than `next_deadline`."""
 
-    def __init__(self, settings: Settings, me: Incarnation, memory: Memory | None, now: float) -> None:
-        self.body = Body(settings, me, memory, now)
+    def __init__(
+        self, settings: Settings, me: Incarnation, memory: Memory | None, now: float, seen: int = 0
+    ) -> None:
+        """``memory``: what a former life left. ``seen``: a generation that this node knows from elsewhere."""
+        self.body = Body(settings, me, memory, now, seen)
         self.role: Seeker | Follower | Leader | None = Seeker(self.body)
         self.next_deadline = now
         """When to call `handle` with a `Tick` at the latest."""
@@ -108,6 +112,10 @@ class Agent:
         elif isinstance(event, PeerLost):
             link = body.links.pop(event.conn, None)
             body.witnesses.pop(event.conn, None)
+            if link and link.address in body.settings.candidates:
+                body.unreached[link.address] = event.why[:120]
+            if event.refused and link:
+                body.nobody_at(link.address)
             if link and role:
                 role.lost(link, closed=event.closed)
         elif isinstance(event, Persisted):
@@ -119,6 +127,10 @@ class Agent:
                 role.joined()
         elif isinstance(event, WorkersFinished):
             self._finished()
+        elif isinstance(event, JobFailed):
+            body.failed = event.reason
+            if isinstance(role, Follower):
+                role.report()
         elif isinstance(event, Leave):
             self._leave(event)
 
@@ -138,9 +150,11 @@ class Agent:
 
     def _finished(self) -> None:
         body = self.body
-        if body.running is None:
+        # They may have ended just before a restart of their world was heard of.
+        world = body.running or body.last
+        if world is None or body.join is not None:
             return
-        body.finished, body.running = body.running.generation, None
+        body.finished, body.running = world.generation, None
         if isinstance(self.role, (Follower, Leader)):
             self.role.finished()
 
@@ -169,18 +183,25 @@ class Agent:
 
     def _change_role(self) -> None:
         body, role = self.body, self.role
-        if isinstance(role, Seeker):
+        if body.ended:
+            self._end_job(body.ended)
+        elif isinstance(role, Seeker):
             self._end_of_search(role)
-        elif isinstance(role, Follower) and role.bond is Bond.OVER:
+        elif isinstance(role, Follower) and role.over:
             self.role = Seeker(body, role.hint)
-        elif isinstance(role, Leader) and role.yield_to:
+        elif isinstance(role, Leader) and role.stepped_down:
             role.retire()
             self.role = Seeker(body, role.yield_to)
-        elif (isinstance(role, Follower) and role.bond is Bond.ENDED) or (
-            isinstance(role, Leader) and role.ended
-        ):
-            body.effects.append(EndJob("every node has finished"))
-            self._finish("ended")
+
+    def _end_job(self, end: JobEnd) -> None:
+        self.body.ended = end
+        if end.settled:
+            self.body.forget()
+        done = "every node has finished"
+        if end.missing:
+            done = f"all that are left have finished; not there at the end: {', '.join(end.missing)}"
+        self.body.effects.append(EndJob(end.failed or done, failed=bool(end.failed)))
+        self._finish("ended")
 
     def _end_of_search(self, role: Seeker) -> None:
         body = self.body
@@ -196,9 +217,11 @@ class Agent:
         elif role.verdict is Verdict.LEAD:
             role.retire()
             self.role = Leader(body, role.waiters)
-        elif role.verdict is Verdict.ENDED or alone:
-            body.effects.append(EndJob("every node has finished"))
-            self._finish("ended")
+        elif role.verdict is Verdict.REFUSED:
+            body.effects.append(GiveUp(role.refusal, final=True))
+            self._finish(role.refusal)
+        elif alone:
+            self._end_job(JobEnd(body.finished))
 
     def _pass_on(self, conn: int, hello: Hello) -> None:
         """Tell one that waited for us who leads."""
@@ -217,14 +240,17 @@ class Agent:
     def _after_the_end(self, event: Event) -> None:
         """Tell those who still ask that the job has ended; close what else comes."""
         body = self.body
-        if isinstance(event, PeerConnected):
+        if isinstance(event, Persisted):
+            body.durable = max(body.durable, event.number)
+            body.flush()
+        elif isinstance(event, PeerConnected):
             body.links[event.conn] = Link(event.conn, body.now)
         elif isinstance(event, PeerLost):
             body.links.pop(event.conn, None)
         elif isinstance(event, MessageArrived) and event.conn in body.links:
             link = body.links[event.conn]
-            if isinstance(event.message, Hello) and self.over == "ended":
-                body.send(link, Refused("ended"))
+            if isinstance(event.message, Hello) and body.ended:
+                body.send(link, body.ended)
             body.hang_up(link)
 
     def _deadline(self) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 from elastic_resume.rendezvous.body import Body
 from elastic_resume.rendezvous.link import Link
 from elastic_resume.rendezvous.messages import (
@@ -11,6 +9,7 @@ from elastic_resume.rendezvous.messages import (
     Beat,
     Begin,
     Claim,
+    Failed,
     Finished,
     Goodbye,
     Hello,
@@ -22,17 +21,10 @@ from elastic_resume.rendezvous.messages import (
     Refused,
     Restart,
     Stamp,
+    Waiting,
     Welcome,
 )
 from elastic_resume.rendezvous.quorum import Incarnation, World
-
-
-class Bond(Enum):
-    """What became of the relation to the leader."""
-
-    HOLDS = "holds"
-    OVER = "over"
-    ENDED = "ended"
 
 
 class Follower:
@@ -42,8 +34,12 @@ class Follower:
         self.body = body
         self.link = link
         self.leader = leader
-        self.bond = Bond.HOLDS
+        self.over = False
+        """The relation to the leader has ended."""
         self.hint = ""
+        self.waiting_for = ""
+        self.watched = 0
+        """The generation that runs without this node."""
         self.next_beat = body.now
         self.proposal: World | None = None
         self.proposal_change = 0
@@ -64,6 +60,7 @@ class Follower:
         elif link is self.link and self.broken_at is None:
             self._obey(stamp, message)
             self._renew(stamp)
+            self._stand_by(stamp)
 
     def _obey(self, stamp: Stamp, message: Message) -> None:
         body = self.body
@@ -76,14 +73,17 @@ class Follower:
         elif isinstance(message, Restart):
             body.learn(message.knowledge)
             body.stop(message.reason)
+        elif isinstance(message, Waiting):
+            self.waiting_for = message.reason
+            body.log("waiting", message.reason)
         elif isinstance(message, JobEnd):
-            self.bond = Bond.ENDED
+            body.ended = message
         elif isinstance(message, (Redirect, Refused)):
             self.hint = message.address if isinstance(message, Redirect) else ""
             self._over("the leader stepped down")
         elif isinstance(message, Goodbye):
             body.learn(message.knowledge)
-            self._over(f"the leader left: {message.reason}", gone=True)
+            self._over(f"{self.leader}, which led, left ({message.reason})", gone=True)
 
     def _begin(self, stamp: Stamp, message: Begin) -> None:
         body = self.body
@@ -92,15 +92,26 @@ class Follower:
             return
         self.begun_next = self.proposal = None
         body.believe(body.known.with_begun(world))
+        body.minority = False
         fence_at = self._fence(stamp)
         if world.rank(body.me) is None:
-            body.log("spare", f"generation {world.generation} is full; this node waits as a spare")
-        elif fence_at <= body.now:
+            return
+        if fence_at <= body.now:
             # Not a reason to hang up: the leader might take that for our end, and we live.
             body.log("late", f"generation {world.generation} began too long ago to start workers in it")
             self.joined()
         elif body.join is not None:
             body.begin(world, message.store, message.workers, fence_at)
+
+    def _stand_by(self, stamp: Stamp) -> None:
+        """A world that runs without this node is no reason to give up waiting: a spare waits for long."""
+        body = self.body
+        if not stamp.generation or body.running or body.join is None:
+            return
+        body.join_since = body.now
+        if self.watched != stamp.generation:
+            self.watched = stamp.generation
+            body.log("spare", f"generation {stamp.generation} runs without this node, which stands by")
 
     def _fence(self, stamp: Stamp) -> float:
         return self.link.echoed_at + min(stamp.lease_s, self.body.settings.lease_s)
@@ -118,6 +129,8 @@ class Follower:
             if not message.resumed:
                 self.body.stop("the leader has no running world with this node")
             self.report()
+        elif isinstance(message, JobEnd):
+            self.body.ended = message
         else:
             self.hint = message.address if isinstance(message, Redirect) else self.leader.address
             self._over("the leader does not take this node back")
@@ -145,19 +158,20 @@ class Follower:
 
     def _end_of_leader(self) -> None:
         if self.evidence:
-            self._over(f"the leader {self.leader} died", gone=True)
+            self._over(f"{self.leader}, which led, died", gone=True)
         else:
-            self._over(f"the connection to the leader {self.leader} is lost", silent=True)
+            self._over(f"the connection to {self.leader}, which led, is lost", silent=True)
 
     def _over(self, reason: str, *, gone: bool = False, silent: bool = False) -> None:
         body = self.body
-        self.bond = Bond.OVER
+        self.over = True
         body.stop(reason)
         body.log("leader-lost", reason)
         if gone:
             body.believe(body.known.with_gone([self.leader]))
             # Its other followers may not know yet.
             body.grace(body.settings.node_timeout_s)
+            body.current_until = self.link.heard_at + body.settings.lease_s
         if silent:
             body.silent.add(self.leader)
         body.hang_up(self.link)
@@ -168,15 +182,15 @@ class Follower:
         """Fence ourselves before anything else; then beat, acknowledge, and watch the leader."""
         body = self.body
         if body.running and body.now >= body.fence_at:
-            body.stop(f"no word from the leader {self.leader} for as long as its lease", at_once=True)
-        if self.bond is not Bond.HOLDS:
+            body.stop(f"no word from {self.leader}, which leads, for as long as the lease", at_once=True)
+        if self.over or body.ended:
             return
         if self.broken_at is not None:
             if body.now >= self.broken_at + body.settings.reconnect_s:
                 self._end_of_leader()
             return
         if body.now >= self.link.heard_at + body.settings.node_timeout_s:
-            self._over(f"the leader {self.leader} is silent", silent=True)
+            self._over(f"{self.leader}, which led, is silent", silent=True)
             return
         if self.proposal and body.durable >= self.proposal_change and not body.witnesses:
             body.send(self.link, Acknowledge(self.proposal.generation))
@@ -187,6 +201,8 @@ class Follower:
 
     def report(self) -> None:
         """Say again what may have changed since our hello was sent."""
+        if self.body.failed and self.broken_at is None:
+            self.body.send(self.link, Failed(self.body.failed))
         if self.body.join:
             self.joined()
         elif self.body.finished:
@@ -220,4 +236,5 @@ class Follower:
 
     def why_waiting(self) -> str:
         """One clause for the error after the join timeout."""
-        return f"the leader {self.leader} formed no world with this node"
+        because = f": {self.waiting_for}" if self.waiting_for else ""
+        return f"the leader {self.leader} formed no world with this node{because}"

@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from elastic_resume.rendezvous.body import Body
 from elastic_resume.rendezvous.link import NEVER
 from elastic_resume.rendezvous.messages import Begin, Join, Propose
-from elastic_resume.rendezvous.quorum import Incarnation, World, has_quorum, shortfall
+from elastic_resume.rendezvous.quorum import Incarnation, World, has_quorum, listed, shortfall
 from elastic_resume.rendezvous.roster import Roster, rank_members
 
+NEWS_AFTER_S = 1.0
+"""A wait is worth telling when it lasts so long; most last for milliseconds."""
+MANY = 64
+LOOK_S_EACH = 2e-5
+"""With a thousand followers, look every 20 ms at most: each look takes a millisecond."""
 STALLED_TIMEOUTS = 2
 """A live follower that has not acknowledged for so many node timeouts (a stuck disk) is sent away."""
 
@@ -29,6 +34,8 @@ class Forming:
     change: int
     awaited: set[Incarnation]
     present: frozenset[Incarnation]
+    waived: bool
+    """It has no quorum."""
 
 
 class Former:
@@ -44,18 +51,22 @@ class Former:
         self.waiting_for = "nobody has joined yet"
         self.more_at = float("inf")
         """When newcomers to the running world are due to be taken in."""
-        self._said = ""
+        self.waiting_since = body.now
+        self.told = ""
+        """What all followers were told that we wait for."""
 
     def stir(self) -> None:
-        """Something changed: look again."""
-        self.look_at = self.body.now
+        """Something changed: look again. A look at many takes long, so at first more of them may come."""
+        members = len(self.roster.parts)
+        pause_s = members * LOOK_S_EACH if members >= MANY else 0.0
+        self.look_at = min(self.look_at, self.body.now + pause_s) if pause_s else self.body.now
 
     def arrived(self, who: Incarnation, world: World | None) -> None:
         """Somebody joined; another newcomer may follow."""
         last = self.body.known.begun
-        if last is None or who not in last.members:
+        if last is None or last.rank(who) is None:
             self.arrived_at = self.body.now
-        if world and who not in world.members and len(world.members) < self.body.settings.max_nodes:
+        if world and len(world.members) < self.body.settings.max_nodes and world.rank(who) is None:
             self.more_at = self.body.now + self.body.settings.scale_up_s
         self.stir()
 
@@ -91,12 +102,20 @@ class Former:
 
     def _wait(self, reason: str, until: float = float("inf")) -> dict[Incarnation, Join]:
         """Say whom or what we wait for; so far nobody forms a world."""
-        self.waiting_for = reason
         self.look_at = until
-        if reason != self._said:
-            self.body.log("waiting", reason)
-            self._said = reason
+        if reason != self.waiting_for:
+            self.waiting_for, self.waiting_since = reason, self.body.now
         return {}
+
+    def news(self) -> str:
+        """Return what we wait for if that lasts and has not been told."""
+        if self.forming or self.told == self.waiting_for or self.body.now < self._news_at():
+            return ""
+        self.told = self.waiting_for
+        return self.told
+
+    def _news_at(self) -> float:
+        return self.waiting_since + NEWS_AFTER_S
 
     def _joiners(self) -> dict[Incarnation, Join]:
         """Return those who want to be in the next world; nobody when it cannot form yet."""
@@ -115,13 +134,24 @@ class Former:
         if not joins or (len(joins) < settings.min_nodes and not through):
             return self._wait(f"{len(joins)} of at least {settings.min_nodes} nodes have joined")
         present = {body.me, *self.roster.parts}
-        lack = None if settings.allow_minority else shortfall(present, body.known, settings.rules)
+        lack = None if body.minority else shortfall(present, body.known, settings.rules)
         if lack:
-            return self._wait(str(lack))
+            absent = "" if lack.generation else f"; not here: {body.not_here(present)}"
+            return self._wait(f"{lack}{absent}")
         until = self._patience(present, full=len(joins) >= settings.max_nodes)
         if body.now < until:
-            return self._wait("waiting whether others come", until)
+            return self._wait(self._for_whom(joins, present), until)
         return joins
+
+    def _for_whom(self, joins: dict[Incarnation, Join], present: set[Incarnation]) -> str:
+        rivals = self.body.rivals(present)
+        if rivals:
+            return f"{listed(rivals)} may be running yet: waiting until their leases have surely ended"
+        settings = self.body.settings
+        return (
+            f"{len(joins)} of at most {settings.max_nodes} nodes have joined: waiting until nobody new has "
+            f"come for {settings.settle_s:g} s"
+        )
 
     def _patience(self, present: set[Incarnation], *, full: bool) -> float:
         """Return until when somebody may come, or run workers, whom we do not see."""
@@ -132,6 +162,9 @@ class Former:
             until = body.grace_until
             if not rivals <= body.silent:
                 until = max(until, self.since + settings.node_timeout_s)
+        if last is None and not body.known.proposals and settings.max_nodes > 1:
+            # Where disks were lost a world may run of which nobody here knows. Its leader calls soon.
+            until = max(until, self.since + 2 * settings.claim_s)
         survivors = last is not None and any(one in present for one in body.known.alive(last))
         if not survivors and not full:
             until = max(until, self.arrived_at + settings.settle_s)
@@ -146,10 +179,17 @@ class Former:
         body.believe(before.with_proposal(world))
         others = {part.who for part in self.roster.parts.values()}
         self.forming = Forming(
-            world, joins, body.now, body.changes, set(others), frozenset({body.me, *others})
+            world,
+            joins,
+            body.now,
+            body.changes,
+            set(others),
+            frozenset({body.me, *others}),
+            not has_quorum({body.me, *others}, before, body.settings.rules),
         )
+        message = Propose(world, before)
         for part in self.roster.parts.values():
-            body.send(part.link, Propose(world, before))
+            body.send(part.link, message)
 
     def _begin(self) -> tuple[World, Begin] | None:
         body, forming = self.body, self.forming
@@ -163,15 +203,22 @@ class Former:
             self.abort("its members may have turned to another leader")
             return None
         self.forming = None
-        self._said = ""
+        body.minority = False
+        if forming.waived:
+            body.log("minority", f"--allow-minority is spent on generation {forming.world.generation}")
+        self.told = self.waiting_for = ""
         stores = tuple(forming.joins[member].workers for member in forming.world.members)
         store = forming.joins[forming.world.members[0]].store
         return forming.world, Begin(forming.world.generation, store, stores)
 
     def _still_ours(self, forming: Forming) -> bool:
         """Whether those who acknowledged surely follow us still, and know of nothing that forbids this."""
-        if self.body.settings.allow_minority or not self.body.settings.rules.two_steps:
+        if not self.body.settings.rules.two_steps:
             return True
+        if forming.waived:
+            # What has begun meanwhile and is known now was not among what is waived.
+            begun = self.body.known.begun
+            return begun is None or begun.generation < forming.world.generation
         fresh = {self.body.me} | {
             part.who
             for part in self.roster.parts.values()
@@ -184,9 +231,9 @@ class Former:
         if self.body.now < forming.since + limit:
             return
         self.abort(f"{len(forming.awaited)} did not acknowledge within {limit:g} s")
-        for who in forming.awaited:
-            part = self.roster.drop(who)
-            if part:
+        for part in self.roster:  # in its order: that of a set differs from process to process
+            if part.who in forming.awaited:
+                self.roster.drop(part.who)
                 self.body.part(part.link, "")
 
     # The running world.
@@ -221,11 +268,12 @@ class Former:
     def began(self, world: World) -> None:
         """A world runs: those who joined too late for it want another, if it has room."""
         room = len(world.members) < self.body.settings.max_nodes
-        late = any(part.join and part.who not in world.members for part in self.roster)
+        members = frozenset(world.members)
+        late = any(part.join and part.who not in members for part in self.roster)
         self.more_at = self.arrived_at + self.body.settings.scale_up_s if late and room else float("inf")
 
     def deadline(self) -> float:
         """When to look again."""
         if self.forming:
             return self.forming.since + STALLED_TIMEOUTS * self.body.settings.node_timeout_s
-        return self.look_at
+        return self.look_at if self.told == self.waiting_for else min(self.look_at, self._news_at())

@@ -5,7 +5,8 @@ How a world forms is `forming`'s; who else leads is `calling`'s.
 
 from __future__ import annotations
 
-from elastic_resume.rendezvous.body import Body
+from elastic_resume.rendezvous.admitting import Gate
+from elastic_resume.rendezvous.body import NAMED, Body
 from elastic_resume.rendezvous.calling import Caller
 from elastic_resume.rendezvous.forming import Former
 from elastic_resume.rendezvous.link import NEVER, Link
@@ -13,6 +14,7 @@ from elastic_resume.rendezvous.messages import (
     Acknowledge,
     Beat,
     Claim,
+    Failed,
     Finished,
     Goodbye,
     Hello,
@@ -20,12 +22,12 @@ from elastic_resume.rendezvous.messages import (
     Message,
     Ready,
     Redirect,
-    Refused,
     Restart,
     Stamp,
+    Waiting,
     Welcome,
 )
-from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.quorum import Incarnation, World
 from elastic_resume.rendezvous.roster import Part, Roster
 
 
@@ -36,7 +38,7 @@ class Leader:
         self.body = body
         self.roster = Roster()
         self.world: World | None = None
-        self.ended = False
+        self.stepped_down = False
         self.yield_to = ""
         self.former = Former(body, self.roster)
         self.caller = Caller(body, self.claim, self.roster.addresses)
@@ -44,8 +46,7 @@ class Leader:
         self.lease_until = NEVER
         self.finished_in = 0
         """The newest generation in which a node has finished."""
-        self._indexed: Knowledge | None = None
-        self._lives: dict[str, set[Incarnation]] = {}
+        self.gate = Gate(body, self.roster, self._replace)
         body.log("leading", f"{body.me} leads")
         for conn, hello in waiters.items():
             if conn in body.links:
@@ -85,10 +86,24 @@ class Leader:
             self._weigh(link, message)
         elif isinstance(message, Redirect):
             self.caller.answer(link, message)
+        elif isinstance(message, Goodbye) and message.who and link.conn in self.caller.calls:
+            self._part_with(link, message.who, message)
         else:
             part = self.roster.of(link)
             if part and part.lost_at is None:
                 self._heed(part, message)
+
+    def _part_with(self, link: Link, who: Incarnation, message: Goodbye) -> None:
+        """One that we called wants to be counted gone: it cannot take part, and nobody should wait for it."""
+        body = self.body
+        self.caller.end(link.conn)
+        if who.address != link.address:
+            return
+        body.learn(message.knowledge)
+        if who in body.rivals([]):
+            body.believe(body.known.with_gone([who]))
+            body.log("lost", f"{who} takes no part ({message.reason})")
+            self.former.stir()
 
     def _heed(self, part: Part, message: Message) -> None:
         body = self.body
@@ -102,71 +117,28 @@ class Leader:
             part.finished, part.running = message.generation, 0
             self.finished_in = max(self.finished_in, message.generation)
             self.former.stir()
+        elif isinstance(message, Failed):
+            body.failed = message.reason
         elif isinstance(message, Goodbye):
             body.learn(message.knowledge)
-            self._lose(part, f"{part.who} left: {message.reason}", gone=True)
+            self._lose(part, f"{part.who} left ({message.reason})", gone=True)
 
     def _ready(self, part: Part, message: Ready) -> None:
-        part.join = message.join
-        if part.running and self.world and part.running == self.world.generation:
-            part.running = 0
+        part.join, part.running = message.join, 0
+        if self.world and part.who in self.world.members:
             self.restart(f"the workers of {part.who} stopped")
-        part.running = 0
         self.former.arrived(part.who, self.world)
 
     def _hello(self, link: Link, hello: Hello) -> None:
-        body = self.body
+        refused = self.gate.check(hello)
         link.who = hello.who
-        before = body.known
-        body.learn(hello.knowledge, hello.seen)
-        if body.known != before:
-            self._count_former_lives()
-        body.grace(hello.others_s)
-        if hello.who in body.known.gone:
-            body.send(link, Refused("gone"))
-        elif self._name_taken(hello):
-            body.send(link, Refused(f"another live agent is called {hello.who.node}"))
+        if refused:
+            self.body.send(link, refused)
         else:
             self._take_in(link, hello)
-        newest = body.known.begun
+        newest = self.body.known.begun
         if self.world and newest and newest.generation > self.world.generation:
             self.restart(f"generation {newest.generation} has begun elsewhere")
-
-    def _count_former_lives(self) -> None:
-        """Whoever follows us is not among the living in a former life, in whatever world we just heard of."""
-        body = self.body
-        lives = {part.who.node: part.who for part in self.roster}
-        members = {m for w in body.known.worlds for m in body.known.alive(w)}
-        former = [one for one in members if lives.get(one.node, one) != one]
-        if former and body.settings.rules.incarnations:
-            body.believe(body.known.with_gone(former))
-
-    def _name_taken(self, hello: Hello) -> bool:
-        """Count the former lives of a node gone when it is back as a new process; refuse a namesake."""
-        body, who = self.body, hello.who
-        if who.node == body.me.node:
-            return True
-        former = {one for one in self._lives_of(who.node) if one != who}
-        for one in former:
-            part = self.roster.parts.get(one)
-            if part and part.lost_at is None and one not in hello.knowledge.gone:
-                return True
-        if body.settings.rules.incarnations:
-            body.believe(body.known.with_gone(former))
-        for one in former & set(self.roster.parts):
-            self._lose(self.roster.parts[one], f"{who} is back as a new process", gone=True)
-        return False
-
-    def _lives_of(self, node: str) -> set[Incarnation]:
-        """Every incarnation of a node that we have heard of."""
-        if self._indexed is not self.body.known:
-            self._indexed = self.body.known
-            self._lives = {}
-            for world in self._indexed.worlds:
-                for member in world.members:
-                    self._lives.setdefault(member.node, set()).add(member)
-        part = self.roster.named(node)
-        return self._lives.get(node, set()) | ({part.who} if part else set())
 
     def _take_in(self, link: Link, hello: Hello) -> None:
         body, who = self.body, hello.who
@@ -185,13 +157,15 @@ class Leader:
         resumed = bool(self.world and hello.running == part.running == self.world.generation)
         part.join, part.finished = hello.join, hello.finished
         self.finished_in = max(self.finished_in, hello.finished)
-        if not resumed and part.running and self.world and part.running == self.world.generation:
-            part.running = 0
-            if not hello.finished:
-                self.restart(f"the workers of {who} stopped")
         if not resumed:
-            part.running = hello.running
+            ran, part.running = part.running, hello.running
+            # Of our world, and neither in it nor through: its workers failed, or it never heard of it.
+            idle = self.world and not hello.finished and (ran == self.world.generation or hello.join)
+            if idle and self.world and who in self.world.members:
+                self.restart(f"the workers of {who} stopped")
         self._tell(part, Welcome(body.me, body.known, resumed))
+        if self.world is None and self.former.told:
+            self._tell(part, Waiting(self.former.told))
         if part.join:
             self.former.arrived(who, self.world)
         self.former.stir()
@@ -231,8 +205,16 @@ class Leader:
             body.hang_up(part.link)
         body.log("lost", reason)
         self.former.disturbed(part.who)
-        if self.world and part.who in self.world.members and not self.somebody_finished():
+        world = self.world
+        if world is None or part.who not in world.members:
+            return
+        runs = body.running or any(one.running == world.generation for one in self.roster)
+        if not self.somebody_finished() or (part.finished != world.generation and runs):
+            # Those who still run would wait for it in their next collective.
             self.restart(reason)
+
+    def _replace(self, part: Part, reason: str) -> None:
+        self._lose(part, reason, gone=True)
 
     def somebody_finished(self) -> bool:
         """Whether a node of the newest world is through: the others have no more than their end to reach."""
@@ -246,9 +228,10 @@ class Leader:
         world = self.world
         if world is None:
             return
+        message = Restart(world.generation, reason, self.body.known)  # one, so it is put into words once
         for part in self.roster:
             if part.running == world.generation and part.lost_at is None:
-                self._tell(part, Restart(world.generation, reason, self.body.known))
+                self._tell(part, message)
         self.world, self.lease_until = None, NEVER
         self.body.stop(reason, at_once=at_once)
         self.former.since = self.body.now
@@ -258,10 +241,11 @@ class Leader:
     def advance(self) -> None:
         """Fence ourselves before anything else; then look for losses, and for a world to form."""
         body = self.body
-        if self.yield_to:
+        if self.yield_to or (self.world is None and body.disk_is_late):
             self._step_down()
             return
         if self.world:
+            self._stand_by()
             self._renew()
             if body.now >= self.lease_until:
                 self.restart("the leader has lost its quorum", at_once=True)
@@ -270,23 +254,34 @@ class Leader:
             self._find_silent()
         self._settle_broken()
         self.caller.advance()
-        if self._is_end():
+        if body.failed or self._is_end():
             self._end()
             return
         if self.world is None:
             self._form()
-        elif body.now >= self.former.more_at and not self.somebody_finished():
-            self.restart("newcomers are here")
+            self._tell_why_waiting()
+        elif body.now >= self.former.more_at:
+            self.former.more_at = float("inf")
+            if not self.somebody_finished():
+                self.restart("newcomers are here")
+
+    def _stand_by(self) -> None:
+        """A world that runs without this node is no reason to give up waiting: a spare waits for long."""
+        if self.body.join:
+            self.body.join_since = self.body.now
+
+    def _tell_why_waiting(self) -> None:
+        reason = self.former.news() if self.world is None else ""
+        if reason:
+            self.body.log("waiting", reason)
+            self._tell_all(Waiting(reason))
 
     def _renew(self, *, fresh: bool = False) -> None:
         """Count how long enough of our members surely still follow us; that bounds every lease we grant."""
         body = self.body
         if self.world is None or not (fresh or body.now >= self.next_scan):
             return
-        if body.settings.allow_minority:
-            self.lease_until = body.now + body.settings.lease_s
-        else:
-            self.lease_until = self.former.lease_until()
+        self.lease_until = self.former.lease_until()
         if self.world.rank(body.me) is not None and body.running:
             body.fence_at = self.lease_until
 
@@ -313,8 +308,9 @@ class Leader:
         self.world = world
         self.former.began(world)
         self._renew(fresh=True)
+        members = frozenset(world.members)
         for part in self.roster:
-            if part.who in world.members:
+            if part.who in members:
                 part.join, part.running, part.finished = None, world.generation, 0
             self._tell(part, message)
         body.begin(world, message.store, message.workers, self.lease_until)
@@ -334,17 +330,25 @@ class Leader:
 
     def _end(self) -> None:
         newest = self.body.known.begun
-        self._tell_all(JobEnd(newest.generation if newest else 0))
-        self.ended = True
+        here = {part.who for part in self.roster if part.lost_at is None} | {self.body.me}
+        # Not with somebody silent, nor while workers run: those who do not hear this may go on.
+        settled = not self.body.rivals(here) and not self.body.failed
+        generation, members = (newest.generation, newest.members) if newest else (0, ())
+        through = {part.who for part in self.roster if part.finished == generation} | {self.body.me}
+        missing = tuple(str(one) for one in members if one not in through)[:NAMED]
+        self.body.ended = JobEnd(generation, self.body.failed, settled, missing)
+        self._tell_all(self.body.ended)
 
     def _step_down(self) -> None:
         body = self.body
-        self.restart(f"{self.yield_to} leads", at_once=True)
-        self.former.abort("another leads")
+        why = f"{self.yield_to} leads" if self.yield_to else "the leader's disk takes no writes"
+        self.stepped_down = True
+        self.restart(why, at_once=True)
+        self.former.abort(why)
         for part in self.roster:
             if part.lost_at is None:
                 body.part(part.link, self.yield_to)
-        body.log("step-down", f"{body.me} follows the leader at {self.yield_to}")
+        body.log("step-down", f"{body.me} leads no more: {why}")
 
     def retire(self) -> None:
         """End what only a leader does."""
@@ -375,7 +379,7 @@ class Leader:
         if self.world:
             waits += [self.lease_until, self.former.more_at]
         else:
-            waits.append(self.former.deadline())
+            waits += [self.former.deadline(), body.disk_late_at]
         return min(waits)
 
     def why_waiting(self) -> str:

@@ -5,8 +5,9 @@ the other its leader. `Stamp` rides on every message, both ways: with it each si
 messages the other has seen, and counts its lease from when it *sent* that one.
 
     searching → anyone     Hello                        and back    Welcome | Redirect | Refused
-    member    → leader     Ready Acknowledge Finished Beat Goodbye
-    leader    → member     Propose Begin Restart JobEnd Beat Redirect Refused Goodbye
+    member    → leader     Ready Acknowledge Finished Failed Beat Goodbye
+    leader    → member     Propose Begin Restart Waiting JobEnd Beat Redirect Refused Goodbye
+    ended     → anyone     JobEnd
     leader    → anyone     Claim                        and back    Claim | Redirect
 """
 
@@ -47,7 +48,8 @@ class Hello:
     """I look for the leader; this is all I know.
 
     `running` is the generation whose workers run here, `finished` the one whose workers all succeeded.
-    `others_s`: worlds in which I had a part may run elsewhere for that long.
+    `others_s`: worlds in which I had a part may run elsewhere for that long. What stands after it must be the
+    same on all nodes: leases rest on the one, and what a leader does on the others.
     """
 
     who: Incarnation
@@ -57,6 +59,11 @@ class Hello:
     running: int = 0
     finished: int = 0
     others_s: float = 0.0
+    node_timeout_s: float = 0.0
+    min_nodes: int = 0
+    max_nodes: int = 0
+    minority: bool = False
+    """Somebody said that the missing nodes are dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +84,13 @@ class Redirect:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """You may not join: known `gone` (come back as a new incarnation), `name` taken, or job `ended`."""
+    """You may not join: known `gone` (come back as a new incarnation), or what the reason says in words.
+
+    `final`: asking again will not help.
+    """
 
     reason: str
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +140,20 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """No world forms yet, for that reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The job is at fault, says my node: end it everywhere."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """My workers of that generation have all succeeded."""
 
@@ -137,17 +162,25 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """Every node's workers have succeeded: the job is done."""
+    """The job is over: every node's workers have succeeded, or it failed for that reason.
+
+    `settled`: nobody who is not told can still run workers. So this job's worlds need not be asked when it
+    is started again, with whatever nodes there are then. `missing` are members whose workers did not succeed.
+    """
 
     generation: int
+    failed: str = ""
+    settled: bool = False
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """I leave for good: count me gone."""
+    """I leave for good: count me gone. `who` says so to a leader that I do not follow."""
 
     reason: str
     knowledge: Knowledge
+    who: Incarnation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +215,8 @@ Message = (
     | Acknowledge
     | Begin
     | Restart
+    | Waiting
+    | Failed
     | Finished
     | JobEnd
     | Goodbye

@@ -16,8 +16,13 @@ After a crash the same Knowledge is read back from disk. This module knows nothi
 
 from __future__ import annotations
 
+import functools
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+
+NAMED = 16
+"""So many nodes are named in one message for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,26 @@ class World:
 
     def rank(self, who: Incarnation) -> int | None:
         """Return the rank of a member, None of another."""
-        return self.members.index(who) if who in self.members else None
+        return _seats(self)[0].get(who)
+
+    def lives_of(self, node: str) -> tuple[Incarnation, ...]:
+        """Return the members of that name."""
+        return _seats(self)[1].get(node, ())
+
+    def __hash__(self) -> int:
+        """Hash what tells worlds apart: all members would take as long as they are many."""
+        return hash((self.generation, self.leader))
+
+
+@functools.lru_cache(maxsize=8)
+def _seats(world: World) -> tuple[dict[Incarnation, int], dict[str, tuple[Incarnation, ...]]]:
+    """Look up ranks by member and members by node; worked out once for each of the newest worlds."""
+    ranks: dict[Incarnation, int] = {}
+    nodes: dict[str, tuple[Incarnation, ...]] = {}
+    for rank, member in enumerate(world.members):
+        ranks.setdefault(member, rank)
+        nodes[member.node] = (*nodes.get(member.node, ()), member)
+    return ranks, nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +97,8 @@ class Knowledge:
     """What a node knows of worlds: the newest begun, proposals after it, and who is known gone.
 
     `void` names proposals (generation, leader) that their own leader has dropped and so can never begin.
-    `candidates` is how many addresses the job was given; it never changes.
+    `candidates` is how many addresses the job was given; it never changes. Worlds up to the generation
+    `settled` are over for good: the job had ended in all of them, and is not asked about them any more.
     """
 
     candidates: int
@@ -81,6 +106,7 @@ class Knowledge:
     proposals: tuple[World, ...] = ()
     gone: frozenset[Incarnation] = frozenset()
     void: frozenset[tuple[int, Incarnation]] = frozenset()
+    settled: int = 0
 
     @property
     def generation(self) -> int:
@@ -95,19 +121,24 @@ class Knowledge:
 
     def alive(self, world: World) -> tuple[Incarnation, ...]:
         """Return the members of a world that are not known gone, in rank order."""
-        return tuple(member for member in world.members if member not in self.gone)
+        return _alive(world, self.gone) if self.gone else world.members
 
     def tidy(self) -> Knowledge:
         """Drop proposals that a newer begun world or their own leader has made irrelevant."""
-        floor = self.begun.generation if self.begun else 0
+        begun = self.begun if self.begun and self.begun.generation > self.settled else None
+        floor = begun.generation if begun else self.settled
         void = frozenset(one for one in self.void if one[0] > floor)
+        if not self.proposals:
+            same = void == self.void and begun is self.begun
+            return self if same else replace(self, begun=begun, void=void)
         later = {
             world
             for world in self.proposals
             if world.generation > floor and (world.generation, world.leader) not in void
         }
-        proposals = tuple(sorted(later, key=_place))
-        return replace(self, proposals=proposals, void=void)
+        # A world's place and hash take as long as it has members.
+        proposals = tuple(sorted(later, key=_place) if len(later) > 1 else later)
+        return replace(self, begun=begun, proposals=proposals, void=void)
 
     def relevant(self) -> Knowledge:
         """Forget those gone from worlds that count no more, so that knowledge stays small over a long job.
@@ -115,8 +146,11 @@ class Knowledge:
         Only done when a world begins: a proposal made elsewhere meanwhile may yet name them. Forgetting that
         someone is gone only ever asks for more votes, never for fewer.
         """
-        members = {member for world in self.worlds for member in world.members}
-        return replace(self, gone=self.gone & members)
+        if not self.gone:
+            return self
+        worlds = self.worlds
+        gone = (one for one in self.gone if any(world.rank(one) is not None for world in worlds))
+        return replace(self, gone=frozenset(gone))
 
     def with_gone(self, who: Iterable[Incarnation]) -> Knowledge:
         """Return this knowledge, and that these are gone."""
@@ -150,8 +184,15 @@ class Knowledge:
             proposals=self.proposals + other.proposals,
             gone=self.gone | other.gone,
             void=self.void | other.void,
+            settled=max(self.settled, other.settled),
         ).tidy()
         return both if begun == self.begun else both.relevant()
+
+
+@functools.lru_cache(maxsize=8)
+def _alive(world: World, gone: frozenset[Incarnation]) -> tuple[Incarnation, ...]:
+    lives = {one.life for one in gone}  # to look at these first takes a third of the time
+    return tuple(one for one in world.members if one.life not in lives or one not in gone)
 
 
 def _place(world: World) -> tuple[int, tuple[tuple[str, str], ...]]:
@@ -172,10 +213,18 @@ class Shortfall:
     def __str__(self) -> str:
         """One clause for the log."""
         if self.generation == 0:
-            return f"{self.present} of the {self.needed} candidates it takes are here"
-        names = ", ".join(sorted(str(one) for one in self.missing))
+            return f"{self.present} of the {self.needed} candidates that a first world takes are here"
+        names = listed(self.missing)
         votes = f"{self.present} of the {self.needed} votes it takes are here"
-        return f"generation {self.generation} may live on elsewhere: {votes}; waiting for {names}"
+        wait = f"waiting for {names} (if dead: start one node with --allow-minority)"
+        return f"generation {self.generation} may live on elsewhere: {votes}; {wait}"
+
+
+def listed(who: Iterable[Incarnation]) -> str:
+    """Name some for people: a list of a thousand is too long to be sent, and nobody reads it."""
+    names = [one.node for one in who]
+    more = len(names) - NAMED
+    return ", ".join(heapq.nsmallest(NAMED, names)) + (f" and {more} more" if more > 0 else "")
 
 
 def shortfall(

@@ -2,17 +2,22 @@
 
 One small file, replaced atomically and durably. It holds what the quorum rests on, so one that exists and
 cannot be read is an error: taking it for "knows nothing" could let two halves of a partition both go on.
+
+Where a scheduler has ended the whole job before it started it again (`cluster.node.launch`), that is its word
+that the worlds of before are over, and they are not asked: the nodes are others now, and would wait in vain.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
 
-from elastic_resume.errors import CorruptError
+from elastic_resume.errors import RecordError
 from elastic_resume.rendezvous import wire
+from elastic_resume.rendezvous.quorum import Knowledge
 from elastic_resume.rendezvous.steps import Memory
 from elastic_resume.store.durable import DISK, Disk
 
@@ -22,15 +27,19 @@ RECORD_FILE = "rendezvous.json"
 class Record:
     """The file of one node."""
 
-    def __init__(self, node_dir: Path, disk: Disk = DISK) -> None:
-        """Read what a former life left.
+    def __init__(self, node_dir: Path, disk: Disk = DISK, launch: str = "", node: str = "") -> None:
+        """Read what a former life of ``node`` left.
+
+        ``launch`` names this start of the job, if the scheduler tells.
 
         Raises:
-            CorruptError: the file exists and cannot be read.
+            RecordError: the file exists and cannot be read, or is another node's.
 
         """
         self._path = node_dir / RECORD_FILE
         self._disk = disk
+        self._launch = launch
+        self._node = node
         self.memory = self._read()
 
     def write(self, memory: Memory) -> None:
@@ -41,7 +50,9 @@ class Record:
 
         """
         said = wire.to_plain(memory)
-        text = json.dumps({"memory": said, "digest": _digest(said)}, separators=(",", ":"))
+        text = json.dumps(
+            {"memory": said, "digest": _digest(said), "launch": self._launch}, separators=(",", ":")
+        )
         self._disk.write_atomic(self._path, text.encode())
         self.memory = memory
 
@@ -54,13 +65,21 @@ class Record:
             said = json.loads(data)
             whole = said["digest"] == _digest(said["memory"])
             memory = wire.from_plain(Memory, said["memory"]) if whole else None
+            before = str(said.get("launch", ""))
         except (ValueError, KeyError, TypeError, RecursionError, wire.WireError):
             memory = None
         if memory is None:
-            raise CorruptError(
-                f"{self._path} cannot be read. It records in which worlds this node took part. If no agent "
-                "of this job runs anywhere, remove the file and start again."
+            raise RecordError(
+                f"{self._path} is damaged. It records in which worlds this node took part. While other nodes "
+                "of the job run, start this one with another --node-name; when none runs, remove the file."
             )
+        if self._node and memory.me.node != self._node:
+            raise RecordError(
+                f"{self._path} belongs to node {memory.me.node!r}, and this is {self._node!r}: a directory "
+                "was copied or renamed. Give this node a --node-name and --ckpt-dir of its own, or remove it."
+            )
+        if before and self._launch and before != self._launch:
+            return replace(memory, knowledge=Knowledge(memory.knowledge.candidates))
         return memory
 
 

@@ -8,11 +8,22 @@ agent leads when everybody before it in that order has failed to answer. Two may
 
 from __future__ import annotations
 
+import itertools
 from enum import Enum
 
 from elastic_resume.rendezvous.body import Body
 from elastic_resume.rendezvous.link import Link
-from elastic_resume.rendezvous.messages import Claim, Hello, Message, Redirect, Refused, Stamp, Welcome
+from elastic_resume.rendezvous.messages import (
+    Claim,
+    Goodbye,
+    Hello,
+    JobEnd,
+    Message,
+    Redirect,
+    Refused,
+    Stamp,
+    Welcome,
+)
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge
 
 PAUSE_S = 0.3
@@ -29,7 +40,7 @@ class Verdict(Enum):
     SEARCHING = "searching"
     LEAD = "lead"
     FOLLOW = "follow"
-    ENDED = "ended"
+    REFUSED = "refused"
 
 
 class Seeker:
@@ -42,6 +53,7 @@ class Seeker:
         self.verdict = Verdict.SEARCHING
         self.link: Link | None = None
         self.welcome: Welcome | None = None
+        self.refusal = ""
         self.calls: dict[int, float] = {}
         self.patient: set[int] = set()
         self.failed: set[str] = set()
@@ -59,8 +71,9 @@ class Seeker:
     def _new_round(self, hint: str = "") -> None:
         body = self.body
         elders = self.elders()
-        others = [m.address for m in self._members()] + list(body.settings.candidates)
-        wanted = others if elders is None else elders
+        wanted = elders
+        if wanted is None:
+            wanted = [m.address for m in self._members()] + list(body.settings.candidates)
         self.failed.clear()
         self.round_at = body.now
         self.sent_by.clear()
@@ -72,7 +85,8 @@ class Seeker:
 
     def _members(self) -> list[Incarnation]:
         known = self.body.known
-        return list(dict.fromkeys(m for w in known.worlds for m in known.alive(w)))
+        alive = [known.alive(world) for world in known.worlds]
+        return list(alive[0] if len(alive) == 1 else dict.fromkeys(itertools.chain(*alive)))
 
     def elders(self) -> list[str] | None:
         """Addresses of those who would lead before us; None where we may not lead at all."""
@@ -85,14 +99,20 @@ class Seeker:
     def _find_elders(self) -> list[str] | None:
         body = self.body
         members = self._members()
-        if body.me in members:
-            before = members[: members.index(body.me)]
-            return [m.address for m in before if m not in body.silent]
+        for rank, member in enumerate(members):
+            if member.life == body.me.life and member == body.me:
+                return [m.address for m in members[:rank] if not body.silent or m not in body.silent]
         place = body.me.candidate
-        if place is None:
+        if place is None and not self._may_stand_in():
             return None
-        before = [m for m in members if m not in body.silent]
-        return [m.address for m in before] + list(body.settings.candidates[:place])
+        living = [m.address for m in members if m not in body.silent]
+        return living + list(body.settings.candidates[:place])
+
+    def _may_stand_in(self) -> bool:
+        """Whether somebody said that the others are dead, and this node was in the last world."""
+        begun = self.body.known.begun
+        named = begun is not None and any(m.node == self.body.me.node for m in begun.members)
+        return self.body.minority and named
 
     def answer(self, link: Link, stamp: Stamp, message: Message) -> None:
         """Take in a message; a claim tells us where to ask."""
@@ -102,7 +122,7 @@ class Seeker:
             link.who = message.who
             self.body.send(link, Redirect())
         elif isinstance(message, Claim):
-            self._call_now(message.who.address)
+            self._claimed(link, message)
         elif link.conn not in self.calls and link.conn not in self.patient:
             return
         elif isinstance(message, Welcome):
@@ -110,7 +130,19 @@ class Seeker:
         elif isinstance(message, Redirect):
             self._redirected(link, message.address)
         elif isinstance(message, Refused):
-            self._refused(link, message.reason)
+            self._refused(link, message)
+        elif isinstance(message, JobEnd):
+            self.body.ended = message
+
+    def _claimed(self, link: Link, message: Claim) -> None:
+        """Ask the one who leads; unless we could only hold everybody up."""
+        body = self.body
+        if not body.disk_is_late:
+            self._call_now(message.who.address)
+            return
+        body.send(link, Goodbye("its disk takes no writes", body.known, body.me))
+        if body.me in body.rivals([]):
+            body.reborn()
 
     def _redirected(self, link: Link, address: str) -> None:
         if not address or address == self.body.me.address:
@@ -126,18 +158,22 @@ class Seeker:
         else:
             self._call_now(address)
 
-    def _refused(self, link: Link, reason: str) -> None:
-        body = self.body
-        if reason == "ended":
-            self.verdict = Verdict.ENDED
-        elif reason == "gone":
+    def _refused(self, link: Link, message: Refused) -> None:
+        body, reason = self.body, message.reason
+        if reason == "gone":
             body.log("reborn", f"{link.address} counts this agent gone; it comes back as a new one")
             body.reborn()
+            for conn in {*self.calls, *self.patient} - {link.conn}:
+                self._forget(body.links[conn])  # an answer to them would be to the one that was
             body.send(link, body.hello())
             self.calls[link.conn] = body.now
-        else:
-            body.log("refused", f"{link.address} refuses this node: {reason}")
-            self._forget(link)
+            return
+        told, self.refusal = self.refusal, f"{link.address} refuses this node: {reason}"
+        if self.refusal != told and not message.final:
+            body.log("refused", self.refusal)
+        if message.final:
+            self.verdict = Verdict.REFUSED
+        self._forget(link)
 
     def _call_now(self, address: str) -> None:
         if address and address not in self.called:
@@ -172,6 +208,10 @@ class Seeker:
     def advance(self) -> None:
         """Give up on calls that took too long, make the next one, lead if nobody else would."""
         body = self.body
+        if body.disk_is_late:
+            # Whoever leads would wait for our acknowledgement with everybody else, again and again.
+            self._pause_search()
+            return
         for conn, since in list(self.calls.items()):
             if body.now >= since + body.settings.dial_s:
                 link = body.links[conn]
@@ -181,7 +221,7 @@ class Seeker:
                 else:
                     self._forget(link)
         elders = self.elders()
-        if self.verdict is not Verdict.SEARCHING:
+        if self.verdict is not Verdict.SEARCHING or body.ended:
             return
         asking = self.calls.keys() - self.patient
         alone = elders is not None and all(one in self.failed or one == body.me.address for one in elders)
@@ -203,7 +243,7 @@ class Seeker:
             self.targets.pop(0)
         if self.targets:
             self._call_now(self.targets.pop(0))
-            self.next_at = body.now + body.settings.reconnect_s
+            self.next_at = body.now + body.settings.reconnect_s + body.settings.crowd_s * len(self.calls)
         elif body.now >= self.round_at + ROUND_TIMEOUTS * body.settings.node_timeout_s or not (
             self.calls or self.again
         ):
@@ -213,6 +253,13 @@ class Seeker:
             self.next_at = body.now + PAUSE_S
         else:
             self.next_at = body.now + body.settings.dial_s
+
+    def _pause_search(self) -> None:
+        body = self.body
+        for conn in {*self.calls, *self.patient}:
+            self._forget(body.links[conn])
+        self._new_round()
+        self.next_at = body.now + body.settings.beat_s
 
     def deadline(self) -> float:
         """When to look again."""
@@ -227,5 +274,7 @@ class Seeker:
 
     def why_waiting(self) -> str:
         """One clause for the error after the join timeout."""
-        asked = ", ".join(self.body.settings.candidates)
-        return f"no leader answers at {asked} nor at any member of the last world"
+        asked = self.body.not_here([self.body.me])
+        if self.body.disk_is_late:
+            return "this node's disk takes no writes"
+        return self.refusal or f"no leader answers at {asked} nor at any member of the last world"

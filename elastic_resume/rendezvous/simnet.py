@@ -15,9 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-STEPS_LIMIT = 200_000
+STEPS_LIMIT = 40_000
 """Ten times what the busiest schedule takes."""
 
+FAST_S = 0.02
+"""The longest that a packet takes between nodes that nothing slows down."""
 AGAIN_S = 0.4
 """When a lost first packet, or its answer, is sent again."""
 
@@ -92,28 +94,37 @@ class Network:
         self.rng = rng
         self.hosts: dict[str, Host] = {}
         self.cut: set[tuple[str, str]] = set()
-        self.slow_s = 0.02
+        self.rejects = False
+        """What is cut answers calls with a refusal, as a firewall does that rejects; else with silence."""
+        self.slow_s: dict[str, float] = {}
+        """The nodes whose packets take up to so long."""
         self.ends: list[End] = []
 
-    def delay(self) -> float:
+    def delay(self, source: str, target: str) -> float:
         """How long a packet takes."""
-        return self.rng.random() * self.slow_s
+        slow = self.slow_s
+        longest = max(slow.get(source, FAST_S), slow.get(target, FAST_S)) if slow else FAST_S
+        return self.rng.random() * longest
 
     def dial(self, end: End, address: str) -> None:
         """Send the first packet of a connection."""
-        self.clock.at(self.clock.now + self.delay(), self._knock, end, address)
+        self.clock.at(self.clock.now + self.delay(end.host, address), self._knock, end, address)
 
     def _knock(self, end: End, address: str) -> None:
         host = self.hosts.get(address)
-        if host is None or not host.power or self._is_cut(end.host, host.name):
+        if host is None:
             return
-        if not host.process:
-            self.clock.at(self.clock.now + self.delay(), self._tell, end, host.name, "closed", None)
-            return
-        other = End(host.name, host.life, 0, peer=end)
-        end.peer = other
-        self.ends += [end, other]
-        self.clock.at(self.clock.now + self.delay(), self._answer, end, other)
+        back_at = self.clock.now + self.delay(host.name, end.host)
+        if self._is_cut(end.host, host.name):
+            if self.rejects:
+                self.clock.at(back_at, self._tell, end, end.host, "refused", None)
+        elif host.power and not host.process:
+            self.clock.at(back_at, self._tell, end, host.name, "refused", None)
+        elif host.power:
+            other = End(host.name, host.life, 0, peer=end)
+            end.peer = other
+            self.ends += [end, other]
+            self.clock.at(back_at, self._answer, end, other)
 
     def _answer(self, end: End, other: End) -> None:
         if self._is_cut(other.host, end.host) or not other.held:
@@ -152,7 +163,7 @@ class Network:
         self._send_next(end.host, peer)
 
     def _send_next(self, source: str, end: End) -> None:
-        end.ready_at = max(end.ready_at, self.clock.now + self.delay())
+        end.ready_at = max(end.ready_at, self.clock.now + self.delay(source, end.host))
         self.clock.at(end.ready_at, self._arrive, source, end)
 
     def _arrive(self, source: str, end: End) -> None:
@@ -164,7 +175,8 @@ class Network:
         if end.held:
             self.hosts[end.host].notice(end, kind, payload)
         elif self.hosts[end.host].power and kind == "message" and end.peer and end.peer.held:
-            self.clock.at(self.clock.now + self.delay(), self._tell, end.peer, end.host, "closed", None)
+            back_at = self.clock.now + self.delay(end.host, end.peer.host)
+            self.clock.at(back_at, self._tell, end.peer, end.host, "closed", None)
 
     def set_cut(self, cut: set[tuple[str, str]]) -> None:
         """Cut these directions and no others; what waited on the others arrives."""

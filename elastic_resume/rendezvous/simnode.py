@@ -1,7 +1,8 @@
 """A simulated node: the real core on a clock of its own, a disk, workers that start and stop, faults.
 
 Local time runs at its own rate from its own origin. Workers watch the lease by themselves, as real ones do:
-when the agent is stopped they end at `fence_at`.
+when the agent is stopped they end at `fence_at`. An agent whose part is over answers for `linger_s` and
+exits; one that gave up is started again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from elastic_resume.rendezvous.steps import (
     EndJob,
     Event,
     GiveUp,
+    JobFailed,
     JoinRequested,
     Leave,
     Log,
@@ -37,6 +39,10 @@ from elastic_resume.rendezvous.steps import (
     Tick,
     WorkersFinished,
 )
+
+AGAIN_S = 1.0
+"""When an agent that gave up is started again."""
+FORMING = (Propose, Acknowledge, Begin)
 
 Story = Callable[[str, object], None]
 
@@ -61,13 +67,25 @@ class Node(Host):
         self.power = True
         self.process = False
         self.paused = False
+        self.fenced = False
+        """Its workers ended by themselves while it was paused."""
         self.agent: Agent | None = None
         self.ends: dict[int, End] = {}
         self.backlog: list[tuple[Event, int]] = []
         self.story: Story | None = None
-        self.forming: Callable[[], None] | None = None
-        """Called before a message that forms a world is sent: where faults hurt most."""
+        self.watch: Callable[[str], None] | None = None
+        """Told of messages that form worlds, and of each new `world`: where faults hurt most."""
         self.ended = ""
+        """What the agent said at the end of its part."""
+        self.last = False
+        """Once the job has ended here, nobody starts it again."""
+        self.gave_up_at = float("-inf")
+        self.linger_s = float("inf")
+        self.doom = ""
+        """How it will die: `unsent`, before it sends a message that forms a world, or `written`, before it
+        hears that its write is on disk."""
+        self.back_s = 0.0
+        """Who dies of a doom comes back after so long."""
         self._accepted = 0
         self._alarm = float("inf")
         self._fence = 0
@@ -84,18 +102,50 @@ class Node(Host):
 
     def boot(self) -> None:
         """Start an agent, with what the disk holds."""
-        if self.process:
+        if self.process or (self.last and self.done):
             return
         self.life += 1
         self.power = self.process = True
-        self.paused = False
-        self.ended = ""
+        self.paused = self.fenced = False
+        self.ended = self.doom = ""
         place = self.settings.candidates.index(self.name) if self.name in self.settings.candidates else None
         me = Incarnation(self.name, str(self.life), self.name, place)
         self.agent = Agent(self.settings, me, self.disk, self.local())
         self.ends, self.backlog, self._alarm = {}, [], float("inf")
         self._happen(Tick())
         self._join_soon(0.3)
+
+    @property
+    def running(self) -> bool:
+        """Whether its agent has workers running."""
+        return self.agent is not None and self.agent.running is not None
+
+    @property
+    def leads(self) -> bool:
+        """Whether its agent leads."""
+        return self.agent is not None and self.agent.leads
+
+    @property
+    def done(self) -> bool:
+        """Whether its part in the job has ended for good."""
+        return self.ended.startswith(EndJob.__name__)
+
+    def addresses(self) -> set[str]:
+        """Where its agent may call."""
+        if self.agent is None:
+            return set()
+        known = self.agent.body.known
+        return {m.address for w in known.worlds for m in known.alive(w)} | set(self.settings.candidates)
+
+    def __str__(self) -> str:
+        """What it is doing, for a violation's text."""
+        agent = self.agent
+        if agent is None:
+            return f"{self.name} is down"
+        role = type(agent.role).__name__ if agent.role else agent.over
+        runs = f" runs {agent.running.generation}" if agent.running else ""
+        why = f" ({agent.role.why_waiting()})" if agent.role and not agent.running else ""
+        return f"{self.name}{agent.body.me.life} {role}{runs}{why}"
 
     def die(self, *, power: bool = False) -> None:
         """Kill the agent and its workers with it; with the power, silently."""
@@ -106,6 +156,27 @@ class Node(Host):
             self.power = False
         self.process, self.agent = False, None
         self.checkers.ended(self.name)
+
+    def lose_power(self) -> None:
+        """Die without a word."""
+        self.die(power=True)
+
+    def wipe(self) -> None:
+        """Kill the agent and lose its disk."""
+        self.die()
+        self.disk = None
+        self.checkers.forgot(self.name)
+
+    def _meet_doom(self) -> None:
+        self.die()
+        self.clock.at(self.clock.now + self.back_s, self.boot)
+
+    def _exit(self, life: int, *, again: bool) -> None:
+        """The process of an agent whose part is over ends."""
+        if life == self.life and self.process:
+            self.die()
+            if again:
+                self.clock.at(self.clock.now + AGAIN_S, self.boot)
 
     def pause(self) -> None:
         """Stop the agent in its tracks (SIGSTOP); its workers watch their lease."""
@@ -118,6 +189,7 @@ class Node(Host):
     def _self_fence(self, life: int, fence_at: float) -> None:
         if self.paused and life == self.life and self.agent and self.agent.fence_at == fence_at:
             self.checkers.ended(self.name)
+            self.fenced = True
 
     def resume(self) -> None:
         """Let the agent go on: it reads what came meanwhile."""
@@ -129,6 +201,9 @@ class Node(Host):
             self._happen(Tick())
         for event, life in backlog:
             self._deliver(event, life)
+        if self.fenced and self.running:
+            self.ask_to_join(self.life)  # as for any worker that has died
+        self.fenced = False
 
     def ask_to_join(self, life: int) -> None:
         """Workers are stopped and torchelastic asks for a world; also when a worker failed."""
@@ -137,12 +212,22 @@ class Node(Host):
             self._happen(JoinRequested(Join(f"{self.name}:store", 1, self.order)))
 
     def _join_soon(self, within_s: float) -> None:
-        self.clock.at(self.clock.now + self.rng.random() * within_s, self.ask_to_join, self.life)
+        self.clock.at(self.clock.now + self.rng.random() * within_s, self._join_unless_through, self.life)
+
+    def _join_unless_through(self, life: int) -> None:
+        """Workers may have succeeded in the moment in which they were to be stopped."""
+        if self.agent and not (self.agent.body.finished and life == self.life):
+            self.ask_to_join(life)
 
     def finish(self) -> None:
         """Every worker of this node succeeds."""
-        self.checkers.ended(self.name)
+        self.checkers.finished(self.name)
         self._happen(WorkersFinished())
+
+    def fail(self, reason: str) -> None:
+        """Give the job up for all."""
+        self.checkers.ended(self.name)
+        self._happen(JobFailed(reason))
 
     def leave(self) -> None:
         """Drain this node."""
@@ -168,7 +253,7 @@ class Node(Host):
             self._happen(PeerConnected(end.conn))
         else:
             end.held = False
-            self._happen(PeerLost(end.conn, closed=True))
+            self._happen(PeerLost(end.conn, closed=True, refused=kind == "refused"))
 
     # The core.
 
@@ -187,11 +272,13 @@ class Node(Host):
             if self.story:
                 self.story(self.name, effect)
             self._carry_out(effect)
-        if self.agent:
-            due = self._real(self.agent.next_deadline) + 1e-6  # not a rounding error too early
-            if due < self._alarm:
-                self._alarm = max(due, self.clock.now)
-                self.clock.at(self._alarm, self._ring, self._alarm, self.life)
+            if not self.process:
+                return  # it met its doom: the other effects never were
+        due = self._real(self.agent.next_deadline)
+        due = max(due, self.clock.now) + 1e-6  # not a rounding error too early
+        if due < self._alarm:
+            self._alarm = due
+            self.clock.at(self._alarm, self._ring, self._alarm, self.life)
 
     def _ring(self, alarm: float, life: int) -> None:
         if alarm == self._alarm and life == self.life:
@@ -202,31 +289,58 @@ class Node(Host):
 
     def _carry_out(self, effect: object) -> None:
         if isinstance(effect, Send):
-            end = self.ends.get(effect.conn)
-            if end:
-                if self.forming and isinstance(effect.message, (Propose, Acknowledge, Begin)):
-                    self.forming()
-                self.net.send(end, (effect.stamp, effect.message))
+            self._send(effect)
         elif isinstance(effect, Connect):
             end = End(self.name, self.life, effect.conn)
             self.ends[effect.conn] = end
             self.net.dial(end, effect.address)
         elif isinstance(effect, Disconnect):
-            end = self.ends.pop(effect.conn, None)
-            if end:
-                self.net.close(end)
+            done = self.ends.pop(effect.conn, None)
+            if done:
+                self.net.close(done)
         elif isinstance(effect, Persist):
             delay = self.rng.random() * self.disk_s
             self.clock.at(self.clock.now + delay, self._written, effect, self.life)
         elif isinstance(effect, BeginWorld):
-            if self.agent:
-                self.checkers.began(self.name, self.agent.body.me, effect, self.clock.now)
+            self._begin(effect)
         elif isinstance(effect, (RestartWorkers, StopWorkers)):
             self.clock.at(self.clock.now + self.rng.random() * self.stop_s, self._stopped, self.life)
         elif isinstance(effect, (EndJob, GiveUp)):
-            self.ended = f"{type(effect).__name__}: {effect.reason}"
+            self._end(effect)
         elif not isinstance(effect, Log):
             raise TypeError(f"no way to carry out {effect!r}")
+
+    def _send(self, effect: Send) -> None:
+        end = self.ends.get(effect.conn)
+        if end is None:
+            return
+        if isinstance(effect.message, FORMING):
+            if self.watch:
+                self.watch(type(effect.message).__name__)
+            if self.doom == "unsent":
+                self._meet_doom()
+                return
+        self.net.send(end, (effect.stamp, effect.message))
+
+    def _begin(self, effect: BeginWorld) -> None:
+        if self.agent is None:
+            return
+        first = effect.generation not in self.checkers.worlds
+        self.checkers.began(self.name, self.agent.body.me, effect, self.clock.now)
+        if first and self.watch:
+            self.watch("world")
+
+    def _end(self, effect: EndJob | GiveUp) -> None:
+        self.ended = f"{type(effect).__name__}: {effect.reason}"
+        again = isinstance(effect, GiveUp)
+        if again:
+            self.last = False
+        """Once the job has ended here, nobody starts it again."""
+        self.gave_up_at = self.clock.now
+        if self.linger_s < float("inf"):
+            self.clock.at(
+                self.clock.now + self.linger_s, lambda life: self._exit(life, again=again), self.life
+            )
 
     def _stopped(self, life: int) -> None:
         if life == self.life and self.agent and not self.agent.running:
@@ -237,4 +351,7 @@ class Node(Host):
     def _written(self, effect: Persist, life: int) -> None:
         if life == self.life and self.agent:
             self.disk = effect.memory
-            self._happen(Persisted(effect.number))
+            if self.doom == "written":
+                self._meet_doom()
+            else:
+                self._happen(Persisted(effect.number))

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from elastic_resume.rendezvous.messages import Join, Message, Stamp
 from elastic_resume.rendezvous.quorum import ALL_RULES, Incarnation, Knowledge, Rules
 
+FEW = 64
+"""So many members are answered before any of them could get impatient."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -30,7 +33,7 @@ class Settings:
     scale_up_s: float = 1.0
     """A newcomer to a running world waits so long for others, for one restart instead of several."""
     beats_per_timeout: int = 10
-    claim_s: float = 2.0
+    claim_s: float = 0.5
     """How often a leader calls at the candidates' addresses."""
     drift: float = 0.05
     """Share of a lease kept back for clocks of different rates and the time it takes to kill workers."""
@@ -49,7 +52,16 @@ class Settings:
     @property
     def dial_s(self) -> float:
         """How long a call may take to be answered before the next address counts as the next best."""
-        return self.node_timeout_s / 3
+        return self.node_timeout_s / 3 + self.crowd_s
+
+    @property
+    def crowd_s(self) -> float:
+        """How much longer a leader may take to answer when all members of a large job call it at once.
+
+        It needs up to a millisecond for each. Those who went on to others meanwhile would call all of
+        them, and a thousand members with a thousand calls each never come to an end.
+        """
+        return max(0, self.max_nodes - FEW) * 2e-3
 
 
 # Events.
@@ -67,12 +79,13 @@ class PeerLost:
     """A connection is over, or could not be made.
 
     `closed`: the other side closed or reset it, or nobody listens there (evidence of an end). Otherwise
-    it timed out or the network refused (silence).
+    it timed out or the network refused (silence). `refused`: nobody listens at the address that we dialled.
     """
 
     conn: int
     closed: bool
     why: str = ""
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +115,13 @@ class WorkersFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class JobFailed:
+    """This node gives the job up for all nodes: a restart would meet the same again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """This node drains or fails for good; its workers are stopped."""
 
@@ -115,7 +135,17 @@ class Persisted:
     number: int
 
 
-Event = PeerConnected | PeerLost | MessageArrived | Tick | JoinRequested | WorkersFinished | Leave | Persisted
+Event = (
+    PeerConnected
+    | PeerLost
+    | MessageArrived
+    | Tick
+    | JoinRequested
+    | WorkersFinished
+    | JobFailed
+    | Leave
+    | Persisted
+)
 
 
 # Effects.
@@ -192,16 +222,21 @@ class StopWorkers:
 
 @dataclass(frozen=True, slots=True)
 class EndJob:
-    """The job is done on every node: answer 'finished' and go."""
+    """The job is over on every node: done, or `failed`."""
 
     reason: str
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """No world within the join timeout, or no place for this node: tell torchelastic why."""
+    """No world within the join timeout, or no place for this node.
+
+    `final`: this node's settings are wrong, and to start it again will not help.
+    """
 
     reason: str
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)

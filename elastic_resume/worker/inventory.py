@@ -55,7 +55,9 @@ def take_stock(place: Place, board: Board, generation: int) -> Inventory:
         lead_rank=place.world.rank,
         copies=tuple(copies),
         rejected=tuple(rejected + problem),
-        generation=generation,
+        # The world's generation is one more than the greatest that anybody knew; the agents may have counted
+        # further than checkpoints tell, when worlds ended before their first step.
+        generation=max(generation, _assigned() - 1),
         floor=floor,
         began=began,
         committed=committed.newest(place.node_dir),
@@ -97,6 +99,12 @@ def supervisor() -> str:
         return f"{pid} {psutil.Process(pid).create_time()}"
     except psutil.Error:
         return str(pid)
+
+
+def _assigned() -> int:
+    """The generation that the agents' rendezvous gave this world; 0 under another launcher."""
+    text = os.environ.get(contract.ENV_GENERATION, "")
+    return int(text) if text.isdigit() else 0
 
 
 def _last_step(place: Place, board: Board, generation: int) -> tuple[int, int, int]:

@@ -1,0 +1,63 @@
+"""The fence: one word of memory that says until when this node's workers may run.
+
+The agent owns it and moves it, the stubs look at it. It lies in memory that both have mapped, so it counts
+on although the agent is stopped, wedged or killed: what is not renewed runs out by itself. A renewal is
+one store of eight aligned bytes, which no look finds half done; it takes no lock, no system call and no
+disk, so it may stand before anything else that a thread does about an event.
+
+Promise: no word has ever to arrive for a worker to die, and after `Fence.close` none may run.
+
+Knows neither who renews it nor why, nor how a stub kills.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+
+MFD_NOEXEC_SEAL = 0x0008  # of linux/memfd.h; Python has no name for it
+
+
+class Fence:
+    """Until when workers may run, in seconds of CLOCK_MONOTONIC; at first they may not.
+
+    Infinite: no lease is needed. Minus infinite: no worker may run. NaN is no time and counts as the latter.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = _memory("elastic_resume-fence")
+        os.ftruncate(self._descriptor, mmap.PAGESIZE)
+        self._page = mmap.mmap(self._descriptor, mmap.PAGESIZE)
+        self._word = memoryview(self._page).cast("d")
+        # A name for stubs, to which torchelastic hands no descriptor on. It ends with us, or with `close`.
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.set(-math.inf)
+
+    def set(self, until: float) -> None:
+        """Let workers run until then: renew their lease, or end them at once. From any thread.
+
+        Raises:
+            ValueError: the fence is closed, and workers stay dead.
+
+        """
+        # A view of native doubles stores all eight bytes as one. Slices and struct's other formats need not.
+        self._word[0] = until
+
+    def close(self) -> None:
+        """Let no worker run any more, and give the memory back. May be called again."""
+        if self._descriptor < 0:
+            return
+        self.set(-math.inf)
+        self._word.release()
+        self._page.close()
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def _memory(name: str) -> int:
+    """An anonymous file. Hardened kernels (vm.memfd_noexec=2) refuse one that might be executed."""
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
+    except OSError:  # older than Linux 6.3, which does not know the flag
+        return os.memfd_create(name, os.MFD_CLOEXEC)

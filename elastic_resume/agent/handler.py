@@ -1,0 +1,317 @@
+"""The two `RendezvousHandler`s that torchelastic sees: our own, and one around a stock rendezvous.
+
+Both ask an `Observer` whether there is to be another round, and say who ended the job. `OwnRendezvous` turns
+a `Member`'s worlds into what torchelastic wants; of its calls only `next_rendezvous` and the exit barrier
+wait for others, and they end when the core says so. Does not know flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+from torch.distributed.run import determine_local_world_size, get_args_parser
+
+from elastic_resume.errors import GaveUpError, MachineError
+from elastic_resume.rendezvous.member import JobOver, Member
+from elastic_resume.rendezvous.messages import Join
+from elastic_resume.rendezvous.steps import BeginWorld
+
+BACKEND = "elastic_resume"
+ENV_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"  # torchelastic's: 1 spares it the exchange of ranks
+ENDED_KEY = "elastic_resume/ended"  # set in a round's store by the node that ends the job, to its reason
+HEARD_KEY = "elastic_resume/heard"  # counts the nodes that have read it
+LINGER_S = 2.0  # how long a node that ends the job, and may host the store, waits for the others to read why
+LEAVE_S = 0.5
+
+
+class Observer(Protocol):
+    """What the supervisor wants to know and may decide."""
+
+    def before_round(self, *, failed: bool, why: str = "", may_be_victim: bool = False) -> None:
+        """A round is asked for. Raise GaveUpError to refuse it.
+
+        ``failed``: because own workers failed; ``why``: what the others did. ``may_be_victim``: whether a
+        node was lost that took our workers along is told by `round_formed`, and judged there.
+        """
+
+    def round_formed(
+        self, *, node_rank: int, num_nodes: int, generation: int | None = None, changed: bool = False
+    ) -> None:
+        """A rendezvous ended; workers start now. ``changed``: not the same processes as last time."""
+
+    def last_words(self, *, workers_failed: bool = False) -> str:
+        """Why this node ends the job for all; empty when it ends because its workers are done.
+
+        ``workers_failed``: say what their failure was, if nothing has been decided.
+        """
+
+
+class OwnRendezvous(RendezvousHandler):
+    """Our own rendezvous: any node may leave, the one that leads included."""
+
+    def __init__(
+        self, member: Member, observer: Observer, backend: str, *, host: str, workers: int, order: int
+    ) -> None:
+        """``host`` is where others reach this node, ``order`` its place in the scheduler's order.
+
+        ``workers`` is how many this node starts, 0 where that is not known.
+        """
+        self._member = member
+        self._observer = observer
+        self._backend = backend
+        self._host = host
+        self._workers = workers
+        self._order = order
+        self._server: TCPStore | None = None
+        self._world: BeginWorld | None = None
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return self._backend
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See base class. Workers meet at the store that the agent of node rank 0 serves."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See base class. torchelastic has stopped its workers before it calls.
+
+        Raises:
+            GaveUpError: the observer, or another node, ends the job.
+            SystemExit: with 0: the job is done, and this node was not needed.
+            ConfigError, RendezvousLostError: see `Member.join`.
+
+        """
+        self._member.check()
+        last, why = self._world, self._member.why_restart
+        if last is not None:
+            self._observer.before_round(failed=not why, why=why, may_be_victim=True)
+        # A fresh store for each generation: workers of different ones never meet. Only rank 0's is used.
+        self._server = None
+        self._server = _serve(self._host)
+        join = Join(_at(self._host, self._server.port), self._workers, self._order)
+        try:
+            world = self._member.join(join)
+        except JobOver:
+            raise SystemExit(0) from None
+        if world.rank != 0:
+            self._server = None
+        self._world = world
+        changed = last is None or set(last.members) != set(world.members)
+        self._observer.round_formed(
+            node_rank=world.rank,
+            num_nodes=len(world.members),
+            generation=world.generation,
+            changed=changed,
+        )
+        where = RendezvousStoreInfo(*_host_and_port(world.store))
+        store: Any = _RoundStore(self._ranks(world, where), self._member)
+        return RendezvousInfo(store, world.rank, len(world.members), where)
+
+    def _ranks(self, world: BeginWorld, where: RendezvousStoreInfo) -> Store:
+        """Give the store through which torchelastic works out the workers' ranks."""
+        if not all(world.workers):  # under plain torchrun a node cannot know how many workers it has
+            return self._server or TCPStore(where.master_addr, where.master_port, is_master=False)
+        os.environ[ENV_IDENTICAL] = str(int(len(set(world.workers)) == 1))
+        return _known_ranks(world.workers)
+
+    def num_nodes_waiting(self) -> int:
+        """See base class. A flag of this process: to ask costs nothing, and no silent host can block it."""
+        return int(self._member.restart_wanted)
+
+    def is_closed(self) -> bool:
+        """See base class. The end of one agent closes nothing for the others."""
+        return False
+
+    def set_closed(self) -> None:
+        """See base class. Does nothing."""
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return self._member.run_id
+
+    def shutdown(self) -> bool:
+        """See base class. Tells the other nodes why, when this one ends the job for all."""
+        words = self._observer.last_words()
+        if words:
+            self._member.fail(words)
+        return True
+
+
+class _RoundStore:
+    """What torchelastic takes for the store of a round; it waits for nobody.
+
+    torchelastic has two uses for it. With different numbers of workers on the nodes it works out ranks: we
+    know those numbers and put the result where it looks, so that no silent host can block it. When workers
+    have succeeded it waits for the others with ``wait``, for 300 s: `Member.finish` knows better.
+    """
+
+    def __init__(self, inner: Store, member: Member) -> None:
+        self._inner = inner
+        self._member = member
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for the end of the job, which is what the exit barrier is for."""
+        del keys, timeout
+        self._member.finish()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def workers_of_torchrun(words: list[str]) -> int:
+    """How many workers torchrun's command line asks for on this node; 0 where it cannot be told."""
+    try:
+        args, _ = get_args_parser().parse_known_args(words)
+        return int(determine_local_world_size(args.nproc_per_node))
+    except (SystemExit, ValueError, AttributeError):  # not torchrun's words: somebody calls launch_agent
+        return 0
+
+
+def _known_ranks(workers: tuple[int, ...]) -> Store:
+    """A store of this process that already holds what nodes would tell each other about ranks.
+
+    The names are those of torchelastic's ``_assign_worker_ranks``; one that it does not find there is an
+    error after a second.
+    """
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    first, total = 0, sum(workers)
+    for rank, count in enumerate(workers):
+        role = {"role": "default", "rank": rank, "local_world_size": count}
+        store.set(f"torchelastic/role_info/{rank}", json.dumps(role))
+        store.set(f"torchelastic/assigned_ranks/{rank}", json.dumps([first, total, first, total]))
+        first += count
+    return store
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _serve(host: str) -> TCPStore:
+    try:
+        return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise MachineError(
+            f"no store can be served at {host}: {str(error).splitlines()[0][:200]} "
+            "(is --local-addr an address of this machine?)"
+        ) from error
+
+
+def _at(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class StockRendezvous(RendezvousHandler):
+    """A stock rendezvous with an observer, and an end that all nodes of the round hear of.
+
+    The stock one closes without a word: the others notice when their collectives fail, and not why.
+    """
+
+    def __init__(self, inner: RendezvousHandler, observer: Observer, backend: str) -> None:
+        self._inner = inner
+        self._backend = backend
+        self._observer = observer
+        self._round: RendezvousInfo | None = None
+        self._membership_changed = False
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return self._backend
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See base class."""
+        return self._inner.use_agent_store
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See base class. Raises GaveUpError when the observer or another node ends the job."""
+        self._raise_if_ended()
+        if self._round is not None:
+            # torchelastic asks for another round for two reasons only.
+            self._observer.before_round(failed=not self._membership_changed)
+        self._membership_changed = False
+        try:
+            self._round = self._inner.next_rendezvous()
+        except RendezvousClosedError:
+            self._raise_if_ended()
+            raise
+        self._observer.round_formed(node_rank=self._round.rank, num_nodes=self._round.world_size)
+        return self._round
+
+    def num_nodes_waiting(self) -> int:
+        """See base class. Also non-zero when another node has ended the job, so that workers are stopped."""
+        waiting = self._inner.num_nodes_waiting()
+        if waiting == 0 and self._ended():
+            waiting = 1
+        self._membership_changed = waiting > 0
+        return waiting
+
+    def is_closed(self) -> bool:
+        """See base class."""
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        """See base class."""
+        close: Callable[[], Any] = self._inner.set_closed  # torch leaves it without types
+        close()
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        """See base class. Tells the other nodes why, when this one ends the job for all."""
+        words = self._observer.last_words(workers_failed=True)
+        if words and self._round is not None and self._round.world_size > 1:
+            with contextlib.suppress(RuntimeError):  # the store's host is gone: nobody is left to be told
+                self._tell(self._round, words)
+        closed = self._inner.shutdown()
+        if not words and self._round is not None and self._round.world_size > 1:
+            # All nodes come here within milliseconds of the exit barrier. The one with the store must not
+            # be the first to go, or the others see it break; which one that is, torch does not tell.
+            time.sleep(LEAVE_S)
+        return closed
+
+    def _tell(self, this_round: RendezvousInfo, words: str) -> None:
+        store = this_round.store
+        if not store.check([ENDED_KEY]):
+            store.set(ENDED_KEY, words)
+        deadline = time.monotonic() + LINGER_S
+        while store.add(HEARD_KEY, 0) < this_round.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _ended(self) -> bool:
+        return self._round is not None and _holds(self._round.store, ENDED_KEY)
+
+    def _raise_if_ended(self) -> None:
+        if self._round is None or not self._ended():
+            return
+        store = self._round.store
+        words = store.get(ENDED_KEY).decode()
+        store.add(HEARD_KEY, 1)
+        self._round = None
+        raise GaveUpError(words)
+
+
+def _holds(store: Store, key: str) -> bool:
+    try:
+        return store.check([key])
+    except RuntimeError:
+        return False  # unreachable: the stock rendezvous will say so itself

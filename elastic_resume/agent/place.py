@@ -1,0 +1,72 @@
+"""This node's place in our own rendezvous: the port it listens on, its record on disk, its fence, its member.
+
+Promise: whatever ends the agent short of SIGKILL, the others are told goodbye. Does not know torchelastic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from elastic_resume import contract
+from elastic_resume.agent.fence import Fence
+from elastic_resume.cluster import node
+from elastic_resume.rendezvous.address import take_seat
+from elastic_resume.rendezvous.member import Member
+from elastic_resume.rendezvous.record import Record
+from elastic_resume.rendezvous.steps import Log
+from elastic_resume.rendezvous.terms import Terms
+from elastic_resume.store.node_dir import NodeDir
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node's place: ``host`` is where workers reach it, ``order`` its place in the scheduler's order."""
+
+    member: Member
+    host: str
+    order: int
+
+
+@contextlib.contextmanager
+def taken(
+    terms: Terms, node_dir: NodeDir, *, say: Callable[[str], None], tell: Callable[[Log], None]
+) -> Iterator[Place]:
+    """Take the place; say goodbye at the end, whatever ends it.
+
+    Args:
+        terms: of this job.
+        node_dir: claimed by this process; its name is the node's.
+        say: gets one line for people.
+        tell: gets what the rendezvous does, in a thread of its own.
+
+    Raises:
+        ConfigError: an address is wrong, or its port is held by another program.
+        RecordError: the record of an earlier life cannot be read.
+
+    """
+    record = Record(node_dir.path, launch=node.launch(os.environ), node=node_dir.path.name)
+    seat = take_seat(terms.endpoints, terms.local_addr, run_id=terms.run_id, token=terms.token, say=say)
+    if seat.notice:
+        say(seat.notice)
+    if not terms.secret and terms.max_nodes > 1:
+        say(
+            "no token is set: whoever reaches this node's port and knows the job's name may join "
+            "(--rdzv-token-file or ELASTIC_RESUME_TOKEN would keep others out)."
+        )
+    fence = Fence()
+    name = node_dir.path.name
+    member = Member(terms, seat, node=name, record=record, seen=node_dir.generation(), fence=fence, tell=tell)
+    os.environ[contract.ENV_FENCE] = fence.path
+    member.start()
+    try:
+        yield Place(member, seat.host, node.order(os.environ))
+    except BaseException as end:
+        member.leave((str(end) or type(end).__name__)[:200])
+        raise
+    finally:
+        member.close()
+        os.environ.pop(contract.ENV_FENCE, None)
+        fence.close()

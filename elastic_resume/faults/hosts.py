@@ -1,0 +1,293 @@
+"""Simulated hosts: a network namespace for each node, and links that go silent.
+
+What a killed process cannot show is silence. Its kernel closes its connections, so its peers learn of the
+death at once; of a machine without power, or behind a dead switch, they learn nothing. Here each node has an
+interface of its own, on a bridge that lives in yet another namespace, and a packet for a node that is out of
+reach is sent to a hardware address that nobody has. Nothing answers, nothing is refused, no interface goes
+down, and a connection that was silent goes on when the link is back.
+
+**Measured**, with a link cut for a minute, on an established connection and on a new one. A neighbour that
+nobody is: both wait without an error until TCP itself gives up. A bridge port taken down, or disabled: the
+same while hardware addresses are given; where they are asked for (ARP), a new connection fails with
+EHOSTUNREACH after 3 s. The node's own interface taken down: ENETUNREACH at once. Hence fixed addresses, and
+one way to lose a packet for whole nodes, single directions and partitions; it takes no packet filter, and no
+kernel module but bridge and veth. A change takes 2 ms for each node that sends otherwise, one after another.
+
+**Promises.** Nothing is named, mounted or configured on the host: the namespaces have no names and live by
+descriptors of the process that made them. When it ends, in whatever way, the kernel takes down the bridge
+and every link. So no run finds what another left, and any number of them go side by side. The processes
+inside are bound by whoever starts them (`lab.Cluster` does); `close` ends those that are left.
+
+**Does not know** agents, jobs or torch. It carries IPv4 from node to node, no broadcasts and no way out; a
+process on the host cannot reach a node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from elastic_resume.errors import MachineError, UsageError
+
+INTERFACE = "net0"  # not eth0: /sys still shows the host's interfaces, and one name must not mean two things
+MAX_NODES = 250
+_KILLS_MAX, _KILL_S = 1000, 0.01  # one that sleeps in the kernel past ten seconds is left to it
+_NOBODY = "02:65:72:ff:ff:ff"
+_TOOLS = {"ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
+_TRIAL = ["link add hub type bridge", "link add n0 type veth peer name net0", "link set n0 master hub"]
+
+
+def available() -> str:
+    """Why this process cannot make `Namespaces`, in words; empty when it can."""
+    missing = [tool for tool in _TOOLS if _tool(tool) is None]
+    if missing:
+        packages = " ".join(sorted({_TOOLS[tool] for tool in missing}))
+        return f"no {' or '.join(missing)} on this machine: apt-get install {packages}"
+    tried = _call([str(_tool("unshare")), "--net", str(_tool("ip")), "-batch", "-"], _TRIAL)
+    if tried.returncode == 0:
+        return ""
+    return (
+        f"no network namespace with a bridge can be made here ({_last_line(tried.stderr)}): it takes root "
+        "with CAP_SYS_ADMIN and CAP_NET_ADMIN, and a kernel with bridge and veth"
+    )
+
+
+class Namespaces:
+    """A network namespace for each node, all on one bridge. Use it as a context manager, or call `close`."""
+
+    def __init__(self, nodes: int = 3) -> None:
+        """Make the network; every node reaches every other.
+
+        Raises:
+            MachineError: `available` says why not.
+
+        """
+        if not 1 <= nodes <= MAX_NODES:
+            raise UsageError(f"{nodes} simulated hosts: there can be 1 to {MAX_NODES}.")
+        why = available()
+        if why:
+            raise MachineError(f"simulated hosts: {why}.")
+        # Chance makes it seen when a process of one cluster looks for a node of another.
+        self._network = f"10.{secrets.randbelow(256)}.{secrets.randbelow(256)}"
+        self._spaces: list[int] = []  # one for each node, then the bridge's
+        self._cut: set[int] = set()
+        self._links: set[tuple[int, int]] = set()
+        self._side: list[int] = [0] * nodes
+        self._lost: set[tuple[int, int]] = set()
+        try:
+            self._spaces.extend(_namespace() for _ in range(nodes))
+            self._wire()
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._side)
+
+    def __enter__(self) -> Namespaces:  # noqa: PYI034  typing.Self needs Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def address(self, index: int) -> str:
+        """The node's IPv4 address; it can be reached from the other nodes alone."""
+        self._check(index)
+        return f"{self._network}.{index + 1}"
+
+    def command(self, index: int, argv: Sequence[str]) -> list[str]:
+        """``argv``, so that it runs on a node's network; folder, environment and process id stay its own.
+
+        The process that is started becomes ``argv`` by exec: its id is the one to signal and to wait for,
+        and a parent-death signal that was asked for before (prctl) still holds.
+        """
+        self._check(index)
+        return [str(_tool("nsenter")), f"--net={_path(self._spaces[index])}", "--", *argv]
+
+    # ---- what befalls the links ----------------------------------------------------------------------
+
+    def cut(self, index: int) -> None:
+        """Let all that a node sends and all that is sent to it vanish."""
+        self._check(index)
+        self._cut.add(index)
+        self._apply()
+
+    def restore(self, index: int) -> None:
+        """Undo `cut` and every `cut_link` of a node; a partition stays."""
+        self._check(index)
+        self._cut.discard(index)
+        self._links = {link for link in self._links if index not in link}
+        self._apply()
+
+    def cut_link(self, sender: int, receiver: int, *, one_way: bool = False) -> None:
+        """Let what one node sends to another vanish; and, unless ``one_way``, what that sends back."""
+        self._check(sender, receiver)
+        self._links.add((sender, receiver))
+        if not one_way:
+            self._links.add((receiver, sender))
+        self._apply()
+
+    def partition(self, groups: Sequence[Collection[int]]) -> None:
+        """Let nodes reach only those of their own group, in place of any earlier partition.
+
+        Raises:
+            UsageError: a node is in no group, or in two.
+
+        """
+        if sorted(itertools.chain(*groups)) != list(range(len(self))):
+            raise UsageError(f"a partition of nodes 0 to {len(self) - 1} names each once; got {groups}.")
+        for side, group in enumerate(groups):
+            for index in group:
+                self._side[index] = side
+        self._apply()
+
+    def heal(self) -> None:
+        """Let every node reach every other again: no cut and no partition is left."""
+        self._cut.clear()
+        self._links.clear()
+        self._side = [0] * len(self)
+        self._apply()
+
+    def close(self) -> None:
+        """End the processes that are left on the nodes, and the network. A second call does nothing."""
+        spaces, self._spaces = self._spaces, []
+        inside = {_identity(_path(space)) for space in spaces}
+        for _ in range(_KILLS_MAX):  # what had just been forked is found by the next look
+            if not _kill_inside(inside):
+                break
+            time.sleep(_KILL_S)
+        for space in spaces:
+            os.close(space)
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _wire(self) -> None:
+        """Give every node its interface, and the bridge a port for each."""
+        hub = _namespace()
+        try:
+            lines = ["link add hub type bridge", "link set hub addrgenmode none", "link set hub up"]
+            for index, space in enumerate(self._spaces):
+                lines += [
+                    f"link add n{index} type veth peer name {INTERFACE} netns {_path(space)}",
+                    f"link set n{index} addrgenmode none",
+                    f"link set n{index} master hub up",
+                    f"link set n{index} type bridge_slave bcast_flood off mcast_flood off",
+                ]
+            _ip(hub, lines)
+        except BaseException:
+            os.close(hub)
+            raise
+        # The bridge is the last to be left: with it go all links, whatever still runs on the nodes.
+        self._spaces.append(hub)
+        for index in range(len(self)):
+            _ip(self._spaces[index], self._setup(index))
+
+    def _setup(self, index: int) -> Iterable[str]:
+        yield "link set lo up"
+        yield f"link set {INTERFACE} address {_hardware(index)} addrgenmode none"
+        yield f"addr add {self.address(index)}/24 dev {INTERFACE}"
+        yield f"link set {INTERFACE} up"
+        yield from (self._route(other, lost=False) for other in range(len(self)) if other != index)
+
+    def _route(self, receiver: int, *, lost: bool) -> str:
+        hardware = _NOBODY if lost else _hardware(receiver)
+        return f"neigh replace {self.address(receiver)} lladdr {hardware} nud permanent dev {INTERFACE}"
+
+    def _apply(self) -> None:
+        """Make the network lose what the cuts, links and groups say, and nothing else."""
+        wanted = {pair for pair in itertools.permutations(range(len(self)), 2) if self._is_lost(*pair)}
+        changed = wanted ^ self._lost
+        for sender in sorted({pair[0] for pair in changed}):
+            receivers = sorted(pair[1] for pair in changed if pair[0] == sender)
+            _ip(self._spaces[sender], [self._route(to, lost=(sender, to) in wanted) for to in receivers])
+        self._lost = wanted
+
+    def _is_lost(self, sender: int, receiver: int) -> bool:
+        return (
+            sender in self._cut
+            or receiver in self._cut
+            or (sender, receiver) in self._links
+            or self._side[sender] != self._side[receiver]
+        )
+
+    def _check(self, *indices: int) -> None:
+        if not self._spaces:
+            raise UsageError("these simulated hosts are closed.")
+        if not all(0 <= index < len(self) for index in indices):
+            raise UsageError(f"simulated hosts are 0 to {len(self) - 1}; got {indices}.")
+
+
+def _namespace() -> int:
+    """Make a network namespace; it lives as long as the descriptor that is given back."""
+    unshare = [str(_tool("unshare")), "--net", "cat"]
+    with subprocess.Popen(
+        unshare, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as first:
+        if first.stdin is None or first.stdout is None or first.stderr is None:
+            raise RuntimeError("pipes were asked for")
+        with contextlib.suppress(BrokenPipeError):
+            first.stdin.write(b"\n")
+        # Its echo comes from inside: before, the process may be in the namespace of this one.
+        if not first.stdout.read(1):
+            raise MachineError(f"no network namespace: {_last_line(first.stderr.read().decode())}.")
+        return os.open(f"/proc/{first.pid}/ns/net", os.O_RDONLY)
+
+
+def _ip(namespace: int, lines: Iterable[str]) -> None:
+    """Run lines of `ip` in a namespace, up to the first that fails."""
+    done = _call([str(_tool("nsenter")), f"--net={_path(namespace)}", str(_tool("ip")), "-batch", "-"], lines)
+    if done.returncode:
+        raise MachineError(f"the network of the simulated hosts cannot be changed: {done.stderr.strip()}.")
+
+
+def _call(command: list[str], lines: Iterable[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=False)
+
+
+def _kill_inside(namespaces: Collection[tuple[int, int]]) -> bool:
+    """Send SIGKILL to every process of these namespaces; whether there was one."""
+    if _identity("/proc/self/ns/net") in namespaces:
+        raise RuntimeError("the namespace of this process is none of a node's")
+    found = False
+    for pid in psutil.pids():
+        # Gone meanwhile, or a zombie, which is in no namespace.
+        with contextlib.suppress(OSError):
+            if _identity(f"/proc/{pid}/ns/net") in namespaces:
+                os.kill(pid, signal.SIGKILL)
+                found = True
+    return found
+
+
+def _identity(path: str) -> tuple[int, int]:
+    found = Path(path).stat()
+    return found.st_dev, found.st_ino
+
+
+def _path(namespace: int) -> str:
+    # Not /proc/self: another process is to open it.
+    return f"/proc/{os.getpid()}/fd/{namespace}"
+
+
+def _hardware(index: int) -> str:
+    return f"02:65:72:00:00:{index + 1:02x}"
+
+
+def _tool(name: str) -> str | None:
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[-1]

@@ -1,0 +1,248 @@
+"""One connection over TCP: the handshake, then lines, each way, until one side ends it.
+
+It promises its owner, in this order: `proven` once both sides have proved who they are, `heard` for every
+line after that, and `ended` once, unless the owner closed it. What the other side sends before it has proved
+anything is held up to `wire.MAX_GREETING_BYTES`, and for as long as `patience_s` from the start of the call.
+
+Does not know what a message is, nor whose connections count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import threading
+from typing import Any, Protocol, cast
+
+from elastic_resume.rendezvous import wire
+
+# Errors that say "nobody lives there"; others (no route, time-out) are silence.
+_REFUSED = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED}
+
+
+_READ_BYTES = 1 << 18
+_threads = threading.local()
+
+
+class Owner(Protocol):
+    """Who is told what happens to a connection."""
+
+    def opened(self, channel: Channel) -> None:
+        """Somebody connected; nothing is proved."""
+
+    def proven(self, channel: Channel) -> None:
+        """Both sides have proved that they hold the run's token."""
+
+    def heard(self, channel: Channel, line: bytes) -> None:
+        """A line arrived. Raises `wire.WireError` when it is no message; that ends the connection."""
+
+    def ended(self, channel: Channel, *, closed: bool, why: str) -> None:
+        """The connection is over, or could not be made. ``closed``: see `steps.PeerLost`."""
+
+    def dropped(self, channel: Channel, why: str) -> None:
+        """It will be ended by our own decision."""
+
+    def freed(self, channel: Channel) -> None:
+        """The socket is closed: nothing of the connection is left."""
+
+
+class Channel(asyncio.BufferedProtocol):
+    """One connection; the owner's `number` for it is 0 until it has one."""
+
+    def __init__(self, owner: Owner, handshake: wire.Handshake, patience_s: float, number: int = 0) -> None:
+        self.number = number
+        self.is_proven = False
+        self.greeted = False
+        """The other side has said something that belongs in a handshake of this job."""
+        self.mute = 0
+        """For the owner to count in; 0 again whenever something arrives."""
+        self.over = False
+        self.refused = False
+        """Nobody listened there."""
+        self.peer = "an unknown address"
+        self._owner = owner
+        self._handshake = handshake
+        self._lines = wire.Lines(wire.MAX_GREETING_BYTES)
+        self._buffer = _buffer()
+        self._transport: asyncio.Transport | None = None
+        self._patience = asyncio.get_running_loop().call_later(patience_s, self._late, patience_s)
+
+    # ---- what the owner does -------------------------------------------------------------------------
+
+    def write(self, line: bytes) -> None:
+        """Queue a line; never blocks."""
+        if self._transport is not None and not self.over:
+            self._transport.write(line)
+
+    @property
+    def queued_bytes(self) -> int:
+        """What the other side has not taken yet, beyond what the kernel holds."""
+        return self._transport.get_write_buffer_size() if self._transport else 0
+
+    def close(self) -> None:
+        """Send what is queued, then close; nothing more of it is reported but `Owner.freed`."""
+        self._settle()
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once; nothing more of it is reported but `Owner.freed`."""
+        self._settle()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def end(self, *, closed: bool, why: str) -> None:
+        """Close at once and report it."""
+        if not self.over:
+            self.abort()
+            self._owner.ended(self, closed=closed, why=why)
+
+    def drop(self, why: str) -> None:
+        """Close at once, by our own decision, and report it."""
+        if not self.over:
+            self._owner.dropped(self, why)
+            self.end(closed=False, why=why)
+
+    def failed(self, error: Exception) -> None:
+        """The call was not answered, for that reason."""
+        closed = isinstance(error, OSError) and error.errno in _REFUSED
+        self.refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
+        self.end(closed=closed, why=str(error) or type(error).__name__)
+
+    def _settle(self) -> None:
+        self.over = True
+        self._patience.cancel()
+
+    def _late(self, patience_s: float) -> None:
+        self.drop(f"the handshake took more than {patience_s:g} s")
+
+    # ---- what asyncio calls --------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Greet the other side, or wait for its greeting."""
+        self._transport = tcp = cast("asyncio.Transport", transport)
+        if self.over:  # given up while the kernel connected
+            tcp.abort()
+            return
+        host, port = (tcp.get_extra_info("peername") or ("an unknown address", 0))[:2]
+        self.peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        # Let the kernel notice a peer that vanished while nothing is sent. (asyncio sets TCP_NODELAY.)
+        tcp.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._owner.opened(self)
+        self.write(next(self._handshake))
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        """Lend the kernel the thread's buffer: nothing stays in it, and a new one each time took 15 µs."""
+        del sizehint
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Cut into lines, and hand each on until one ends the connection."""
+        self.mute = 0
+        if self.over:
+            return
+        try:
+            for line in self._lines.feed(self._buffer[:nbytes]):
+                if not self._take(line):
+                    return
+        except wire.WireError as error:
+            self.drop(str(error))
+
+    def _take(self, line: bytes) -> bool:
+        """Handle a line; return whether there is to be another."""
+        if self.is_proven:
+            self._owner.heard(self, line)
+        else:
+            self._shake(line)
+        return not self.over
+
+    def _shake(self, line: bytes) -> None:
+        try:
+            self.write(self._handshake.send(line))
+            self.greeted = True
+        except StopIteration as stop:
+            self.write(stop.value)
+            self._patience.cancel()
+            self._lines.limit = wire.MAX_LINE_BYTES
+            self.is_proven = True
+            self._owner.proven(self)
+
+    def eof_received(self) -> None:
+        """Take half a close for a whole one: nobody here reads on alone."""
+        self.end(closed=True, why="closed")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Report the end, unless it was our doing."""
+        if not self.over:
+            refused = error is None or (isinstance(error, OSError) and error.errno in _REFUSED)
+            self.end(closed=refused, why=str(error) if error else "closed")
+        self._owner.freed(self)
+
+
+def _buffer() -> bytearray:
+    """Give the buffer of this thread, which runs one loop."""
+    found: bytearray | None = getattr(_threads, "buffer", None)
+    if found is None:
+        found = _threads.buffer = bytearray(_READ_BYTES)
+    return found
+
+
+async def connect(channel: Channel, address: str) -> None:
+    """Connect to ``host:port``. Names are looked up each time, since addresses change.
+
+    Raises:
+        OSError: not reached; that of the last address tried, but "refused" only if all refused.
+        ValueError: not an address.
+
+    """
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    error: OSError = OSError(errno.EADDRNOTAVAIL, f"{address} has no address")
+    for found in await _addresses(host.strip("[]"), int(port)):
+        try:
+            await loop.create_connection(lambda: channel, *found)
+        except OSError as reason:
+            # One refusal among time-outs proves nothing.
+            if error.errno in _REFUSED | {errno.EADDRNOTAVAIL} or reason.errno not in _REFUSED:
+                error = reason
+        except OverflowError as reason:
+            raise ValueError(f"{address} is not an address") from reason
+        else:
+            return
+    raise error
+
+
+_lookups: dict[tuple[asyncio.AbstractEventLoop, str, int], asyncio.Task[Any]] = {}
+"""Under way. A name server that hangs must not get a thread for every call that is given up meanwhile."""
+
+
+async def _look_up(host: str, port: int) -> list[Any]:
+    loop = asyncio.get_running_loop()
+    key = (loop, host, port)
+    if key not in _lookups:
+        task = loop.create_task(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        task.add_done_callback(lambda _: _lookups.pop(key, None))
+        _lookups[key] = task
+    found: list[Any] = await asyncio.shield(_lookups[key])
+    return found
+
+
+async def end_lookups() -> None:
+    """Leave none behind on this loop, which is about to end."""
+    loop = asyncio.get_running_loop()
+    tasks = [task for (where, *_), task in _lookups.items() if where is loop]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _addresses(host: str, port: int) -> list[tuple[str, int]]:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, host)
+        except (OSError, ValueError):  # a name
+            continue
+        return [(host, port)]
+    found = await _look_up(host, port)
+    return list(dict.fromkeys((str(where[0]), int(where[1])) for *_, where in found))

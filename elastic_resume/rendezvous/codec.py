@@ -1,0 +1,175 @@
+"""Frozen dataclasses as plain JSON values and back, checked field by field.
+
+Fields stand in their order, as a list. A value that is missing, surplus, ill-typed or out of range raises
+`WireError` and nothing else. Pure; worlds are `packing`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from elastic_resume.rendezvous import packing
+from elastic_resume.rendezvous.quorum import World
+
+_MAX_INT = 1 << 53
+_MAX_TEXT = 4096
+_MAX_ITEMS = 100_000
+
+Encode = Callable[[Any], Any]
+Decode = Callable[[Any, str], Any]
+
+_made: dict[Any, tuple[Encode, Decode]] = {}
+_encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
+class WireError(Exception):
+    """What the other side sent is not part of the protocol; the text says what, for the log."""
+
+
+def dump(value: Any) -> bytes:
+    """Give plain data as JSON, without spaces."""
+    return _encoder.encode(value).encode()
+
+
+def read_int(value: Any, where: str) -> int:
+    """Check a count."""
+    if type(value) is not int or not 0 <= value <= _MAX_INT:
+        raise WireError(f"{where}: not a whole number in range")
+    return value
+
+
+def read_float(value: Any, where: str) -> float:
+    """Check a number of seconds."""
+    if type(value) not in {int, float} or not math.isfinite(value) or not 0 <= value <= _MAX_INT:
+        raise WireError(f"{where}: not a number in range")
+    return float(value)
+
+
+def _put_text(value: str) -> str:
+    # A reason may name a thousand nodes. Whoever got more than it takes would hang up, all of them at once.
+    return value if len(value) <= _MAX_TEXT else value[: _MAX_TEXT - 1] + "…"
+
+
+def _read_text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+        raise WireError(f"{where}: not a text of at most {_MAX_TEXT} characters")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair is JSON, and no name or address
+            raise WireError(f"{where}: a text that no encoding holds") from error
+    return value
+
+
+def _read_bool(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise WireError(f"{where}: neither true nor false")
+    return value
+
+
+_PLAIN: dict[Any, Decode] = {int: read_int, float: read_float, bool: _read_bool}
+
+
+def _read_world(value: Any, where: str) -> World:
+    try:
+        return packing.unpack(value)
+    except (ValueError, TypeError) as error:
+        raise WireError(f"{where}: not a world") from error
+
+
+def _items(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list) or len(value) > _MAX_ITEMS:
+        raise WireError(f"{where}: not a list of at most {_MAX_ITEMS}")
+    return value
+
+
+def _read_ints(value: Any, where: str) -> tuple[int, ...]:
+    items = _items(value, where)
+    if items and (set(map(type, items)) != {int} or min(items) < 0 or max(items) > _MAX_INT):
+        raise WireError(f"{where}: not whole numbers in range")
+    return tuple(items)
+
+
+def codec_of(kind: Any) -> tuple[Encode, Decode]:
+    """Give the two functions for a type; made once, since to look up its hints takes half a millisecond."""
+    if kind not in _made:
+        _made[kind] = _codec(kind)
+    return _made[kind]
+
+
+def _codec(kind: Any) -> tuple[Encode, Decode]:
+    """Make the two functions for a type hint of a message's field."""
+    if kind is str:
+        return _put_text, _read_text
+    if kind in _PLAIN:
+        return (lambda value: value), _PLAIN[kind]
+    if kind is World:
+        return packing.pack, _read_world
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _dataclass_codec(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in {types.UnionType, typing.Union} and len(arguments) == 2 and type(None) in arguments:
+        put, take = _codec(next(one for one in arguments if one is not type(None)))
+        return (
+            lambda value: None if value is None else put(value),
+            lambda value, where: None if value is None else take(value, where),
+        )
+    if origin is tuple and arguments == (int, ...):
+        return list, _read_ints
+    if origin is tuple and arguments[1:] == (...,):
+        put, take = _codec(arguments[0])
+        return (
+            lambda value: [put(item) for item in value],
+            lambda value, where: tuple(take(item, where) for item in _items(value, where)),
+        )
+    if origin is tuple:
+        return _pair_codec(arguments)
+    if origin is frozenset:
+        put, take = _codec(arguments[0])
+        return (
+            lambda value: sorted((put(item) for item in value), key=dump),
+            lambda value, where: frozenset(take(item, where) for item in _items(value, where)),
+        )
+    raise TypeError(f"no way to send a {kind}")
+
+
+def _pair_codec(kinds: tuple[Any, ...]) -> tuple[Encode, Decode]:
+    codecs = [_codec(kind) for kind in kinds]
+
+    def put(value: Any) -> Any:
+        return [codec[0](item) for codec, item in zip(codecs, value, strict=True)]
+
+    def take(value: Any, where: str) -> Any:
+        items = _items(value, where)
+        if len(items) != len(codecs):
+            raise WireError(f"{where}: not {len(codecs)} items")
+        return tuple(codec[1](item, where) for codec, item in zip(codecs, items, strict=True))
+
+    return put, take
+
+
+def _dataclass_codec(kind: type) -> tuple[Encode, Decode]:
+    """Fields in their order, as a list: names would be most of a large world's bytes."""
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+    codecs = [_codec(hints[name]) for name in names]
+
+    def put(value: Any) -> Any:
+        return [codec[0](getattr(value, name)) for name, codec in zip(names, codecs, strict=True)]
+
+    def take(value: Any, where: str) -> Any:
+        items = _items(value, where)
+        if len(items) != len(names):
+            raise WireError(f"{where}: {len(items)} fields instead of {len(names)}")
+        read = [
+            codec[1](item, f"{where}.{name}") for name, codec, item in zip(names, codecs, items, strict=True)
+        ]
+        return kind(*read)
+
+    return put, take

@@ -1,0 +1,227 @@
+"""An agent's place in the job, for a caller that blocks, as torchelastic's thread does.
+
+It promises that whoever waits here hears of the end: of the world waited for, of the job, or of this place
+(no world in time, settings that the others refuse, an error of our own). `restart_wanted` costs nothing to
+poll. What the core has to tell people is handed on in a third thread, since a log may lie on a slow disk
+and neither torchelastic's nor the shell's may wait for it. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from elastic_resume.errors import ConfigError, GaveUpError, RendezvousLostError
+from elastic_resume.rendezvous.address import Seat
+from elastic_resume.rendezvous.core import Agent
+from elastic_resume.rendezvous.messages import Join
+from elastic_resume.rendezvous.quorum import Incarnation
+from elastic_resume.rendezvous.record import Record
+from elastic_resume.rendezvous.shell import Shell
+from elastic_resume.rendezvous.steps import (
+    BeginWorld,
+    Effect,
+    EndJob,
+    GiveUp,
+    JobFailed,
+    JoinRequested,
+    Leave,
+    Log,
+    RestartWorkers,
+    StopWorkers,
+    WorkersFinished,
+)
+from elastic_resume.rendezvous.terms import Terms
+
+LINGER_S = 2.0
+"""How long a node that ends the job for all waits at least for its leader's word that all have been told."""
+LOOK_S = 1.0
+"""Between two looks whether the shell still lives, while nothing happens."""
+
+
+class Fence(Protocol):
+    """Until when workers may run, for those who watch them."""
+
+    def set(self, until: float) -> None:
+        """Set CLOCK_MONOTONIC seconds; infinite: without end; minus infinite: not at all."""
+
+
+class JobOver(Exception):  # noqa: N818 - not an error
+    """The job is done on every node; this one had no part in its end."""
+
+
+class Member:
+    """One agent's place in one job."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        seat: Seat,
+        *,
+        node: str,
+        record: Record,
+        seen: int,
+        fence: Fence,
+        tell: Callable[[Log], None],
+    ) -> None:
+        """``seen`` is the greatest generation this node knows of; ``tell`` may block."""
+        self.run_id = terms.run_id
+        self._fence = fence
+        self._lone = terms.alone
+        # A leader that has fallen silent is noticed after a node timeout; the next may have to be found.
+        self._linger_s = max(LINGER_S, 2 * terms.node_timeout_s + 1)
+        self._change = threading.Condition()
+        self._world: BeginWorld | None = None
+        self._restart = ""
+        self._over: EndJob | GiveUp | None = None
+        self._news: queue.SimpleQueue[Log | None] = queue.SimpleQueue()
+        self._teller = threading.Thread(
+            target=self._hand_on, args=(tell,), name="elastic-resume-news", daemon=True
+        )
+        me = Incarnation(node, secrets.token_hex(8), seat.address, seat.candidate)
+        self._shell = Shell(
+            terms.settings(seat.address),
+            me,
+            listener=seat.listener,
+            run_id=terms.run_id,
+            token=terms.token,
+            record=record,
+            carry_out=self._carry_out,
+            watch=self._watch,
+            seen=seen,
+        )
+
+    def start(self) -> None:
+        """Take the place: listen, and look for the others."""
+        self._teller.start()
+        self._shell.start()
+
+    # ---- torchelastic's thread -----------------------------------------------------------------------
+
+    def join(self, join: Join) -> BeginWorld:
+        """Wait for a world with this node in it. Its workers must be dead.
+
+        Raises:
+            GaveUpError: some node ended the job for all.
+            JobOver: the job is done.
+            ConfigError: the others refuse this node's settings.
+            RendezvousLostError: no world formed in time.
+
+        """
+        with self._change:
+            while True:
+                self._world, self._restart = None, ""
+                self._shell.submit(JoinRequested(join))
+                world = self._next_world()
+                if not self.restart_wanted:
+                    return world
+
+    def check(self) -> None:
+        """Raise what `join` would, if the job or this place is over."""
+        self._raise_if_over()
+
+    def _next_world(self) -> BeginWorld:
+        while True:
+            self._raise_if_over()
+            if self._world is not None:
+                return self._world
+            self._wait()
+
+    @property
+    def restart_wanted(self) -> bool:
+        """Whether the running world is over: stop the workers, and `join` again."""
+        return bool(self._restart) or self._over is not None or not self._shell.alive
+
+    @property
+    def why_restart(self) -> str:
+        """Why the last world ended, as far as others caused it; empty when own workers did."""
+        return self._restart
+
+    def finish(self) -> None:
+        """Say that this node's workers have succeeded; return when the job is over."""
+        self._shell.submit(WorkersFinished())
+        with self._change:
+            if self._over is None:
+                self._wait()
+            if self._over is None:
+                self._news.put(Log("through", "this node's workers have finished; waiting for the others'"))
+            while self._over is None:
+                self._wait()
+
+    def fail(self, reason: str) -> None:
+        """End the job for all nodes; return when they have been told, or could not be."""
+        self._shell.submit(JobFailed(reason))
+        with self._change:
+            self._change.wait_for(lambda: self._over is not None, self._linger_s)
+
+    @property
+    def failure(self) -> str:
+        """Why the job was ended for all; empty while it is not, and when it is done."""
+        over = self._over
+        return over.reason if isinstance(over, EndJob) and over.failed else ""
+
+    @property
+    def end(self) -> str:
+        """How the job ended, in words; empty while it has not."""
+        over = self._over
+        return over.reason if isinstance(over, EndJob) else ""
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye, and end."""
+        if self._over is None:
+            self._shell.submit(Leave(reason))
+        self.close()
+
+    def close(self) -> None:
+        """Give the place up."""
+        self._shell.stop()
+        self._fence.set(-math.inf)
+        self._news.put(None)
+        if self._teller.is_alive():
+            self._teller.join(LINGER_S)
+
+    def _wait(self) -> None:
+        # A signal's handler runs in between and may raise.
+        self._change.wait(LOOK_S)
+        if self._over is None and not self._shell.alive:
+            self._over = GiveUp("its own thread ended, which is an error of elastic_resume")
+
+    def _raise_if_over(self) -> None:
+        over = self._over
+        if isinstance(over, EndJob):
+            raise GaveUpError(over.reason) if over.failed else JobOver(over.reason)
+        if isinstance(over, GiveUp):
+            raise ConfigError(over.reason) if over.final else RendezvousLostError(over.reason)
+
+    # ---- the shell's thread --------------------------------------------------------------------------
+
+    def _watch(self, agent: Agent) -> None:
+        """Move the fence before anything else is done about an event."""
+        if agent.running is None:
+            self._fence.set(-math.inf)
+        else:
+            self._fence.set(math.inf if self._lone and agent.leads else agent.fence_at)
+
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, Log):
+            self._news.put(effect)
+            return
+        with self._change:
+            if isinstance(effect, BeginWorld):
+                self._world = effect
+            elif isinstance(effect, (RestartWorkers, StopWorkers)):
+                if self._world is not None and self._world.generation == effect.generation:
+                    self._restart = effect.reason
+            elif isinstance(effect, (EndJob, GiveUp)):
+                self._over = effect
+            self._change.notify_all()
+
+    # ---- the third -----------------------------------------------------------------------------------
+
+    def _hand_on(self, tell: Callable[[Log], None]) -> None:
+        while (news := self._news.get()) is not None:
+            tell(news)

@@ -1,0 +1,326 @@
+"""One agent on an event loop: sockets, a clock and a disk around the core.
+
+It turns what happens into events, hands them to `core.Agent`, and carries out the effects. It decides
+nothing. What it promises: a message reaches the core only after both sides have proved who they are; nothing
+that a stranger sends grows memory beyond `Limits`; `Persisted` is said only after fsync, however often the
+disk refuses; an error of our own ends it rather than leave half a core at work. All times are
+CLOCK_MONOTONIC: a jump of the wall clock changes nothing.
+
+Knows no thread: `shell` gives it one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+
+from elastic_resume.errors import MachineError
+from elastic_resume.rendezvous import wire
+from elastic_resume.rendezvous.channel import Channel, connect
+from elastic_resume.rendezvous.core import Agent
+from elastic_resume.rendezvous.door import Door, Limits, Notices
+from elastic_resume.rendezvous.messages import Message
+from elastic_resume.rendezvous.quorum import Incarnation
+from elastic_resume.rendezvous.record import Record
+from elastic_resume.rendezvous.steps import (
+    Connect,
+    Disconnect,
+    Effect,
+    Event,
+    Log,
+    MessageArrived,
+    PeerConnected,
+    PeerLost,
+    Persist,
+    Persisted,
+    Send,
+    Settings,
+    Tick,
+)
+
+BACKLOG = 1024
+"""Members of a large job that call at once wait in the kernel, not in a time-out."""
+DISK_PAUSE_S = 1.0
+"""Between two attempts to write to a disk that refuses."""
+DISK_NEWS_S = 60.0
+"""Between two lines that say so."""
+SWEEPS = 2
+"""Somebody has been mute for so many sweeps, however long this process itself paused in between."""
+
+
+class Node:
+    """One agent on the running event loop: `open` it, give it events with `happen`, `close` it.
+
+    Everything is called on that loop; effects that are not its own go to ``carry_out``.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        me: Incarnation,
+        *,
+        listener: socket.socket,
+        run_id: str,
+        token: bytes,
+        record: Record,
+        carry_out: Callable[[Effect], None],
+        limits: Limits | None = None,
+        watch: Callable[[Agent], None] | None = None,
+        seen: int = 0,
+    ) -> None:
+        """See `Shell`."""
+        self._settings = settings
+        self._listener = listener
+        self._run_id = run_id
+        self._token = token
+        self._record = record
+        self._carry_out = carry_out
+        self._limits = limits or Limits()
+        self._watch = watch
+        self._loop = asyncio.get_running_loop()
+        self._agent = Agent(settings, me, record.memory, time.monotonic(), seen)
+        self._channels: dict[int, Channel] = {}  # the core's links
+        self._sockets: set[Channel] = set()  # whatever has one, the closing ones too
+        self._last_freed = asyncio.Event()
+        self._door = Door(self._limits.unproven)
+        self._notices = Notices(self._limits.notice_s, self._tell_of_strangers, self._loop.call_later)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dials: dict[Channel, asyncio.Task[None]] = {}
+        self._accepted = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._body: tuple[Message, bytes] | None = None
+        self._server: asyncio.Server | None = None
+        self._closing = False
+        # Not the loop's own threads: lookups of names that hang may hold all of those.
+        self._disk = ThreadPoolExecutor(1, "elastic-resume-record")
+        self.fault: asyncio.Future[BaseException] = self._loop.create_future()
+        """An error of our own, when there is one: the agent cannot go on."""
+
+    # ---- its life ------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Listen, and look for the others."""
+        self._server = await self._loop.create_server(self._accept, sock=self._listener, backlog=BACKLOG)
+        self._sweep()
+        self.happen(Tick())
+
+    async def close(self, linger_s: float) -> None:
+        """Write and send what is queued, for so long at most, and leave no socket and no task behind."""
+        await self._written(linger_s)
+        self._closing = True  # the core takes no part any more: it would dial those who are being left
+        for timer in (self._timer, self._sweeper):
+            if timer is not None:
+                timer.cancel()
+        if self._server is not None:
+            self._server.close()
+        for channel in list(self._sockets):
+            channel.close() if channel.is_proven else channel.abort()
+        for task in (*self._tasks, *self._dials.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._dials.values(), return_exceptions=True)
+        await self._freed(linger_s)
+        for channel in self._sockets:
+            channel.abort()
+        await self._freed(linger_s)
+        self._disk.shutdown(wait=False)
+
+    async def _written(self, patience_s: float) -> None:
+        """Let the disk have the last word: an end that is forgotten would hold up the job's next start."""
+        deadline = self._loop.time() + patience_s
+        while self._tasks and not self._closing and self._loop.time() < deadline:
+            await asyncio.wait(self._tasks, timeout=deadline - self._loop.time())
+
+    async def _freed(self, patience_s: float) -> None:
+        if self._sockets:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._last_freed.wait(), patience_s)
+
+    def happen(self, event: Event) -> None:
+        """Hand an event to the core and carry out what follows."""
+        if self._closing:
+            return
+        try:
+            effects = self._agent.handle(event, time.monotonic())
+            if self._watch is not None:
+                self._watch(self._agent)
+            for effect in effects:
+                self._do(effect)
+            self._set_timer()
+        except Exception as error:  # noqa: BLE001  handed to whoever runs this node
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        self._closing = True
+        if not self.fault.done():
+            self.fault.set_result(error)
+
+    def _set_timer(self) -> None:
+        """Have a timer that is never too late. One that is too early costs less than a new one each time."""
+        due, timer = self._agent.next_deadline, self._timer
+        if timer is not None and timer.when() > due:
+            timer.cancel()
+            timer = self._timer = None
+        if timer is None and due != math.inf:
+            self._timer = self._loop.call_at(due, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        if time.monotonic() >= self._agent.next_deadline:
+            self.happen(Tick())
+        else:
+            self._set_timer()
+
+    def _do(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            self._send(effect)
+        elif isinstance(effect, Connect):
+            channel = self._channel(wire.call, effect.conn)
+            self._channels[effect.conn] = channel
+            self._dials[channel] = self._loop.create_task(self._dial(channel, effect.address))
+        elif isinstance(effect, Disconnect):
+            self._hang_up(effect.conn)
+        elif isinstance(effect, Persist):
+            self._spawn(self._persist(effect))
+        else:
+            self._carry_out(effect)
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- the disk ------------------------------------------------------------------------------------
+
+    async def _persist(self, effect: Persist) -> None:
+        told_at = float("-inf")
+        write = functools.partial(self._record.write, effect.memory)
+        while True:
+            try:
+                # In a thread of its own: a slow disk must not stop heartbeats.
+                await self._loop.run_in_executor(self._disk, write)
+                break
+            except MachineError as error:
+                if self._loop.time() >= told_at + DISK_NEWS_S:
+                    told_at = self._loop.time()
+                    self._carry_out(Log("disk", f"{str(error).rstrip('.')}; trying again"))
+            except Exception as error:  # noqa: BLE001  as in `happen`
+                # Under plain torchrun the interpreter may be ending, and no thread takes work any more.
+                if not self._closing and threading.main_thread().is_alive():
+                    self._give_up(error)
+                return
+            await asyncio.sleep(DISK_PAUSE_S)
+        self.happen(Persisted(effect.number))
+
+    # ---- connections, as the core sees them ----------------------------------------------------------
+
+    def _send(self, effect: Send) -> None:
+        channel = self._channels.get(effect.conn)
+        if channel is None:
+            return
+        if self._body is None or self._body[0] is not effect.message:
+            # One message to a thousand members is put into words once.
+            self._body = (effect.message, wire.body_of(effect.message))
+        channel.write(wire.line_of(effect.stamp, self._body[1]))
+        if channel.queued_bytes > self._limits.backlog_bytes:
+            # Not before the effects that follow are carried out.
+            self._loop.call_soon(self._cut_off, channel)
+
+    def _cut_off(self, channel: Channel) -> None:
+        channel.drop(f"it has not read {channel.queued_bytes} bytes")
+
+    def _hang_up(self, number: int) -> None:
+        channel = self._channels.pop(number, None)
+        if channel is not None:
+            channel.close() if channel.is_proven else channel.abort()
+            self._forget(channel)
+
+    def _channel(self, side: Callable[[bytes, str, str], wire.Handshake], number: int = 0) -> Channel:
+        handshake = side(self._token, self._run_id, secrets.token_hex(32))
+        return Channel(self, handshake, self._limits.handshake_s, number)
+
+    def _accept(self) -> Channel:
+        return self._channel(wire.accept)
+
+    async def _dial(self, channel: Channel, address: str) -> None:
+        try:
+            await connect(channel, address)
+        except (OSError, ValueError) as error:
+            channel.failed(error)
+        finally:
+            self._dials.pop(channel, None)
+
+    def _forget(self, channel: Channel) -> None:
+        """Stop what is done for a connection that is over."""
+        self._door.leave(channel)
+        dial = self._dials.get(channel)
+        if dial is not None:
+            dial.cancel()
+
+    # ---- connections, as they tell (`channel.Owner`) -------------------------------------------------
+
+    def opened(self, channel: Channel) -> None:
+        """Let it wait at the door, unless we called."""
+        self._sockets.add(channel)
+        if self._closing:
+            channel.abort()
+        elif channel.number == 0 and len(self._channels) >= self._limits.connections:
+            channel.drop(f"{len(self._channels)} connections are open already")
+        elif channel.number == 0:
+            self._door.enter(channel)
+
+    def proven(self, channel: Channel) -> None:
+        """Tell the core, which knows the connection from now on."""
+        self._door.leave(channel)
+        if channel.number == 0:
+            self._accepted -= 1
+            channel.number = self._accepted
+            self._channels[channel.number] = channel
+        self.happen(PeerConnected(channel.number))
+
+    def heard(self, channel: Channel, line: bytes) -> None:
+        """Hand a message to the core."""
+        stamp, message = wire.decode(line)
+        self.happen(MessageArrived(channel.number, stamp, message))
+
+    def ended(self, channel: Channel, *, closed: bool, why: str) -> None:
+        """Tell the core, if it knew of it."""
+        self._forget(channel)
+        if self._channels.pop(channel.number, None) is not None:
+            self.happen(PeerLost(channel.number, closed=closed, why=why, refused=channel.refused))
+        if closed and channel.greeted and not channel.is_proven:
+            self.dropped(channel, "it left before it had proved that it holds the run's token")
+
+    def dropped(self, channel: Channel, why: str) -> None:
+        """Tell people."""
+        if channel in self._sockets and not self._closing:
+            self._notices.note(channel.peer, why)
+
+    def freed(self, channel: Channel) -> None:
+        """Count it no more."""
+        self._sockets.discard(channel)
+        if not self._sockets and self._closing:
+            self._last_freed.set()
+
+    # ---- strangers -----------------------------------------------------------------------------------
+
+    def _tell_of_strangers(self, text: str) -> None:
+        if not self._closing:
+            self._carry_out(Log("stranger", f"a connection was dropped: {text}"))
+
+    def _sweep(self) -> None:
+        """Drop those who hold the token and say nothing. Members do, and those who wait for a leader too."""
+        longest_s = max(self._limits.mute_s, 5 * self._settings.node_timeout_s)
+        self._sweeper = self._loop.call_later(longest_s / SWEEPS, self._sweep)
+        for channel in [one for number, one in self._channels.items() if number < 0]:
+            channel.mute += 1
+            if channel.mute > SWEEPS:
+                channel.drop(f"it has said nothing for {longest_s:g} s")

@@ -1,0 +1,161 @@
+"""Faults that follow each world as it forms: partitions that shift between the steps of forming, and deaths.
+
+Each plot is aimed at one rule of the quorum (`quorum`): with the rule broken it makes two worlds, with all
+four it makes none. Nodes go by rank in the newest world, so that a plot holds for whatever has formed.
+"""
+
+from __future__ import annotations
+
+import random
+
+from elastic_resume.rendezvous.simschedule import LEADER, Fault, Moment
+
+SHORTLY_S = (0.0, 0.0, 0.005, 0.01, 0.02, 0.05)
+"""Within the steps of forming, each of which takes some 20 ms."""
+SOON_S = (0.02, 0.2, 0.5, 1.0)
+SETTLED_S = (3.5, 4.5, 6.0, 8.0)
+"""Longer than a node timeout: whoever was cut off has turned elsewhere."""
+LONG_S = 60.0
+
+
+def draw_faults(rng: random.Random, count: int) -> list[Fault]:
+    """Draw one plot or two against a job of so many nodes."""
+    faults: list[Fault] = []
+    for _ in range(rng.choice((1, 1, 2))):
+        start = Moment(rng.choice(SOON_S), "world", 1, then=bool(faults))
+        plot = rng.choice(PLOTS)
+        faults += plot(rng, start, count)
+        if rng.random() < 0.4:
+            faults.append(heal(rng))
+    return faults
+
+
+def then(after_s: float, event: str = "", number: int = 1) -> Moment:
+    """So long after the fault before, or after that event counted from there."""
+    return Moment(after_s, event, number if event else 0, then=True)
+
+
+def ranks(*numbers: int) -> tuple[str, ...]:
+    """Name nodes by rank."""
+    return tuple(f"#{number}" for number in sorted(numbers))
+
+
+def shift(when: Moment, *numbers: int) -> Fault:
+    """Cut those ranks off from all others, in place of earlier cuts."""
+    return Fault(when, "shift", ranks(*numbers), LONG_S)
+
+
+def heal(rng: random.Random) -> Fault:
+    """Let everybody reach everybody again."""
+    return Fault(then(rng.choice((*SOON_S, *SETTLED_S))), "shift", (), 0.0)
+
+
+def majority(rng: random.Random, count: int) -> list[int]:
+    """Draw the smallest majority of so many ranks, its lowest first; more often than not with rank 0."""
+    low = 0 if rng.random() < 0.7 else 1
+    return [low, *sorted(rng.sample(range(low + 1, count), min(count // 2, count - low - 1)))]
+
+
+def defection(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+    """Of a majority that forms the next world some turn to those who were left out, as it begins.
+
+    Against rule 3: the newest world begun is not enough, a later proposal may have begun elsewhere.
+    """
+    ours = majority(rng, count)
+    stay = ours[: (len(ours) + 1) // 2]
+    if rng.random() < 0.3:
+        stay = rng.sample(ours, rng.randint(1, len(ours)))
+    when = then(rng.choice(SHORTLY_S), "Begin", rng.choice((1, 1, 2)))
+    faults = [shift(start, *ours), shift(when, *stay)]
+    if rng.random() < 0.3:
+        kind = rng.choice(("kill", "pause"))
+        faults.append(Fault(then(0.0), kind, ranks(stay[-1]), rng.choice(SOON_S)))
+    return faults
+
+
+def wanderer(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+    """One of the next world, begun and settled, wanders to those who were left out and know nothing of it.
+
+    Against rule 4: whoever comes brings all that it knows, or does not tell who is gone either.
+    """
+    ours = majority(rng, count)
+    faults = [shift(start, *ours)]
+    if rng.random() < 0.5:
+        faults.append(Fault(then(rng.choice(SOON_S), "world"), "kill", ranks(0), LONG_S))
+    # From here on ranks are those of the world that the majority has formed.
+    faults.append(shift(then(rng.choice(SETTLED_S), "world"), *range((len(ours) + 1) // 2)))
+    return faults
+
+
+def ghost(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+    """A node dies, and comes back on the other side of a partition from those who saw it die.
+
+    Against rule 1: to them it is gone and has no vote, so it may not vote there for its former self. The
+    leader sees it die at once, and tells when the connection was not made again: the cut comes between.
+    """
+    victim = rng.randrange(1, count) if rng.random() < 0.9 else 0
+    others = [one for one in range(1, count) if one != victim]
+    many = (count - 1) // 2 if rng.random() < 0.8 else rng.randint(1, count // 2)
+    witnesses = rng.sample(others, min(len(others), max(0, many - 1)))
+    killed = Fault(start, "kill", ranks(victim), rng.choice((0.3, 0.6, 1.0, 5.0)))
+    when = then(rng.choice((0.02, 0.03, 0.05, 0.05, 0.1, 0.15, 0.3)))
+    return [killed, Fault(when, "shift", (LEADER, *ranks(*witnesses)), LONG_S)]
+
+
+def torn_proposal(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+    """A partition, a pause or a crash between the proposal of a world and its beginning.
+
+    Against rule 2: who has not made the proposal durable may take part in another world.
+    """
+    ours = majority(rng, count)
+    first = shift(start, *ours)
+    step, number = rng.choice((("Propose", 1), ("Propose", 2), ("Acknowledge", 1), ("Begin", 1)))
+    when = then(rng.choice(SHORTLY_S), step, number)
+    kind = rng.choice(("shift", "shift", "pause", "kill", "unsent", "written", "power"))
+    if kind == "shift":
+        return [first, shift(when, *ours[: rng.randint(1, len(ours))])]
+    victim = rng.choice(ours)
+    blow = Fault(when, kind, ranks(victim), rng.choice((0.05, 0.5, 4.0, 8.0)))
+    rest = [one for one in range(count) if one != victim]
+    apart = shift(then(rng.choice((*SHORTLY_S, *SOON_S))), *rng.sample(rest, rng.randint(1, len(rest))))
+    return [first, blow, apart]
+
+
+def staggered(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+    """Three parts find together one after the other, in another order than they fell apart."""
+    order = list(range(count))
+    rng.shuffle(order)
+    low, high = sorted(rng.sample(range(1, count), 2))
+    faults = [Fault(start, "shift", (*ranks(*order[:low]), "|", *ranks(*order[low:high])), LONG_S)]
+    for _ in range(rng.choice((1, 2))):
+        settled, torn = then(rng.choice(SETTLED_S)), then(rng.choice(SHORTLY_S), "Begin")
+        when = rng.choice((settled, torn, then(0.2, "world")))
+        faults.append(shift(when, *rng.sample(range(count), rng.randint(1, count - 1))))
+    return faults
+
+
+def last_words(rng: random.Random, count: int) -> list[Fault]:
+    """Workers finish, and a cut parts those who tell of the end from those who did not hear; some come back.
+
+    Against the end of a job: who forgets its worlds must know that nobody goes on with them. The leader waits
+    for one that is silent, and when it tells the others of the end they may be out of its reach.
+    """
+    start = Moment(rng.choice(SOON_S), "world", 1)
+    if rng.random() < 0.5:
+        finished = rng.sample(range(count), rng.choice((count, count, count - 1, rng.randint(1, count))))
+        faults = [Fault(start, "finish", ranks(*finished))]
+    else:
+        faults = [Fault(start, "partition", ranks(count - 1), 4.0)]
+        faults.append(Fault(then(rng.choice((0.01, 0.1, 0.3))), "finish", ranks(*range(count - 1))))
+    others = rng.sample(range(count), rng.randint(1, count - 1))
+    apart = rng.choice(((LEADER,), (LEADER,), ranks(*others), ranks(*range(1, count))))
+    when = then(rng.choice((*SHORTLY_S, 0.2, 0.3, 0.4, 0.6)))
+    faults.append(Fault(when, rng.choice(("one-way", "shift", "shift")), apart, LONG_S))
+    for _ in range(rng.choice((1, 1, 2))):
+        kind = rng.choice(("kill", "kill", "written", "pause", "power"))
+        victims = rng.choice((ranks(0), ranks(0), ranks(*rng.sample(range(count), 2))))
+        faults.append(Fault(then(rng.choice((0.1, *SETTLED_S))), kind, victims, rng.choice(SOON_S)))
+    return [*faults, heal(rng)] if rng.random() < 0.3 else faults
+
+
+PLOTS = (defection, defection, ghost, ghost, ghost, torn_proposal, wanderer, wanderer, staggered)

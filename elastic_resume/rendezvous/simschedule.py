@@ -1,0 +1,165 @@
+"""A schedule: one job and what befalls it, as plain data that prints the way it is read.
+
+It is drawn from a seed (`simdraw`) and played by `simulate`; nothing in here happens. A schedule belongs to a
+family, and the family says which promises it may defeat: the known limits of the rendezvous, each by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_resume.rendezvous.checkers import FORWARD, ONE_LIVE, ONE_WORLD
+from elastic_resume.rendezvous.steps import Settings
+
+WEATHER = "weather"
+"""Whatever may happen to nodes, disks and the network, at any time."""
+CALM_DAYS = "calm days"
+"""Middleboxes reset connections, workers fail; nothing hides that a reset is no death."""
+CHASE = "chase"
+"""Faults that follow each world as it forms: where the four rules of the quorum are needed."""
+END_GAME = "end game"
+"""Workers that finish and nodes that give the job up, among other faults: the job must end everywhere."""
+IMPATIENCE = "impatience"
+"""Short join timeouts, late nodes and some that never come."""
+MINORITY = "minority allowed"
+"""`--allow-minority`: two halves may both go on, and must find together again."""
+LOST_DISKS = "lost disks"
+"""Disks are lost, but most candidates keep theirs and nobody falls silent."""
+LOST_DISKS_AND_SILENCE = "lost disks and silence"
+"""Any nodes lose their disks, while others are cut off, paused or without power."""
+REJECTION = "rejecting firewall"
+"""Partitions in which every connection is reset and every call refused, as if all over there had died."""
+
+TWO_WORLDS = frozenset({ONE_LIVE, ONE_WORLD, FORWARD})
+WAIVED = {
+    # The user asked for it.
+    MINORITY: TWO_WORLDS,
+    # Who knew the newest generation has forgotten it: its number may be given again.
+    LOST_DISKS: frozenset({ONE_WORLD, FORWARD}),
+    # Rule 2 rests on disks that keep what was acknowledged.
+    LOST_DISKS_AND_SILENCE: TWO_WORLDS,
+    # Rule 4 takes a closed connection and a refused call for knowledge of an end.
+    REJECTION: TWO_WORLDS,
+}
+"""What a family may defeat, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One node of the job: when its first agent starts, its place in the scheduler's order, its clock."""
+
+    name: str
+    comes_s: float = 0.0
+    """`inf`: never."""
+    order: int = 0
+    origin: float = 0.0
+    rate: float = 1.0
+
+    def __str__(self) -> str:
+        """One word or two."""
+        comes = "never comes" if self.comes_s == float("inf") else f"comes at {self.comes_s:.2f} s"
+        return f"{self.name} {comes}, order {self.order}, clock {self.rate:.4f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The job that is played."""
+
+    sites: tuple[Site, ...]
+    settings: Settings
+    linger_s: float = 1.0
+    """How long an agent still answers after the end of the job, or its own."""
+    ends: bool = False
+    """At last all workers finish."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all nodes."""
+        return tuple(site.name for site in self.sites)
+
+    def __str__(self) -> str:
+        """The job's settings in one line, then a line for each node."""
+        s = self.settings
+        words = [f"{len(self.sites)} nodes", f"candidates {' '.join(s.candidates)}"]
+        words.append(f"nnodes {s.min_nodes}:{s.max_nodes}")
+        if s.allow_minority:
+            words.append("minority allowed")
+        if s.join_timeout_s < Settings(()).join_timeout_s:
+            words.append(f"join timeout {s.join_timeout_s:g} s")
+        if self.ends:
+            words.append("finishes at last")
+        return "\n".join([", ".join(words), *(f"    {site}" for site in self.sites)])
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When something happens: `after_s` after the start or after the `number`-th `event`.
+
+    Events are `world` (one begins that never did before), `Propose`, `Acknowledge` and `Begin` (such a
+    message is sent) and `message` (any of the three). With `then`, time and events count from the fault
+    before.
+    """
+
+    after_s: float
+    event: str = ""
+    number: int = 0
+    then: bool = False
+
+    def __str__(self) -> str:
+        """Such as `then Begin 2 + 0.010 s`."""
+        words = ["then"] if self.then else []
+        if self.event:
+            words += [self.event, str(self.number)]
+        if self.event or self.then:
+            words.append("+")
+        return " ".join([*words, f"{self.after_s:.3f} s"])
+
+
+LEADER = "@"
+"""Stands for the node that leads the newest world."""
+CUTS = ("partition", "shift", "one-way", "reject")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that happens, and is over (if it ever is) after `for_s`.
+
+    `nodes` are names; `#2` is whoever has rank 2 in the newest world then, `@` whoever leads it. Kinds:
+
+    - of nodes: `kill`, `power` (dies silently), `wipe` (dies and loses its disk), `pause`, `leave`; `unsent`
+      and `written`: dies before it sends its next message that forms a world, or before it hears that its
+      next write is on disk. All come back after `for_s`.
+    - of disks: `disk` (slow), `stuck` (no write ends).
+    - of workers: `worker` (one fails), `finish`, `fail` (the node gives the job up for all).
+    - of the network: `slow`, `reset` (the connections between two nodes); and cuts between the groups that
+      `|` separates and all others: `partition`, `shift` (in place of every earlier cut; of nobody: all
+      heals), `one-way` (what the named send is lost), `reject` (connections are reset, calls refused).
+    """
+
+    when: Moment
+    kind: str
+    nodes: tuple[str, ...]
+    for_s: float = 0.0
+
+    def __str__(self) -> str:
+        """One line of a schedule."""
+        return f"{self.when!s:>28}  {self.kind} {' '.join(self.nodes) or 'nobody'} for {self.for_s:.2f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One job and what befalls it."""
+
+    seed: int
+    family: str
+    job: Job
+    faults: tuple[Fault, ...]
+
+    @property
+    def waived(self) -> frozenset[str]:
+        """The promises that such a schedule may defeat."""
+        return WAIVED.get(self.family, frozenset())
+
+    def __str__(self) -> str:
+        """Everything that is decided before the first step."""
+        return "\n".join([f"seed {self.seed} ({self.family}): {self.job}", *map(str, self.faults)])
