@@ -12,6 +12,8 @@ import pytest
 
 from elastic_resume import cli
 
+C10D = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h"]
+
 
 @pytest.mark.parametrize(
     ("words", "said"),
@@ -27,7 +29,7 @@ from elastic_resume import cli
         (["--node-name", "a b", "train.py"], "node name 'a b' cannot be the name of a directory"),
         (["--save-every", "often", "train.py"], "save-every is 'often'"),
         (["--resume", "atuo", "train.py"], "Did you mean auto"),
-        (["--nnodes", "2", "train.py"], "--rdzv-endpoint HOST:PORT"),
+        (["--nnodes", "2", "train.py"], "--rdzv-endpoint HOST,HOST"),
         (["--nnodes", "2", "--standalone", "train.py"], "--standalone means one node"),
         (["--nnodes", "x", "--rdzv-endpoint", "h:1", "train.py"], "x"),
         (["--nnodes", "3:2", "--rdzv-endpoint", "h:1", "train.py"], "--nnodes is '3:2': write N or MIN:MAX"),
@@ -38,9 +40,34 @@ from elastic_resume import cli
         (["--monitor-interval", "0", "train.py"], "--monitor-interval is 0: write a number of seconds"),
         (["--signals-to-handle", "SIGFOO", "train.py"], "--signals-to-handle names 'SIGFOO'"),
         (["--event-log-handler", "foo", "train.py"], "--event-log-handler is 'foo'"),
-        (["--rdzv-conf", "join_timeout=abc", "train.py"], "join_timeout is 'abc': write a whole number"),
-        (["--rdzv-conf", "is_host=maybe", "train.py"], "is_host is 'maybe': write true or false"),
-        (["--nnodes", "2", "--rdzv-endpoint", "h:xyz", "train.py"], "--rdzv-endpoint: The port number"),
+        (["--rdzv-conf", "join_timeout=abc", "train.py"], "--join-timeout is 'abc': write seconds"),
+        (
+            [*C10D, "--rdzv-conf", "join_timeout=abc", "train.py"],
+            "join_timeout is 'abc': write a whole number",
+        ),
+        ([*C10D, "--rdzv-conf", "is_host=maybe", "train.py"], "is_host is 'maybe': write true or false"),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "h:xyz", "train.py"],
+            "--rdzv-endpoint: 'h:xyz' has no valid port",
+        ),
+        (["--node-timeout", "soon", "train.py"], "--node-timeout is 'soon': write seconds, from 0.5"),
+        (["--node-timeout", "0.1", "train.py"], "--node-timeout is '0.1': write seconds, from 0.5"),
+        (["--join-timeout", "nan", "train.py"], "--join-timeout is 'nan'"),
+        (["--settle", "-1", "train.py"], "--settle is '-1'"),
+        (
+            ["--rdzv-conf", "allow_minority=maybe", "train.py"],
+            "allow_minority is 'maybe': write true or false",
+        ),
+        (
+            ["--rdzv-conf", "last_call_timeout=3", "train.py"],
+            "last_call_timeout belongs to another rendezvous",
+        ),
+        (["--rdzv-conf", "node_timout=3", "train.py"], "Did you mean node_timeout?"),
+        (["--rdzv-token-file", "no.such", "train.py"], "no.such"),
+        (
+            [*C10D, "--settle", "1", "train.py"],
+            "--settle: for our own rendezvous only, and --rdzv-backend is c10d",
+        ),
         (["--nnodes", "2", "--rdzv-backend", "static", "--rdzv-endpoint", "h", "train.py"], "HOST:PORT"),
         (["."], "'.' is a directory without a __main__.py"),
         ([""], "'' is a directory without a __main__.py"),

@@ -59,6 +59,7 @@ class Agents:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.started: list[subprocess.Popen[bytes]] = []
+        self.port = 0  # of the rendezvous of two
 
     def script(self, text: str, name: str = "train.py") -> str:
         """Write a training script."""
@@ -159,7 +160,8 @@ def test_run_path_runs_without_a_stub(agents: Agents) -> None:
 
 def test_the_file_of_flags_is_used(agents: Agents) -> None:
     """As flags would be."""
-    agents.script("import os; print('env', os.environ['WORLD_SIZE'], os.environ['ELASTIC_RESUME_KEEP'])")
+    # In one piece: unbuffered, two workers' words would mix.
+    agents.script('import os; e = os.environ; print(f\'env {e["WORLD_SIZE"]} {e["ELASTIC_RESUME_KEEP"]}\')')
     (agents.directory / "f.yaml").write_text("nproc_per_node: 2\nkeep: 4\nckpt-dir: elsewhere\n")
     code, log = agents.run("--config", "f.yaml", "train.py", PET_NPROC_PER_NODE="3", ELASTIC_RESUME_KEEP="9")
     assert code == 0, log
@@ -296,16 +298,22 @@ def test_a_second_agent_under_the_same_name_names_the_first(agents: Agents) -> N
 # ---- two nodes -----------------------------------------------------------------------------------------
 
 
-def start_two(agents: Agents, port: int | None = None) -> list[subprocess.Popen[bytes]]:
+def start_two(
+    agents: Agents,
+    more: tuple[str, ...] = (),
+    host: str = "127.0.0.1",
+    addresses: tuple[str, ...] = ("127.0.0.1", "127.0.0.2"),
+) -> list[subprocess.Popen[bytes]]:
     """Two agents as two nodes of one job."""
-    meet = f"127.0.0.1:{port or free_port()}"
+    agents.port = free_port()
+    meet = f"{host}:{agents.port}"
     return [
         agents.start(
             "--nnodes=2",
             "--rdzv-endpoint",
             meet,
-            "--local-addr",
-            f"127.0.0.{i + 1}",
+            *(("--local-addr", addresses[i]) if addresses else ()),
+            *more,
             "train.py",
             node=node,
         )
@@ -330,7 +338,19 @@ def test_two_nodes_go_on_after_a_worker_is_killed(agents: Agents) -> None:
     (stopped,) = [e for e in agents.events("worker-exit", "a") if e["round"] == 1]
     assert stopped["stopped"] is True
     assert "was killed by SIGKILL; starting again" in agents.log("b")
-    assert "nodes have come or gone" in agents.log("a")
+    assert "the workers of b stopped: forming a new world" in agents.log("a")
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses"), [("[::1]", ("::1", "::1")), ("localhost", ()), ("localhost", ("localhost",) * 2)]
+)
+def test_two_agents_of_one_machine_meet(agents: Agents, host: str, addresses: tuple[str, ...]) -> None:
+    """By IPv6 or by name; the second one finds the candidate's port held by the first, and joins it."""
+    agents.script(WAITS)
+    two = start_two(agents, host=host, addresses=addresses)
+    wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")
+    (agents.directory / "finish").touch()
+    assert [agent.wait(60) for agent in two] == [0, 0]
 
 
 @pytest.mark.parametrize("faulty", ["a", "b"])
@@ -349,18 +369,27 @@ def test_when_one_node_gives_up_the_other_ends_too_and_says_why(agents: Agents, 
     assert json.dumps(agents.events("agent-end", "a")).count("MismatchError") == 1
 
 
-def test_the_loss_of_the_rendezvous_host_is_said_and_asks_for_a_requeue(agents: Agents) -> None:
-    """The stock rendezvous cannot survive it: exit code 75, for the job is not at fault."""
+def test_a_world_that_does_not_form_in_time_is_said_and_asks_for_a_requeue(agents: Agents) -> None:
+    """One of two is lost and both are needed: exit code 75, for the job is not at fault."""
     agents.script(WAITS)
-    port = free_port()
-    two = start_two(agents, port)
+    two = start_two(agents, more=("--join-timeout", "2"))
+    wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")
+    two[0].kill()
+    code = two[1].wait(60)
+    log = agents.log("b")
+    assert code == 75, log
+    last = log.strip().splitlines()[-1]
+    assert "no world within 2 s: 1 of at least 2 nodes have joined" in last
+
+
+def test_the_loss_of_a_stock_rendezvous_host_is_said_and_asks_for_a_requeue(agents: Agents) -> None:
+    """c10d cannot survive it: exit code 75, for the job is not at fault."""
+    agents.script(WAITS)
+    two = start_two(agents, more=("--rdzv-backend", "c10d"))
     wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")
     listening = [
-        any(
-            c.status == psutil.CONN_LISTEN and c.laddr.port == port
-            for c in psutil.Process(p.pid).net_connections()
-        )
-        for p in two
+        any(c.status == psutil.CONN_LISTEN and c.laddr.port == agents.port for c in sockets)
+        for sockets in (psutil.Process(agent.pid).net_connections() for agent in two)
     ]
     host, other = two if listening[0] else reversed(two)
     host.kill()

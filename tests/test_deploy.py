@@ -87,14 +87,16 @@ def test_the_service_gives_names_to_the_jobs_pods_before_they_are_ready() -> Non
     assert POD["subdomain"] == SERVICE["metadata"]["name"]
 
 
-def test_the_rendezvous_is_at_the_first_pod_on_the_services_port() -> None:
-    """Job, Service, endpoint and container agree on name and port."""
-    host, _, port = flags(AGENT["args"]).rdzv_endpoint.rpartition(":")
-    pod, service, namespace, rest = host.split(".", 3)
-    assert pod == f"{JOB['metadata']['name']}-0"
-    assert service == SERVICE["metadata"]["name"]
-    assert (namespace, rest) == ("$(POD_NAMESPACE)", "svc.cluster.local")
-    assert {int(port)} == {SERVICE["spec"]["ports"][0]["port"], AGENT["ports"][0]["containerPort"]}
+def test_the_rendezvous_is_at_the_first_pods_on_the_services_port() -> None:
+    """Job, Service, endpoints and container agree on names and port."""
+    for index, endpoint in enumerate(flags(AGENT["args"]).rdzv_endpoint.split(",")):
+        host, _, port = endpoint.rpartition(":")
+        pod, service, namespace, rest = host.split(".", 3)
+        assert pod == f"{JOB['metadata']['name']}-{index}"
+        assert index < JOB["spec"]["completions"]
+        assert service == SERVICE["metadata"]["name"]
+        assert (namespace, rest) == ("$(POD_NAMESPACE)", "svc.cluster.local")
+        assert {int(port)} == {SERVICE["spec"]["ports"][0]["port"], AGENT["ports"][0]["containerPort"]}
     assert SERVICE["spec"]["ports"][0]["targetPort"] == AGENT["ports"][0]["name"]
 
 
@@ -291,15 +293,15 @@ def test_sbatch_sees_the_options_that_a_flaky_cluster_needs() -> None:
     assert {"--requeue", "--open-mode=append", "--no-kill", "--ntasks-per-node=1"} <= options
 
 
-def test_srun_starts_one_agent_per_node_that_meet_at_the_first(tmp_path: Path) -> None:
-    """Endpoint from the node list, port from the job id, the script and its arguments unchanged."""
+def test_srun_starts_one_agent_per_node_that_meet_at_the_first_ones(tmp_path: Path) -> None:
+    """Endpoints from the node list, port from the job id, the script and its arguments unchanged."""
     ended = submit(tmp_path, "train.py", "--lr", "0.1 0.2")
     assert ended.code == 0
     words = ended.srun[0]
     assert {"--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(words)
     agent = ended.agent
     assert agent.nnodes == "1:3"
-    assert agent.rdzv_endpoint == "n7:24567"
+    assert agent.rdzv_endpoint == "n7:24567,n8:24567,n9:24567"
     assert agent.rdzv_id == "slurm-1234567"
     assert agent.node_name is None
     assert Path(agent.ckpt_dir).is_absolute()
@@ -355,7 +357,7 @@ def test_without_a_node_list_no_agent_starts(tmp_path: Path) -> None:
 def test_a_long_node_list_is_read_to_its_end(tmp_path: Path) -> None:
     """`scontrol | head -n 1` dies of SIGPIPE now and then, and with it the job, under pipefail."""
     ended = submit(tmp_path, "train.py", NODES=" ".join(f"node{number:05}" for number in range(9_000)))
-    assert (ended.code, ended.agent.rdzv_endpoint) == (0, "node00000:24567")
+    assert (ended.code, ended.agent.rdzv_endpoint.partition(",")[0]) == (0, "node00000:24567")
 
 
 def test_without_a_script_the_usage_is_told(tmp_path: Path) -> None:

@@ -83,9 +83,10 @@ def test_a_shortfall_names_who_is_waited_for() -> None:
     """The log says how many votes are here and whose are not."""
     lack = shortfall((A, B), knows(FIVE))
     assert str(lack) == (
-        "generation 1 may live on elsewhere: 2 of the 3 votes it takes are here; waiting for c, d, e"
+        "generation 1 may live on elsewhere: 2 of the 3 votes it takes are here; waiting for c, d, e "
+        "(if dead: start one node with --allow-minority)"
     )
-    assert str(shortfall((A,), knows())) == "1 of the 2 candidates it takes are here"
+    assert str(shortfall((A,), knows())) == "1 of the 2 candidates that a first world takes are here"
 
 
 def test_each_broken_rule_lets_somebody_in_who_may_not() -> None:

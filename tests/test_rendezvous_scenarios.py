@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,8 @@ class Stage:
         self.nodes: dict[str, Node] = {}
         self.seen: list[str] = []
         for place, name in enumerate(told["nodes"].split(",")):
-            node = self.nodes[name] = Node(name, settings, self.net, self.checkers)
+            own = replace(settings, node_timeout_s=5.0) if name == told.get("other_timeout") else settings
+            node = self.nodes[name] = Node(name, own, self.net, self.checkers)
             node.order = place if "ordered" in told else 0
             node.story = self.tell
 
@@ -107,6 +109,8 @@ class Stage:
             node.ask_to_join(node.life)
         elif verb == "slow-disk":
             node.disk_s = 20.0
+        elif verb == "give-up":
+            node.fail(f"node {node.name} gave up")
         else:
             {
                 "boot": node.boot,

@@ -1,86 +1,30 @@
-"""The shell over real sockets and a real disk: worlds form, nodes die, strangers are kept out."""
+"""The shell over real sockets and a real disk: worlds form, nodes die, disks refuse and strangers knock."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import socket
-import time
-from collections.abc import Callable, Iterator
+import errno
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from elastic_resume.errors import CorruptError
-from elastic_resume.rendezvous.messages import Join
-from elastic_resume.rendezvous.quorum import Incarnation
+from elastic_resume.errors import RecordError
+from elastic_resume.rendezvous import node
+from elastic_resume.rendezvous.core import Agent
+from elastic_resume.rendezvous.door import Limits
 from elastic_resume.rendezvous.record import RECORD_FILE, Record
-from elastic_resume.rendezvous.shell import Limits, Shell
-from elastic_resume.rendezvous.steps import (
-    BeginWorld,
-    Effect,
-    JoinRequested,
-    RestartWorkers,
-    Settings,
-    StopWorkers,
-)
-
-TOKEN = b"token"
-
-
-class Station:
-    """One node's shell, with workers that stop at once."""
-
-    def __init__(self, directory: Path, index: int, listeners: list[socket.socket]) -> None:
-        addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in listeners]
-        self.name = f"n{index}"
-        self.index = index
-        self.address = addresses[index]
-        self.worlds: queue.Queue[BeginWorld] = queue.Queue()
-        (directory / self.name).mkdir(exist_ok=True)
-        self.shell = Shell(
-            Settings(candidates=tuple(addresses[:3]), max_nodes=len(listeners), settle_s=0.5),
-            Incarnation(self.name, f"life-of-{index}", self.address, index if index < 3 else None),
-            listener=listeners[index],
-            run_id="job",
-            token=TOKEN,
-            record=Record(directory / self.name),
-            carry_out=self.carry_out,
-            limits=Limits(unproven=8, handshake_s=1.0),
-        )
-
-    def start(self) -> None:
-        """Start, and ask for a world."""
-        self.shell.start()
-        self.join()
-
-    def join(self) -> None:
-        """Ask for a world."""
-        self.shell.submit(JoinRequested(Join(f"{self.address}/store", 1, self.index)))
-
-    def carry_out(self, effect: Effect) -> None:
-        """Keep worlds; stop and join again when told to."""
-        if isinstance(effect, BeginWorld):
-            self.worlds.put(effect)
-        elif isinstance(effect, (RestartWorkers, StopWorkers)):
-            self.join()
+from elastic_resume.rendezvous.steps import BeginWorld, Effect
+from elastic_resume.store.durable import Disk, machine
+from tests.stations import Station, Stations, descriptors, until
 
 
 @pytest.fixture
-def stations(tmp_path: Path) -> Iterator[Callable[..., list[Station]]]:
-    """Start that many stations; stop them in the end."""
-    made: list[Station] = []
-
-    def build(count: int) -> list[Station]:
-        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-        made.extend(Station(tmp_path, index, listeners) for index in range(count))
-        for one in made:
-            one.start()
-        return made
-
-    yield build
-    for one in made:
-        one.shell.stop()
+def stations(tmp_path: Path) -> Iterator[Stations]:
+    """Build some; they are stopped in the end."""
+    made = Stations(tmp_path, Limits())
+    yield made
+    made.stop()
 
 
 def names(world: BeginWorld) -> list[str]:
@@ -88,11 +32,27 @@ def names(world: BeginWorld) -> list[str]:
     return [str(member) for member in world.members]
 
 
+class Refusing(Disk):
+    """A disk that is full, as long as somebody says so."""
+
+    full = True
+    refusals = 0
+
+    def write_atomic(self, path: Path, data: bytes) -> None:
+        """Write, or say why not."""
+        if not self.full:
+            super().write_atomic(path, data)
+            return
+        self.refusals += 1
+        with machine("write", path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_world_forms_and_goes_on_without_its_leader_and_without_a_member(
-    stations: Callable[..., list[Station]], tmp_path: Path
+    stations: Stations, tmp_path: Path
 ) -> None:
     """Four nodes; the leader's process ends, then another's: ranks keep their order, generations grow."""
-    made = stations(4)
+    made = stations.build(4)
     first = [one.worlds.get(timeout=30) for one in made]
     assert {tuple(names(world)) for world in first} == {("n0", "n1", "n2", "n3")}
     assert [world.rank for world in first] == [0, 1, 2, 3]
@@ -109,33 +69,86 @@ def test_a_world_forms_and_goes_on_without_its_leader_and_without_a_member(
     assert kept.seen == generations[-1], "a member has it on disk before the world begins"
 
 
-@pytest.mark.slow
-def test_strangers_do_not_disturb_a_running_world(stations: Callable[..., list[Station]]) -> None:
-    """Random bytes, endless lines, half a handshake, another job, and more connections than allowed."""
-    made = stations(3)
+def test_a_disk_that_refuses_is_tried_again_and_told_of_once(
+    stations: Stations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No world begins before every member has it on disk; the log names file and reason; then it goes on."""
+    monkeypatch.setattr(node, "DISK_PAUSE_S", 0.01)
+    disk = Refusing()
+    made = stations.build(2, record=lambda place: Record(place, disk if place.name == "n1" else Disk()))
+    until(lambda: disk.refusals > 3, "the disk was asked again and again")
+    assert all(one.worlds.empty() for one in made)
+    disk.full = False
+    for one in made:
+        assert names(one.worlds.get(timeout=30)) == ["n0", "n1"]
+    (line,) = made[1].told("disk")
+    assert RECORD_FILE in line
+    assert "No space left on device" in line
+    assert line.endswith("; trying again")
+    assert not made[0].told("disk")
+
+
+def test_a_shell_whose_disk_refuses_can_be_stopped(stations: Stations) -> None:
+    """Stopping waits for no disk."""
+    disk = Refusing()
+    (alone,) = stations.build(1, record=lambda place: Record(place, disk))
+    until(lambda: disk.refusals > 0, "the disk was asked")
+    alone.shell.stop()
+    assert not alone.shell.alive
+
+
+def test_a_stopped_shell_leaves_no_socket(stations: Stations) -> None:
+    """Neither listening nor connected."""
+    before = descriptors()
+    made = stations.build(3)
     for one in made:
         one.worlds.get(timeout=30)
-    host, _, port = made[0].address.rpartition(":")
-    idle = [socket.create_connection((host, int(port))) for _ in range(40)]
-    for data in (
-        b"\x00\xff" * 100,
-        b"x" * 100_000,
-        b'{"elastic_resume":1,"run":"other","nonce":"00"}\n',
-        b"{}\n",
-    ):
-        with socket.create_connection((host, int(port))) as stranger:
-            stranger.sendall(data)
-            stranger.settimeout(10)
-            with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(10) == b""
-    for held in idle:
-        held.close()
-    until = time.monotonic() + 1.0
-    while time.monotonic() < until:
-        assert all(one.worlds.empty() for one in made), "the world was disturbed"
-        time.sleep(0.05)
-    made[2].shell.stop()
-    assert names(made[0].worlds.get(timeout=30)) == ["n0", "n1"]
+    assert descriptors() > before
+    stations.stop()
+    until(lambda: descriptors() <= before, "all is closed")
+
+
+def test_the_owner_is_shown_the_core_before_effects_are_carried_out(stations: Stations) -> None:
+    """A fence moves before anybody hears of a world."""
+    running: list[bool] = []
+    seen: list[bool] = []
+
+    class Watching(Station):
+        def watch(self, agent: Agent) -> None:
+            running.append(agent.running is not None)
+
+        def carry_out(self, effect: Effect) -> None:
+            if isinstance(effect, BeginWorld):
+                seen.append(running[-1])
+            super().carry_out(effect)
+
+    (alone,) = stations.build(1, station=Watching)
+    alone.worlds.get(timeout=30)
+    assert seen == [True]
+
+
+def test_an_error_of_our_own_ends_the_thread_and_is_told(
+    stations: Stations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a core must not go on: its owner sees that the shell lives no more."""
+    told: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+
+    class Broken(Station):
+        def watch(self, agent: Agent) -> None:
+            raise KeyError(str(agent))
+
+    (alone,) = stations.build(1, station=Broken)
+    until(lambda: not alone.shell.alive, "the thread ended")
+    assert [args.exc_type for args in told] == [KeyError]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", ["here:99999", "no port", ":1", "\x00:1", "a" * 300 + ":1", "localhost:1"])
+def test_a_candidate_that_is_no_address_does_not_stop_the_search(stations: Stations, odd: str) -> None:
+    """A call to it fails, and the next one is made."""
+    for one in stations.build(2, first=(odd,)):
+        one.worlds.get(timeout=30)
 
 
 def test_a_record_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
@@ -143,5 +156,5 @@ def test_a_record_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     assert Record(tmp_path).memory is None
     for text in ("", "{}", '{"memory": [], "digest": "x"}', "[" * 100_000):
         (tmp_path / RECORD_FILE).write_text(text)
-        with pytest.raises(CorruptError, match="remove the file"):
+        with pytest.raises(RecordError, match="remove the file"):
             Record(tmp_path)

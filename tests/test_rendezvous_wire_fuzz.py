@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import zlib
 from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_resume.rendezvous import wire
-from elastic_resume.rendezvous.messages import Hello, Message, Propose, Stamp
+from elastic_resume.rendezvous import packing, wire
+from elastic_resume.rendezvous.core import Agent
+from elastic_resume.rendezvous.messages import Beat, Hello, Join, Message, Propose, Stamp, Waiting
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.steps import (
+    Event,
+    JoinRequested,
+    MessageArrived,
+    PeerConnected,
+    PeerLost,
+    Persist,
+    Persisted,
+    Settings,
+    Tick,
+)
 from elastic_resume.rendezvous.wire import Lines, WireError
+
+CASES = int(os.environ.get("ELASTIC_RESUME_FUZZ_CASES", "5000"))
+"""How many cases each slow test tries; `make nightly` has them try more."""
 
 texts = st.text(max_size=8)
 numbers = st.integers(0, 1 << 50)
@@ -47,7 +65,7 @@ def test_a_message_is_read_as_it_was_written(stamp: Stamp, message: Message) -> 
 
 
 @pytest.mark.slow
-@settings(max_examples=5000)
+@settings(max_examples=CASES)
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_nothing_but_wire_errors(data: bytes) -> None:
     """Bytes of a stranger, at every place where bytes are read."""
@@ -63,7 +81,7 @@ def test_random_bytes_raise_nothing_but_wire_errors(data: bytes) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=5000)
+@settings(max_examples=CASES)
 @given(st.sampled_from([kind.__name__ for kind in get_args(Message)]), st.lists(json_values, max_size=7))
 def test_json_of_wrong_shape_raises_nothing_but_wire_errors(kind: str, body: list[object]) -> None:
     """A known type with fields of any kind."""
@@ -73,6 +91,35 @@ def test_json_of_wrong_shape_raises_nothing_but_wire_errors(kind: str, body: lis
     except WireError:
         return
     assert wire.decode(wire.encode(stamp, message)[:-1]) == (stamp, message)
+
+
+@pytest.mark.slow
+@settings(max_examples=CASES)
+@given(stamps, any_message, st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=3)), max_size=4))
+def test_a_damaged_line_raises_nothing_but_wire_errors(
+    stamp: Stamp, message: Message, damages: list[tuple[int, bytes]]
+) -> None:
+    """A good line in which some bytes are others; what is taken all the same can be said again."""
+    line = wire.encode(stamp, message)[:-1]
+    for place, data in damages:
+        line = line[:place] + data + line[place + len(data) + place % 2 :]
+    try:
+        read = wire.decode(line)
+    except WireError:
+        return
+    assert wire.decode(wire.encode(*read)[:-1]) == read
+
+
+@settings(max_examples=1000)
+@given(st.text(";,%z+/=0123456789abcdef", max_size=60))
+def test_any_text_for_a_world_raises_nothing_but_wire_errors(text: str) -> None:
+    """Quoted, compressed, cut off, or none of it."""
+    line = json.dumps({"stamp": [1, 0, 0, 0.0], "type": "Propose", "body": [text, [1, None, [], [], []]]})
+    try:
+        wire.decode(line.encode())
+    except WireError:
+        return
+    assert packing.pack(packing.unpack(text)) == text, "it was spelled as a world is"
 
 
 @settings(max_examples=1000)
@@ -151,3 +198,110 @@ def test_what_a_hello_and_a_proposal_of_a_large_world_weigh() -> None:
     known = Knowledge(3, world, (world,), frozenset(members[:500]))
     for message in (Hello(members[0], known, 7), Propose(world, known)):
         assert len(wire.encode(Stamp(1, 1), message)) * 8 < wire.MAX_LINE_BYTES
+
+
+def test_a_large_world_is_compressed_and_comes_back_as_one_object() -> None:
+    """What is sent to a thousand is read once; a small one stays readable."""
+    members = tuple(
+        Incarnation(f"node,{n};%\u00e9", f"life{n}", f"[::1]:{n}", n or None) for n in range(1000)
+    )
+    world = World(7, members, members[3])
+    text = packing.pack(world)
+    assert text.startswith("z")
+    packing._worlds.clear()
+    read = packing.unpack(text)
+    assert [(one, one.address, one.candidate) for one in read.members] == [
+        (one, one.address, one.candidate) for one in members
+    ]
+    assert (read, read.leader) == (world, members[3])
+    assert packing.unpack(text + "") is read
+    assert packing.pack(World(1, members[1:2], members[1])) == "1;" + ";".join(
+        ["node%2C1%3B%25%C3%A9,life1,[::1]:1,1"] * 2
+    )
+
+
+def test_a_world_that_expands_without_end_is_refused() -> None:
+    """A thousand bytes that say a million members."""
+    bomb = zlib.compress(b"1;" + b"a,b,c,;" * 10_000_000)
+    for data in (bomb, bomb[:-20], zlib.compress(b"1;a,b,c,") + b"more", b"no zlib"):
+        with pytest.raises(ValueError):  # noqa: PT011  unpack promises no more
+            packing.unpack("z" + base64.b64encode(data).decode())
+
+
+def test_what_is_kept_of_worlds_is_bounded() -> None:
+    """Whoever sends one world after the other finds the memory as small as before."""
+    for generation in range(100):
+        packing.unpack(f"{generation};a,b,c,")
+    assert len(packing._worlds) <= packing.KEPT
+    assert len(packing._texts) <= packing.KEPT
+
+
+def test_a_name_that_no_encoding_holds_is_refused() -> None:
+    """JSON can spell half of a surrogate pair; a log or a lookup of such a name would fail later."""
+    with pytest.raises(WireError, match="no encoding"):
+        wire.decode(b'{"stamp":[1,0,0,0.0],"type":"Waiting","body":["\\ud800"]}')
+
+
+def test_a_reason_that_is_too_long_is_cut_not_refused() -> None:
+    """A sentence that names a thousand nodes must not make all who hear it hang up."""
+    line = wire.encode(Stamp(1, 0), Waiting("node " * 1000))
+    message = wire.decode(line[:-1])[1]
+    assert isinstance(message, Waiting)
+    assert message.reason.startswith("node node ")
+    assert message.reason.endswith("…")
+
+
+def test_a_heartbeat_is_read_as_strictly_as_any_line() -> None:
+    """It has a way of its own through the reader, since nearly every line is one."""
+    good = wire.encode(Stamp(1, 2, 3, 0.5), Beat())[:-1]
+    assert wire.decode(good) == (Stamp(1, 2, 3, 0.5), Beat())
+    tail = b',"type":"Beat","body":[]}'
+    assert good.endswith(tail)
+    for head in (
+        b"",
+        b"{",
+        b'{"stamp":[1,2,3]',
+        b'{"stamp":[1,2,3,0.5],"x":1',
+        b"[1,2,3,0.5]",
+        b'{"stamp":[-1,2,3,4]',
+    ):
+        with pytest.raises(WireError):
+            wire.decode(head + tail)
+
+
+# ---- what a proven peer may send, to the core --------------------------------------------------------
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from([-1, -2, 1, 2]), stamps, any_message, st.floats(0, 2), st.integers(0, 9)),
+    max_size=12,
+)
+
+
+@settings(max_examples=1000)
+@given(st.integers(0, 1), steps)
+def test_no_message_of_a_proven_peer_makes_the_core_fail(
+    place: int, said: list[tuple[int, Stamp, Message, float, int]]
+) -> None:
+    """Whatever it says, in whatever role, in any order: nonsense is ignored or believed, and time goes on."""
+    addresses = ("a:1", "b:1")
+    me = Incarnation("me", "life", addresses[place], place)
+    agent = Agent(Settings(addresses, max_nodes=3), me, None, 0.0)
+    now = 0.0
+    feed(agent, now, Tick(), JoinRequested(Join("a:2", 1)), PeerConnected(-1), PeerConnected(-2))
+    for conn, stamp, message, pause_s, chance in said:
+        now += pause_s
+        happens: Event = MessageArrived(conn, stamp, message)
+        if chance == 0:
+            happens = PeerLost(conn, closed=True)
+        elif chance == 1:
+            happens = PeerConnected(conn)
+        feed(agent, now, happens, Tick())
+
+
+def feed(agent: Agent, now: float, *events: Event) -> None:
+    """Hand over events; what is to be durable is so at once."""
+    for event in events:
+        for effect in agent.handle(event, now):
+            if isinstance(effect, Persist):
+                feed(agent, now, Persisted(effect.number))

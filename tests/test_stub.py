@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from elastic_resume import contract
 from elastic_resume.agent import stub
+from elastic_resume.agent.fence import Fence
 
 STUB = [sys.executable, "-I", "-S", stub.__file__, "0"]
 
@@ -73,6 +75,16 @@ def start(environ: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[by
         process.wait()
 
 
+@pytest.fixture
+def fence(environ: dict[str, str]) -> Iterator[Fence]:
+    """A fence that this process owns, with a lease without end."""
+    fence = Fence()
+    fence.set(math.inf)
+    environ[contract.ENV_FENCE] = fence.path
+    yield fence
+    fence.close()
+
+
 def python(code: str) -> tuple[str, ...]:
     """A worker that runs ``code``."""
     return sys.executable, "-c", code
@@ -88,7 +100,7 @@ def exit_event(tmp_path: Path) -> dict[str, Any]:
 def test_its_literals_are_the_contracts() -> None:
     """The stub imports nothing of the package, so it repeats the names."""
     names = [name for name in vars(stub) if name.startswith("ENV_")]
-    assert len(names) >= 6
+    assert len(names) >= 7
     for name in names:
         assert getattr(stub, name) == getattr(contract, name)
 
@@ -263,3 +275,222 @@ def test_a_stub_whose_agent_is_dead_already_starts_nothing(environ: Any, start: 
     environ[contract.ENV_AGENT_PID] = "1"
     assert start("/bin/sh", "-c", f"touch {tmp_path / 'started'}").wait(30) == 1
     assert not (tmp_path / "started").exists()
+
+
+# ---- fencing -----------------------------------------------------------------------------------------------
+
+
+def stubborn(tmp_path: Path) -> tuple[str, ...]:
+    """A worker with a grandchild in a session of its own; both ignore what can be ignored."""
+    grandchild = f"echo $$ > {tmp_path / 'grandchild'}; exec sleep 600"
+    worker = f"(setsid sh -c '{grandchild}' &); echo $$ > {tmp_path / 'worker'}; exec sleep 600"
+    return "/bin/sh", "-c", f"trap '' TERM HUP INT; {worker}"
+
+
+def family(tmp_path: Path) -> list[int]:
+    """The processes of `stubborn`, once they run."""
+    return [pid_in(tmp_path / name) for name in ("worker", "grandchild")]
+
+
+def wait_for_looks(process: subprocess.Popen[bytes], looks: int = 4) -> None:
+    """Wait until a living stub has woken up so often."""
+    entry = psutil.Process(process.pid)
+    start = entry.num_ctx_switches().voluntary
+
+    def woken() -> bool:
+        assert process.poll() is None, f"the stub ended with {process.returncode}"
+        return bool(entry.num_ctx_switches().voluntary >= start + looks)
+
+    wait_for(woken, "the stub to look at its fence")
+
+
+def fenced_event(tmp_path: Path) -> dict[str, Any]:
+    """What the stub wrote of a worker that it fenced, once it has."""
+    path = tmp_path / "events.jsonl"
+    wait_for(lambda: path.exists() and path.stat().st_size, "the stub's event")
+    event = exit_event(tmp_path)
+    assert (event["signal"], event["stopped"], event["fenced"]) == ("SIGKILL", True, True)
+    return event
+
+
+def test_a_lease_that_runs_out_ends_all_but_the_stub(fence: Fence, start: Any, tmp_path: Path) -> None:
+    """The stub waits to be told, or torchelastic would spend a restart; then it ends like its worker."""
+    process = start(*stubborn(tmp_path))
+    pids = family(tmp_path)
+    fence.set(time.monotonic() + 0.2)
+    wait_for(lambda: not any(map(alive, pids)), "worker and grandchild to die")
+    assert fenced_event(tmp_path)["worker_pid"] == pids[0]
+    wait_for_looks(process)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(30) == -signal.SIGKILL
+    assert exit_event(tmp_path)["fenced"]
+
+
+def test_a_worker_can_be_ended_at_once(environ: Any, fence: Fence, start: Any, tmp_path: Path) -> None:
+    """No lease at all leaves no grace, whatever the script does with signals."""
+    environ[contract.ENV_GRACE_S] = "600"
+    process = start(*stubborn(tmp_path))
+    pids = family(tmp_path)
+    fence.set(-math.inf)
+    wait_for(lambda: not any(map(alive, pids)), "worker and grandchild to die")
+    fenced_event(tmp_path)
+    wait_for_looks(process)
+    process.terminate()
+    assert process.wait(30) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("word", [-math.inf, math.nan, 0.0, 1.0])
+def test_no_worker_lives_without_a_lease(word: float, fence: Fence, start: Any, tmp_path: Path) -> None:
+    """A world may be over before its workers have started. What is no time is no lease."""
+    fence.set(word)
+    process = start("/bin/sh", "-c", "exec sleep 600")
+    worker = fenced_event(tmp_path)["worker_pid"]
+    assert not alive(worker)
+    wait_for_looks(process)
+
+
+def test_a_stub_that_was_told_before_its_worker_was_fenced_ends_at_once(
+    environ: Any, fence: Fence, start: Any, tmp_path: Path
+) -> None:
+    """Nobody will tell it again. The fence goes before the grace."""
+    environ[contract.ENV_GRACE_S] = "600"
+    process = start(*stubborn(tmp_path))
+    family(tmp_path)
+    process.terminate()
+    wait_for_looks(process)
+    fence.set(-math.inf)
+    assert process.wait(30) == -signal.SIGKILL
+    fenced_event(tmp_path)
+
+
+def test_a_renewed_lease_keeps_the_worker_alive(fence: Fence, start: Any, tmp_path: Path) -> None:
+    """The stub goes by the word of the moment, not by one that it has seen before."""
+    process = start(*stubborn(tmp_path))
+    pids = family(tmp_path)
+    first = time.monotonic() + 1.0
+    fence.set(first)
+    wait_for_looks(process, 1)
+    fence.set(first + 3600)
+    wait_for(lambda: time.monotonic() > first, "the first lease to run out")
+    wait_for_looks(process)
+    assert all(map(alive, pids))
+    assert not (tmp_path / "events.jsonl").exists()
+    fence.set(-math.inf)
+    wait_for(lambda: not any(map(alive, pids)), "worker and grandchild to die")
+
+
+def test_an_agent_that_believes_in_a_dead_worker_is_shown_its_end(
+    fence: Fence, start: Any, tmp_path: Path
+) -> None:
+    """Who renews a lease does not know that the worker was killed over it."""
+    process = start(*stubborn(tmp_path))
+    family(tmp_path)
+    fence.set(-math.inf)
+    fenced_event(tmp_path)
+    fence.set(math.inf)
+    assert process.wait(30) == -signal.SIGKILL
+
+
+# An agent with a lease that it renews as long as it runs: short ones, once its worker is up.
+LEASED = """
+import os, pathlib, subprocess, sys, time
+from elastic_resume import contract
+from elastic_resume.agent.fence import Fence
+fence = Fence()
+fence.set(time.monotonic() + 3600)
+os.environ[contract.ENV_AGENT_PID], os.environ[contract.ENV_FENCE] = str(os.getpid()), fence.path
+here = pathlib.Path(sys.argv[1])
+stub = subprocess.Popen(sys.argv[2:], start_new_session=True)
+while not (here / "grandchild").exists():
+    time.sleep(0.01)
+while True:
+    fence.set(time.monotonic() + 0.5)
+    (here / "leased").write_text(str(stub.pid))
+    time.sleep(0.01)
+"""
+
+
+def test_an_agent_that_is_stopped_loses_its_workers(environ: dict[str, str], tmp_path: Path) -> None:
+    """Nobody else on the node needs to run for that. What remains goes with the agent."""
+    arguments = [str(tmp_path), *STUB, *stubborn(tmp_path)]
+    agent = subprocess.Popen([*python(LEASED), *arguments], env=environ)
+    try:
+        stub_pid, *pids = [pid_in(tmp_path / "leased"), *family(tmp_path)]
+        agent.send_signal(signal.SIGSTOP)
+        wait_for(lambda: not any(map(alive, pids)), "worker and grandchild to die")
+        fenced_event(tmp_path)
+        assert alive(stub_pid)
+    finally:
+        agent.kill()
+        agent.wait()
+    wait_for(lambda: not alive(stub_pid), "the stub to die")
+
+
+def test_a_jump_of_the_wall_clock_changes_no_lease(fence: Fence, environ: Any, tmp_path: Path) -> None:
+    """Here it jumps by a day whenever it is asked. The event has the time of day, the lease has not."""
+    code = (
+        "import itertools, sys, time; now = time.time; days = itertools.count(1);"
+        " time.time = lambda: now() + 86400 * next(days);"
+        " del sys.argv[0]; exec(open(sys.argv[0]).read())"
+    )
+    fence.set(time.monotonic() + 3600)
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", code, stub.__file__, "0", *stubborn(tmp_path)],
+        env=environ,
+        start_new_session=True,
+    )
+    try:
+        pids = family(tmp_path)
+        wait_for_looks(process)
+        assert all(map(alive, pids))
+        fence.set(time.monotonic() + 0.1)
+        assert fenced_event(tmp_path)["t"] > time.time() + 80000
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("kind", ["missing", "short", "device"])
+def test_a_worker_that_cannot_be_fenced_does_not_start(
+    kind: str, environ: Any, start: Any, tmp_path: Path
+) -> None:
+    """It is said where a person looks, and in the event that the agent reads."""
+    (tmp_path / "short").write_bytes(b"")
+    path = {"missing": "/proc/self/fd/99", "short": str(tmp_path / "short"), "device": "/dev/null"}[kind]
+    environ[contract.ENV_FENCE] = path
+    process = start("/bin/sh", "-c", f"touch {tmp_path / 'started'}", stderr=subprocess.PIPE)
+    said = process.communicate(timeout=30)[1].decode()
+    assert process.returncode == 1
+    assert said.startswith("elastic_resume: no worker may run that cannot be fenced")
+    assert path in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "started").exists()
+    event = exit_event(tmp_path)
+    assert (event["exit_code"], event["stopped"], event["worker_pid"]) == (1, False, None)
+    assert event["message"] in said
+
+
+@pytest.mark.usefixtures("fence")
+def test_a_worker_knows_nothing_of_its_fence(start: Any) -> None:
+    """A job that it starts by itself must not be fenced with it, nor may it hold a descriptor."""
+    code = f"import os; print({contract.ENV_FENCE!r} in os.environ, sorted(os.listdir('/proc/self/fd')))"
+    plain = subprocess.check_output(python(code))
+    assert plain.startswith(b"False")
+    process = start(*python(code), stdout=subprocess.PIPE)
+    assert process.communicate(timeout=30)[0] == plain
+
+
+@pytest.mark.usefixtures("fence")
+@pytest.mark.parametrize("fenced", [False, True])
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_worker_within_its_lease_ends_as_without_one(
+    fenced: bool, code: int, environ: Any, start: Any, tmp_path: Path
+) -> None:
+    """At once, and with the same event."""
+    if not fenced:
+        del environ[contract.ENV_FENCE]
+    assert start("/bin/sh", "-c", f"exit {code}").wait(30) == code
+    event = exit_event(tmp_path)
+    fields = {"t", "event", "node", "pid", "rank", "local_rank", "round", "worker_pid", "exit_code", "signal"}
+    assert set(event) == fields | {"stopped"} | ({"message"} if code else set())
+    assert event["stopped"] is False

@@ -1,0 +1,118 @@
+"""Reads what tests/jobs/heart.py wrote: which workers lived when, in which generation."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from elastic_resume.testing import Cluster
+
+SCRIPT = Path(__file__).parent / "jobs" / "heart.py"
+
+
+@dataclass(frozen=True)
+class Life:
+    """One worker: first and last beat are CLOCK_MONOTONIC seconds, the same clock for all nodes."""
+
+    generation: int
+    node: str
+    rank: int
+    world_size: int
+    first: float
+    last: float
+
+
+class Hearts:
+    """The hearts of one cluster's job."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.directory = cluster.directory / "hearts"
+        self.directory.mkdir(exist_ok=True)
+
+    def start(self, only: list[int] | None = None) -> None:
+        """Start the job on all nodes, or on some."""
+        self.cluster.start(SCRIPT, str(self.directory), only=only)
+
+    def stop(self) -> None:
+        """Let every worker end well."""
+        (self.directory / "stop").touch()
+
+    def lives(self) -> list[Life]:
+        """All workers that ever beat, by generation and rank."""
+        found = []
+        for path in sorted(self.directory.glob("*.beats")):
+            generation, node, rank, world_size = path.stem.split("-")
+            beats = [float(line) for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
+            if beats:
+                life = Life(int(generation), node, int(rank), int(world_size), beats[0], beats[-1])
+                found.append(life)
+        return sorted(found, key=lambda life: (life.generation, life.rank))
+
+    def world(self, generation: int) -> list[str]:
+        """Nodes of that generation that beat, in rank order."""
+        return [life.node for life in self.lives() if life.generation == generation]
+
+    def newest(self) -> int:
+        """The newest generation in which anybody beat; 0 before any."""
+        return max((life.generation for life in self.lives()), default=0)
+
+    def wait(self, nodes: list[int], after: int = 0, timeout_s: float = 60.0) -> int:
+        """Wait until a generation after `after` beats on just those nodes; give it."""
+        names = {f"n{index}" for index in nodes}
+
+        def look() -> int | None:
+            newest = self.newest()
+            lives = [life for life in self.lives() if life.generation == newest]
+            whole = {life.node for life in lives} == names and {life.world_size for life in lives} == {
+                len(names)
+            }
+            return newest if newest > after and whole else None
+
+        return self.cluster.wait(look, f"a world of {sorted(names)} after {after}", timeout_s)
+
+    def wait_told(self, index: int, what: str) -> None:
+        """Wait until a node's rendezvous has told that."""
+        self.cluster.wait(
+            lambda: [event for event in self.cluster.events_of(index, "rendezvous") if event["what"] == what],
+            f"n{index} to tell of {what}",
+        )
+
+    def wait_says(self, index: int, text: str) -> None:
+        """Wait until a node has printed that."""
+        self.cluster.wait(lambda: text in self.cluster.output(index), f"n{index} to say {text!r}")
+
+    def wait_idle(self, index: int) -> None:
+        """Wait until no worker runs on a node."""
+        self.cluster.wait(lambda: not self._workers(index), f"n{index} to be idle")
+
+    def worker(self, index: int) -> psutil.Process:
+        """The worker that runs on a node."""
+        found = self._workers(index)
+        assert found, f"no worker runs on n{index}"
+        return found[0]
+
+    def _workers(self, index: int) -> list[psutil.Process]:
+        found = []
+        for process in self.cluster.processes(index):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                words = process.cmdline()
+                # Agent and stub name the script too.
+                if SCRIPT.as_posix() in words and words[1] == "-u":
+                    found.append(process)
+        return found
+
+    def check_one_world_at_a_time(self) -> None:
+        """No worker of a generation beats once one of a later generation has begun to."""
+        lives = self.lives()
+        ranks = [(life.generation, life.rank) for life in lives]
+        assert len(set(ranks)) == len(ranks), f"a rank stands twice: {lives}"
+        sizes = {life.generation: life.world_size for life in lives}
+        assert all(sizes[life.generation] == life.world_size for life in lives), f"two sizes: {lives}"
+        for life in lives:
+            for other in lives:
+                if other.generation > life.generation:
+                    assert life.last < other.first, f"{life} still beat when {other} began"

@@ -1,0 +1,221 @@
+"""Nodes of one job on this machine, each a shell whose workers stop at once; and strangers who call them."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from elastic_resume.rendezvous import wire
+from elastic_resume.rendezvous.core import Agent
+from elastic_resume.rendezvous.messages import Join, Message, Stamp
+from elastic_resume.rendezvous.quorum import Incarnation
+from elastic_resume.rendezvous.record import Record
+from elastic_resume.rendezvous.shell import Limits, Shell
+from elastic_resume.rendezvous.steps import (
+    BeginWorld,
+    Effect,
+    JoinRequested,
+    Log,
+    RestartWorkers,
+    Settings,
+    StopWorkers,
+)
+
+TOKEN = b"a token that nobody may read in a log"
+RUN = "job"
+PATIENCE_S = 30.0
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    """Wait for a condition."""
+    limit = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < limit, f"not within {PATIENCE_S:g} s: {what}"
+        time.sleep(0.005)
+
+
+def address_of(listener: socket.socket) -> str:
+    """Where it listens."""
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+class Station:
+    """One node's shell."""
+
+    def __init__(
+        self,
+        index: int,
+        listeners: list[socket.socket],
+        record: Record,
+        *,
+        limits: Limits,
+        settings: Settings,
+    ) -> None:
+        self.name = f"n{index}"
+        self.index = index
+        self.address = address_of(listeners[index])
+        place = settings.candidates.index(self.address) if self.address in settings.candidates else None
+        self.me = Incarnation(self.name, f"life-of-{index}", self.address, place)
+        self.worlds: queue.Queue[BeginWorld] = queue.Queue()
+        self.ends: list[RestartWorkers | StopWorkers] = []
+        self.logs: list[Log] = []
+        self.fence_at = 0.0
+        self.links = 0
+        self.leads = False
+        self.shell = Shell(
+            settings,
+            self.me,
+            listener=listeners[index],
+            run_id=RUN,
+            token=TOKEN,
+            record=record,
+            carry_out=self.carry_out,
+            watch=self.watch,
+            limits=limits,
+        )
+
+    def start(self) -> None:
+        """Start, and ask for a world."""
+        self.shell.start()
+        self.join()
+
+    def join(self) -> None:
+        """Ask for a world."""
+        self.shell.submit(JoinRequested(Join(f"{self.address}/store", 1, self.index)))
+
+    def carry_out(self, effect: Effect) -> None:
+        """Keep worlds and logs; stop and join again when told to."""
+        if isinstance(effect, BeginWorld):
+            self.worlds.put(effect)
+        elif isinstance(effect, (RestartWorkers, StopWorkers)):
+            self.ends.append(effect)
+            self.join()
+        elif isinstance(effect, Log):
+            self.logs.append(effect)
+
+    def watch(self, agent: Agent) -> None:
+        """Keep what the agent's owner reads."""
+        self.fence_at, self.leads, self.links = agent.fence_at, agent.leads, len(agent.body.links)
+
+    def told(self, kind: str, words: str = "") -> list[str]:
+        """The log lines of a kind with these words."""
+        return [one.text for one in list(self.logs) if one.kind == kind and words in one.text]
+
+
+class Stations:
+    """All nodes of a job."""
+
+    def __init__(self, directory: Path, limits: Limits) -> None:
+        self.directory = directory
+        self.limits = limits
+        self.made: list[Station] = []
+
+    def build(
+        self,
+        count: int,
+        *,
+        record: Callable[[Path], Record] = Record,
+        station: type[Station] = Station,
+        node_timeout_s: float = 3.0,
+        first: tuple[str, ...] = (),
+    ) -> list[Station]:
+        """Make and start that many nodes; ``first`` are candidates before them, where nobody lives."""
+        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+        for one in listeners:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the kernel queues little for us
+        candidates = (*first, *(address_of(one) for one in listeners[:3]))
+        settings = Settings(candidates, max_nodes=count, settle_s=0.5, node_timeout_s=node_timeout_s)
+        for index in range(count):
+            place = self.directory / f"n{index}"
+            place.mkdir(exist_ok=True)
+            made = station(index, listeners, record(place), limits=self.limits, settings=settings)
+            self.made.append(made)
+        for made in self.made:
+            made.start()
+        return self.made
+
+    def stop(self) -> None:
+        """End all."""
+        for one in self.made:
+            one.shell.stop()
+
+
+def descriptors() -> int:
+    """How many files and sockets this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+# ---- strangers ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def calling(address: str) -> Iterator[socket.socket]:
+    """Connect to a node."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+        yield stranger
+
+
+def read_line(stranger: socket.socket) -> bytes:
+    """Read one line; empty when the other side is gone."""
+    line = bytearray()
+    with contextlib.suppress(ConnectionError):
+        while not line.endswith(b"\n"):
+            data = stranger.recv(1)
+            if not data:
+                return b""
+            line += data
+    return bytes(line[:-1])
+
+
+def dropped(stranger: socket.socket) -> bool:
+    """Wait until the other side hangs up, whatever it says before."""
+    with contextlib.suppress(ConnectionError):
+        while stranger.recv(1 << 16):
+            pass
+    return True
+
+
+def prove(stranger: socket.socket, token: bytes = TOKEN) -> None:
+    """Go through the handshake."""
+    side = wire.call(token, RUN, secrets.token_hex(32))
+    stranger.sendall(next(side))
+    try:
+        side.send(read_line(stranger))
+    except StopIteration as stop:
+        stranger.sendall(stop.value)
+
+
+def say(stranger: socket.socket, *messages: Message) -> None:
+    """Send messages."""
+    for seq, message in enumerate(messages, 1):
+        stranger.sendall(wire.encode(Stamp(seq, 0), message))
+
+
+def hear(stranger: socket.socket) -> Message:
+    """Read the next message that is not a heartbeat."""
+    return wire.decode(read_line(stranger))[1]
+
+
+class Babbler(threading.Thread):
+    """Sends on and on, in a thread, until the other side has had enough."""
+
+    def __init__(self, stranger: socket.socket, data: bytes, pause_s: float = 0.0) -> None:
+        super().__init__(daemon=True)
+        self.stranger = stranger
+        self.data = data
+        self.pause_s = pause_s
+
+    def run(self) -> None:
+        """Send."""
+        with contextlib.suppress(OSError):
+            while True:
+                self.stranger.sendall(self.data)
+                if self.pause_s:
+                    time.sleep(self.pause_s)

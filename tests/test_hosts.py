@@ -1,0 +1,426 @@
+"""Simulated hosts: real namespaces, real sockets inside them, and links that go silent.
+
+A socket belongs to the network in which it was made. So each test has a process on a node make one and hand
+it over, and holds both ends of a connection itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.faults.hosts import INTERFACE, Namespaces, available
+from elastic_resume.testing import Cluster
+
+pytestmark = pytest.mark.cluster
+
+PORT = 29400
+ESTABLISHED, SYN_SENT = 1, 2
+PATIENCE_S = 60.0
+MAKE_SOCKET = """
+import socket, sys
+with socket.socket(socket.AF_INET, int(sys.argv[2])) as made, socket.socket(fileno=int(sys.argv[1])) as way:
+    socket.send_fds(way, [b"."], [made.fileno()])
+"""
+OWNER = """
+import ctypes, signal, subprocess, sys
+from elastic_resume.faults.hosts import Namespaces
+hosts = Namespaces(2)
+die = lambda: ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
+bound = subprocess.Popen(hosts.command(0, ["sleep", "600"]), preexec_fn=die)
+print(bound.pid, flush=True)
+signal.pause()
+"""
+
+Pairs = set[tuple[int, int]]
+
+
+def wait_for(look: Callable[[], object], what: str) -> None:
+    """Wait until ``look`` gives something true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not look():
+        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        time.sleep(0.02)
+
+
+def open_socket(hosts: Namespaces, index: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    """Give a socket of a node's network."""
+    here, there = socket.socketpair()
+    with here, there:
+        python = [sys.executable, "-S", "-c", MAKE_SOCKET, str(there.fileno()), str(int(kind))]
+        subprocess.run(hosts.command(index, python), pass_fds=[there.fileno()], check=True)
+        made = socket.socket(fileno=socket.recv_fds(here, 1, 1)[1][0])
+    made.settimeout(PATIENCE_S)
+    return made
+
+
+def connect(hosts: Namespaces, client: int, server: int) -> tuple[socket.socket, socket.socket]:
+    """Connect two nodes; give the client's end and the server's, which asks each second for life."""
+    with open_socket(hosts, server) as listener:
+        listener.bind((hosts.address(server), PORT))
+        listener.listen()
+        near = open_socket(hosts, client)
+        near.connect((hosts.address(server), PORT))
+        far, _ = listener.accept()
+    far.settimeout(PATIENCE_S)
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    far.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    far.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    far.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 100)  # however slow the test, it does not give up
+    return near, far
+
+
+def tcp(connection: socket.socket) -> tuple[int, int, int]:
+    """State, unanswered retransmissions and unanswered probes of a connection: tcp_info in linux/tcp.h."""
+    state, _, retransmits, probes = struct.unpack(
+        "4B", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
+    )
+    return state, retransmits, probes
+
+
+def is_silent(connection: socket.socket, state: int = ESTABLISHED) -> bool:
+    """Nothing was received, no error is pending, and the connection is as it was."""
+    readable, _, _ = select.select([connection], [], [], 0)
+    error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    return not readable and error == 0 and tcp(connection)[0] == state
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process runs no more, reaped or not."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def open_namespaces() -> set[str]:
+    """What the descriptors of this process keep alive."""
+    found = set()
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor that lists them
+            found.add(str(each.readlink()))
+    return {name for name in found if name.startswith("net:")}
+
+
+class Shouts:
+    """A datagram socket on every node; `heard` tells later who could reach whom at each shout."""
+
+    def __init__(self, hosts: Namespaces) -> None:
+        self.hosts = hosts
+        self.sockets = [open_socket(hosts, index, socket.SOCK_DGRAM) for index in range(len(hosts))]
+        for index, each in enumerate(self.sockets):
+            each.bind((hosts.address(index), PORT))
+
+    def shout(self, word: str) -> None:
+        """Let every node say the word to every other; what is said to nobody is no error."""
+        for sender, each in enumerate(self.sockets):
+            for receiver in range(len(self.sockets)):
+                if receiver != sender:
+                    each.sendto(f"{word} {sender}".encode(), (self.hosts.address(receiver), PORT))
+
+    def heard(self) -> dict[str, Pairs]:
+        """Heal the network, call the roll and listen up to that; give who reached whom, by word."""
+        self.hosts.heal()
+        self.shout("roll")
+        found: dict[str, Pairs] = {}
+        for receiver, each in enumerate(self.sockets):
+            rest = set(range(len(self.sockets))) - {receiver}
+            while rest:
+                word, sender = each.recv(100).decode().split()
+                found.setdefault(word, set()).add((int(sender), receiver))
+                rest -= {int(sender)} if word == "roll" else set()
+        return found
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for each in self.sockets:
+            each.close()
+
+
+def within(*groups: set[int]) -> Pairs:
+    """The pairs of nodes that are in one group."""
+    return {(a, b) for group in groups for a in group for b in group if a != b}
+
+
+@pytest.fixture(autouse=True)
+def possible() -> None:
+    """Skip where there can be no hosts; in CI that is a failure, so that nothing goes untested unseen."""
+    why = available()
+    if why and "CI" not in os.environ:
+        pytest.skip(why)
+    assert not why
+
+
+@pytest.fixture
+def five() -> Iterator[Namespaces]:
+    """Five hosts, new for each test."""
+    with Namespaces(5) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def shouts(five: Namespaces) -> Iterator[Shouts]:
+    """Sockets on five hosts."""
+    with contextlib.closing(Shouts(five)) as made:
+        yield made
+
+
+@pytest.fixture
+def pair(five: Namespaces) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A connection of host 0 to host 1."""
+    near, far = connect(five, 0, 1)
+    with near, far:
+        yield near, far
+
+
+# ---- links -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_cut_is_silent_and_the_connection_goes_on_when_the_link_is_back(
+    five: Namespaces, pair: tuple[socket.socket, socket.socket], lost: int
+) -> None:
+    """Neither end sees a reset or an error, whichever is cut; what was sent meanwhile arrives."""
+    near, far = pair
+    five.cut(lost)
+    near.sendall(b"sent into silence")
+    wait_for(lambda: tcp(near)[1] >= 3, "retransmissions")
+    wait_for(lambda: tcp(far)[2] >= 2, "keep-alive probes")
+    assert is_silent(near)
+    assert is_silent(far)
+    five.restore(lost)
+    assert far.recv(100) == b"sent into silence"
+    far.sendall(b"and back")
+    assert near.recv(100) == b"and back"
+
+
+@pytest.mark.slow
+def test_a_new_connection_to_a_cut_node_waits_and_is_made_when_the_link_is_back(five: Namespaces) -> None:
+    """No "no route to host", no "network is unreachable", no refusal."""
+    with open_socket(five, 1) as listener, open_socket(five, 0) as near:
+        listener.bind((five.address(1), PORT))
+        listener.listen()
+        five.cut(1)
+        near.setblocking(False)
+        near.connect_ex((five.address(1), PORT))
+        wait_for(lambda: tcp(near)[1] >= 3, "the first packet to be sent again three times")
+        assert is_silent(near, SYN_SENT)
+        five.restore(1)
+        listener.accept()[0].close()
+        wait_for(lambda: tcp(near)[0] != SYN_SENT, "the connection")
+        assert near.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+
+
+@pytest.mark.slow
+def test_what_a_cut_node_says_when_it_dies_does_not_arrive(
+    five: Namespaces, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    """A reset behind a cut is lost like all else; after the cut the peer is told when it asks."""
+    near, far = pair
+    five.cut(0)
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    near.close()
+    wait_for(lambda: tcp(far)[2] >= 2, "keep-alive probes")
+    assert is_silent(far)
+    five.restore(0)
+    with pytest.raises(ConnectionResetError):
+        far.recv(1)
+
+
+def test_a_link_can_be_cut_in_one_direction(five: Namespaces, shouts: Shouts) -> None:
+    """Of two nodes one hears the other; all others hear both."""
+    five.cut_link(0, 1, one_way=True)
+    shouts.shout("one")
+    five.cut_link(1, 0, one_way=True)
+    shouts.shout("both")
+    five.restore(1)
+    five.cut_link(3, 2)
+    shouts.shout("another")
+    heard = shouts.heard()
+    everybody = within({0, 1, 2, 3, 4})
+    assert everybody - heard["one"] == {(0, 1)}
+    assert everybody - heard["both"] == {(0, 1), (1, 0)}
+    assert everybody - heard["another"] == {(2, 3), (3, 2)}
+
+
+@pytest.mark.parametrize("groups", [[{0, 1}, {2, 3, 4}], [{0, 3}, {1, 4}, {2}], [{0}, {1}, {2}, {3}, {4}]])
+def test_a_partition_lets_only_its_groups_talk(
+    five: Namespaces, shouts: Shouts, groups: Sequence[set[int]]
+) -> None:
+    """Within a group all hear all, between groups nobody does; afterwards everybody does."""
+    five.partition(groups)
+    shouts.shout("parted")
+    heard = shouts.heard()
+    assert heard.get("parted", set()) == within(*groups)
+    assert heard["roll"] == within({0, 1, 2, 3, 4})
+
+
+def test_a_partition_replaces_the_one_before_and_a_cut_goes_through_it(
+    five: Namespaces, shouts: Shouts
+) -> None:
+    """`restore` gives a node back to its side of the partition, not to the other."""
+    five.partition([{0, 1}, {2, 3, 4}])
+    five.partition([{0, 1, 2}, {3, 4}])
+    five.cut(2)
+    shouts.shout("cut")
+    five.restore(2)
+    shouts.shout("restored")
+    heard = shouts.heard()
+    assert heard["cut"] == within({0, 1}, {3, 4})
+    assert heard["restored"] == within({0, 1, 2}, {3, 4})
+
+
+def test_two_networks_do_not_meet(shouts: Shouts) -> None:
+    """A cut in one is none in the other, whatever runs beside it."""
+    with Namespaces(5) as others, contextlib.closing(Shouts(others)) as theirs:
+        others.cut(0)
+        shouts.shout("here")
+        theirs.shout("there")
+        assert shouts.heard()["here"] == within({0, 1, 2, 3, 4})
+        assert theirs.heard()["there"] == within({1, 2, 3, 4})
+
+
+def test_a_cluster_has_its_nodes_on_the_hosts(five: Namespaces, shouts: Shouts, tmp_path: Path) -> None:
+    """The nodes' addresses are the hosts', and its words for cuts and partitions are theirs."""
+    with Cluster(tmp_path, nodes=5, hosts=five) as cluster:
+        assert [node.address for node in cluster.nodes] == [five.address(index) for index in range(5)]
+        cluster.partition({0, 1}, {2, 3, 4})
+        cluster.cut(4)
+        shouts.shout("cut")
+        cluster.restore(4)
+        shouts.shout("parted")
+        cluster.heal()
+        shouts.shout("healed")
+    heard = shouts.heard()
+    assert heard["cut"] == within({0, 1}, {2, 3})
+    assert heard["parted"] == within({0, 1}, {2, 3, 4})
+    assert heard["healed"] == heard["roll"]
+
+
+def test_a_cluster_without_hosts_says_how_to_have_them(tmp_path: Path) -> None:
+    """On loopback no link can be cut; a cluster larger than its network is refused too."""
+    with Cluster(tmp_path) as cluster, pytest.raises(UsageError, match=r"hosts=Namespaces\(n\)"):
+        cluster.cut(0)
+    with Namespaces(2) as hosts, pytest.raises(UsageError, match="0 to 1"):
+        Cluster(tmp_path, nodes=3, hosts=hosts)
+
+
+# ---- processes ---------------------------------------------------------------------------------------
+
+
+def test_a_command_becomes_the_process_that_was_started(five: Namespaces, tmp_path: Path) -> None:
+    """Its process id, its folder and its environment are those that were asked for; its network is not."""
+    script = "import os, socket; print(os.getpid(), os.getcwd(), os.environ['WORD'], socket.if_nameindex())"
+    with subprocess.Popen(
+        five.command(3, [sys.executable, "-S", "-c", script]),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "WORD": "kept"},
+    ) as process:
+        said, _ = process.communicate()
+    pid, folder, word, interfaces = said.split(maxsplit=3)
+    assert (int(pid), folder, word) == (process.pid, str(tmp_path), "kept")
+    assert INTERFACE in interfaces
+    assert INTERFACE not in dict(psutil.net_if_addrs())
+
+
+def test_when_the_owner_is_killed_its_processes_and_links_go() -> None:
+    """SIGKILL of the process that made the hosts: the kernel ends what was bound to it, and the network."""
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        bound = psutil.Process(int(owner.stdout.readline()))
+        wait_for(lambda: bound.name() == "sleep", "the command")
+        kept = os.open(f"/proc/{bound.pid}/ns/net", os.O_RDONLY)
+        network = f"--net=/proc/{os.getpid()}/fd/{kept}"
+        look = ["nsenter", network, "ip", "link", "show", INTERFACE]
+        try:
+            assert subprocess.run(look, capture_output=True, check=False).returncode == 0
+            owner.kill()
+            wait_for(lambda: has_ended(bound), "its end")
+            # The namespace itself is held here; the other end of its link was held by the owner alone.
+            wait_for(lambda: subprocess.run(look, capture_output=True, check=False).returncode, "its link")
+        finally:
+            os.close(kept)
+
+
+def test_closing_ends_what_still_runs_inside() -> None:
+    """Processes that nobody bound, and those that they started; a second close does nothing."""
+    hosts = Namespaces(2)
+    shell = ["sh", "-c", "setsid sleep 600 & echo $!; exec sleep 600"]
+    with subprocess.Popen(hosts.command(1, shell), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        started = psutil.Process(int(process.stdout.readline()))
+        hosts.close()
+        assert process.wait() == -signal.SIGKILL
+        assert has_ended(started)
+    hosts.close()
+    with pytest.raises(UsageError, match="closed"):
+        hosts.command(0, ["true"])
+
+
+def test_nothing_is_seen_on_the_host_and_no_descriptor_is_left() -> None:
+    """No mount, no name and no interface while the hosts are there; no open namespace afterwards."""
+    with Namespaces(2) as hosts:
+        inside = subprocess.check_output(hosts.command(0, ["readlink", "/proc/self/ns/net"]), text=True)
+        assert inside.strip() not in Path("/proc/self/mountinfo").read_text()
+        assert inside.strip() in open_namespaces()
+        links = [str(each.address) for found in psutil.net_if_addrs().values() for each in found]
+        assert not [address for address in links if address.startswith("02:65:72:")]
+        assert hosts.address(0) not in links
+    assert inside.strip() not in open_namespaces()
+
+
+# ---- what cannot be ----------------------------------------------------------------------------------
+
+
+def test_without_its_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`available` names the tool and the package; making hosts fails with the same words."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "nsenter" in available()
+    assert "apt-get install" in available()
+    assert "util-linux" in available()
+    with pytest.raises(MachineError, match="util-linux"):
+        Namespaces(2)
+
+
+def test_without_capabilities_it_says_which() -> None:
+    """Root whose capabilities were taken away, as in a container."""
+    script = "from elastic_resume.faults.hosts import available; print(available())"
+    bare = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", script]
+    said = subprocess.run(bare, capture_output=True, text=True, check=True).stdout
+    assert "CAP_NET_ADMIN" in said
+    assert "unshare" in said
+
+
+@pytest.mark.parametrize("groups", [[{0, 1}, {2, 3}], [{0, 1, 2}, {2, 3, 4}], [{0, 1, 2, 3, 4, 5}], []])
+def test_a_partition_that_does_not_name_each_node_once_is_refused(
+    five: Namespaces, groups: list[set[int]]
+) -> None:
+    """A forgotten node would be on no side."""
+    with pytest.raises(UsageError, match="each once"):
+        five.partition(groups)
+
+
+def test_a_node_that_does_not_exist_is_refused(five: Namespaces) -> None:
+    """Python's negative indices would cut the last node; the count has bounds."""
+    with pytest.raises(UsageError, match="0 to 4"):
+        five.cut(-1)
+    with pytest.raises(UsageError, match="0 to 4"):
+        five.cut_link(0, 5)
+    with pytest.raises(UsageError, match="1 to 250"):
+        Namespaces(0)

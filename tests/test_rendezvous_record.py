@@ -1,0 +1,83 @@
+"""What a node keeps on disk of the rendezvous."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.cluster import node
+from elastic_resume.errors import RecordError
+from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.record import RECORD_FILE, Record
+from elastic_resume.rendezvous.steps import Memory
+
+A, B = Incarnation("a", "1", "a:1", 0), Incarnation("b", "1", "b:1")
+MEMORY = Memory(A, Knowledge(1, World(4, (A, B), A), gone=frozenset({B})), 5)
+
+
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+    """By the next life."""
+    Record(tmp_path).write(MEMORY)
+    assert Record(tmp_path).memory == MEMORY
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"[]", b'{"memory": 1, "digest": ""}', b"\xff", b"[" * 9999])
+def test_a_record_that_cannot_be_read_is_an_error(tmp_path: Path, damage: bytes) -> None:
+    """To take it for "knows nothing" could make two worlds."""
+    (tmp_path / RECORD_FILE).write_bytes(damage)
+    with pytest.raises(RecordError, match="remove the file"):
+        Record(tmp_path)
+
+
+def test_a_flipped_digit_is_noticed(tmp_path: Path) -> None:
+    """The digest covers all of the memory."""
+    Record(tmp_path).write(MEMORY)
+    told = json.loads((tmp_path / RECORD_FILE).read_text())
+    told["memory"][2] += 1
+    (tmp_path / RECORD_FILE).write_text(json.dumps(told))
+    with pytest.raises(RecordError):
+        Record(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "forgotten"),
+    [
+        ("slurm 7 0", "slurm 7 1", True),
+        ("slurm 7 0", "slurm 7 0", False),
+        ("", "slurm 7 0", False),
+        ("x", "", False),
+    ],
+)
+def test_a_start_of_the_whole_job_by_its_scheduler_asks_no_former_world(
+    tmp_path: Path, before: str, now: str, forgotten: bool
+) -> None:
+    """Its processes were ended first. Generations count on."""
+    Record(tmp_path, launch=before).write(MEMORY)
+    memory = Record(tmp_path, launch=now).memory
+    assert memory is not None
+    assert (memory.knowledge == Knowledge(1)) is forgotten
+    assert (memory.me, memory.seen) == (A, 5)
+
+
+@pytest.mark.parametrize(
+    ("environ", "launch"),
+    [
+        ({}, ""),
+        ({"SLURM_JOB_ID": "7"}, "slurm 7 0"),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, "slurm 7 2"),
+        ({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "6"}, ""),
+    ],
+)
+def test_slurm_tells_one_start_of_a_job_from_the_next(environ: dict[str, str], launch: str) -> None:
+    """An array's element is requeued alone, and its siblings live on."""
+    assert node.launch(environ) == launch
+
+
+def test_another_nodes_record_is_refused(tmp_path: Path) -> None:
+    """Taken for our own it would count the other gone while it lives."""
+    Record(tmp_path).write(MEMORY)
+    with pytest.raises(RecordError, match="belongs to node 'a', and this is 'b'"):
+        Record(tmp_path, node="b")
+    assert Record(tmp_path, node="a").memory == MEMORY
