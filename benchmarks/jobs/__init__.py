@@ -1,0 +1,1 @@
+"""What `recovery.py` starts, and how it reads what came of it."""

@@ -1,0 +1,183 @@
+"""The systems that `recovery.py` compares: each a job on three nodes, whose agents are its children."""
+
+# ruff: noqa: D102  see the base class
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import psutil
+
+from elastic_resume.faults.lab import Cluster
+
+SCRIPT = Path(__file__).with_name("steps.py")
+NODES, MIN_NODES = 3, 2
+# With 2 attempts a killed node is never let in again (waited for 300 s, torch 2.13).
+TUNED_CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
+
+
+class Job(ABC):
+    """One system's job. ``directory`` gets all it writes: the workers' marks and the agents' output."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @abstractmethod
+    def start(self, index: int) -> None:
+        """Start a node."""
+
+    @abstractmethod
+    def agent(self, index: int) -> subprocess.Popen[bytes]:
+        """The agent of a node that was started."""
+
+    @abstractmethod
+    def host(self) -> int:
+        """The node whose loss takes the rendezvous along, or that leads it."""
+
+    def processes(self, index: int) -> list[psutil.Process]:
+        """A node's agent and all of its descendants."""
+        agent = psutil.Process(self.agent(index).pid)
+        return [agent, *agent.children(recursive=True)]
+
+    def codes(self) -> list[int | None]:
+        """Each agent's exit code; None while it runs."""
+        return [self.agent(index).poll() for index in range(NODES)]
+
+    def stop(self) -> None:
+        """Kill every node, and wait until nothing is left."""
+        for index in range(NODES):
+            if self.agent(index).poll() is None:
+                bury(strike(self.processes(index)))
+                self.agent(index).wait()
+
+
+class Ours(Job):
+    """`elastic-resume run` on simulated nodes."""
+
+    def __init__(self, directory: Path, flags: list[str]) -> None:
+        super().__init__(directory)
+        flags = ["--save-every", "1", *flags]
+        self._cluster = Cluster(
+            directory, nodes=NODES, min_nodes=MIN_NODES, max_nodes=NODES, run_id="bench", flags=flags
+        )
+        self._cluster.start(SCRIPT, "ours", str(directory))
+
+    def start(self, index: int) -> None:
+        self._cluster.start_node(index)
+
+    def agent(self, index: int) -> subprocess.Popen[bytes]:
+        agent = self._cluster.nodes[index].agent
+        if agent is None:
+            raise RuntimeError(f"n{index} was not started.")
+        return agent
+
+    def host(self) -> int:
+        leading = [event for event in self._cluster.events("rendezvous") if event["what"] == "leading"]
+        return int(str(leading[-1]["node"]).removeprefix("n"))
+
+
+class Stock(Job):
+    """Torchrun with c10d. n0 hosts its store, and says so: on loopback every node would think it did."""
+
+    def __init__(self, directory: Path, conf: dict[str, int], env: dict[str, str]) -> None:
+        super().__init__(directory)
+        self._conf = conf
+        self._env = env
+        self._network = f"127.{1 + secrets.randbelow(253)}.{secrets.randbelow(256)}"
+        self._port = _free_port()
+        self._agents: dict[int, subprocess.Popen[bytes]] = {}
+        for index in range(NODES):
+            self.start(index)
+            if index == 0:
+                self._wait_for_store()
+
+    def start(self, index: int) -> None:
+        conf = {"is_host": int(index == 0), **self._conf}
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{MIN_NODES}:{NODES}"),
+            *("--nproc-per-node", "1", "--max-restarts", "1000000", "--rdzv-id", "bench"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self._network}.1:{self._port}"),
+            *("--rdzv-conf", ",".join(f"{key}={value}" for key, value in conf.items())),
+            *("--local-addr", f"{self._network}.{index + 1}"),
+            *(str(SCRIPT), "stock", str(self.directory)),
+        ]
+        # The same as Cluster gives to its nodes.
+        env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self._env}
+        with open(self.directory / f"n{index}.log", "ab") as log:
+            self._agents[index] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env, "BENCHMARK_NODE": f"n{index}"},
+                start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  one system call, in a process of one thread
+            )
+
+    def agent(self, index: int) -> subprocess.Popen[bytes]:
+        return self._agents[index]
+
+    def host(self) -> int:
+        return 0
+
+    def _wait_for_store(self) -> None:
+        address = (f"{self._network}.1", self._port)
+        while self._agents[0].poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(address) == 0:
+                    return
+            time.sleep(0.05)
+
+
+def _free_port() -> int:
+    """Find a port that is free at every address, where the store listens, and that no client is given."""
+    while True:
+        port = 20000 + secrets.randbelow(10000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+def _die_with_parent() -> None:
+    LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def make_job(system: str, directory: Path, node_timeout_s: float | None) -> Job:
+    """Start all nodes of ``system``'s job. ``node_timeout_s`` is for ours; None: its default."""
+    directory.mkdir(parents=True)
+    if system == "ours":
+        return Ours(directory, ["--node-timeout", str(node_timeout_s)] if node_timeout_s else [])
+    if system == "tuned":
+        return Stock(directory, TUNED_CONF, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    return Stock(directory, {}, {})
+
+
+def strike(doomed: list[psutil.Process]) -> list[psutil.Process]:
+    for process in doomed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return doomed
+
+
+def bury(dead: list[psutil.Process]) -> None:
+    """Wait for the end of killed processes. Orphans have become children of ours."""
+    psutil.wait_procs(dead, timeout=30)
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

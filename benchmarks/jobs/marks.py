@@ -1,0 +1,70 @@
+"""What the workers of `recovery.py` have noted, read as their files grow."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Worker:
+    """One worker process. ``marks`` are the times of its marks, with the first of its steps only."""
+
+    pid: int
+    node: str
+    rank: int
+    world_size: int
+    marks: dict[str, float]
+    world: str = ""  # the same on all ranks of one world; empty before they have met
+    start_step: int = 0  # what it resumed from
+    last_step: int = 0
+    steps: int = 0
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take in one mark."""
+        self.marks.setdefault(line["mark"], line["t"])
+        if line["mark"] == "resumed":
+            self.world, self.start_step = line["world"], line["step"]
+        elif line["mark"] == "step":
+            self.last_step = line["step"]
+            self.steps += 1
+
+
+class Marks:
+    """All workers of a job so far, read as their files grow."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read: dict[str, int] = {}  # bytes read of each file
+        self._workers: dict[str, Worker] = {}
+
+    def look(self) -> None:
+        """Read what is new."""
+        for path in self._directory.glob("*"):
+            name, start = path.name, self._read.get(path.name, 0)
+            if path.stat().st_size == start:
+                continue
+            with open(path, "rb") as file:
+                file.seek(start)
+                whole = file.read().rpartition(b"\n")[0]
+            for line in map(json.loads, whole.splitlines()):
+                if line["mark"] == "born":
+                    known = {key: line[key] for key in ("pid", "node", "rank", "world_size")}
+                    self._workers[name] = Worker(**known, marks={})
+                self._workers[name].add(line)
+            self._read[name] = start + len(whole) + bool(whole)
+
+    def world(self, born_after: float, steps: int = 1) -> list[Worker]:
+        """The last world begun since then, in which every rank has finished so many steps; or nothing."""
+        worlds: dict[str, list[Worker]] = {}
+        for worker in self._workers.values():
+            if worker.world and worker.marks["born"] > born_after:
+                worlds.setdefault(worker.world, []).append(worker)
+        whole = [
+            world
+            for world in worlds.values()
+            if len(world) == world[0].world_size and all(worker.steps >= steps for worker in world)
+        ]
+        return max(whole, key=lambda world: min(worker.marks["born"] for worker in world), default=[])

@@ -1,0 +1,153 @@
+"""A worker of `recovery.py`: it trains a small model without end and notes when it came how far.
+
+    steps.py ours|stock DIRECTORY
+
+Each process appends one JSON line for each mark to a file of its own in DIRECTORY/marks, with the time of
+CLOCK_MONOTONIC, which is one clock for all nodes of this machine: born, imported, built (torch imports half
+of itself only for the first optimizer), resumed, wrapped, then a `step` after each optimizer step.
+
+`ours` is started with --save-every 1. `stock` is what a careful user of torchrun writes: every node saves at
+every step with an atomic rename; at a start rank 0 reads the newest copy of any node, as if on a shared file
+system (a kindness: with disks of their own rank 0 may be the node that has just come back), and broadcasts
+it. Nothing is fsynced, which a loss of power would not forgive.
+"""
+
+# ruff: noqa: E402  what is heavy is imported when the birth has been noted
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+def birth() -> float:
+    """When the kernel started this process, to its 10 ms, on the clock of time.monotonic()."""
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age_s
+
+
+BORN = birth()
+
+import ctypes
+import json
+import secrets
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+STEP_S = 0.02
+WIDTH = 64
+PR_SET_PDEATHSIG = 1
+
+
+class Diary:
+    """The marks of this process."""
+
+    def __init__(self, directory: Path, node: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{time.monotonic_ns():020d}-{node}-{os.getpid()}"
+        self._file = open(path, "a")  # noqa: SIM115  for as long as this process lives
+
+    def mark(self, mark: str, t: float | None = None, **fields: Any) -> None:
+        """Append one line."""
+        line = json.dumps({"mark": mark, "t": time.monotonic() if t is None else t, **fields})
+        self._file.write(line + "\n")
+        self._file.flush()
+
+
+def small_parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Forward, backward and the optimizer's step, stretched to some 20 ms."""
+    time.sleep(STEP_S)
+    optimizer.zero_grad()
+    model(torch.randn(8, WIDTH)).square().mean().backward()
+    optimizer.step()
+
+
+def train_ours(diary: Diary) -> None:
+    from elastic_resume import resume  # noqa: PLC0415  the other system does without
+
+    diary.mark("imported")
+    model, optimizer = small_parts()
+    diary.mark("built")
+    run = resume(model=model, optimizer=optimizer)
+    diary.mark("resumed", world=f"generation {run.generation}", step=run.position.step)
+    model = run.ddp(model)
+    diary.mark("wrapped")
+    for _ in run.epochs(1):
+        while True:
+            one_step(model, optimizer)
+            run.step()
+            diary.mark("step", step=run.position.step)
+
+
+def train_stock(diary: Diary, states: Path, node: str) -> None:
+    # torchrun's workers outlive a killed agent. Here they end with it even when the benchmark itself is
+    # killed; when that lets a node die it kills them anyway.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    diary.mark("imported")
+    states.mkdir(parents=True, exist_ok=True)
+    model, optimizer = small_parts()
+    diary.mark("built")
+    dist.init_process_group("gloo")
+    step, world = load(model, optimizer, states)
+    diary.mark("resumed", world=world, step=step)
+    wrapped = DistributedDataParallel(model)
+    diary.mark("wrapped")
+    while True:
+        one_step(wrapped, optimizer)
+        step += 1
+        save(model, optimizer, step, states / f"{node}.pt")
+        diary.mark("step", step=step)
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, states: Path) -> tuple[int, str]:
+    """Bring all ranks to the newest copy; give its step, and a name for the world that begins."""
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        copies = [torch.load(path, weights_only=True) for path in states.glob("*.pt")]
+        told[0] = (max(copies, key=lambda copy: int(copy["step"]), default=None), secrets.token_hex(4))
+    dist.broadcast_object_list(told)
+    newest, world = told[0]
+    if newest is None:
+        return 0, world
+    model.load_state_dict(newest["model"])
+    optimizer.load_state_dict(newest["optimizer"])
+    return int(newest["step"]), world
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, path: Path) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary)
+    temporary.replace(path)
+
+
+def main() -> None:
+    system, directory = sys.argv[1], Path(sys.argv[2])
+    node = os.environ["ELASTIC_RESUME_NODE_NAME" if system == "ours" else "BENCHMARK_NODE"]
+    diary = Diary(directory / "marks", node)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    diary.mark("born", BORN, pid=os.getpid(), node=node, rank=rank, world_size=world_size)
+    if system == "ours":
+        train_ours(diary)
+    else:
+        train_stock(diary, directory / "states", node)
+
+
+if __name__ == "__main__":
+    main()

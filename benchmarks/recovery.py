@@ -1,0 +1,337 @@
+"""From SIGKILL to the next optimizer step: elastic_resume and stock torchrun, side by side in one run.
+
+Three nodes, which are three agents on loopback addresses of this machine, `--nnodes 2:3`, one worker each, a
+small DDP model on gloo that is saved at every step (jobs/steps.py). Workers start cold. Killed are a worker;
+a node that does not host the rendezvous, its agent and all descendants in one moment; and the node that
+hosts it, or leads. A killed node is started again when the others have gone on, and the next kill comes at
+some moment when three nodes train.
+
+    ours       `elastic-resume run`, defaults
+    torchrun   c10d, defaults, but --max-restarts, since with its 0 no loss at all is survived
+    tuned      torchrun with shorter timeouts (TUNED_CONF of jobs/agents.py), and a store of each round's own
+
+Seconds are counted from the first signal to: the last surviving worker of the old world being gone
+(detection), the first process of the new world (world), its first step finished on all ranks (step). Never is
+a kill after which no step followed within --give-up seconds (60 for stock's host), or all agents ended. Lost
+steps were run again.
+
+torchrun's rounds share one store, so that workers of a new round read where those of the dead one listened,
+fail, and try again in another round, until one goes well by luck (pytorch#135712; torch 2.13). With its
+defaults five kills of each kind can take an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from jobs.agents import MIN_NODES, NODES, TUNED_CONF, Job, bury, is_gone, make_job, strike
+from jobs.marks import Marks, Worker
+
+ROWS = {"worker": "a worker", "node": "a node", "host": "the host"}
+SYSTEMS = ("ours", "torchrun", "tuned")
+STOCK_HOST_GIVE_UP_S = 60.0  # its agents end within seconds; this is for one that should hang instead
+STEADY_STEPS = 10  # of each rank, before the next kill
+STEADY_S = 120.0  # the longest wait for them; then a new job is made
+MARKS = ("born", "imported", "built", "resumed", "wrapped", "step")
+PHASES = ("detect", "form", "import", "build", "resume", "wrap", "step")
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class TroubleError(Exception):
+    """A job did not come to train on all of its nodes."""
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+# ---- one kill --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Incident:
+    """One kill, and what came of it: seconds since the first signal. Infinite: never, as ``never`` says."""
+
+    killed: str
+    at: float  # CLOCK_MONOTONIC, as all marks
+    detection: float = math.inf
+    world: float = math.inf
+    step: float = math.inf
+    lost_steps: int | None = None
+    world_size: int | None = None
+    never: str = ""
+    after: str = ""  # why the job was made anew, though it had gone on
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+def wait_steady(job: Job, marks: Marks) -> list[Worker]:
+    """Wait until a world of all nodes trains; give its workers."""
+    began = time.monotonic()
+    while time.monotonic() < began + STEADY_S and job.codes().count(None) == NODES:
+        marks.look()
+        world = marks.world(0.0, STEADY_STEPS)
+        if len(world) == NODES and all(psutil.pid_exists(worker.pid) for worker in world):
+            return sorted(world, key=lambda worker: worker.rank)
+        time.sleep(0.02)
+    waited_s, ended = time.monotonic() - began, [code for code in job.codes() if code is not None]
+    agents = f"agents ended with {ended}" if ended else "all agents alive"
+    raise TroubleError(f"no world of {NODES} nodes after {waited_s:.0f} s, {agents}")
+
+
+def kill(job: Job, marks: Marks, row: str, rng: random.Random, give_up_s: float) -> Incident:
+    """Kill once, and watch until the job has made a step again or never will."""
+    wait_steady(job, marks)
+    time.sleep(rng.uniform(0.0, 2.0))  # the moment is to be any
+    old = wait_steady(job, marks)
+    host = job.host()
+    victim = host if row == "host" else rng.choice([i for i in range(NODES) if row == "worker" or i != host])
+    workers = {worker.node: psutil.Process(worker.pid) for worker in old}
+    fallen = workers.pop(f"n{victim}")
+    doomed = [fallen] if row == "worker" else job.processes(victim)
+    incident = Incident(f"n{victim}", time.monotonic())
+    strike(doomed)
+    new = watch(job, marks, list(workers.values()), incident, give_up_s)
+    bury(doomed)
+    if new:
+        measure(incident, old, new)
+    return incident
+
+
+def watch(
+    job: Job, marks: Marks, survivors: list[psutil.Process], incident: Incident, give_up_s: float
+) -> list[Worker]:
+    """Look until the survivors' workers are gone and a new world has made a step; give its workers."""
+    next_look = killed_at = incident.at
+    while True:
+        if survivors:
+            survivors = [process for process in survivors if not is_gone(process)]
+            if not survivors:
+                incident.detection = time.monotonic() - killed_at
+        if time.monotonic() >= next_look:
+            marks.look()
+            new = marks.world(killed_at)
+            if new and not survivors:
+                return new
+            codes = job.codes()
+            if None not in codes and not survivors:
+                ended = " and ".join(str(code) for code in codes if code != -signal.SIGKILL)
+                incident.never = f"all agents ended, the others with {ended}"
+                return []
+            if time.monotonic() > killed_at + give_up_s:
+                alive = codes.count(None)
+                incident.never = f"no step within {give_up_s:.0f} s, with {alive} agents alive"
+                return []
+            next_look = time.monotonic() + 0.02
+        time.sleep(0.003 if survivors else 0.02)
+
+
+def measure(incident: Incident, old: list[Worker], new: list[Worker]) -> None:
+    ends = {mark: max(worker.marks[mark] for worker in new) - incident.at for mark in new[0].marks}
+    incident.world = min(worker.marks["born"] for worker in new) - incident.at
+    incident.step = ends["step"]
+    incident.lost_steps = max(worker.last_step for worker in old) - new[0].start_step
+    incident.world_size = len(new)
+    done = [incident.detection, *(ends[mark] for mark in MARKS)]
+    starts = [0.0, *done[:-1]]
+    incident.phases = {name: end - start for name, start, end in zip(PHASES, starts, done, strict=True)}
+
+
+# ---- many kills ------------------------------------------------------------------------------------------
+
+
+def run_row(row: str, system: str, options: argparse.Namespace, directory: Path) -> list[Incident]:
+    """Kill again and again; a job that never recovers, or does not grow to all nodes again, is made anew.
+
+    Raises:
+        TroubleError: it did not even begin.
+
+    """
+    rng = random.Random(f"{options.seed} {row}")
+    give_up_s = options.give_up
+    if row == "host" and system != "ours":
+        give_up_s = min(give_up_s, STOCK_HOST_GIVE_UP_S)
+    incidents: list[Incident] = []
+    while len(incidents) < options.kills:
+        before = len(incidents)
+        job = make_job(system, directory / f"{row}-{system}-{before}", options.node_timeout)
+        try:
+            for incident in kills(job, row, rng, give_up_s):
+                incidents.append(incident)
+                say(f"{system}, {ROWS[row]} killed ({incident.killed}): {describe(incident)}")
+                if len(incidents) == options.kills:
+                    break
+        except TroubleError as error:
+            if not incidents:
+                raise
+            incidents[-1].after = str(error)
+            if len(incidents) == before:
+                say(f"{system}: a new job did not begin either, so there are fewer kills: {error}")
+                break
+            say(f"{system}: a new job is made: {error}")
+        finally:
+            job.stop()
+    return incidents
+
+
+def kills(job: Job, row: str, rng: random.Random, give_up_s: float) -> Iterator[Incident]:
+    """Kill until the job does not recover. What was killed is started again when the others have gone on."""
+    marks = Marks(job.directory / "marks")
+    while True:
+        incident = kill(job, marks, row, rng, give_up_s)
+        yield incident
+        if incident.never:
+            return
+        if row != "worker":
+            job.start(int(incident.killed.removeprefix("n")))
+
+
+def describe(incident: Incident) -> str:
+    if incident.never:
+        return f"never: {incident.never}"
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in incident.phases.items())
+    return f"{incident.step:.2f} s to the next step ({parts}), {incident.lost_steps} steps lost"
+
+
+def summary(row: str, system: str, incidents: list[Incident]) -> dict[str, Any]:
+    """Medians and worst of one row of the table; infinite where the middle or the worst one never came."""
+    result: dict[str, Any] = {"killed": row, "system": system, "kills": len(incidents)}
+    for name in ("detection", "world", "step"):
+        seconds = [getattr(incident, name) for incident in incidents]
+        result[name] = {"median": statistics.median(seconds), "worst": max(seconds)}
+    recovered = [incident for incident in incidents if not incident.never]
+    result["recovered"] = len(recovered)
+    result["lost_steps"] = max((incident.lost_steps or 0 for incident in recovered), default=None)
+    result["phases"] = {
+        name: statistics.median([incident.phases[name] for incident in recovered])
+        for name in (PHASES if recovered else ())
+    }
+    result["incidents"] = [asdict(incident) for incident in incidents]
+    return result
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines: what was measured, how it compares, where the time goes, and what never came."""
+    ours = {row["killed"]: row["step"]["median"] for row in rows if row["system"] == "ours"}
+    names = ("detection", "world", "step")
+    pair = f"{'median':>9}{'worst':>7}"
+    yield f"{'':26}" + "".join(f"{name:>16}" for name in (*names, "step")) + f"{'lost':>7}"
+    yield f"{'killed':10}{'system':10}{'kills':>6}{pair * len(names)}{'x ours':>16}{'steps':>7}"
+    for row in rows:
+        line = f"{ROWS[row['killed']]:10}{row['system']:10}{row['kills']:6}"
+        for name in names:
+            line += f"{seconds(row[name]['median']):>9}{seconds(row[name]['worst']):>7}"
+        ratio = row["step"]["median"] / ours.get(row["killed"], math.nan)
+        lost = "" if row["lost_steps"] is None else str(row["lost_steps"])
+        yield line + f"{seconds(ratio, 1):>16}{lost:>7}"
+    yield "\nWhere the time goes; a phase ends when the last rank is through (medians; they need not add up):"
+    yield f"{'killed':10}{'system':10}" + "".join(f"{name:>9}" for name in PHASES)
+    for row in rows:
+        if row["phases"]:
+            parts = "".join(f"{value:9.2f}" for value in row["phases"].values())
+            yield f"{ROWS[row['killed']]:10}{row['system']:10}{parts}"
+    yield ""
+    for row in rows:
+        told = [incident["never"] for incident in row["incidents"]]
+        told += [incident["after"] and f"later {incident['after']}" for incident in row["incidents"]]
+        for what, count in collections.Counter(filter(None, told)).items():
+            yield f"{row['system']}, {ROWS[row['killed']]} killed, {count} of {row['kills']} times: {what}."
+
+
+def seconds(value: float, digits: int = 2) -> str:
+    if math.isnan(value):
+        return ""
+    return "never" if math.isinf(value) else f"{value:.{digits}f}"
+
+
+def without_infinity(value: Any) -> Any:
+    """JSON has no number for never: null."""
+    if isinstance(value, dict):
+        return {key: without_infinity(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_infinity(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextlib.contextmanager
+def no_process_left() -> Iterator[None]:
+    """Whatever ends the benchmark, but SIGKILL, kills what it has started; orphans come to it as children."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        while left := [p for p in psutil.Process().children(recursive=True) if not is_gone(p)]:
+            bury(strike(left))
+
+
+def choice(known: Any) -> Callable[[str], list[str]]:
+    """Parse a list of words, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        words = text.split(",")
+        if not set(words) <= set(known):
+            raise argparse.ArgumentTypeError(f"{text!r}: choose among {','.join(known)}")
+        return [word for word in known if word in words]
+
+    return parse
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=5, help="of each kind, for each system")
+    parser.add_argument("--only", type=choice(SYSTEMS), default=SYSTEMS, help=",".join(SYSTEMS))
+    parser.add_argument("--rows", type=choice(ROWS), default=tuple(ROWS), help=",".join(ROWS))
+    parser.add_argument("--give-up", type=float, default=200.0, metavar="S", help="until it is called never")
+    parser.add_argument("--node-timeout", type=float, metavar="S", help="ours, instead of its default")
+    parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
+    parser.add_argument("--dir", type=Path, help="work here, and leave logs and events (default: temporary)")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    options = parser.parse_args()
+    rows, whole = [], True
+    with contextlib.ExitStack() as stack:
+        base = options.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recovery-")))
+        stack.enter_context(no_process_left())
+        for row, system in itertools.product(options.rows, options.only):
+            try:
+                rows.append(summary(row, system, run_row(row, system, options, base.absolute())))
+            except TroubleError as error:
+                say(f"{system}, {ROWS[row]} killed: left out: {error} (--dir keeps the logs)")
+                whole = False
+    print("\n".join(table(rows)))
+    machine = {
+        "cores": os.cpu_count(),
+        "python": sys.version.split()[0],
+        "torch": importlib.metadata.version("torch"),
+    }
+    print(
+        f"\n{machine['cores']} cores, torch {machine['torch']}, {NODES} nodes, --nnodes {MIN_NODES}:{NODES}"
+    )
+    if options.json:
+        result = {"machine": machine, "tuned_conf": TUNED_CONF, "rows": without_infinity(rows)}
+        options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    return int(not whole)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
