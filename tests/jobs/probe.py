@@ -62,6 +62,8 @@ def main(what: str, steps: int) -> None:
             run.step()
             if what == "full-disk":
                 fill_disk(run)
+            if what == "die" and run.position.step == steps - 2:
+                run.save()  # waits for the disk: what this step saved is there when the next one dies
             if what == "die" and run.position.step == steps - 1:
                 os._exit(9)
     mean = model.get_buffer("1.running_mean")
