@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Half of a test of real processes is waiting: two at a time take 60 % of the time on two cores.
+TWO := -n 2 --dist worksteal
 
 .PHONY: demo test lint check nightly bench clean network-tools
 .DEFAULT_GOAL := help
@@ -28,7 +30,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/python -m pytest -q -m 'not cluster and not slow'
+	$(BIN)/python -m pytest -q $(TWO) -m 'not cluster and not slow'
 
 # For tests that cut the links of simulated nodes. What cannot be installed here, those tests name.
 network-tools:
@@ -38,7 +40,7 @@ network-tools:
 	fi
 
 test: $(READY) network-tools
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(TWO) --durations=25
 
 # A failing schedule prints the command that plays it again. FIRST=0 plays those that `make check` begins with.
 FIRST ?= $(shell echo $$(( $$(date +%s) / 86400 * 100000 )))

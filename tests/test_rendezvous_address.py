@@ -720,7 +720,7 @@ def test_numbers_are_not_looked_up(seats: Seats) -> None:
 # ---- a port that is held -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("local", [None, ONE])
+@pytest.mark.parametrize("local", [None, ONE], ids=["any", "one"])
 @pytest.mark.usefixtures("impatient")
 def test_beside_an_agent_of_the_same_job_this_one_is_an_ordinary_member(
     seats: Seats, local: str | None

@@ -357,7 +357,8 @@ def test_a_file_in_the_way_of_the_directory_is_a_machine_error(tmp_path: Path) -
         NodeDir.claim(tmp_path / "ckpt", RUN, "a")
 
 
-def test_a_directory_without_permission_is_a_machine_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o555, 0o444], ids=["not to be written", "not to be entered"])
+def test_a_directory_without_permission_is_a_machine_error(tmp_path: Path, mode: int) -> None:
     """Root may write anywhere, so another user tries."""
     code = """
 import os, sys
@@ -374,8 +375,8 @@ except MachineError as error:
     print(error)
 """
     directory = tmp_path / "ckpt"
-    directory.mkdir(mode=0o555)
-    for parent in [tmp_path, *list(tmp_path.parents)[:2]]:
+    directory.mkdir(mode=mode)
+    for parent in [tmp_path, *list(tmp_path.parents)[:3]]:
         if parent.owner() == tmp_path.owner():
             parent.chmod(parent.stat().st_mode | 0o011)
     with python(code, str(directory)) as process:

@@ -79,9 +79,10 @@ class Disk:
         """Make a directory and what is missing above it, durably. One that exists is synced all the same."""
         missing = []
         top = path
-        while not top.exists() and top != top.parent:
-            missing.append(top)
-            top = top.parent
+        with machine("make directory", path):  # one above may not be entered
+            while not top.exists() and top != top.parent:
+                missing.append(top)
+                top = top.parent
         for directory in reversed(missing):
             try:
                 self.mkdir(directory)
