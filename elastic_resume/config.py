@@ -238,6 +238,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         *names, action="store_true", help="once: form a world though the missing nodes might live on, cut off"
     )
+    add(
+        "grace",
+        "SECONDS",
+        "how long a worker has to end after SIGTERM when this agent is drained (default 5)",
+    )
+    add("preload", "MODULE,…", "modules to import once, ahead of all workers, beside torch")
+    names = ["--no-warm", "--no_warm"]
+    group.add_argument(
+        *names, action="store_true", help="start each worker as a new process, as torchrun does"
+    )
     add("config", "FILE.yaml", "flags from a file: the same names, ours and torchrun's")
 
 

@@ -28,7 +28,8 @@ ENV_AGENT_PID = "ELASTIC_RESUME_AGENT_PID"  # set when an agent holds the node's
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"  # the node's event file, for the stub
 ENV_ROUND = "ELASTIC_RESUME_ROUND"  # how many rendezvous this agent has been through
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"  # the generation that the rendezvous gave this world
-ENV_FENCE = "ELASTIC_RESUME_FENCE"  # where the word lies until when workers may run, for the stub
+ENV_FENCE = "ELASTIC_RESUME_FENCE"  # where the page lies that says until when workers may run, for guards
+ENV_ZYGOTE = "ELASTIC_RESUME_ZYGOTE"  # the abstract unix socket at which stubs ask for warm workers
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"  # the true one: --virtual-local-rank makes LOCAL_RANK 0
 ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"  # (user) seconds a worker has to end after SIGTERM, before SIGKILL
 

@@ -13,9 +13,11 @@ Kinds, who writes them, and their own fields::
     agent-start      agent    run_id, command, min_nodes, max_nodes, local_world_size
     round            agent    round, node_rank, num_nodes, generation      a world began; workers start now
     rendezvous       agent    what (leading, lost, waiting, spare, …), message
-    worker-exit      stub     rank, local_rank, round, worker_pid (null: not started), exit_code (or null),
+    zygote-ready     agent    seconds, left_out {module: reason}
+    zygote-exit      agent    exit_code
+    worker-exit      guard    rank, local_rank, round, worker_pid (null: not started), exit_code (or null),
                               signal (name or null), stopped (true: the agent had told it to end), message (of
-                              torch's @record), fenced (true: its lease was over)
+                              torch's @record), fenced (true: its lease was over), stuck (true: it lives on)
     agent-end        agent    outcome (done | failed | signalled), exit_code, message
     resume           rank 0   generation, step, epoch, world_size, previous_world_size (or null), nodes,
                               kind (cold | checkpoint), source_node, source_generation, lacking,

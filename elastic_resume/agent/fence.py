@@ -1,13 +1,17 @@
-"""The fence: one word of memory that says until when this node's workers may run.
+"""The fence: a page of memory that says until when this node's workers may run.
 
-The agent owns it and moves it, the stubs look at it. It lies in memory that both have mapped, so it counts
-on although the agent is stopped, wedged or killed: what is not renewed runs out by itself. A renewal is
-one store of eight aligned bytes, which no look finds half done; it takes no lock, no system call and no
-disk, so it may stand before anything else that a thread does about an event.
+The agent owns its first word and moves it, the guards look at it. It lies in memory that both have mapped,
+so it counts on although the agent is stopped, wedged or killed: what is not renewed runs out by itself. A
+renewal is one store of eight aligned bytes, which no look finds half done; it takes no lock, no system call
+and no disk, so it may stand before anything else that a thread does about an event.
+
+The second word is the number of the newest round that is known to be over: a worker of it failed, which its
+guard notes, or nodes have come or gone (`end_round`). Workers of that round that are told to end are killed
+at once: there is nothing that they could still do.
 
 Promise: no word has ever to arrive for a worker to die, and after `Fence.close` none may run.
 
-Knows neither who renews it nor why, nor how a stub kills.
+Knows neither who renews it nor why, nor how a guard kills.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ class Fence:
         os.ftruncate(self._descriptor, mmap.PAGESIZE)
         self._page = mmap.mmap(self._descriptor, mmap.PAGESIZE)
         self._word = memoryview(self._page).cast("d")
-        # A name for stubs, to which torchelastic hands no descriptor on. It ends with us, or with `close`.
+        # A name for guards, to which torchelastic hands no descriptor on. It ends with us, or with `close`.
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self.set(-math.inf)
 
@@ -43,6 +47,10 @@ class Fence:
         """
         # A view of native doubles stores all eight bytes as one. Slices and struct's other formats need not.
         self._word[0] = until
+
+    def end_round(self, number: int) -> None:
+        """Let workers of that round be killed at once where torchelastic asks them to end."""
+        self._word[1] = number
 
     def close(self) -> None:
         """Let no worker run any more, and give the memory back. May be called again."""

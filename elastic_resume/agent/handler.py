@@ -52,6 +52,9 @@ class Observer(Protocol):
     ) -> None:
         """A rendezvous ended; workers start now. ``changed``: not the same processes as last time."""
 
+    def round_over(self) -> None:
+        """Nodes come or go: torchelastic is about to stop this round's workers, to start others."""
+
     def last_words(self, *, workers_failed: bool = False) -> str:
         """Why this node ends the job for all; empty when it ends because its workers are done.
 
@@ -261,6 +264,8 @@ class StockRendezvous(RendezvousHandler):
         if waiting == 0 and self._ended():
             waiting = 1
         self._membership_changed = waiting > 0
+        if waiting > 0:
+            self._observer.round_over()
         return waiting
 
     def is_closed(self) -> bool:

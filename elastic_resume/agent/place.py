@@ -1,4 +1,4 @@
-"""This node's place in our own rendezvous: the port it listens on, its record on disk, its fence, its member.
+"""This node's place in our own rendezvous: the port it listens on, its record on disk, its member.
 
 Promise: whatever ends the agent short of SIGKILL, the others are told goodbye. Does not know torchelastic.
 """
@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from elastic_resume import contract
 from elastic_resume.agent.fence import Fence
 from elastic_resume.cluster import node
 from elastic_resume.rendezvous.address import take_seat
@@ -32,13 +31,14 @@ class Place:
 
 @contextlib.contextmanager
 def taken(
-    terms: Terms, node_dir: NodeDir, *, say: Callable[[str], None], tell: Callable[[Log], None]
+    terms: Terms, node_dir: NodeDir, fence: Fence, *, say: Callable[[str], None], tell: Callable[[Log], None]
 ) -> Iterator[Place]:
     """Take the place; say goodbye at the end, whatever ends it.
 
     Args:
         terms: of this job.
         node_dir: claimed by this process; its name is the node's.
+        fence: of this node's workers; the rendezvous moves it from now on.
         say: gets one line for people.
         tell: gets what the rendezvous does, in a thread of its own.
 
@@ -56,10 +56,8 @@ def taken(
             "no token is set: whoever reaches this node's port and knows the job's name may join "
             "(--rdzv-token-file or ELASTIC_RESUME_TOKEN would keep others out)."
         )
-    fence = Fence()
     name = node_dir.path.name
     member = Member(terms, seat, node=name, record=record, seen=node_dir.generation(), fence=fence, tell=tell)
-    os.environ[contract.ENV_FENCE] = fence.path
     member.start()
     try:
         yield Place(member, seat.host, node.order(os.environ))
@@ -68,5 +66,3 @@ def taken(
         raise
     finally:
         member.close()
-        os.environ.pop(contract.ENV_FENCE, None)
-        fence.close()

@@ -26,6 +26,7 @@ def get_handler() -> Callable[[Any], Any]:
 def create(params: Any) -> Any:
     """Make a handler from torch's ``RendezvousParameters``."""
     from elastic_resume import events  # noqa: PLC0415 - see the module's docstring
+    from elastic_resume.agent.fence import Fence  # noqa: PLC0415
     from elastic_resume.agent.handler import OwnRendezvous, workers_of_torchrun  # noqa: PLC0415
     from elastic_resume.agent.place import taken  # noqa: PLC0415
     from elastic_resume.config import Settings  # noqa: PLC0415
@@ -49,7 +50,8 @@ def create(params: Any) -> Any:
     os.environ[contract.ENV_AGENT_PID] = str(os.getpid())
     log = events.EventLog(node_dir.path / contract.EVENTS_FILE, node=settings.node_name)
     observer = _Observer(settings.node_name, log)
-    place = stack.enter_context(taken(terms, node_dir, say=observer.say, tell=observer.told))
+    fence = stack.enter_context(contextlib.closing(Fence()))  # there are no guards: nobody looks at it
+    place = stack.enter_context(taken(terms, node_dir, fence, say=observer.say, tell=observer.told))
     return OwnRendezvous(
         place.member,
         observer,
@@ -85,6 +87,9 @@ class _Observer:
         del changed
         os.environ[contract.ENV_GENERATION] = str(generation)
         self.say(f"generation {generation}: node {node_rank} of {num_nodes}.")
+
+    def round_over(self) -> None:
+        pass
 
     def last_words(self, *, workers_failed: bool = False) -> str:
         del workers_failed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.machinery
+import math
 import os
 import re
 import shutil
@@ -50,6 +51,30 @@ def check_launch(config: Any) -> None:
     for name in filter(None, map(str.strip, names.split(","))):
         if name not in signal.Signals.__members__:
             raise ConfigError(f"--signals-to-handle names {name!r}, which is no signal.")
+
+
+def check_grace(text: str | None) -> float | None:
+    """Read ``--grace``: seconds, or None where it is not given."""
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 86400:
+        raise ConfigError(f"--grace is {text!r}: write a number of seconds from 0 to 86400.")
+    return value
+
+
+def why_cold(args: argparse.Namespace, entrypoint: object) -> str:
+    """Why no worker can be forked from a Python process that has imported torch; empty where it can."""
+    if args.run_path:
+        return "--run-path has torchelastic fork them itself"
+    if args.no_python:
+        return "--no-python means that they may be any program"
+    if entrypoint != sys.executable:
+        return f"PYTHON_EXEC names another interpreter, {entrypoint}"
+    return ""
 
 
 def check_stock_conf(conf: Mapping[str, Any]) -> None:

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shlex
+import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from elastic_resume import contract, events
-from elastic_resume.agent import elastic
+from elastic_resume.agent import elastic, preflight
+from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.place import taken
+from elastic_resume.agent.warm import Warmth
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError, GaveUpError
 from elastic_resume.policy import restart
@@ -43,11 +49,12 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
     with (
         elastic.prepared(args, given, settings.run_id) as launch,
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
+        contextlib.closing(Fence()) as fence,
     ):
         events_path = node_dir.path / contract.EVENTS_FILE
-        _set_environment(settings, args, events_path)
+        _set_environment(settings, args, events_path, fence)
         log = events.EventLog(events_path, node=settings.node_name)
-        witness = Witness(settings.node_name, log, events_path)
+        witness = Witness(settings.node_name, log, events_path, fence)
         config = launch.config
         log.write(
             "agent-start",
@@ -58,7 +65,8 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
             local_world_size=config.nproc_per_node,
         )
         witness.say(f"job {settings.run_id}, checkpoints in {node_dir.path}")
-        outcome, code, message = _run(launch, witness, node_dir)
+        with _warmth(launch, args, witness):
+            outcome, code, message = _run(launch, witness, node_dir, fence)
         log.write("agent-end", outcome=outcome, exit_code=code, message=message)
         if message:
             witness.say(f"{outcome}: {message}")
@@ -66,29 +74,53 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
         return code
 
 
-def _run(launch: elastic.Launch, witness: Witness, node_dir: NodeDir) -> tuple[str, int, str]:
+@contextlib.contextmanager
+def _warmth(launch: elastic.Launch, args: argparse.Namespace, witness: Witness) -> Iterator[None]:
+    """Have a zygote where there can be one."""
+    if launch.command is None:
+        if launch.why_cold:
+            witness.say(f"workers start cold: {launch.why_cold}.")
+        yield
+        return
+    preload = [name.strip() for name in (args.preload or "").split(",") if name.strip()]
+    warmth = Warmth(launch.command, preload, say=witness.say, tell=witness.note)
+    warmth.start()
+    try:
+        yield
+    finally:
+        warmth.close()
+
+
+def _run(launch: elastic.Launch, witness: Witness, node_dir: NodeDir, fence: Fence) -> tuple[str, int, str]:
     """Give outcome, exit code and message for people."""
     end = ""
     try:
         if launch.terms is None:
+            fence.set(math.inf)  # there is no lease: a stock rendezvous never says who is lost
             elastic.launch(launch, witness, None)
         else:
-            with taken(launch.terms, node_dir, say=witness.say, tell=witness.told) as place:
+            with taken(launch.terms, node_dir, fence, say=witness.say, tell=witness.told) as place:
                 elastic.launch(launch, witness, place)
                 end = f"{place.member.end}."
     except elastic.StoppedError as stop:
-        return "signalled", contract.EXIT_SIGNALLED + stop.signal, f"stopped by {stop.signal.name}."
+        # SIGUSR1 is how schedulers ask ahead of time for what SIGTERM asks.
+        number = signal.SIGTERM if stop.signal == signal.SIGUSR1 else stop.signal
+        return "signalled", contract.EXIT_SIGNALLED + number, f"stopped by {stop.signal.name}."
     except ElasticResumeError as error:
         return "failed", contract.EXIT_AT_FAULT if error.at_fault else contract.EXIT_REQUEUE, str(error)
     return "done", contract.EXIT_DONE, end
 
 
-def _set_environment(settings: Settings, args: argparse.Namespace, events_path: Path) -> None:
+def _set_environment(settings: Settings, args: argparse.Namespace, events_path: Path, fence: Fence) -> None:
     os.environ.update(settings.to_env())
     os.environ.pop(contract.ENV_TOKEN, None)  # read by now, and no business of the training script
     os.environ[contract.ENV_AGENT_PID] = str(os.getpid())
     os.environ[contract.ENV_EVENTS_PATH] = str(events_path)
-    if getattr(args, "shutdown_timeout", None) is not None:
+    os.environ[contract.ENV_FENCE] = fence.path
+    grace_s = preflight.check_grace(args.grace)
+    if grace_s is not None:
+        os.environ[contract.ENV_GRACE_S] = f"{grace_s:g}"
+    elif getattr(args, "shutdown_timeout", None) is not None:
         os.environ.setdefault(contract.ENV_GRACE_S, str(args.shutdown_timeout))
 
 
@@ -96,11 +128,17 @@ class Witness:
     """Keeps the node's history, asks the policy, and speaks to the user."""
 
     def __init__(
-        self, node: str, log: events.EventLog, path: Path, limits: restart.Limits | None = None
+        self,
+        node: str,
+        log: events.EventLog,
+        path: Path,
+        fence: Fence,
+        limits: restart.Limits | None = None,
     ) -> None:
         self._node = node
         self._log = log
         self._path = path
+        self._fence = fence
         self._limits = limits or restart.Limits()
         self._history: list[restart.Round] = []
         self._round = 0
@@ -117,6 +155,14 @@ class Witness:
         self._log.write("rendezvous", what=news.kind, message=news.text)
         if news.kind in TOLD:
             self.say(news.text)
+
+    def note(self, event: str, /, **fields: Any) -> None:
+        """Write an event into the node's log."""
+        self._log.write(event, **fields)
+
+    def round_over(self) -> None:
+        """Let the workers of this round be killed at once where torchelastic asks them to end."""
+        self._fence.end_round(self._round)
 
     def before_round(self, *, failed: bool, why: str = "", may_be_victim: bool = False) -> None:
         """Judge the round that ended; raise GaveUpError when there is to be no other."""

@@ -1,0 +1,367 @@
+"""The guard: the parent of one worker, which ends it when it has to end and sweeps up what it leaves.
+
+It is a process of its own between the worker and whoever forked it: the zygote for a warm worker, the stub
+for a cold one. At the other end of its ``line``, a socket, sits the stub, which torchelastic knows::
+
+    stub --number of a signal, one byte--> guard        torchelastic asks for the end
+    guard --a line of text--> stub                      started PID GUARD, stuck PID, ended STATUS
+
+Promise: a worker never outlives its stub, and so neither its agent: with the line's end all is killed. Nor
+does it outlive the lease that the agent holds for it (`fence.py`): a word in memory, which the guard looks
+at itself and which nobody needs to send. Should the guard be killed, the kernel kills the worker, and the
+guard's parent adopts and kills what that one leaves.
+
+States::
+
+    running --signal, while the round goes well--> stopping --grace over--> killing
+    running --signal, after a failure of the round--> killing
+    running, stopping --line closed, or fenced--> killing
+    any --worker reaped--> sweep what it left, write worker-exit, tell the stub
+
+Where a worker of this node has failed, the signal that ends the others is for a restart: they are killed at
+once, whatever they do with SIGTERM. Else it is a drain, and SIGTERM goes to the worker alone: its DataLoader
+workers and subprocesses are needed for what it may want to save, and are swept when it is gone.
+
+Only a worker that was fenced before anyone told it to stop is held back before the last step: the agent
+means to end it and is about to say so, and torchelastic would take its end for a failure of the script.
+
+Knows nothing of this package: the stub, which must be up in 30 ms, imports it without site-packages. So its
+few names are literals, which tests/test_stub.py holds against contract.py.
+"""
+
+import _socket
+import ctypes
+import mmap
+import os
+import select
+import signal
+import time
+
+ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"
+ENV_ROUND = "ELASTIC_RESUME_ROUND"
+ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"
+ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"
+ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"
+ENV_FENCE = "ELASTIC_RESUME_FENCE"
+DEFAULT_GRACE_S = 5.0
+# A worker's own children often see its end and go by themselves, cleaning shared memory as they do
+# (multiprocessing's resource tracker, torch_shm_manager). Longer would delay the restart.
+SWEEP_GRACE_S = 0.1
+# A process in uninterruptible sleep does not die of SIGKILL, and torchelastic must not wait for it.
+STUCK_S = 5.0
+# Nobody can wake us when the word moves: the agent that moves it may be stopped the next moment. A lease that
+# runs out is awaited to the millisecond; this is how late a restart can find the word moved back.
+FENCE_POLL_S = 0.05
+# An agent that fenced sends SIGTERM within its monitor's interval (torchelastic's default is 0.1 s). One that
+# renews instead believes that its worker lives: it has to see it dead. One that is stopped says nothing.
+HOLD_RENEWED_S = 1.0
+HOLD_LIMIT_S = 60.0
+FOREVER = float("inf")  # math would cost the start more than the fence does
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+# What may reach a process of its own session: `pkill python`, say. Its line is what ends it.
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Page:
+    """The agent's page of memory: until when workers may run, and the round in which one failed."""
+
+    def __init__(self, words: "memoryview[float] | None") -> None:
+        """Use ``words``; None where no agent fences."""
+        self._words = words
+
+    def left_s(self) -> float:
+        """Seconds for which the worker may still run: none where the word is no number."""
+        if self._words is None:
+            return FOREVER
+        left = self._words[0] - time.monotonic()
+        return left if left > 0 else 0.0
+
+    def note_failure(self) -> None:
+        """Tell the other guards of this node that a worker of the round has failed."""
+        this_round = number_or_none(os.environ.get(ENV_ROUND))
+        if self._words is not None and this_round is not None:
+            self._words[1] = this_round
+
+    def failed(self) -> bool:
+        """Whether a worker of this round has failed on this node."""
+        return self._words is not None and self._words[1] == number_or_none(os.environ.get(ENV_ROUND))
+
+
+def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:
+    """Become a guard, with a worker. Returns in the worker only: in a session of its own, to die with us.
+
+    Call it in a process that has just been forked, has one thread and the environment of the worker.
+
+    Args:
+        line: to the stub.
+        mask: signals that the worker starts with blocked, as the stub did.
+
+    """
+    libc = ctypes.CDLL(None)
+    os.setsid()
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    page = open_page(line)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, wake)
+    bell, ringer = os.pipe()
+    os.set_blocking(bell, False)
+    os.set_blocking(ringer, False)
+    signal.set_wakeup_fd(ringer, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    guard = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != guard:
+            os._exit(1)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number, action in before.items():
+            signal.signal(number, action)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for descriptor in (bell, ringer):
+            os.close(descriptor)
+        line.close()
+        return
+    say(line, f"started {worker} {guard}")
+    _watch_over(worker, line, bell, page)
+    os._exit(0)
+
+
+def wake(number: int, frame: object) -> None:
+    """Do nothing: the signal's number is in the pipe of `set_wakeup_fd`."""
+
+
+def _watch_over(worker: int, line: "_socket.socket", bell: int, page: Page) -> None:
+    """See the worker and all that it leaves to their end, and tell of it."""
+    status, told, fenced = watch(worker, line, bell, page)
+    if status is None:
+        write_exit(worker, int(signal.SIGKILL), stopped=told or fenced, fenced=fenced, stuck=True)
+        say(line, f"stuck {worker}")
+        while reap(worker) is None:  # whoever comes to look at it finds us beside it
+            time.sleep(1.0)
+        return
+    if status != 0 and not (told or fenced):
+        page.note_failure()
+    sweep(page, at_once=fenced or page.failed())
+    write_exit(worker, status, stopped=told or fenced, fenced=fenced)
+    if fenced and not told and hold(line, page):
+        status = int(signal.SIGKILL)
+    say(line, f"ended {status}")
+
+
+def open_page(line: "_socket.socket") -> Page:
+    """Map the agent's page; one of no words where there is no agent. Exit where it cannot be read.
+
+    The variable goes no further: what the worker starts is fenced with it.
+    """
+    path = os.environ.pop(ENV_FENCE, None)
+    if path is None:
+        return Page(None)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # Mapped, not read(2): the kernel may copy byte by byte, and a half of each of two times is a third.
+        page = mmap.mmap(descriptor, mmap.PAGESIZE)
+        os.close(descriptor)
+    except (OSError, ValueError) as error:
+        text = (
+            f"no worker may run that cannot be fenced, and {path} cannot be opened: "
+            f"{getattr(error, 'strerror', None) or error}. Either the agent has ended, or /proc hides it: "
+            "let workers run as the agent's user, in its PID namespace, with /proc mounted."
+        )
+        os.write(2, f"elastic_resume: {text}\n".encode())
+        write_exit(None, 1 << 8, stopped=False, fenced=False, message=text)
+        say(line, f"ended {1 << 8}")
+        os._exit(1)
+    return Page(memoryview(page).cast("d"))
+
+
+def say(line: "_socket.socket", text: str) -> None:
+    """Send a line to the stub, which may be gone."""
+    try:  # noqa: SIM105 - contextlib and pathlib would cost a third of the start
+        line.sendall(text.encode() + b"\n")
+    except OSError:
+        pass
+
+
+def watch(worker: int, line: "_socket.socket", bell: int, page: Page) -> "tuple[int | None, bool, bool]":
+    """Wait for the worker's end.
+
+    Give its wait status, whether it had been told to stop, and whether the fence ended it. The status is
+    None where it does not die of SIGKILL.
+    """
+    poll = select.poll()
+    poll.register(line, select.POLLIN)
+    poll.register(bell, select.POLLIN)
+    deadline = FOREVER  # then it is killed
+    killed_at = FOREVER
+    told = fenced = False
+    while True:
+        status = reap(worker)
+        if status is not None:
+            return status, told, fenced
+        fenced = fenced or page.left_s() <= 0
+        now = time.monotonic()
+        if fenced or now >= deadline:
+            kill(worker)
+            killed_at = min(killed_at, now)
+            if now - killed_at > STUCK_S:
+                return None, told, fenced
+        poll_s = FENCE_POLL_S if killed_at < FOREVER else min(FENCE_POLL_S, page.left_s(), deadline - now)
+        for descriptor, _ in poll.poll(max(0.0, poll_s) * 1000):
+            if descriptor == bell:
+                os.read(bell, 4096)
+                continue
+            order = line.recv(1)
+            if not order:
+                poll.unregister(line)
+            if not order or page.failed():
+                deadline = 0.0
+            elif not told:
+                signal_worker(worker, signal.SIGTERM)
+                deadline = min(deadline, time.monotonic() + grace_s())
+            told = True
+
+
+def hold(line: "_socket.socket", page: Page) -> bool:
+    """Wait, with the worker dead, until the agent comes for it; tell whether the agent missed its end."""
+    poll = select.poll()
+    poll.register(line, select.POLLIN)
+    limit = time.monotonic() + HOLD_LIMIT_S
+    renewed_at = FOREVER
+    while time.monotonic() < limit:
+        if poll.poll(FENCE_POLL_S * 1000):
+            return False  # a signal, or the stub is gone
+        renewed_at = min(renewed_at, time.monotonic()) if page.left_s() > 0 else FOREVER
+        if time.monotonic() - renewed_at > HOLD_RENEWED_S:
+            return True
+    return False
+
+
+def grace_s() -> float:
+    """Seconds between SIGTERM and SIGKILL."""
+    try:
+        return max(0.0, float(os.environ[ENV_GRACE_S]))
+    except (KeyError, ValueError):
+        return DEFAULT_GRACE_S
+
+
+def kill(pid: int) -> None:
+    """SIGKILL ``pid``, which may be gone."""
+    signal_worker(pid, signal.SIGKILL)
+
+
+def signal_worker(pid: int, number: int) -> None:
+    """Send a signal to ``pid``, which may be gone, or have become another user's."""
+    try:  # noqa: SIM105 - see `say`
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def reap(worker: int) -> "int | None":
+    """Collect every child that has ended; give the worker's status if it is among them."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == worker:
+            found = status
+
+
+def sweep(page: Page, *, at_once: bool) -> None:
+    """Kill what the worker left behind. Orphans come to us as their parents die: ask until none is left."""
+    start = time.monotonic()
+    while True:
+        reap(0)
+        left = children()
+        age_s = time.monotonic() - start
+        if not left or age_s > STUCK_S:
+            return
+        if at_once or age_s >= SWEEP_GRACE_S or page.left_s() <= 0:
+            for pid in left:
+                kill(pid)
+        time.sleep(0.002)
+
+
+def children() -> "list[int]":
+    """Our direct children, adopted ones included."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        pass  # a kernel without CONFIG_PROC_CHILDREN, or a process that has changed its user
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - see `say`
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                # The command's name is in parentheses and may hold anything; state and parent follow it.
+                if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                    found.append(int(name))
+        except (OSError, ValueError, IndexError):
+            continue
+    return found
+
+
+def write_exit(
+    worker: "int | None", status: int, *, stopped: bool, fenced: bool, message: str = "", stuck: bool = False
+) -> None:
+    """Append ``worker-exit`` to the node's events. A lost disk does not change how the end is told."""
+    import json  # noqa: PLC0415 - 3 ms that the start should not pay
+
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    event = {
+        "t": round(time.time(), 3),
+        "event": "worker-exit",
+        "node": os.environ.get(ENV_NODE_NAME, ""),
+        "pid": os.getpid(),
+        "rank": number_or_none(os.environ.get("RANK")),
+        "local_rank": number_or_none(os.environ.get(ENV_LOCAL_RANK)),
+        "round": number_or_none(os.environ.get(ENV_ROUND)),
+        "worker_pid": worker,
+        "exit_code": os.WEXITSTATUS(status) if number is None else None,
+        "signal": None if number is None else signal_name(number),
+        "stopped": stopped,
+    }
+    if fenced:
+        event["fenced"] = True
+    if stuck:
+        event["stuck"] = True
+    if status != 0 and not stopped:
+        event["message"] = message or recorded_error(json)
+    try:
+        path = os.environ[ENV_EVENTS_PATH]
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.write(descriptor, (json.dumps(event, separators=(",", ":")) + "\n").encode())
+        os.close(descriptor)
+    except (KeyError, OSError):
+        pass
+
+
+def recorded_error(json: "object") -> str:
+    """Give the message that torch's ``@record`` left for this attempt; empty when there is none."""
+    try:
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "rb") as file:
+            message = json.loads(file.read(1 << 20))["message"]  # type: ignore[attr-defined]
+        return str(message["message"] if isinstance(message, dict) else message)[:1024]
+    except (KeyError, OSError, ValueError, TypeError):
+        return ""
+
+
+def number_or_none(text: "str | None") -> "int | None":
+    """``int(text)`` where that is a number."""
+    return int(text) if text and text.isdigit() else None
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; real-time signals have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"

@@ -1,0 +1,143 @@
+"""Runs a script or module in this process as `python -u` would in a new one, which ends the same way.
+
+For a process that was forked in the middle of another program, which has imported modules and nothing else.
+Does not know where the process comes from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import io
+import os
+import pkgutil
+import runpy
+import signal
+import sys
+import types
+from pathlib import Path
+
+PADDING = (
+    " " * 4096
+)  # the last argument of a process that is to `entitle` itself: room for another command line
+
+
+def main_of(command: list[str]) -> tuple[bool, list[str]]:
+    """Split ``python -u [-m] NAME ARGS…``: whether it is a module, and the words from its name on.
+
+    Raises:
+        ValueError: it is something else.
+
+    """
+    if command[1:2] != ["-u"] or len(command) < 3:
+        raise ValueError(f"not `python -u SCRIPT`: {command[:3]}")
+    is_module = command[2] == "-m"
+    words = command[3:] if is_module else command[2:]
+    if not words:
+        raise ValueError("neither script nor module")
+    return is_module, words
+
+
+def first_of_path(is_module: bool, name: str) -> str:
+    """What Python puts first on its search path."""
+    if is_module:
+        return os.getcwd()  # noqa: PTH109
+    path = Path(os.path.realpath(name))
+    return str(path) if path.is_dir() or _is_archive(path) else str(path.parent)
+
+
+def _is_archive(path: Path) -> bool:
+    import zipfile  # noqa: PLC0415 - almost never needed
+
+    return path.suffix != ".py" and zipfile.is_zipfile(path)
+
+
+def enter(command: list[str], *, replace_first: bool) -> None:
+    """Set arguments and search path as ``command`` has them.
+
+    ``replace_first``: an earlier call has put the first entry there.
+    """
+    is_module, words = main_of(command)
+    sys.argv = ["-m", *words[1:]] if is_module else list(words)
+    sys.orig_argv = list(command)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[:1] = (
+            [first_of_path(is_module, words[0])]
+            if replace_first
+            else [first_of_path(is_module, words[0]), *sys.path[:1]]
+        )
+
+
+def run(command: list[str]) -> None:
+    """Run it as ``__main__``. Returns, or raises SystemExit, for the interpreter to end as it always does."""
+    is_module, words = main_of(command)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
+    sys.modules["__main__"] = main
+    try:
+        if is_module:
+            # What `python -m` calls itself; runpy.run_module would take __main__ away before atexit runs.
+            runpy._run_module_as_main(words[0])  # type: ignore[attr-defined]  # noqa: SLF001
+        elif os.path.realpath(words[0]) == sys.path[0]:  # a directory or an archive
+            runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # noqa: SLF001
+        else:
+            _run_file(words[0], main)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - as the interpreter does
+        _die_of(error)
+
+
+def _run_file(name: str, main: types.ModuleType) -> None:
+    path = os.path.abspath(name)  # noqa: PTH100 - as Python: without following links
+    main.__dict__.update(
+        __file__=path, __cached__=None, __loader__=importlib.machinery.SourceFileLoader("__main__", path)
+    )
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file) if name.endswith(".pyc") else None
+        code = code or compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)  # noqa: S102 - that is what we are for
+
+
+def _die_of(error: BaseException) -> None:
+    """Say what an uncaught exception was, without our own frames, and end as the interpreter would."""
+    trace = error.__traceback__
+    here = __file__
+    while trace is not None and trace.tb_frame.f_code.co_filename == here:
+        trace = trace.tb_next
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    try:
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    except SystemExit:
+        raise
+    except BaseException as other:  # noqa: BLE001
+        print("Error in sys.excepthook:", file=sys.stderr)
+        sys.__excepthook__(type(other), other, other.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(type(error), error, trace)
+    if isinstance(error, KeyboardInterrupt):
+        # The interpreter ends by the signal once all else is done: so does this, as the last atexit call.
+        import atexit  # noqa: PLC0415
+
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        atexit._run_exitfuncs()  # noqa: SLF001
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGINT)
+    raise SystemExit(1) from None
+
+
+def entitle(text: str) -> None:
+    """Make ``ps`` show ``text`` for this process: write over its arguments, of which the last is PADDING.
+
+    The kernel then takes the whole for one text, as it does for setproctitle.
+    """
+    with open("/proc/self/stat", "rb") as file:
+        # After the command's name in parentheses: field 3 and on (proc(5)); arg_start is 48, arg_end 49.
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    size = end - start
+    if size < len(PADDING):
+        return  # not started with it, or /proc hides where they are
+    # A last byte that is not NUL tells the kernel that the rest is no list of arguments any more.
+    title = text.encode("utf-8", "surrogateescape").replace(b"\0", b" ")[: size - 2]
+    ctypes.memmove(start, title.ljust(size - 1, b"\0") + b".", size)
