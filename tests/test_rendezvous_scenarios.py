@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_resume.policy.failures import describe
 from elastic_resume.rendezvous.checkers import Checkers
 from elastic_resume.rendezvous.simnet import Clock, Network
 from elastic_resume.rendezvous.simnode import Node
@@ -67,11 +68,14 @@ class Stage:
         if isinstance(what, BeginWorld):
             members = " ".join(str(one) for one in what.members)
             text = f"begins generation {what.generation} as rank {what.rank} of {members}; store {what.store}"
+            told = "; ".join(describe(one, node=True) for one in what.failures)
+            text += f", after: {told}" * bool(told)
         elif isinstance(what, (RestartWorkers, StopWorkers)):
             verb = "restarts" if isinstance(what, RestartWorkers) else "kills its workers of"
             text = f"{verb} generation {what.generation}: {what.reason}"
         elif isinstance(what, EndJob):
-            text = f"ends the job: {what.reason}"
+            told = "; ".join(describe(one, node=True) for one in what.failures)
+            text = f"ends the job: {what.reason}" + f", after: {told}" * bool(told)
         elif isinstance(what, GiveUp):
             text = f"gives up: {what.reason}"
         elif isinstance(what, Log):
@@ -106,7 +110,9 @@ class Stage:
         elif verb == "wipe":
             node.disk = None
         elif verb == "worker-fails":
-            node.ask_to_join(node.life)
+            node.fail_worker()
+        elif verb == "worker-breaks-off":
+            node.fail_worker("was killed by SIGABRT")
         elif verb == "slow-disk":
             node.disk_s = 20.0
         elif verb == "give-up":

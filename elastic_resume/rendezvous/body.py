@@ -7,9 +7,12 @@ Roles (`seeking`, `following`, `leading`) read and change it; it collects the ef
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
+from elastic_resume.policy.failures import lost
+from elastic_resume.rendezvous.ledger import Ledger
 from elastic_resume.rendezvous.link import NEVER, Link
-from elastic_resume.rendezvous.messages import Hello, JobEnd, Join, Message, Redirect
+from elastic_resume.rendezvous.messages import Begin, Hello, JobEnd, Join, Message, Redirect, Report
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World, has_quorum
 from elastic_resume.rendezvous.steps import (
     BeginWorld,
@@ -55,6 +58,9 @@ class Body:
         self.failed = ""
         """Why this node wants the job to end for all."""
         self.ended: JobEnd | None = None
+        self.ledger = Ledger()
+        self.report: Report | None = None
+        """What this node has to tell of a worker of its own."""
         self.fence_at = NEVER
         # A life before this one may have granted leases that still run.
         self.grace_until = now + settings.node_timeout_s if memory else NEVER
@@ -228,7 +234,7 @@ class Body:
 
     # Workers.
 
-    def begin(self, world: World, store: str, workers: tuple[int, ...], fence_at: float) -> None:
+    def begin(self, world: World, message: Begin, fence_at: float) -> None:
         """Start workers."""
         rank = world.rank(self.me)
         if rank is None:
@@ -236,7 +242,30 @@ class Body:
         self.running, self.join, self.finished, self.fence_at = world, None, 0, fence_at
         self.last = world
         self.minority = False
-        self.effects.append(BeginWorld(world.generation, rank, world.members, store, workers))
+        self.report = None
+        self.effects.append(
+            BeginWorld(
+                world.generation,
+                rank,
+                world.members,
+                message.store,
+                message.workers,
+                message.step,
+                message.failures,
+            )
+        )
+
+    def heard(self, who: Incarnation, report: Report) -> None:
+        """Note what a node tells of the newest world; of an older one nobody asks any more."""
+        begun = self.known.begun
+        if begun and report.generation == begun.generation and who in begun.members:
+            self.ledger.note(report.generation, replace(report.failure, node=who.node))
+
+    def lost(self, who: Incarnation, reason: str) -> None:
+        """Note that a member of the newest world is lost, or was asked to leave by a signal."""
+        begun = self.known.begun
+        if begun and who in begun.members:
+            self.ledger.note(begun.generation, lost(who.node, reason, told=reason.startswith("left (SIG")))
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
         """End the running world on this node, if there is one."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic_resume.policy.failures import Failure
+from elastic_resume.rendezvous.ledger import MAX_KEPT
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.steps import BeginWorld
 
@@ -14,7 +16,8 @@ FORWARD = "generation never goes back"
 BOUNDED = "a lasting connected quorum forms a world"
 ENDS = "a job that is through ends on every node"
 CALM = "agents come to rest"
-PROMISES = (ONE_WORLD, ONE_LIVE, RANKS, FORWARD, BOUNDED, ENDS, CALM)
+SAME_NEWS = "all members hear the same of the last world's end, and little"
+PROMISES = (ONE_WORLD, ONE_LIVE, RANKS, FORWARD, BOUNDED, ENDS, CALM, SAME_NEWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Checkers:
         self.waived = waived
         self.violations: list[Violation] = []
         self.worlds: dict[int, tuple[Incarnation, ...]] = {}
+        self.news: dict[int, tuple[int, tuple[Failure, ...]]] = {}
         self.last: dict[str, int] = {}
         self.live: dict[str, BeginWorld] = {}
         self.through: set[int] = set()
@@ -59,6 +63,9 @@ class Checkers:
             self._first_start(begin, at_s)
         elif known != members:
             self.violate(ONE_WORLD, at_s, f"generation {generation} is {names(known)} and {names(members)}")
+        news = (begin.step, begin.failures)
+        if news != self.news.setdefault(generation, news) or len(begin.failures) > MAX_KEPT:
+            self.violate(SAME_NEWS, at_s, f"{node} hears {news} and another {self.news[generation]}")
         if len(set(members)) != len(members) or members[begin.rank] != me:
             self.violate(RANKS, at_s, f"{node} has rank {begin.rank} in {names(members)}")
         if generation <= self.last.get(node, 0):

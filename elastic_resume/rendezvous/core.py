@@ -38,7 +38,7 @@ from elastic_resume.rendezvous.body import Body
 from elastic_resume.rendezvous.following import Follower
 from elastic_resume.rendezvous.leading import Leader
 from elastic_resume.rendezvous.link import Link
-from elastic_resume.rendezvous.messages import Hello, JobEnd, Stamp
+from elastic_resume.rendezvous.messages import Hello, JobEnd, Report, Stamp
 from elastic_resume.rendezvous.quorum import Incarnation, World
 from elastic_resume.rendezvous.seeking import Seeker, Verdict
 from elastic_resume.rendezvous.steps import (
@@ -55,6 +55,7 @@ from elastic_resume.rendezvous.steps import (
     PeerLost,
     Persisted,
     Settings,
+    WorkerFailed,
     WorkersFinished,
 )
 
@@ -127,6 +128,8 @@ class Agent:
                 role.joined()
         elif isinstance(event, WorkersFinished):
             self._finished()
+        elif isinstance(event, WorkerFailed):
+            self._failed(event)
         elif isinstance(event, JobFailed):
             body.failed = event.reason
             if isinstance(role, Follower):
@@ -157,6 +160,13 @@ class Agent:
         body.finished, body.running = world.generation, None
         if isinstance(self.role, (Follower, Leader)):
             self.role.finished()
+
+    def _failed(self, event: WorkerFailed) -> None:
+        body = self.body
+        body.report = Report(event.generation, event.failure)
+        body.heard(body.me, body.report)  # should we lead, now or next
+        if isinstance(self.role, Follower):
+            self.role.report()
 
     def _leave(self, event: Leave) -> None:
         if isinstance(self.role, (Follower, Leader)):
@@ -200,7 +210,7 @@ class Agent:
         done = "every node has finished"
         if end.missing:
             done = f"all that are left have finished; not there at the end: {', '.join(end.missing)}"
-        self.body.effects.append(EndJob(end.failed or done, failed=bool(end.failed)))
+        self.body.effects.append(EndJob(end.failed or done, bool(end.failed), end.failures))
         self._finish("ended")
 
     def _end_of_search(self, role: Seeker) -> None:

@@ -101,7 +101,7 @@ class Follower:
             body.log("late", f"generation {world.generation} began too long ago to start workers in it")
             self.joined()
         elif body.join is not None:
-            body.begin(world, message.store, message.workers, fence_at)
+            body.begin(world, message, fence_at)
 
     def _stand_by(self, stamp: Stamp) -> None:
         """A world that runs without this node is no reason to give up waiting: a spare waits for long."""
@@ -160,13 +160,15 @@ class Follower:
         if self.evidence:
             self._over(f"{self.leader}, which led, died", gone=True)
         else:
-            self._over(f"the connection to {self.leader}, which led, is lost", silent=True)
+            self._over(f"{self.leader}, which led, is cut off", silent=True)
 
     def _over(self, reason: str, *, gone: bool = False, silent: bool = False) -> None:
         body = self.body
         self.over = True
         body.stop(reason)
         body.log("leader-lost", reason)
+        if gone or silent:
+            body.lost(self.leader, reason.removeprefix(f"{self.leader}, which led, "))
         if gone:
             body.believe(body.known.with_gone([self.leader]))
             # Its other followers may not know yet.
@@ -201,6 +203,8 @@ class Follower:
 
     def report(self) -> None:
         """Say again what may have changed since our hello was sent."""
+        if self.body.report and self.broken_at is None:
+            self.body.send(self.link, self.body.report)
         if self.body.failed and self.broken_at is None:
             self.body.send(self.link, Failed(self.body.failed))
         if self.body.join:

@@ -209,7 +209,14 @@ class Former:
         self.told = self.waiting_for = ""
         stores = tuple(forming.joins[member].workers for member in forming.world.members)
         store = forming.joins[forming.world.members[0]].store
-        return forming.world, Begin(forming.world.generation, store, stores)
+        before = body.known.begun
+        return forming.world, Begin(
+            forming.world.generation,
+            store,
+            stores,
+            max(join.step for join in forming.joins.values()),
+            body.ledger.of(before.generation) if before else (),
+        )
 
     def _still_ours(self, forming: Forming) -> bool:
         """Whether those who acknowledged surely follow us still, and know of nothing that forbids this."""

@@ -22,6 +22,7 @@ from elastic_resume.rendezvous.messages import (
     Message,
     Ready,
     Redirect,
+    Report,
     Restart,
     Stamp,
     Waiting,
@@ -117,6 +118,8 @@ class Leader:
             part.finished, part.running = message.generation, 0
             self.finished_in = max(self.finished_in, message.generation)
             self.former.stir()
+        elif isinstance(message, Report):
+            body.heard(part.who, message)
         elif isinstance(message, Failed):
             body.failed = message.reason
         elif isinstance(message, Goodbye):
@@ -204,6 +207,7 @@ class Leader:
         if part.link.conn in body.links:
             body.hang_up(part.link)
         body.log("lost", reason)
+        body.lost(part.who, reason.removeprefix(f"{part.who} "))
         self.former.disturbed(part.who)
         world = self.world
         if world is None or part.who not in world.members:
@@ -313,7 +317,7 @@ class Leader:
             if part.who in members:
                 part.join, part.running, part.finished = None, world.generation, 0
             self._tell(part, message)
-        body.begin(world, message.store, message.workers, self.lease_until)
+        body.begin(world, message, self.lease_until)
 
     def _is_end(self) -> bool:
         """Whether some have finished and nobody who could is left."""
@@ -336,7 +340,8 @@ class Leader:
         generation, members = (newest.generation, newest.members) if newest else (0, ())
         through = {part.who for part in self.roster if part.finished == generation} | {self.body.me}
         missing = tuple(str(one) for one in members if one not in through)[:NAMED]
-        self.body.ended = JobEnd(generation, self.body.failed, settled, missing)
+        told = self.body.ledger.of(generation)
+        self.body.ended = JobEnd(generation, self.body.failed, settled, missing, told)
         self._tell_all(self.body.ended)
 
     def _step_down(self) -> None:

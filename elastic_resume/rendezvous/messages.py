@@ -5,7 +5,7 @@ the other its leader. `Stamp` rides on every message, both ways: with it each si
 messages the other has seen, and counts its lease from when it *sent* that one.
 
     searching → anyone     Hello                        and back    Welcome | Redirect | Refused
-    member    → leader     Ready Acknowledge Finished Failed Beat Goodbye
+    member    → leader     Ready Acknowledge Finished Report Failed Beat Goodbye
     leader    → member     Propose Begin Restart Waiting JobEnd Beat Redirect Refused Goodbye
     ended     → anyone     JobEnd
     leader    → anyone     Claim                        and back    Claim | Redirect
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
 
 
@@ -41,6 +42,8 @@ class Join:
     workers: int
     order: int = 0
     """Place in the scheduler's own order of nodes."""
+    step: int = 0
+    """The newest step that workers of this node have finished since its agent started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,10 @@ class Begin:
     store: str
     workers: tuple[int, ...]
     """Workers of each node, in rank order."""
+    step: int = 0
+    """The greatest of what those who joined have said of theirs."""
+    failures: tuple[Failure, ...] = ()
+    """What ended the world before, as far as the leader heard, in the order in which it did: a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +151,14 @@ class Waiting:
     """No world forms yet, for that reason."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A worker of mine failed in that generation, in this way; one is told of each node."""
+
+    generation: int
+    failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +187,8 @@ class JobEnd:
     failed: str = ""
     settled: bool = False
     missing: tuple[str, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    """As in `Begin`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +233,7 @@ Message = (
     | Begin
     | Restart
     | Waiting
+    | Report
     | Failed
     | Finished
     | JobEnd

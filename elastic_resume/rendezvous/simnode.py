@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from elastic_resume.policy.failures import SIGNAL, Failure
 from elastic_resume.rendezvous.checkers import Checkers
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.messages import Acknowledge, Begin, Join, Propose
@@ -37,6 +38,7 @@ from elastic_resume.rendezvous.steps import (
     Settings,
     StopWorkers,
     Tick,
+    WorkerFailed,
     WorkersFinished,
 )
 
@@ -204,6 +206,13 @@ class Node(Host):
         if self.fenced and self.running:
             self.ask_to_join(self.life)  # as for any worker that has died
         self.fenced = False
+
+    def fail_worker(self, text: str = "was killed by SIGKILL") -> None:
+        """One of its workers fails: its agent tells of that, and asks for another world."""
+        if self.agent and self.agent.body.last:
+            failure = Failure(SIGNAL, self.name, self.agent.body.last.rank(self.agent.body.me), text)
+            self._happen(WorkerFailed(self.agent.body.last.generation, failure))
+        self.ask_to_join(self.life)
 
     def ask_to_join(self, life: int) -> None:
         """Workers are stopped and torchelastic asks for a world; also when a worker failed."""

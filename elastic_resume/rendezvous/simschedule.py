@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_resume.rendezvous.checkers import FORWARD, ONE_LIVE, ONE_WORLD
+from elastic_resume.rendezvous.checkers import FORWARD, ONE_LIVE, ONE_WORLD, SAME_NEWS
 from elastic_resume.rendezvous.steps import Settings
 
 WEATHER = "weather"
@@ -30,12 +30,12 @@ LOST_DISKS_AND_SILENCE = "lost disks and silence"
 REJECTION = "rejecting firewall"
 """Partitions in which every connection is reset and every call refused, as if all over there had died."""
 
-TWO_WORLDS = frozenset({ONE_LIVE, ONE_WORLD, FORWARD})
+TWO_WORLDS = frozenset({ONE_LIVE, ONE_WORLD, FORWARD, SAME_NEWS})
 WAIVED = {
     # The user asked for it.
     MINORITY: TWO_WORLDS,
     # Who knew the newest generation has forgotten it: its number may be given again.
-    LOST_DISKS: frozenset({ONE_WORLD, FORWARD}),
+    LOST_DISKS: frozenset({ONE_WORLD, FORWARD, SAME_NEWS}),
     # Rule 2 rests on disks that keep what was acknowledged.
     LOST_DISKS_AND_SILENCE: TWO_WORLDS,
     # Rule 4 takes a closed connection and a refused call for knowledge of an end.

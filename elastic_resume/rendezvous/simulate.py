@@ -210,7 +210,7 @@ class Simulation:
 
     def _strike_agent(self, node: Node, kind: str, back_at: float) -> None:
         if kind == "worker" and node.running:
-            node.ask_to_join(node.life)
+            node.fail_worker()
         elif kind == "finish" and node.running:
             node.finish()
         elif kind == "fail":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.messages import Join, Message, Stamp
 from elastic_resume.rendezvous.quorum import ALL_RULES, Incarnation, Knowledge, Rules
 
@@ -115,6 +116,14 @@ class WorkersFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """A worker of this node failed in that generation. To be told before this node asks to join again."""
+
+    generation: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class JobFailed:
     """This node gives the job up for all nodes: a restart would meet the same again."""
 
@@ -142,6 +151,7 @@ Event = (
     | Tick
     | JoinRequested
     | WorkersFinished
+    | WorkerFailed
     | JobFailed
     | Leave
     | Persisted
@@ -195,13 +205,15 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class BeginWorld:
-    """Start workers: the answer to `JoinRequested`."""
+    """Start workers: the answer to `JoinRequested`. `step` and `failures` are those of `Begin`."""
 
     generation: int
     rank: int
     members: tuple[Incarnation, ...]
     store: str
     workers: tuple[int, ...]
+    step: int = 0
+    failures: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +238,7 @@ class EndJob:
 
     reason: str
     failed: bool = False
+    failures: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,315 @@
+"""What went wrong: failures told apart by kind, and causes told apart from what they drew after them. Pure.
+
+Three steps, each a function. `of_round` makes failures of the events that one node wrote in one round. The
+coordinator collects what nodes report, and the nodes that it lost, in the order in which it heard of them
+(`rendezvous.ledger`). `judge` says which of these are causes.
+
+**Cause or cascade.** A worker that dies breaks the connections of its peers, and they die of that, often
+sooner than anybody hears of the first. So the text of an error that speaks of a lost connection weighs less
+than a death that nothing else explains, whichever was heard of first. But a text alone proves nothing: where
+no other failure is known and no node was lost, the first of them is the cause.
+
+Does not know how a cgroup or a rendezvous is read, nor what is done about a failure (`restart`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elastic_resume.events import Event
+
+EXCEPTION, EXIT, SIGNAL, OOM = "exception", "exit", "signal", "oom"
+HANG, DIVERGENCE, DISK, STUCK = "hang", "divergence", "disk", "stuck"
+NODE_LOST, PREEMPTED = "node-lost", "preempted"
+KINDS = (EXCEPTION, EXIT, SIGNAL, OOM, HANG, DIVERGENCE, DISK, STUCK, NODE_LOST, PREEMPTED)
+OF_NODES = frozenset({NODE_LOST, PREEMPTED})
+"""Kinds that say nothing about a worker: the node came or went."""
+
+MAX_TEXT = 500
+"""Characters of each text: a failure travels to every node."""
+MAX_NAMED = 4
+_ECHO = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|remote worker|remote process|"
+    r"ncclremoteerror|gloo|nccl|dist(backend|network|store)error|sendbytes|recvvalue|socket ?timeout|"
+    r"store->get|watchdog|on node \S+ cannot go on",
+    re.IGNORECASE,
+)
+_OURS_DISK = frozenset({"MachineError", "NodeTakenError", "RecordError"})
+# ENOSPC, EDQUOT, EROFS, EIO: what Python's OSError begins with.
+_DISK = re.compile(r"\[Errno (28|122|30|5)\]")
+# How torch's @record and Python itself begin the text of an exception.
+_TYPED = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)): ?(.*)", re.DOTALL)
+_KILLED = 137  # 128 + SIGKILL: what a shell makes of a child's death
+_CHILD_KILLED = re.compile(r"killed by signal: Killed|SIGKILL")
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One observed failure. It travels between nodes: plain fields, bounded texts (`bounded`)."""
+
+    kind: str
+    node: str
+    rank: int | None
+    text: str
+    """What happened, as a clause that follows its subject: "was killed by SIGKILL"."""
+    type: str = ""
+    """The exception's class."""
+    message: str = ""
+    """The first line of what it said."""
+    frame: str = ""
+    """Where in the user's code it was raised."""
+    step: int | None = None
+    """The last step that the worker had finished; None where it had not begun to train."""
+    at_fault: bool = False
+    """The worker itself says that a restart would meet the same."""
+    nodes: int = 1
+    """On how many nodes the like of it happened."""
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it looks like what the loss of a peer makes of a living worker."""
+        if self.kind == SIGNAL:
+            return "SIGABRT" in self.text  # NCCL's watchdog aborts the process when a peer is gone
+        return self.kind in {EXCEPTION, EXIT} and looks_like_echo(f"{self.type} {self.message}")
+
+    @property
+    def signature(self) -> tuple[str, str, str, str]:
+        """The same for two failures that are alike but for numbers: ranks, addresses, process ids."""
+        told = self.message or self.text
+        return (self.kind, self.type, self.frame, _NUMBER.sub("#", told))
+
+
+@dataclass(frozen=True, slots=True)
+class Strain:
+    """What is known of this node's memory in a round: see `agent.pressure`."""
+
+    oom_kills: int = 0
+    """By how much the kernel's count of processes killed for memory rose."""
+    pressed: str = ""
+    """How near to its end memory was; empty when it was not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Which failures of a world were causes, the first one first, and which followed from them."""
+
+    causes: tuple[Failure, ...] = ()
+    cascade: tuple[Failure, ...] = ()
+
+    @property
+    def root(self) -> Failure | None:
+        """The first cause."""
+        return self.causes[0] if self.causes else None
+
+
+def looks_like_echo(text: str) -> bool:
+    """Whether an error's text is what the loss of a peer makes of a living worker."""
+    return _ECHO.search(text) is not None
+
+
+def judge(failures: Iterable[Failure]) -> Verdict:
+    """Tell causes from what they drew after them; ``failures`` stand in the order they were heard of.
+
+    What the job itself is at fault for goes before any other.
+    """
+    listed = sorted(failures, key=lambda one: not one.at_fault)
+    causes = [one for one in listed if one.at_fault or not one.is_echo]
+    if not causes:
+        causes = listed[:1]
+    return Verdict(tuple(causes), tuple(one for one in listed if one not in causes))
+
+
+def lost(node: str, reason: str, *, told: bool = False) -> Failure:
+    """Make the failure that the loss of a node is; ``told``: somebody asked it to leave."""
+    return bounded(Failure(PREEMPTED if told else NODE_LOST, node, None, reason))
+
+
+def bounded(failure: Failure) -> Failure:
+    """Cut its texts to what may travel, and let none of them command a terminal."""
+    return replace(
+        failure,
+        kind=plain(failure.kind, 32),
+        text=plain(failure.text),
+        type=plain(failure.type, 100),
+        message=plain(failure.message),
+        frame=plain(failure.frame),
+    )
+
+
+def plain(text: str, limit: int = MAX_TEXT) -> str:
+    """Give one line of printable text, of at most ``limit`` characters."""
+    text = "".join(char if char.isprintable() else " " for char in text[: limit + 1])
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+# ---- in words ------------------------------------------------------------------------------------------
+
+
+def describe(failure: Failure | None, *, node: bool = False) -> str:
+    """Say what happened to which rank, without a full stop; ``node``: and on which node."""
+    if failure is None:
+        return "a worker ended without leaving a word"
+    if failure.kind in OF_NODES:
+        return f"node {failure.node} {failure.text}"
+    who = "a worker" if failure.rank is None else f"rank {failure.rank}"
+    if node:
+        who += f" on node {failure.node}"
+    if failure.nodes > 1:
+        who += f" (and alike on {failure.nodes - 1} more)"
+    said = ": ".join(part for part in (failure.type, failure.message.rstrip(".")) if part)
+    where = f" ({failure.frame})" if failure.frame else ""
+    return f"{who} {failure.text}" + (f": {said}{where}" if said else where)
+
+
+def explain(verdict: Verdict) -> list[str]:
+    """Say in a few lines what came first, what else failed by itself, and what followed."""
+    if verdict.root is None:
+        return []
+    lines = [f"first: {describe(verdict.root, node=True)}."]
+    if verdict.causes[1:]:
+        lines.append(f"also: {_listed(verdict.causes[1:])}.")
+    if verdict.cascade:
+        count = sum(one.nodes for one in verdict.cascade)
+        lines.append(f"as a consequence, on {count} node{'s' * (count > 1)}: {_listed(verdict.cascade)}.")
+    return lines
+
+
+def _listed(failures: Sequence[Failure]) -> str:
+    told = [describe(one, node=True) for one in failures[:MAX_NAMED]]
+    more = len(failures) - MAX_NAMED
+    return "; ".join(told) + (f"; and {more} more" if more > 0 else "")
+
+
+# ---- from the events of one node -----------------------------------------------------------------------
+
+
+def of_round(events: Iterable[Event], node: str, strain: Strain | None = None) -> tuple[Failure, ...]:
+    """Fold the events of one node's round into its workers' failures, causes first, each group by time.
+
+    A worker that was told to stop did not fail, and one that was killed for a hang is told by the hang.
+    """
+    events = list(events)
+    words = [event for event in events if event["event"] == "failure"]
+    hangs = [event for event in events if event["event"] == "hang"]
+    found: list[tuple[float, Failure]] = []
+    taken: set[int] = set()
+    hung = {rank for event in hangs for rank in _ranks(event)}
+    for event in hangs:
+        found += [(event["t"], _hang(event, suspect, node)) for suspect in _suspects(event)]
+    for end in events:
+        if end["event"] != "worker-exit" or not (end.get("stuck") or _is_own(end)):
+            continue
+        word = next((one for one in words if id(one) not in taken and _same_worker(one, end)), None)
+        if word is not None:
+            taken.add(id(word))
+        if end.get("rank") in hung and end.get("signal") == "SIGKILL" and not end.get("stuck"):
+            continue
+        t = end["t"] if word is None else min(word["t"], end["t"])
+        found.append((t, _exit(end, word or {}, node, strain or Strain())))
+    found += [(one["t"], _exception(one, {}, node)) for one in words if id(one) not in taken]
+    found.sort(key=lambda pair: (not pair[1].at_fault, pair[1].is_echo, pair[0]))
+    return tuple(bounded(failure) for _, failure in found)
+
+
+def _exit(end: Event, word: Mapping[str, Any], node: str, strain: Strain) -> Failure:
+    rank = _count(end.get("rank"))
+    if end.get("stuck"):
+        text = "does not die of SIGKILL: it sleeps in the kernel (state D), on a device or a file system"
+        return Failure(STUCK, node, rank, text)
+    if word:
+        return _exception(word, end, node, strain)
+    code, signal = _count(end.get("exit_code")), end.get("signal")
+    kind, name, message = (SIGNAL if signal else EXIT), "", _first_line(end.get("message"))
+    text = f"was killed by {signal}" if signal else _code(code)
+    if signal == "SIGKILL" or code == _KILLED:
+        why = _why_oom(strain)
+        if why:
+            return Failure(OOM, node, rank, f"{text} for want of memory: {why}", message=message)
+    typed = _TYPED.fullmatch(message) if not signal else None
+    if typed:
+        kind, name, message = EXCEPTION, typed[1].rpartition(".")[2], typed[2]
+    return _refined(Failure(kind, node, rank, text, name, message), strain)
+
+
+def _exception(
+    word: Mapping[str, Any], end: Mapping[str, Any], node: str, strain: Strain | None = None
+) -> Failure:
+    rank = _count(word.get("rank"))
+    signal, code = end.get("signal"), _count(end.get("exit_code"))
+    text = f"was killed by {signal}" if signal else "failed" if code is None else _code(code)
+    failure = Failure(
+        EXCEPTION,
+        node,
+        _count(end.get("rank")) if rank is None else rank,
+        text,
+        str(word.get("type") or ""),
+        _first_line(word.get("message")),
+        str(word.get("frame") or ""),
+        _count(word.get("step")),
+        bool(word.get("at_fault")),
+    )
+    return _refined(failure, strain or Strain())
+
+
+def _refined(failure: Failure, strain: Strain) -> Failure:
+    """Give an exception the kind that its text proves."""
+    if failure.type == "DivergenceError":
+        return replace(failure, kind=DIVERGENCE)
+    if failure.type in _OURS_DISK or (failure.kind == EXCEPTION and _DISK.match(failure.message)):
+        return replace(failure, kind=DISK)
+    if failure.kind == EXCEPTION and strain.oom_kills and _CHILD_KILLED.search(failure.message):
+        # The kernel took a process that the worker had started: one of a DataLoader's, say.
+        return replace(failure, kind=OOM, text=f"{failure.text} for want of memory: {_why_oom(strain)}")
+    return failure
+
+
+def _hang(event: Event, suspect: Mapping[str, Any], node: str) -> Failure:
+    reason = str(suspect.get("reason") or "it made no progress")
+    return Failure(HANG, node, _count(suspect.get("rank")), f"hung: {reason}", step=_count(event.get("step")))
+
+
+def _why_oom(strain: Strain) -> str:
+    if strain.oom_kills:
+        times = "a process" if strain.oom_kills == 1 else f"{strain.oom_kills} processes"
+        return f"the kernel killed {times} of this node's control group" + (
+            f"; {strain.pressed}" if strain.pressed else ""
+        )
+    return strain.pressed
+
+
+def _code(code: int | None) -> str:
+    return "failed" if code is None else f"ended with exit code {code}"
+
+
+def _first_line(text: object) -> str:
+    return str(text or "").strip().partition("\n")[0]
+
+
+def _suspects(event: Event) -> list[Mapping[str, Any]]:
+    listed = event.get("suspects")
+    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+
+
+def _ranks(event: Event) -> list[int]:
+    victims = event.get("victims")
+    listed = [one.get("rank") for one in _suspects(event)] + (victims if isinstance(victims, list) else [])
+    return [rank for rank in listed if isinstance(rank, int)]
+
+
+def _same_worker(word: Event, end: Event) -> bool:
+    """Whether ``end`` is that of the worker that wrote ``word``, maybe before it knew its rank."""
+    if word.get("rank") is None:
+        return "pid" in word and bool(word["pid"] == end.get("worker_pid"))
+    return bool(word["rank"] == end.get("rank"))
+
+
+def _is_own(end: Event) -> bool:
+    return not end.get("stopped") and (end.get("exit_code") != 0 or bool(end.get("signal")))
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
