@@ -74,6 +74,7 @@ def run(command: list[str]) -> None:
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
+    died: BaseException | None = None
     try:
         if is_module:
             # What `python -m` calls itself; runpy.run_module would take __main__ away before atexit runs.
@@ -85,7 +86,9 @@ def run(command: list[str]) -> None:
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - as the interpreter does
-        _die_of(error)
+        died = error
+    if died is not None:  # outside of the except clause, or the error of a hook would have it for its context
+        _die_of(died)
 
 
 def _run_file(name: str, main: types.ModuleType) -> None:
@@ -112,9 +115,9 @@ def _die_of(error: BaseException) -> None:
         raise
     except BaseException as other:  # noqa: BLE001
         print("Error in sys.excepthook:", file=sys.stderr)
-        sys.__excepthook__(type(other), other, other.__traceback__)
+        _print(other, other.__traceback__ and other.__traceback__.tb_next)
         print("\nOriginal exception was:", file=sys.stderr)
-        sys.__excepthook__(type(error), error, trace)
+        _print(error, trace)
     if isinstance(error, KeyboardInterrupt):
         # The interpreter ends by the signal once all else is done: so does this, as the last atexit call.
         import atexit  # noqa: PLC0415
@@ -124,6 +127,10 @@ def _die_of(error: BaseException) -> None:
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGINT)
     raise SystemExit(1) from None
+
+
+def _print(error: BaseException, trace: types.TracebackType | None) -> None:
+    sys.__excepthook__(type(error), error.with_traceback(trace), trace)
 
 
 def entitle(text: str) -> None:

@@ -52,6 +52,7 @@ START_PREFIXES = (
 )  # fmt: skip
 MAX_REQUEST = 16 << 20
 REQUEST_S = 5.0
+OLD_TORCH_SEED = 67280421310721  # what each process starts with where torch does not draw its first seed
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -108,7 +109,9 @@ def _import(preload: list[str], control: socket.socket) -> None:
         spoiled = why_no_fork()
         if spoiled:
             _tell(control, {"spoiled": name, "why": spoiled})
-            sys.exit(1)
+            for child in guard.children():
+                guard.kill(child)
+            os._exit(1)  # an exit in good order would wait for its threads
     _tell(control, {"ready": round(time.monotonic() - began, 3), "left_out": left_out})
 
 
@@ -272,6 +275,9 @@ def become_worker(request: Request) -> None:
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed()  # of `random` the interpreter takes care
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.initial_seed() != OLD_TORCH_SEED:
+        torch.default_generator.seed()
     sys.stdin = open(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115
 
 
