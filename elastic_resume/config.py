@@ -243,6 +243,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "SECONDS",
         "how long a worker has to end after SIGTERM when this agent is drained (default 5)",
     )
+    add(
+        "max-no-progress",
+        "N",
+        "failed starts in a row without a new step that end the job (default 3; none with --max-restarts)",
+    )
+    add(
+        "exclude-after",
+        "N",
+        "a node that alone causes N failures in a row leaves, if --nnodes allows (default 0: only where the "
+        "job would end otherwise)",
+    )
     add("preload", "MODULE,…", "modules to import once, ahead of all workers, beside torch")
     names = ["--no-warm", "--no_warm"]
     group.add_argument(

@@ -19,6 +19,7 @@ The tree, from general to particular::
      ├─ NoValidCheckpointError copies exist and none can be loaded             exit 1
      ├─ GaveUpError            the restart policy ended the job                exit 1
      ├─ RendezvousLostError    the agents cannot reach each other any more     exit 75
+     ├─ NodeUnfitError         this node leaves, the others go on              exit 75
      └─ DivergenceError        replicas that must be equal are not             exit 1
 
 An error's text says what, where, why and what to do, in one or two lines: it is all that a user sees.
@@ -116,6 +117,12 @@ class GaveUpError(ElasticResumeError):
 
 class RendezvousLostError(ElasticResumeError):
     """The agents cannot form a world: the rendezvous is out of reach. The job itself is not at fault."""
+
+    at_fault = False
+
+
+class NodeUnfitError(ElasticResumeError):
+    """This node cannot take part, or fails alone again and again: it leaves, and the others go on."""
 
     at_fault = False
 

@@ -18,7 +18,8 @@ Kinds, who writes them, and their own fields::
     worker-exit      guard    rank, local_rank, round, worker_pid (null: not started), exit_code (or null),
                               signal (name or null), stopped (true: the agent had told it to end), message (of
                               torch's @record), fenced (true: its lease was over), stuck (true: it lives on)
-    agent-end        agent    outcome (done | failed | signalled), exit_code, message
+    verdict          agent    generation, causes, cascade    how all nodes see its end (policy.failures)
+    agent-end        agent    outcome (done | failed | signalled | left), exit_code, message
     resume           rank 0   generation, step, epoch, world_size, previous_world_size (or null), nodes,
                               kind (cold | checkpoint), source_node, source_generation, lacking,
                               rejected [{node, generation, step, reason}], lost_steps, seconds
@@ -30,7 +31,8 @@ Kinds, who writes them, and their own fields::
     prune-failed     worker   error
     quarantine       worker   path, reason
     board-ignored    worker   reason             the page of last steps was damaged, and is cleared
-    failure          worker   generation, rank, step, type, message, frame, at_fault     an exception ended it
+    failure          worker   generation, rank, step, type, message, frame, at_fault, traceback
+                              an exception ended it
     run-end          worker   generation, rank, step, epoch    the script's epochs are done
 """
 
@@ -83,6 +85,11 @@ class EventLog:
         except OSError:
             self._lost += 1  # the disk's own failure is told by the checkpoint that cannot be written
         return record
+
+    @property
+    def lost(self) -> int:
+        """How many events could not be written."""
+        return self._lost
 
     def close(self) -> None:
         """Release the descriptor; a later `write` opens the file again."""

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from elastic_resume.policy.failures import EXCEPTION, KINDS, NODE_LOST, SIGNAL, Failure
 from elastic_resume.policy.restart import (
-    Failure,
+    UNLIMITED,
+    Action,
     Limits,
     Round,
+    World,
     decide,
-    describe,
-    first_failure,
+    learned,
+    newest_step,
+    pause_s,
     rounds_without_progress,
     summarize,
 )
 
-KILLED = Failure(rank=1, exit_code=None, signal="SIGKILL", message="", frame="", at_fault=False)
-OWN_FAULT = Failure(rank=0, exit_code=1, signal=None, message="ImportError: no", frame="", at_fault=True)
+KILLED = Failure(SIGNAL, "a", 1, "was killed by SIGKILL")
+OWN_FAULT = Failure(EXCEPTION, "a", 0, "ended with exit code 1", "MismatchError", "no", at_fault=True)
 
 
 def failed(start: int | None, newest: int | None, failure: Failure = KILLED) -> Round:
     """A round that started from step ``start``, reached ``newest`` and lost a worker."""
-    return Round(failed=True, first_step=start, newest_step=newest, failure=failure)
+    return Round(failed=True, first_step=start, newest_step=newest, failures=(failure,))
 
 
 def left(start: int, newest: int) -> Round:
@@ -91,57 +98,295 @@ def test_summary_takes_first_and_newest_step() -> None:
         event("commit", 3, step=14),
         event("step", 4, step=13),
     ]
-    this = summarize(events, failed=True)
-    assert (this.first_step, this.newest_step, this.failure) == (10, 14, None)
+    this = summarize(events, node="a", failed=True)
+    assert (this.first_step, this.newest_step, this.failures) == (10, 14, ())
 
 
-def test_a_worker_that_was_told_to_stop_did_not_fail() -> None:
-    """Of two that died in one round only the one that nobody stopped is named."""
-    events = [
-        event("worker-exit", 1, rank=0, exit_code=None, signal="SIGTERM", stopped=True),
-        event("worker-exit", 2, rank=1, exit_code=7, signal=None, stopped=False),
-    ]
-    assert describe(first_failure(events)) == "rank 1 ended with exit code 7"
-
-
-def test_an_error_of_the_jobs_own_goes_before_an_earlier_consequence() -> None:
-    """A peer that saw its connection close is not the cause."""
-    events = [
-        event("failure", 1, rank=0, type="RuntimeError", message="closed by peer", at_fault=False),
-        event("worker-exit", 2, rank=0, exit_code=1, signal=None, stopped=False),
-        event("failure", 3, rank=1, type="MismatchError", message="fc.weight", frame="t.py:3", at_fault=True),
-        event("worker-exit", 4, rank=1, exit_code=1, signal=None, stopped=False),
-    ]
-    failure = first_failure(events)
-    assert describe(failure) == "rank 1 ended with exit code 1: MismatchError: fc.weight (t.py:3)"
-    assert failure is not None
-    assert failure.at_fault
-
-
-def test_a_killed_worker_goes_before_what_its_peers_report_later() -> None:
-    """The order of events decides between failures that are nobody's own fault."""
-    events = [
-        event("worker-exit", 1, rank=1, exit_code=None, signal="SIGKILL", stopped=False),
-        event("failure", 2, rank=0, type="RuntimeError", message="closed by peer", at_fault=False),
-        event("worker-exit", 3, rank=0, exit_code=1, signal=None, stopped=False),
-    ]
-    assert describe(first_failure(events)) == "rank 1 was killed by SIGKILL"
-
-
-def test_a_worker_that_does_not_know_its_rank_yet_is_found_by_its_process() -> None:
-    """A wrong argument of er.resume() is told before the world is joined; the stub knows the rank."""
+def test_a_worker_that_does_not_know_its_rank_yet_ends_the_job_by_its_own_fault() -> None:
+    """A wrong argument of er.resume() is told before the world is joined; the guard knows the rank."""
     events = [
         event("failure", 1, pid=71, type="ConfigError", message="keep is 1. Write 2 or more.", at_fault=True),
         event("worker-exit", 2, rank=0, worker_pid=70, exit_code=None, signal="SIGKILL", stopped=False),
         event("worker-exit", 3, rank=1, worker_pid=71, exit_code=1, signal=None, stopped=False),
     ]
-    this = summarize(events, failed=True)
+    this = summarize(events, node="a", failed=True)
     assert decide([this], Limits()).reason == (
         "rank 1 ended with exit code 1: ConfigError: keep is 1. Write 2 or more. "
         "Starting again would meet the same error."
     )
 
 
-def test_a_round_that_finished_has_no_failure() -> None:
-    """Exit code 0 is not a failure."""
-    assert first_failure([event("worker-exit", 1, rank=0, exit_code=0, signal=None, stopped=False)]) is None
+# ---- what a restart would meet again -------------------------------------------------------------------
+
+
+def raised(
+    kind: str, step: int | None = None, node: str = "a", nodes: int = 1, message: str = "boom"
+) -> Failure:
+    """An exception on a rank of that node."""
+    return Failure(
+        EXCEPTION, node, 0, "ended with exit code 1", kind, message, "train.py:9 in main", step, nodes=nodes
+    )
+
+
+def world(names: str = "abc", step: int = 0) -> World:
+    """Nodes of one letter each."""
+    return World(tuple(names), step)
+
+
+Row = tuple[str, list[Round], World, Limits, Action]
+IMPORT = raised("ModuleNotFoundError", message="No module named 'x'")
+TWO_OF = Limits(min_nodes=2)
+
+
+def ended(*failures: Failure, start: int | None = None, newest: int | None = None, nodes: int = 3) -> Round:
+    """A failed round of several nodes."""
+    return Round(True, start, newest, failures, nodes)
+
+
+HOPELESS: list[Row] = [
+    ("an import error", [ended(IMPORT)], world(), Limits(), Action.GIVE_UP),
+    ("a syntax error", [ended(raised("SyntaxError"))], world(), Limits(), Action.GIVE_UP),
+    (
+        "an import error of a late import",
+        [ended(IMPORT, start=0, newest=5)],
+        world(step=5),
+        Limits(),
+        Action.GO_ON,
+    ),
+    (
+        "an import error on a newcomer to a job that trains",
+        [ended(IMPORT)],
+        world(step=5),
+        TWO_OF,
+        Action.EXCLUDE,
+    ),
+    ("the same, where it is needed", [ended(IMPORT)], world(step=5), Limits(min_nodes=3), Action.GIVE_UP),
+    (
+        "the same error everywhere before the first step",
+        [ended(raised("KeyError", nodes=3))],
+        world(),
+        Limits(),
+        Action.GIVE_UP,
+    ),
+    ("on two of three nodes only", [ended(raised("KeyError", nodes=2))], world(), Limits(), Action.GO_ON),
+    (
+        "everywhere, in a job that has trained",
+        [ended(raised("KeyError", nodes=3))],
+        world(step=7),
+        Limits(),
+        Action.GO_ON,
+    ),
+    (
+        "everywhere after a step",
+        [ended(raised("KeyError", 3, nodes=3), start=0, newest=3)],
+        world(step=3),
+        Limits(),
+        Action.GO_ON,
+    ),
+    ("on the only node there is", [ended(raised("KeyError"), nodes=1)], world("a"), Limits(), Action.GO_ON),
+    (
+        "with --max-restarts too",
+        [ended(IMPORT)],
+        world(),
+        Limits(max_no_progress=UNLIMITED, poisoned=UNLIMITED),
+        Action.GIVE_UP,
+    ),
+    (
+        "but a node that came or went is no failure",
+        [replace(ended(IMPORT), failed=False)],
+        world(),
+        Limits(),
+        Action.GO_ON,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("history", "now", "limits", "action"), [row[1:] for row in HOPELESS], ids=[row[0] for row in HOPELESS]
+)
+def test_errors_that_a_restart_would_meet_again(
+    history: list[Round], now: World, limits: Limits, action: Action
+) -> None:
+    """Each row of the table above."""
+    assert decide(history, limits, now).action is action
+
+
+def at(step: int, node: str = "a", message: str = "bad sample 17") -> Round:
+    """A round that climbed to ``step`` and met an exception there."""
+    return ended(raised("ValueError", step, node, message=message), start=step - 3, newest=step)
+
+
+LAX = Limits(max_no_progress=10)
+POISON: list[tuple[str, list[Round], bool]] = [
+    ("three times the same exception at the same step", [at(19), at(19), at(19)], True),
+    (
+        "whichever node it is on, whatever numbers it names",
+        [at(19), at(19, "b", "bad sample 4"), at(19, "c")],
+        True,
+    ),
+    ("twice is chance", [at(19), at(19)], False),
+    ("another step in between", [at(19), at(20), at(19)], False),
+    ("another exception in between", [at(19), at(19, message="other"), at(19)], False),
+    ("a node that went in between does not count", [at(19), at(19), left(16, 19), at(19)], True),
+    ("a worker killed at the same step is no exception", [ended(KILLED, start=16, newest=19)] * 3, False),
+    ("a lost connection is no poison", [at(19, message="Connection closed by peer")] * 3, False),
+]
+
+
+@pytest.mark.parametrize(("history", "poisoned"), [row[1:] for row in POISON], ids=[row[0] for row in POISON])
+def test_a_poisoned_step_is_named(history: list[Round], poisoned: bool) -> None:
+    """The job fails before its budget is spent, and the reason names step, exception and place."""
+    decision = decide(history, LAX, world())
+    assert decision.give_up is poisoned
+    if poisoned:
+        assert decision.reason.startswith(
+            "step 20 is poisoned: 3 times in a row it ended in the same exception."
+        )
+        assert "ValueError: bad sample" in decision.reason
+
+
+# ---- a node that fails alone ---------------------------------------------------------------------------
+
+
+def killed(node: str, start: int | None = None, newest: int | None = None) -> Round:
+    """A round that ended because a worker of that node was killed."""
+    return ended(Failure(SIGNAL, node, 1, "was killed by SIGSEGV"), start=start, newest=newest)
+
+
+def stepping(node: str, count: int) -> list[Round]:
+    """Rounds that advanced by ten steps each."""
+    return [killed(node, i, i + 10) for i in range(0, 10 * count, 10)]
+
+
+EXCLUDE: list[tuple[str, list[Round], World, Limits, Action]] = [
+    ("instead of giving up", [killed("b")] * 3, world(), TWO_OF, Action.EXCLUDE),
+    ("not where it is needed", [killed("b")] * 3, world(), Limits(min_nodes=3), Action.GIVE_UP),
+    ("not when others failed too", [killed("b"), killed("c"), killed("b")], world(), TWO_OF, Action.GIVE_UP),
+    ("not while steps advance", stepping("b", 9), world(step=90), TWO_OF, Action.GO_ON),
+    (
+        "unless the user says so",
+        stepping("b", 4),
+        world(step=40),
+        Limits(min_nodes=2, exclude_after=4),
+        Action.EXCLUDE,
+    ),
+    ("and so often", stepping("b", 3), world(step=40), Limits(min_nodes=2, exclude_after=4), Action.GO_ON),
+    (
+        "in a row",
+        [*stepping("b", 2), *stepping("c", 1), *stepping("b", 2)],
+        world(step=40),
+        Limits(min_nodes=2, exclude_after=4),
+        Action.GO_ON,
+    ),
+    ("what it did is forgotten once it is gone", [killed("b")] * 3, world("ac"), Limits(), Action.GO_ON),
+    (
+        "and the others have a budget of their own",
+        [*[killed("b")] * 3, killed("a"), killed("c")],
+        world("ac"),
+        Limits(),
+        Action.GO_ON,
+    ),
+    ("a stock rendezvous names no nodes", [killed("b")] * 3, World(), Limits(), Action.GIVE_UP),
+]
+
+
+@pytest.mark.parametrize(
+    ("history", "now", "limits", "action"), [row[1:] for row in EXCLUDE], ids=[row[0] for row in EXCLUDE]
+)
+def test_a_node_that_fails_alone_is_left_out(
+    history: list[Round], now: World, limits: Limits, action: Action
+) -> None:
+    """Each row of the table above; it is node b."""
+    decision = decide(history, limits, now)
+    assert decision.action is action
+    if action is Action.EXCLUDE:
+        assert decision.node == "b"
+        assert "of node b alone. Last: rank 1 was killed by SIGSEGV." in decision.reason
+
+
+# ---- what the coordinator told, and how long to wait ---------------------------------------------------
+
+CUT_OFF = Failure(EXCEPTION, "a", 0, "ended with exit code 1", "RuntimeError", "Connection closed by peer")
+LOST = Failure(NODE_LOST, "c", None, "died")
+
+
+@pytest.mark.parametrize(
+    ("own", "told", "changed", "failed"),
+    [
+        (CUT_OFF, (LOST, CUT_OFF), False, False),  # the lost node is back already
+        (CUT_OFF, (CUT_OFF, LOST), True, False),
+        (CUT_OFF, (CUT_OFF, KILLED), False, True),
+        (KILLED, (KILLED,), True, False),
+        (OWN_FAULT, (LOST, OWN_FAULT), True, True),
+        (KILLED, (), False, True),  # a stock rendezvous tells nothing
+    ],
+)
+def test_a_change_of_membership_costs_nothing(
+    own: Failure, told: tuple[Failure, ...], changed: bool, failed: bool
+) -> None:
+    """A round whose cause is that a node went did not fail, on any node; what the job is at fault for did."""
+    assert learned(ended(own), told, changed=changed).failed is failed
+
+
+def test_a_round_that_failed_elsewhere_counts_here_too() -> None:
+    """All nodes keep the same history: so they give up together."""
+    assert learned(Round(failed=False), [KILLED], changed=False).failed
+
+
+def test_waiting_doubles_while_nothing_advances() -> None:
+    """None for the first failure, and at most a minute."""
+    stuck = [pause_s([NO_STEP] * count) for count in range(1, 10)]
+    assert stuck == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert pause_s([failed(i, i + 1) for i in range(9)]) == 0
+
+
+def test_only_finished_steps_count_as_come_so_far() -> None:
+    """A start from a checkpoint is no step."""
+    assert newest_step([left(40, 40)]) == 0
+    assert newest_step([left(40, 43), left(41, 41)]) == 43
+
+
+rounds = st.builds(
+    Round,
+    st.booleans(),
+    st.none() | st.integers(0, 30),
+    st.none() | st.integers(0, 30),
+    st.lists(
+        st.builds(
+            Failure,
+            st.sampled_from(KINDS),
+            st.sampled_from("abcd"),
+            st.none() | st.integers(0, 3),
+            st.just("failed"),
+            st.sampled_from(["", "ValueError", "ImportError", "RuntimeError"]),
+            st.sampled_from(["", "boom", "Connection reset by peer"]),
+            st.just(""),
+            st.none() | st.integers(0, 30),
+            st.booleans(),
+            st.integers(1, 4),
+        ),
+        max_size=4,
+    ).map(tuple),
+    st.integers(1, 4),
+)
+
+
+@given(
+    st.lists(rounds, min_size=1, max_size=8),
+    st.builds(Limits, st.integers(1, 4), st.integers(0, 3), st.integers(2, 4), st.integers(1, 4)),
+    st.lists(st.sampled_from("abcd"), unique=True).map(tuple),
+    st.integers(0, 40),
+)
+def test_whatever_the_history(
+    history: list[Round], limits: Limits, nodes: tuple[str, ...], step: int
+) -> None:
+    """A round that did not fail ends nothing; nobody is left out whom the others need; words are given."""
+    decision = decide(history, limits, World(nodes, step))
+    if not history[-1].failed:
+        assert decision.action is Action.GO_ON
+    if decision.action is Action.EXCLUDE:
+        assert decision.node in nodes
+        assert len(nodes) - 1 >= limits.min_nodes
+    assert bool(decision.reason) is (decision.action is not Action.GO_ON)
+    assert 0 <= pause_s(history) <= 60
+    assert decide(history, replace(limits, exclude_after=0), World((), step)).action is not Action.EXCLUDE

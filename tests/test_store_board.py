@@ -52,14 +52,14 @@ def test_a_page_of_another_size_is_made_whole(tmp_path: Path, size: int) -> None
     os.truncate(path, size)
     board = Board(path)
     board.finish_step(MAX_LOCAL_RANKS - 1, 7)
-    assert path.stat().st_size == MAX_LOCAL_RANKS * 32
+    assert path.stat().st_size == MAX_LOCAL_RANKS * 160
 
 
 def test_its_room_is_taken_when_it_is_opened(tmp_path: Path) -> None:
     """A store into a hole of a full disk would be a SIGBUS in the middle of training."""
     path = tmp_path / "board"
     Board(path)
-    assert path.stat().st_blocks * 512 >= MAX_LOCAL_RANKS * 32
+    assert path.stat().st_blocks * 512 >= MAX_LOCAL_RANKS * 160
 
 
 def test_something_else_in_its_place_is_a_machine_error(tmp_path: Path) -> None:

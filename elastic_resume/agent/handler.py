@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,6 +25,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from elastic_resume.errors import GaveUpError, MachineError
+from elastic_resume.policy.failures import Failure
+from elastic_resume.policy.restart import Account
 from elastic_resume.rendezvous.member import JobOver, Member
 from elastic_resume.rendezvous.messages import Join
 from elastic_resume.rendezvous.steps import BeginWorld
@@ -40,6 +42,9 @@ LEAVE_S = 0.5
 class Observer(Protocol):
     """What the supervisor wants to know and may decide."""
 
+    def account(self) -> Account:
+        """Tell what became of the round on this node; its workers are dead."""
+
     def before_round(self, *, failed: bool, why: str = "", may_be_victim: bool = False) -> None:
         """A round is asked for. Raise GaveUpError to refuse it.
 
@@ -48,9 +53,21 @@ class Observer(Protocol):
         """
 
     def round_formed(
-        self, *, node_rank: int, num_nodes: int, generation: int | None = None, changed: bool = False
+        self,
+        *,
+        node_rank: int,
+        num_nodes: int,
+        generation: int | None = None,
+        changed: bool = False,
+        nodes: Sequence[str] = (),
+        step: int = 0,
+        told: Sequence[Failure] = (),
     ) -> None:
-        """A rendezvous ended; workers start now. ``changed``: not the same processes as last time."""
+        """A rendezvous ended; workers start now. Raise GaveUpError or NodeUnfitError to refuse that.
+
+        ``changed``: not the same processes as last time. ``nodes`` are the members, ``step`` tells how far
+        any of them has come, ``told`` how the last world ended, as far as the leader heard.
+        """
 
     def round_over(self) -> None:
         """Nodes come or go: torchelastic is about to stop this round's workers, to start others."""
@@ -101,12 +118,16 @@ class OwnRendezvous(RendezvousHandler):
         """
         self._member.check()
         last, why = self._world, self._member.why_restart
+        step = 0
         if last is not None:
+            account = self._report(last)
+            step = account.step
             self._observer.before_round(failed=not why, why=why, may_be_victim=True)
+            self._member.pause(account.pause_s)
         # A fresh store for each generation: workers of different ones never meet. Only rank 0's is used.
         self._server = None
         self._server = _serve(self._host)
-        join = Join(_at(self._host, self._server.port), self._workers, self._order)
+        join = Join(_at(self._host, self._server.port), self._workers, self._order, step)
         try:
             world = self._member.join(join)
         except JobOver:
@@ -120,10 +141,20 @@ class OwnRendezvous(RendezvousHandler):
             num_nodes=len(world.members),
             generation=world.generation,
             changed=changed,
+            nodes=[member.node for member in world.members],
+            step=world.step,
+            told=world.failures,
         )
         where = RendezvousStoreInfo(*_host_and_port(world.store))
         store: Any = _RoundStore(self._ranks(world, where), self._member)
         return RendezvousInfo(store, world.rank, len(world.members), where)
+
+    def _report(self, world: BeginWorld) -> Account:
+        """Tell the leader how a worker of this node failed, if one did, before anything follows from it."""
+        account = self._observer.account()
+        if account.failure is not None:
+            self._member.report(world.generation, account.failure)
+        return account
 
     def _ranks(self, world: BeginWorld, where: RendezvousStoreInfo) -> Store:
         """Give the store through which torchelastic works out the workers' ranks."""
@@ -149,6 +180,8 @@ class OwnRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """See base class. Tells the other nodes why, when this one ends the job for all."""
+        if self._world is not None:
+            self._report(self._world)
         words = self._observer.last_words()
         if words:
             self._member.fail(words)
@@ -248,7 +281,9 @@ class StockRendezvous(RendezvousHandler):
         self._raise_if_ended()
         if self._round is not None:
             # torchelastic asks for another round for two reasons only.
+            account = self._observer.account()
             self._observer.before_round(failed=not self._membership_changed)
+            time.sleep(account.pause_s)
         self._membership_changed = False
         try:
             self._round = self._inner.next_rendezvous()

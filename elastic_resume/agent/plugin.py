@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_resume import contract
+from elastic_resume.policy.restart import Account
 
 
 def get_handler() -> Callable[[Any], Any]:
@@ -76,15 +77,18 @@ class _Observer:
     def told(self, news: Any) -> None:
         self._log.write("rendezvous", what=news.kind, message=news.text)
 
+    def account(self) -> Account:
+        return Account()
+
     def before_round(self, *, failed: bool, why: str = "", may_be_victim: bool = False) -> None:
         del failed, may_be_victim
         if why:
             self.say(f"{why}: forming a new world.")
 
     def round_formed(
-        self, *, node_rank: int, num_nodes: int, generation: int | None = None, changed: bool = False
+        self, *, node_rank: int, num_nodes: int, generation: int | None = None, **more: Any
     ) -> None:
-        del changed
+        del more
         os.environ[contract.ENV_GENERATION] = str(generation)
         self.say(f"generation {generation}: node {node_rank} of {num_nodes}.")
 

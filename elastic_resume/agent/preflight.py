@@ -66,6 +66,15 @@ def check_grace(text: str | None) -> float | None:
     return value
 
 
+def check_count(flag: str, text: str | None, *, least: int) -> int | None:
+    """Read a whole number; None where the flag was not given."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d{1,9}", str(text)) or int(text) < least:
+        raise ConfigError(f"{flag} is {text!r}: write a whole number, {least} or more.")
+    return int(text)
+
+
 def why_cold(args: argparse.Namespace, entrypoint: object) -> str:
     """Why no worker can be forked from a Python process that has imported torch; empty where it can."""
     if args.run_path:

@@ -1,64 +1,127 @@
 """Whether to go on after a round ended: the history of one node in, a decision out. Pure.
 
 A restart costs nothing while training advances, and a change of membership costs nothing ever. What ends a
-job is a failure that a restart would meet again: one that the worker itself calls its own fault, or the
-same standstill `Limits.max_no_progress` times in a row. Progress is a step that no earlier round reached.
+job is a failure that a restart would meet again: one that the worker itself calls its own fault, a script
+that cannot be imported, the same exception on every node before anybody took a step, the same exception at
+the same step three times, or a standstill `Limits.max_no_progress` times in a row. Progress is a step that
+no earlier round reached. A node that causes the trouble alone is left out, where the others are enough.
 
-Does not know other nodes' workers: each node judges its own, and tells the others when it gives up.
+Every node decides for itself, from what the coordinator told all of them: so those that were there come
+to the same. One that came later knows less and goes on; it hears of the end from the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 
 from elastic_resume.events import Event
+from elastic_resume.policy import failures
+from elastic_resume.policy.failures import Failure, Strain, Verdict, describe, judge
 
 MAX_NO_PROGRESS = 3  # NVRx gives up after as many cycles without growth
+POISONED = 3  # times the same exception at the same step: chance is ruled out, and more would only cost
+UNLIMITED = 1 << 30
+MAX_PAUSE_S = 60.0
+# What a script meets whose environment or text is wrong. Nothing that passes by itself raises them.
+_CANNOT_START = frozenset(
+    {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
+)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user may set."""
+    """What the user may set.
+
+    ``exclude_after``: a node that caused so many failures in a row, alone, leaves, though steps advance. 0:
+    only where the job would have to be given up for it.
+    """
 
     max_no_progress: int = MAX_NO_PROGRESS
+    exclude_after: int = 0
+    poisoned: int = POISONED
+    min_nodes: int = 1
 
 
 @dataclass(frozen=True)
-class Failure:
-    """The first own failure of a worker in a round, as far as this node saw it."""
+class World:
+    """What this node knows of the world that has just formed.
 
-    rank: int | None
-    exit_code: int | None
-    signal: str | None
-    message: str  # the exception's type and text; empty when the worker died without a word
-    frame: str  # where in the user's code it was raised; may be empty
-    at_fault: bool
+    ``nodes`` are its members; none where a stock rendezvous does not tell them. ``step`` is the newest that
+    any of them has finished since its agent started: 0 for a job in which nothing has worked yet.
+    """
+
+    nodes: tuple[str, ...] = ()
+    step: int = 0
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one round of this node came to.
+    """What one round came to.
 
-    ``failed`` means that a worker of this node ended it; a round that ended because nodes came or went, or
-    that workers finished, did not fail.
+    ``failed`` means that a worker ended it; a round that ended because nodes came or went, or that workers
+    finished, did not fail. ``failures`` are those of all nodes where that is known, in order of arrival;
+    of this node until then. ``nodes`` is how many nodes the round had.
     """
 
     failed: bool
     first_step: int | None = None  # the step it started from
     newest_step: int | None = None
+    failures: tuple[Failure, ...] = ()
+    nodes: int = 1
+
+    @property
+    def verdict(self) -> Verdict:
+        """Causes and what followed from them."""
+        return judge(self.failures)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a step was finished in it on this node."""
+        return self.newest_step is not None and self.newest_step > (self.first_step or 0)
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a node tells of a round that has ended: how a worker of its own failed, and how far it has come.
+
+    ``pause_s`` is how long it waits before it starts again.
+    """
+
     failure: Failure | None = None
+    step: int = 0
+    pause_s: float = 0.0
+
+
+class Action(Enum):
+    """What to do."""
+
+    GO_ON = "go on"
+    GIVE_UP = "give up"
+    EXCLUDE = "exclude"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Go on, or give up for ``reason`` (a whole sentence for people; empty when going on)."""
+    """Go on, give the job up, or leave out ``node``, for ``reason``: a whole sentence for people."""
 
-    give_up: bool
+    action: Action
     reason: str = ""
+    node: str = ""
+
+    @property
+    def give_up(self) -> bool:
+        """Whether the job ends."""
+        return self.action is Action.GIVE_UP
 
 
-def summarize(events: Iterable[Event], *, failed: bool) -> Round:
+GO_ON = Decision(Action.GO_ON)
+
+
+def summarize(
+    events: Iterable[Event], *, node: str, failed: bool, nodes: int = 1, strain: Strain | None = None
+) -> Round:
     """Fold the events of one node since its round began."""
     events = list(events)
     starts = [_step(event) for event in events if event["event"] == "worker-start"]
@@ -67,69 +130,60 @@ def summarize(events: Iterable[Event], *, failed: bool) -> Round:
         failed=failed,
         first_step=min((step for step in starts if step is not None), default=None),
         newest_step=max((step for step in reached if step is not None), default=None),
-        failure=first_failure(events),
+        failures=failures.of_round(events, node, strain),
+        nodes=nodes,
     )
 
 
-def first_failure(events: Sequence[Event]) -> Failure | None:
-    """Give the failure that came first.
+def learned(this: Round, told: Sequence[Failure], *, changed: bool) -> Round:
+    """Give the round with what the coordinator told of it.
 
-    One that is the job's own fault goes before any other: what its peers report is a consequence.
+    ``changed``: the next world has other members. What came or went took workers along: their failure says
+    nothing about the job, unless they say so themselves.
     """
-    said = [event for event in events if event["event"] == "failure"]
-    said.sort(key=lambda event: (not event.get("at_fault"), event["t"]))
-    ends = [event for event in events if event["event"] == "worker-exit" and _is_own_failure(event)]
-    ends.sort(key=lambda event: event["t"])
-    if said and (said[0].get("at_fault") or not ends or said[0]["t"] <= ends[0]["t"]):
-        word = said[0]
-        end = next((event for event in ends if _same_worker(word, event)), {})
-    elif ends:
-        end = ends[0]
-        word = next((event for event in said if _same_worker(event, end)), {})
-    else:
-        return None
-    told = ": ".join(str(word[key]) for key in ("type", "message") if word.get(key))
-    return Failure(
-        rank=end.get("rank") if word.get("rank") is None else word["rank"],
-        exit_code=end.get("exit_code"),
-        signal=end.get("signal"),
-        message=told or str(end.get("message") or ""),
-        frame=str(word.get("frame") or ""),
-        at_fault=bool(word.get("at_fault")),
-    )
+    this = replace(this, failures=tuple(told) or this.failures)
+    root = this.verdict.root
+    if root is None:
+        return replace(this, failed=this.failed and not changed)
+    if root.at_fault:
+        return replace(this, failed=True)
+    return replace(this, failed=not changed and root.kind not in failures.OF_NODES)
 
 
-def describe(failure: Failure | None) -> str:
-    """Say in plain words what happened to which rank."""
-    if failure is None:
-        return "a worker ended without leaving a word"
-    who = "a worker" if failure.rank is None else f"rank {failure.rank}"
-    if failure.signal:
-        how = f"was killed by {failure.signal}"
-    elif failure.exit_code is not None:
-        how = f"ended with exit code {failure.exit_code}"
-    else:
-        how = "failed"
-    where = f" ({failure.frame})" if failure.frame else ""
-    # A sentence of ours goes on after it.
-    return f"{who} {how}" + (f": {failure.message.rstrip('.')}{where}" if failure.message else "")
-
-
-def decide(history: Sequence[Round], limits: Limits) -> Decision:
+def decide(history: Sequence[Round], limits: Limits, world: World | None = None) -> Decision:
     """Decide after the last round of ``history`` (oldest first) has ended."""
-    last = history[-1]
+    world = world or World()
+    last, root = history[-1], history[-1].verdict.root
     if not last.failed:
-        return Decision(give_up=False)
-    if last.failure is not None and last.failure.at_fault:
-        return Decision(True, f"{describe(last.failure)}. Starting again would meet the same error.")
-    stuck = rounds_without_progress(history)
+        return GO_ON
+    if root is not None and root.at_fault:
+        return Decision(Action.GIVE_UP, f"{describe(root)}. Starting again would meet the same error.")
+    hopeless = _cannot_start(history, limits, world) or _poisoned(history, limits)
+    if hopeless is not None:
+        return hopeless
+    counted = [this for this in history if not this.failed or _is_of(this, world)]
+    stuck = rounds_without_progress(counted)
+    alone = _alone(history)
+    node = alone[0].node if alone else ""
+    enough = _enough_without(node, limits, world)
+    if alone and enough and 0 < limits.exclude_after <= len(alone):
+        return Decision(Action.EXCLUDE, _why_excluded(alone, node), node)
     if stuck < limits.max_no_progress:
-        return Decision(give_up=False)
+        return GO_ON
+    if enough and stuck <= len(alone):
+        return Decision(Action.EXCLUDE, _why_excluded(alone, node), node)
     reached = max((r.newest_step for r in history if r.newest_step is not None), default=None)
     where = "before the first step" if not reached else f"at step {reached}"
     return Decision(
-        True, f"{stuck} starts in a row failed without progress, {where}. Last: {describe(last.failure)}."
+        Action.GIVE_UP,
+        f"{stuck} starts in a row failed without progress, {where}. Last: {describe(root)}.",
     )
+
+
+def pause_s(history: Sequence[Round]) -> float:
+    """Seconds to wait before the next start: none after a first failure, then 1, 2, 4 and so on."""
+    repeats = rounds_without_progress(history) - 1
+    return min(MAX_PAUSE_S, 2.0 ** min(repeats - 1, 16)) if repeats > 0 else 0.0
 
 
 def rounds_without_progress(history: Sequence[Round]) -> int:
@@ -156,15 +210,79 @@ def rounds_without_progress(history: Sequence[Round]) -> int:
     return stuck
 
 
-def _same_worker(failure: Event, end: Event) -> bool:
-    """Whether ``end`` is that of the worker that wrote ``failure``, maybe before it knew its rank."""
-    if failure.get("rank") is None:
-        return "pid" in failure and bool(failure["pid"] == end.get("worker_pid"))
-    return bool(failure["rank"] == end.get("rank"))
+def newest_step(history: Sequence[Round]) -> int:
+    """The newest step finished in these rounds; 0 where none was."""
+    return max((this.newest_step or 0 for this in history if this.stepped), default=0)
 
 
-def _is_own_failure(event: Event) -> bool:
-    return not event.get("stopped") and (event.get("exit_code") != 0 or bool(event.get("signal")))
+def _cannot_start(history: Sequence[Round], limits: Limits, world: World) -> Decision | None:
+    """Whether the script cannot run as it is."""
+    last, root = history[-1], history[-1].verdict.root
+    if root is None or last.stepped or root.kind != failures.EXCEPTION:
+        return None
+    if root.type in _CANNOT_START:
+        if world.step and _enough_without(root.node, limits, world):
+            reason = f"{describe(root)}. The others have trained: this node's environment is not theirs."
+            return Decision(Action.EXCLUDE, reason, root.node)
+        return Decision(Action.GIVE_UP, f"{describe(root)}. Starting again would meet the same error.")
+    # With one node nobody else tells whether it is the script or the machine.
+    if not world.step and 1 < last.nodes <= root.nodes:
+        return Decision(
+            Action.GIVE_UP,
+            f"the same error on all {last.nodes} nodes before anybody took a step: {describe(root)}.",
+        )
+    return None
+
+
+def _poisoned(history: Sequence[Round], limits: Limits) -> Decision | None:
+    """Whether one step ends in the same exception whoever runs it."""
+    roots = [this.verdict.root for this in history if this.failed][-limits.poisoned :]
+    first = roots[0]
+    if len(roots) < limits.poisoned or first is None or first.step is None:
+        return None
+    if any(
+        root is None
+        or root.kind not in {failures.EXCEPTION, failures.DIVERGENCE}
+        or root.is_echo
+        or (root.step, root.signature) != (first.step, first.signature)
+        for root in roots
+    ):
+        return None
+    return Decision(
+        Action.GIVE_UP,
+        f"step {first.step + 1} is poisoned: {limits.poisoned} times in a row it ended in the same "
+        f"exception. Last: {describe(roots[-1])}. Look at what is special about this step: its samples, say.",
+    )
+
+
+def _alone(history: Sequence[Round]) -> list[Failure]:
+    """The causes of the newest failures in a row that one and the same node had alone, the newest first."""
+    found: list[Failure] = []
+    for this in reversed(history):
+        if not this.failed:
+            continue
+        causes = this.verdict.causes
+        if len(causes) != 1 or causes[0].nodes > 1 or causes[0].is_echo:
+            break
+        if found and causes[0].node != found[0].node:
+            break
+        found.append(causes[0])
+    return found
+
+
+def _is_of(this: Round, world: World) -> bool:
+    """Whether a failed round has a cause on a node that is still there."""
+    causes = this.verdict.causes
+    return not world.nodes or not causes or any(one.nodes > 1 or one.node in world.nodes for one in causes)
+
+
+def _enough_without(node: str, limits: Limits, world: World) -> bool:
+    return node in world.nodes and len(world.nodes) - 1 >= limits.min_nodes
+
+
+def _why_excluded(alone: Sequence[Failure], node: str) -> str:
+    times = f"the last {len(alone)} failures were" if len(alone) > 1 else "the failure was"
+    return f"{times} of node {node} alone. Last: {describe(alone[0])}."
 
 
 def _step(event: Event) -> int | None:

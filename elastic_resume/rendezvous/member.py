@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from elastic_resume.errors import ConfigError, GaveUpError, RendezvousLostError
+from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.address import Seat
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.messages import Join
@@ -33,6 +34,7 @@ from elastic_resume.rendezvous.steps import (
     Log,
     RestartWorkers,
     StopWorkers,
+    WorkerFailed,
     WorkersFinished,
 )
 from elastic_resume.rendezvous.terms import Terms
@@ -152,6 +154,16 @@ class Member:
             while self._over is None:
                 self._wait()
 
+    def report(self, generation: int, failure: Failure) -> None:
+        """Tell how a worker of this node failed; to be called before `join`, which others wait for."""
+        self._shell.submit(WorkerFailed(generation, failure))
+
+    def pause(self, seconds: float) -> None:
+        """Wait so long, or until the job is over."""
+        if seconds > 0:
+            with self._change:
+                self._change.wait_for(lambda: self._over is not None, seconds)
+
     def fail(self, reason: str) -> None:
         """End the job for all nodes; return when they have been told, or could not be."""
         self._shell.submit(JobFailed(reason))
@@ -163,6 +175,12 @@ class Member:
         """Why the job was ended for all; empty while it is not, and when it is done."""
         over = self._over
         return over.reason if isinstance(over, EndJob) and over.failed else ""
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """What the leader heard of failures in the last world, told with the job's end."""
+        over = self._over
+        return over.failures if isinstance(over, EndJob) else ()
 
     @property
     def end(self) -> str:

@@ -28,6 +28,7 @@ from elastic_resume.store.node_dir import NodeDir
 from elastic_resume.worker import announce, failure, rng, state
 from elastic_resume.worker import resume as resuming
 from elastic_resume.worker.batches import GlobalBatches
+from elastic_resume.worker.beat import Beat
 from elastic_resume.worker.buckets import BucketOrder
 from elastic_resume.worker.parameters import ParameterOrder
 from elastic_resume.worker.place import Place
@@ -69,10 +70,8 @@ class Run:
         }
         self._batches = batches
         self._hooks: list[Hook] = []
-        self._hooks_ran = False
-        self._closed = False
+        self._hooks_ran = self._closed = self._warned = False
         self._pid = os.getpid()
-        self._warned = False
         self._mark_every_s = place.settings.step_mark_s
         self._next_mark = 0.0
         if batches is not None:
@@ -80,8 +79,8 @@ class Run:
         self._node_dir = place.together(lambda: _open_node(place))
         try:
             place.refuse_namesakes(place.together(self._node_dir.identity))
-            self._board = place.together(lambda: Board(place.node_dir / contract.BOARD_FILE))
-            resumed = resuming.resume(place, self._node_dir, self._board, tracked)
+            board = place.together(lambda: Board(place.node_dir / contract.BOARD_FILE))
+            resumed = resuming.resume(place, self._node_dir, board, tracked)
         except BaseException:
             self._node_dir.release()  # a notebook may try again
             raise
@@ -89,6 +88,7 @@ class Run:
             self._seed.value = options.seed  # said now, and so meant
         self._plan = resumed.plan
         self._position = _start_position(resumed, batches)
+        self._beat = Beat(board, place)
         self._saver = Saver(place, self._plan, _saved_step(self._plan, place)) if place.leads else None
         failure.enter(generation=self.generation, step=lambda: self._position.step)
         self._begin(resumed)
@@ -162,12 +162,13 @@ class Run:
         the last one the newest state is committed on every node.
         """
         self._run_hooks()
-        while self._position.epoch < count:
-            if self._batches is not None:
-                self._batches.seek(self._position.epoch, self._position.step_in_epoch)
-            yield self._position.epoch
-            self._end_epoch()
-        self._finish()
+        with self._beat.training():
+            while self._position.epoch < count:
+                if self._batches is not None:
+                    self._batches.seek(self._position.epoch, self._position.step_in_epoch)
+                yield self._position.epoch
+                self._end_epoch()
+            self._finish()
 
     def step(self) -> None:
         """Commit point: the step just finished counts. Call it once after each optimizer step.
@@ -181,14 +182,16 @@ class Run:
         self._run_hooks()
         self._position = position = self._after_step()
         self._buckets.end_step()
-        self._board.finish_step(self._place.local_rank, position.step)
+        self._beat.finish_step(position.step)
         failpoints.hit("step")
         self._reseed()
         now = time.monotonic()
         if now >= self._next_mark:
             self._next_mark = now + self._mark_every_s
             self._place.events.write("step", **self._where(), epoch=position.epoch)
-        if not self._at_epochs_end:
+        if self._at_epochs_end:
+            self._beat.end_epoch(position.step)
+        else:
             self._save_if_due()
 
     def save(self) -> Path | None:
@@ -201,10 +204,11 @@ class Run:
         saver = self._saver
         if saver is None:
             return None
-        saver.wait()
-        if saver.saved_step < self._position.step:
-            saver.take(self._tracked, self._next_epoch() if self._at_epochs_end else self._position)
+        with self._beat.busy():
             saver.wait()
+            if saver.saved_step < self._position.step:
+                saver.take(self._tracked, self._next_epoch() if self._at_epochs_end else self._position)
+                saver.wait()
         return saver.path if saver.saved_step == self._position.step else None
 
     def on_resume(self, hook: H) -> H:
@@ -218,14 +222,15 @@ class Run:
         return hook
 
     @contextlib.contextmanager
-    def busy(self, reason: str) -> Iterator[None]:
-        """Mark a long stretch without steps (an evaluation, say), so that nobody takes it for a hang."""
-        self._board.set_busy(self._place.local_rank, True)
+    def busy(self, reason: str, limit_s: float = 0.0) -> Iterator[None]:
+        """Mark a long stretch without steps (an evaluation, say), so that nobody takes it for a hang.
+
+        Mark it on all ranks: those that wait for others do not step either. ``limit_s``: after so many
+        seconds it is taken for a hang all the same; 0: never.
+        """
         self._place.events.write("busy", **self._where(), reason=reason)
-        try:
+        with self._beat.busy(limit_s):
             yield
-        finally:
-            self._board.set_busy(self._place.local_rank, False)
 
     def close(self) -> None:
         """Commit the newest finished step and release the node's directory.
@@ -253,12 +258,7 @@ class Run:
 
     def _begin(self, resumed: Resumed) -> None:
         world = self._place.world
-        self._board.begin(
-            self._place.local_rank,
-            generation=self.generation,
-            step=self._position.step,
-            world_size=world.size,
-        )
+        self._beat.begin(self.generation, self._position.step)
         self._place.events.write(
             "worker-start", **self._where(), local_rank=self._place.local_rank, world_size=world.size
         )
@@ -325,7 +325,8 @@ class Run:
             stall_s=saver.stall_s,
         )
         if due and saver.idle:
-            saver.take(self._tracked, position)
+            with self._beat.busy():
+                saver.take(self._tracked, position)
 
     def _where(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self._position.step}
@@ -359,6 +360,7 @@ class Run:
         if self._closed or os.getpid() != self._pid:  # a forked child ends: nothing here is its own
             return
         self._closed = True
+        self._beat.end()
         if self._saver is not None:
             self._saver.close()
         self._node_dir.release()
@@ -380,8 +382,7 @@ def _open_node(place: Place) -> NodeDir:
 
 def _seed_of_rank_0(place: Place) -> int:
     """What the script gave to torch.manual_seed; ranks may have given different numbers."""
-    seed: int = place.world.tell(torch.initial_seed() >> 1, 0)
-    return seed
+    return int(place.world.tell(torch.initial_seed() >> 1, 0))
 
 
 def _saved_step(plan: ResumePlan, place: Place) -> int:
