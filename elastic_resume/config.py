@@ -254,6 +254,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "a node that alone causes N failures in a row leaves, if --nnodes allows (default 0: only where the "
         "job would end otherwise)",
     )
+    add(
+        "hang-timeout",
+        "SECONDS",
+        "a rank that finishes no step for so long is hung (default: 30 s, or ten times the longest step if "
+        "that is more; 0: never)",
+    )
     add("preload", "MODULE,…", "modules to import once, ahead of all workers, beside torch")
     names = ["--no-warm", "--no_warm"]
     group.add_argument(

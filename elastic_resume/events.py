@@ -18,6 +18,11 @@ Kinds, who writes them, and their own fields::
     worker-exit      guard    rank, local_rank, round, worker_pid (null: not started), exit_code (or null),
                               signal (name or null), stopped (true: the agent had told it to end), message (of
                               torch's @record), fenced (true: its lease was over), stuck (true: it lives on)
+    hang             agent    generation, step, suspects [{rank, local_rank, worker_pid, reason}], victims
+                              [rank], waiting {rank: reason}, elsewhere (true: all wait for another node),
+                              threshold_s, seconds (without a step), steps {rank: step}, report (a path)
+    hang-over        agent    generation, step      ranks that waited for another node went on
+    watch-failed     agent    error                 a fault of ours while hangs were looked for
     verdict          agent    generation, causes, cascade    how all nodes see its end (policy.failures)
     agent-end        agent    outcome (done | failed | signalled | left), exit_code, message
     resume           rank 0   generation, step, epoch, world_size, previous_world_size (or null), nodes,

@@ -23,6 +23,7 @@ from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.place import taken
 from elastic_resume.agent.pressure import Gauge
 from elastic_resume.agent.warm import Warmth
+from elastic_resume.agent.watch import patience_of, watched
 from elastic_resume.agent.witness import Witness
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError, NodeUnfitError
@@ -43,6 +44,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
 
     """
     limits = _limits(args, given)
+    patience = patience_of(args.hang_timeout)
     with (
         elastic.prepared(args, given, settings.run_id) as launch,
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
@@ -65,7 +67,8 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
             local_world_size=config.nproc_per_node,
         )
         witness.say(f"job {settings.run_id}, checkpoints in {node_dir.path}")
-        with _warmth(launch, args, witness):
+        watch = watched(node_dir.path, config.nproc_per_node, patience, say=witness.say, tell=witness.note)
+        with _warmth(launch, args, witness), watch:
             outcome, code, message = _run(launch, witness, node_dir, fence)
         if outcome in {"failed", "left"}:
             witness.explain_end(args.log_dir or "")

@@ -1,0 +1,241 @@
+"""Who is to blame for a hang: evidence of each rank of one node in, suspects and victims out. Pure.
+
+In data-parallel training one rank that stands still makes all others wait for it in their next collective.
+So a rank that waits in a collective is a victim, and one that stands anywhere else is a suspect. Where all
+wait, but not in the same collective, one of them has left one out: the few are the suspects. Where all wait
+in the same one, whoever does not come is on another node, which sees it itself.
+
+Two signs tell that a rank waits: torch's flight recorder knows a collective that has begun and not ended, or
+the innermost frames of its main thread are torch.distributed's. Stacks alone are a hint: DDP waits for its
+gradients in C++ under ``backward()``, and a CUDA rank where it first needs a result.
+
+Does not know how evidence is gathered (`agent/stacks.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+COLLECTIVE, BACKWARD, OPTIMIZER, DATA = "collective", "backward", "optimizer", "data"
+# Of frames that are not the user's, from the innermost one on; the first that matches tells.
+_KINDS = (
+    (re.compile(r"/torch/distributed/|/elastic_resume/worker/(world|transfer)\.py$"), COLLECTIVE),
+    (re.compile(r"/torch/autograd/|/torch/_tensor\.py$"), BACKWARD),
+    (re.compile(r"/torch/optim/"), OPTIMIZER),
+    (re.compile(r"/torch/utils/data/"), DATA),
+)
+_LIBRARY = re.compile(
+    r"^<frozen|/lib(64)?/python3[^/]*/|/(site|dist)-packages/"
+    r"|/elastic_resume/(agent|policy|store|worker)/\w+\.py$"
+)
+_IDLE_SHARE = 0.5  # of a core: below it a thread in backward() rather waits than computes
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One level of a Python stack."""
+
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        """For a sentence: the file without its directories."""
+        return f"{self.file.rpartition('/')[2]}:{self.line} in {self.name}"
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective that a rank has begun and that has not ended, as the flight recorder tells it."""
+
+    number: int
+    name: str
+    group: str = ""
+    sizes: str = ""
+
+    def __str__(self) -> str:
+        """For a sentence."""
+        group = "" if self.group.startswith("0") or not self.group else f" of group {self.group}"
+        return f"{self.name} (number {self.number}{group})"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of one rank at the moment of the hang.
+
+    ``state`` is the kernel's letter, empty where the process has ended. ``answered``: whether its Python did;
+    None where it could not be asked. ``pending`` is None where nobody could tell. ``frames`` are the
+    main thread's, innermost first. ``cpu_share``: of a core, while it was looked at. ``stands``: it has not
+    gone on either; ``rests``: it has done its last step.
+    """
+
+    rank: int
+    local_rank: int
+    state: str
+    step: int
+    collectives: int = 0
+    answered: bool | None = None
+    pending: tuple[Pending, ...] | None = None
+    frames: tuple[Frame, ...] = ()
+    cpu_share: float = 0.0
+    sleeps_in: str = ""
+    stands: bool = True
+    rests: bool = False
+
+
+@dataclass(frozen=True)
+class Named:
+    """A rank with the reason for which it is a suspect or a victim: a clause that follows "rank N"."""
+
+    rank: int
+    local_rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Blame:
+    """``elsewhere``: all ranks of this node wait for one that is not here."""
+
+    suspects: tuple[Named, ...] = ()
+    victims: tuple[Named, ...] = ()
+    elsewhere: bool = False
+
+
+def kind_of(frames: Sequence[Frame]) -> str:
+    """Say what the innermost frames, up to the user's own, are doing; empty where that cannot be told."""
+    for frame in frames:
+        for pattern, kind in _KINDS:
+            if pattern.search(frame.file):
+                return kind
+        if not _LIBRARY.search(frame.file):
+            break
+    return ""
+
+
+def users_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Give the innermost frame of the user's own code."""
+    own = (frame for frame in frames if not _LIBRARY.search(frame.file))
+    return next(own, frames[0] if frames else None)
+
+
+def waits(one: Evidence) -> bool:
+    """Whether a rank waits for others in a collective."""
+    kind = kind_of(one.frames)
+    if kind in {COLLECTIVE, DATA}:
+        return kind == COLLECTIVE
+    if one.pending is not None:
+        return bool(one.pending)
+    return kind == BACKWARD and one.answered is not False and one.cpu_share < _IDLE_SHARE
+
+
+def blame(evidence: Sequence[Evidence], world_size: int) -> Blame:
+    """Name suspects and victims among the ranks of one node."""
+    standing = [one for one in evidence if one.stands]
+    faults = {one.rank: _own_fault(one) for one in standing}
+    waiting = [one for one in standing if not faults[one.rank]]
+    suspects = [_named(one, faults[one.rank]) for one in standing if faults[one.rank]]
+    if suspects:
+        return Blame(tuple(suspects), tuple(_named(one, _waiting(one)) for one in waiting))
+    groups = _groups(waiting)
+    if len(groups) > 1:
+        return _of_groups(groups)
+    victims = tuple(_named(one, _waiting(one)) for one in waiting)
+    return Blame((), victims, elsewhere=bool(victims) and len(evidence) < world_size)
+
+
+def sentence(found: Blame) -> str:
+    """Say it for people: suspects with their reasons, then who waits for them."""
+    if found.suspects:
+        told = "; ".join(f"rank {one.rank} {one.reason}" for one in found.suspects)
+        return told + (f". {_ranks(found.victims)} for it" if found.victims else "")
+    if found.elsewhere:
+        return f"{_ranks(found.victims)} for a rank of another node: {found.victims[0].reason}"
+    if found.victims:
+        return (
+            f"all ranks wait in the same collective, and none is missing ({found.victims[0].reason}): "
+            "look at the network between them"
+        )
+    return "no rank can be named"
+
+
+def _ranks(named: Sequence[Named]) -> str:
+    listed = ", ".join(str(one.rank) for one in named)
+    return f"rank {listed} waits" if len(named) == 1 else f"ranks {listed} wait"
+
+
+def _named(one: Evidence, reason: str) -> Named:
+    return Named(one.rank, one.local_rank, reason)
+
+
+def _own_fault(one: Evidence) -> str:
+    """Why a rank cannot be waiting for others; empty where it does."""
+    at = users_frame(one.frames)
+    where = f" at {at}" if at else ""
+    if one.state in {"", "Z", "X"}:
+        return "has ended, while others of its generation go on"
+    if one.state in {"T", "t"}:
+        by = "by a signal (SIGSTOP)" if one.state == "T" else "by a debugger"
+        return f"is stopped {by}{where}"
+    if one.state == "D":
+        sleeps = f" ({one.sleeps_in})" if one.sleeps_in else ""
+        return f"sleeps in the kernel{sleeps} and cannot be woken: a disk or a device hangs{where}"
+    if waits(one):
+        return ""
+    if one.rests:
+        return f"has done its last step, and is{where or ' still there'}"
+    if one.answered is False:
+        return f"does not let its Python run: native code holds the GIL{where}"
+    doing = {
+        DATA: "waits for data",
+        BACKWARD: "is in backward()",
+        OPTIMIZER: "is in the optimizer's step",
+    }.get(kind_of(one.frames), "stands still")
+    busy = f", using {one.cpu_share:.0%} of a core" if one.cpu_share >= _IDLE_SHARE else ""
+    return f"{doing}{where}{busy}"
+
+
+def _waiting(one: Evidence) -> str:
+    what = f"in {one.pending[0]}" if one.pending else "in a collective"
+    at = users_frame(one.frames)
+    return f"waits {what}" + (f" at {at}" if at else "")
+
+
+def _groups(waiting: Sequence[Evidence]) -> list[list[Evidence]]:
+    """Put those together that wait in the same collective; the largest group first."""
+    known = all(one.pending for one in waiting)
+    found: dict[Hashable, list[Evidence]] = {}
+    for one in waiting:
+        at = users_frame(one.frames)
+        call: Hashable = one.pending[0] if known and one.pending else (one.step, one.collectives, at)
+        found.setdefault(call, []).append(one)
+    return sorted(found.values(), key=len, reverse=True)
+
+
+def _of_groups(groups: Sequence[Sequence[Evidence]]) -> Blame:
+    """Tell those who are right from those who are not, where ranks wait in different collectives."""
+    most = [group for group in groups if len(group) == len(groups[0])]
+    rest = [group for group in groups if len(group) < len(groups[0])]
+    if len(most) > 1:
+        # As many wait here as there: those that have begun fewer collectives keep the others waiting.
+        progress = [_progress(group[0]) for group in most]
+        if len(set(progress)) == 1:
+            everybody = [one for group in groups for one in group]
+            return Blame(tuple(_named(one, f"{_waiting(one)}, others elsewhere") for one in everybody))
+        ahead = max(range(len(most)), key=lambda index: progress[index])
+        rest += [group for index, group in enumerate(most) if index != ahead]
+        most = [most[ahead]]
+    right = most[0]
+    others = ", ".join(str(one.rank) for one in right)
+    told = f"while rank {others} {_waiting(right[0])}"
+    suspects = [
+        _named(one, f"{_waiting(one)}, {told}: it left out a collective, or called one too many")
+        for group in rest
+        for one in group
+    ]
+    return Blame(tuple(suspects), tuple(_named(one, _waiting(one)) for one in right))
+
+
+def _progress(one: Evidence) -> tuple[int, int]:
+    return (one.pending[0].number if one.pending else one.collectives, one.step)
