@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from elastic_resume import contract, events
@@ -51,6 +51,7 @@ class Witness:
         self._round = 0
         self._generation: int | None = None
         self._nodes = 1
+        self._world = restart.World()
         self._offset = 0  # of the first event of the round, in the node's file
         self._why_over = ""
         self._verdict = Verdict()  # of the last round that failed anywhere
@@ -81,12 +82,19 @@ class Witness:
     def account(self) -> restart.Account:
         """Tell what became of the round that ended: to be known by others before anything is decided."""
         this = self._summary(failed=False)
-        cause = this.verdict.root
-        history = [*self._history, this]
-        pause_s = 0.0
-        if cause is not None and not cause.is_echo:
-            pause_s = restart.pause_s([*self._history, self._summary(failed=True)])
-        return restart.Account(cause, restart.newest_step(history), pause_s)
+        history = [*self._history, replace(this, failed=bool(this.failures))]
+        return restart.Account(this.verdict.root, restart.newest_step(history), self._pause_s(history))
+
+    def _pause_s(self, history: Sequence[restart.Round]) -> float:
+        """How long to wait: not for what came from elsewhere, nor where no other start is likely."""
+        root = history[-1].verdict.root
+        if root is None or root.is_echo or self._likely(history).action is not restart.Action.GO_ON:
+            return 0.0
+        return restart.pause_s(history)
+
+    def _likely(self, history: Sequence[restart.Round]) -> restart.Decision:
+        """What is decided if no other node has failed."""
+        return restart.decide(history, self._limits, self._world)
 
     def before_round(self, *, failed: bool, why: str = "", may_be_victim: bool = False) -> None:
         """Judge the round that ended; raise GaveUpError or NodeUnfitError when there is to be no other.
@@ -95,8 +103,7 @@ class Witness:
         """
         # Others may have been told of the end before our own part in it was noticed.
         this = self._summary(failed=failed)
-        if this.failures:
-            this = self._summary(failed=True)
+        this = replace(this, failed=failed or bool(this.failures))
         self._history.append(this)
         self._verdict, self._untold = this.verdict, self._traceback(this.verdict.root)
         for failure in this.failures:
@@ -112,9 +119,10 @@ class Witness:
             decision = restart.decide(self._history, self._limits)
             if decision.give_up:
                 self._give_up(decision.reason)
-        pause_s = restart.pause_s(self._history) if root is not None and not root.is_echo else 0.0
-        told = f" in {pause_s:g} s, since nothing has advanced" if pause_s else ""
-        self.say(f"{describe(root)}; starting again{told}.")
+        pause_s = self._pause_s(self._history)
+        told = "; starting again" if self._likely(self._history).action is restart.Action.GO_ON else ""
+        told += f" in {pause_s:g} s, since nothing has advanced" if pause_s else ""
+        self.say(f"{describe(root)}{told}.")
 
     def round_formed(
         self,
@@ -131,8 +139,9 @@ class Witness:
 
         ``told`` is what the coordinator heard of the last round's end, ``step`` how far any member has come.
         """
+        self._world = restart.World(tuple(nodes), step)
         if self._history:
-            self._judge(restart.World(tuple(nodes), step), told, changed=changed)
+            self._judge(told, changed=changed)
         self._round += 1
         self._nodes = num_nodes
         self._generation = generation
@@ -148,7 +157,7 @@ class Witness:
         self._log.write("round", round=self._round, node_rank=node_rank, num_nodes=num_nodes, **fields)
         self.say(f"{name}: node {node_rank} of {num_nodes}.")
 
-    def _judge(self, world: restart.World, told: Sequence[Failure], *, changed: bool) -> None:
+    def _judge(self, told: Sequence[Failure], *, changed: bool) -> None:
         """Judge the last round by what all nodes know of it."""
         own = self._history[-1].verdict.root
         last = self._history[-1] = restart.learned(self._history[-1], told, changed=changed)
@@ -164,7 +173,7 @@ class Witness:
             if root is not None and root.node != self._node and root.kind not in failures.OF_NODES:
                 followed = " What failed here followed from that." if own is not None and own.is_echo else ""
                 self.say(f"{describe(root, node=True)}.{followed}")
-        decision = restart.decide(self._history, self._limits, world)
+        decision = restart.decide(self._history, self._limits, self._world)
         if decision.give_up:
             self._give_up(decision.reason)
         if decision.action is restart.Action.EXCLUDE:

@@ -279,6 +279,9 @@ def become_worker(request: Request) -> None:
     if torch is not None and torch.initial_seed() != OLD_TORCH_SEED:
         torch.default_generator.seed()
     sys.stdin = open(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115
+    failure = sys.modules.get("elastic_resume.worker.failure")
+    if failure is not None:
+        failure.from_start()  # a script whose imports fail never comes to er.resume, which does it else
 
 
 if __name__ == "__main__":

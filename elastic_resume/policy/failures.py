@@ -206,7 +206,7 @@ def of_round(events: Iterable[Event], node: str, strain: Strain | None = None) -
         word = next((one for one in words if id(one) not in taken and _same_worker(one, end)), None)
         if word is not None:
             taken.add(id(word))
-        if end.get("rank") in hung and end.get("signal") == "SIGKILL" and not end.get("stuck"):
+        if _count(end.get("rank")) in hung and end.get("signal") == "SIGKILL" and not end.get("stuck"):
             continue
         t = end["t"] if word is None else min(word["t"], end["t"])
         found.append((t, _exit(end, word or {}, node, strain or Strain())))

@@ -1,0 +1,300 @@
+"""What went wrong, by table: events of a node in, failures out; failures of all nodes in, causes out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_resume.policy import failures
+from elastic_resume.policy.failures import (
+    DISK,
+    DIVERGENCE,
+    EXCEPTION,
+    EXIT,
+    HANG,
+    KINDS,
+    MAX_TEXT,
+    NODE_LOST,
+    OOM,
+    PREEMPTED,
+    SIGNAL,
+    STUCK,
+    Failure,
+    Strain,
+    bounded,
+    describe,
+    explain,
+    judge,
+    lost,
+    of_round,
+)
+from elastic_resume.rendezvous.ledger import MAX_KEPT, Ledger
+
+Events = list[dict[str, Any]]
+NO_STRAIN = Strain()
+KILLS = Strain(oom_kills=1, pressed="its control group had used 510 MB of 512 MB")
+
+
+def event(kind: str, t: float, **fields: Any) -> dict[str, Any]:
+    """One event of node a."""
+    return {"t": t, "event": kind, "node": "a", "pid": 1} | fields
+
+
+def end(t: float = 2, rank: int = 0, **fields: Any) -> dict[str, Any]:
+    """The end of a worker, by exit code 1 unless it is said otherwise."""
+    return event(
+        "worker-exit", t, **{"rank": rank, "exit_code": 1, "signal": None, "stopped": False} | fields
+    )
+
+
+def killed(t: float = 2, rank: int = 0, signal: str = "SIGKILL", **fields: Any) -> dict[str, Any]:
+    """The end of a worker by a signal."""
+    return end(t, rank, exit_code=None, signal=signal, **fields)
+
+
+def word(kind: str, message: str = "", t: float = 1, rank: int | None = 0, **fields: Any) -> dict[str, Any]:
+    """What a worker says of the exception that ends it."""
+    return event("failure", t, **{"rank": rank, "type": kind, "message": message, "step": 7} | fields)
+
+
+HANGS = event("hang", 1, suspects=[{"rank": 2, "reason": "it is stopped (state T)"}], victims=[0, 1], step=7)
+ROUNDS: list[tuple[str, Events, Strain, list[tuple[str, int | None]]]] = [
+    ("an exception", [word("ValueError", "boom"), end()], NO_STRAIN, [(EXCEPTION, 0)]),
+    ("an exit code without a word", [end(exit_code=9)], NO_STRAIN, [(EXIT, 0)]),
+    ("the message that @record left", [end(message="KeyError: 'x'\nmore")], NO_STRAIN, [(EXCEPTION, 0)]),
+    ("a signal", [killed(signal="SIGSEGV")], NO_STRAIN, [(SIGNAL, 0)]),
+    ("SIGKILL with memory to spare", [killed()], NO_STRAIN, [(SIGNAL, 0)]),
+    ("SIGKILL, and the kernel counted it", [killed()], Strain(oom_kills=1), [(OOM, 0)]),
+    ("SIGKILL under pressure", [killed()], Strain(pressed="0.1 GB were left"), [(OOM, 0)]),
+    ("exit code 137 under pressure", [end(exit_code=137)], KILLS, [(OOM, 0)]),
+    ("another signal under pressure", [killed(signal="SIGSEGV")], KILLS, [(SIGNAL, 0)]),
+    (
+        "a DataLoader's worker that the kernel killed",
+        [word("RuntimeError", "DataLoader worker (pid 12) is killed by signal: Killed. "), end()],
+        KILLS,
+        [(OOM, 0)],
+    ),
+    ("an exception under pressure", [word("ValueError", "boom"), end()], KILLS, [(EXCEPTION, 0)]),
+    ("replicas that differ", [word("DivergenceError", "fc.weight"), end()], NO_STRAIN, [(DIVERGENCE, 0)]),
+    ("a full disk", [word("OSError", "[Errno 28] No space left on device"), end()], NO_STRAIN, [(DISK, 0)]),
+    ("our own error of the disk", [word("MachineError", "cannot write"), end()], NO_STRAIN, [(DISK, 0)]),
+    (
+        "another error of the system",
+        [word("OSError", "[Errno 2] No such file"), end()],
+        NO_STRAIN,
+        [(EXCEPTION, 0)],
+    ),
+    ("one that does not die", [killed(stuck=True, stopped=True)], NO_STRAIN, [(STUCK, 0)]),
+    ("those that were told to stop", [killed(stopped=True), end(stopped=True)], NO_STRAIN, []),
+    ("those that finished", [end(exit_code=0)], NO_STRAIN, []),
+    (
+        "a hang and those killed for it",
+        [HANGS, *(killed(2, rank) for rank in range(3))],
+        NO_STRAIN,
+        [(HANG, 2)],
+    ),
+    (
+        "a hang, and one that died by itself",
+        [HANGS, end(0.5, 5, exit_code=3)],
+        NO_STRAIN,
+        [(EXIT, 5), (HANG, 2)],
+    ),
+    ("a hang of unknown shape", [event("hang", 1, suspects="?", victims=7)], NO_STRAIN, []),
+    (
+        "the death before the connections it broke",
+        [word("RuntimeError", "Connection closed by peer", t=1), end(3), killed(2, 1)],
+        NO_STRAIN,
+        [(SIGNAL, 1), (EXCEPTION, 0)],
+    ),
+    (
+        "what the job is at fault for before an earlier death",
+        [killed(1, 0), word("MismatchError", "fc", t=2, rank=1, at_fault=True), end(3, 1)],
+        NO_STRAIN,
+        [(EXCEPTION, 1), (SIGNAL, 0)],
+    ),
+    (
+        "a word of one that did not know its rank",
+        [word("ConfigError", rank=None, pid=71), end(2, 1, worker_pid=71)],
+        NO_STRAIN,
+        [(EXCEPTION, 1)],
+    ),
+    ("a word without an end", [word("ValueError", "boom", rank=3)], NO_STRAIN, [(EXCEPTION, 3)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("events", "strain", "found"), [row[1:] for row in ROUNDS], ids=[r[0] for r in ROUNDS]
+)
+def test_kinds(events: Events, strain: Strain, found: list[tuple[str, int | None]]) -> None:
+    """Each row of the table above."""
+    assert [(one.kind, one.rank) for one in of_round(events, "a", strain)] == found
+
+
+SAID = [
+    (
+        [word("ValueError", "boom", frame="t.py:3 in f"), end()],
+        "rank 0 ended with exit code 1: ValueError: boom (t.py:3 in f)",
+    ),
+    ([killed(rank=4)], "rank 4 was killed by SIGKILL"),
+    ([end(exit_code=9, rank=None)], "a worker ended with exit code 9"),
+    ([HANGS], "rank 2 hung: it is stopped (state T)"),
+]
+
+
+@pytest.mark.parametrize(("events", "said"), SAID)
+def test_in_words(events: Events, said: str) -> None:
+    """Who, how, and where in the user's code."""
+    (failure,) = of_round(events, "a")
+    assert describe(failure) == said
+
+
+def test_want_of_memory_in_words() -> None:
+    """What the kernel counted, and how near the limit was."""
+    (failure,) = of_round([killed()], "a", KILLS)
+    assert describe(failure, node=True) == (
+        "rank 0 on node a was killed by SIGKILL for want of memory: the kernel killed a process of this "
+        "node's control group; its control group had used 510 MB of 512 MB"
+    )
+
+
+# ---- causes --------------------------------------------------------------------------------------------
+
+
+def failure(node: str, text: str = "was killed by SIGKILL", message: str = "", **more: Any) -> Failure:
+    """A failure of rank 0 of that node."""
+    kind = EXCEPTION if message else SIGNAL
+    made = Failure(kind, node, 0, text, message=message)
+    return replace(made, **more)
+
+
+CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2"
+ECHOES = [
+    CLOSED,
+    "Connection reset by peer",
+    "[Errno 32] Broken pipe",
+    "NCCL error: remote process exited or there was a network error, ncclRemoteError",
+    "wait timeout after 60000ms, keys: /default_pg/0//store->get",
+    "Socket Timeout",
+]
+
+
+@pytest.mark.parametrize("message", ECHOES)
+def test_a_lost_connection_follows_from_any_other_failure(message: str) -> None:
+    """Whichever was heard of first; without another it is the cause itself."""
+    echo, dead, gone = failure("a", message=message), failure("b"), lost("c", "died")
+    for others in ([dead], [gone], [dead, gone]):
+        verdict = judge([echo, *others])
+        assert verdict.causes == tuple(others)
+        assert verdict.cascade == (echo,)
+    assert judge([echo]).causes == (echo,)
+    assert judge([echo, failure("b", message=message)]).root == echo
+
+
+def test_several_causes_stand_in_the_order_they_were_heard_of() -> None:
+    """But for what the job itself is at fault for, which goes first."""
+    first, second = failure("a"), failure("b", message="boom")
+    fault = failure("c", message="fc.weight", at_fault=True)
+    assert judge([first, second]).causes == (first, second)
+    assert judge([first, second, fault]).causes == (fault, first, second)
+
+
+def test_an_abort_is_what_ncclcs_watchdog_makes_of_a_peers_death() -> None:
+    """It counts as a consequence where another failure is known."""
+    abort = failure("a", "was killed by SIGABRT")
+    assert judge([abort, failure("b")]).root == failure("b")
+    assert judge([abort]).root == abort
+
+
+def test_the_story_of_a_cascade_in_words() -> None:
+    """First, also, and what followed on how many nodes."""
+    told = [
+        failure("a", message=CLOSED, type="RuntimeError", nodes=7),
+        failure("b"),
+        lost("c", "left (SIGTERM)", told=True),
+    ]
+    first, also, then = explain(judge(told))
+    assert first == "first: rank 0 on node b was killed by SIGKILL."
+    assert also == "also: node c left (SIGTERM)."
+    assert then.startswith("as a consequence, on 7 nodes: rank 0 on node a (and alike on 6 more) was killed")
+    assert explain(judge([])) == []
+
+
+def test_who_was_asked_to_leave_is_not_lost() -> None:
+    """Its kind tells."""
+    assert (lost("a", "died").kind, lost("a", "left (SIGTERM)", told=True).kind) == (NODE_LOST, PREEMPTED)
+
+
+# ---- the coordinator's list ----------------------------------------------------------------------------
+
+
+def test_the_list_is_short_and_counts_what_is_alike() -> None:
+    """A thousand nodes with one error are one entry; addresses and ranks make no difference."""
+    ledger = Ledger()
+    for number in range(1000):
+        ledger.note(3, failure(f"n{number}", message=f"{CLOSED}{number}"))
+    (one,) = ledger.of(3)
+    assert (one.node, one.nodes) == ("n0", 1000)
+    for number in range(1000, 1000 + MAX_KEPT):
+        ledger.note(3, failure(f"n{number}", message="x" * (number - 990)))
+    kept = ledger.of(3)
+    assert len(kept) == MAX_KEPT
+    assert not any(one.is_echo for one in kept), "an echo gives way to what may be the cause"
+
+
+def test_lost_nodes_are_each_named() -> None:
+    """Two that died are not one and its like."""
+    ledger = Ledger()
+    for name in "ab":
+        ledger.note(1, lost(name, "died"))
+    assert [one.node for one in ledger.of(1)] == ["a", "b"]
+
+
+def test_a_node_tells_once_in_a_generation_and_an_older_one_is_over() -> None:
+    """What it says again, to a new leader or over a new connection, is the same."""
+    ledger = Ledger()
+    ledger.note(2, failure("a"))
+    ledger.note(2, lost("a", "died"))
+    ledger.note(1, failure("b"))
+    assert [(one.node, one.kind) for one in ledger.of(2)] == [("a", SIGNAL)]
+    assert ledger.of(1) == ()
+    ledger.note(4, failure("b"))
+    assert [one.node for one in ledger.of(4)] == ["b"]
+    assert ledger.of(2) == ()
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = "rank exit_code signal stopped stuck message type frame step at_fault pid worker_pid suspects victims"
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda kind, t, rest: {**rest, "event": kind, "t": t},
+            st.sampled_from(["failure", "worker-exit", "hang", "step"]),
+            st.floats(0, 1e9),
+            st.dictionaries(st.sampled_from(KEYS.split()), anything),
+        ),
+        max_size=6,
+    ),
+    st.builds(Strain, st.integers(0, 3), st.sampled_from(["", "all of it was used"])),
+)
+def test_any_events_give_failures_that_can_be_sent_and_said(events: Events, strain: Strain) -> None:
+    """Logs may hold anything: kinds are known, texts short and printable, and words are found for all."""
+    found = of_round(events, "a", strain)
+    for one in found:
+        assert one.kind in KINDS
+        assert bounded(one) == one
+        assert max(len(one.text), len(one.message), len(one.frame)) <= MAX_TEXT
+        assert describe(one).isprintable()
+    verdict = judge(found)
+    assert len(verdict.causes) + len(verdict.cascade) == len(found)
+    assert bool(verdict.causes) is bool(found)
+    assert failures.explain(verdict) or not found

@@ -1,0 +1,130 @@
+"""What is read of control groups of both versions and of a machine's memory: by files like the kernel's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.agent.pressure import Gauge, Group
+from elastic_resume.policy.failures import Strain
+
+MOUNTS = """\
+31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
+{memory} rw,relatime - cgroup cgroup rw,memory
+{unified} rw,relatime - cgroup2 cgroup2 rw
+"""
+ROOMY = "MemTotal: 16000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\n"
+
+
+def machine(tmp_path: Path, *, cgroup: str, memory_root: str = "/", unified_root: str = "/") -> Path:
+    """Files of /proc and of both hierarchies; give the former's directory."""
+    proc = tmp_path / "proc"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text(cgroup)
+    mounts = MOUNTS.format(
+        memory=f"35 31 0:32 {memory_root} {tmp_path}/memory",
+        unified=f"41 31 0:38 {unified_root} {tmp_path}/unified",
+    )
+    (proc / "self/mountinfo").write_text(mounts)
+    (proc / "meminfo").write_text(ROOMY)
+    return proc
+
+
+def version_1(
+    directory: Path, *, kills: int = 0, used: int = 100, cached: int = 0, limit: int = 1000
+) -> None:
+    """Write the files of a group."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.oom_control").write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
+    (directory / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (directory / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (directory / "memory.stat").write_text(f"cache 5\ntotal_cache {cached}\ntotal_shmem 0\n")
+
+
+def version_2(
+    directory: Path, *, kills: int = 0, used: int = 100, cached: int = 0, limit: str = "1000"
+) -> None:
+    """Write the files of a group."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.events").write_text(f"low 0\nhigh 3\nmax 9\noom 2\noom_kill {kills}\n")
+    (directory / "memory.current").write_text(f"{used}\n")
+    (directory / "memory.max").write_text(f"{limit}\n")
+    (directory / "memory.stat").write_text(f"anon 50\nfile {cached}\nshmem 0\n")
+
+
+@pytest.mark.parametrize("write", [version_1, version_2])
+def test_a_kill_since_the_mark_is_counted(write: object, tmp_path: Path) -> None:
+    """Those before it are another round's."""
+    line, name = ("4:memory:/job\n", "memory") if write is version_1 else ("0::/job\n", "unified")
+    make = version_1 if write is version_1 else version_2
+    make(tmp_path / name / "job", kills=3)
+    proc = machine(tmp_path, cgroup=f"8:pids:/elsewhere\n{line}")
+    gauge = Gauge(proc=proc)
+    assert gauge.strain() == Strain()
+    make(tmp_path / name / "job", kills=4)
+    assert gauge.strain() == Strain(oom_kills=1)
+    gauge.mark()
+    assert gauge.strain() == Strain()
+
+
+def test_a_container_that_sees_its_own_group_only_finds_it(tmp_path: Path) -> None:
+    """The path is the host's, and the mount's root is that path."""
+    version_1(tmp_path / "memory", kills=1)
+    proc = machine(tmp_path, cgroup="4:memory:/docker/abc\n", memory_root="/docker/abc")
+    group = Group.of_this_process(proc)
+    assert group is not None
+    assert (group.directory, group.kills()) == (tmp_path / "memory", 1)
+
+
+def test_memory_that_was_nearly_used_up_is_remembered_though_it_is_free_again(tmp_path: Path) -> None:
+    """What the worker had is given back when it is dead. What is only cached does not count."""
+    proc = machine(tmp_path, cgroup="0::/job\n")
+    job = tmp_path / "unified/job"
+    version_2(job, used=990_000_000, cached=500_000_000, limit="1000000000")
+    gauge = Gauge(proc=proc)
+    assert gauge.strain() == Strain()
+    version_2(job, used=990_000_000, limit="1000000000")
+    gauge.look()
+    version_2(job, used=10_000_000, limit="1000000000")
+    assert gauge.strain() == Strain(pressed="its control group had used 990 MB of 1.0 GB")
+    gauge.mark()
+    assert gauge.strain() == Strain()
+
+
+@pytest.mark.parametrize("limit", ["max", "9223372036854771712"])
+def test_a_group_without_a_limit_is_never_near_it(limit: str, tmp_path: Path) -> None:
+    """Both versions' words for that."""
+    proc = machine(tmp_path, cgroup="0::/job\n")
+    version_2(tmp_path / "unified/job", used=10**12, limit=limit)
+    assert Gauge(proc=proc).strain() == Strain()
+
+
+def test_a_machine_that_is_full_or_stalls_is_under_pressure(tmp_path: Path) -> None:
+    """Without any group, too."""
+    proc = machine(tmp_path, cgroup="")
+    (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 160000 kB\n")
+    assert Gauge(proc=proc).strain().pressed == "164 MB of 16.4 GB of this machine's memory were left"
+    (proc / "meminfo").write_text(ROOMY)
+    (proc / "pressure").mkdir()
+    (proc / "pressure/memory").write_text("some avg10=61.30 avg60=9.00 avg300=0.00 total=9\nfull avg10=1\n")
+    assert Gauge(proc=proc).strain().pressed == "processes waited for memory 61 % of the time"
+
+
+@pytest.mark.parametrize("text", ["", "\0\xff", "memory", "4:memory", "4:memory:/x\n0::/x\n", "::::"])
+def test_what_cannot_be_read_is_no_pressure(text: str, tmp_path: Path) -> None:
+    """Files that are missing, empty or of unknown form."""
+    proc = tmp_path / "proc"
+    assert Gauge(proc=proc).strain() == Strain()
+    (proc / "self").mkdir(parents=True)
+    for name in ("self/cgroup", "self/mountinfo", "meminfo"):
+        (proc / name).write_bytes(text.encode("latin1"))
+    assert Gauge(proc=proc).strain() == Strain()
+
+
+def test_this_machine_can_be_asked() -> None:
+    """Whatever it tells, the thread comes and goes."""
+    gauge = Gauge()
+    gauge.start()
+    assert gauge.strain().oom_kills >= 0
+    gauge.close()
