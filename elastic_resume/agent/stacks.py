@@ -5,7 +5,7 @@ described from outside. A number is never taken for a process: every look and ev
 that started at the time which its line tells.
 
 Promise: takes less than two seconds, whatever the processes do, and leaves nothing behind. One that was
-stopped goes on, since a stopped process tells nothing: whoever asks means to end it.
+stopped runs for a moment, since a stopped process tells nothing: whoever asks means to end it.
 
 Does not know who is to blame (`policy/blame.py`).
 """
@@ -64,10 +64,13 @@ def gather(lines: Sequence[Line], stands: Callable[[Line], bool]) -> list[Standi
     began = time.monotonic()
     for one in asked:
         one.ring()
-    _wait(ANSWER_S, lambda: all(one.answered or not one.may_answer for one in asked))
+    # Before the signal, which ends a native call that holds the GIL: it would answer then.
+    _wait(ANSWER_S, lambda: all(one.hears() or not one.may_answer for one in asked))
+    # To ask one that is stopped, or in a native call, may set it going, and those that wait for it with it.
+    _ask_for_stacks([one for one in asked if one.answered])
+    _ask_for_stacks([one for one in asked if not one.answered])
     for one in asked:
-        one.ask_for_stacks()
-    _wait(STACKS_S, lambda: all(one.has_stacks for one in asked))
+        one.hold()
     time.sleep(max(0.0, LEAST_S - (time.monotonic() - began)))
     try:
         return [one.standing(stands(one.line)) for one in asked]
@@ -92,6 +95,7 @@ class _Asked:
     file: int = -1
     start: int = 0
     rung: bool = False
+    answered: bool = False
     signalled: bool = False
     said: str = ""
     _size: int = field(default=-1, repr=False)
@@ -119,11 +123,12 @@ class _Asked:
             finally:
                 os.close(bell)
 
-    @property
-    def answered(self) -> bool:
+    def hears(self) -> bool:
         """Whether its Python has answered."""
-        self._read()
-        return _answer_in(self.said) is not None
+        if not self.answered:
+            self._read()
+            self.answered = _answer_in(self.said) is not None
+        return self.answered
 
     def ask_for_stacks(self) -> None:
         """Have the interpreter write the stacks of all threads, if it has promised to heed the signal."""
@@ -132,6 +137,11 @@ class _Asked:
         self.signalled = _send(self.line, STACKS_SIGNAL)
         if self.before.state == "T":  # the signal is heard only now
             _send(self.line, signal.SIGCONT)
+
+    def hold(self) -> None:
+        """Stop again what was stopped: it is to be ended, and not to go on half way."""
+        if self.signalled and self.before is not None and self.before.state == "T":
+            _send(self.line, signal.SIGSTOP)
 
     @property
     def has_stacks(self) -> bool:
@@ -160,7 +170,7 @@ class _Asked:
             state=state,
             step=line.step,
             collectives=line.collectives if collectives is None else collectives,
-            answered=(answer is not None) if self.may_answer else None,
+            answered=self.answered if self.may_answer else None,
             pending=pending,
             frames=main_thread(stacks),
             cpu_share=_share(before, after),
@@ -175,6 +185,12 @@ class _Asked:
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
+
+
+def _ask_for_stacks(asked: Sequence[_Asked]) -> None:
+    for one in asked:
+        one.ask_for_stacks()
+    _wait(STACKS_S, lambda: all(one.has_stacks for one in asked))
 
 
 def main_thread(stacks: str) -> tuple[Frame, ...]:

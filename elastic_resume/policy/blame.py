@@ -160,7 +160,7 @@ def sentence(found: Blame) -> str:
     return "no rank can be named"
 
 
-def _ranks(named: Sequence[Named]) -> str:
+def _ranks(named: Sequence[Named] | Sequence[Evidence]) -> str:
     listed = ", ".join(str(one.rank) for one in named)
     return f"rank {listed} waits" if len(named) == 1 else f"ranks {listed} wait"
 
@@ -186,7 +186,8 @@ def _own_fault(one: Evidence) -> str:
     if one.rests:
         return f"has done its last step, and is{where or ' still there'}"
     if one.answered is False:
-        return f"does not let its Python run: native code holds the GIL{where}"
+        main = f" (its main thread is{where})" if where else ""
+        return f"does not let its Python run: native code of one of its threads holds the GIL{main}"
     doing = {
         DATA: "waits for data",
         BACKWARD: "is in backward()",
@@ -227,8 +228,7 @@ def _of_groups(groups: Sequence[Sequence[Evidence]]) -> Blame:
         rest += [group for index, group in enumerate(most) if index != ahead]
         most = [most[ahead]]
     right = most[0]
-    others = ", ".join(str(one.rank) for one in right)
-    told = f"while rank {others} {_waiting(right[0])}"
+    told = f"and {_ranks(right)} {_waiting(right[0]).removeprefix('waits ')}"
     suspects = [
         _named(one, f"{_waiting(one)}, {told}: it left out a collective, or called one too many")
         for group in rest
