@@ -204,7 +204,7 @@ def watch(worker: int, line: "_socket.socket", bell: int, page: Page) -> "tuple[
             return status, told, fenced
         fenced = fenced or page.left_s() <= 0
         now = time.monotonic()
-        if fenced or now >= deadline:
+        if fenced or now >= deadline or (told and page.failed()):
             kill(worker)
             killed_at = min(killed_at, now)
             if now - killed_at > STUCK_S:
@@ -217,9 +217,9 @@ def watch(worker: int, line: "_socket.socket", bell: int, page: Page) -> "tuple[
             order = line.recv(1)
             if not order:
                 poll.unregister(line)
-            if not order or page.failed():
+            if not order:
                 deadline = 0.0
-            elif not told:
+            elif not told and not page.failed():
                 signal_worker(worker, signal.SIGTERM)
                 deadline = min(deadline, time.monotonic() + grace_s())
             told = True

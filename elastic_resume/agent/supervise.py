@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume import contract, events
-from elastic_resume.agent import elastic, preflight
+from elastic_resume.agent import elastic, impatience, preflight
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.place import taken
 from elastic_resume.agent.pressure import Gauge
@@ -68,7 +68,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
         )
         witness.say(f"job {settings.run_id}, checkpoints in {node_dir.path}")
         watch = watched(node_dir.path, config.nproc_per_node, patience, say=witness.say, tell=witness.note)
-        with _warmth(launch, args, witness), watch:
+        with _warmth(launch, args, witness), impatience.heeded(witness.round_over), watch:
             outcome, code, message = _run(launch, witness, node_dir, fence)
         if outcome in {"failed", "left"}:
             witness.explain_end(args.log_dir or "")

@@ -30,10 +30,11 @@ from elastic_resume.worker import resume as resuming
 from elastic_resume.worker.batches import GlobalBatches
 from elastic_resume.worker.beat import Beat
 from elastic_resume.worker.buckets import BucketOrder
+from elastic_resume.worker.drain import Drain
 from elastic_resume.worker.parameters import ParameterOrder
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.resume import Resumed
-from elastic_resume.worker.saver import Saver
+from elastic_resume.worker.saver import Saver, saved_step
 
 Hook = Callable[["Run"], object]
 H = TypeVar("H", bound=Hook)
@@ -69,6 +70,7 @@ class Run:
             resuming.PARAMETERS: ParameterOrder(tracked),
         }
         self._batches = batches
+        self._drain = Drain()
         self._hooks: list[Hook] = []
         self._hooks_ran = self._closed = self._warned = False
         self._pid = os.getpid()
@@ -89,7 +91,7 @@ class Run:
         self._plan = resumed.plan
         self._position = _start_position(resumed, batches)
         self._beat = Beat(board, place)
-        self._saver = Saver(place, self._plan, _saved_step(self._plan, place)) if place.leads else None
+        self._saver = Saver(place, self._plan, saved_step(self._plan, place)) if place.leads else None
         failure.enter(generation=self.generation, step=lambda: self._position.step)
         self._begin(resumed)
 
@@ -317,6 +319,9 @@ class Run:
         saver, position = self._saver, self._position
         if saver is None:
             return
+        if self._drain.wanted:
+            self.save()
+            self._drain.end()
         due = cadence.is_due(
             self._place.settings.save_every,
             step=position.step,
@@ -361,6 +366,7 @@ class Run:
             return
         self._closed = True
         self._beat.end()
+        self._drain.close()
         if self._saver is not None:
             self._saver.close()
         self._node_dir.release()
@@ -383,13 +389,6 @@ def _open_node(place: Place) -> NodeDir:
 def _seed_of_rank_0(place: Place) -> int:
     """What the script gave to torch.manual_seed; ranks may have given different numbers."""
     return int(place.world.tell(torch.initial_seed() >> 1, 0))
-
-
-def _saved_step(plan: ResumePlan, place: Place) -> int:
-    """The step that the node's own disk holds: none where a peer's directory or a given path was read."""
-    copy = plan.copy_of(place.node)
-    elsewhere = copy is not None and copy.home != place.node
-    return -1 if plan.kind == "checkpoint" and elsewhere else plan.step
 
 
 def _start_position(resumed: Resumed, batches: GlobalBatches | None) -> Position:

@@ -149,3 +149,10 @@ def capture(flat: FlatState, reuse: Image | None) -> Image:
             if leaf.tensor.numel():
                 image.tensor(leaf.name).copy_(leaf.tensor)
     return image
+
+
+def saved_step(plan: ResumePlan, place: Place) -> int:
+    """The step that the node's own disk holds: none where a peer's directory or a given path was read."""
+    copy = plan.copy_of(place.node)
+    elsewhere = copy is not None and copy.home != place.node
+    return -1 if plan.kind == "checkpoint" and elsewhere else plan.step

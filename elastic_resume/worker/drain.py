@@ -1,0 +1,44 @@
+"""Lets a rank that its agent asks to end do so at a step boundary, with its state on disk.
+
+Only under our agent, where SIGTERM means a drain: a restart kills at once. Under torchrun the signal comes
+with every restart, when no further step may ever end. A handler of the script's own is left in place.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from elastic_resume import contract
+
+
+class Drain:
+    """Whether this process has been asked to end."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._takes_part = (
+            contract.ENV_AGENT_PID in os.environ
+            and threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        )
+        if self._takes_part:
+            signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        del number, frame
+        self.wanted = True
+
+    def end(self) -> None:
+        """End as the signal would have ended it. Does not return where it was taken."""
+        self.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self) -> None:
+        """Take the signal no longer; one that has come and was not heeded ends the process now."""
+        if not self._takes_part:
+            return
+        self._takes_part = False
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,99 @@
+"""What a signal to the agent does: workers end at a step boundary, their state saved, or after the grace."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.store.catalog import Catalog
+from tests.test_cli_run import Agents, alive, wait_for
+from tests.test_cli_run import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
+
+pytestmark = pytest.mark.cluster
+
+TRAIN = Path(__file__).parent / "jobs" / "train.py"
+# Nothing but its own end would make it go.
+STUBBORN = """
+import os, pathlib, signal, time
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("told").touch())
+pathlib.Path(f"worker-{os.getpid()}").touch()
+while True:
+    time.sleep(1)
+"""
+
+
+def start(agents: Agents, *flags: str) -> subprocess.Popen[bytes]:
+    """Start a job that saves only when it must, and wait until it has trained some steps."""
+    script = ["--rdzv-id=train", *flags, str(TRAIN), "--diary", str(agents.directory), "--epochs", "1000"]
+    agent = agents.start("--save-every=100000", *script, ELASTIC_RESUME_STEP_MARK_S="0")
+    wait_for(lambda: len(agents.events("step")) > 4, "some steps")
+    return agent
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_drained_job_has_its_last_finished_step_on_disk(
+    agents: Agents, number: signal.Signals, workers: int
+) -> None:
+    """No step is lost, though nothing had been saved before; the exit code says which signal it was."""
+    agent = start(agents, f"--nproc-per-node={workers}", "--grace=30")
+    agent.send_signal(number)
+    assert agent.wait(60) == 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+    newest = max(event["step"] for event in agents.events("step") if event["rank"] == 0)
+    (copy,) = Catalog(agents.directory / "checkpoints" / "train" / "a", "train").valid(deep=True)
+    assert copy.order[1] == newest
+    assert "Traceback" not in agents.log()
+
+
+def test_a_worker_that_does_not_end_is_killed_after_the_grace(agents: Agents) -> None:
+    """And one whose script takes SIGTERM has the grace for it."""
+    agents.script(STUBBORN)
+    agent = agents.start("--grace=0.5", "train.py")
+    (pid,) = wait_for(lambda: agents.pids("worker"), "the worker")
+    agent.terminate()
+    assert agent.wait(60) == 143
+    assert (agents.directory / "told").exists()
+    assert not alive(pid)
+    (end,) = agents.events("worker-exit")
+    assert (end["signal"], end["stopped"]) == ("SIGKILL", True)
+
+
+def test_a_second_interrupt_stops_at_once(agents: Agents) -> None:
+    """Who presses Ctrl-C again does not want to wait for the grace."""
+    agents.script(STUBBORN)
+    agent = agents.start("--grace=3600", "train.py")
+    (pid,) = wait_for(lambda: agents.pids("worker"), "the worker")
+    agent.send_signal(signal.SIGINT)
+    wait_for((agents.directory / "told").exists, "the worker to be told")
+    agent.send_signal(signal.SIGINT)
+    assert agent.wait(60) == 130
+    wait_for(lambda: not alive(pid), "the worker to die")
+
+
+def test_a_worker_that_fails_ends_the_others_at_once(agents: Agents) -> None:
+    """A restart does not wait for workers that take SIGTERM and go on."""
+    agents.script(
+        STUBBORN.replace(
+            "while True",
+            'if os.environ["LOCAL_RANK"] == "0":\n'
+            '    while len(list(pathlib.Path(".").glob("worker-*"))) < 2: time.sleep(0.01)\n'
+            "    raise SystemExit(3)\nwhile True",
+        )
+    )
+    code, log = agents.run("--nproc-per-node=2", "--grace=3600", "--max-restarts=0", "train.py")
+    assert code == 1, log
+    (killed,) = [event for event in agents.events("worker-exit") if event["stopped"]]
+    assert killed["signal"] == "SIGKILL"
+
+
+@pytest.mark.parametrize("grace", ["-1", "soon", "nan", "inf"])
+def test_a_grace_that_is_no_time_is_refused(agents: Agents, grace: str) -> None:
+    """Before anything starts."""
+    agents.script("")
+    code, log = agents.run(f"--grace={grace}", "train.py")
+    assert code == 1
+    assert "--grace is" in log
+    assert not agents.events("agent-start")
