@@ -44,7 +44,7 @@ def event(kind: str, t: float, **fields: Any) -> dict[str, Any]:
     return {"t": t, "event": kind, "node": "a", "pid": 1} | fields
 
 
-def end(t: float = 2, rank: int = 0, **fields: Any) -> dict[str, Any]:
+def end(t: float = 2, rank: int | None = 0, **fields: Any) -> dict[str, Any]:
     """The end of a worker, by exit code 1 unless it is said otherwise."""
     return event(
         "worker-exit", t, **{"rank": rank, "exit_code": 1, "signal": None, "stopped": False} | fields

@@ -1,0 +1,78 @@
+"""A worker that costs nothing and gets into the trouble that it is told: ``trouble.py DIRECTORY WHAT NODE``.
+
+It keeps the events that a real one keeps (`worker-start`, `step`), and a file of the step that the job has
+come to. A generation's workers wait for each other in every step, as a collective would have them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from elastic_resume import events
+from elastic_resume.worker import failure
+
+GENERATION = int(os.environ["ELASTIC_RESUME_GENERATION"])
+NODE, RANK, WORLD = (
+    os.environ["ELASTIC_RESUME_NODE_NAME"],
+    int(os.environ["RANK"]),
+    int(os.environ["WORLD_SIZE"]),
+)
+PAUSE_S = 0.02
+POISON = 6  # the step that cannot be finished
+
+
+def meet(directory: Path, step: int) -> None:
+    """Wait until all workers of this generation are at that step; break off when one is known to be dead."""
+    (directory / f"at-{GENERATION}-{step}-{RANK}").touch()
+    while not all((directory / f"at-{GENERATION}-{step}-{rank}").exists() for rank in range(WORLD)):
+        if (directory / "stop").exists():
+            return
+        if (directory / f"dead-{GENERATION}").exists():
+            raise RuntimeError("[/pytorch/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+        time.sleep(PAUSE_S)
+
+
+def get_into(what: str, directory: Path, step: int) -> None:
+    """Do what this worker is there for."""
+    if what == "killed":
+        (directory / f"dead-{GENERATION}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if what == "raises":
+        raise ValueError(f"sample {os.getpid()} is bad")
+    if what == "poison" and step == POISON - 1:
+        raise ValueError(f"sample {os.getpid()} is bad")
+    if what == "stuck":
+        log = events.EventLog(Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), node=NODE)
+        log.write("worker-exit", rank=RANK, signal="SIGKILL", exit_code=None, stopped=True, stuck=True)
+        sys.exit(1)
+
+
+def main(directory: Path, what: str, node: str) -> None:
+    """Step until `stop` is there; on that node get into trouble first."""
+    newest = directory / "newest"
+    step = int(newest.read_text()) if newest.exists() else 0
+    log = events.EventLog(Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), node=NODE, rank=RANK)
+    failure.report_to(log)
+    failure.enter(generation=GENERATION, step=lambda: step)
+    log.write("worker-start", generation=GENERATION, step=step, world_size=WORLD, local_rank=0)
+    meet(directory, step)
+    first = step
+    while not (directory / "stop").exists():
+        if node == NODE and (step > first + 2 or not what.startswith("late-")):
+            get_into(what.removeprefix("late-"), directory, step)
+        step += 1
+        meet(directory, step)
+        if RANK == 0:
+            newest.write_text(str(step))
+        log.write("step", generation=GENERATION, step=step, epoch=0)
+        time.sleep(PAUSE_S)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
