@@ -67,10 +67,10 @@ class Agents:
         return name
 
     def start(self, *words: str, node: str = "a", **environ: str) -> subprocess.Popen[bytes]:
-        """Start one agent."""
+        """Start one agent. Its scripts need no torch, so no zygote has to import it."""
         with open(self.directory / f"{node}.log", "ab") as output:
             process = subprocess.Popen(
-                [*RUN, "--node-name", node, *words],
+                [*RUN, "--node-name", node, "--no-warm", *words],
                 cwd=self.directory,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -24,7 +24,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def build(nodes: int) -> Hearts:
         hosts = Namespaces(nodes)
         cluster = Cluster(
-            tmp_path, nodes=nodes, min_nodes=1, max_nodes=nodes, hosts=hosts, flags=["--node-timeout", "1"]
+            tmp_path,
+            nodes=nodes,
+            min_nodes=1,
+            max_nodes=nodes,
+            hosts=hosts,
+            flags=["--node-timeout", "1", "--no-warm"],
         )
         made.append((cluster, hosts))
         return Hearts(cluster)

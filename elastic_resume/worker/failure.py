@@ -20,6 +20,7 @@ from typing import Any
 from elastic_resume import contract
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.events import EventLog
+from elastic_resume.worker.drain import Drain
 
 MAX_HEAD, MAX_TAIL = 2000, 6000
 """Characters kept of a traceback: JSON may need six bytes for each, and a line of events holds 64 KiB."""
@@ -68,6 +69,7 @@ class _Hook:
         self.before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        Drain.end_instead_of(kind)
         lost = self.events.lost
         said = describe(error, trace)
         if not issubclass(kind, KeyboardInterrupt):
