@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_resume.errors import MachineError, RecordError
-from elastic_resume.store.board import MAX_LOCAL_RANKS, Board
+from elastic_resume.store.board import MAX_LOCAL_RANKS, Board, Worker, read_lines
+
+WORKER = Worker(rank=5, agent_pid=11, round=2, pid=12, start_ticks=13, stacks_fd=4, bell_fd=6)
 
 
 def test_the_rank_that_came_furthest_in_the_newest_generation_is_told(tmp_path: Path) -> None:
@@ -70,3 +75,97 @@ def test_something_else_in_its_place_is_a_machine_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(MachineError, match=r"cannot open .*pipe"):
         Board(tmp_path / "pipe")
+
+
+# ---- lines -----------------------------------------------------------------------------------------------
+
+
+def test_a_line_tells_whose_it_is_and_since_when_it_does_what_it_does(tmp_path: Path) -> None:
+    """The agent reads what the worker wrote; before its first step there is nothing to judge by."""
+    board = Board(tmp_path / "board")
+    board.begin(1, generation=3, step=40, world_size=8, worker=WORKER)
+    (line,) = read_lines(tmp_path / "board", 4)
+    assert (line.local_rank, line.worker, line.generation, line.world_size) == (1, WORKER, 3, 8)
+    assert (line.first_step, line.step, line.beat_ns, line.busy) == (40, 40, 0, False)
+    before = time.monotonic_ns()
+    board.finish_step(1, 41, collectives=7)
+    board.end_epoch(1, 41)
+    (line,) = read_lines(tmp_path / "board", 4)
+    assert (line.first_step, line.step, line.collectives, line.epoch_end) == (40, 41, 7, 41)
+    assert before <= line.beat_ns <= time.monotonic_ns()
+
+
+def test_a_rank_is_busy_until_it_says_otherwise_and_its_time_begins_anew_then(tmp_path: Path) -> None:
+    """With the limit that it gives; one that has made no step yet has no time that could begin."""
+    board = Board(tmp_path / "board")
+    board.begin(0, generation=1, step=0, world_size=1, worker=WORKER)
+    board.set_busy(0, True)
+    board.set_busy(0, False)
+    assert read_lines(tmp_path / "board", 1)[0].beat_ns == 0
+    board.finish_step(0, 1)
+    (first,) = read_lines(tmp_path / "board", 1)
+    board.set_busy(0, True, limit_s=60)
+    (busy,) = read_lines(tmp_path / "board", 1)
+    assert busy.busy
+    assert busy.busy_until_ns - first.beat_ns > 59e9
+    board.set_busy(0, False)
+    (after,) = read_lines(tmp_path / "board", 1)
+    assert not after.busy
+    assert after.beat_ns > first.beat_ns
+
+
+def test_a_rank_that_rests_has_no_beat_until_its_next_step(tmp_path: Path) -> None:
+    """After the last step of a script nothing is a hang."""
+    board = Board(tmp_path / "board")
+    board.begin(0, generation=1, step=0, world_size=1, worker=WORKER)
+    board.finish_step(0, 1)
+    board.rest(0)
+    board.set_busy(0, True)
+    board.set_busy(0, False)
+    assert read_lines(tmp_path / "board", 1)[0].beat_ns == 0
+    board.finish_step(0, 2)
+    assert read_lines(tmp_path / "board", 1)[0].beat_ns > 0
+
+
+def test_a_new_generation_leaves_nothing_of_the_old_one_in_its_line(tmp_path: Path) -> None:
+    """Whoever died while it was busy is not busy in the next life."""
+    board = Board(tmp_path / "board")
+    board.begin(0, generation=1, step=0, world_size=1, worker=WORKER)
+    board.finish_step(0, 1, collectives=9)
+    board.end_epoch(0, 1)
+    board.set_busy(0, True, limit_s=5)
+    board.begin(0, generation=2, step=1, world_size=1, worker=WORKER)
+    (line,) = read_lines(tmp_path / "board", 1)
+    assert (line.busy, line.beat_ns, line.busy_until_ns, line.collectives, line.epoch_end) == (
+        False,
+        0,
+        0,
+        0,
+        0,
+    )
+
+
+@pytest.mark.parametrize("size", [None, 0, 100, MAX_LOCAL_RANKS * 32])
+def test_a_page_that_is_missing_or_short_has_no_lines(tmp_path: Path, size: int | None) -> None:
+    """The agent reads, so that a page that somebody truncates does not kill it."""
+    path = tmp_path / "board"
+    if size is not None:
+        Board(path).begin(0, generation=1, step=0, world_size=1, worker=WORKER)
+        os.truncate(path, size)
+    assert read_lines(path, 3) == []
+
+
+@given(st.binary(min_size=1, max_size=160 * 4), st.integers(0, 1 << 15))
+def test_a_damaged_line_is_nobodys_or_within_bounds(
+    tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int
+) -> None:
+    """Whatever the page holds, no process number is read from it that is none."""
+    path = tmp_path_factory.mktemp("page") / "board"
+    Board(path).begin(0, generation=1, step=0, world_size=1, worker=WORKER)
+    with open(path, "r+b") as file:
+        file.seek(MAX_LOCAL_RANKS * 32 + at % 640 if at % 2 else at)
+        file.write(noise)
+    for line in read_lines(path, 8):
+        assert 0 < line.worker.pid < 1 << 22
+        assert max(line.generation, line.step, line.worker.rank) <= 1 << 53
+        assert max(line.worker.stacks_fd, line.worker.bell_fd) < 1 << 30

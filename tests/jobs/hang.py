@@ -1,7 +1,7 @@
-"""A training script of which one rank hangs in the way that is asked for; for tests/test_watch.py.
+"""A training script of which rank 1 hangs in the ways that are asked for; for tests/test_watch.py.
 
-``hang.py HOW RANK``: in generation 1, after step 5, rank RANK does it, and nobody steps any more. Later
-generations train to the end.
+``hang.py HOW HOW …``: in generation 1 it does the first of them, before step 6, and nobody steps any more; in
+generation 2 the second, before step 12; and so on. What comes after them trains to the end.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import elastic_resume as er
 
-STEPS = 12
-AT = 5
+RANK = 1
+STEPS = 6
 PAUSE_S = 600
 
 
@@ -76,10 +76,13 @@ def lock() -> None:
     threading.Event().wait()
 
 
-def seem_hung(run: er.Run) -> None:
-    """Evaluate for longer than a step may take, on one rank, and say so."""
-    with run.busy("evaluation"), run.busy("nested"):
-        wait_for_file("busy")
+def take_time(run: er.Run) -> None:
+    """Be slow where a rank may be: in its first step, and where it says that it is busy."""
+    if run.position.step == 0:
+        wait_for_file("first")
+    if run.position.step == STEPS:
+        with run.busy("evaluation"), run.busy("nested"):
+            wait_for_file("busy")
 
 
 def wait_for_file(name: str) -> None:
@@ -95,35 +98,36 @@ HOW = {
 }
 
 
-def main(how: str, rank: int) -> None:
+def main(plan: list[str]) -> None:
     """Train."""
     torch.manual_seed(1)
     torch.set_num_threads(1)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = er.resume(model=model, optimizer=optimizer, save_every=2)
+    run = er.resume(model=model, optimizer=optimizer, save_every=1)
     ddp = run.ddp(model)
+    how = plan[run.generation - 1] if run.generation <= len(plan) else ""
+    end = STEPS * (len(plan) + 1)
     for _ in run.epochs(1):
-        while run.position.step < STEPS:
-            mine = run.generation == 1 and run.rank == rank
-            if mine and how == "first_step" and run.position.step == 0:
-                wait_for_file("first")
-            if mine and how == "busy" and run.position.step == AT:
-                seem_hung(run)
-            if mine and how in HOW and run.position.step == AT:
+        while run.position.step < end:
+            mine = run.rank == RANK and run.position.step == STEPS * run.generation - 1
+            if how == "patience" and run.rank == RANK:
+                take_time(run)
+            elif mine and how in HOW:
+                run.save()
                 HOW[how]()
-            if not (mine and how == "skip" and run.position.step == AT):
+            if not (mine and how == "skip"):
                 dist.all_reduce(torch.ones(2))
             optimizer.zero_grad()
             ddp(torch.randn(4, 4)).square().mean().backward()
             optimizer.step()
             run.step()
-        if how == "rests" and run.rank == rank:
-            wait_for_file("rests")
-    if how == "rests_after" and run.rank == rank:
-        wait_for_file("rests")
+            if how == "slow":
+                time.sleep(0.1)  # the test does something in mid-run
+    if how == "patience" and run.rank == RANK:
+        wait_for_file("after")
     print(f"rank {run.rank} ended at step {run.position.step}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1:])
