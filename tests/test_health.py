@@ -288,6 +288,12 @@ def test_ddp_waits_under_backward_where_nothing_more_is_known() -> None:
     assert ([one.rank for one in found.suspects], [one.rank for one in found.victims]) == ([1], [0, 2])
 
 
+def test_a_rank_that_is_alone_waits_for_nobody() -> None:
+    """Whatever its stack looks like."""
+    found = blame([rank(0, frames=IN_BACKWARD, pending=None)], 1)
+    assert [one.reason for one in found.suspects] == ["is in backward() at train.py:38 in main"]
+
+
 def test_a_rank_that_goes_on_is_neither_suspect_nor_victim() -> None:
     """A job whose ranks do not wait for each other."""
     found = blame([rank(0, pending=(), frames=(MAIN,)), rank(1, stands=False)], 2)

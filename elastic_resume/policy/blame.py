@@ -133,7 +133,7 @@ def waits(one: Evidence) -> bool:
 def blame(evidence: Sequence[Evidence], world_size: int) -> Blame:
     """Name suspects and victims among the ranks of one node."""
     standing = [one for one in evidence if one.stands]
-    faults = {one.rank: _own_fault(one) for one in standing}
+    faults = {one.rank: _own_fault(one, alone=world_size == 1) for one in standing}
     waiting = [one for one in standing if not faults[one.rank]]
     suspects = [_named(one, faults[one.rank]) for one in standing if faults[one.rank]]
     if suspects:
@@ -169,8 +169,8 @@ def _named(one: Evidence, reason: str) -> Named:
     return Named(one.rank, one.local_rank, reason)
 
 
-def _own_fault(one: Evidence) -> str:
-    """Why a rank cannot be waiting for others; empty where it does."""
+def _own_fault(one: Evidence, *, alone: bool) -> str:
+    """Why a rank cannot be waiting for others; empty where it does. ``alone``: there are none."""
     at = users_frame(one.frames)
     where = f" at {at}" if at else ""
     if one.state in {"", "Z", "X"}:
@@ -181,7 +181,7 @@ def _own_fault(one: Evidence) -> str:
     if one.state == "D":
         sleeps = f" ({one.sleeps_in})" if one.sleeps_in else ""
         return f"sleeps in the kernel{sleeps} and cannot be woken: a disk or a device hangs{where}"
-    if waits(one):
+    if not alone and waits(one):
         return ""
     if one.rests:
         return f"has done its last step, and is{where or ' still there'}"

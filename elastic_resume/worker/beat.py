@@ -159,12 +159,12 @@ def standing() -> dict[str, Any]:
     """
     told: dict[str, Any] = {"collectives": collective_counter()(), "pending": None}
     c10d = sys.modules.get("torch._C._distributed_c10d")  # no public name, and not in every build
-    dump: Callable[[], bytes] | None = getattr(c10d, "_dump_fr_trace_json", None)
+    old: Callable[[], bytes] | None = getattr(c10d, "_dump_nccl_trace_json", None)
+    dump: Callable[[], bytes] | None = getattr(c10d, "_dump_fr_trace_json", old)
     with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         if dump is not None:
             entries = json.loads(dump()).get("entries", [])
-            # A recorder that is turned off remembers nothing, and so has nothing to say.
-            if entries or not told["collectives"]:
+            if entries:  # one that is turned off remembers nothing, and has nothing to say
                 told["pending"] = [_pending(one) for one in entries if not one["retired"]][:MAX_PENDING]
     return told
 
