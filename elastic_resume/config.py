@@ -261,6 +261,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "that is more; 0: never)",
     )
     add("preload", "MODULE,…", "modules to import once, ahead of all workers, beside torch")
+    names = ["--log-prefix", "--log_prefix"]
+    group.add_argument(
+        *names, action="store_true", help="begin each line of a worker with [NODE:RANK GENERATION]"
+    )
     names = ["--no-warm", "--no_warm"]
     group.add_argument(
         *names, action="store_true", help="start each worker as a new process, as torchrun does"

@@ -29,6 +29,7 @@ ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"  # the node's event file, for the
 ENV_ROUND = "ELASTIC_RESUME_ROUND"  # how many rendezvous this agent has been through
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"  # the generation that the rendezvous gave this world
 ENV_FENCE = "ELASTIC_RESUME_FENCE"  # where the page lies that says until when workers may run, for guards
+ENV_LOG_PREFIX = "ELASTIC_RESUME_LOG_PREFIX"  # 1: each line of a worker says which node, rank and generation
 ENV_ZYGOTE = "ELASTIC_RESUME_ZYGOTE"  # the abstract unix socket at which stubs ask for warm workers
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"  # the true one: --virtual-local-rank makes LOCAL_RANK 0
 ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"  # (user) seconds a worker has to end after SIGTERM, before SIGKILL

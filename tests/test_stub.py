@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from elastic_resume import contract
-from elastic_resume.agent import guard, stub
+from elastic_resume.agent import guard, relay, stub
 from elastic_resume.agent.fence import Fence
 
 STUB = [sys.executable, "-I", "-S", stub.__file__, "0"]
@@ -99,7 +99,8 @@ def exit_event(tmp_path: Path) -> dict[str, Any]:
 
 def test_its_literals_are_the_contracts() -> None:
     """The stub imports nothing of the package, so it repeats the names."""
-    names = [(module, name) for module in (stub, guard) for name in vars(module) if name.startswith("ENV_")]
+    modules = (stub, guard, relay)
+    names = [(module, name) for module in modules for name in vars(module) if name.startswith("ENV_")]
     assert len(names) >= 9
     for module, name in names:
         assert getattr(module, name) == getattr(contract, name)
@@ -190,6 +191,34 @@ def test_sigterm_to_the_group_lets_the_worker_end_by_itself(start: Any, tmp_path
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(30) == 9
     assert exit_event(tmp_path)["stopped"] is True
+
+
+def test_each_line_says_who_printed_it(environ: dict[str, str], start: Any) -> None:
+    """Whole lines, in order, of output and errors, the last one without its end included; none is lost."""
+    environ[contract.ENV_LOG_PREFIX] = "1"
+    environ[contract.ENV_GENERATION] = "7"
+    code = (
+        "import os, sys; [print('line', i) for i in range(20000)]; os.write(2, b'two\\nhalves'); sys.exit(3)"
+    )
+    process = start(*python(code), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert out == "".join(f"[a:3 7] line {i}\n" for i in range(20000))
+    assert err == "[a:3 7] two\n[a:3 7] halves\n"
+
+
+def test_a_reader_that_does_not_read_holds_nobody(
+    environ: dict[str, str], start: Any, tmp_path: Path
+) -> None:
+    """The worker waits in its print, as it would without us; its end does not."""
+    environ[contract.ENV_LOG_PREFIX] = "1"
+    code = f"open({str(tmp_path / 'pid')!r}, 'w').write('1')\nwhile True: print('x' * 4096)"
+    process = start(*python(code), stdout=subprocess.PIPE)
+    pid_in(tmp_path / "pid")
+    process.terminate()
+    assert process.wait(30) == -signal.SIGTERM
+    assert process.stdout is not None
+    process.stdout.close()
 
 
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(start: Any, tmp_path: Path) -> None:

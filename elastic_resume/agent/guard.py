@@ -37,6 +37,14 @@ import select
 import signal
 import time
 
+TYPE_CHECKING = False  # typing would cost a third of the start
+if TYPE_CHECKING:
+    from elastic_resume.agent.relay import Relays
+elif __package__:
+    from .relay import Relays
+else:
+    from relay import Relays
+
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"
 ENV_ROUND = "ELASTIC_RESUME_ROUND"
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"
@@ -49,6 +57,7 @@ DEFAULT_GRACE_S = 5.0
 SWEEP_GRACE_S = 0.1
 # A process in uninterruptible sleep does not die of SIGKILL, and torchelastic must not wait for it.
 STUCK_S = 5.0
+DRAIN_S = 1.0
 # Nobody can wake us when the word moves: the agent that moves it may be stopped the next moment. A lease that
 # runs out is awaited to the millisecond; this is how late a restart can find the word moved back.
 FENCE_POLL_S = 0.05
@@ -111,6 +120,7 @@ def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:
     signal.set_wakeup_fd(ringer, warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     guard = os.getpid()
+    relays = Relays([line.fileno(), bell, ringer])
     worker = os.fork()
     if worker == 0:
         libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -124,9 +134,11 @@ def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:
         for descriptor in (bell, ringer):
             os.close(descriptor)
         line.close()
+        relays.attach()
         return
+    relays.detach()
     say(line, f"started {worker} {guard}")
-    _watch_over(worker, line, bell, page)
+    _watch_over(worker, line, bell, page, relays.pids)
     os._exit(0)
 
 
@@ -134,7 +146,7 @@ def wake(number: int, frame: object) -> None:
     """Do nothing: the signal's number is in the pipe of `set_wakeup_fd`."""
 
 
-def _watch_over(worker: int, line: "_socket.socket", bell: int, page: Page) -> None:
+def _watch_over(worker: int, line: "_socket.socket", bell: int, page: Page, relays: "set[int]") -> None:
     """See the worker and all that it leaves to their end, and tell of it."""
     status, told, fenced = watch(worker, line, bell, page)
     if status is None:
@@ -145,7 +157,8 @@ def _watch_over(worker: int, line: "_socket.socket", bell: int, page: Page) -> N
         return
     if status != 0 and not (told or fenced):
         page.note_failure()
-    sweep(page, at_once=fenced or page.failed())
+    sweep(page, at_once=fenced or page.failed(), but=relays)
+    drained(relays)
     write_exit(worker, status, stopped=told or fenced, fenced=fenced)
     if fenced and not told and hold(line, page):
         status = int(signal.SIGKILL)
@@ -275,12 +288,22 @@ def reap(worker: int) -> "int | None":
             found = status
 
 
-def sweep(page: Page, *, at_once: bool) -> None:
+def drained(relays: "set[int]") -> None:
+    """Let the relays put out what the worker's last lines are; a reader that does not read loses them."""
+    limit = time.monotonic() + DRAIN_S
+    while relays & set(children()):
+        if time.monotonic() > limit:
+            sweep(Page(None), at_once=True)
+        reap(0)
+        time.sleep(0.002)
+
+
+def sweep(page: Page, *, at_once: bool, but: "set[int] | frozenset[int]" = frozenset()) -> None:
     """Kill what the worker left behind. Orphans come to us as their parents die: ask until none is left."""
     start = time.monotonic()
     while True:
         reap(0)
-        left = children()
+        left = set(children()) - but
         age_s = time.monotonic() - start
         if not left or age_s > STUCK_S:
             return

@@ -147,6 +147,8 @@ def _set_environment(settings: Settings, args: argparse.Namespace, events_path: 
     os.environ[contract.ENV_AGENT_PID] = str(os.getpid())
     os.environ[contract.ENV_EVENTS_PATH] = str(events_path)
     os.environ[contract.ENV_FENCE] = fence.path
+    if args.log_prefix:
+        os.environ[contract.ENV_LOG_PREFIX] = "1"
     grace_s = preflight.check_grace(args.grace)
     if grace_s is not None:
         os.environ[contract.ENV_GRACE_S] = f"{grace_s:g}"
