@@ -258,6 +258,60 @@ def test_a_wiped_log_blames_its_node_once() -> None:
     assert second.end.text == "node n2 lost"
 
 
+def cause(kind: str, node: str, rank: int | None, text: str, **more: str) -> dict[str, Any]:
+    """A failure as a verdict holds it."""
+    return {"kind": kind, "node": node, "rank": rank, "text": text, "type": "", "message": "", **more}
+
+
+def test_a_verdict_goes_before_what_clocks_say() -> None:
+    """The coordinator heard of rank 0's exception first; the clock of n1 is behind."""
+    job = worker_killed()
+    job.fail(110.4, 0, "ValueError", "loss is nan")
+    first = cause("exception", "n0", 0, "ended with exit code 1", type="ValueError", message="loss is nan")
+    then = cause("exception", "n1", 1, "was killed by SIGKILL")
+    job.add(113, "verdict", "n2", generation=1, causes=[first], cascade=[then])
+    end = incidents.tell(job.events).generations[0].end
+    assert (end.kind, end.node, end.rank) == ("exception", "n0", 0)
+    assert "rank 1 on n1: SIGKILL" in end.cascade
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("oom", "worker"), ("hang", "worker"), ("disk", "exception"), ("stuck", "worker")]
+)
+def test_a_verdict_says_what_an_exit_does_not(kind: str, expected: str) -> None:
+    """Want of memory looks like any SIGKILL; the verdict's words are shown."""
+    job = worker_killed()
+    told = cause(kind, "n1", 1, "was killed by SIGKILL for want of memory", message="m")
+    job.add(113, "verdict", "n0", generation=1, causes=[told], cascade=[])
+    end = incidents.tell(job.events).generations[0].end
+    assert (end.kind, end.text) == (expected, "rank 1 on n1 was killed by SIGKILL for want of memory: m")
+    assert end.t == 110.2
+
+
+def test_a_cause_whose_log_is_lost_is_known_from_the_verdict() -> None:
+    """The node that failed has gone with its disk."""
+    job = worker_killed()
+    told = [cause("signal", "n1", 1, "was killed by SIGBUS"), cause("node-lost", "n2", None, "died")]
+    job.events = [one for one in job.events if one["node"] != "n1"]
+    job.add(113, "verdict", "n0", generation=1, causes=told, cascade=[])
+    end = incidents.tell(job.events).generations[0].end
+    assert (end.kind, end.text) == ("worker", "rank 1 on n1 was killed by SIGBUS")
+    assert "node n2 died" in end.also
+
+
+def test_a_node_that_left_of_itself_is_not_lost() -> None:
+    """It says why."""
+    job = Job().begun()
+    job.exit(110.2, 1, signal="SIGSEGV")
+    job.stop(110.5, 0, 2)
+    told = "node n1 leaves the job: the last 3 failures were of node n1 alone."
+    job.add(111, "agent-end", "n1", outcome="left", exit_code=75, message=told)
+    job.begin(115, 10, "n0", "n2", lost_steps=0)
+    end = incidents.tell(job.events).generations[0].end
+    assert end.text == "rank 1 on n1: SIGSEGV"
+    assert end.also == ("node n1 left: the last 3 failures were of node n1 alone.",)
+
+
 def test_an_echo_alone_is_all_that_is_known() -> None:
     """When connections break and nobody died, the first to notice is named."""
     job = Job().begun()
@@ -366,7 +420,7 @@ def test_a_process_number_may_be_used_again() -> None:
 
 _KINDS = (
     *("agent-start", "round", "worker-exit", "agent-end", "resume", "worker-start"),
-    *("step", "commit", "failure", "run-end", "busy"),
+    *("step", "commit", "failure", "run-end", "busy", "verdict"),
 )
 _ODD = st.one_of(
     st.none(),
@@ -397,6 +451,8 @@ _FIELDS = {
     "exit_code": _ODD,
     "stopped": st.booleans(),
     "type": _ODD,
+    "causes": st.one_of(st.lists(st.fixed_dictionaries({"node": st.just("n1"), "text": _ODD})), _ODD),
+    "cascade": st.one_of(st.lists(st.fixed_dictionaries({"node": st.just("n0"), "rank": _ODD})), _ODD),
 }
 _EVENTS = st.fixed_dictionaries(
     {"t": st.one_of(st.floats(0, 100), _ODD), "event": st.one_of(st.sampled_from(_KINDS), _ODD)},

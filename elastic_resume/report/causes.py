@@ -8,24 +8,32 @@ beats a lighter one, and among equals the first by time is the cause: so clocks 
 the time between two failures do no harm, and an echo never hides the death that made it.
 
 Exits of workers that were told to stop are signs of nothing: the restart did that.
+
+Where agents left a verdict, which rests on the order in which their coordinator heard of things and not on
+clocks, it says which signs are causes (`judged`).
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from elastic_resume.policy import failures
+from elastic_resume.policy.failures import looks_like_echo
 from elastic_resume.report.timeline import Seen
 
 DEFINITE, SILENT, ECHO = 0, 1, 2
-_ECHO = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|remote worker|remote process|"
-    r"gloo|nccl|dist(backend|network|store)error|sendbytes|recvvalue|socket ?timeout|store->get|"
-    r"watchdog|on node \S+ cannot go on",
-    re.IGNORECASE,
-)
+# How a kind of failure is counted here. What is not among them ended a worker.
+_COUNTED = {
+    failures.NODE_LOST: "node",
+    failures.PREEMPTED: "left",
+    failures.EXCEPTION: "exception",
+    failures.DIVERGENCE: "exception",
+    failures.DISK: "exception",
+}
+# Those that a worker's exit or exception does not tell by itself.
+_MORE_THAN_AN_EXIT = {failures.OOM, failures.HANG, failures.STUCK, failures.DISK, failures.DIVERGENCE}
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,9 @@ def fate_of(log: Collection[Seen], span: Span) -> Fate:
         if one.kind == "agent-end":
             outcome = one.text("outcome")
             how = outcome if outcome in {"signalled", "failed", "done"} else "unknown"
-            return Fate(how, one.t, one.text("message"))
+            if outcome == "left":  # of itself: it could not take part any more
+                how = "signalled"
+            return Fate(how, one.t, one.text("message").removeprefix(f"node {one.node} leaves the job: "))
         if one.kind == "agent-start":
             return Fate("lost", seen_t)
         if one.kind == "round":
@@ -111,6 +121,47 @@ def signs_of(events: Collection[Seen], fates: dict[str, Fate]) -> list[Sign]:
     return sorted(signs, key=lambda sign: sign.order)
 
 
+def judged(signs: Sequence[Sign], verdict: Seen | None) -> list[Sign]:
+    """Put the signs in the order that the agents' verdict gives them, the cause first.
+
+    A cause whose own log is lost has left no sign but the verdict.
+    """
+    left = list(signs)
+    if verdict is None:
+        return left
+    causes = []
+    for cause in _listed(verdict, "causes"):
+        kind = cause.text("kind")
+        of_node = kind in failures.OF_NODES
+        sign = next(
+            (one for one in left if one.node == cause.node and (of_node or one.rank == cause.rank)), None
+        )
+        if sign is None or kind in _MORE_THAN_AN_EXIT:
+            who = f"node {cause.node}" if of_node else _who(cause)
+            said = ": ".join(filter(None, [cause.text("type"), cause.text("message")]))
+            text = f"{who} {cause.text('text')}" + (f": {said}" if said else "")
+            made = Sign(DEFINITE, None, cause.node, cause.rank, _COUNTED.get(kind, "worker"), text)
+            causes.append(made if sign is None else replace(made, t=sign.t))
+        else:
+            causes.append(replace(sign, weight=min(sign.weight, SILENT)))
+        if sign is not None:
+            left.remove(sign)
+    followed = {(one.node, one.rank) for one in _listed(verdict, "cascade")}
+    rest = [replace(one, weight=ECHO) if (one.node, one.rank) in followed else one for one in left]
+    return causes + sorted(rest, key=lambda sign: sign.order)
+
+
+def _listed(verdict: Seen, name: str) -> list[Seen]:
+    """The failures in a list of a verdict."""
+    listed = verdict.raw.get(name)
+    raws: list[Mapping[str, object]] = (
+        [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    )
+    empty = Seen(verdict.t, "", "", None, None, None, None, {})
+    found = [replace(empty, raw=raw) for raw in raws]
+    return [replace(one, node=one.text("node"), rank=one.count("rank")) for one in found if one.text("node")]
+
+
 def worker_sign(exit_event: Seen) -> Sign:
     """The sign that a worker's exit is."""
     one = exit_event
@@ -120,11 +171,6 @@ def worker_sign(exit_event: Seen) -> Sign:
     # NCCL's watchdog aborts the process when a peer is gone.
     weight = ECHO if signal == "SIGABRT" or looks_like_echo(message) else DEFINITE
     return Sign(weight, one.t, one.node, one.rank, "worker", f"{_who(one)}: {how}")
-
-
-def looks_like_echo(text: str) -> bool:
-    """Whether an error's text is what the loss of a peer makes of a living worker."""
-    return _ECHO.search(text) is not None
 
 
 def _exception(one: Seen) -> Sign:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_resume.events import Event
+from elastic_resume.policy.failures import looks_like_echo
 from elastic_resume.report import timeline
 from elastic_resume.report.causes import (
     ECHO,
@@ -20,7 +21,7 @@ from elastic_resume.report.causes import (
     Sign,
     Span,
     fate_of,
-    looks_like_echo,
+    judged,
     signs_of,
     worker_sign,
 )
@@ -240,7 +241,8 @@ def _end(line: Timeline, one: _Facts, following: _Facts | None) -> tuple[End, li
     """Why generation ``one`` ended, and every sign of it."""
     later = following.nodes if following else None
     fates = _fates(line, one, following)
-    signs = signs_of(one.events, fates)
+    verdicts = [seen for seen in line.seen if seen.kind == "verdict" and seen.generation == one.number]
+    signs = judged(signs_of(one.events, fates), verdicts[0] if verdicts else None)
     best = signs[0] if signs else None
     hows = {fate.how for fate in fates.values()}
     heavy = {sign.kind for sign in signs if sign.weight != ECHO}
@@ -357,7 +359,12 @@ def _outcome(line: Timeline, rows: Sequence[Generation]) -> tuple[str, str]:
         return "open", ""
     latest = max((one.t for one in words if one.kind != "agent-end"), default=words[0].t)
     ends = [one for one in words if one.kind == "agent-end" and one.t >= latest]
-    for outcome, told in (("failed", "failed"), ("signalled", "stopped"), ("done", "finished")):
+    for outcome, told in (
+        ("failed", "failed"),
+        ("signalled", "stopped"),
+        ("left", "stopped"),
+        ("done", "finished"),
+    ):
         for one in ends:
             if one.text("outcome") == outcome:
                 return told, one.text("message")
