@@ -62,6 +62,7 @@ def word(kind: str, message: str = "", t: float = 1, rank: int | None = 0, **fie
 
 
 HANGS = event("hang", 1, suspects=[{"rank": 2, "reason": "it is stopped (state T)"}], victims=[0, 1], step=7)
+HUNG_ALL = event("hang", 1, suspects=[], victims=[0, 1], step=7, elsewhere=True)
 ROUNDS: list[tuple[str, Events, Strain, list[tuple[str, int | None]]]] = [
     ("an exception", [word("ValueError", "boom"), end()], NO_STRAIN, [(EXCEPTION, 0)]),
     ("an exit code without a word", [end(exit_code=9)], NO_STRAIN, [(EXIT, 0)]),
@@ -102,6 +103,24 @@ ROUNDS: list[tuple[str, Events, Strain, list[tuple[str, int | None]]]] = [
         [HANGS, end(0.5, 5, exit_code=3)],
         NO_STRAIN,
         [(EXIT, 5), (HANG, 2)],
+    ),
+    (
+        "one that hung with all of its node, and was killed for it",
+        [HUNG_ALL, killed(2, 0), killed(2, 1)],
+        NO_STRAIN,
+        [(HANG, 0)],
+    ),
+    (
+        "a hang of another node's, that this one was told to stop for",
+        [HUNG_ALL, killed(2, 0, stopped=True)],
+        NO_STRAIN,
+        [],
+    ),
+    (
+        "a hang that was over before a worker was killed",
+        [HANGS, event("hang-over", 1.5), killed(2, 2)],
+        NO_STRAIN,
+        [(SIGNAL, 2)],
     ),
     ("a hang of unknown shape", [event("hang", 1, suspects="?", victims=7)], NO_STRAIN, []),
     (
@@ -209,6 +228,14 @@ def test_an_abort_is_what_ncclcs_watchdog_makes_of_a_peers_death() -> None:
     assert judge([abort]).root == abort
 
 
+def test_who_waited_in_vain_follows_from_the_one_that_hung() -> None:
+    """Each node names its own suspects; one whose ranks all waited has none."""
+    (waited,) = of_round([HUNG_ALL, killed(2, 0), killed(2, 1)], "a")
+    (suspect,) = of_round([HANGS, killed(2, 2)], "b")
+    assert judge([waited, suspect]).causes == (suspect,)
+    assert judge([waited]).root == waited
+
+
 def test_the_story_of_a_cascade_in_words() -> None:
     """First, also, and what followed on how many nodes."""
     told = [
@@ -278,7 +305,7 @@ KEYS = "rank exit_code signal stopped stuck message type frame step at_fault pid
     st.lists(
         st.builds(
             lambda kind, t, rest: {**rest, "event": kind, "t": t},
-            st.sampled_from(["failure", "worker-exit", "hang", "step"]),
+            st.sampled_from(["failure", "worker-exit", "hang", "hang-over"]),
             st.floats(0, 1e9),
             st.dictionaries(st.sampled_from(KEYS.split()), anything),
         ),

@@ -250,7 +250,7 @@ class Witness:
 
     def _hang_reports(self) -> list[str]:
         found = (event for event in events.read(self._path, self._offset) if event["event"] == "hang")
-        return [str(event["path"]) for event in found if event.get("path")]
+        return [str(event["report"]) for event in found if event.get("report")]
 
     def _summary(self, *, failed: bool) -> restart.Round:
         return restart.summarize(

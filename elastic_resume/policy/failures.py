@@ -45,6 +45,7 @@ _TYPED = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)
 _KILLED = 137  # 128 + SIGKILL: what a shell makes of a child's death
 _CHILD_KILLED = re.compile(r"killed by signal: Killed|SIGKILL")
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+_WAITED = "waited in vain for the others"  # of a node whose ranks all hung for want of another node's
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class Failure:
         """Whether it looks like what the loss of a peer makes of a living worker."""
         if self.kind == SIGNAL:
             return "SIGABRT" in self.text  # NCCL's watchdog aborts the process when a peer is gone
+        if self.kind == HANG:
+            return self.text == _WAITED
         return self.kind in {EXCEPTION, EXIT} and looks_like_echo(f"{self.type} {self.message}")
 
     @property
@@ -194,19 +197,21 @@ def of_round(events: Iterable[Event], node: str, strain: Strain | None = None) -
     """
     events = list(events)
     words = [event for event in events if event["event"] == "failure"]
-    hangs = [event for event in events if event["event"] == "hang"]
+    hangs = _hangs(events)
     found: list[tuple[float, Failure]] = []
     taken: set[int] = set()
-    hung = {rank for event in hangs for rank in _ranks(event)}
     for event in hangs:
         found += [(event["t"], _hang(event, suspect, node)) for suspect in _suspects(event)]
+        if not _suspects(event) and any(_was_killed_for(event, one) for one in events):
+            failure = Failure(HANG, node, next(iter(_ranks(event))), _WAITED, step=_count(event.get("step")))
+            found.append((event["t"], failure))
     for end in events:
         if end["event"] != "worker-exit" or not (end.get("stuck") or _is_own(end)):
             continue
         word = next((one for one in words if id(one) not in taken and _same_worker(one, end)), None)
         if word is not None:
             taken.add(id(word))
-        if _count(end.get("rank")) in hung and end.get("signal") == "SIGKILL" and not end.get("stuck"):
+        if any(_was_killed_for(event, end) for event in hangs):
             continue
         t = end["t"] if word is None else min(word["t"], end["t"])
         found.append((t, _exit(end, word or {}, node, strain or Strain())))
@@ -265,6 +270,22 @@ def _refined(failure: Failure, strain: Strain) -> Failure:
         # The kernel took a process that the worker had started: one of a DataLoader's, say.
         return replace(failure, kind=OOM, text=f"{failure.text} for want of memory: {_why_oom(strain)}")
     return failure
+
+
+def _hangs(events: Iterable[Event]) -> list[Event]:
+    """The hangs that did not come to an end by themselves."""
+    hangs: list[Event] = []
+    for event in events:
+        if event["event"] == "hang":
+            hangs.append(event)
+        elif event["event"] == "hang-over":
+            hangs.clear()
+    return hangs
+
+
+def _was_killed_for(hang: Event, end: Event) -> bool:
+    killed = end["event"] == "worker-exit" and end.get("signal") == "SIGKILL" and _is_own(end)
+    return killed and not end.get("stuck") and _count(end.get("rank")) in _ranks(hang)
 
 
 def _hang(event: Event, suspect: Mapping[str, Any], node: str) -> Failure:

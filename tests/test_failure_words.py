@@ -1,0 +1,118 @@
+"""What a worker prints and writes of the exception that ends it: real processes, each dying of one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_resume import contract, events
+from elastic_resume.events import MAX_LINE_BYTES
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = """
+import sys
+from elastic_resume.worker import failure
+failure.from_start()
+failure.from_start()  # as er.resume does after the start did
+{body}
+"""
+
+
+def die(tmp_path: Path, body: str, **environ: str) -> tuple[str, list[dict[str, Any]]]:
+    """Run a script to its end: what it printed and its events."""
+    script, log, path = tmp_path / "train.py", tmp_path / "log", tmp_path / "events.jsonl"
+    script.write_text(SCRIPT.format(body=body))
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("ELASTIC_RESUME_")}
+    with open(log, "w") as output:
+        subprocess.run(
+            [sys.executable, str(script)],
+            stderr=output,
+            env={**clean, "RANK": "3", contract.ENV_EVENTS_PATH: str(path), **environ},
+            timeout=60,
+            check=False,
+        )
+    return log.read_text(), list(events.read(path))
+
+
+def test_without_an_agent_the_traceback_is_printed_as_ever(tmp_path: Path) -> None:
+    """And an event is written once."""
+    printed, (event,) = die(tmp_path, "raise ValueError('boom')")
+    assert printed.startswith("Traceback (most recent call last)")
+    assert printed.endswith("ValueError: boom\n")
+    assert (event["event"], event["rank"], event["type"], event["message"]) == (
+        "failure",
+        3,
+        "ValueError",
+        "boom",
+    )
+    assert event["traceback"] == printed
+
+
+def agent_of(log: Path) -> subprocess.Popen[bytes]:
+    """A process that prints to that file, for an agent."""
+    with open(log, "a") as output:
+        return subprocess.Popen(["sleep", "60"], stderr=output)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_one_line_where_an_agent_prints_to_the_same_place(tmp_path: Path, shared: bool) -> None:
+    """A rank whose output goes to a file of its own has the whole traceback there."""
+    agent = agent_of(tmp_path / ("log" if shared else "other"))
+    with agent:
+        environ = {contract.ENV_AGENT_PID: str(agent.pid), contract.ENV_ROUND: "1"}
+        printed, (event,) = die(tmp_path, "raise ValueError('boom')", **environ)
+        agent.kill()
+    assert "Traceback" in event["traceback"]
+    if shared:
+        (line,) = printed.splitlines()
+        assert line.startswith("elastic_resume: rank 3: ValueError: boom (")
+    else:
+        assert printed == event["traceback"]
+
+
+def test_nothing_is_hidden_that_could_not_be_written(tmp_path: Path) -> None:
+    """The disk refuses the event, so the traceback is printed."""
+    agent = agent_of(tmp_path / "log")
+    with agent:
+        environ = {contract.ENV_AGENT_PID: str(agent.pid), contract.ENV_ROUND: "1"}
+        environ[contract.ENV_EVENTS_PATH] = str(tmp_path / "no such directory" / "events.jsonl")
+        printed, _ = die(tmp_path, "raise ValueError('boom')", **environ)
+        agent.kill()
+    assert printed.endswith("ValueError: boom\n")
+
+
+def test_a_long_traceback_keeps_its_ends_and_fits_a_line(tmp_path: Path) -> None:
+    """Of an error text of a megabyte, in characters that JSON writes as six bytes."""
+    _, (event,) = die(tmp_path, "raise ValueError('first\\n' + '\\u4f60' * 1_000_000 + 'last')")
+    assert event["message"] == "first"
+    assert event["traceback"].startswith("Traceback")
+    assert event["traceback"].endswith("last\n")
+    assert (tmp_path / "events.jsonl").stat().st_size < MAX_LINE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("body", "frame"),
+    [
+        ("import nothing_of_that_name", "train.py:6 in <module>"),
+        ("compile('def f(:', 'model.py', 'exec')", "model.py:1"),
+        ("import json; json.loads('{')", "json/decoder.py"),
+        ("from elastic_resume.policy import failures; failures.judge(7)", "train.py:6 in <module>"),
+    ],
+)
+def test_the_frame_is_the_users_own(tmp_path: Path, body: str, frame: str) -> None:
+    """Ours and installed packages are passed over; of a syntax error it is the place."""
+    _, (event,) = die(tmp_path, body)
+    assert frame in event["frame"]
+
+
+def test_an_interrupt_is_no_failure(tmp_path: Path) -> None:
+    """Somebody wanted it."""
+    printed, told = die(tmp_path, "raise KeyboardInterrupt")
+    assert told == []
+    assert "KeyboardInterrupt" in printed
