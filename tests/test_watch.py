@@ -185,8 +185,9 @@ def test_a_node_that_was_suspended_as_a_whole_sees_no_hang(make: Callable[..., C
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that waits, with nothing of ours in it."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    """A process that waits: with a file and a bell as ours have them, and nobody who heeds them."""
+    code = "import os; print(os.memfd_create('elastic_resume-stacks'), os.pipe()[1], flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     yield process
     process.kill()
     process.communicate()
@@ -330,12 +331,23 @@ def test_the_newest_reports_are_kept_and_nothing_else_is_touched(stage: Stage) -
     assert left == {"notes.txt", *(f"g{n}-s{1000 - n}.txt" for n in range(5, MAX_REPORTS + 5))}
 
 
-def test_a_worker_is_asked_only_for_what_it_offers(stage: Stage) -> None:
-    """Descriptors that are something else, and a signal without a handler."""
-    stage.hang(looks=0, stacks_fd=1, bell_fd=0)
-    (found,) = stacks.gather(stage.lines, lambda line: line.step == 11)
-    assert (found.evidence.answered, found.evidence.pending, found.evidence.frames) == (None, None, ())
-    assert not stage.killed
+def test_a_worker_is_asked_only_for_what_it_offers(stage: Stage, child: subprocess.Popen[bytes]) -> None:
+    """Descriptors may be something else by now, and a signal without a handler would kill."""
+    assert child.stdout is not None
+    stacks_fd, bell_fd = map(int, child.stdout.readline().split())
+    for fields, answered in (
+        ({"stacks_fd": 1, "bell_fd": 0}, None),
+        ({"stacks_fd": stacks_fd, "bell_fd": stacks_fd}, None),
+        ({"stacks_fd": stacks_fd, "bell_fd": bell_fd}, False),
+    ):
+        stage.hang(looks=0, **fields)
+        (found,) = stacks.gather(stage.lines, lambda line: line.step == 11)
+        assert (found.evidence.answered, found.evidence.pending, found.evidence.frames) == (
+            answered,
+            None,
+            (),
+        )
+        assert not stage.killed
     os.kill(stage.pid, STACKS_SIGNAL)
     wait_for(lambda: stage.killed, "the signal would have killed it")
 
