@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Half of a test of real processes is waiting: two at a time take 60 % of the time on two cores.
 TWO := -n 2 --dist worksteal
 
-.PHONY: demo test lint check nightly bench clean network-tools
+.PHONY: demo test lint check nightly soak bench clean network-tools
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test     every test, real processes included"
 	@echo "make check    lint, types and the pure tests (under a minute)"
 	@echo "make nightly  100,000 schedules of faults against the rendezvous, new ones every day, and longer fuzzing"
+	@echo "make soak     a hundred kills of all kinds in one job, and nothing left behind"
 	@echo "make bench    speed, as ratios measured side by side"
 
 $(READY): pyproject.toml constraints.txt
@@ -47,6 +48,10 @@ FIRST ?= $(shell echo $$(( $$(date +%s) / 86400 * 100000 )))
 nightly: $(READY)
 	$(BIN)/elastic-resume simulate rendezvous --seeds 100000 --first $(FIRST)
 	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/test_rendezvous_wire_fuzz.py
+
+SOAK_KILLS ?= 100
+soak: $(READY)
+	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -q tests/test_soak.py --timeout 3600
 
 bench: $(READY)
 	$(BIN)/python benchmarks/save_load.py
