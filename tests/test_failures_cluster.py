@@ -26,7 +26,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Cluster] = []
 
     def build(what: str, nodes: int = 3, min_nodes: int = 2, flags: tuple[str, ...] = ()) -> Cluster:
-        cluster = Cluster(tmp_path, nodes=nodes, min_nodes=min_nodes, flags=flags)
+        # These workers need no torch: a zygote that imports it would only take seconds from two cores.
+        cluster = Cluster(tmp_path, nodes=nodes, min_nodes=min_nodes, flags=("--no-warm", *flags))
         made.append(cluster)
         (tmp_path / "job").mkdir()
         cluster.start(SCRIPT, str(tmp_path / "job"), what, "n1")
