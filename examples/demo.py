@@ -68,7 +68,13 @@ def break_things(cluster: Cluster) -> None:
 
 def main() -> int:
     shutil.rmtree(KEPT, ignore_errors=True)
-    with Cluster(KEPT, nodes=3, min_nodes=2, run_id="digits", flags=["--save-every", "10", "--preload", "sklearn.datasets"]) as cluster:
+    with Cluster(
+        KEPT,
+        nodes=3,
+        min_nodes=2,
+        run_id="digits",
+        flags=["--save-every", "10", "--preload", "sklearn.datasets"],
+    ) as cluster:
         cluster.start(HERE / "digits.py", "--epochs", str(EPOCHS), "--step-delay", str(STEP_DELAY_S))
         break_things(cluster)
         codes = cluster.wait_exit()

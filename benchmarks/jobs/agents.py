@@ -154,11 +154,13 @@ def _die_with_parent() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
-def make_job(system: str, directory: Path, node_timeout_s: float | None) -> Job:
+def make_job(system: str, directory: Path, node_timeout_s: float | None, imports: str) -> Job:
     """Start all nodes of ``system``'s job. ``node_timeout_s`` is for ours; None: its default."""
     directory.mkdir(parents=True)
+    os.environ["BENCH_IMPORTS"] = imports
     if system == "ours":
-        return Ours(directory, ["--node-timeout", str(node_timeout_s)] if node_timeout_s else [])
+        flags = ["--node-timeout", str(node_timeout_s)] if node_timeout_s else []
+        return Ours(directory, [*flags, "--preload", imports] if imports else flags)
     if system == "tuned":
         return Stock(directory, TUNED_CONF, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     return Stock(directory, {}, {})

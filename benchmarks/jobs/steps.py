@@ -31,6 +31,7 @@ def birth() -> float:
 BORN = birth()
 
 import ctypes
+import importlib
 import json
 import secrets
 import signal
@@ -41,6 +42,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+for name in filter(None, os.environ.get("BENCH_IMPORTS", "").split(",")):
+    importlib.import_module(name)
 
 STEP_S = 0.02
 WIDTH = 64
