@@ -32,7 +32,7 @@ from elastic_resume.policy.failures import (
     lost,
     of_round,
 )
-from elastic_resume.rendezvous.ledger import MAX_KEPT, Ledger
+from elastic_resume.rendezvous.ledger import MAX_KEPT, Ledger, received
 
 Events = list[dict[str, Any]]
 NO_STRAIN = Strain()
@@ -270,6 +270,13 @@ def test_the_list_is_short_and_counts_what_is_alike() -> None:
     kept = ledger.of(3)
     assert len(kept) == MAX_KEPT
     assert not any(one.is_echo for one in kept), "an echo gives way to what may be the cause"
+
+
+def test_what_a_leader_tells_is_cut_to_what_it_may_be() -> None:
+    """So many, so long, and nothing that a terminal would obey."""
+    told = received((failure("a", "\x1b[2J" + "x" * 9999),) * 99)
+    assert len(told) == MAX_KEPT
+    assert all(one.text.isprintable() and len(one.text) == MAX_TEXT for one in told)
 
 
 def test_lost_nodes_are_each_named() -> None:

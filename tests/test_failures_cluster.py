@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -177,6 +178,19 @@ def test_what_followed_from_the_loss_of_a_node_costs_nothing(make: Make) -> None
     (verdict,) = verdicts(cluster, 0)
     assert [(one["kind"], one["node"]) for one in verdict["causes"]] == [("node-lost", "n1")]
     assert {one["type"] for one in verdict["cascade"]} <= {"RuntimeError"}
+
+
+def test_a_node_that_was_asked_to_leave_is_not_lost(make: Make) -> None:
+    """SIGTERM to its agent: exit code 143 there, and no failure of the job anywhere."""
+    cluster = make("none", flags=("--max-no-progress", "1"))
+    cluster.wait(lambda: rounds(cluster, 0)[-1:] == [3], "a world of three")
+    cluster.kill_agent(1, signal.SIGTERM)
+    assert cluster.wait_exit(60, only=[1]) == [143]
+    cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
+    finish(cluster)
+    assert cluster.wait_exit(60) == [0, 0]
+    (verdict,) = verdicts(cluster, 2)
+    assert [(one["kind"], one["node"]) for one in verdict["causes"]] == [("preempted", "n1")]
 
 
 def test_max_restarts_counts_restarts_and_nothing_else(tmp_path: Path) -> None:

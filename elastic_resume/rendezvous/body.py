@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from elastic_resume.policy.failures import lost
-from elastic_resume.rendezvous.ledger import Ledger
+from elastic_resume.rendezvous.ledger import Ledger, received
 from elastic_resume.rendezvous.link import NEVER, Link
 from elastic_resume.rendezvous.messages import Begin, Hello, JobEnd, Join, Message, Redirect, Report
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World, has_quorum
@@ -251,7 +251,7 @@ class Body:
                 message.store,
                 message.workers,
                 message.step,
-                message.failures,
+                received(message.failures),
             )
         )
 

@@ -37,6 +37,7 @@ from __future__ import annotations
 from elastic_resume.rendezvous.body import Body
 from elastic_resume.rendezvous.following import Follower
 from elastic_resume.rendezvous.leading import Leader
+from elastic_resume.rendezvous.ledger import received
 from elastic_resume.rendezvous.link import Link
 from elastic_resume.rendezvous.messages import Hello, JobEnd, Report, Stamp
 from elastic_resume.rendezvous.quorum import Incarnation, World
@@ -210,7 +211,7 @@ class Agent:
         done = "every node has finished"
         if end.missing:
             done = f"all that are left have finished; not there at the end: {', '.join(end.missing)}"
-        self.body.effects.append(EndJob(end.failed or done, bool(end.failed), end.failures))
+        self.body.effects.append(EndJob(end.failed or done, bool(end.failed), received(end.failures)))
         self._finish("ended")
 
     def _end_of_search(self, role: Seeker) -> None:

@@ -14,6 +14,11 @@ MAX_KEPT = 8
 """Failures that are not alike. What happened first is among them."""
 
 
+def received(told: tuple[Failure, ...]) -> tuple[Failure, ...]:
+    """Give what a leader has told, no more and no longer than it may be."""
+    return tuple(bounded(failure) for failure in told[:MAX_KEPT])
+
+
 class Ledger:
     """The failures of one generation; those of an earlier one are forgotten when a later one has some."""
 
