@@ -1,4 +1,4 @@
-"""``elastic-resume run`` with warm workers, with ``--no-warm``, and torchrun: the same logs, files and ends."""
+"""``elastic-resume run`` with warm workers, with ``--no-warm``, and torchrun: the same logs and ends."""
 
 from __future__ import annotations
 
