@@ -289,8 +289,9 @@ def _was_killed_for(hang: Event, end: Event) -> bool:
 
 
 def _hang(event: Event, suspect: Mapping[str, Any], node: str) -> Failure:
-    reason = str(suspect.get("reason") or "it made no progress")
-    return Failure(HANG, node, _count(suspect.get("rank")), f"hung: {reason}", step=_count(event.get("step")))
+    reason = str(suspect.get("reason") or "made no progress").removeprefix("it ")
+    rank, step = _count(suspect.get("rank")), _count(event.get("step"))
+    return Failure(HANG, node, rank, f"hung: it {reason}", step=step)
 
 
 def _why_oom(strain: Strain) -> str:
