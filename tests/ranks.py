@@ -1,13 +1,39 @@
-"""Starts the ranks of a world by hand, as N nodes, without any agent."""
+"""Starts the ranks of a world by hand, as N nodes, without any agent.
+
+They are forked from a zygote, as an agent's workers are: what a script does is the same
+(tests/test_zygote.py), and minutes do not go into importing torch again and again.
+"""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from elastic_resume import contract
+from elastic_resume.agent import stub
+from elastic_resume.agent.warm import Warmth
+
+THREADS = {"OMP_NUM_THREADS": "1"}  # which only a new process heeds: the zygote has to have it too
+
+
+@functools.cache
+def zygote() -> str:
+    """Start this process's zygote; give its name."""
+    before = dict(os.environ)
+    os.environ.update(THREADS)
+    warmth = Warmth([sys.executable, "-u", "x.py"], [], say=print, tell=lambda *_, **__: None)
+    warmth.start()
+    atexit.register(warmth.close)
+    name = os.environ[contract.ENV_ZYGOTE]
+    os.environ.clear()
+    os.environ.update(before)
+    return name
 
 
 def environment(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
@@ -21,7 +47,7 @@ def environment(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
+        **THREADS,
         "ELASTIC_RESUME_NODE_NAME": f"n{rank}",
         **more,
     }
@@ -36,8 +62,11 @@ def run(
         port = probe.getsockname()[1]
     started = [
         subprocess.Popen(
-            [sys.executable, str(script), *args],
-            env=environment(rank, size, port, **(env[rank] if env else {})),
+            [sys.executable, "-I", "-S", stub.__file__, "0", sys.executable, "-u", str(script), *args],
+            env={
+                **environment(rank, size, port, **(env[rank] if env else {})),
+                contract.ENV_ZYGOTE: zygote(),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

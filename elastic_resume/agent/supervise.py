@@ -143,6 +143,7 @@ def _limits(args: argparse.Namespace, given: set[str]) -> restart.Limits:
 
 def _set_environment(settings: Settings, args: argparse.Namespace, events_path: Path, fence: Fence) -> None:
     os.environ.update(settings.to_env())
+    os.environ.pop(contract.ENV_ZYGOTE, None)  # of an agent in whose worker this one runs
     os.environ.pop(contract.ENV_TOKEN, None)  # read by now, and no business of the training script
     os.environ[contract.ENV_AGENT_PID] = str(os.getpid())
     os.environ[contract.ENV_EVENTS_PATH] = str(events_path)

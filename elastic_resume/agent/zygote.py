@@ -48,7 +48,7 @@ OURS = ("elastic_resume.worker.start",)
 # Read once, by the interpreter, the loader or a library, when it starts.
 START_PREFIXES = (
     "PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LANG", "LC_",
-    "TORCH_LOGS", "TORCH_SHOW", "PYTORCH_",
+    "TORCH_LOGS", "TORCH_SHOW", "PYTORCH_", "ELASTIC_RESUME_FAILPOINTS",
 )  # fmt: skip
 MAX_REQUEST = 16 << 20
 REQUEST_S = 5.0
