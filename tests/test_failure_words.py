@@ -54,6 +54,17 @@ def test_without_an_agent_the_traceback_is_printed_as_ever(tmp_path: Path) -> No
     assert event["traceback"] == printed
 
 
+def test_two_hooks_with_anothers_between_them_write_one_event(tmp_path: Path) -> None:
+    """Torch puts its own around ours when a process group is made, and er.resume puts one around that."""
+    body = (
+        "inner = sys.excepthook; sys.excepthook = lambda *error: inner(*error)\n"
+        "failure.from_start(); raise ValueError('boom')"
+    )
+    printed, (event,) = die(tmp_path, body)
+    assert event["message"] == "boom"
+    assert printed.count("ValueError: boom") == 1
+
+
 def agent_of(log: Path) -> subprocess.Popen[bytes]:
     """A process that prints to that file, for an agent."""
     with open(log, "a") as output:

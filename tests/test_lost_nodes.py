@@ -27,7 +27,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def build(nodes: int, min_nodes: int = 1, max_nodes: int | None = None, **more: object) -> Hearts:
         shape: dict[str, Any] = {"min_nodes": min_nodes, "max_nodes": max_nodes or nodes, **more}
         # A heart needs no torch: a zygote that imports it would only take seconds from the two cores.
-        cluster = Cluster(tmp_path, nodes=nodes, flags=["--no-warm"], **shape)
+        shape["flags"] = ["--no-warm", *shape.get("flags", [])]
+        cluster = Cluster(tmp_path, nodes=nodes, **shape)
         made.append(cluster)
         return Hearts(cluster)
 

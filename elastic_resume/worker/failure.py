@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from elastic_resume import contract
 from elastic_resume.errors import ElasticResumeError
@@ -62,7 +62,12 @@ def report_to(events: EventLog) -> None:
 
 
 class _Hook:
-    """What Python calls for an uncaught exception."""
+    """What Python calls for an uncaught exception.
+
+    There may be two: one from the start of the process and one of the run, with torch's own between them.
+    """
+
+    told: ClassVar[BaseException | None] = None  # which one the event log has
 
     def __init__(self, events: EventLog, before: Callable[..., Any]) -> None:
         self.events = events
@@ -72,7 +77,8 @@ class _Hook:
         Drain.end_instead_of(kind)
         lost = self.events.lost
         said = describe(error, trace)
-        if not issubclass(kind, KeyboardInterrupt):
+        if not issubclass(kind, KeyboardInterrupt) and error is not _Hook.told:
+            _Hook.told = error
             self.events.write("failure", **said)
         if isinstance(error, ElasticResumeError):
             print(f"elastic_resume: error: {error}", file=sys.stderr, flush=True)
