@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from elastic_resume import contract
-from elastic_resume.agent import stacks
-from elastic_resume.agent.watch import MAX_REPORTS, REPORTS_DIR, Watch, patience_of
+from elastic_resume.agent import impatience, stacks
+from elastic_resume.agent.watch import MAX_REPORTS, REPORTS_DIR, Watch, patience_of, watched
 from elastic_resume.errors import ConfigError, MachineError
 from elastic_resume.events import Event
 from elastic_resume.faults.lab import Cluster
@@ -283,6 +283,21 @@ def test_between_rounds_and_while_it_is_paused_nobody_is_judged(
     monkeypatch.delenv(contract.ENV_ROUND)
     stage.hang(looks=8)
     assert (stage.killed, stage.events) == (False, [])
+
+
+def test_a_signal_that_asks_for_the_end_pauses_the_watch(tmp_path: Path) -> None:
+    """Workers that are drained save what they want to save, and make no steps."""
+    paused = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with (
+            watched(tmp_path, 1, None, say=print, tell=print) as nothing,
+            impatience.heeded(nothing, paused.set),
+        ):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            wait_for(paused.is_set, "it is told")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_what_the_script_calls_busy_has_the_limit_that_it_gives(stage: Stage) -> None:

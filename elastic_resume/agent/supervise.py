@@ -68,7 +68,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
         )
         witness.say(f"job {settings.run_id}, checkpoints in {node_dir.path}")
         watch = watched(node_dir.path, config.nproc_per_node, patience, say=witness.say, tell=witness.note)
-        with _warmth(launch, args, witness), impatience.heeded(witness.round_over), watch:
+        with _warmth(launch, args, witness), watch as pause, impatience.heeded(witness.round_over, pause):
             outcome, code, message = _run(launch, witness, node_dir, fence)
         if outcome in {"failed", "left"}:
             witness.explain_end(args.log_dir or "")

@@ -71,15 +71,15 @@ def watched(
     *,
     say: Callable[[str], None],
     tell: Callable[..., Any],
-) -> Iterator[None]:
-    """Watch this node's workers within the context; see `Watch`."""
+) -> Iterator[Callable[[], None]]:
+    """Watch this node's workers within the context; see `Watch`. Gives its `Watch.pause`."""
     if patience is None:
-        yield
+        yield lambda: None
         return
     watch = Watch(node_dir, local_ranks, patience, say=say, tell=tell)
     watch.start()
     try:
-        yield
+        yield watch.pause
     finally:
         watch.close()
 
