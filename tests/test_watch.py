@@ -108,7 +108,8 @@ def check_report(hang: Event, stack: str) -> None:
     parts = report.split("-" * 80)
     assert [re.findall(r"rank (\d)", part)[0] for part in parts[1:]] == ["0", "1", "2"]
     assert stack in parts[2]
-    assert all("in all_reduce" in parts[index] for index in (1, 3))
+    # One that is set going by the question put to rank 1 may have left the all_reduce: the recorder tells.
+    assert all("hang.py" in parts[index] and "all_reduce (number" in parts[index] for index in (1, 3))
 
 
 @pytest.mark.cluster

@@ -4,7 +4,7 @@ Works for a process that is stopped, whose GIL is held or that sleeps in the ker
 described from outside. A number is never taken for a process: every look and every signal is for the one
 that started at the time which its line tells.
 
-Promise: takes less than two seconds, whatever the processes do, and leaves nothing behind. One that was
+Promise: takes less than three seconds, whatever the processes do, and leaves nothing behind. One that was
 stopped runs for a moment, since a stopped process tells nothing: whoever asks means to end it.
 
 Does not know who is to blame (`policy/blame.py`).
@@ -26,7 +26,7 @@ from pathlib import Path
 from elastic_resume.policy.blame import Evidence, Frame, Pending
 from elastic_resume.store.board import STACKS_SIGNAL, Line
 
-ANSWER_S = 0.4  # a healthy interpreter hands its GIL over after 5 ms, to each of its threads
+ANSWER_S = 0.5  # a healthy interpreter hands its GIL over after 5 ms, to each of its threads
 STACKS_S = 0.6
 LEAST_S = 0.05  # of looking at the time that a process uses
 POLL_S = 0.005
@@ -65,7 +65,7 @@ def gather(lines: Sequence[Line], stands: Callable[[Line], bool]) -> list[Standi
     for one in asked:
         one.ring()
     # Before the signal, which ends a native call that holds the GIL: it would answer then.
-    _wait(ANSWER_S, lambda: all(one.hears() or not one.may_answer for one in asked))
+    _wait(ANSWER_S, lambda: all([one.hears() or not one.may_answer for one in asked]))  # noqa: C419 - ask each
     # To ask one that is stopped, or in a native call, may set it going, and those that wait for it with it.
     _ask_for_stacks([one for one in asked if one.answered])
     _ask_for_stacks([one for one in asked if not one.answered])
@@ -160,7 +160,8 @@ class _Asked:
     def standing(self, stands: bool) -> Standing:
         """Put together what is known."""
         line, before, after = self.line, self.before, _stat(self.line)
-        answer = _answer_in(self.said)
+        # An answer that came later tells of what the question for stacks set going.
+        answer = _answer_in(self.said) if self.answered else None
         stacks = _stacks_in(self.said)
         state = _state(before, after)
         collectives, pending = (None, None) if answer is None else _told(answer)
@@ -190,7 +191,7 @@ class _Asked:
 def _ask_for_stacks(asked: Sequence[_Asked]) -> None:
     for one in asked:
         one.ask_for_stacks()
-    _wait(STACKS_S, lambda: all(one.has_stacks for one in asked))
+    _wait(STACKS_S, lambda: all([one.has_stacks for one in asked]))  # noqa: C419 - ask each
 
 
 def main_thread(stacks: str) -> tuple[Frame, ...]:
