@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from elastic_resume import contract
-from elastic_resume.agent import guard, relay, stub
+from elastic_resume.agent import exits, guard, relay, stub
 from elastic_resume.agent.fence import Fence
 
 STUB = [sys.executable, "-I", "-S", stub.__file__, "0"]
@@ -99,7 +99,7 @@ def exit_event(tmp_path: Path) -> dict[str, Any]:
 
 def test_its_literals_are_the_contracts() -> None:
     """The stub imports nothing of the package, so it repeats the names."""
-    modules = (stub, guard, relay)
+    modules = (stub, guard, exits, relay)
     names = [(module, name) for module in modules for name in vars(module) if name.startswith("ENV_")]
     assert len(names) >= 9
     for module, name in names:
@@ -359,8 +359,14 @@ def test_a_worker_that_does_not_die_of_sigkill_does_not_hold_the_stub(
     cgroup.rmdir()
 
 
-def test_an_agent_that_is_killed_leaves_nothing(environ: dict[str, str], tmp_path: Path) -> None:
-    """Stub, worker, and a grandchild in a session of its own: all gone, though the worker ignores signals."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_agent_that_is_killed_leaves_nothing(
+    environ: dict[str, str], tmp_path: Path, stopped: bool
+) -> None:
+    """Stub, worker, and a grandchild in a session of its own, though the worker ignores signals.
+
+    ``stopped``: the stub was, by SIGSTOP.
+    """
     script = (
         f"trap '' TERM HUP INT; setsid sh -c 'echo $$ > {tmp_path / 'grandchild'}; exec sleep 600' & "
         f"echo $$ > {tmp_path / 'worker'}; while true; do sleep 1; done"
@@ -381,6 +387,8 @@ def test_an_agent_that_is_killed_leaves_nothing(environ: dict[str, str], tmp_pat
         env=environ,
     )
     pids = [pid_in(tmp_path / name) for name in ("stub", "worker", "grandchild")]
+    if stopped:
+        os.kill(pids[0], signal.SIGSTOP)
     agent.kill()
     agent.wait()
     wait_for(lambda: not any(map(alive, pids)), "stub, worker and grandchild to die")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from elastic_resume import events
 
 pytestmark = pytest.mark.cluster
 
@@ -29,12 +32,12 @@ OWN_AFFAIRS = {
 
 
 def run(way: str, directory: Path, *words: str, code: int = 0) -> str:
-    """Run a job of two workers in a directory of its own; give what it printed."""
+    """Run a job of two workers in a directory of its own; give what its agent said."""
     directory.mkdir()
     command = [*WAYS[way], "--nproc-per-node=2", "--max-restarts=0", *words]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == code, done.stderr
-    return done.stdout
+    return done.stderr
 
 
 def logs(directory: Path, name: str) -> list[str]:
@@ -47,11 +50,15 @@ def test_a_script_does_the_same_warm_cold_and_under_torchrun(tmp_path: Path) -> 
     facts: dict[str, list[dict[str, Any]]] = {}
     for way in WAYS:
         here = tmp_path / way
-        run(way, here, "--redirects=3", "--log-dir=logs", str(MIRROR), "chance-${local_rank}", "0")
+        said = run(way, here, "--redirects=3", "--log-dir=logs", str(MIRROR), "chance-${local_rank}", "0")
         out = logs(here, "stdout.log")
         assert [text.splitlines()[1:] for text in out] == [["a thread's last word", "at exit"]] * 2
         assert logs(here, "stderr.log") == ["", ""]
         facts[way] = [json.loads(text.splitlines()[0]) for text in out]
+        if way == "warm":
+            kinds = [event["event"] for event in events.read(next(here.rglob("events.jsonl")))]
+            assert "zygote-ready" in kinds
+            assert "starts cold" not in said
         for rank, seen in enumerate(facts[way]):
             seen["cwd"] = seen["cwd"].replace(way, "")
             environ = seen.pop("environ")
@@ -110,3 +117,18 @@ def test_any_program_may_be_a_worker(way: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, timeout=200)
     assert sorted(done.stdout.split()) == ["0", "1", "rank", "rank"]
     assert done.stderr.count("workers start cold: --no-python") == 1
+
+
+def test_a_script_that_sets_what_only_a_new_process_heeds_starts_cold(tmp_path: Path) -> None:
+    """As scripts do ahead of importing torch; the user is told what to do about it."""
+    here = tmp_path / "job"
+    here.mkdir()
+    (here / "sets.py").write_text(
+        "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nprint(torch.get_num_threads())"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [*OURS, "sets.py"], cwd=here, env=env, capture_output=True, text=True, check=True, timeout=200
+    )
+    assert done.stdout == "1\n"
+    assert "workers start cold: the script sets OMP_NUM_THREADS" in done.stderr

@@ -364,6 +364,94 @@ def test_preloaded_modules_that_spoil_a_fork_or_fail_are_left_out(
     assert process.communicate(timeout=60)[0] == "['fine']\n"
 
 
+def test_what_preloaded_modules_change_is_changed_in_workers(
+    own: Callable[..., Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable that one sets, and a directory that it puts first on the search path."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "only_there.py").write_text("")
+    (tmp_path / "changing.py").write_text(
+        f"import os, sys; os.environ['CHANGED'] = 'yes'; sys.path.insert(0, {str(tmp_path / 'lib')!r})"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    warm = own("changing")
+    script = tmp_path / "script.py"
+    script.write_text("import changing, only_there, os, sys; print(os.environ['CHANGED'], sys.path[:2])")
+    process = start(environ(tmp_path, warm.name), str(script), stdout=subprocess.PIPE)
+    assert process.communicate(timeout=60)[0] == f"yes {[str(tmp_path / 'lib'), str(tmp_path)]}\n"
+
+
+def test_a_module_that_uses_native_threads_or_leaves_a_process_is_left_out(
+    own: Callable[..., Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenMP's pool is missing in a fork, which waits for it; an orphan would hold our sockets open."""
+    (tmp_path / "pooling.py").write_text("import torch; torch.ones(3000, 3000).sum()")
+    (tmp_path / "leaving.py").write_text("import os; os.system(\"setsid sh -c 'sleep 300; true' &\")")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    warm = own("pooling", "leaving")
+    warm.wait_ready()
+    said = "\n".join(warm.said)
+    if len(os.sched_getaffinity(0)) > 1:  # with one core there is no pool
+        assert "--preload pooling is left out: it uses native threads" in said
+    assert "--preload leaving is left out: it starts processes" in said
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_closed_streams_are_closed_in_the_worker_too(closed: str, warm: Warm, tmp_path: Path) -> None:
+    """Nothing else takes their place."""
+    script = tmp_path / "script.py"
+    facts = "[s is None for s in (sys.stdin, sys.stdout, sys.stderr)]"
+    script.write_text(f"import sys; open({str(tmp_path / 'facts')!r}, 'w').write(repr({facts}))")
+    words = " ".join([*STUB, sys.executable, "-u", str(script)])
+    shell = ["/bin/sh", "-c", f"exec {words} {closed}"]
+    subprocess.run(shell, env=environ(tmp_path, warm.name), check=True)
+    assert (tmp_path / "facts").read_text() == repr([closed == c for c in ("<&-", ">&-", "2>&-")])
+
+
+def test_a_working_directory_that_is_gone_starts_the_worker_cold(warm: Warm, tmp_path: Path) -> None:
+    """As a plain start would, which finds no fault with it."""
+    script = tmp_path / "script.py"
+    script.write_text("print('ran')")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    words = " ".join([*STUB, sys.executable, "-u", str(script)])
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"rmdir ../gone; exec {words}"],
+        env=environ(tmp_path, warm.name),
+        cwd=gone,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "ran\n"
+
+
+def test_limits_and_priority_of_the_stub_are_the_workers(warm: Warm, tmp_path: Path) -> None:
+    """Whatever stands around torchelastic's command."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, resource; print(resource.getrlimit(resource.RLIMIT_NOFILE), os.nice(0))")
+    words = " ".join([*STUB, sys.executable, "-u", str(script)])
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"ulimit -n 300; exec nice -n 5 {words}"],
+        env=environ(tmp_path, warm.name),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "(300, 300) 5\n"
+
+
+def test_a_stub_that_waits_for_imports_can_be_ended(own: Callable[..., Warm], tmp_path: Path) -> None:
+    """Nothing has been started yet, so nothing has to be waited for."""
+    warm = own()
+    assert warm.warmth.pid is not None
+    os.kill(warm.warmth.pid, signal.SIGSTOP)
+    process = start(environ(tmp_path, warm.name), "-c", "pass")
+    wait_for(lambda: is_connected(process.pid), "the stub to ask")
+    process.terminate()
+    assert process.wait(30) == -signal.SIGTERM
+
+
 def test_garbage_and_silence_do_not_disturb_the_zygote(warm: Warm, tmp_path: Path) -> None:
     """Whoever runs as our user may connect. Half a request, none, and one that is too long are dropped."""
     with contextlib.ExitStack() as stack:

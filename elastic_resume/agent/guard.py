@@ -39,16 +39,19 @@ import time
 
 TYPE_CHECKING = False  # typing would cost a third of the start
 if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from elastic_resume.agent.exits import number_or_none, write_exit
     from elastic_resume.agent.relay import Relays
 elif __package__:
+    from .exits import number_or_none, write_exit
     from .relay import Relays
 else:
+    from exits import number_or_none, write_exit
     from relay import Relays
 
-ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"
 ENV_ROUND = "ELASTIC_RESUME_ROUND"
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"
-ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"
 ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"
 ENV_FENCE = "ELASTIC_RESUME_FENCE"
 DEFAULT_GRACE_S = 5.0
@@ -120,8 +123,11 @@ def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:
     signal.set_wakeup_fd(ringer, warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     guard = os.getpid()
-    relays = Relays([line.fileno(), bell, ringer])
-    worker = os.fork()
+    try:
+        relays = Relays([line.fileno(), bell, ringer])
+        worker = os.fork()
+    except OSError as error:
+        refuse(line, f"no process can be forked for the worker: {error.strerror}.")
     if worker == 0:
         libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != guard:
@@ -184,11 +190,16 @@ def open_page(line: "_socket.socket") -> Page:
             f"{getattr(error, 'strerror', None) or error}. Either the agent has ended, or /proc hides it: "
             "let workers run as the agent's user, in its PID namespace, with /proc mounted."
         )
-        os.write(2, f"elastic_resume: {text}\n".encode())
-        write_exit(None, 1 << 8, stopped=False, fenced=False, message=text)
-        say(line, f"ended {1 << 8}")
-        os._exit(1)
+        refuse(line, text)
     return Page(memoryview(page).cast("d"))
+
+
+def refuse(line: "_socket.socket", text: str) -> "NoReturn":
+    """Say why there is no worker, to people, to the agent and to the stub. Does not return."""
+    os.write(2, f"elastic_resume: {text}\n".encode())
+    write_exit(None, 1 << 8, stopped=False, fenced=False, message=text)
+    say(line, f"ended {1 << 8}")
+    os._exit(1)
 
 
 def say(line: "_socket.socket", text: str) -> None:
@@ -227,7 +238,7 @@ def watch(worker: int, line: "_socket.socket", bell: int, page: Page) -> "tuple[
             if descriptor == bell:
                 os.read(bell, 4096)
                 continue
-            order = line.recv(1)
+            order = hear(line)
             if not order:
                 poll.unregister(line)
             if not order:
@@ -236,6 +247,14 @@ def watch(worker: int, line: "_socket.socket", bell: int, page: Page) -> "tuple[
                 signal_worker(worker, signal.SIGTERM)
                 deadline = min(deadline, time.monotonic() + grace_s())
             told = True
+
+
+def hear(line: "_socket.socket") -> bytes:
+    """Read an order; nothing when the stub is gone."""
+    try:
+        return line.recv(1)
+    except OSError:  # it had not read all that we have said
+        return b""
 
 
 def hold(line: "_socket.socket", page: Page) -> bool:
@@ -330,61 +349,3 @@ def children() -> "list[int]":
         except (OSError, ValueError, IndexError):
             continue
     return found
-
-
-def write_exit(
-    worker: "int | None", status: int, *, stopped: bool, fenced: bool, message: str = "", stuck: bool = False
-) -> None:
-    """Append ``worker-exit`` to the node's events. A lost disk does not change how the end is told."""
-    import json  # noqa: PLC0415 - 3 ms that the start should not pay
-
-    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    event = {
-        "t": round(time.time(), 3),
-        "event": "worker-exit",
-        "node": os.environ.get(ENV_NODE_NAME, ""),
-        "pid": os.getpid(),
-        "rank": number_or_none(os.environ.get("RANK")),
-        "local_rank": number_or_none(os.environ.get(ENV_LOCAL_RANK)),
-        "round": number_or_none(os.environ.get(ENV_ROUND)),
-        "worker_pid": worker,
-        "exit_code": os.WEXITSTATUS(status) if number is None else None,
-        "signal": None if number is None else signal_name(number),
-        "stopped": stopped,
-    }
-    if fenced:
-        event["fenced"] = True
-    if stuck:
-        event["stuck"] = True
-    if status != 0 and not stopped:
-        event["message"] = message or recorded_error(json)
-    try:
-        path = os.environ[ENV_EVENTS_PATH]
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.write(descriptor, (json.dumps(event, separators=(",", ":")) + "\n").encode())
-        os.close(descriptor)
-    except (KeyError, OSError):
-        pass
-
-
-def recorded_error(json: "object") -> str:
-    """Give the message that torch's ``@record`` left for this attempt; empty when there is none."""
-    try:
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "rb") as file:
-            message = json.loads(file.read(1 << 20))["message"]  # type: ignore[attr-defined]
-        return str(message["message"] if isinstance(message, dict) else message)[:1024]
-    except (KeyError, OSError, ValueError, TypeError):
-        return ""
-
-
-def number_or_none(text: "str | None") -> "int | None":
-    """``int(text)`` where that is a number."""
-    return int(text) if text and text.isdigit() else None
-
-
-def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9; real-time signals have no name of their own."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"SIG{number}"

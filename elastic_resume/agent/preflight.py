@@ -25,6 +25,15 @@ _WHOLE_NUMBERS = (
     "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout", "timeout",
     "keep_alive_interval", "keep_alive_max_attempt", "rank",
 )  # fmt: skip
+# Read once, by the interpreter, the loader, a library or torch, when it starts.
+READ_AT_START = (
+    "PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LANG", "LC_",
+    "TORCH_LOGS", "TORCH_SHOW", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "PYTORCH_",
+    "ELASTIC_RESUME_FAILPOINTS",
+)  # fmt: skip
+MAX_SCRIPT_BYTES = 1 << 20
+_SETS_ITEM = re.compile(r"""environ\[\s*["'](\w+)["']\s*\]\s*=[^=]""")
+_SETS_DEFAULT = re.compile(r"""environ\.setdefault\(\s*["'](\w+)["']""")
 _TRUTH_VALUES = {"1", "true", "t", "yes", "y", "0", "false", "f", "no", "n"}
 
 
@@ -83,7 +92,21 @@ def why_cold(args: argparse.Namespace, entrypoint: object) -> str:
         return "--no-python means that they may be any program"
     if entrypoint != sys.executable:
         return f"PYTHON_EXEC names another interpreter, {entrypoint}"
+    names = "" if args.module else ", ".join(sets_too_late(Path(args.training_script)))
+    if names:
+        return f"the script sets {names}, which are read when torch is imported (set them outside of it)"
     return ""
+
+
+def sets_too_late(script: Path) -> list[str]:
+    """Names of variables that a script sets for itself, and that are read when what it imports starts."""
+    try:
+        with open(script, "rb") as file:
+            text = file.read(MAX_SCRIPT_BYTES).decode("utf-8", "replace")
+    except OSError:  # a directory, an archive
+        return []
+    names = {*_SETS_ITEM.findall(text), *_SETS_DEFAULT.findall(text)}
+    return sorted(name for name in names if name.startswith(READ_AT_START) and name not in os.environ)
 
 
 def check_stock_conf(conf: Mapping[str, Any]) -> None:

@@ -52,20 +52,21 @@ def _is_archive(path: Path) -> bool:
     return path.suffix != ".py" and zipfile.is_zipfile(path)
 
 
-def enter(command: list[str], *, replace_first: bool) -> None:
-    """Set arguments and search path as ``command`` has them.
+_entered: list[str] = []  # what `enter` has put first on the search path
 
-    ``replace_first``: an earlier call has put the first entry there.
-    """
+
+def enter(command: list[str]) -> None:
+    """Set arguments and search path as ``command`` has them, in the place of an earlier command's."""
     is_module, words = main_of(command)
     sys.argv = ["-m", *words[1:]] if is_module else list(words)
     sys.orig_argv = list(command)
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[:1] = (
-            [first_of_path(is_module, words[0])]
-            if replace_first
-            else [first_of_path(is_module, words[0]), *sys.path[:1]]
-        )
+    if getattr(sys.flags, "safe_path", False):
+        return
+    first = first_of_path(is_module, words[0])
+    # By its value: a module that was imported in between may have put others before it.
+    at = sys.path.index(_entered[0]) if _entered and _entered[0] in sys.path else None
+    sys.path[slice(at or 0, 0 if at is None else at + 1)] = [first]
+    _entered[:] = [first]
 
 
 def run(command: list[str]) -> None:
@@ -74,12 +75,14 @@ def run(command: list[str]) -> None:
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
+    if "__mp_main__" in sys.modules:  # how multiprocessing's children call it
+        sys.modules["__mp_main__"] = main
     died: BaseException | None = None
     try:
         if is_module:
             # What `python -m` calls itself; runpy.run_module would take __main__ away before atexit runs.
             runpy._run_module_as_main(words[0])  # type: ignore[attr-defined]  # noqa: SLF001
-        elif os.path.realpath(words[0]) == sys.path[0]:  # a directory or an archive
+        elif os.path.realpath(words[0]) in _entered:  # a directory or an archive
             runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # noqa: SLF001
         else:
             _run_file(words[0], main)
@@ -121,7 +124,9 @@ def _die_of(error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         # The interpreter ends by the signal once all else is done: so does this, as the last atexit call.
         import atexit  # noqa: PLC0415
+        import threading  # noqa: PLC0415
 
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         atexit._run_exitfuncs()  # noqa: SLF001
         sys.stdout.flush()

@@ -5,7 +5,7 @@ warm from the agent's zygote, or cold: then the stub forks a guard (`guard.py`) 
 Either way it passes signals on to the guard and exits with the worker's exit code, or dies of the worker's
 signal, after whatever the worker left behind is dead.
 
-Promise: when the agent dies the kernel tells the stub, and with the stub the guard and all its worker go.
+Promise: when the agent dies the kernel kills the stub, and with the stub the guard and all its worker go.
 
 Knows nothing of this package: with site-packages or torch in reach it would not be up in 30 ms. So its
 few names are literals, which tests/test_stub.py holds against contract.py.
@@ -22,9 +22,10 @@ import time
 TYPE_CHECKING = False  # typing would cost a third of the start
 
 if TYPE_CHECKING:
-    from elastic_resume.agent import guard
+    from elastic_resume.agent import exits, guard
 else:
     sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120 - pathlib would cost a third of the start
+    import exits
     import guard
 
     del sys.path[0]
@@ -53,32 +54,48 @@ def main(argv: list[str]) -> None:
     agent = int(os.environ.get(ENV_AGENT_PID) or os.getppid())
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # should a guard of ours be killed
-    libc.prctl(guard.PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    # Not a signal that waits while we are stopped. The guard sees its line end, and sweeps.
+    libc.prctl(guard.PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != agent:
         os._exit(1)  # the agent died before it could be watched, and nothing has been started
     os.environ[ENV_LOCAL_RANK] = local_rank
     line = warm(os.environ.pop(ENV_ZYGOTE, None), command, mask) or cold(command, mask)
-    end_alike(mirror(line, taken, mask, agent))
+    end_alike(mirror(line, taken, mask))
 
 
 def warm(
     name: "str | None", command: list[str], mask: "set[int | signal.Signals]"
 ) -> "_socket.socket | None":
     """Ask the zygote for a worker; give the line to its guard, None where it gives none."""
-    if name is None:
+    if name is None or not _has_streams():
         return None
     import json  # noqa: PLC0415 - a cold start needs none
+    import resource  # noqa: PLC0415
 
+    # A character for each byte: what these hold need not be text in any encoding.
     request = json.dumps(
         {
-            "command": command,
-            "environ": dict(os.environ),
-            "cwd": os.getcwd(),  # noqa: PTH109 - see above
+            "command": [os.fsencode(word).decode("latin-1") for word in command],
+            "environ": {k.decode("latin-1"): v.decode("latin-1") for k, v in os.environb.items()},
+            "cwd": _cwd(),
             "mask": sorted(int(number) for number in mask),
             "umask": _umask(),
             "cpus": sorted(os.sched_getaffinity(0)),
+            "limits": {kind: resource.getrlimit(kind) for kind in range(resource.RLIMIT_NOFILE + 1)},
+            "nice": os.nice(0),
         }
-    ).encode("utf-8", "surrogateescape")
+    ).encode()
+    # It may import for minutes. Nothing has been started yet: whoever asks for the end gets it.
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    try:
+        return _ask(name, request)
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+
+
+def _ask(name: str, request: bytes) -> "_socket.socket | None":
     line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
     try:
         line.connect("\0" + name)
@@ -95,6 +112,22 @@ def warm(
         pass
     line.close()
     return None
+
+
+def _has_streams() -> bool:
+    """Whether input, output and errors are open: one that is closed cannot be handed on."""
+    try:
+        return all(os.fstat(number) for number in range(3))
+    except OSError:
+        return False
+
+
+def _cwd() -> str:
+    """The working directory; nowhere where it has been removed, which the zygote refuses."""
+    try:
+        return os.getcwdb().decode("latin-1")  # noqa: PTH109 - see above
+    except OSError:
+        return ""
 
 
 def _is_ours(line: "_socket.socket") -> bool:
@@ -135,9 +168,7 @@ def become(command: list[str]) -> None:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def mirror(
-    line: "_socket.socket", taken: "set[signal.Signals]", mask: "set[int | signal.Signals]", agent: int
-) -> int:
+def mirror(line: "_socket.socket", taken: "set[signal.Signals]", mask: "set[int | signal.Signals]") -> int:
     """Pass signals on until the worker has ended; give its wait status."""
     bell, ringer = os.pipe()
     os.set_blocking(ringer, False)
@@ -157,8 +188,6 @@ def mirror(
             deadline = left_s = guard.FOREVER
         for descriptor, _ in poll.poll(None if left_s == guard.FOREVER else left_s * 1000):
             if descriptor == bell:
-                if os.getppid() != agent:
-                    os._exit(1)  # the guard sees the line end
                 orders = bytes(number for number in os.read(bell, 4096) if number in stopping)
                 if orders:
                     send(line, orders)
@@ -196,7 +225,7 @@ def send(line: "_socket.socket", orders: bytes) -> None:
 def lost_guard() -> int:
     """Tell the end of a worker whose guard was killed, which the kernel has killed too; give its status."""
     status = int(signal.SIGKILL)
-    guard.write_exit(None, status, stopped=False, fenced=False, message="its guard process was killed")
+    exits.write_exit(None, status, stopped=False, fenced=False, message="its guard process was killed")
     guard.sweep(guard.Page(None), at_once=True)
     return status
 

@@ -26,7 +26,8 @@ from elastic_resume.agent import script
 ZYGOTE = Path(__file__).with_name("zygote.py")
 MAX_FAILURES = 3  # of zygotes in a row that never were ready
 BACKLOG = 1024  # stubs of one node that ask while it still imports
-LOOK_S = 1.0  # between two looks at whether somebody has stopped it
+LOOK_S = 1.0  # between two looks at whether somebody has stopped it; and before another is started
+SAY_S = 15.0  # of importing, after which it is said that workers wait for it
 
 
 class Warmth:
@@ -42,6 +43,7 @@ class Warmth:
         self._tell = tell
         self._name = f"elastic_resume-{secrets.token_hex(16)}"
         self._process: subprocess.Popen[bytes] | None = None
+        self._refused = {""}  # reasons that have been said
         self._closing = threading.Event()
         # The kernel kills a zygote when the thread that started it ends: this one lives as long as we do.
         self._thread = threading.Thread(target=self._live, name="warmth", daemon=True)
@@ -84,6 +86,7 @@ class Warmth:
             failures = 0 if "ready" in news else failures + 1
             if not self._heed_end(news, code, failures):
                 return
+            self._closing.wait(LOOK_S)
 
     def _heed_end(self, news: dict[str, Any], code: int, failures: int) -> bool:
         """Say why the zygote ended; whether there is to be another."""
@@ -123,7 +126,7 @@ class Warmth:
         """Wait for the zygote's end; give what it said."""
         said = b""
         news: dict[str, Any] = {}
-        stopped_s = 0.0
+        stopped_s = waited_s = 0.0
         with control:
             while True:
                 readable, _, _ = select.select([control], [], [], LOOK_S)
@@ -132,14 +135,20 @@ class Warmth:
                     if not part:
                         return news
                     said += part
-                    if said.endswith(b"\n"):
-                        news = json.loads(said)
-                        said = b""
-                        self._hear(news)
+                    *lines, said = said.split(b"\n")
+                    for line in lines:
+                        news = {**news, **json.loads(line)}
+                        self._hear(json.loads(line))
                     continue
+                if self._process is None or self._process.poll() is not None:
+                    return news  # a process that it left behind may hold its end of the line
+                waited_s += LOOK_S
+                if waited_s == SAY_S and "ready" not in news:
+                    names = ", ".join(["torch", *self._preload])
+                    self._say(f"workers wait until {names} are imported, {SAY_S:.0f} s so far.")
                 stopped_s = stopped_s + LOOK_S if self._is_stopped() else 0.0
                 # Stubs would wait for one that is stopped.
-                if (stopped_s > 2 * LOOK_S or self._closing.is_set()) and self._process is not None:
+                if stopped_s > 2 * LOOK_S or self._closing.is_set():
                     self._process.kill()
 
     def _hear(self, news: dict[str, Any]) -> None:
@@ -147,6 +156,10 @@ class Warmth:
             self._tell("zygote-ready", seconds=news["ready"], left_out=news["left_out"])
             for name, why in news["left_out"].items():
                 self._say(f"cannot import {name} ahead of workers, so it is left out: {why}")
+
+        if news.get("refused", "") not in self._refused:
+            self._refused.add(news["refused"])
+            self._say(f"a worker starts cold: {news['refused']}.")
 
     def _is_stopped(self) -> bool:
         try:

@@ -19,12 +19,12 @@ Does not know generations or policy. Imports only the standard library until it 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -40,18 +40,15 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # this directory: the names in it are not for scripts
 
 from elastic_resume.agent import guard, script
+from elastic_resume.agent.preflight import READ_AT_START
 
 # What a plain start of a script of ours pays for: measured from sys.modules of workers in their tenth step.
 # DistributedDataParallel's constructor imports torch._dynamo, 1.1 to 1.8 s.
 MODULES = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.data")
 OURS = ("elastic_resume.worker.start",)
-# Read once, by the interpreter, the loader or a library, when it starts.
-START_PREFIXES = (
-    "PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LANG", "LC_",
-    "TORCH_LOGS", "TORCH_SHOW", "PYTORCH_", "ELASTIC_RESUME_FAILPOINTS",
-)  # fmt: skip
 MAX_REQUEST = 16 << 20
-REQUEST_S = 5.0
+REQUEST_S = 1.0  # a stub sends all at once; whoever does not holds up the others
+TRY_S = 10.0
 OLD_TORCH_SEED = 67280421310721  # what each process starts with where torch does not draw its first seed
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -67,6 +64,8 @@ class Request:
     mask: list[int]
     umask: int
     cpus: list[int]
+    limits: dict[str, list[int]]
+    nice: int
     line: socket.socket
     streams: list[int]
 
@@ -85,16 +84,20 @@ def main() -> None:
         return
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a killed guard leaves comes to us
     script.entitle(f"elastic_resume zygote of {agent}")
-    script.enter(spec["command"], replace_first=False)
-    environ = dict(os.environ)
+    for own in (listener, control):
+        own.set_inheritable(False)  # a process that a module starts would hold them open beyond our end
+    for number in guard.IGNORED:
+        signal.signal(number, signal.SIG_IGN)  # who asks the whole job to end asks the agent
+    script.enter(spec["command"])
+    environ = environment()
     gc.disable()  # what is imported stays; collections in between cost a tenth of the time
     _import(spec["preload"], control)
     gc.collect()
     gc.freeze()  # the collector of a worker leaves these pages shared
-    request = serve(listener, control, environ)
+    imported = {name: value for name, value in environment().items() if environ.get(name) != value}
+    request = serve(listener, control, environ, imported)
     gc.enable()
-    become_worker(request)
-    script.run(request.command)
+    script.run(become_worker(request))
 
 
 def _import(preload: list[str], control: socket.socket) -> None:
@@ -106,11 +109,10 @@ def _import(preload: list[str], control: socket.socket) -> None:
             importlib.import_module(name)
         except BaseException as error:  # noqa: BLE001 - a module may raise anything, SystemExit too
             left_out[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-        spoiled = why_no_fork()
+        spoiled = why_no_fork() or (_why_a_fork_fails() if name in preload else "")
         if spoiled:
             _tell(control, {"spoiled": name, "why": spoiled})
-            for child in guard.children():
-                guard.kill(child)
+            guard.sweep(guard.Page(None), at_once=True)
             os._exit(1)  # an exit in good order would wait for its threads
     _tell(control, {"ready": round(time.monotonic() - began, 3), "left_out": left_out})
 
@@ -128,6 +130,31 @@ def why_no_fork() -> str:
     return ""
 
 
+def _why_a_fork_fails() -> str:
+    """Try it: a pool of native threads that an import has used, OpenMP's say, is missing in a fork.
+
+    Their number tells nothing: OpenBLAS starts some when it is loaded, and stops them before a fork.
+    """
+    pid = _fork()
+    if pid == 0:
+        torch = sys.modules["torch"]
+        torch.ones(1 << 20).add_(1).sum()
+        os._exit(0)
+    limit = time.monotonic() + TRY_S
+    while time.monotonic() < limit:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return ""
+        time.sleep(0.005)
+    guard.kill(pid)
+    os.waitpid(pid, 0)
+    return "it uses native threads, and a fork of it hangs in torch"
+
+
+def environment() -> dict[str, str]:
+    """This process's variables, with a character for each byte: they need not be text in any encoding."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in os.environb.items()}
+
+
 def _tell(control: socket.socket, what: dict[str, Any]) -> None:
     control.sendall(json.dumps(what).encode() + b"\n")
 
@@ -135,8 +162,18 @@ def _tell(control: socket.socket, what: dict[str, Any]) -> None:
 # ---- serving -------------------------------------------------------------------------------------------
 
 
-def serve(listener: socket.socket, control: socket.socket, environ: dict[str, str]) -> Request:
-    """Fork a guard with a worker for each request. Returns in the workers only."""
+def serve(
+    listener: socket.socket, control: socket.socket, environ: dict[str, str], imported: dict[str, str]
+) -> Request:
+    """Fork a guard with a worker for each request. Returns in the workers only.
+
+    Args:
+        listener: where stubs ask.
+        control: the agent's.
+        environ: what this process started with.
+        imported: what imports have changed of that.
+
+    """
     bell, ringer = os.pipe()
     for descriptor in (bell, ringer):
         os.set_blocking(descriptor, False)
@@ -152,23 +189,24 @@ def serve(listener: socket.socket, control: socket.socket, environ: dict[str, st
                 os.read(bell, 4096)
                 _reap(guards)
                 continue
+            # In either of these the stub sees the line end, and starts its worker cold.
             try:
                 request = receive(listener.accept()[0], environ)
-            except (RefusedError, OSError, ValueError):
-                continue  # the stub sees the line end and starts its worker cold
-            pid = _fork()
+            except RefusedError as error:
+                _tell(control, {"refused": str(error)})
+                continue
+            except (OSError, ValueError, TypeError):
+                continue
+            try:
+                pid = _fork()
+            except OSError as error:
+                _tell(control, {"refused": f"no process can be forked: {error.strerror}"})
+                pid = -1
             if pid == 0:
-                signal.set_wakeup_fd(-1)
-                for number, action in (
-                    (signal.SIGCHLD, signal.SIG_DFL),
-                    (signal.SIGINT, signal.default_int_handler),
-                ):
-                    signal.signal(number, action)
-                for ours in (bell, ringer):
+                for ours in (bell, ringer, listener.detach(), control.detach()):
                     os.close(ours)
-                listener.close()
-                control.close()
-                become_guard(request)
+                kept = {k: v for k, v in imported.items() if request.environ.get(k) == environ.get(k)}
+                become_guard(request, kept)
                 return request
             guards.add(pid)
             request.line.close()
@@ -212,15 +250,18 @@ def receive(line: socket.socket, environ: dict[str, str]) -> Request:
     streams: list[int] = []
     try:
         _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        _require(uid == os.getuid(), "another user's")
+        _require(uid == os.getuid(), "another user asks")
+        limit = time.monotonic() + REQUEST_S
         line.settimeout(REQUEST_S)
         head, streams, _, _ = socket.recv_fds(line, 4, 3)
         size = int.from_bytes(head, "big")
-        _require(len(head) == 4 and len(streams) == 3 and size <= MAX_REQUEST, "no request")
+        if len(head) < 4 or len(streams) != 3 or size > MAX_REQUEST:
+            raise ValueError("no request")  # noqa: TRY301
         data = bytearray()
         while len(data) < size:
             part = line.recv(min(1 << 20, size - len(data)))
-            _require(bool(part), "torn")
+            if not part or time.monotonic() > limit:
+                raise ValueError("torn")  # noqa: TRY301
             data += part
         line.settimeout(None)
         request = Request(**json.loads(data), line=line, streams=streams)
@@ -244,44 +285,59 @@ def differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
     return sorted(
         name
         for name in {*ours, *theirs}
-        if name.startswith(START_PREFIXES) and ours.get(name) != theirs.get(name)
+        if name.startswith(READ_AT_START) and ours.get(name) != theirs.get(name)
     )
 
 
 # ---- in the child --------------------------------------------------------------------------------------
 
 
-def become_guard(request: Request) -> None:
+def become_guard(request: Request, imported: dict[str, str]) -> None:
     """Take the worker's environment on, answer the stub, and guard. Returns in the worker."""
-    os.environ.clear()
-    os.environ.update(request.environ)
-    rank = os.environ.get(guard.ENV_LOCAL_RANK, "?")
-    script.entitle(f"elastic_resume guard of local rank {rank}")
-    for number, stream in enumerate(request.streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    os.umask(request.umask)
-    os.sched_setaffinity(0, request.cpus)
-    with contextlib.suppress(OSError):  # it is gone: the worker's own first look would fail as well
-        os.chdir(request.cwd)
-    request.line.sendall(b"y")
+    signal.set_wakeup_fd(-1)
+    for dropped in (*guard.IGNORED, signal.SIGCHLD):
+        signal.signal(dropped, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        os.environ.clear()
+        for name, value in {**request.environ, **imported}.items():
+            if name and "=" not in name:  # the kernel hands those on, and no shell or library can set them
+                os.environb[name.encode("latin-1")] = value.encode("latin-1")
+        rank = os.environ.get(guard.ENV_LOCAL_RANK, "?")
+        script.entitle(f"elastic_resume guard of local rank {rank}")
+        for number, stream in enumerate(request.streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        os.umask(request.umask)
+        os.sched_setaffinity(0, request.cpus)
+        for kind, limits in request.limits.items():
+            resource.setrlimit(int(kind), (limits[0], limits[1]))
+        os.nice(request.nice - os.nice(0))
+        os.chdir(request.cwd.encode("latin-1"))
+        request.line.sendall(b"y")
+    except (OSError, ValueError):
+        os._exit(1)  # the stub sees the line end: it starts its worker cold, or is gone
     guard.stand(request.line, set(request.mask))
 
 
-def become_worker(request: Request) -> None:
-    """Make of this fork what a new process would be."""
-    script.entitle(" ".join(request.command))
-    script.enter(request.command, replace_first=True)
+def become_worker(request: Request) -> list[str]:
+    """Make of this fork what a new process would be; give its command."""
+    command = [os.fsdecode(word.encode("latin-1")) for word in request.command]
+    script.entitle(" ".join(command))
+    script.enter(command)
+    main_thread: Any = threading.main_thread()
+    if hasattr(main_thread, "_set_native_id"):
+        main_thread._set_native_id()  # noqa: SLF001 - the interpreter does it for threads that it starts
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed()  # of `random` the interpreter takes care
     torch = sys.modules.get("torch")
     if torch is not None and torch.initial_seed() != OLD_TORCH_SEED:
         torch.default_generator.seed()
-    sys.stdin = open(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115
     failure = sys.modules.get("elastic_resume.worker.failure")
     if failure is not None:
         failure.from_start()  # a script whose imports fail never comes to er.resume, which does it else
+    return command
 
 
 if __name__ == "__main__":

@@ -288,6 +288,16 @@ class Agent:
         return self.body.running
 
     @property
+    def is_heard(self) -> bool:
+        """Whether a goodbye would reach those who might wait for this agent: its leader, or its followers."""
+        role, present = self.role, {self.body.me}
+        if isinstance(role, Follower):
+            return role.broken_at is None
+        if isinstance(role, Leader):
+            present |= set(role.roster.parts) - set(role.roster.broken)
+        return not self.body.rivals(present)
+
+    @property
     def leads(self) -> bool:
         """Whether this agent leads."""
         return isinstance(self.role, Leader)

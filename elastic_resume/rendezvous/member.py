@@ -12,6 +12,7 @@ import math
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -41,6 +42,8 @@ from elastic_resume.rendezvous.terms import Terms
 
 LINGER_S = 2.0
 """How long a node that ends the job for all waits at least for its leader's word that all have been told."""
+GOODBYE_S = 3.0
+"""How long a node that leaves looks for somebody to say goodbye to."""
 LOOK_S = 1.0
 """Between two looks whether the shell still lives, while nothing happens."""
 
@@ -76,6 +79,7 @@ class Member:
         self._lone = terms.alone
         # A leader that has fallen silent is noticed after a node timeout; the next may have to be found.
         self._linger_s = max(LINGER_S, 2 * terms.node_timeout_s + 1)
+        self._is_heard = True  # of the shell's thread
         self._change = threading.Condition()
         self._world: BeginWorld | None = None
         self._restart = ""
@@ -189,7 +193,14 @@ class Member:
         return over.reason if isinstance(over, EndJob) else ""
 
     def leave(self, reason: str) -> None:
-        """Say goodbye, and end."""
+        """Say goodbye, and end.
+
+        Where the leader has just gone the next one is waited for, or is this agent, whom the others look for:
+        without a word they would have to take it for one that may live on behind a cut link.
+        """
+        limit = time.monotonic() + GOODBYE_S
+        while self._over is None and not self._is_heard and time.monotonic() < limit and self._shell.alive:
+            time.sleep(0.01)
         if self._over is None:
             self._shell.submit(Leave(reason))
         self.close()
@@ -219,6 +230,7 @@ class Member:
 
     def _watch(self, agent: Agent) -> None:
         """Move the fence before anything else is done about an event."""
+        self._is_heard = agent.is_heard
         if agent.running is None:
             self._fence.set(-math.inf)
         else:

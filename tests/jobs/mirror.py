@@ -30,9 +30,17 @@ class Squares(Dataset[int]):
         return index * index
 
 
+class Found:
+    """Of a class of the script itself, which another process sends here."""
+
+    def __init__(self, what: object) -> None:
+        self.what = what
+
+
 def child(queue: Any) -> None:
     """In a process that multiprocessing started."""
-    queue.put((__name__ in {"__main__", "__mp_main__"}, multiprocessing.current_process().name.split("-")[0]))
+    name = multiprocessing.current_process().name.split("-")[0]
+    queue.put(Found((__name__ in {"__main__", "__mp_main__"}, name)))
 
 
 def spawned(method: str) -> Any:
@@ -41,7 +49,7 @@ def spawned(method: str) -> Any:
     queue = context.Queue()
     process = context.Process(target=child, args=(queue,))
     process.start()
-    said = queue.get()
+    said = queue.get().what
     process.join()
     return said, process.exitcode
 
@@ -67,7 +75,7 @@ def facts() -> dict[str, Any]:
         "path": sys.path[:3],
         "executable": sys.executable,
         "cwd": str(Path.cwd()),
-        "stdin": sys.stdin.read(),
+        "input": sys.stdin.read(),
         "streams": [
             [getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")]
             for stream in (sys.stdout, sys.stderr)
@@ -81,6 +89,8 @@ def facts() -> dict[str, Any]:
         "gc": gc.isenabled(),
         "threads": [thread.name for thread in threading.enumerate()],
         "main thread": threading.current_thread() is threading.main_thread(),
+        "native id": threading.main_thread().native_id == os.getpid(),
+        "stdin": [sys.stdin is sys.__stdin__, sys.stdin.name],
         "torch threads": torch.get_num_threads(),
         "environ": {
             k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_RESUME", "PYTEST", "_"))
