@@ -49,6 +49,11 @@ def verdicts(cluster: Cluster, index: int) -> list[dict[str, Any]]:
     return cluster.events_of(index, "verdict")
 
 
+def wait_for_three(cluster: Cluster) -> None:
+    """Wait until every node knows that it is in a world of three: only then has it a round to judge."""
+    cluster.wait(lambda: all(rounds(cluster, index)[-1:] == [3] for index in range(3)), "a world of three")
+
+
 def rounds(cluster: Cluster, index: int) -> list[int]:
     """How many nodes took part in each of a node's rounds."""
     return [event["num_nodes"] for event in cluster.events_of(index, "round")]
@@ -169,7 +174,7 @@ def test_what_followed_from_a_death_is_told_from_its_cause(make: Make) -> None:
 def test_what_followed_from_the_loss_of_a_node_costs_nothing(make: Make) -> None:
     """Its peers' errors are no failures of the job, however often it dies."""
     cluster = make("none", flags=("--max-no-progress", "1"))
-    cluster.wait(lambda: rounds(cluster, 0)[-1:] == [3], "a world of three")
+    wait_for_three(cluster)
     (cluster.directory / "job" / "dead-1").touch()  # the others lose their connections first
     cluster.kill_node(1)
     cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
@@ -183,7 +188,7 @@ def test_what_followed_from_the_loss_of_a_node_costs_nothing(make: Make) -> None
 def test_a_node_that_was_asked_to_leave_is_not_lost(make: Make) -> None:
     """SIGTERM to its agent: exit code 143 there, and no failure of the job anywhere."""
     cluster = make("none", flags=("--max-no-progress", "1"))
-    cluster.wait(lambda: rounds(cluster, 0)[-1:] == [3], "a world of three")
+    wait_for_three(cluster)
     cluster.kill_agent(1, signal.SIGTERM)
     assert cluster.wait_exit(60, only=[1]) == [143]
     cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
