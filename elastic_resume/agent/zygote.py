@@ -42,7 +42,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
 from elastic_resume.agent import guard, script
 from elastic_resume.agent.preflight import READ_AT_START
 
-# What a plain start of a script of ours pays for: measured from sys.modules of workers in their tenth step.
+# What every script of ours imports before its first step.
 # DistributedDataParallel's constructor imports torch._dynamo, 1.1 to 1.8 s.
 MODULES = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.data")
 OURS = ("elastic_resume.worker.start",)
@@ -90,7 +90,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # who asks the whole job to end asks the agent
     script.enter(spec["command"])
     environ = environment()
-    gc.disable()  # what is imported stays; collections in between cost a tenth of the time
+    gc.disable()  # what is imported stays, and is frozen below
     _import(spec["preload"], control)
     gc.collect()
     gc.freeze()  # the collector of a worker leaves these pages shared
