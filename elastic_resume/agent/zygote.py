@@ -50,8 +50,6 @@ MAX_REQUEST = 16 << 20
 REQUEST_S = 1.0  # a stub sends all at once; whoever does not holds up the others
 TRY_S = 10.0
 OLD_TORCH_SEED = 67280421310721  # what each process starts with where torch does not draw its first seed
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -79,10 +77,10 @@ def main() -> None:
     listener, control = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
     agent, spec = int(sys.argv[3]), json.loads(sys.argv[4])
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    libc.prctl(guard.PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != agent:
         return
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a killed guard leaves comes to us
+    libc.prctl(guard.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a killed guard leaves comes to us
     script.entitle(f"elastic_resume zygote of {agent}")
     for own in (listener, control):
         own.set_inheritable(False)  # a process that a module starts would hold them open beyond our end
@@ -178,7 +176,7 @@ def serve(
     for descriptor in (bell, ringer):
         os.set_blocking(descriptor, False)
     signal.set_wakeup_fd(ringer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, _wake)
+    signal.signal(signal.SIGCHLD, guard.wake)
     poll = select.poll()
     poll.register(bell, select.POLLIN)
     poll.register(listener, select.POLLIN)
@@ -212,10 +210,6 @@ def serve(
             request.line.close()
             for stream in request.streams:
                 os.close(stream)
-
-
-def _wake(number: int, frame: object) -> None:
-    """Do nothing: the signal's number is in the pipe of `set_wakeup_fd`."""
 
 
 def _fork() -> int:
