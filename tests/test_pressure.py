@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.agent.pressure import Gauge, Group
+from elastic_resume.agent.pressure import Gauge
+from elastic_resume.cluster.memory import Group
 from elastic_resume.policy.failures import Strain
 
 MOUNTS = """\

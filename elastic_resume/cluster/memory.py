@@ -1,0 +1,104 @@
+"""The memory of this machine that a job may use: its control group's, or all of it.
+
+Promise: what cannot be read is no limit, and never an error. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Group:
+    """The control group of this process, as far as memory goes: where its files are, and their names."""
+
+    directory: Path
+    events: str
+    current: str
+    limit: str
+    cached: tuple[str, str]
+    """Fields of memory.stat: what is cached, shared memory included, and shared memory."""
+
+    @classmethod
+    def of_this_process(cls, proc: Path = Path("/proc")) -> Group | None:
+        """Find it; None where this process is in none, or cannot see it."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            mounts = [_mount(line) for line in (proc / "self/mountinfo").read_text().splitlines()]
+            for line in (proc / "self/cgroup").read_text().splitlines():
+                _, controllers, path = line.split(":", 2)
+                if "memory" in controllers.split(","):
+                    found = _directory(mounts, path, "cgroup", "memory")
+                    if found is not None:
+                        return cls.of(found, version=1)
+            for line in (proc / "self/cgroup").read_text().splitlines():
+                if line.startswith("0::"):
+                    found = _directory(mounts, line[3:], "cgroup2", "")
+                    if found is not None and (found / "memory.events").exists():
+                        return cls.of(found, version=2)
+        return None
+
+    @classmethod
+    def of(cls, directory: Path, *, version: int) -> Group:
+        """Give the group whose files lie there."""
+        if version == 1:
+            names = ("memory.oom_control", "memory.usage_in_bytes", "memory.limit_in_bytes")
+            return cls(directory, *names, cached=("total_cache", "total_shmem"))
+        names = ("memory.events", "memory.current", "memory.max")
+        return cls(directory, *names, cached=("file", "shmem"))
+
+    def kills(self) -> int:
+        """How many of its processes the kernel has killed for want of memory; 0 where that is not told."""
+        return fields(self.directory / self.events).get("oom_kill", 0)
+
+    def used(self) -> tuple[int, int] | None:
+        """Bytes in use that cannot be taken back, and their limit; None where there is none."""
+        try:
+            limit = (self.directory / self.limit).read_text().strip()
+            current = int((self.directory / self.current).read_text())
+            stat = fields(self.directory / "memory.stat")
+        except (OSError, ValueError):
+            return None
+        if not limit.isdigit() or int(limit) >= 1 << 60:  # "max", or the number that says so in version 1
+            return None
+        cached, shared = self.cached
+        return current - max(0, stat.get(cached, 0) - stat.get(shared, 0)), int(limit)
+
+
+def available(proc: Path = Path("/proc"), group: Group | None = None) -> int:
+    """Bytes that can still be taken without swapping or being killed; 0 where nothing can be told."""
+    group = group or Group.of_this_process(proc)
+    free = fields(proc / "meminfo").get("MemAvailable:", 0) << 10
+    used = group.used() if group else None
+    return free if used is None else min(free or used[1], max(0, used[1] - used[0]))
+
+
+def _mount(line: str) -> tuple[str, str, str, str]:
+    """Root, mount point, file system and its options: see proc(5), mountinfo."""
+    before, _, after = line.partition(" - ")
+    words, kind = before.split(), after.split()
+    return words[3], words[4], kind[0], kind[2]
+
+
+def _directory(mounts: list[tuple[str, str, str, str]], path: str, kind: str, option: str) -> Path | None:
+    """Where the group of that path is mounted; in a container the path may be the host's."""
+    for root, point, system, options in mounts:
+        if system != kind or (option and option not in options.split(",")):
+            continue
+        inside = path.removeprefix(root.rstrip("/")) if path.startswith(root) else "/"
+        for found in (Path(point + "/" + inside.lstrip("/")), Path(point)):
+            if found.is_dir():
+                return found
+    return None
+
+
+def fields(path: Path) -> dict[str, int]:
+    """Lines of a name and a number; empty where it cannot be read."""
+    found = {}
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if len(words) >= 2 and words[1].isdigit():
+                found[words[0]] = int(words[1])
+    return found

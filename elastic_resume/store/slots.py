@@ -1,0 +1,329 @@
+"""Slots: memory that outlives workers, and the page of words by which its users agree without asking.
+
+A slot is an anonymous file (memfd) that the node's keeper owns and its workers map. It describes itself::
+
+    [0, image_bytes)   the image: byte for byte the safetensors file that a checkpoint holds
+    static             JSON that changes with the layout only; see `note`
+    dynamic            JSON of this snapshot
+
+So any layout that fits may be written into it. Beside the slots lies the control block, a page of aligned
+words of eight bytes, of which each has one writer: a reader sees the old value or the new one. A snapshot
+is named by its *mark*, one word made of generation and step. The node's lead takes a slot's ``target`` away,
+writes what only it writes, and sets ``target`` to the new mark; each local rank copies its share and
+then stores the mark as its own. A slot counts when target and all those marks are the same, so one that
+somebody died over never does.
+
+Readers do not lock. The keeper says which mark it ``held`` while it reads a slot, so that the lead takes
+another, and looks again when it has read: what was taken away meanwhile is not used. Between two such
+stores lie thousands of instructions, locked ones among them: processors that reorder stores do no harm.
+
+Does not know torch, disks or sockets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic_resume.store.board import MAX_LOCAL_RANKS
+
+MAX_SLOTS = 8  # three in use, and as many again while a larger layout takes their place
+ALIGNMENT = 4096
+_STEP_BITS = 40
+_MAX_GENERATION = 1 << 23
+_HEAD_WORDS = 16  # of the control block: see `_HEAD`
+_HEAD = ("decided", "next_step", "parts")
+_FIELDS = (
+    "serial", "capacity", "target", "parts", "image_bytes", "static_at", "static_bytes", "dynamic_at",
+    "dynamic_bytes", "layout", "arrived", "want", "held", "saved",
+)  # fmt: skip
+_AT = {name: at for at, name in enumerate(_FIELDS)}
+_MARKS = 16  # of a record: behind its fields
+_RECORD_WORDS = _MARKS + MAX_LOCAL_RANKS
+# Local ranks say here that they are copying: a guard reads it at this place, so that it lets them finish.
+COPYING_AT = _HEAD_WORDS
+_RECORDS_AT = COPYING_AT + MAX_LOCAL_RANKS
+CONTROL_BYTES = -(-(_RECORDS_AT + MAX_SLOTS * _RECORD_WORDS) * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h, which Python's mmap does not name
+_POPULATE_BYTES = 32 << 20
+_MFD_NOEXEC_SEAL = 0x0008
+_SEAL_SHRINK_GROW = 0x0002 | 0x0004
+_F_ADD_SEALS = 1033
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def mark_of(generation: int, step: int, *, epoch_over: bool = False) -> int:
+    """One word for a snapshot: greater is newer.
+
+    ``epoch_over``: the second snapshot of a step that ended an epoch, when all else of the epoch is done.
+
+    Raises:
+        ValueError: the generation is not in 1 to 2**23 - 1, or the step not in 0 to 2**40 - 1.
+
+    """
+    if not 0 < generation < _MAX_GENERATION or not 0 <= step < 1 << _STEP_BITS:
+        raise ValueError(f"no mark for generation {generation}, step {step}")
+    return ((generation << _STEP_BITS | step) << 1) | int(epoch_over)
+
+
+def order_of(mark: int) -> tuple[int, int]:
+    """(generation, step) of a mark."""
+    return mark >> (_STEP_BITS + 1), (mark >> 1) & ((1 << _STEP_BITS) - 1)
+
+
+# ---- decisions -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """What the control block says of one slot at one moment. ``whole``: it counts."""
+
+    index: int
+    serial: int
+    capacity: int
+    target: int
+    whole: bool
+    want: int = 0
+    held: int = 0
+    saved: int = 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it is to be committed, and is not yet."""
+        return self.whole and self.want == self.target and self.saved != self.target
+
+
+def newest(states: Sequence[SlotState]) -> SlotState | None:
+    """The newest slot that counts."""
+    return max((state for state in states if state.whole), key=lambda state: state.target, default=None)
+
+
+def choose(states: Sequence[SlotState], needed: int) -> SlotState | None:
+    """The slot that the lead may overwrite with a snapshot of ``needed`` bytes; None: none just now.
+
+    Never the newest one that counts, except where it is the only slot and is on disk; never one that the
+    keeper reads or is still to commit.
+    """
+    last = newest(states)
+    only = sum(state.capacity >= needed for state in states) == 1
+    free = [
+        state
+        for state in states
+        if state.capacity >= needed
+        and not state.held
+        and not state.wanted
+        and (state is not last or (only and state.saved == state.target))
+    ]
+    # What counts for nothing goes first, then the oldest.
+    return min(free, key=lambda state: (state.whole, state.target, state.index), default=None)
+
+
+def to_commit(states: Sequence[SlotState]) -> SlotState | None:
+    """The slot that the keeper commits next: the newest that the lead wants committed."""
+    return newest([state for state in states if state.wanted])
+
+
+# ---- the words -----------------------------------------------------------------------------------------
+
+
+class Control:
+    """The control block, mapped by one process."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Map the block; ``descriptor`` stays the caller's."""
+        self._map = mmap.mmap(descriptor, CONTROL_BYTES)
+        self._words = (ctypes.c_uint64 * (CONTROL_BYTES // 8)).from_buffer(self._map)
+
+    @staticmethod
+    def make() -> int:
+        """Make a block in which nothing is said; give its descriptor."""
+        return memory_file("elastic_resume-control", CONTROL_BYTES)
+
+    def get(self, name: str) -> int:
+        """Read ``decided``, ``next_step`` or ``parts``."""
+        return int(self._words[_HEAD.index(name)])
+
+    def set(self, name: str, value: int) -> None:
+        """Store one of those. For the lead."""
+        self._words[_HEAD.index(name)] = value
+
+    def copying(self, local_rank: int, mark: int) -> None:
+        """Say that ``local_rank`` copies its share of ``mark``; 0: no more."""
+        self._words[COPYING_AT + local_rank] = mark
+
+    def record(self, index: int) -> Record:
+        """Give the words of the slot ``index``."""
+        return Record(self._words, index)
+
+    def states(self) -> list[SlotState]:
+        """Read all slots that exist."""
+        records = (self.record(index) for index in range(MAX_SLOTS))
+        return [record.state() for record in records if record.get("capacity")]
+
+
+class Record:
+    """The words of one slot."""
+
+    __slots__ = ("_at", "_words", "index")
+
+    def __init__(self, words: ctypes.Array[ctypes.c_uint64], index: int) -> None:
+        self.index = index
+        self._words = words
+        self._at = _RECORDS_AT + index * _RECORD_WORDS
+
+    def get(self, name: str) -> int:
+        """Read one of the fields."""
+        return int(self._words[self._at + _AT[name]])
+
+    def set(self, name: str, value: int) -> None:
+        """Store one of the fields. Each is one process's to write."""
+        self._words[self._at + _AT[name]] = value
+
+    def mark(self, local_rank: int, mark: int) -> None:
+        """Say that ``local_rank`` has copied all that it has to of the snapshot ``mark``."""
+        self._words[self._at + _MARKS + local_rank] = mark
+
+    def counts(self) -> int:
+        """The mark of the snapshot that lies here whole; 0 when none does."""
+        target, parts = self.get("target"), self.get("parts")
+        if not target or not 0 < parts <= MAX_LOCAL_RANKS:
+            return 0
+        at = self._at + _MARKS
+        return target if all(word == target for word in self._words[at : at + parts]) else 0
+
+    def state(self) -> SlotState:
+        """Read what decisions are made of."""
+        target = self.get("target")
+        return SlotState(
+            self.index,
+            self.get("serial"),
+            self.get("capacity"),
+            target,
+            whole=target != 0 and self.counts() == target,
+            want=self.get("want"),
+            held=self.get("held"),
+            saved=self.get("saved"),
+        )
+
+    def clear(self) -> None:
+        """Make it a slot in which nothing lies. For the keeper, when nobody uses it."""
+        self.set("target", 0)
+        for name in _FIELDS[3:]:
+            self.set(name, 0)
+        for rank in range(MAX_LOCAL_RANKS):
+            self.mark(rank, 0)
+
+
+class Slot:
+    """A slot, mapped by one process."""
+
+    def __init__(self, descriptor: int, capacity: int, serial: int, record: Record) -> None:
+        """Map it; ``descriptor`` stays the caller's. The kernel grants no less than ``capacity`` bytes."""
+        self.index = record.index
+        self.serial = serial
+        self.capacity = capacity
+        self.record = record
+        self._map = mmap.mmap(descriptor, capacity)
+        self.memory = memoryview(self._map)
+
+    @property
+    def arrived(self) -> int:
+        """Bytes of the image that are in place and verified, while a resume fills the slot."""
+        return self.record.get("arrived")
+
+    @arrived.setter
+    def arrived(self, count: int) -> None:
+        self.record.set("arrived", count)
+
+    def describe(self, header: bytes, image_bytes: int, static: bytes, dynamic: bytes, layout: int) -> None:
+        """Write what belongs to the image. The lead calls it while the slot has no target.
+
+        ``header`` and ``static`` are left alone where the same ``layout``, a number that stands for both,
+        lies here already.
+        """
+        record, at = self.record, aligned(image_bytes)
+        if record.get("layout") != layout:
+            record.set("layout", 0)
+            self.memory[: len(header)] = header
+            self.memory[at : at + len(static)] = static
+            record.set("image_bytes", image_bytes)
+            record.set("static_at", at)
+            record.set("static_bytes", len(static))
+            record.set("layout", layout)
+        at = aligned(at + record.get("static_bytes"))
+        if at + len(dynamic) > self.capacity:
+            raise ValueError(f"a slot of {self.capacity} bytes has no room for {len(dynamic)} at {at}")
+        self.memory[at : at + len(dynamic)] = dynamic
+        record.set("dynamic_at", at)
+        record.set("dynamic_bytes", len(dynamic))
+
+    def image(self) -> memoryview:
+        """The image that the words speak of.
+
+        Raises:
+            ValueError: they speak of more than there is.
+
+        """
+        return self._part(0, self.record.get("image_bytes"))
+
+    def notes(self) -> tuple[bytes, bytes]:
+        """Static and dynamic JSON; ValueError as in `image`."""
+        get = self.record.get
+        static = self._part(get("static_at"), get("static_bytes"))
+        return bytes(static), bytes(self._part(get("dynamic_at"), get("dynamic_bytes")))
+
+    def populate(self) -> None:
+        """Have the kernel map all pages now, so that no copy waits for it; in pieces, without the GIL.
+
+        A first store into a page costs thirty times one into a mapped page.
+        """
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        for at in range(0, self.capacity, _POPULATE_BYTES):
+            size = min(_POPULATE_BYTES, self.capacity - at)
+            if _libc.madvise(ctypes.c_void_p(base + at), ctypes.c_size_t(size), _POPULATE_WRITE) != 0:
+                return  # Linux before 5.14: the first copy does it
+
+    def _part(self, start: int, size: int) -> memoryview:
+        if not 0 <= start <= start + size <= self.capacity:
+            raise ValueError(f"bytes {start} to {start + size} of a slot of {self.capacity}")
+        return self.memory[start : start + size]
+
+
+def aligned(count: int) -> int:
+    """``count`` rounded up to whole pages."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def room_for(image_bytes: int, static_bytes: int, dynamic_bytes: int) -> int:
+    """Bytes that a slot for such snapshots should have: what is dynamic may grow."""
+    return aligned(image_bytes) + aligned(static_bytes) + aligned(2 * dynamic_bytes + (64 << 10))
+
+
+def memory_file(name: str, size: int) -> int:
+    """Make an anonymous file of ``size`` bytes, all of them taken now; give its descriptor.
+
+    Taken now, because a store into a page that cannot be had is a SIGBUS; sealed, because one behind the
+    end of a file that somebody cut off is one as well. posix_fallocate took 0.13 s for 600 MB, touching the
+    pages 0.6 s. Not /dev/shm: containers give that 64 MB, and a file there stays behind.
+
+    Raises:
+        OSError: there is no memory for it.
+
+    """
+    try:  # a hardened kernel (vm.memfd_noexec=2) refuses a file that might be executed
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
+    except OSError:  # older than Linux 6.3, which does not know the flag
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        for at in range(0, size, _POPULATE_BYTES):
+            os.posix_fallocate(descriptor, at, min(_POPULATE_BYTES, size - at))
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEAL_SHRINK_GROW)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
