@@ -37,6 +37,14 @@ def to_bytes(part: Mapping[str, Any]) -> bytes:
     return json.dumps(part, separators=(",", ":"), allow_nan=False).encode()
 
 
+def moving(
+    generation: int, position: Position, written_at: float, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Give the dynamic part."""
+    where = {name: getattr(position, name) for name in ("epoch", "step_in_epoch", "step", "samples")}
+    return {"generation": generation, "position": where, "written_at": written_at, "state": state}
+
+
 def manifest_of(static: bytes, dynamic: bytes, image_bytes: int) -> Manifest:
     """Give the manifest of a snapshot; its blocks have no digests yet.
 

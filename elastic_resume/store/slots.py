@@ -36,7 +36,7 @@ ALIGNMENT = 4096
 _STEP_BITS = 40
 _MAX_GENERATION = 1 << 23
 _HEAD_WORDS = 16  # of the control block: see `_HEAD`
-_HEAD = ("decided", "next_step", "parts")
+_HEAD = ("decided", "next_step", "commits", "commit_us", "commit_cpu_us")
 _FIELDS = (
     "serial", "capacity", "target", "parts", "image_bytes", "static_at", "static_bytes", "dynamic_at",
     "dynamic_bytes", "layout", "arrived", "want", "held", "saved",
@@ -144,12 +144,18 @@ class Control:
         return memory_file("elastic_resume-control", CONTROL_BYTES)
 
     def get(self, name: str) -> int:
-        """Read ``decided``, ``next_step`` or ``parts``."""
+        """Read a word of its head: ``decided`` and ``next_step`` are the lead's, the others the keeper's."""
         return int(self._words[_HEAD.index(name)])
 
     def set(self, name: str, value: int) -> None:
-        """Store one of those. For the lead."""
+        """Store one of those."""
         self._words[_HEAD.index(name)] = value
+
+    def note_commit(self, seconds: float, cpu_s: float) -> None:
+        """Tell what the last commit took, and of processors: by that the lead judges how often to save."""
+        self.set("commit_us", int(seconds * 1e6))
+        self.set("commit_cpu_us", int(cpu_s * 1e6))
+        self.set("commits", self.get("commits") + 1)
 
     def copying(self, local_rank: int, mark: int) -> None:
         """Say that ``local_rank`` copies its share of ``mark``; 0: no more."""

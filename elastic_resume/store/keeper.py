@@ -1,0 +1,309 @@
+"""The keeper: owns a node's slots and commits snapshots from them to disk, behind the back of training.
+
+It lives in the node's agent; under plain torchrun or python in the worker that leads the node. Workers write
+snapshots into its slots and say which ones they want on disk; one thread of low priority commits those,
+digests on the way. A disk that fails costs checkpoints, never training: the failure is said at once and again
+every minute, older copies stay whole, and the newest snapshot is tried again.
+
+Promise: what it commits was whole, and was not written over while it was read. It never waits for a worker,
+and none waits for it unless it asks to.
+
+Does not know torch, nor how workers reach it (`handing`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elastic_resume import failpoints
+from elastic_resume.errors import CorruptError, ElasticResumeError, MachineError
+from elastic_resume.store import committed, note, slots
+from elastic_resume.store.catalog import Catalog
+from elastic_resume.store.checkpoint import Writer
+from elastic_resume.store.durable import DISK, Disk
+from elastic_resume.store.rack import Rack
+from elastic_resume.store.slots import SlotState, order_of
+
+LOOK_S = 0.003  # while other local ranks still copy their shares of what is to be committed
+PATIENCE_S = 30.0  # after which it is given up: they are gone, or blocked
+FIRST_RETRY_S = 5.0
+LAST_RETRY_S = 60.0
+SAY_AGAIN_S = 60.0
+NICENESS = 5
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the workers of a generation agreed on when they resumed.
+
+    ``floor``: generations up to it were set aside; ``trusted``: (generation, step) of the copy that they
+    read and verified, so that it counts as good; ``keep``: how many copies stay on disk.
+    """
+
+    floor: int = -1
+    trusted: tuple[int, int] | None = None
+    keep: int = 3
+
+
+@dataclass
+class _Wish:
+    """Somebody waits until a snapshot not older than ``mark`` (0: whatever is newest) is on disk."""
+
+    mark: int
+    until: float
+    path: Path | None = None
+    error: str = ""
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Keeper:
+    """The keeper of one node, from `start` to `close`."""
+
+    def __init__(
+        self,
+        node_dir: Path,
+        run_id: str,
+        rack: Rack,
+        *,
+        say: Callable[[str], None],
+        tell: Callable[..., Any],
+        disk: Disk = DISK,
+    ) -> None:
+        """Keep for the node of that directory.
+
+        Args:
+            node_dir: where checkpoints go; claimed by this process.
+            run_id: the job's.
+            rack: the slots; closed with the keeper.
+            say: gets lines for people.
+            tell: gets events, by kind and fields.
+            disk: what writes.
+
+        """
+        self.rack = rack
+        self._node_dir = node_dir
+        self._catalog = Catalog(node_dir, run_id, disk)
+        self._disk = disk
+        self._say = say
+        self._tell = tell
+        self._terms = Terms()
+        # Copies whose every byte this node has read or written: only they may push others out.
+        self._trusted: set[tuple[int, int]] = set()
+        self._saved: dict[int, Path] = {}  # the newest commit, by its mark
+        self._wishes: list[_Wish] = []
+        self._awaited: tuple[int, float] | None = None  # a mark that is not whole yet, and until when
+        self._problem = ""
+        self._said_at = self._retry_at = 0.0
+        self._retry_s = FIRST_RETRY_S
+        self._closing = False
+        self._news = threading.Condition()
+        self._thread = threading.Thread(target=self._live, name="elastic-resume-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Begin to commit."""
+        self._thread.start()
+
+    @property
+    def problem(self) -> str:
+        """Why the last commit failed; empty while all is well."""
+        return self._problem
+
+    def enter(self, terms: Terms) -> None:
+        """Workers have resumed, on these terms."""
+        with self._news:
+            self._terms = terms
+            if terms.trusted is not None:
+                self._trusted.add(terms.trusted)
+
+    def wanted(self, mark: int) -> None:
+        """A worker wants that snapshot on disk; it may not be whole yet."""
+        with self._news:
+            self._awaited = (mark, _now() + PATIENCE_S)
+            self._news.notify()
+
+    def commit(self, mark: int = 0, timeout_s: float | None = None) -> Path | None:
+        """Wait until a snapshot not older than ``mark`` (0: the newest there is) is on disk; give its path.
+
+        None where there is none, or it does not come within ``timeout_s``.
+
+        Raises:
+            MachineError: the disk refuses.
+
+        """
+        wish = _Wish(mark, _now() + PATIENCE_S)
+        with self._news:
+            if self._closing:
+                return None
+            self._wishes.append(wish)
+            self._news.notify()
+        wish.done.wait(timeout_s)
+        if wish.error:
+            raise MachineError(wish.error)
+        return wish.path
+
+    def close(self) -> None:
+        """End the commit under way, and give all memory back."""
+        with self._news:
+            self._closing = True
+            self._news.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.rack.close()
+
+    # ---- the thread ------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        _lower_priority()
+        while not self._closing:
+            with self._news:
+                if not self._closing and not self._is_due():
+                    self._news.wait(self._pause_s())
+            self._say_again()
+            self._serve()
+        for wish in self._wishes:
+            wish.done.set()
+
+    def _is_due(self) -> bool:
+        states = self.rack.control.states()
+        return bool(self._wishes) or slots.to_commit(states) is not None or 0 < self._retry_at <= _now()
+
+    def _pause_s(self) -> float | None:
+        if self._awaited is not None:
+            return LOOK_S
+        return max(0.01, min(self._retry_at - _now(), SAY_AGAIN_S)) if self._problem else None
+
+    def _serve(self) -> None:
+        """Commit what somebody waits for, what is wanted, or what has failed before."""
+        states = self.rack.control.states()
+        wish = self._wishes[0] if self._wishes else None
+        if self._awaited is not None and (
+            self._awaited[1] < _now() or any(s.whole and s.target >= self._awaited[0] for s in states)
+        ):
+            self._awaited = None
+        if wish is not None:
+            self._grant(wish, slots.newest(states))
+        elif (state := slots.to_commit(states)) is not None or 0 < self._retry_at <= _now():
+            with contextlib.suppress(MachineError):
+                self._commit(state or slots.newest(states))
+
+    def _grant(self, wish: _Wish, state: SlotState | None) -> None:
+        if wish.mark and (state is None or state.target < wish.mark) and _now() < wish.until:
+            time.sleep(LOOK_S)
+            return
+        try:
+            wish.path = self._commit(state)
+        except MachineError as error:
+            wish.error = str(error)
+        self._wishes.remove(wish)
+        wish.done.set()
+
+    def _commit(self, state: SlotState | None) -> Path | None:
+        """Commit a slot, unless its snapshot is on disk; None where nothing counts there (any more)."""
+        if state is None or not state.whole:
+            self._retry_at = 0.0
+            return None
+        if state.target in self._saved:
+            self._settle(state)
+            return self._saved[state.target]
+        began, used = time.monotonic(), time.thread_time()
+        generation, step = order_of(state.target)
+        where = {"generation": generation, "step": step}
+        try:
+            with self.rack.held(state) as slot:
+                path = self._write(slot, state.target) if slot is not None else None
+        except MachineError as error:
+            self._fail(where, error)
+            self._settle(state)
+            raise
+        except CorruptError as error:
+            self._tell("snapshot-ignored", **where, reason=str(error))
+            self._settle(state)
+            return None
+        if path is None:
+            return None  # written over meanwhile: there is a newer one
+        self._saved = {state.target: path}
+        self._settle(state)
+        self._well(where)
+        self._trusted.add((generation, step))
+        committed.note(self._node_dir, generation)
+        seconds, cpu_s = time.monotonic() - began, time.thread_time() - used
+        self.rack.control.note_commit(seconds, cpu_s)
+        size = (path / "state.safetensors").stat().st_size
+        self._tell("commit", **where, bytes=size, seconds=round(seconds, 4), path=str(path))
+        self._prune()
+        return path
+
+    def _settle(self, state: SlotState) -> None:
+        """Let the slot go: its snapshot is on disk, or given up."""
+        record = self.rack.control.record(state.index)
+        if record.get("target") == state.target:
+            record.set("saved", state.target)
+
+    def _write(self, slot: slots.Slot, mark: int) -> Path | None:
+        generation, step = order_of(mark)
+        try:
+            image = slot.image()
+            manifest = note.manifest_of(*slot.notes(), len(image))
+        except ValueError as error:
+            raise CorruptError(f"snapshot: {error}") from error
+        if slot.record.counts() != mark:
+            return None
+        if manifest.order != (generation, step):
+            raise CorruptError(f"snapshot: its notes are of {manifest.order}, its mark of {order_of(mark)}")
+        with Writer(self._node_dir, generation, step, self._disk) as writer:
+            writer.write(image)
+            failpoints.hit("keeper.written")
+            if slot.record.counts() != mark:
+                return None
+            return writer.commit(manifest)
+
+    def _fail(self, where: dict[str, int], error: MachineError) -> None:
+        self._tell("commit-failed", **where, error=str(error))
+        if str(error) != self._problem:
+            self._say(
+                f"step {where['step']} was not saved: {error} Training goes on; older checkpoints are "
+                f"untouched. It is tried again every {LAST_RETRY_S:.0f} s at least."
+            )
+            self._said_at = _now()
+        self._problem = str(error)
+        self._retry_at = _now() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+
+    def _well(self, where: dict[str, int]) -> None:
+        if self._problem:
+            self._say(f"checkpoints are saved again, step {where['step']} just now.")
+        self._problem, self._retry_at, self._retry_s = "", 0.0, FIRST_RETRY_S
+
+    def _say_again(self) -> None:
+        if self._problem and _now() - self._said_at >= SAY_AGAIN_S:
+            self._said_at = _now()
+            self._say(f"checkpoints are still not saved: {self._problem}")
+
+    def _prune(self) -> None:
+        try:
+            terms = self._terms
+            for path in self._catalog.prune(terms.keep, above_generation=terms.floor, trusted=self._trusted):
+                self._tell("prune", path=str(path))
+        except ElasticResumeError as error:
+            self._tell("prune-failed", error=str(error))
+
+
+def _now() -> float:
+    return time.monotonic()
+
+
+def _lower_priority() -> None:
+    """Let this thread's work wait for others', on processors and disks."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError, psutil.Error):
+        os.setpriority(os.PRIO_PROCESS, thread, NICENESS)  # Linux counts threads as processes here
+        psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_BE, 7)

@@ -1,0 +1,167 @@
+"""The rack: a node's slots and their control block, made as large as the state turns out to be.
+
+Promise: making room never takes away the newest snapshot that counts, nor one that is being read. Memory
+beyond what the budget allows is never taken. Does not know what slots are written with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from elastic_resume.cluster import memory
+from elastic_resume.policy import budget
+from elastic_resume.store import slots
+from elastic_resume.store.slots import Control, Slot, SlotState
+
+
+@dataclass
+class _Kept:
+    descriptor: int
+    slot: Slot
+
+
+class Rack:
+    """The slots of one node."""
+
+    def __init__(
+        self,
+        allowed_bytes: int | None,
+        *,
+        say: Callable[[str], None],
+        free: Callable[[], int] = memory.available,
+    ) -> None:
+        """Make the control block; slots come with `reserve`.
+
+        Args:
+            allowed_bytes: for all slots together; None: half of what is free then. 0: there are none.
+            say: gets the line that says what there is.
+            free: tells how much memory the node could still take.
+
+        """
+        self._allowed = allowed_bytes
+        self._say = say
+        self._free = free
+        self.descriptor = Control.make()
+        self.control = Control(self.descriptor)
+        # A name for guards, to which torchelastic hands no descriptor on. It ends with this process.
+        self.path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
+        self._kept: dict[int, _Kept] = {}
+        self._serial = 0
+        self._said = ""
+        self._closed = False
+        self._lock = threading.RLock()
+        self._growing = threading.Lock()
+
+    def expect(self, nbytes: int) -> None:
+        """A state of about that size will come: take memory for it in the background."""
+        threading.Thread(target=self._fill_up, args=(nbytes,), name="rack", daemon=True).start()
+
+    def reserve(self, nbytes: int) -> int:
+        """Have slots of at least ``nbytes``; give how many there will be. One of them exists on return."""
+        planned = self._fill_up(nbytes, least=1)
+        if planned > 1:
+            self.expect(nbytes)
+        return planned
+
+    def descriptor_of(self, index: int, serial: int) -> int | None:
+        """The file of that slot, for another process; None where it is gone."""
+        with self._lock:
+            kept = self._kept.get(index)
+            return kept.descriptor if kept is not None and kept.slot.serial == serial else None
+
+    @contextlib.contextmanager
+    def held(self, state: SlotState) -> Iterator[Slot | None]:
+        """Keep the lead from overwriting that slot meanwhile; None where it has been already."""
+        with self._lock:
+            kept = self._kept.get(state.index)
+            if kept is not None and kept.slot.serial == state.serial:
+                kept.slot.record.set("held", state.target)
+            else:
+                kept = None
+        try:
+            yield kept.slot if kept is not None and kept.slot.record.counts() == state.target else None
+        finally:
+            if kept is not None:
+                kept.slot.record.set("held", 0)
+
+    def discard(self, index: int) -> None:
+        """Let what lies in that slot count no more."""
+        self.control.record(index).set("target", 0)
+
+    def close(self) -> None:
+        """Give the memory back. Workers that have mapped it keep it until they end."""
+        with self._growing, self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for index in list(self._kept):
+                self._drop(index)
+            os.close(self.descriptor)
+
+    # ---- inside ----------------------------------------------------------------------------------------
+
+    def _fill_up(self, nbytes: int, least: int = 0) -> int:
+        """Make slots until there are as many as planned (``least``, if given); give the plan."""
+        capacity = slots.aligned(nbytes)
+        with self._growing:
+            self._make_room(capacity)
+            held = sum(kept.slot.capacity for kept in self._kept.values())
+            newest = slots.newest(self.control.states())
+            # What lies in a slot that is too small stays until a larger one holds something newer.
+            stays = newest.capacity if newest is not None and newest.capacity < capacity else 0
+            free = self._free() + held - stays
+            allowed = None if self._allowed is None else self._allowed - stays
+            planned = budget.slots_that_fit(capacity, free_bytes=free, allowed_bytes=allowed)
+            if not stays or planned < budget.SLOTS:
+                self._tell_budget(budget.describe(planned, capacity, free_bytes=free, allowed_bytes=allowed))
+            fitting = sum(kept.slot.capacity >= capacity for kept in self._kept.values())
+            while fitting < (min(least, planned) if least else planned) and not self._closed:
+                if not self._add(capacity):
+                    return fitting
+                fitting += 1
+            return planned
+
+    def _make_room(self, capacity: int) -> None:
+        """Drop slots that are too small, but for the newest whole one and what is being read."""
+        states = self.control.states()
+        newest = slots.newest(states)
+        for state in states:
+            if state.capacity < capacity and state is not newest and not state.held:
+                self._drop(state.index)
+
+    def _add(self, capacity: int) -> bool:
+        with self._lock:
+            index = next((i for i in range(slots.MAX_SLOTS) if i not in self._kept), None)
+        if index is None:
+            return False
+        try:
+            descriptor = slots.memory_file(f"elastic_resume-slot-{index}", capacity)
+        except OSError as error:
+            self._tell_budget(f"snapshots: no memory for another slot of {budget.size(capacity)}: {error}")
+            return False
+        with self._lock:
+            self._serial += 1
+            record = self.control.record(index)
+            record.clear()
+            self._kept[index] = _Kept(descriptor, Slot(descriptor, capacity, self._serial, record))
+            record.set("serial", self._serial)
+            record.set("capacity", capacity)
+        return True
+
+    def _drop(self, index: int) -> None:
+        with self._lock:
+            record = self.control.record(index)
+            record.set("target", 0)
+            record.set("capacity", 0)
+            kept = self._kept.pop(index, None)
+            if kept is not None:
+                os.close(kept.descriptor)
+
+    def _tell_budget(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._say(text)
