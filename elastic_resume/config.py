@@ -8,27 +8,22 @@ an argparse parser. Does not know what the settings do.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import difflib
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from elastic_resume import contract
+from elastic_resume import contract, values
 from elastic_resume.cluster import node
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.cadence import SaveEvery
+from elastic_resume.policy.cadence import AUTO, Every
 
 DEFAULT_CKPT_DIR = "./checkpoints"
 DEFAULT_KEEP = 3  # one more than the least, so that one may turn out corrupt while another is written
-MIN_KEEP = 2
 DEFAULT_STEP_MARK_S = 5.0  # what a report may be wrong by about the step that a failure interrupted
-RESUME_MODES = ("auto", "must", "never")
 MAX_FILE_BYTES = 64 * 1024
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
 
@@ -44,10 +39,14 @@ class Settings:
     ckpt_dir: Path
     run_id: str
     node_name: str
-    save_every: SaveEvery
+    save_every: Every
     keep: int
     resume: str
     step_mark_s: float = DEFAULT_STEP_MARK_S  # least seconds between two step marks of a rank; 0: every step
+    snapshot_every: Every = AUTO
+    snapshot_memory: int | None = None  # bytes of this node for snapshots; None: auto, 0: off
+    check_replicas: Every = AUTO  # by steps or auto only: all nodes compare the same step
+    on_divergence: str = "stop"  # or resume-from-majority
 
     def to_env(self) -> dict[str, str]:
         """The variables from which `for_worker` reads the same settings again."""
@@ -59,6 +58,12 @@ class Settings:
             contract.ENV_KEEP: str(self.keep),
             contract.ENV_RESUME: self.resume,
             contract.ENV_STEP_MARK_S: repr(self.step_mark_s),
+            contract.ENV_SNAPSHOT_EVERY: str(self.snapshot_every),
+            contract.ENV_SNAPSHOT_MEMORY: {None: "auto", 0: "off"}.get(
+                self.snapshot_memory, str(self.snapshot_memory)
+            ),
+            contract.ENV_CHECK_REPLICAS: str(self.check_replicas),
+            contract.ENV_ON_DIVERGENCE: self.on_divergence,
         }
 
     @classmethod
@@ -110,81 +115,35 @@ class Settings:
         run_id = choose("run_id", contract.ENV_RUN_ID, spare_run_id)
         name = choose("node_name", contract.ENV_NODE_NAME, None)
         directory = str(choose("ckpt_dir", contract.ENV_CKPT_DIR, DEFAULT_CKPT_DIR))
-        save_every = choose("save_every", contract.ENV_SAVE_EVERY, "auto")
         return cls(
             # Absolute, because the script may change its working directory.
-            ckpt_dir=_absolute("ckpt-dir", directory),
-            run_id=_checked("run id", run_id) if run_id else node.safe_name(Path(script).stem, "job"),
-            node_name=_checked("node name", name) if name else node.default_name(environ),
-            save_every=save_every if isinstance(save_every, SaveEvery) else SaveEvery.parse(save_every),
-            keep=_keep(choose("keep", contract.ENV_KEEP, DEFAULT_KEEP)),
-            resume=_resume(str(choose("resume", contract.ENV_RESUME, "auto"))),
-            step_mark_s=_step_mark_s(choose("step_mark_s", contract.ENV_STEP_MARK_S, DEFAULT_STEP_MARK_S)),
+            ckpt_dir=values.absolute("ckpt-dir", directory),
+            run_id=values.directory_name("run id", run_id)
+            if run_id
+            else node.safe_name(Path(script).stem, "job"),
+            node_name=values.directory_name("node name", name) if name else node.default_name(environ),
+            save_every=Every.parse(choose("save_every", contract.ENV_SAVE_EVERY, "auto")),
+            keep=values.keep(choose("keep", contract.ENV_KEEP, DEFAULT_KEEP)),
+            resume=values.resume_from(str(choose("resume", contract.ENV_RESUME, "auto"))),
+            step_mark_s=values.step_mark_s(
+                choose("step_mark_s", contract.ENV_STEP_MARK_S, DEFAULT_STEP_MARK_S)
+            ),
+            snapshot_every=Every.parse(
+                choose("snapshot_every", contract.ENV_SNAPSHOT_EVERY, "auto"), "snapshot-every", off=True
+            ),
+            snapshot_memory=values.snapshot_memory(
+                choose("snapshot_memory", contract.ENV_SNAPSHOT_MEMORY, "auto")
+            ),
+            check_replicas=Every.parse(
+                choose("check_replicas", contract.ENV_CHECK_REPLICAS, "auto"),
+                "check-replicas",
+                off=True,
+                seconds=False,
+            ),
+            on_divergence=values.on_divergence(
+                str(choose("on_divergence", contract.ENV_ON_DIVERGENCE, "stop"))
+            ),
         )
-
-
-def _checked(what: str, name: str) -> str:
-    if not re.fullmatch(contract.SAFE_NAME_PATTERN, str(name)):
-        raise ConfigError(
-            f"{what} {name!r} cannot be the name of a directory: use at most 128 letters, digits, '.', '_' "
-            "and '-', beginning with a letter or digit."
-        )
-    return str(name)
-
-
-def _keep(value: Any) -> int:
-    text = str(value)
-    if isinstance(value, bool) or not re.fullmatch(r"-?\d{1,9}", text):
-        raise ConfigError(f"keep is {text!r}: write a whole number of checkpoints, {MIN_KEEP} or more.")
-    if int(text) < MIN_KEEP:
-        raise ConfigError(
-            f"keep is {text}, which is too few: with one copy kept, a copy that turns out corrupt leaves "
-            f"nothing to resume from. Write {MIN_KEEP} or more."
-        )
-    return int(text)
-
-
-def _resume(value: str) -> str:
-    if value in RESUME_MODES:
-        return value
-    # A path with a directory in it may exist on another node; a bare word that is no file is a typing error.
-    if not value or (Path(value).name == value and not _is_there(_absolute("resume", value))):
-        raise ConfigError(
-            f"resume is {value!r}: write auto, must, never, or the path of a checkpoint."
-            + near(value, RESUME_MODES)
-        )
-    return str(_absolute("resume", value))
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
-
-
-def _absolute(what: str, text: str) -> Path:
-    """``text`` as an absolute path that the system can at least look for."""
-    try:
-        path = Path(text).expanduser().absolute()
-        with contextlib.suppress(PermissionError):  # whoever uses it says what that needs
-            path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name too long, a NUL
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{what} is {text[:200]!r}, which cannot be a path here: {reason}.") from error
-    return path
-
-
-def _step_mark_s(value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise ConfigError(
-            f"{contract.ENV_STEP_MARK_S} is {str(value)!r}: write a number of seconds, 0 for every step."
-        )
-    return number
 
 
 # ---- flags and the file --------------------------------------------------------------------------------
@@ -199,19 +158,13 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(prefix):
             unknown = [word for word in message[len(prefix) :].split() if word.startswith("-")]
             flag = (unknown or [message[len(prefix) :]])[0].partition("=")[0]
-            message = f"unknown flag {flag}." + near(flag, flag_actions(self))
+            message = f"unknown flag {flag}." + values.near(flag, flag_actions(self))
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def flag_actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Every option string of ``parser`` with its action. argparse has no public way to ask."""
     return {flag: action for action in parser._actions for flag in action.option_strings}  # noqa: SLF001
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean …?``, or nothing when no known name is like ``name``."""
-    found = list(dict.fromkeys(n.replace("_", "-") for n in difflib.get_close_matches(name, list(known), 6)))
-    return f" Did you mean {' or '.join(found[:3])}?" if found else ""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -228,7 +181,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("ckpt-dir", "DIR", f"root of all checkpoints (default {DEFAULT_CKPT_DIR})")
     add("node-name", "NAME", "this node's name (default: the scheduler's name for it, else the host's)")
     add("save-every", "N|SECONDSs|auto", "steps or seconds between two checkpoints (default auto)")
-    add("keep", "N", f"checkpoints kept on each node, {MIN_KEEP} or more (default {DEFAULT_KEEP})")
+    add(
+        "snapshot-every",
+        "N|SECONDSs|auto|off",
+        "steps or seconds between two copies in memory, which outlive a worker (default auto)",
+    )
+    add(
+        "snapshot-memory",
+        "auto|off|SIZE",
+        "memory of this node for them, as 4GB or 512MiB (default auto: at most half of what is free)",
+    )
+    add("check-replicas", "N|auto|off", "steps between two comparisons of all replicas (default auto)")
+    add("on-divergence", "|".join(values.DIVERGENCE_POLICIES), "when replicas differ (default stop)")
+    add("keep", "N", f"checkpoints kept on each node, {values.MIN_KEEP} or more (default {DEFAULT_KEEP})")
     add("resume", "auto|must|never|PATH", "what to resume from (default auto: the newest valid copy, if any)")
     add("node-timeout", "SECONDS", "a node that is silent for so long is lost; the same on all (default 3)")
     add("settle", "SECONDS", "how long a first start waits for one more node (default 3)")
@@ -283,9 +248,9 @@ def parse_layers(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[
     flags = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(dests, missing)))
     given = {dest for dest in dests if getattr(flags, dest) is not missing}
     if "config" in given:
-        values = read_file(Path(flags.config), parser)
-        parser.set_defaults(**values)
-        given |= set(values)
+        found = read_file(Path(flags.config), parser)
+        parser.set_defaults(**found)
+        given |= set(found)
     args = parser.parse_args(argv)
     args.run_id = args.rdzv_id if "rdzv_id" in given else None
     return args, given
@@ -319,7 +284,7 @@ def read_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     known = {flag[2:]: action for flag, action in flag_actions(parser).items() if flag.startswith("--")}
     for name in ("help", "config"):
         known.pop(name, None)
-    values: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key_node, value_node in root.value:
         where = f"{path}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
@@ -327,11 +292,11 @@ def read_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         key = str(key_node.value)
         action = known.get(key)
         if action is None:
-            raise ConfigError(f"{where}: unknown key {key!r}." + near(key, known))
-        if action.dest in values:
+            raise ConfigError(f"{where}: unknown key {key!r}." + values.near(key, known))
+        if action.dest in found:
             raise ConfigError(f"{where}: {key!r} is given twice.")
-        values[action.dest] = _file_value(action, value_node, f"{where}: {key}")
-    return values
+        found[action.dest] = _file_value(action, value_node, f"{where}: {key}")
+    return found
 
 
 def _file_value(action: argparse.Action, value: yaml.Node, where: str) -> Any:
@@ -347,7 +312,10 @@ def _file_value(action: argparse.Action, value: yaml.Node, where: str) -> Any:
         return [str(item.value) for item in value.value]
     if not isinstance(value, yaml.ScalarNode) or not value.value or value.tag.endswith(":null"):
         raise ConfigError(f"{where} must be one value.")
-    if value.tag.endswith(":bool") and value.style is None and action.choices is None:
+    spelt = value.value in str(action.metavar).split(
+        "|"
+    )  # "off" is a truth value to YAML, and a form of ours
+    if value.tag.endswith(":bool") and value.style is None and action.choices is None and not spelt:
         raise ConfigError(
             f"{where} is a truth value and takes {action.metavar or 'text'}; quote it if meant."
         )

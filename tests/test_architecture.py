@@ -17,7 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["errors", "contract"],
     ["failpoints", "events", "policy", "cluster"],
-    ["config", "store"],
+    ["config", "values", "store"],
     ["rendezvous"],  # its core is pure; the shell around it keeps a record on disk
     ["worker", "agent"],
     ["faults", "report"],

@@ -1,54 +1,223 @@
-"""How often to save: the setting's forms, and when a save is due."""
+"""How often to snapshot and to save: the setting's forms, what is due when, and the bounds that hold."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.cadence import (
     ASSUMED_MTBF_S,
+    AUTO,
+    COMMIT_DUTY,
+    LARGEST_SHARE,
     LONGEST_INTERVAL_S,
-    SaveEvery,
-    auto_interval_s,
+    LONGEST_SNAPSHOT_GAP_S,
+    Every,
+    SaveCost,
     is_due,
+    mtbf_s,
+    optimum_s,
+    save_interval_s,
+    snapshot_gap,
 )
 
+ANY = st.floats()  # infinite, negative and not a number included
+SECONDS = st.floats(min_value=1e-6, max_value=1e6)
+HOUR = 3600.0
 
-@pytest.mark.parametrize("text", ["auto", "1", "100", "30s", "1.5s"])
+
+# ---- the setting ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["auto", "1", "100", "30s", "1.5s", "off"])
 def test_every_form_is_read_and_given_back(text: str) -> None:
     """What `str` gives is what `parse` reads."""
-    assert str(SaveEvery.parse(text)) == text
+    assert str(Every.parse(text, "snapshot-every", off=True)) == text
 
 
-@pytest.mark.parametrize("text", ["", "0", "-3", "0s", "5m", "s", "1e3", "nan", "infs", "100 steps"])
+@pytest.mark.parametrize("text", ["", "0", "-3", "0s", "5m", "s", "1e3", "nan", "infs", "100 steps", "off"])
 def test_other_forms_are_refused_with_the_right_ones(text: str) -> None:
     """The error tells what may be written."""
-    with pytest.raises(ConfigError, match="number of steps"):
-        SaveEvery.parse(text)
+    with pytest.raises(ConfigError, match=r"number of steps \(100\), a number of seconds \(30s\) or auto"):
+        Every.parse(text)
+
+
+def test_seconds_are_refused_where_nodes_have_to_count_alike() -> None:
+    """And the error does not offer them."""
+    with pytest.raises(
+        ConfigError, match=r"check-replicas is '30s': write a number of steps \(100\) or auto"
+    ):
+        Every.parse("30s", "check-replicas", seconds=False)
+
+
+# ---- failures ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("failures", "uptime_s", "found"),
+    [
+        (0, 0.0, ASSUMED_MTBF_S),
+        (0, 100 * HOUR, 104 * HOUR),
+        (1, 60.0, (ASSUMED_MTBF_S + 60) / 2),
+        (99, 100 * 15.0, (ASSUMED_MTBF_S + 1500) / 100),
+        (-1, math.nan, ASSUMED_MTBF_S),
+    ],
+)
+def test_one_imagined_failure_is_counted_with_the_real_ones(
+    failures: int, uptime_s: float, found: float
+) -> None:
+    """Neither immortal before the first failure nor doomed after it."""
+    assert mtbf_s(failures, uptime_s) == pytest.approx(found)
+
+
+# ---- snapshots -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("every", "step_s", "cost_s", "mtbf", "gap"),
+    [
+        ("7", None, None, HOUR, 7),
+        ("7", 100.0, 100.0, HOUR, 7),
+        ("2s", None, 1.0, HOUR, 1),
+        ("2s", 0.5, None, HOUR, 4),
+        ("2s", 0.3, None, HOUR, 7),
+        ("2s", 9.0, None, HOUR, 1),
+        ("0.9s", 0.03, None, HOUR, 30),  # as floats it is more
+        ("auto", None, 0.01, HOUR, 1),
+        ("auto", 0.1, None, HOUR, 1),
+        ("auto", 0.1, 0.0, HOUR, 1),
+        ("auto", 0.1, 0.001, HOUR, 1),  # exactly 1 %
+        ("auto", 0.1, 0.0011, HOUR, 2),
+        ("auto", 0.1, 0.1, HOUR, 100),  # at the optimum it would be 267
+        ("auto", 0.1, 0.1, 15.0, 17),  # sqrt(2 * 0.1 * 15) - 0.1 = 1.63 s: 1 % would lose more than it saves
+        ("auto", 0.1, 50.0, 24 * HOUR, 600),  # the bound: 60 s
+        ("auto", 70.0, 50.0, 24 * HOUR, 1),  # a step that is longer than the bound
+        ("auto", 0.1, 1.0, 1.0, 5),  # half the time between failures
+    ],
+)
+def test_steps_to_the_next_snapshot(
+    every: str, step_s: float | None, cost_s: float | None, mtbf: float, gap: int
+) -> None:
+    """The shorter of 1 % and Young's optimum, within the bounds."""
+    assert snapshot_gap(Every.parse(every), step_s=step_s, cost_s=cost_s, mtbf=mtbf) == gap
+
+
+@given(st.one_of(st.none(), ANY), st.one_of(st.none(), ANY), ANY, st.sampled_from(["auto", "3", "2.5s"]))
+def test_no_measurement_breaks_the_answer(
+    step_s: float | None, cost_s: float | None, mtbf: float, every: str
+) -> None:
+    """A clock that jumped gives a gap, and not an exception in the training loop."""
+    assert snapshot_gap(Every.parse(every), step_s=step_s, cost_s=cost_s, mtbf=mtbf) >= 1
+
+
+@given(SECONDS, SECONDS, SECONDS)
+def test_a_failure_costs_no_more_than_the_bound(step_s: float, cost_s: float, mtbf: float) -> None:
+    """Or a step, where one takes longer."""
+    gap = snapshot_gap(AUTO, step_s=step_s, cost_s=cost_s, mtbf=mtbf)
+    assert gap * step_s <= max(LONGEST_SNAPSHOT_GAP_S, step_s) * (1 + 1e-9)
+
+
+@given(SECONDS, SECONDS, SECONDS)
+def test_snapshots_cost_no_more_than_they_may(step_s: float, cost_s: float, mtbf: float) -> None:
+    """The greatest of 1 %, the optimum's share, and what one in a minute (less a step) costs."""
+    gap = snapshot_gap(AUTO, step_s=step_s, cost_s=cost_s, mtbf=mtbf)
+    least_s = min(
+        cost_s / LARGEST_SHARE, optimum_s(cost_s, mtbf), max(LONGEST_SNAPSHOT_GAP_S - step_s, step_s)
+    )
+    assert gap * step_s >= least_s * (1 - 1e-8)
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_dearer_snapshots_are_not_more_frequent(step_s: float, one: float, other: float, mtbf: float) -> None:
+    """Also where Young's approximation has ended."""
+    cheap, dear = sorted([one, other])
+    at = [snapshot_gap(AUTO, step_s=step_s, cost_s=cost_s, mtbf=mtbf) for cost_s in (cheap, dear)]
+    assert at[0] <= at[1]
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_more_failures_never_mean_fewer_snapshots(
+    step_s: float, cost_s: float, one: float, other: float
+) -> None:
+    """Monotone in the time between failures."""
+    often, rare = sorted([one, other])
+    at = [snapshot_gap(AUTO, step_s=step_s, cost_s=cost_s, mtbf=mtbf) for mtbf in (often, rare)]
+    assert at[0] <= at[1]
+
+
+# ---- saves ---------------------------------------------------------------------------------------------
 
 
 def test_a_number_of_steps_means_its_multiples_so_that_nodes_save_the_same_steps() -> None:
     """After a resume in between, the next multiple is due, not the next N steps."""
-    every = SaveEvery(steps=10)
-    due = [s for s in range(14, 41) if is_due(every, step=s, saved_step=13, since_s=0, stall_s=0.0)]
+    every, cost = Every(steps=10), SaveCost(0.0)
+    due = [s for s in range(14, 41) if is_due(every, step=s, saved_step=13, since_s=0, cost=cost)]
     assert due[0] == 20
-    assert not is_due(every, step=9, saved_step=0, since_s=99, stall_s=None)
-    assert is_due(every, step=23, saved_step=13, since_s=0, stall_s=0.0), "20 passed while the disk was busy"
+    assert not is_due(every, step=9, saved_step=0, since_s=99, cost=None)
+    assert is_due(every, step=23, saved_step=13, since_s=0, cost=cost), "20 passed while the disk was busy"
+
+
+def test_a_number_of_seconds_is_counted_from_the_last_save() -> None:
+    """And never saves a step again."""
+    every = Every(seconds=30)
+    found = [is_due(every, step=2, saved_step=1, since_s=s, cost=SaveCost(99)) for s in (29.9, 30.0)]
+    assert found == [False, True]
+    assert not is_due(every, step=2, saved_step=2, since_s=31.0, cost=None)
+    assert not is_due(Every(off=True), step=2, saved_step=0, since_s=1e9, cost=None)
 
 
 def test_auto_saves_after_the_first_step_and_then_by_cost() -> None:
     """What cannot be stored is told at once; a save that costs nothing may come often, never every step."""
-    auto = SaveEvery()
-    assert is_due(auto, step=1, saved_step=0, since_s=0.0, stall_s=None)
-    assert not is_due(auto, step=2, saved_step=1, since_s=0.1, stall_s=0.001)
-    assert is_due(auto, step=2, saved_step=1, since_s=auto_interval_s(0.001), stall_s=0.001)
-    assert not is_due(auto, step=1, saved_step=1, since_s=1e9, stall_s=0.001), "nothing new to save"
+    cost = SaveCost(0.001)
+    assert is_due(AUTO, step=1, saved_step=0, since_s=0.0, cost=None)
+    assert not is_due(AUTO, step=2, saved_step=1, since_s=0.1, cost=cost)
+    assert is_due(AUTO, step=2, saved_step=1, since_s=save_interval_s(cost), cost=cost)
+    assert not is_due(AUTO, step=1, saved_step=1, since_s=1e9, cost=cost), "nothing new to save"
 
 
-def test_auto_is_youngs_optimum_within_its_bounds() -> None:
-    """sqrt(2 w M) - w, at most ten minutes."""
-    assert auto_interval_s(0.05) == pytest.approx(math.sqrt(2 * 0.05 * ASSUMED_MTBF_S) - 0.05)
-    assert auto_interval_s(1000.0) == LONGEST_INTERVAL_S
-    assert auto_interval_s(0.0) == 0.0
+@pytest.mark.parametrize(
+    ("cost", "mtbf", "interval_s"),
+    [
+        (SaveCost(0.05), ASSUMED_MTBF_S, math.sqrt(2 * 0.05 * ASSUMED_MTBF_S) - 0.05),
+        (SaveCost(0.0, 0.0, cpu_s=0.4, cores=8), ASSUMED_MTBF_S, math.sqrt(2 * 0.05 * ASSUMED_MTBF_S) - 0.05),
+        (SaveCost(0.0, 0.0, cpu_s=0.4, cores=0), HOUR, math.sqrt(2 * 0.4 * HOUR) - 0.4),
+        (SaveCost(1000.0), 100 * HOUR, LONGEST_INTERVAL_S),
+        (SaveCost(0.0, commit_s=3.0), HOUR, 30.0),  # of the disk's time not more than a tenth
+        (SaveCost(0.05, commit_s=3.0), HOUR, 30.0),
+        (SaveCost(0.05, commit_s=1.0), HOUR, math.sqrt(2 * 0.05 * HOUR) - 0.05),
+        (SaveCost(0.0, commit_s=100.0), HOUR, 1000.0),  # which may be longer than the longest interval
+        (SaveCost(0.0), HOUR, 0.0),
+    ],
+)
+def test_auto_is_youngs_optimum_within_its_bounds(cost: SaveCost, mtbf: float, interval_s: float) -> None:
+    """sqrt(2 w M) - w, where w is the stall and the keeper's share of the cores."""
+    assert save_interval_s(cost, mtbf) == pytest.approx(interval_s)
+
+
+@given(st.builds(SaveCost, ANY, ANY, ANY, ANY), ANY, ANY)
+def test_no_cost_breaks_the_decision(cost: SaveCost, mtbf: float, since_s: float) -> None:
+    """Whatever was measured, the interval is a time, and the decision is made."""
+    assert 0 <= save_interval_s(cost, mtbf) < math.inf
+    assert is_due(AUTO, step=2, saved_step=1, since_s=since_s, cost=cost, mtbf=mtbf) in {True, False}
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_saves_keep_their_bounds(stall_s: float, commit_s: float, cpu_s: float, mtbf: float) -> None:
+    """The disk has its rest; and apart from that ten minutes is the longest."""
+    interval_s = save_interval_s(SaveCost(stall_s, commit_s, cpu_s), mtbf)
+    assert commit_s <= interval_s * COMMIT_DUTY * (1 + 1e-9)
+    assert interval_s <= max(LONGEST_INTERVAL_S, commit_s / COMMIT_DUTY)
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_the_optimum_grows_with_the_cost_and_the_time_between_failures(
+    one: float, other: float, cost_s: float, mtbf: float
+) -> None:
+    """Also where the formula itself would fall."""
+    low, high = sorted([one, other])
+    assert optimum_s(low, mtbf) <= optimum_s(high, mtbf) * (1 + 1e-9)
+    assert optimum_s(cost_s, low) <= optimum_s(cost_s, high) * (1 + 1e-9)

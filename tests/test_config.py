@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from elastic_resume import config, contract
 from elastic_resume.cluster import node
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.cadence import SaveEvery
+from elastic_resume.policy.cadence import Every
+
+OFF = Every(off=True)
 
 
 class _Env(argparse.Action):
@@ -112,6 +115,8 @@ def test_what_follows_the_script_belongs_to_the_script(tmp_path: Path) -> None:
         ("keep: {a: 1}\n", "keep must be one value"),
         ("keep:\n", "keep must be one value"),
         ("keep: true\n", "keep is a truth value"),
+        ("save-every: off\n", "save-every is a truth value"),
+        ("snapshot-every: no\n", "snapshot-every is a truth value"),
         ("- keep\n", "must hold lines of the form NAME: VALUE"),
         ("keep: 3: 4\n", "is not YAML"),
         ("keep: !!python/object/apply:os.system ['true']\n", "keep must be one value"),
@@ -126,6 +131,12 @@ def test_a_wrong_file_is_an_error_that_says_where(tmp_path: Path, yaml: str, sai
     with pytest.raises(ConfigError, match=said) as caught:
         parse(tmp_path, yaml)
     assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_off_in_the_file_is_a_word_where_it_is_one_of_a_flags_forms(tmp_path: Path) -> None:
+    """To YAML 1.1 it is a truth value, and people do not quote it."""
+    found = settings_of(tmp_path, "snapshot-every: off\nsnapshot-memory: off\ncheck-replicas: off\n")
+    assert (found.snapshot_every, found.snapshot_memory, found.check_replicas) == (OFF, 0, OFF)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -227,7 +238,7 @@ def test_arguments_beat_the_environment_in_a_worker() -> None:
         {"ELASTIC_RESUME_KEEP": "5", "ELASTIC_RESUME_CKPT_DIR": "/env"},
         "t.py",
         keep=2,
-        save_every=SaveEvery(steps=7),
+        save_every=Every(steps=7),
         ckpt_dir=None,
     )
     assert (found.keep, found.save_every.steps, found.ckpt_dir) == (2, 7, Path("/env"))
@@ -237,13 +248,78 @@ def test_defaults_are_valid_and_absolute() -> None:
     """The script may change its working directory."""
     found = Settings.for_worker({}, "t.py")
     assert found.ckpt_dir == Path.cwd() / "checkpoints"
-    assert (found.keep, found.save_every, found.resume) == (3, SaveEvery(), "auto")
+    assert (found.keep, found.save_every, found.resume) == (3, Every(), "auto")
+    assert (found.snapshot_every, found.snapshot_memory, found.check_replicas) == (Every(), None, Every())
+    assert found.on_divergence == "stop"
 
 
-def test_what_an_agent_decided_arrives_in_its_workers() -> None:
-    """to_env and for_worker are inverse."""
-    agent = Settings(Path("/c"), "job", "n1", SaveEvery(seconds=1.5), 4, "never", 0.1)
+@pytest.mark.parametrize(
+    "agent",
+    [
+        Settings(Path("/c"), "job", "n1", Every(seconds=1.5), 4, "never", 0.1),
+        Settings(Path("/c"), "job", "n1", Every(), 2, "auto", 5.0, OFF, 0, OFF, "resume-from-majority"),
+        Settings(Path("/c"), "job", "n1", Every(), 2, "auto", 5.0, Every(steps=3), 2**53 + 1, Every(steps=9)),
+    ],
+)
+def test_what_an_agent_decided_arrives_in_its_workers(agent: Settings) -> None:
+    """to_env and for_worker are inverse; and each setting is one that the environment carries."""
     assert Settings.for_worker(agent.to_env(), "other.py") == agent
+    assert len(agent.to_env()) == len(dataclasses.fields(Settings))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("auto", None),
+        ("off", 0),
+        ("0", 0),
+        ("4GB", 4 * 10**9),
+        ("4 gb", 4 * 10**9),
+        ("512MiB", 512 * 2**20),
+        ("512Mi", 512 * 2**20),
+        ("1.5G", 3 * 2**29),
+        ("100k", 100 * 2**10),
+        ("2T", 2**41),
+        ("1234567", 1234567),
+    ],
+)
+def test_forms_of_a_size(tmp_path: Path, text: str, size: int | None) -> None:
+    """By flag and by environment."""
+    assert settings_of(tmp_path, None, f"--snapshot-memory={text}").snapshot_memory == size
+    assert settings_of(tmp_path, None, ELASTIC_RESUME_SNAPSHOT_MEMORY=text).snapshot_memory == size
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "said"),
+    [
+        ("snapshot-memory", "-4G", "write a size .4GB, 512MiB, 1.5G., auto or off"),
+        ("snapshot-memory", "1.5", "snapshot-memory is '1.5': write a size"),
+        ("snapshot-memory", "50%", "write a size"),
+        ("snapshot-memory", "4B", "write a size"),
+        ("snapshot-memory", "1e9", "write a size"),
+        ("snapshot-memory", "autos", "Did you mean auto"),
+        ("snapshot-memory", "9" * 19, "more than any node has"),
+        ("snapshot-memory", "9" * 5000, "write a size"),
+        ("snapshot-memory", "2000000T", "more than any node has"),
+        (
+            "snapshot-every",
+            "never",
+            r"write a number of steps \(100\), a number of seconds \(30s\), auto or off",
+        ),
+        ("save-every", "off", r"save-every is 'off': .* a number of seconds \(30s\) or auto"),
+        ("check-replicas", "30s", r"check-replicas is '30s': write a number of steps \(100\), auto or off"),
+        ("on-divergence", "halt", "on-divergence is 'halt': write stop or resume-from-majority"),
+        ("on-divergence", "resume-from-major", "Did you mean resume-from-majority"),
+    ],
+)
+def test_a_wrong_setting_of_snapshots_says_what_may_be_written(
+    tmp_path: Path, flag: str, text: str, said: str
+) -> None:
+    """In one line of bearable length, with the setting's name."""
+    with pytest.raises(ConfigError, match=said) as caught:
+        settings_of(tmp_path, None, f"--{flag}={text}")
+    assert flag in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("bad", ["abc", "-1", "nan", "inf", "1s"])

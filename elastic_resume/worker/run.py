@@ -327,7 +327,7 @@ class Run:
             step=position.step,
             saved_step=saver.saved_step,
             since_s=saver.since_s,
-            stall_s=saver.stall_s,
+            cost=None if saver.stall_s is None else cadence.SaveCost(saver.stall_s),
         )
         if due and saver.idle:
             with self._beat.busy():

@@ -29,6 +29,7 @@ def resume(
     run_id: str | None = None,
     node_name: str | None = None,
     save_every: str | int | None = None,
+    snapshot_every: str | int | None = None,
     keep: int | None = None,
     resume: str | os.PathLike[str] | None = None,
     seed: int | None = None,
@@ -52,7 +53,8 @@ def resume(
             ``elastic-resume run`` win, since the agent holds the directory that they name.
         run_id: the job's name; default from torchrun's ``--rdzv-id``, else the script's name.
         node_name: this node's name; default from the scheduler, else the host name.
-        save_every: a number of steps, "30s", or "auto".
+        save_every: steps or seconds between two checkpoints: a number of steps, "30s", or "auto".
+        snapshot_every: the same for copies in memory, or "off".
         keep: how many checkpoints each node keeps, at least 2.
         resume: "auto", "must", "never", or the path of a checkpoint.
         seed: from which random numbers are derived, with rank and step; default is what rank 0 gave
@@ -76,6 +78,7 @@ def resume(
             run_id=run_id,
             node_name=node_name,
             save_every=save_every,
+            snapshot_every=snapshot_every,
             keep=keep,
             resume=resume,
         )
