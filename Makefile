@@ -56,6 +56,7 @@ soak: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/save_load.py
 	$(BIN)/python benchmarks/recovery.py --kills 2 --only ours,tuned
+	$(BIN)/python benchmarks/goodput.py --only ours --minutes 1 --baseline-minutes 0.5
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-run

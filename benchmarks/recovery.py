@@ -285,6 +285,15 @@ def no_process_left() -> Iterator[None]:
             bury(strike(left))
 
 
+def machine() -> dict[str, Any]:
+    """What figures depend on."""
+    return {
+        "cores": os.cpu_count(),
+        "python": sys.version.split()[0],
+        "torch": importlib.metadata.version("torch"),
+    }
+
+
 def choice(known: Any) -> Callable[[str], list[str]]:
     """Parse a list of words, separated by commas."""
 
@@ -328,16 +337,10 @@ def main() -> int:
                 say(f"{system}, {ROWS[row]} killed: left out: {error} (--dir keeps the logs)")
                 whole = False
     print("\n".join(table(rows)))
-    machine = {
-        "cores": os.cpu_count(),
-        "python": sys.version.split()[0],
-        "torch": importlib.metadata.version("torch"),
-    }
-    print(
-        f"\n{machine['cores']} cores, torch {machine['torch']}, {NODES} nodes, --nnodes {MIN_NODES}:{NODES}"
-    )
+    facts = machine()
+    print(f"\n{facts['cores']} cores, torch {facts['torch']}, {NODES} nodes, --nnodes {MIN_NODES}:{NODES}")
     if options.json:
-        result = {"machine": machine, "tuned_conf": TUNED_CONF, "rows": without_infinity(rows)}
+        result = {"machine": facts, "tuned_conf": TUNED_CONF, "rows": without_infinity(rows)}
         options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     return int(not whole)
 

@@ -1,4 +1,4 @@
-"""The systems that `recovery.py` compares: each a job on three nodes, whose agents are its children."""
+"""The systems that are compared under kills: a job on three nodes each, whose agents are our children."""
 
 # ruff: noqa: D102  see the base class
 
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,25 @@ NODES, MIN_NODES = 3, 2
 TUNED_CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the nodes are to do: a step's sleep, the model's width, when to save; and how many must be up."""
+
+    sleep_s: float = 0.02
+    width: int = 64
+    stock_saves_every: int = 1
+    flags: tuple[str, ...] = ("--save-every", "1")  # of ours
+    min_nodes: int = MIN_NODES
+
+    @property
+    def words(self) -> list[str]:
+        """What steps.py is told."""
+        return [repr(self.sleep_s), str(self.width), str(self.stock_saves_every)]
+
+
+RECOVERY = Work()
 
 
 class Job(ABC):
@@ -66,13 +86,13 @@ class Job(ABC):
 class Ours(Job):
     """`elastic-resume run` on simulated nodes."""
 
-    def __init__(self, directory: Path, flags: list[str]) -> None:
+    def __init__(self, directory: Path, work: Work, flags: list[str]) -> None:
         super().__init__(directory)
-        flags = ["--save-every", "1", *flags]
+        flags = [*work.flags, *flags]
         self._cluster = Cluster(
-            directory, nodes=NODES, min_nodes=MIN_NODES, max_nodes=NODES, run_id="bench", flags=flags
+            directory, nodes=NODES, min_nodes=work.min_nodes, max_nodes=NODES, run_id="bench", flags=flags
         )
-        self._cluster.start(SCRIPT, "ours", str(directory))
+        self._cluster.start(SCRIPT, "ours", str(directory), *work.words)
 
     def start(self, index: int) -> None:
         self._cluster.start_node(index)
@@ -91,8 +111,9 @@ class Ours(Job):
 class Stock(Job):
     """Torchrun with c10d. n0 hosts its store, and says so: on loopback every node would think it did."""
 
-    def __init__(self, directory: Path, conf: dict[str, int], env: dict[str, str]) -> None:
+    def __init__(self, directory: Path, work: Work, conf: dict[str, int], env: dict[str, str]) -> None:
         super().__init__(directory)
+        self._work = work
         self._conf = conf
         self._env = env
         self._network = f"127.{1 + secrets.randbelow(253)}.{secrets.randbelow(256)}"
@@ -106,12 +127,12 @@ class Stock(Job):
     def start(self, index: int) -> None:
         conf = {"is_host": int(index == 0), **self._conf}
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{MIN_NODES}:{NODES}"),
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{self._work.min_nodes}:{NODES}"),
             *("--nproc-per-node", "1", "--max-restarts", "1000000", "--rdzv-id", "bench"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self._network}.1:{self._port}"),
             *("--rdzv-conf", ",".join(f"{key}={value}" for key, value in conf.items())),
             *("--local-addr", f"{self._network}.{index + 1}"),
-            *(str(SCRIPT), "stock", str(self.directory)),
+            *(str(SCRIPT), "stock", str(self.directory), *self._work.words),
         ]
         # The same as Cluster gives to its nodes.
         env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self._env}
@@ -154,16 +175,18 @@ def _die_with_parent() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
-def make_job(system: str, directory: Path, node_timeout_s: float | None, imports: str) -> Job:
+def make_job(
+    system: str, directory: Path, node_timeout_s: float | None, imports: str, work: Work = RECOVERY
+) -> Job:
     """Start all nodes of ``system``'s job. ``node_timeout_s`` is for ours; None: its default."""
     directory.mkdir(parents=True)
     os.environ["BENCH_IMPORTS"] = imports
     if system == "ours":
         flags = ["--node-timeout", str(node_timeout_s)] if node_timeout_s else []
-        return Ours(directory, [*flags, "--preload", imports] if imports else flags)
+        return Ours(directory, work, [*flags, "--preload", imports] if imports else flags)
     if system == "tuned":
-        return Stock(directory, TUNED_CONF, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    return Stock(directory, {}, {})
+        return Stock(directory, work, TUNED_CONF, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    return Stock(directory, work, {}, {})
 
 
 def strike(doomed: list[psutil.Process]) -> list[psutil.Process]:

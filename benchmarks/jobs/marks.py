@@ -1,4 +1,4 @@
-"""What the workers of `recovery.py` have noted, read as their files grow."""
+"""What the workers of `steps.py` have noted, read as their files grow."""
 
 from __future__ import annotations
 
@@ -55,6 +55,10 @@ class Marks:
                     self._workers[name] = Worker(**known, marks={})
                 self._workers[name].add(line)
             self._read[name] = start + len(whole) + bool(whole)
+
+    def workers(self) -> list[Worker]:
+        """All that have been born, the dead ones too."""
+        return list(self._workers.values())
 
     def world(self, born_after: float, steps: int = 1) -> list[Worker]:
         """The last world begun since then, in which every rank has finished so many steps; or nothing."""

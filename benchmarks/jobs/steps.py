@@ -1,15 +1,17 @@
-"""A worker of `recovery.py`: it trains a small model without end and notes when it came how far.
+"""A worker of the benchmarks with kills: it trains a small model without end and notes when it came how far.
 
-    steps.py ours|stock DIRECTORY
+    steps.py ours|stock DIRECTORY SLEEP_S WIDTH SAVE_EVERY
 
+A step sleeps for SLEEP_S, which stands for computing on cores that a node does not share with the other
+nodes, and trains layers of WIDTH.
 Each process appends one JSON line for each mark to a file of its own in DIRECTORY/marks, with the time of
 CLOCK_MONOTONIC, which is one clock for all nodes of this machine: born, imported, built (torch imports half
 of itself only for the first optimizer), resumed, wrapped, then a `step` after each optimizer step.
 
-`ours` is started with --save-every 1. `stock` is what a careful user of torchrun writes: every node saves at
-every step with an atomic rename; at a start rank 0 reads the newest copy of any node, as if on a shared file
-system (a kindness: with disks of their own rank 0 may be the node that has just come back), and broadcasts
-it. Nothing is fsynced, which a loss of power would not forgive.
+`ours` saves as its flags say. `stock` is what a careful user of torchrun writes: at every SAVE_EVERY-th step
+every node saves with an atomic rename; at a start rank 0 reads the newest copy of any node, as if on a shared
+file system (a kindness: with disks of their own rank 0 may be the node that has just come back), and
+broadcasts it. Nothing is fsynced, which a loss of power would not forgive.
 """
 
 # ruff: noqa: E402  what is heavy is imported when the birth has been noted
@@ -46,8 +48,6 @@ from torch.nn.parallel import DistributedDataParallel
 for name in filter(None, os.environ.get("BENCH_IMPORTS", "").split(",")):
     importlib.import_module(name)
 
-STEP_S = 0.02
-WIDTH = 64
 PR_SET_PDEATHSIG = 1
 
 
@@ -66,28 +66,35 @@ class Diary:
         self._file.flush()
 
 
-def small_parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+class Work:
+    """What one step is, from the command line."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.sleep_s, self.width, self.save_every = float(words[0]), int(words[1]), int(words[2])
+
+
+def small_parts(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)
+        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
     )
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Forward, backward and the optimizer's step, stretched to some 20 ms."""
-    time.sleep(STEP_S)
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> None:
+    """Forward, backward and the optimizer's step, made longer by a sleep."""
+    time.sleep(work.sleep_s)
     optimizer.zero_grad()
-    model(torch.randn(8, WIDTH)).square().mean().backward()
+    model(torch.randn(8, work.width)).square().mean().backward()
     optimizer.step()
 
 
-def train_ours(diary: Diary) -> None:
+def train_ours(diary: Diary, work: Work) -> None:
     from elastic_resume import resume  # noqa: PLC0415  the other system does without
 
     diary.mark("imported")
-    model, optimizer = small_parts()
+    model, optimizer = small_parts(work.width)
     diary.mark("built")
     run = resume(model=model, optimizer=optimizer)
     diary.mark("resumed", world=f"generation {run.generation}", step=run.position.step)
@@ -95,18 +102,18 @@ def train_ours(diary: Diary) -> None:
     diary.mark("wrapped")
     for _ in run.epochs(1):
         while True:
-            one_step(model, optimizer)
+            one_step(model, optimizer, work)
             run.step()
             diary.mark("step", step=run.position.step)
 
 
-def train_stock(diary: Diary, states: Path, node: str) -> None:
+def train_stock(diary: Diary, work: Work, states: Path, node: str) -> None:
     # torchrun's workers outlive a killed agent. Here they end with it even when the benchmark itself is
     # killed; when that lets a node die it kills them anyway.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     diary.mark("imported")
     states.mkdir(parents=True, exist_ok=True)
-    model, optimizer = small_parts()
+    model, optimizer = small_parts(work.width)
     diary.mark("built")
     dist.init_process_group("gloo")
     step, world = load(model, optimizer, states)
@@ -114,9 +121,10 @@ def train_stock(diary: Diary, states: Path, node: str) -> None:
     wrapped = DistributedDataParallel(model)
     diary.mark("wrapped")
     while True:
-        one_step(wrapped, optimizer)
+        one_step(wrapped, optimizer, work)
         step += 1
-        save(model, optimizer, step, states / f"{node}.pt")
+        if step % work.save_every == 0:
+            save(model, optimizer, step, states / f"{node}.pt")
         diary.mark("step", step=step)
 
 
@@ -142,15 +150,15 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, path: Pa
 
 
 def main() -> None:
-    system, directory = sys.argv[1], Path(sys.argv[2])
+    system, directory, work = sys.argv[1], Path(sys.argv[2]), Work(sys.argv[3:])
     node = os.environ["ELASTIC_RESUME_NODE_NAME" if system == "ours" else "BENCHMARK_NODE"]
     diary = Diary(directory / "marks", node)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     diary.mark("born", BORN, pid=os.getpid(), node=node, rank=rank, world_size=world_size)
     if system == "ours":
-        train_ours(diary)
+        train_ours(diary, work)
     else:
-        train_stock(diary, directory / "states", node)
+        train_stock(diary, work, directory / "states", node)
 
 
 if __name__ == "__main__":

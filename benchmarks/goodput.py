@@ -1,0 +1,289 @@
+"""How much training is left when something is killed all the time: elastic_resume and stock torchrun.
+
+Three nodes, which are three agents on loopback addresses of this machine, one worker each, `--nnodes 1:3`: a
+job that lost two nodes goes on with one. A small DDP model on gloo (jobs/steps.py, some 50 ms a step) trains
+undisturbed for --baseline-minutes, then for --minutes with one kill every --every seconds: a worker, a node
+(its agent and all descendants in one moment) or an agent alone, drawn with --seed, the same for all
+systems. Failures wait for nobody: the next one comes though the job has not recovered from the last.
+
+    ours       `elastic-resume run`, defaults and --snapshot-every 1
+    torchrun   c10d, defaults, but --max-restarts; every node saves with torch.save at every tenth step
+    tuned      torchrun with shorter timeouts, and a store of each round's own (see recovery.py)
+
+A node whose agent has gone is started again at once, whether it was killed or ended by itself (which is
+counted). torchrun is spared the death of the node that hosts its store, which ends its job for ever; and its
+workers die with their agent, as ours do, where they would live on and be in the way.
+
+Every rank notes every step that it has executed, with the time. A step is done when a rank has finished it.
+Steps are executed by worlds: one that a later world does again counts twice. Wasted is what was executed and
+is no progress. What was begun and never finished shows in the goodput alone: steps done, by those that the
+undisturbed minutes would have given in the same time. Standstill is the longest time without a new step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from jobs.agents import NODES, Job, Work, make_job, strike
+from jobs.marks import Marks
+from recovery import SYSTEMS, TroubleError, choice, machine, no_process_left, say, wait_steady
+
+KINDS = ("worker", "node", "agent")
+LOOK_S = 0.5  # how soon a node that ended by itself is started again
+SLEEP_S = 0.04
+WIDTH = 256
+STOCK_SAVES_EVERY = 10
+
+
+# ---- what happens ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One failure to come. ``spare`` is hit where ``victim`` may not die."""
+
+    at_s: float
+    kind: str
+    victim: int
+    spare: int
+
+
+def plan(seed: int, every_s: float, duration_s: float) -> list[Kill]:
+    """One kill in the middle of every stretch of ``every_s``, so that the last has its time as well."""
+    rng = random.Random(f"{seed} {every_s}")
+    times = itertools.takewhile(lambda at: at < duration_s, itertools.count(every_s / 2, every_s))
+    return [Kill(at, rng.choice(KINDS), rng.randrange(NODES), 1 + rng.randrange(NODES - 1)) for at in times]
+
+
+@dataclass
+class Disturbance:
+    """What was done to a job: kills by kind, those that found nothing to kill, agents that ended unasked."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    missed: int = 0
+    ended: list[str] = field(default_factory=list)
+    dead: list[psutil.Process] = field(default_factory=list)  # of whom somebody has to take leave
+
+
+def disturb(job: Job, marks: Marks, kills: list[Kill], until: float, *, spare_host: bool) -> Disturbance:
+    """Kill by the plan and start again what is gone, until the end of the time."""
+    done, began, left = Disturbance(), time.monotonic(), list(kills)
+    while (now := time.monotonic()) < until:
+        if left and now >= began + left[0].at_s:
+            strike_once(job, marks, left.pop(0), done, spare_host=spare_host)
+        revive(job, done)
+        _, done.dead = psutil.wait_procs(done.dead, timeout=0)
+        wake = min([until, *(began + kill.at_s for kill in left[:1])])
+        time.sleep(max(0.0, min(LOOK_S, wake - time.monotonic())))
+    return done
+
+
+def strike_once(job: Job, marks: Marks, kill: Kill, done: Disturbance, *, spare_host: bool) -> None:
+    """Kill, wait for the agent's end where it was hit, and start the node again."""
+    mortal = kill.kind != "worker" and spare_host and kill.victim == job.host()
+    victim = kill.spare if mortal else kill.victim
+    try:
+        processes = job.processes(victim)
+    except psutil.NoSuchProcess:
+        processes = []
+    if kill.kind == "worker":
+        marks.look()
+        pids = {process.pid for process in processes}
+        born = [
+            worker.pid for worker in marks.workers() if worker.node == f"n{victim}" and worker.pid in pids
+        ]
+        doomed = [process for process in processes if process.pid in born]
+    else:
+        doomed = processes if kill.kind == "node" else processes[:1]
+    strike(doomed)
+    if not doomed:
+        done.missed += 1
+        return
+    done.kills[kill.kind] += 1
+    if kill.kind != "worker":
+        done.dead += processes[1:]
+        job.agent(victim).wait()
+        job.start(victim)
+
+
+def revive(job: Job, done: Disturbance) -> None:
+    """Start again, as a service manager would, agents that have ended by themselves."""
+    for index, code in enumerate(job.codes()):
+        if code is not None:
+            done.ended.append(f"n{index} with {code if code >= 0 else signal.Signals(-code).name}")
+            job.start(index)
+
+
+# ---- what came of it -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one world, when the first rank had finished it."""
+
+    t: float
+    world: str
+    step: int
+
+
+def read_steps(directory: Path) -> list[Step]:
+    """All that the workers have noted, each step of a world once, by time."""
+    first: dict[tuple[str, int], float] = {}
+    for path in directory.glob("*"):
+        world = ""
+        for line in map(json.loads, path.read_bytes().rpartition(b"\n")[0].splitlines()):
+            if line["mark"] == "resumed":
+                world = line["world"]
+            elif line["mark"] == "step":
+                key = (world, line["step"])
+                first[key] = min(line["t"], first.get(key, line["t"]))
+    return sorted((Step(t, *key) for key, t in first.items()), key=lambda step: step.t)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What a job did in a stretch of time."""
+
+    seconds: float
+    done: int
+    executed: int
+    worlds: int
+    standstill_s: float
+
+    @property
+    def wasted(self) -> int:
+        """Steps that were executed and had been before, or were left behind."""
+        return self.executed - self.done
+
+    @classmethod
+    def of(cls, steps: list[Step], start: float, end: float) -> Stretch:
+        """Count what lies between two times."""
+        reached = before = max((step.step for step in steps if step.t <= start), default=0)
+        within = [step for step in steps if start < step.t <= end]
+        progress = [start]
+        for step in within:
+            if step.step > reached:
+                reached = step.step
+                progress.append(step.t)
+        gaps = [later - earlier for earlier, later in itertools.pairwise([*progress, end])]
+        return cls(
+            end - start, reached - before, len(within), len({step.world for step in within}), max(gaps)
+        )
+
+
+def run(system: str, every_s: float, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Undisturbed minutes of a job, then those with kills.
+
+    Raises:
+        TroubleError: it did not even begin.
+
+    """
+    work = Work(SLEEP_S, WIDTH, STOCK_SAVES_EVERY, tuple(options.ours_flags.split()), min_nodes=1)
+    kills = plan(options.seed, every_s, 60 * options.minutes)
+    job = make_job(system, directory, None, "", work)
+    try:
+        marks = Marks(directory / "marks")
+        wait_steady(job, marks)
+        times = [time.monotonic()]
+        times.append(times[0] + 60 * options.baseline_minutes)
+        time.sleep(times[1] - times[0])
+        times.append(time.monotonic() + 60 * options.minutes)
+        done = disturb(job, marks, kills, times[2], spare_host=system != "ours")
+    finally:
+        job.stop()
+    steps = read_steps(directory / "marks")
+    quiet, rough = (Stretch.of(steps, *pair) for pair in itertools.pairwise(times))
+    expected = quiet.done / quiet.seconds * rough.seconds
+    return {
+        "system": system,
+        "every_s": every_s,
+        "kills": dict(done.kills),
+        "missed": done.missed,
+        "ended": done.ended,
+        "undisturbed": asdict(quiet),
+        "disturbed": {**asdict(rough), "wasted": rough.wasted},
+        "expected": expected,
+        "goodput": rough.done / expected,
+        "plan": [asdict(kill) for kill in kills],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines."""
+    yield (
+        f"{'system':10}{'kill every':>11}{'kills':>7}{'steps done':>12}{'undisturbed':>13}{'goodput':>9}"
+        f"{'executed':>10}{'wasted':>8}{'worlds':>8}{'standstill':>12}"
+    )
+    for row in rows:
+        rough = row["disturbed"]
+        yield (
+            f"{row['system']:10}{row['every_s']:9.0f} s{sum(row['kills'].values()):7}{rough['done']:12}"
+            f"{row['expected']:13.0f}{row['goodput']:9.1%}{rough['executed']:10}{rough['wasted']:8}"
+            f"{rough['worlds']:8}{rough['standstill_s']:10.1f} s"
+        )
+    yield ""
+    for row in rows:
+        name, quiet = f"{row['system']}, every {row['every_s']:.0f} s", row["undisturbed"]
+        kinds = ", ".join(f"{count} {kind}s" for kind, count in sorted(row["kills"].items()))
+        yield (
+            f"{name}: {kinds} killed, {row['missed']} kills found nothing to kill; undisturbed "
+            f"{1000 * quiet['seconds'] / max(quiet['done'], 1):.1f} ms a step"
+        )
+        if row["ended"]:
+            told = ", ".join(f"{count} x {what}" for what, count in Counter(row["ended"]).items())
+            yield f"{name}: agents that ended by themselves: {told}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--every", default="15", metavar="S[,S]", help="seconds between two kills")
+    parser.add_argument("--minutes", type=float, default=10.0, help="with kills")
+    parser.add_argument("--baseline-minutes", type=float, default=1.0, help="without, before them")
+    parser.add_argument(
+        "--only", type=choice(SYSTEMS), default=("ours", "torchrun"), help=f"of {','.join(SYSTEMS)}"
+    )
+    parser.add_argument("--ours-flags", default="--snapshot-every 1", metavar="'--FLAG VALUE …'")
+    parser.add_argument("--seed", type=int, default=0, help="of kinds and victims")
+    parser.add_argument("--dir", type=Path, help="work here, and leave logs and events (default: temporary)")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    options = parser.parse_args()
+    rows, whole = [], True
+    with contextlib.ExitStack() as stack:
+        base = options.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="goodput-")))
+        stack.enter_context(no_process_left())
+        for every_s, system in itertools.product(map(float, options.every.split(",")), options.only):
+            try:
+                row = run(system, every_s, options, base.absolute() / f"{system}-{every_s:g}")
+            except TroubleError as error:
+                say(f"{system}, a kill every {every_s:g} s: left out: {error} (--dir keeps the logs)")
+                whole = False
+                continue
+            rows.append(row)
+            say(f"{system}, a kill every {every_s:g} s: goodput {row['goodput']:.1%}")
+    print("\n".join(table(rows)))
+    facts = machine()
+    print(f"\n{facts['cores']} cores, torch {facts['torch']}, {NODES} nodes, --nnodes 1:{NODES}")
+    if options.json:
+        result = {"machine": facts, "seed": options.seed, "ours_flags": options.ours_flags, "rows": rows}
+        options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    return int(not whole)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
