@@ -17,7 +17,9 @@ workers die with their agent, as ours do, where they would live on and be in the
 Every rank notes every step that it has executed, with the time. A step is done when a rank has finished it.
 Steps are executed by worlds: one that a later world does again counts twice. Wasted is what was executed and
 is no progress. What was begun and never finished shows in the goodput alone: steps done, by those that the
-undisturbed minutes would have given in the same time. Standstill is the longest time without a new step.
+undisturbed minutes would have given in the same time. A step counts as much with fewer nodes (as one does whose
+global batch keeps its size), and may take less time where nodes share cores: their mean number stands
+beside it. Standstill is the longest time without a new step.
 """
 
 from __future__ import annotations
@@ -138,20 +140,20 @@ class Step:
     t: float
     world: str
     step: int
+    ranks: int
 
 
 def read_steps(directory: Path) -> list[Step]:
     """All that the workers have noted, each step of a world once, by time."""
-    first: dict[tuple[str, int], float] = {}
+    noted: dict[tuple[str, int], list[float]] = {}
     for path in directory.glob("*"):
         world = ""
         for line in map(json.loads, path.read_bytes().rpartition(b"\n")[0].splitlines()):
             if line["mark"] == "resumed":
                 world = line["world"]
             elif line["mark"] == "step":
-                key = (world, line["step"])
-                first[key] = min(line["t"], first.get(key, line["t"]))
-    return sorted((Step(t, *key) for key, t in first.items()), key=lambda step: step.t)
+                noted.setdefault((world, line["step"]), []).append(line["t"])
+    return sorted((Step(min(ts), *key, len(ts)) for key, ts in noted.items()), key=lambda step: step.t)
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class Stretch:
     done: int
     executed: int
     worlds: int
+    ranks: float  # of a step, on average
     standstill_s: float
 
     @property
@@ -180,9 +183,9 @@ class Stretch:
                 reached = step.step
                 progress.append(step.t)
         gaps = [later - earlier for earlier, later in itertools.pairwise([*progress, end])]
-        return cls(
-            end - start, reached - before, len(within), len({step.world for step in within}), max(gaps)
-        )
+        worlds = len({step.world for step in within})
+        ranks = sum(step.ranks for step in within) / max(len(within), 1)
+        return cls(end - start, reached - before, len(within), worlds, ranks, max(gaps))
 
 
 def run(system: str, every_s: float, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -226,14 +229,14 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines."""
     yield (
         f"{'system':10}{'kill every':>11}{'kills':>7}{'steps done':>12}{'undisturbed':>13}{'goodput':>9}"
-        f"{'executed':>10}{'wasted':>8}{'worlds':>8}{'standstill':>12}"
+        f"{'executed':>10}{'wasted':>8}{'worlds':>8}{'nodes':>7}{'standstill':>12}"
     )
     for row in rows:
         rough = row["disturbed"]
         yield (
             f"{row['system']:10}{row['every_s']:9.0f} s{sum(row['kills'].values()):7}{rough['done']:12}"
             f"{row['expected']:13.0f}{row['goodput']:9.1%}{rough['executed']:10}{rough['wasted']:8}"
-            f"{rough['worlds']:8}{rough['standstill_s']:10.1f} s"
+            f"{rough['worlds']:8}{rough['ranks']:7.2f}{rough['standstill_s']:10.1f} s"
         )
     yield ""
     for row in rows:
