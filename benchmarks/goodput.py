@@ -17,8 +17,8 @@ workers die with their agent, as ours do, where they would live on and be in the
 Every rank notes every step that it has executed, with the time. A step is done when a rank has finished it.
 Steps are executed by worlds: one that a later world does again counts twice. Wasted is what was executed and
 is no progress. What was begun and never finished shows in the goodput alone: steps done, by those that the
-undisturbed minutes would have given in the same time. A step counts as much with fewer nodes (as one does whose
-global batch keeps its size), and may take less time where nodes share cores: their mean number stands
+undisturbed minutes would have given in the same time. A step counts as much with fewer nodes, as one does
+whose global batch keeps its size, and may take less time where nodes share cores: so their mean number stands
 beside it. Standstill is the longest time without a new step.
 """
 
