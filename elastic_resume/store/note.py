@@ -18,18 +18,30 @@ from elastic_resume.errors import CorruptError
 from elastic_resume.store.manifest import MAX_MANIFEST_BYTES, Manifest, Position
 from elastic_resume.store.typed import TAG
 
+_DEPTH = 3  # an object, its param_groups, one group: below that nothing static lies beside what moves
+
 
 def merge(static: Mapping[str, Any], dynamic: Mapping[str, Any]) -> dict[str, Any]:
     """Put the typed JSON of a state together; what both hold is the dynamic one's.
 
-    Where both hold a plain object under a name (an optimizer: its state, and its groups) they are merged.
+    Where both hold a plain object (an optimizer: its state, and its groups) they are merged, in the order of
+    the static one. So are lists of one length: of a param group the parameters' numbers are static, the
+    learning rate is not. Parts of both are shared with the result, and neither is changed.
     """
-    merged = dict(static)
-    for name, part in dynamic.items():
-        below = merged.get(name)
-        both = isinstance(below, dict) and isinstance(part, dict) and TAG not in below and TAG not in part
-        merged[name] = {**below, **part} if both and below is not None else part
-    return merged
+    return _merge_objects(static, dynamic, _DEPTH)
+
+
+def _merge_objects(static: Mapping[str, Any], dynamic: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    over = {key: _merge(static[key], v, depth) if key in static else v for key, v in dynamic.items()}
+    return {**static, **over}
+
+
+def _merge(static: Any, dynamic: Any, depth: int) -> Any:
+    if depth and type(static) is type(dynamic) is dict and TAG not in static and TAG not in dynamic:
+        return _merge_objects(static, dynamic, depth - 1)
+    if depth and type(static) is type(dynamic) is list and len(static) == len(dynamic):
+        return [_merge(s, d, depth - 1) for s, d in zip(static, dynamic, strict=True)]
+    return dynamic
 
 
 def to_bytes(part: Mapping[str, Any]) -> bytes:

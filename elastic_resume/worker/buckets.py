@@ -26,6 +26,7 @@ class BucketOrder:
 
     def __init__(self) -> None:
         """Know no order yet."""
+        self.revision = 0  # grows when state_dict() comes to give something else
         self._orders: dict[str, list[str]] = {}
         self._recording: dict[str, list[str]] = {}
         self._hooks: list[RemovableHandle] = []
@@ -37,6 +38,7 @@ class BucketOrder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` gave."""
         self._orders = {name: list(order) for name, order in state["orders"].items()}
+        self.revision += 1
 
     def prepare(self, name: str, model: nn.Module, ddp: DistributedDataParallel) -> None:
         """Play the known order of ``name`` to ``ddp``, or record it in the backward pass to come."""
@@ -58,6 +60,7 @@ class BucketOrder:
         self._hooks.clear()
         self._orders.update(self._recording)
         self._recording.clear()
+        self.revision += 1
 
     def _record(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
         order = self._recording.setdefault(name, [])

@@ -29,6 +29,11 @@ class ParameterOrder:
         self._optimizers = {name: item for name, item in tracked.items() if isinstance(item, Optimizer)}
         self._names = names
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers whose order this is: while theirs stays the same, so does `state_dict`."""
+        return list(self._optimizers.values())
+
     def state_dict(self) -> dict[str, Any]:
         """Give, for each optimizer and group, the names of its parameters; "" for one that is not tracked."""
         return {

@@ -37,10 +37,15 @@ OTHER = "other"
 _COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
 _MAX_DEPTH = 200
 
+Key = tuple[Any, ...]  # see `key_of`
+
 
 @dataclass(frozen=True)
 class Leaf:
-    """One named tensor of the live state. ``tensor`` is detached and shares the object's storage."""
+    """One named tensor of the live state; ``tensor`` shares the object's storage.
+
+    It is detached, or the object's own (see `tracking.Fixed`): copy it without grad.
+    """
 
     name: str
     tensor: Tensor
@@ -113,15 +118,20 @@ def flatten(tracked: Mapping[str, Any]) -> FlatState:
         UntrackableError: something is neither; the text gives its path and type.
 
     """
-    walk = _Walk()
+    walk = Walk()
     skeleton = {}
     for name, item in tracked.items():
-        plain = _flatten_module(walk, name, item) if isinstance(item, nn.Module) else None
-        if plain is None:
-            kind = REPLICATED if isinstance(item, Optimizer) else OTHER
-            plain = walk.replace(item.state_dict(), name, kind)
-        skeleton[name] = typed.encode(plain, name)
+        skeleton[name] = flatten_object(walk, name, item)
     return FlatState(tuple(walk.leaves), skeleton)
+
+
+def flatten_object(walk: Walk, name: str, item: Any) -> Any:
+    """Ask one tracked object for its state: tensors go into ``walk``, the rest comes back as typed JSON."""
+    if isinstance(item, nn.Module):
+        plain = _flatten_module(walk, name, item)
+    else:
+        plain = walk.replace(item.state_dict(), name, REPLICATED if isinstance(item, Optimizer) else OTHER)
+    return typed.encode(plain, name)
 
 
 def load(tracked: Mapping[str, Any], skeleton: Any, tensor: Callable[[str], Tensor]) -> None:
@@ -177,15 +187,18 @@ def _fingerprint(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-class _Walk:
+class Walk:
     """Replaces tensors by references while it collects them."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Callable[[Key], str | None] | None = None) -> None:
+        """``known`` gives the name of a tensor that another walk has collected, by its `key_of`."""
         self.leaves: list[Leaf] = []
         self._names: set[str] = set()
-        self._seen: dict[tuple[Any, ...], str] = {}
+        self._seen: dict[Key, str] = {}
+        self._known = known
 
     def replace(self, value: Any, path: str, kind: str, depth: int = 0) -> Any:
+        """Give ``value`` with references in the place of tensors."""
         if depth > _MAX_DEPTH:
             raise UntrackableError(f"{path}: nested deeper than {_MAX_DEPTH} levels, or contains itself.")
         if isinstance(value, Tensor):
@@ -202,21 +215,12 @@ class _Walk:
     def refer(self, tensor: Tensor, path: str, kind: str) -> TensorRef:
         """Collect ``tensor`` under a name made from ``path``; tied ones share the first one's."""
         _refuse_unstorable(tensor, path)
-        stored_as = "tensor"
-        tensor = tensor.detach()
-        if tensor.dtype in _COMPLEX:
-            stored_as, tensor = _COMPLEX[tensor.dtype], torch.view_as_real(tensor.resolve_conj())
-        tensor = tensor.resolve_neg()
-        key = (
-            tensor.device,
-            tensor.data_ptr(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-            stored_as,
-        )
-        if tensor.numel() and key in self._seen:
-            return TensorRef(self._seen[key], stored_as)
+        stored_as, tensor = stored_form(tensor)
+        key = key_of(tensor, stored_as)
+        if tensor.numel():
+            name = self._seen.get(key) or (self._known(key) if self._known else None)
+            if name is not None:
+                return TensorRef(name, stored_as)
         name = path
         while name in self._names:  # keys 1 and "1" of one dict print alike
             name += "~"
@@ -232,6 +236,26 @@ class _Walk:
         tensor = torch.tensor(value) if scalar else torch.from_numpy(value.copy())
         reference = self.refer(tensor, path, kind)
         return TensorRef(reference.name, "numpy-scalar" if scalar else "numpy")
+
+
+def stored_form(tensor: Tensor) -> tuple[str, Tensor]:
+    """Say how a tensor is stored, and give it so: detached, complex numbers as pairs, no lazy conj or neg."""
+    stored_as, tensor = "tensor", tensor.detach()
+    if tensor.dtype in _COMPLEX:
+        stored_as, tensor = _COMPLEX[tensor.dtype], torch.view_as_real(tensor.resolve_conj())
+    return stored_as, tensor.resolve_neg()
+
+
+def key_of(tensor: Tensor, stored_as: str) -> Key:
+    """Give what tied tensors share: the same memory, seen in the same way."""
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        stored_as,
+    )
 
 
 def _same_type(original: dict[Any, Any], items: dict[Any, Any]) -> Any:
@@ -261,7 +285,8 @@ def _refuse_unstorable(tensor: Tensor, path: str) -> None:
         raise UntrackableError(f"{path}: this tensor {why}.")
 
 
-def _flatten_module(walk: _Walk, name: str, module: nn.Module) -> dict[str, Any]:
+def _flatten_module(walk: Walk, name: str, module: nn.Module) -> dict[str, Any]:
+    """Give a module's state_dict with references in the place of tensors."""
     parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
     plain = {}
     canonical = canonical_names(module)

@@ -1,0 +1,586 @@
+"""A look at the tracked objects gives what flattening them would, and notices what has changed."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from elastic_resume.errors import UntrackableError
+from elastic_resume.store import note
+from elastic_resume.worker import guards, rng, state
+from elastic_resume.worker.buckets import BucketOrder
+from elastic_resume.worker.parameters import ParameterOrder
+from elastic_resume.worker.tracking import Sight, Tracker
+
+
+class Box:
+    """Anything with state_dict and load_state_dict."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the value."""
+        self.value = state["value"]
+
+
+class Parts(nn.Module):
+    """Linear, BatchNorm, an embedding, a buffer that is not kept, None where a bias could be."""
+
+    scale: Tensor
+    cache: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.spare = nn.Parameter(torch.randn(3))  # never gets a gradient
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Score five classes."""
+        scores: Tensor = self.head(self.norm(self.embed(x))) * self.scale
+        return scores
+
+
+class Counting(nn.Linear):
+    """Keeps a number beside its tensors."""
+
+    calls = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Give it."""
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take it."""
+        self.calls = state["calls"]
+
+
+class Sums(torch.optim.Optimizer):
+    """Keeps Python numbers for each parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Count."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                own = self.state[parameter]
+                own["seen"] = own.get("seen", 0) + 1
+                own["last"] = parameter.detach().clone()
+
+
+class Assigning(torch.optim.Optimizer):
+    """Puts new tensors where the old ones were, as simple optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Average, and descend."""
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                own = self.state[parameter]
+                own["mean"] = own.get("mean", torch.zeros_like(parameter)) * 0.9 + parameter.grad
+                parameter.data = parameter.data - 0.1 * own["mean"]
+
+
+def names(sight: Sight) -> list[str]:
+    """Names of the fixed tensors."""
+    return [leaf.name for leaf in sight.fixed.leaves]
+
+
+def described(leaves: Any) -> dict[str, Any]:
+    """What must be equal of the tensors, by name."""
+    return {leaf.name: (leaf.kind, leaf.tensor.dtype, tuple(leaf.tensor.shape)) for leaf in leaves}
+
+
+def check(tracker: Tracker, tracked: dict[str, Any]) -> Sight:
+    """Look, and compare with what flattening says at the same moment, bit for bit."""
+    sight, flat = tracker.look(), state.flatten(tracked)
+    merged = note.merge(sight.fixed.static, sight.dynamic)
+    assert merged == flat.skeleton
+    assert repr(merged) == repr(flat.skeleton)  # the order of names as well
+    assert described(sight.leaves) == described(flat.leaves)
+    assert len(sight.leaves) == len(flat.leaves)
+    fixed, order = set(names(sight)), [leaf.name for leaf in flat.leaves]
+    assert names(sight) == [name for name in order if name in fixed]
+    assert [leaf.name for leaf in sight.live] == [name for name in order if name not in fixed]
+    assert state.fingerprints(sight.leaves) == state.fingerprints(flat.leaves)
+    assert len(sight.fixed.overlapped) == len(sight.fixed.leaves)
+    return sight
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One step."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.randint(0, 5, (6,))).square().mean()
+        loss.backward()
+        return loss
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, 0.01),
+    "amsgrad": lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True),
+    "tensor-lr": lambda p: torch.optim.Adam(p, torch.tensor(0.01)),
+    "numpy-lr": lambda p: torch.optim.SGD(p, np.float64(0.01), momentum=0.9),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=2),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.5),
+    "asgd": torch.optim.ASGD,
+    "nadam": torch.optim.NAdam,
+    "rprop": torch.optim.Rprop,
+    "python-numbers": Sums,
+    "assigning": Assigning,
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_each_step_of_each_optimizer_is_seen_as_it_is(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """Before the first step, when state appears, and afterwards; with what a run tracks besides."""
+    torch.manual_seed(0)
+    model = Parts()
+    optimizer = make(model.parameters())
+    tracked: dict[str, Any] = {"model": model, "optimizer": optimizer, "seed": rng.Seed(3)}
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        tracked["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 20, cycle_momentum=False)
+    tracked |= {
+        "scaler": torch.amp.GradScaler("cpu"),
+        "ema": AveragedModel(model, use_buffers=True),
+        "odd": Box({"list": [1, (2.0, None)], 3: np.arange(3), "t": torch.ones(2)}),
+        "order": ParameterOrder({"model": model, "optimizer": optimizer}),
+    }
+    tracker = Tracker(tracked)
+    seen = [check(tracker, tracked)]
+    for step in range(6):
+        train(model, optimizer)
+        if "scheduler" in tracked:
+            tracked["scheduler"].step()
+        tracked["ema"].update_parameters(model)
+        tracked["odd"].value["t"] = torch.full((2,), float(step))
+        seen.append(check(tracker, tracked))
+    assert seen[-1].fixed is seen[-2].fixed
+    assert seen[0].fixed.number <= seen[-1].fixed.number <= 4
+
+
+def test_with_names_and_many_groups_too() -> None:
+    """Groups keep their parameters' names, and their learning rates move one by one."""
+    model = Parts()
+    groups = [{"params": [item], "lr": 0.1 / (i + 1)} for i, item in enumerate(model.named_parameters())]
+    optimizer = torch.optim.Adam(groups)
+    tracked = {"model": model, "optimizer": optimizer}
+    tracker = Tracker(tracked)
+    first = check(tracker, tracked)
+    optimizer.param_groups[1]["lr"] = 7.0
+    second = check(tracker, tracked)
+    assert second.fixed is first.fixed
+    assert second.dynamic["optimizer"]["param_groups"][1]["lr"] == 7.0
+    optimizer.param_groups[1]["extra"] = [1]
+    check(tracker, tracked)
+    optimizer.param_groups[1]["extra"].append(2)
+    check(tracker, tracked)
+    optimizer.param_groups[0]["param_names"] = ["renamed"]
+    assert check(tracker, tracked).fixed is not first.fixed
+    added = nn.Parameter(torch.randn(2))
+    optimizer.add_param_group({"params": [("added", added)]})
+    check(tracker, tracked)
+
+
+def _remove_parameter(model: Parts) -> None:
+    del model.spare
+
+
+def _restride(model: Parts) -> None:
+    model.head.weight.data = torch.randn(4, 5).t()
+
+
+def _tie(model: Parts) -> None:
+    model.head.weight = model.embed.weight
+
+
+def _tie_memory(model: Parts) -> None:
+    model.head.weight.data = model.embed.weight.data
+
+
+def _hook(model: Parts) -> None:
+    def drop(_module: nn.Module, states: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        del states[prefix + "weight"]
+
+    model.norm.register_state_dict_post_hook(drop)
+
+
+def _parametrize(model: Parts) -> None:
+    torch.nn.utils.parametrizations.weight_norm(model.head)
+
+
+def _complex(model: Parts) -> None:
+    model.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+
+def _not_persistent(model: Parts) -> None:
+    model._non_persistent_buffers_set.discard("cache")
+    model._non_persistent_buffers_set.add("scale")
+
+
+def _set(model: Parts) -> None:
+    with torch.no_grad():
+        model.head.weight.set_(torch.randn(7, 4))  # type: ignore[call-overload]
+
+
+def _wrap_part(model: Parts) -> None:
+    model.head = nn.DataParallel(model.head)  # type: ignore[assignment]
+
+
+CHANGES: dict[str, Callable[[Parts], Any]] = {
+    "another parameter": lambda m: setattr(m.head, "weight", nn.Parameter(torch.randn(5, 4))),
+    "another shape": lambda m: setattr(m.head, "weight", nn.Parameter(torch.randn(6, 4))),
+    "one more parameter": lambda m: setattr(m, "more", nn.Parameter(torch.randn(2))),
+    "one less": _remove_parameter,
+    "one that was None": lambda m: setattr(m.head, "bias", nn.Parameter(torch.randn(5))),
+    "one that becomes None": lambda m: setattr(m, "spare", None),
+    "another module": lambda m: setattr(m, "head", nn.Linear(4, 5)),
+    "one more module": lambda m: m.add_module("more", nn.Linear(1, 1)),
+    "one more buffer": lambda m: m.register_buffer("more", torch.ones(2)),
+    "one more hidden buffer": lambda m: m.register_buffer("more", torch.ones(2), persistent=False),
+    "other buffers are persistent": _not_persistent,
+    "data of another dtype": lambda m: setattr(m.head.weight, "data", torch.randn(5, 4).half()),
+    "data of another shape": lambda m: setattr(m.head.weight, "data", torch.randn(2, 4)),
+    "data cut in place": lambda m: setattr(m.head.weight, "data", m.head.weight.data[:2]),
+    "data of one element": lambda m: setattr(m.head.weight, "data", m.head.weight.data[:1]),
+    "the whole model in half": lambda m: m.half(),
+    "set_": _set,
+    "a hook": _hook,
+    "a parametrization": _parametrize,
+    "tied weights": _tie,
+    "tied memory": _tie_memory,
+    "a complex one": _complex,
+    "a wrapper inside": _wrap_part,
+    "extra state": lambda m: setattr(m, "head", Counting(4, 5)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_changed_model_is_seen_at_once(change: Callable[[Parts], Any]) -> None:
+    """The next look has a new fixed part, and is what flattening gives; so are those that follow."""
+    model = Parts()
+    tracked = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    tracker = Tracker(tracked)
+    before = check(tracker, tracked)
+    change(model)
+    after = check(tracker, tracked)
+    assert after.fixed is not before.fixed
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert check(tracker, tracked).fixed is after.fixed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m.head.weight, "data", torch.randn(5, 4)),
+        _restride,
+        lambda m: m.register_buffer("cache", torch.ones(9), persistent=False),
+        lambda m: m.head.weight.add_(1),
+        lambda m: m.to(torch.float32),
+        nn.Module.zero_grad,
+    ],
+)
+def test_other_values_are_no_change(change: Callable[[Parts], Any]) -> None:
+    """New memory for the same tensor, and what is not part of the state, leave the fixed part as it is."""
+    model = Parts()
+    tracked = {"model": model, "alias": Box(model.embed.weight)}
+    tracker = Tracker(tracked)
+    before = check(tracker, tracked)
+    with torch.no_grad():
+        change(model)
+    assert check(tracker, tracked).fixed is before.fixed
+    assert check(tracker, tracked).fixed is before.fixed
+
+
+def test_addresses_of_tied_memory_are_compared_even_when_nothing_else_is() -> None:
+    """Two parameters over the same memory are stored once until one gets its own, or another stride."""
+    one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    first, second = one.weight, other.weight
+    model = nn.Sequential(one, other)
+    second.data = first.data
+    tracked = {"model": model}
+    tracker = Tracker(tracked)
+    assert "model/1.weight" not in names(check(tracker, tracked))
+    second.data = first.data.t()
+    assert "model/1.weight" in names(check(tracker, tracked))
+    second.data = first.data
+    assert "model/1.weight" not in names(check(tracker, tracked))
+    second.data = first.data.clone()
+    assert "model/1.weight" in names(check(tracker, tracked))
+
+
+def test_a_long_list_of_tensors_is_compared_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizer state that changes its dtype without becoming another object is noticed, if not at once."""
+    monkeypatch.setattr(guards, "COMPARED_EACH_LOOK", 3)
+    model = Parts()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    tracked = {"model": model, "optimizer": optimizer}
+    tracker = Tracker(tracked)
+    before = check(tracker, tracked)
+    state_of = optimizer.state[model.head.weight]
+    state_of["exp_avg"].data = state_of["exp_avg"].data.half()
+    looks = [tracker.look() for _ in range(len(before.fixed.leaves))]
+    assert looks[-1].fixed is not before.fixed
+    check(tracker, tracked)
+
+
+OPTIMIZER_CHANGES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "state is loaded": lambda o: o.load_state_dict(copy.deepcopy(o.state_dict())),
+    "state is gone": lambda o: o.state.clear(),
+    "state of one is gone": lambda o: o.state.pop(next(iter(o.state))),
+    "one more entry": lambda o: next(iter(o.state.values())).update(more=torch.ones(2)),
+    "one entry less": lambda o: next(iter(o.state.values())).pop("exp_avg"),
+    "None in an entry": lambda o: next(iter(o.state.values())).update(exp_avg=None),
+    "a number in an entry": lambda o: next(iter(o.state.values())).update(exp_avg=3),
+    "a shared key": lambda o: vars(o)["state"].update(shared={"x": torch.ones(1)}),
+    "another order": lambda o: o.param_groups[0]["params"].reverse(),
+    "a parameter less": lambda o: o.state.pop(o.param_groups[0]["params"].pop()),
+    "one more group": lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+    "one more word": lambda o: o.param_groups[0].update(word="w"),
+    "a hook": lambda o: o.register_state_dict_post_hook(lambda _o, states: {**states, "more": 1}),
+}
+
+
+@pytest.mark.parametrize("change", OPTIMIZER_CHANGES.values(), ids=OPTIMIZER_CHANGES)
+def test_a_changed_optimizer_is_seen_at_once(change: Callable[[torch.optim.Optimizer], Any]) -> None:
+    """And the order of parameters that is tracked beside it with it."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    tracked: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    tracked["order"] = ParameterOrder(tracked)
+    tracker = Tracker(tracked)
+    before = check(tracker, tracked)
+    change(optimizer)
+    after = check(tracker, tracked)
+    assert after.fixed is not before.fixed
+    assert check(tracker, tracked).fixed is after.fixed
+
+
+def test_a_buffer_that_is_assigned_at_each_step_becomes_live() -> None:
+    """The fixed part settles, without that buffer; loading once does not make a tensor so."""
+    model = Parts()
+    tracked = {"model": model}
+    tracker = Tracker(tracked)
+    check(tracker, tracked)
+    for step in range(4):
+        model.scale = torch.tensor(float(step))
+        sight = check(tracker, tracked)
+    assert [leaf.name for leaf in sight.live] == ["model/scale"]
+    before = sight.fixed
+    model.scale = torch.tensor(9.0)
+    assert check(tracker, tracked).fixed is before
+    model.scale = torch.ones(2)
+    assert check(tracker, tracked).fixed is not before
+    model.scale = model.norm.bias
+    check(tracker, tracked)
+    check(tracker, tracked)
+
+
+def test_what_is_asked_may_share_memory_with_what_is_fixed() -> None:
+    """The first in the order gives the name, whichever of the two it is, from the moment when they share."""
+    model = nn.Linear(3, 3)
+    before, after = Box(), Box()
+    tracked = {"before": before, "model": model, "after": after}
+    tracker = Tracker(tracked)
+    check(tracker, tracked)
+    after.value = [model.weight, model.bias]
+    assert not check(tracker, tracked).live
+    after.value = [model.weight.data.clone()]
+    assert check(tracker, tracked).live
+    before.value = {"w": model.weight}
+    assert "model/weight" not in {leaf.name for leaf in check(tracker, tracked).leaves}
+    before.value = None
+    assert "model/weight" in {leaf.name for leaf in check(tracker, tracked).leaves}
+    after.value = model.bias
+    check(tracker, tracked)
+
+
+def test_the_order_of_gradients_is_seen_when_it_becomes_known() -> None:
+    """BucketOrder is not asked again until then."""
+    model, order = nn.Linear(2, 2), BucketOrder()
+    tracked = {"order": order, "model": model}
+    tracker = Tracker(tracked)
+    before = check(tracker, tracked)
+    order._record("model", dict(model.named_parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    assert check(tracker, tracked).fixed is before.fixed
+    order.end_step()
+    after = check(tracker, tracked)
+    assert note.merge(after.fixed.static, after.dynamic)["order"]["orders"]["model"]
+    order.load_state_dict({"orders": {}})
+    check(tracker, tracked)
+
+
+def test_complex_tensors_are_followed() -> None:
+    """They are stored as views of live memory while that stays, and conjugated or moved ones anew."""
+    model = nn.Module()
+    model.w = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+    alias = Box(model.w.data)
+    tracked = {"model": model, "alias": alias}
+    tracker = Tracker(tracked)
+    before = check(tracker, tracked)
+    model.w.data.mul_(2)
+    assert check(tracker, tracked).fixed is before.fixed
+    model.w.data = torch.randn(3, dtype=torch.complex64)
+    check(tracker, tracked)
+    model.w.data = model.w.data.conj()
+    check(tracker, tracked)
+    model.w.data.mul_(1j)
+    check(tracker, tracked)
+    model.w.data = model.w.data.resolve_conj()
+    model.view = nn.Parameter(model.w.data.conj().imag)
+    check(tracker, tracked)
+    model.view.data.add_(1)
+    check(tracker, tracked)
+
+
+def waiting(tracked: dict[str, Any], tracker: Tracker | None = None) -> set[str]:
+    """Names of the tensors that may be copied behind the fence."""
+    fixed = check(tracker or Tracker(tracked), tracked).fixed
+    return {leaf.name for leaf, late in zip(fixed.leaves, fixed.overlapped, strict=True) if late}
+
+
+def test_only_what_optimizers_alone_change_is_overlapped() -> None:
+    """Not buffers, frozen parameters, those of an untracked optimizer, nor what LBFGS steps."""
+    model = Parts()
+    model.spare.requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    average = AveragedModel(nn.Linear(2, 2))
+    tracked = {"model": model, "optimizer": optimizer, "ema": average, "other": nn.Linear(2, 2)}
+    weights = {"embed.weight", "norm.weight", "norm.bias", "head.weight"}
+    of_model = {f"model/{name}" for name in weights}
+    of_optimizer = {name for name in names(check(Tracker(tracked), tracked)) if name.startswith("optimizer/")}
+    of_ema = {"ema/module.weight", "ema/module.bias"}
+    assert len(of_optimizer) == 12
+    assert waiting(tracked) == of_model | of_optimizer | of_ema
+    assert waiting({**tracked, "ema": None} | {"ema": Box(), "ema.x": average}) == of_model | of_optimizer | {
+        "ema.x/module.weight",
+        "ema.x/module.bias",
+    }
+    head = torch.optim.LBFGS(model.head.parameters())
+    assert waiting({**tracked, "lbfgs": head}) == of_model - {"model/head.weight"} | of_optimizer
+    assert waiting({"model": model, "ema": average}) == set()
+    model.embed.max_norm = 1.0
+    assert "model/embed.weight" not in waiting(tracked)
+
+
+def test_a_parameter_that_was_frozen_once_never_waits_again() -> None:
+    """A GAN's networks are frozen in turn: the fixed part settles instead of changing at each step."""
+    model = Parts()
+    tracked = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    tracker = Tracker(tracked)
+    assert "model/head.weight" in waiting(tracked, tracker)
+    model.head.requires_grad_(False)
+    assert "model/head.weight" not in waiting(tracked, tracker)
+    before = check(tracker, tracked).fixed
+    for wanted in (True, False, True):
+        model.head.requires_grad_(wanted)
+        assert check(tracker, tracked).fixed is before
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda t: setattr(t["box"], "value", object()),
+        lambda t: setattr(t["box"], "value", torch.eye(2).to_sparse()),
+        lambda t: setattr(t["model"], "scale", torch.eye(2).to_sparse()),
+        lambda t: setattr(t["model"], "scale", torch.ones(2, device="meta")),
+        lambda t: setattr(t["model"], "head", nn.LazyLinear(3)),
+        lambda t: t["optimizer"].param_groups[0].update(odd=object()),
+        lambda t: t["optimizer"].param_groups[0].update(odd=[{"deep": object()}]),
+        lambda t: next(iter(t["optimizer"].state.values())).update(exp_avg=object()),
+        lambda t: next(iter(t["optimizer"].state.values())).update(exp_avg=torch.eye(2).to_sparse()),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_in_the_same_words(spoil: Callable[[dict[str, Any]], Any]) -> None:
+    """At the look after it has come, and at each one until it is gone."""
+    model = Parts()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    tracked = {"model": model, "optimizer": optimizer, "box": Box()}
+    tracker = Tracker(tracked)
+    tracker.look()
+    spoil(tracked)
+    with pytest.raises(UntrackableError) as expected:
+        state.flatten(tracked)
+    for _ in range(2):
+        with pytest.raises(UntrackableError) as told:
+            tracker.look()
+        assert str(told.value) == str(expected.value)
+
+
+def on(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], Any]:
+    """Apply a change to one of the tracked objects."""
+    return lambda tracked: change(tracked[name])
+
+
+STEPS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    **{f"model: {name}": on("model", change) for name, change in CHANGES.items()},
+    **{f"optimizer: {name}": on("optimizer", change) for name, change in OPTIMIZER_CHANGES.items()},
+    "train": lambda t: train(t["model"], t["optimizer"]),
+    "share": lambda t: setattr(t["box"], "value", list(t["model"].parameters())),
+    "share no more": lambda t: setattr(t["box"], "value", None),
+    "share state": lambda t: setattr(
+        t["first"], "value", list(itertools.chain(*(s.values() for s in t["optimizer"].state.values())))
+    ),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(sorted(STEPS)), max_size=6), st.booleans())
+def test_any_sequence_of_changes_is_seen_as_it_is(steps: list[str], trained: bool) -> None:
+    """What a change makes impossible, another may."""
+    torch.manual_seed(0)
+    model = Parts()
+    optimizer = torch.optim.Adam(model.parameters())
+    tracked: dict[str, Any] = {"first": Box(), "model": model, "optimizer": optimizer, "box": Box()}
+    if trained:
+        train(model, optimizer)
+    tracker = Tracker(tracked)
+    check(tracker, tracked)
+    for step in steps:
+        try:
+            STEPS[step](tracked)
+            state.flatten(tracked)
+        except (RuntimeError, KeyError, StopIteration, AttributeError, TypeError, ValueError, IndexError):
+            return  # this change cannot follow those before it, or torch cannot say what the state is
+        check(tracker, tracked)
+        check(tracker, tracked)
