@@ -36,6 +36,9 @@ ENV_FENCE = "ELASTIC_RESUME_FENCE"  # where the page lies that says until when w
 ENV_LOG_PREFIX = "ELASTIC_RESUME_LOG_PREFIX"  # 1: each line of a worker says which node, rank and generation
 ENV_ZYGOTE = "ELASTIC_RESUME_ZYGOTE"  # the abstract unix socket at which stubs ask for warm workers
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"  # the true one: --virtual-local-rank makes LOCAL_RANK 0
+ENV_KEEPER = "ELASTIC_RESUME_KEEPER"  # the abstract unix socket of the agent that keeps snapshots
+ENV_SLOTS = "ELASTIC_RESUME_SLOTS"  # where the control block of its slots lies, for guards
+ENV_MTBF_S = "ELASTIC_RESUME_MTBF_S"  # mean seconds between failures, as the agent has seen them
 ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"  # (user) seconds a worker has to end after SIGTERM, before SIGKILL
 
 # ---- names on disk, under CKPT_DIR/RUN_ID/NODE/ -----------------------------------------------------

@@ -28,7 +28,8 @@ import threading
 from typing import Any
 
 from elastic_resume.errors import ElasticResumeError, MachineError
-from elastic_resume.store.keeper import Keeper, Terms
+from elastic_resume.store.keeper import Keeper
+from elastic_resume.store.shelf import Terms
 from elastic_resume.store.slots import MAX_SLOTS
 
 MAX_LINE = 64 * 1024
@@ -73,7 +74,7 @@ class Desk:
 
     def _attend(self, line: socket.socket) -> None:
         try:
-            with line, line.makefile("rb") as lines, contextlib.suppress(OSError, ValueError):
+            with line, line.makefile("rb") as lines, contextlib.suppress(OSError, ValueError, RecursionError):
                 while request := lines.readline(MAX_LINE):
                     if not request.endswith(b"\n"):
                         return  # longer than any of ours, or cut off
@@ -103,13 +104,7 @@ class Desk:
         if ask == "expect":
             rack.expect(_count(request, "bytes"))
         elif ask == "enter":
-            trusted = request.get("trusted")
-            terms = Terms(
-                floor=_count(request, "floor", least=-1),
-                trusted=(int(trusted[0]), int(trusted[1])) if trusted else None,
-                keep=_count(request, "keep", least=2),
-            )
-            self._keeper.enter(terms)
+            self._keeper.enter(_terms(request))
         elif ask == "wanted":
             self._keeper.wanted(_count(request, "mark", 1 << 64))
         elif ask == "discard":
@@ -203,6 +198,16 @@ def _send(line: socket.socket, answer: dict[str, Any], descriptor: int | None) -
         line.sendall(data)
     else:
         socket.send_fds(line, [data], [descriptor])
+
+
+def _terms(request: dict[str, Any]) -> Terms:
+    trusted = request.get("trusted")
+    if trusted is not None and not (
+        isinstance(trusted, list) and len(trusted) == 2 and all(type(n) is int for n in trusted)
+    ):
+        raise ValueError("trusted")
+    floor, keep = _count(request, "floor", least=-1), _count(request, "keep", least=2)
+    return Terms(floor, (trusted[0], trusted[1]) if trusted is not None else None, keep)
 
 
 def _count(request: dict[str, Any], name: str, most: int = MAX_BYTES, least: int = 0) -> int:

@@ -24,13 +24,12 @@ from typing import Any
 
 import psutil
 
-from elastic_resume import failpoints
-from elastic_resume.errors import CorruptError, ElasticResumeError, MachineError
-from elastic_resume.store import committed, note, slots
-from elastic_resume.store.catalog import Catalog
-from elastic_resume.store.checkpoint import Writer
+from elastic_resume.errors import CorruptError, MachineError
+from elastic_resume.store import note, slots
+from elastic_resume.store.checkpoint import name_of
 from elastic_resume.store.durable import DISK, Disk
 from elastic_resume.store.rack import Rack
+from elastic_resume.store.shelf import Put, Shelf, Terms
 from elastic_resume.store.slots import SlotState, order_of
 
 LOOK_S = 0.003  # while other local ranks still copy their shares of what is to be committed
@@ -39,19 +38,6 @@ FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 60.0
 SAY_AGAIN_S = 60.0
 NICENESS = 5
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What the workers of a generation agreed on when they resumed.
-
-    ``floor``: generations up to it were set aside; ``trusted``: (generation, step) of the copy that they
-    read and verified, so that it counts as good; ``keep``: how many copies stay on disk.
-    """
-
-    floor: int = -1
-    trusted: tuple[int, int] | None = None
-    keep: int = 3
 
 
 @dataclass
@@ -90,14 +76,10 @@ class Keeper:
 
         """
         self.rack = rack
+        self._shelf = Shelf(node_dir, run_id, tell, disk)
         self._node_dir = node_dir
-        self._catalog = Catalog(node_dir, run_id, disk)
-        self._disk = disk
         self._say = say
         self._tell = tell
-        self._terms = Terms()
-        # Copies whose every byte this node has read or written: only they may push others out.
-        self._trusted: set[tuple[int, int]] = set()
         self._saved: dict[int, Path] = {}  # the newest commit, by its mark
         self._wishes: list[_Wish] = []
         self._awaited: tuple[int, float] | None = None  # a mark that is not whole yet, and until when
@@ -119,10 +101,7 @@ class Keeper:
 
     def enter(self, terms: Terms) -> None:
         """Workers have resumed, on these terms."""
-        with self._news:
-            self._terms = terms
-            if terms.trusted is not None:
-                self._trusted.add(terms.trusted)
+        self._shelf.enter(terms)
 
     def wanted(self, mark: int) -> None:
         """A worker wants that snapshot on disk; it may not be whole yet."""
@@ -149,6 +128,12 @@ class Keeper:
         if wish.error:
             raise MachineError(wish.error)
         return wish.path
+
+    def commit_soon(self) -> None:
+        """Have the newest snapshot committed; wait for nothing. The workers that made it are gone."""
+        with self._news:
+            self._wishes.append(_Wish(0, _now()))
+            self._news.notify()
 
     def close(self) -> None:
         """End the commit under way, and give all memory back."""
@@ -211,36 +196,28 @@ class Keeper:
         if state is None or not state.whole:
             self._retry_at = 0.0
             return None
-        if state.target in self._saved:
-            self._settle(state)
-            return self._saved[state.target]
-        began, used = time.monotonic(), time.thread_time()
-        generation, step = order_of(state.target)
-        where = {"generation": generation, "step": step}
-        try:
-            with self.rack.held(state) as slot:
-                path = self._write(slot, state.target) if slot is not None else None
-        except MachineError as error:
-            self._fail(where, error)
-            self._settle(state)
-            raise
-        except CorruptError as error:
-            self._tell("snapshot-ignored", **where, reason=str(error))
-            self._settle(state)
-            return None
-        if path is None:
-            return None  # written over meanwhile: there is a newer one
-        self._saved = {state.target: path}
+        order = order_of(state.target)
+        if state.target not in self._saved and self._shelf.holds(order):
+            self._saved = {state.target: self._node_dir / name_of(*order)}  # that is where it came from
+        if state.target not in self._saved:
+            try:
+                with self.rack.held(state) as slot:
+                    put = self._write(slot, state.target) if slot is not None else None
+            except MachineError as error:
+                self._fail(order[1], error)
+                self._settle(state)
+                raise
+            except CorruptError as error:
+                self._tell("snapshot-ignored", generation=order[0], step=order[1], reason=str(error))
+                self._settle(state)
+                return None
+            if put is None:
+                return None  # written over meanwhile: there is a newer one
+            self._saved = {state.target: put.path}
+            self.rack.control.note_commit(put.seconds, put.cpu_s)
+            self._well(order[1])
         self._settle(state)
-        self._well(where)
-        self._trusted.add((generation, step))
-        committed.note(self._node_dir, generation)
-        seconds, cpu_s = time.monotonic() - began, time.thread_time() - used
-        self.rack.control.note_commit(seconds, cpu_s)
-        size = (path / "state.safetensors").stat().st_size
-        self._tell("commit", **where, bytes=size, seconds=round(seconds, 4), path=str(path))
-        self._prune()
-        return path
+        return self._saved[state.target]
 
     def _settle(self, state: SlotState) -> None:
         """Let the slot go: its snapshot is on disk, or given up."""
@@ -248,8 +225,7 @@ class Keeper:
         if record.get("target") == state.target:
             record.set("saved", state.target)
 
-    def _write(self, slot: slots.Slot, mark: int) -> Path | None:
-        generation, step = order_of(mark)
+    def _write(self, slot: slots.Slot, mark: int) -> Put | None:
         try:
             image = slot.image()
             manifest = note.manifest_of(*slot.notes(), len(image))
@@ -257,20 +233,14 @@ class Keeper:
             raise CorruptError(f"snapshot: {error}") from error
         if slot.record.counts() != mark:
             return None
-        if manifest.order != (generation, step):
+        if manifest.order != order_of(mark):
             raise CorruptError(f"snapshot: its notes are of {manifest.order}, its mark of {order_of(mark)}")
-        with Writer(self._node_dir, generation, step, self._disk) as writer:
-            writer.write(image)
-            failpoints.hit("keeper.written")
-            if slot.record.counts() != mark:
-                return None
-            return writer.commit(manifest)
+        return self._shelf.put(manifest, [image], still=lambda: slot.record.counts() == mark)
 
-    def _fail(self, where: dict[str, int], error: MachineError) -> None:
-        self._tell("commit-failed", **where, error=str(error))
-        if str(error) != self._problem:
+    def _fail(self, step: int, error: MachineError) -> None:
+        if not self._problem:  # else it is said again in a minute
             self._say(
-                f"step {where['step']} was not saved: {error} Training goes on; older checkpoints are "
+                f"step {step} was not saved: {error} Training goes on; older checkpoints are "
                 f"untouched. It is tried again every {LAST_RETRY_S:.0f} s at least."
             )
             self._said_at = _now()
@@ -278,23 +248,15 @@ class Keeper:
         self._retry_at = _now() + self._retry_s
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
-    def _well(self, where: dict[str, int]) -> None:
+    def _well(self, step: int) -> None:
         if self._problem:
-            self._say(f"checkpoints are saved again, step {where['step']} just now.")
+            self._say(f"checkpoints are saved again, step {step} just now.")
         self._problem, self._retry_at, self._retry_s = "", 0.0, FIRST_RETRY_S
 
     def _say_again(self) -> None:
         if self._problem and _now() - self._said_at >= SAY_AGAIN_S:
             self._said_at = _now()
             self._say(f"checkpoints are still not saved: {self._problem}")
-
-    def _prune(self) -> None:
-        try:
-            terms = self._terms
-            for path in self._catalog.prune(terms.keep, above_generation=terms.floor, trusted=self._trusted):
-                self._tell("prune", path=str(path))
-        except ElasticResumeError as error:
-            self._tell("prune-failed", error=str(error))
 
 
 def _now() -> float:

@@ -51,7 +51,7 @@ class Rack:
         self.path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
         self._kept: dict[int, _Kept] = {}
         self._serial = 0
-        self._said = ""
+        self._planned = (-1, 0)
         self._closed = False
         self._lock = threading.RLock()
         self._growing = threading.Lock()
@@ -61,9 +61,12 @@ class Rack:
         threading.Thread(target=self._fill_up, args=(nbytes,), name="rack", daemon=True).start()
 
     def reserve(self, nbytes: int) -> int:
-        """Have slots of at least ``nbytes``; give how many there will be. One of them exists on return."""
-        planned = self._fill_up(nbytes, least=1)
-        if planned > 1:
+        """Have slots of at least ``nbytes``; give how many there will be. One of them exists on return.
+
+        Of small ones all do: they take milliseconds.
+        """
+        planned = self._fill_up(nbytes, least=1 if nbytes > slots.SMALL_BYTES else 0)
+        if planned > 1 and nbytes > slots.SMALL_BYTES:
             self.expect(nbytes)
         return planned
 
@@ -100,6 +103,7 @@ class Rack:
             self._closed = True
             for index in list(self._kept):
                 self._drop(index)
+            self.control.close()
             os.close(self.descriptor)
 
     # ---- inside ----------------------------------------------------------------------------------------
@@ -116,8 +120,9 @@ class Rack:
             free = self._free() + held - stays
             allowed = None if self._allowed is None else self._allowed - stays
             planned = budget.slots_that_fit(capacity, free_bytes=free, allowed_bytes=allowed)
-            if not stays or planned < budget.SLOTS:
-                self._tell_budget(budget.describe(planned, capacity, free_bytes=free, allowed_bytes=allowed))
+            if self._planned != (planned, capacity):
+                self._planned = (planned, capacity)
+                self._say(budget.describe(planned, capacity, free_bytes=free, allowed_bytes=allowed))
             fitting = sum(kept.slot.capacity >= capacity for kept in self._kept.values())
             while fitting < (min(least, planned) if least else planned) and not self._closed:
                 if not self._add(capacity):
@@ -141,7 +146,7 @@ class Rack:
         try:
             descriptor = slots.memory_file(f"elastic_resume-slot-{index}", capacity)
         except OSError as error:
-            self._tell_budget(f"snapshots: no memory for another slot of {budget.size(capacity)}: {error}")
+            self._say(f"snapshots: no memory for another slot of {budget.size(capacity)}: {error}")
             return False
         with self._lock:
             self._serial += 1
@@ -160,8 +165,3 @@ class Rack:
             kept = self._kept.pop(index, None)
             if kept is not None:
                 os.close(kept.descriptor)
-
-    def _tell_budget(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
-            self._say(text)

@@ -22,6 +22,7 @@ Does not know torch, disks or sockets.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -33,6 +34,8 @@ from elastic_resume.store.board import MAX_LOCAL_RANKS
 
 MAX_SLOTS = 8  # three in use, and as many again while a larger layout takes their place
 ALIGNMENT = 4096
+SMALL_BYTES = 64 << 20  # a slot of that size is made, mapped and populated in some 50 ms: not worth a thread
+FAILED = 1  # a rank's mark where its copy failed; no snapshot has it
 _STEP_BITS = 40
 _MAX_GENERATION = 1 << 23
 _HEAD_WORDS = 16  # of the control block: see `_HEAD`
@@ -102,21 +105,19 @@ def newest(states: Sequence[SlotState]) -> SlotState | None:
     return max((state for state in states if state.whole), key=lambda state: state.target, default=None)
 
 
-def choose(states: Sequence[SlotState], needed: int) -> SlotState | None:
-    """The slot that the lead may overwrite with a snapshot of ``needed`` bytes; None: none just now.
+def choose(states: Sequence[SlotState]) -> SlotState | None:
+    """The slot that the lead may overwrite, of those that are large enough; None: none just now.
 
     Never the newest one that counts, except where it is the only slot and is on disk; never one that the
     keeper reads or is still to commit.
     """
     last = newest(states)
-    only = sum(state.capacity >= needed for state in states) == 1
     free = [
         state
         for state in states
-        if state.capacity >= needed
-        and not state.held
+        if not state.held
         and not state.wanted
-        and (state is not last or (only and state.saved == state.target))
+        and (state is not last or (len(states) == 1 and state.saved == state.target))
     ]
     # What counts for nothing goes first, then the oldest.
     return min(free, key=lambda state: (state.whole, state.target, state.index), default=None)
@@ -165,6 +166,12 @@ class Control:
         """Give the words of the slot ``index``."""
         return Record(self._words, index)
 
+    def close(self) -> None:
+        """Give the mapping back. No word may be asked for any more."""
+        del self._words
+        with contextlib.suppress(BufferError):  # a record of it is still held: it goes with that
+            self._map.close()
+
     def states(self) -> list[SlotState]:
         """Read all slots that exist."""
         records = (self.record(index) for index in range(MAX_SLOTS))
@@ -200,6 +207,11 @@ class Record:
             return 0
         at = self._at + _MARKS
         return target if all(word == target for word in self._words[at : at + parts]) else 0
+
+    def failed(self) -> bool:
+        """Whether a local rank could not copy its share."""
+        at = self._at + _MARKS
+        return FAILED in self._words[at : at + min(self.get("parts"), MAX_LOCAL_RANKS)]
 
     def state(self) -> SlotState:
         """Read what decisions are made of."""

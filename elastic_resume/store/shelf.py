@@ -1,0 +1,106 @@
+"""A node's checkpoints as their writer sees them: put one there, say what became of it, take old ones away.
+
+Promise: a copy that cannot be written leaves nothing behind and older ones whole; it is told as an event.
+Only copies whose every byte this node has written or verified push others out.
+
+Does not know where the bytes come from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_resume import failpoints
+from elastic_resume.errors import ElasticResumeError, MachineError
+from elastic_resume.store import committed
+from elastic_resume.store.catalog import MIN_KEEP, Catalog
+from elastic_resume.store.checkpoint import Writer, name_of
+from elastic_resume.store.durable import DISK, Disk
+from elastic_resume.store.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the workers of a generation agreed on when they resumed.
+
+    ``floor``: generations up to it were set aside; ``trusted``: (generation, step) of the copy that they
+    read and verified, so that it counts as good; ``keep``: how many copies stay on disk.
+    """
+
+    floor: int = -1
+    trusted: tuple[int, int] | None = None
+    keep: int = MIN_KEEP
+
+
+@dataclass(frozen=True)
+class Put:
+    """A commit: where it lies, and the seconds that it took, of the clock and of processors."""
+
+    path: Path
+    seconds: float
+    cpu_s: float
+
+
+class Shelf:
+    """The checkpoints of the node whose directory this process (or its agent) owns."""
+
+    def __init__(self, node_dir: Path, run_id: str, tell: Callable[..., Any], disk: Disk = DISK) -> None:
+        """``tell`` gets events, by kind and fields."""
+        self._node_dir = node_dir
+        self._tell = tell
+        self._disk = disk
+        self._catalog = Catalog(node_dir, run_id, disk)
+        self._terms = Terms()
+        self._trusted: set[tuple[int, int]] = set()
+
+    def enter(self, terms: Terms) -> None:
+        """Workers have resumed, on these terms."""
+        self._terms = terms
+        if terms.trusted is not None:
+            self._trusted.add(terms.trusted)
+
+    def holds(self, order: tuple[int, int]) -> bool:
+        """Whether a copy of that (generation, step) is there that is known to be good."""
+        return order in self._trusted and (self._node_dir / name_of(*order)).is_dir()
+
+    def put(
+        self, manifest: Manifest, image: Iterable[memoryview], still: Callable[[], bool] = lambda: True
+    ) -> Put | None:
+        """Commit an image. None where ``still``, asked when all is written, says that it is not to be.
+
+        Raises:
+            MachineError: the disk refuses, which has been told.
+
+        """
+        where = {"generation": manifest.generation, "step": manifest.step}
+        began, used = time.monotonic(), time.thread_time()
+        try:
+            with Writer(self._node_dir, manifest.generation, manifest.step, self._disk) as writer:
+                for piece in image:
+                    writer.write(piece)
+                failpoints.hit("keeper.written")
+                if not still():
+                    return None
+                path = writer.commit(manifest)
+        except MachineError as error:
+            self._tell("commit-failed", **where, error=str(error))
+            raise
+        done = Put(path, time.monotonic() - began, time.thread_time() - used)
+        self._trusted.add(manifest.order)
+        committed.note(self._node_dir, manifest.generation)
+        size, seconds = manifest.file_bytes, round(done.seconds, 4)
+        self._tell("commit", **where, bytes=size, seconds=seconds, path=str(path))
+        self._prune()
+        return done
+
+    def _prune(self) -> None:
+        terms = self._terms
+        try:
+            for path in self._catalog.prune(terms.keep, above_generation=terms.floor, trusted=self._trusted):
+                self._tell("prune", path=str(path))
+        except ElasticResumeError as error:
+            self._tell("prune-failed", error=str(error))

@@ -1,0 +1,315 @@
+"""The keeper and its desk: real memory, real sockets, a real disk that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_resume.errors import MachineError
+from elastic_resume.store import keeper as keepers
+from elastic_resume.store import note, slots
+from elastic_resume.store.checkpoint import deep_check, name_of
+from elastic_resume.store.durable import Disk
+from elastic_resume.store.handing import MAX_LINE, Desk, Line
+from elastic_resume.store.keeper import Keeper
+from elastic_resume.store.layout import Layout, TensorSpec
+from elastic_resume.store.manifest import Position
+from elastic_resume.store.node_dir import NodeDir
+from elastic_resume.store.rack import Rack
+from elastic_resume.store.shelf import Terms
+from elastic_resume.store.slots import Control, Slot, mark_of
+
+LAYOUT = Layout.build([TensorSpec("model/w", "U8", (100_000,))])
+NEEDED = slots.room_for(LAYOUT.total_bytes, 1000, 1000)
+
+
+class Moody(Disk):
+    """A disk that refuses while it is told to, at the operation of that name."""
+
+    def __init__(self) -> None:
+        self.refuse = ""
+        self.before: Callable[[], None] = lambda: None
+
+    def write(self, descriptor: int, data: bytes | memoryview, path: Path) -> None:
+        """Write, if not told otherwise."""
+        self.before()
+        if self.refuse == "write":
+            raise MachineError(f"cannot write {path}: No space left on device; free space there.")
+        super().write(descriptor, data, path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename, if not told otherwise."""
+        if self.refuse == "rename":
+            raise MachineError(f"cannot rename to {target}: Input/output error; look at dmesg.")
+        super().rename(source, target)
+
+
+@dataclass
+class Setting:
+    """A keeper with what it was given."""
+
+    keeper: Keeper
+    disk: Moody
+    node_dir: Path
+    said: list[str] = field(default_factory=list)
+    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def slot(self, index: int) -> Slot:
+        """That slot, as the keeper has mapped it."""
+        return self.keeper.rack._kept[index].slot
+
+    def copies(self) -> list[str]:
+        """What lies on disk, every byte verified."""
+        found = sorted(path for path in self.node_dir.glob("g*-s*"))
+        for path in found:
+            deep_check(path, "job")
+        return [path.name for path in found]
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Iterator[Setting]:
+    """A keeper of three slots."""
+    with NodeDir.claim(tmp_path, "job", "a") as node_dir:
+        disk, said, told = Moody(), [], []  # type: ignore[var-annotated]
+        rack = Rack(3 * NEEDED, say=said.append)
+        rack.reserve(NEEDED)
+        rack._fill_up(NEEDED)
+        keeper = Keeper(
+            node_dir.path,
+            "job",
+            rack,
+            say=said.append,
+            tell=lambda kind, **fields: told.append((kind, fields)),
+            disk=disk,
+        )
+        keeper.start()
+        yield Setting(keeper, disk, node_dir.path, said, told)
+        keeper.close()
+
+
+def snapshot(slot: Slot, step: int, *, generation: int = 1, want: bool = False, parts: int = 1) -> int:
+    """Lay a snapshot into the slot, as a lead does; its only rank has copied all."""
+    mark = mark_of(generation, step)
+    static = {
+        "run_id": "job", "node": "a", "rank": 0, "world_size": 1, "writer": "test",
+        "follows_rank0": [], "state": {"model": {"w": {"$": "tensor", "name": "model/w", "kind": "tensor"}}},
+    }  # fmt: skip
+    position = Position(0, step, step, step)
+    dynamic = note.moving(generation, position, time.time(), {})
+    slot.record.set("target", 0)
+    slot.describe(LAYOUT.header, LAYOUT.total_bytes, note.to_bytes(static), note.to_bytes(dynamic), 7)
+    start = len(LAYOUT.header)
+    slot.memory[start : LAYOUT.total_bytes] = bytes([step % 256]) * 100_000
+    slot.record.set("parts", parts)
+    slot.record.set("want", mark if want else 0)
+    slot.record.set("target", mark)
+    slot.record.mark(0, mark)
+    return mark
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for something that a thread does."""
+    limit = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def test_what_is_wanted_goes_to_disk_and_nothing_else(setting: Setting) -> None:
+    """The bytes in memory become a checkpoint that any reader of safetensors opens."""
+    snapshot(setting.slot(0), 1)
+    mark = snapshot(setting.slot(1), 2, want=True)
+    setting.keeper.wanted(mark)
+    until(lambda: setting.slot(1).record.get("saved") == mark)
+    assert setting.copies() == [name_of(1, 2)]
+    data = (setting.node_dir / name_of(1, 2) / "state.safetensors").read_bytes()
+    assert data == bytes(setting.slot(1).image())
+    assert [kind for kind, _ in setting.told] == ["commit"]
+
+
+def test_one_that_is_still_being_copied_is_waited_for(setting: Setting) -> None:
+    """Other local ranks may be a moment later."""
+    mark = snapshot(setting.slot(0), 1, want=True, parts=2)
+    setting.keeper.wanted(mark)
+    time.sleep(0.05)
+    assert setting.copies() == []
+    setting.slot(0).record.mark(1, mark)
+    until(lambda: setting.copies() == [name_of(1, 1)])
+
+
+def test_one_that_is_overwritten_meanwhile_is_not_committed(setting: Setting) -> None:
+    """The keeper looks again when it has written, and before the rename."""
+    slot = setting.slot(0)
+    mark = snapshot(slot, 1, want=True)
+    setting.disk.before = lambda: slot.record.set("target", 0)
+    setting.keeper.wanted(mark)
+    until(lambda: slot.record.get("target") == 0 and slot.record.get("held") == 0)
+    assert setting.copies() == []
+    assert list(setting.node_dir.glob(".tmp-*")) == []
+
+
+@pytest.mark.parametrize("operation", ["write", "rename"])
+def test_a_disk_that_refuses_costs_a_copy_and_is_tried_again(
+    operation: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said once, the slot is free, older copies are whole, and the newest snapshot goes when it can."""
+    monkeypatch.setattr(keepers, "FIRST_RETRY_S", 0.05)
+    setting.keeper._retry_s = 0.05
+    first = snapshot(setting.slot(0), 1, want=True)
+    setting.keeper.wanted(first)
+    until(lambda: setting.copies() == [name_of(1, 1)])
+    setting.disk.refuse = operation
+    second = snapshot(setting.slot(1), 2, want=True)
+    setting.keeper.wanted(second)
+    until(lambda: setting.slot(1).record.get("saved") == second)
+    until(lambda: sum(kind == "commit-failed" for kind, _ in setting.told) >= 2)
+    assert setting.copies() == [name_of(1, 1)]
+    assert setting.keeper.problem
+    assert len(setting.said) == 2  # the line of the budget, and this
+    assert "step 2 was not saved" in setting.said[1]
+    snapshot(setting.slot(2), 3)
+    setting.disk.refuse = ""
+    until(lambda: setting.copies() == [name_of(1, 1), name_of(1, 3)])
+    until(lambda: not setting.keeper.problem)
+    assert "saved again" in setting.said[-1]
+
+
+def test_who_waits_for_a_commit_hears_of_its_failure(setting: Setting) -> None:
+    """And of where it lies when it has gone well."""
+    setting.disk.refuse = "write"
+    mark = snapshot(setting.slot(0), 1)
+    with pytest.raises(MachineError, match="No space left"):
+        setting.keeper.commit(mark)
+    setting.disk.refuse = ""
+    assert setting.keeper.commit(mark) == setting.node_dir / name_of(1, 1)
+    assert setting.keeper.commit() == setting.node_dir / name_of(1, 1)
+
+
+def test_nothing_there_is_no_commit(setting: Setting) -> None:
+    """As at the end of a job that has taken no step."""
+    assert setting.keeper.commit() is None
+    setting.keeper.commit_soon()
+
+
+def test_words_that_cannot_be_true_are_not_committed(setting: Setting) -> None:
+    """A script that scribbles over its memory must not make a checkpoint of it."""
+    slot = setting.slot(0)
+    mark = snapshot(slot, 1, want=True)
+    slot.memory[slot.record.get("dynamic_at")] = 0
+    setting.keeper.wanted(mark)
+    until(lambda: [kind for kind, _ in setting.told] == ["snapshot-ignored"])
+    assert setting.copies() == []
+    assert slot.record.get("saved") == mark  # the slot is free again
+
+
+def test_older_copies_go_and_two_stay(setting: Setting) -> None:
+    """As the workers agreed."""
+    setting.keeper.enter(Terms(keep=2))
+    for step in range(1, 6):
+        setting.keeper.commit(snapshot(setting.slot(step % 3), step))
+    assert setting.copies() == [name_of(1, 4), name_of(1, 5)]
+
+
+def test_a_copy_that_came_from_disk_is_not_written_again(setting: Setting) -> None:
+    """A slot that a resume has filled from this node's own disk is there already."""
+    setting.keeper.commit(snapshot(setting.slot(0), 4))
+    setting.told.clear()
+    setting.keeper._saved = {}
+    setting.keeper.enter(Terms(trusted=(1, 4)))
+    assert setting.keeper.commit() == setting.node_dir / name_of(1, 4)
+    assert setting.told == []
+
+
+# ---- the desk ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def desk(setting: Setting) -> Iterator[Desk]:
+    """The keeper, reachable."""
+    made = Desk(setting.keeper)
+    made.open()
+    yield made
+    made.close()
+
+
+def test_a_worker_gets_the_very_memory(setting: Setting, desk: Desk) -> None:
+    """What it writes, the keeper commits."""
+    line = Line(desk.name)
+    control = Control(line.control)
+    serial = control.record(0).get("serial")
+    answer, descriptor = line.ask("slot", wants_descriptor=True, index=0, serial=serial)
+    mine = Slot(descriptor, answer["capacity"], serial, control.record(0))
+    os.close(descriptor)
+    mark = snapshot(mine, 3, want=True)
+    line.tell("wanted", mark=mark)
+    until(lambda: setting.copies() == [name_of(1, 3)])
+    answer, _ = line.ask("commit", mark=mark)
+    assert answer == {"path": str(setting.node_dir / name_of(1, 3))}
+    line.close()
+
+
+def test_a_slot_that_is_gone_is_not_handed_over(desk: Desk) -> None:
+    """Its number may be another slot's by now."""
+    line = Line(desk.name)
+    assert line.ask("slot", wants_descriptor=True, index=0, serial=999) == ({"gone": True}, -1)
+    line.close()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\n",
+        b"[]\n",
+        b"{}\n",
+        b'{"ask": "slot"}\n',
+        b'{"ask": "slot", "index": -1, "serial": 1}\n',
+        b'{"ask": "reserve", "bytes": 1e400}\n',
+        b'{"ask": "reserve", "bytes": true}\n',
+        b'{"ask": "reserve", "bytes": 99999999999999999999999}\n',
+        b'{"ask": "enter", "floor": 0, "keep": 0}\n',
+        b'{"ask": "enter", "floor": 0, "keep": 2, "trusted": [1]}\n',
+        b'{"ask": "enter", "floor": 0, "keep": 2, "trusted": {"a": 1}}\n',
+        b"[" * 50_000 + b"\n",
+        b"x" * (MAX_LINE + 1) + b"\n",
+        b'{"ask": "commit"',
+    ],
+)
+def test_garbage_costs_only_who_sends_it(garbage: bytes, desk: Desk) -> None:
+    """The line is closed; others are served as before."""
+    with socket.socket(socket.AF_UNIX) as rude:
+        rude.connect("\0" + desk.name)
+        rude.settimeout(10)
+        rude.sendall(garbage)
+        rude.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):  # it had sent more than was read
+            assert rude.recv(100) == b""
+    line = Line(desk.name)
+    assert json.dumps(line.ask("reserve", bytes=100)[0]) == '{"slots": 3}'
+    line.close()
+
+
+def test_workers_ask_at_once(desk: Desk) -> None:
+    """A slow commit of one holds up nobody."""
+    answers: list[int] = []
+
+    def work() -> None:
+        line = Line(desk.name)
+        answers.extend(int(line.ask("reserve", bytes=100)[0]["slots"]) for _ in range(20))
+        line.close()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert answers == [3] * 160

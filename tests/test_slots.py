@@ -1,0 +1,336 @@
+"""Slots: never one counted that is not whole, whoever dies or races; and the memory that they take."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from elastic_resume.policy import budget
+from elastic_resume.store import slots
+from elastic_resume.store.rack import Rack
+from elastic_resume.store.slots import SlotState, mark_of, order_of
+
+BYTES = 4096
+PARTS = 2
+
+
+@given(st.integers(1, (1 << 23) - 1), st.integers(0, (1 << 40) - 1), st.booleans())
+def test_a_mark_is_its_generation_and_step(generation: int, step: int, over: bool) -> None:
+    """One word of eight bytes, and never zero."""
+    mark = mark_of(generation, step, epoch_over=over)
+    assert order_of(mark) == (generation, step)
+    assert 0 < mark < 1 << 64
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.booleans()), min_size=2, max_size=2))
+def test_marks_are_ordered_as_copies_are(pair: list[tuple[int, int, bool]]) -> None:
+    """By generation first, then by step, then by whether the epoch was over."""
+    (g1, s1, o1), (g2, s2, o2) = pair
+    less = mark_of(g1, s1, epoch_over=o1) < mark_of(g2, s2, epoch_over=o2)
+    assert less == (pair[0] < pair[1])
+
+
+@pytest.mark.parametrize(("generation", "step"), [(0, 1), (1 << 23, 1), (1, -1), (1, 1 << 40)])
+def test_what_does_not_fit_a_mark_is_refused(generation: int, step: int) -> None:
+    """Rather than taken for another snapshot."""
+    with pytest.raises(ValueError, match="no mark"):
+        mark_of(generation, step)
+
+
+def state(index: int, target: int, **words: int | bool) -> SlotState:
+    """A slot that counts, if not said otherwise."""
+    return SlotState(index, 1, BYTES, target, **{"whole": True, **words})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("why", "states", "chosen"),
+    [
+        ("nothing is there", [], None),
+        ("an empty one first", [state(0, 5), state(1, 0, whole=False), state(2, 4)], 1),
+        ("a torn one before an older whole one", [state(0, 5), state(1, 6, whole=False), state(2, 4)], 1),
+        ("else the oldest", [state(0, 5), state(1, 6), state(2, 4)], 2),
+        ("not the newest that counts", [state(0, 5), state(1, 9, held=9)], 0),
+        ("not what the keeper reads", [state(0, 5), state(1, 6, held=6), state(2, 4, held=4)], 0),
+        ("not what is to be committed", [state(0, 5), state(1, 6), state(2, 4, want=4)], 0),
+        ("what is committed", [state(0, 5), state(1, 6), state(2, 4, want=4, saved=4)], 2),
+        ("a wish for what lay there before is none", [state(0, 5), state(1, 4, want=3)], 1),
+        ("two, one of them being read", [state(0, 5), state(1, 4, held=4)], None),
+        ("the only one, when it is on disk", [state(0, 5, saved=5)], 0),
+        ("the only one, before that", [state(0, 5)], None),
+        ("the only one, torn", [state(0, 5, whole=False)], 0),
+    ],
+)
+def test_which_slot_the_lead_takes(why: str, states: list[SlotState], chosen: int | None) -> None:
+    """Never the newest whole one, nor one in use."""
+    found = slots.choose(states)
+    assert (found.index if found is not None else None) == chosen, why
+
+
+def test_the_keeper_commits_the_newest_that_is_wanted() -> None:
+    """And nothing that is torn, or on disk already."""
+    states = [state(0, 5, want=5), state(1, 7, want=7, whole=False), state(2, 6, want=6), state(3, 8)]
+    found = slots.to_commit(states)
+    assert found is not None
+    assert found.index == 2
+    assert slots.to_commit([state(0, 5, want=5, saved=5)]) is None
+
+
+# ---- racing --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Copying:
+    """A snapshot under way: what the lead and each rank have still to write of it."""
+
+    slot: slots.Slot
+    mark: int
+    left: list[list[int]]  # of each local rank, places that it has not written
+    published: bool = False
+
+
+@dataclass
+class Reading:
+    """A commit under way: the places read so far."""
+
+    slot: slots.Slot
+    mark: int
+    seen: bytes = b""
+
+
+class Race(RuleBasedStateMachine):
+    """Workers, who may die at any store, and the keeper, at the grain of single stores and reads.
+
+    Each snapshot fills its slot with one byte of its own, so a mixed one shows.
+    """
+
+    PLACES = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rack = Rack(3 * BYTES, say=lambda _: None)
+        self.rack.reserve(BYTES)
+        self.rack._fill_up(BYTES)
+        self.by_index = {i: kept.slot for i, kept in self.rack._kept.items()}
+        self.generation, self.step = 1, 0
+        self.copying: Copying | None = None
+        self.reading: Reading | None = None
+        self.finished: list[int] = []
+
+    def teardown(self) -> None:
+        """Give the memory back."""
+        self.by_index.clear()
+        self.rack.close()
+
+    @staticmethod
+    def byte(mark: int) -> int:
+        """The byte that stands for a snapshot."""
+        return mark // 2 % 251 + 1
+
+    @precondition(lambda self: self.copying is None)
+    @rule(want=st.booleans())
+    def begin(self, want: bool) -> None:
+        """The lead takes a slot away."""
+        chosen = slots.choose(self.rack.control.states())
+        self.step += 1
+        assume(chosen is not None)
+        assert chosen is not None
+        slot = self.by_index[chosen.index]
+        mark = mark_of(self.generation, self.step)
+        slot.record.set("target", 0)
+        slot.record.set("want", mark if want else 0)
+        half = self.PLACES // 2
+        self.copying = Copying(slot, mark, [list(range(half)), list(range(half, self.PLACES))])
+
+    @precondition(lambda self: self.copying is not None and not self.copying.published)
+    @rule()
+    def publish(self) -> None:
+        """The lead says where the snapshot goes."""
+        assert self.copying is not None
+        self.copying.slot.record.set("parts", PARTS)
+        self.copying.slot.record.set("target", self.copying.mark)
+        self.copying.published = True
+
+    @precondition(lambda self: self.copying is not None and self.copying.published)
+    @rule(rank=st.integers(0, PARTS - 1))
+    def copy(self, rank: int) -> None:
+        """A local rank stores one more place of its share; when all are, its mark."""
+        copying = self.copying
+        assert copying is not None
+        if copying.left[rank]:
+            copying.slot.memory[copying.left[rank].pop()] = self.byte(copying.mark)
+        else:
+            copying.slot.record.mark(rank, copying.mark)
+        if copying.slot.record.counts() == copying.mark:
+            self.finished.append(copying.mark)
+            self.copying = None
+
+    @rule()
+    def die(self) -> None:
+        """All workers are killed; the next ones are of a later generation."""
+        self.copying = None
+        self.generation += 1
+
+    @precondition(lambda self: self.reading is None)
+    @rule()
+    def hold(self) -> None:
+        """The keeper begins to read what is wanted, or the newest."""
+        states = self.rack.control.states()
+        chosen = slots.to_commit(states) or slots.newest(states)
+        assume(chosen is not None)
+        assert chosen is not None
+        slot = self.by_index[chosen.index]
+        self.reading = Reading(slot, chosen.target)
+
+    @precondition(lambda self: self.reading is not None)
+    @rule()
+    def say_held(self) -> None:
+        """It says so: later than it looked, as the race wants it."""
+        assert self.reading is not None
+        self.reading.slot.record.set("held", self.reading.mark)
+
+    @precondition(lambda self: self.reading is not None)
+    @rule()
+    def read(self) -> None:
+        """It reads one more place; after the last it looks again, and commits or not."""
+        reading = self.reading
+        assert reading is not None
+        if len(reading.seen) < self.PLACES:
+            reading.seen += bytes([reading.slot.memory[len(reading.seen)]])
+            return
+        if reading.slot.record.counts() == reading.mark:
+            assert reading.seen == bytes([self.byte(reading.mark)]) * self.PLACES
+            reading.slot.record.set("saved", reading.mark)
+        reading.slot.record.set("held", 0)
+        self.reading = None
+
+    @invariant()
+    def what_counts_is_whole(self) -> None:
+        """The bytes of a slot that counts are those of its mark."""
+        for one in self.rack.control.states():
+            if one.whole:
+                slot = self.by_index[one.index]
+                assert bytes(slot.memory[: self.PLACES]) == bytes([self.byte(one.target)]) * self.PLACES
+
+    @invariant()
+    def the_newest_is_never_lost(self) -> None:
+        """Once a snapshot counts, it or a newer one does."""
+        if self.finished:
+            newest = slots.newest(self.rack.control.states())
+            assert newest is not None
+            assert newest.target >= self.finished[-1]
+
+
+TestRace = Race.TestCase
+TestRace.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+# ---- memory --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """What the rack told people."""
+    return []
+
+
+@pytest.fixture
+def rack(said: list[str]) -> Iterator[Rack]:
+    """A rack that may take three slots of four pages."""
+    made = Rack(3 * 4 * BYTES, say=said.append)
+    yield made
+    made.close()
+
+
+def fill(rack: Rack, index: int, mark: int) -> None:
+    """Let a snapshot of that mark count in the slot."""
+    record = rack.control.record(index)
+    record.set("parts", 1)
+    record.mark(0, mark)
+    record.set("target", mark)
+
+
+@given(st.integers(1, 10**13), st.integers(0, 10**13), st.none() | st.integers(0, 10**13))
+def test_a_budget_is_never_exceeded(size: int, free: int, allowed: int | None) -> None:
+    """And what fits is used, up to three."""
+    count = budget.slots_that_fit(size, free_bytes=free, allowed_bytes=allowed)
+    limit = free // 2 if allowed is None else allowed
+    assert 0 <= count <= budget.SLOTS
+    assert count * size <= limit
+    assert count == budget.SLOTS or (count + 1) * size > limit
+    assert budget.size(size) in budget.describe(count, size, free_bytes=free, allowed_bytes=allowed)
+
+
+@pytest.mark.parametrize(("pages", "count"), [(1, 3), (4, 3), (5, 2), (6, 2), (7, 1), (12, 1), (13, 0)])
+def test_as_many_slots_as_fit(pages: int, count: int, said: list[str], rack: Rack) -> None:
+    """Three, two, one or none, and it is said which."""
+    assert rack.reserve(pages * BYTES) == count
+    assert len(said) == 1
+    assert ("none" if count == 0 else f"{count} slot") in said[0]
+    rack._fill_up(pages * BYTES)
+    assert len(rack.control.states()) == count
+    assert len(said) == 1
+
+
+def test_a_larger_layout_keeps_the_newest_snapshot(rack: Rack) -> None:
+    """The others make room at once; that one when something newer counts."""
+    rack.reserve(BYTES)
+    rack._fill_up(BYTES)
+    for index in range(3):
+        fill(rack, index, mark_of(1, index + 1))
+    rack.reserve(2 * BYTES)
+    rack._fill_up(2 * BYTES)
+    states = rack.control.states()
+    assert sorted(one.capacity for one in states) == [BYTES] + [2 * BYTES] * 3
+    newest = slots.newest(states)
+    assert newest is not None
+    assert (newest.capacity, order_of(newest.target)) == (BYTES, (1, 3))
+    larger = next(one for one in states if one.capacity > BYTES)
+    fill(rack, larger.index, mark_of(1, 4))
+    rack._fill_up(2 * BYTES)
+    assert [one.capacity for one in rack.control.states()] == [2 * BYTES] * 3
+
+
+def test_memory_comes_from_the_budget_and_goes_back() -> None:
+    """No slot, file or mapping is left."""
+    gc.collect()
+
+    def files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = files()
+    rack = Rack(3 << 20, say=lambda _: None)
+    rack.reserve(1 << 20)
+    rack._fill_up(1 << 20)
+    assert files() == before + 2 * 4  # a mapping holds a descriptor of its own
+    rack.close()
+    rack.close()
+    assert files() == before
+
+
+def test_a_slot_cannot_be_cut_off_under_its_users(rack: Rack) -> None:
+    """That would be a SIGBUS in whoever copies."""
+    rack.reserve(BYTES)
+    descriptor = rack.descriptor_of(0, rack.control.record(0).get("serial"))
+    assert descriptor is not None
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 0)
+
+
+def test_words_that_cannot_be_true_reach_nothing(rack: Rack) -> None:
+    """A slot whose words speak of more than there is gives no bytes."""
+    rack.reserve(BYTES)
+    slot = rack._kept[0].slot
+    slot.record.set("image_bytes", 1 << 60)
+    with pytest.raises(ValueError, match="of a slot of"):
+        slot.image()
+    slot.record.set("static_at", (1 << 64) - 1)
+    with pytest.raises(ValueError, match="of a slot of"):
+        slot.notes()
