@@ -54,6 +54,9 @@ ENV_ROUND = "ELASTIC_RESUME_ROUND"
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"
 ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"
 ENV_FENCE = "ELASTIC_RESUME_FENCE"
+ENV_SLOTS = "ELASTIC_RESUME_SLOTS"
+COPYING_AT = 16  # slots.COPYING_AT: from this word on, what each local rank is copying
+MAX_LOCAL_RANKS = 1024
 DEFAULT_GRACE_S = 5.0
 # A worker's own children often see its end and go by themselves, cleaning shared memory as they do
 # (multiprocessing's resource tracker, torch_shm_manager). Longer would delay the restart.
@@ -61,6 +64,10 @@ SWEEP_GRACE_S = 0.1
 # A process in uninterruptible sleep does not die of SIGKILL, and torchelastic must not wait for it.
 STUCK_S = 5.0
 DRAIN_S = 1.0
+# A worker that is copying its last step into memory is let finish that, or the step would be lost with it:
+# 3 GB take 0.3 s. Not beyond its lease.
+COPY_S = 2.0
+COPY_POLL_S = 0.002
 # Nobody can wake us when the word moves: the agent that moves it may be stopped the next moment. A lease that
 # runs out is awaited to the millisecond; this is how late a restart can find the word moved back.
 FENCE_POLL_S = 0.05
@@ -83,6 +90,10 @@ class Page:
         """Use ``words``; None where no agent fences."""
         self._words = words
 
+    def until(self) -> float:
+        """Until when the worker may run; minus infinite: its agent has ended that."""
+        return FOREVER if self._words is None else self._words[0]
+
     def left_s(self) -> float:
         """Seconds for which the worker may still run: none where the word is no number."""
         if self._words is None:
@@ -101,6 +112,30 @@ class Page:
         return self._words is not None and self._words[1] == number_or_none(os.environ.get(ENV_ROUND))
 
 
+class Copying:
+    """Whether the worker is copying its state into memory that outlives it."""
+
+    def __init__(self) -> None:
+        """Use the control block of the agent's slots; where it cannot be had, nobody copies."""
+        path, rank = os.environ.pop(ENV_SLOTS, None), number_or_none(os.environ.get(ENV_LOCAL_RANK))
+        self._word: memoryview[int] | None = None
+        self._since = FOREVER
+        if path is None or rank is None or not 0 <= rank < MAX_LOCAL_RANKS:
+            return
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            page = mmap.mmap(descriptor, (COPYING_AT + MAX_LOCAL_RANKS) * 8, prot=mmap.PROT_READ)
+            os.close(descriptor)
+        except (OSError, ValueError):
+            return
+        self._word = memoryview(page).cast("Q")[COPYING_AT + rank : COPYING_AT + rank + 1]
+
+    def holds(self, now: float, lease: float) -> bool:
+        """Whether to wait for it before the worker is killed: for a while, and within its lease."""
+        self._since = min(self._since, now)
+        return self._word is not None and self._word[0] != 0 and now < min(self._since + COPY_S, lease)
+
+
 def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:
     """Become a guard, with a worker. Returns in the worker only: in a session of its own, to die with us.
 
@@ -114,7 +149,7 @@ def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:
     libc = ctypes.CDLL(None)
     os.setsid()
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    page = open_page(line)
+    page, copying = open_page(line), Copying()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, wake)
     bell, ringer = os.pipe()
@@ -144,7 +179,7 @@ def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:
         return
     relays.detach()
     say(line, f"started {worker} {guard}")
-    _watch_over(worker, line, bell, page, relays.pids)
+    _watch_over(worker, line, bell, page, copying, relays.pids)
     os._exit(0)
 
 
@@ -152,9 +187,11 @@ def wake(number: int, frame: object) -> None:
     """Do nothing: the signal's number is in the pipe of `set_wakeup_fd`."""
 
 
-def _watch_over(worker: int, line: "_socket.socket", bell: int, page: Page, relays: "set[int]") -> None:
+def _watch_over(  # noqa: PLR0917
+    worker: int, line: "_socket.socket", bell: int, page: Page, copying: Copying, relays: "set[int]"
+) -> None:
     """See the worker and all that it leaves to their end, and tell of it."""
-    status, told, fenced = watch(worker, line, bell, page)
+    status, told, fenced = watch(worker, line, bell, page, copying)
     if status is None:
         write_exit(worker, int(signal.SIGKILL), stopped=told or fenced, fenced=fenced, stuck=True)
         say(line, f"stuck {worker}")
@@ -210,7 +247,9 @@ def say(line: "_socket.socket", text: str) -> None:
         pass
 
 
-def watch(worker: int, line: "_socket.socket", bell: int, page: Page) -> "tuple[int | None, bool, bool]":
+def watch(
+    worker: int, line: "_socket.socket", bell: int, page: Page, copying: Copying
+) -> "tuple[int | None, bool, bool]":
     """Wait for the worker's end.
 
     Give its wait status, whether it had been told to stop, and whether the fence ended it. The status is
@@ -222,18 +261,23 @@ def watch(worker: int, line: "_socket.socket", bell: int, page: Page) -> "tuple[
     deadline = FOREVER  # then it is killed
     killed_at = FOREVER
     told = fenced = False
+    lease = FOREVER  # what the agent has granted last
     while True:
         status = reap(worker)
         if status is not None:
             return status, told, fenced
+        until, now = page.until(), time.monotonic()
+        lease = until if until > -FOREVER else lease
         fenced = fenced or page.left_s() <= 0
-        now = time.monotonic()
-        if fenced or now >= deadline or (told and page.failed()):
+        over = fenced or (told and page.failed())
+        waits = over and now < deadline and copying.holds(now, lease)
+        if (over and not waits) or now >= deadline:
             kill(worker)
             killed_at = min(killed_at, now)
             if now - killed_at > STUCK_S:
                 return None, told, fenced
         poll_s = FENCE_POLL_S if killed_at < FOREVER else min(FENCE_POLL_S, page.left_s(), deadline - now)
+        poll_s = COPY_POLL_S if waits else poll_s
         for descriptor, _ in poll.poll(max(0.0, poll_s) * 1000):
             if descriptor == bell:
                 os.read(bell, 4096)

@@ -20,6 +20,7 @@ from pathlib import Path
 from elastic_resume import contract, events
 from elastic_resume.agent import elastic, impatience, preflight
 from elastic_resume.agent.fence import Fence
+from elastic_resume.agent.keeper import kept
 from elastic_resume.agent.place import taken
 from elastic_resume.agent.pressure import Gauge
 from elastic_resume.agent.warm import Warmth
@@ -68,7 +69,13 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
         )
         witness.say(f"job {settings.run_id}, checkpoints in {node_dir.path}")
         watch = watched(node_dir.path, config.nproc_per_node, patience, say=witness.say, tell=witness.note)
-        with _warmth(launch, args, witness), watch as pause, impatience.heeded(witness.round_over, pause):
+        with (
+            kept(node_dir.path, settings, say=witness.say, tell=witness.note) as keeper,
+            _warmth(launch, args, witness),
+            watch as pause,
+            impatience.heeded(witness.round_over, pause),
+        ):
+            witness.between = keeper.commit_soon
             outcome, code, message = _run(launch, witness, node_dir, fence)
         if outcome in {"failed", "left"}:
             witness.explain_end(args.log_dir or "")

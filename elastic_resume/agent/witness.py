@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from elastic_resume import contract, events
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.pressure import Gauge
 from elastic_resume.errors import GaveUpError, NodeUnfitError
-from elastic_resume.policy import failures, restart
+from elastic_resume.policy import cadence, failures, restart
 from elastic_resume.policy.failures import Failure, Verdict, describe, judge
 from elastic_resume.rendezvous.steps import Log
 
@@ -41,6 +42,8 @@ class Witness:
         gauge: Gauge | None = None,
     ) -> None:
         """``path`` is that of the node's events; ``gauge`` tells of its memory."""
+        self.between: Callable[[], object] = lambda: None  # called when the workers of a round are dead
+        self._began = time.monotonic()
         self._node = node
         self._log = log
         self._path = path
@@ -101,6 +104,7 @@ class Witness:
 
         With ``may_be_victim`` only what is sure without the other nodes is judged here.
         """
+        self.between()
         # Others may have been told of the end before our own part in it was noticed.
         this = self._summary(failed=failed)
         this = replace(this, failed=failed or bool(this.failures))
@@ -148,6 +152,9 @@ class Witness:
         self._offset = _size(self._path)
         if self._gauge is not None:
             self._gauge.mark()
+        failed = sum(one.failed for one in self._history)
+        mtbf = cadence.mtbf_s(failed, time.monotonic() - self._began)
+        os.environ[contract.ENV_MTBF_S] = f"{mtbf:.3f}"
         os.environ[contract.ENV_ROUND] = str(self._round)  # torchelastic hands its environment to workers
         name = f"round {self._round}"
         fields = {}

@@ -1,0 +1,53 @@
+"""The keeper of an agent: this node's snapshots outlive its workers, and go to disk when those are gone.
+
+Promise: whatever ends the agent short of SIGKILL, the newest snapshot is on disk before it goes, if the disk
+takes it. A generation that ends has its newest snapshot committed while the next one forms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from elastic_resume import contract
+from elastic_resume.config import Settings
+from elastic_resume.errors import MachineError
+from elastic_resume.store.handing import Desk
+from elastic_resume.store.keeper import Keeper
+from elastic_resume.store.rack import Rack
+
+
+@contextlib.contextmanager
+def kept(
+    node_dir: Path, settings: Settings, *, say: Callable[[str], None], tell: Callable[..., Any]
+) -> Iterator[Keeper]:
+    """Keep this node's snapshots within the context; workers find the keeper in their environment.
+
+    Args:
+        node_dir: claimed by this process.
+        settings: of the job.
+        say: gets lines for people.
+        tell: gets events, by kind and fields.
+
+    """
+    rack = Rack(settings.snapshot_memory, say=say)
+    keeper = Keeper(node_dir, settings.run_id, rack, say=say, tell=tell)
+    desk = Desk(keeper)
+    os.environ[contract.ENV_KEEPER] = desk.name
+    os.environ[contract.ENV_SLOTS] = rack.path
+    keeper.start()
+    desk.open()
+    try:
+        yield keeper
+    finally:
+        os.environ.pop(contract.ENV_KEEPER, None)
+        os.environ.pop(contract.ENV_SLOTS, None)
+        with contextlib.suppress(MachineError):  # which has been said
+            keeper.commit()
+        if keeper.problem:
+            say(f"the newest step in memory is lost with this agent: {keeper.problem}")
+        desk.close()
+        keeper.close()
