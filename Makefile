@@ -54,7 +54,6 @@ soak: $(READY)
 	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -q tests/test_soak.py --timeout 3600
 
 bench: $(READY)
-	$(BIN)/python benchmarks/save_load.py
 	$(BIN)/python benchmarks/recovery.py --kills 2 --only ours,tuned
 	$(BIN)/python benchmarks/goodput.py --only ours --minutes 1 --baseline-minutes 0.5
 

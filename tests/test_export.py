@@ -18,8 +18,8 @@ from elastic_resume.store.durable import Disk
 from elastic_resume.store.manifest import Manifest, Position
 from elastic_resume.worker import state
 from elastic_resume.worker.export import export
-from elastic_resume.worker.saver import capture
 from tests import store_samples
+from tests.images import capture
 
 
 class Net(nn.Module):
@@ -38,7 +38,7 @@ class Net(nn.Module):
 def save(node_dir: Path, step: int, **tracked: Any) -> Path:
     """Commit a checkpoint of real objects."""
     flat = state.flatten(tracked)
-    image = capture(flat, None)
+    image = capture(flat)
     position = Position(epoch=0, step_in_epoch=step, step=step, samples=step)
     manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton)
     node_dir.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
 from elastic_resume.worker import state
 from elastic_resume.worker.image import Image
-from elastic_resume.worker.saver import capture
+from tests.images import capture
 
 
 class Box:
@@ -38,7 +38,7 @@ class Box:
 def carry(source: dict[str, Any], target: dict[str, Any]) -> Image:
     """Save ``source`` into an image and load that into ``target``."""
     flat = state.flatten(state.collect(source))
-    image = capture(flat, None)
+    image = capture(flat)
     state.load(state.collect(target), flat.skeleton, image.tensor)
     return image
 
@@ -246,7 +246,7 @@ def test_every_differing_name_is_listed_with_both_shapes_and_nothing_is_changed(
         nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)),
     )
     flat = state.flatten({"model": big})
-    image = capture(flat, None)
+    image = capture(flat)
     before = copy.deepcopy(small.state_dict())
     with pytest.raises(MismatchError) as caught:
         state.load({"model": small}, flat.skeleton, image.tensor)
@@ -266,7 +266,7 @@ def test_objects_missing_on_either_side_are_told() -> None:
         state.load(
             state.collect({"model": nn.Linear(1, 1), "teacher": Box(1)}),
             flat.skeleton,
-            capture(flat, None).tensor,
+            capture(flat).tensor,
         )
 
 
@@ -278,15 +278,6 @@ def test_dictionaries_give_several_objects_their_names() -> None:
         state.collect({"model": {"g": Box()}, "model.g": Box()})
     with pytest.raises(UntrackableError, match=r"rate: float has no state_dict"):
         state.collect({"rate": 0.5})
-
-
-def test_an_image_is_reused_while_the_layout_stays() -> None:
-    """The copy into touched memory costs a tenth of one into fresh pages."""
-    objects = trained()
-    first = capture(state.flatten(objects), None)
-    assert capture(state.flatten(objects), first) is first
-    objects["model"].register_buffer("late", torch.zeros(2))
-    assert capture(state.flatten(objects), first) is not first
 
 
 def test_fingerprints_tell_values_shapes_and_dtypes_apart() -> None:

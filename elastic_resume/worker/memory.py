@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_resume.errors import CheckpointError, CorruptError
+from elastic_resume.policy import budget
 from elastic_resume.store import note, slots
 from elastic_resume.store.handing import Line
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.slots import Control, Slot, SlotState
-
-SMALL_BYTES = 64 << 20  # so much is mapped at once, in some 20 ms, where somebody waits for it
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class Memory:
         """
         self.lead = lead
         self.local_rank = local_rank
+        self.slots = budget.SLOTS  # that there are, or will be: known once some were asked for
         self._line = Line(keeper)
         self.control = Control(self._line.control)
         self._slots: dict[tuple[int, int], Slot] = {}
@@ -59,26 +59,31 @@ class Memory:
 
     # ---- for snapshots ---------------------------------------------------------------------------------
 
-    def prepare(self, nbytes: int) -> None:
-        """Have slots of ``nbytes`` made, mapped and populated in the background. For the lead."""
+    def prepare(self, nbytes: int, *, guessed: bool = False) -> None:
+        """Have slots of ``nbytes`` made, mapped and populated in the background. For the lead.
+
+        ``guessed``: the true size is not known yet, so what there is room for says nothing.
+        """
         if self._preparing is None or not self._preparing.is_alive():
             self._preparing = threading.Thread(
-                target=self._prepare, args=(nbytes,), name="elastic-resume-slots", daemon=True
+                target=self._prepare, args=(nbytes, guessed), name="elastic-resume-slots", daemon=True
             )
             self._preparing.start()
 
-    def reserve(self, nbytes: int) -> int:
+    def reserve(self, nbytes: int, *, guessed: bool = False) -> int:
         """Have slots of ``nbytes`` made; give how many there will be, of which one is there. For the lead."""
-        try:
+        count = 0
+        with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
             answer, _ = self._line.ask("reserve", bytes=nbytes)
-            return int(answer["slots"])
-        except (OSError, KeyError, TypeError, ValueError):
-            return 0
+            count = int(answer["slots"])
+        if not guessed:
+            self.slots = count
+        return count
 
     def usable(self, nbytes: int) -> list[SlotState]:
         """The slots that can be written now without waiting, of those that are large enough."""
         fitting = [state for state in self.control.states() if state.capacity >= nbytes]
-        if nbytes <= SMALL_BYTES:
+        if nbytes <= slots.SMALL_BYTES:
             for state in fitting:
                 self._attach(state)
         elif any((state.index, state.serial) not in self._ready for state in fitting):
@@ -156,7 +161,7 @@ class Memory:
         if self.reserve(needed) == 0:
             return None
         # An older snapshot stays where it is the only one: the source may die while it sends.
-        chosen = slots.choose(self.control.states(), needed)
+        chosen = slots.choose([state for state in self.control.states() if state.capacity >= needed])
         return self.slot(chosen.index, chosen.serial) if chosen is not None else None
 
     def begin_fill(self, slot: Slot) -> None:
@@ -179,9 +184,9 @@ class Memory:
 
     # ---- inside ----------------------------------------------------------------------------------------
 
-    def _prepare(self, nbytes: int) -> None:
+    def _prepare(self, nbytes: int, guessed: bool) -> None:
         if self.lead:
-            self.reserve(nbytes)
+            self.reserve(nbytes, guessed=guessed)
         with contextlib.suppress(CheckpointError, OSError):
             for state in self.control.states():
                 if state.capacity >= nbytes:

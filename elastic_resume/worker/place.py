@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from elastic_resume import contract
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError
 from elastic_resume.events import EventLog
 from elastic_resume.policy.source import Copy
 from elastic_resume.store import checkpoint
 from elastic_resume.store.catalog import Catalog
+from elastic_resume.store.node_dir import NodeDir
+from elastic_resume.worker.memory import Memory
 from elastic_resume.worker.world import World
 
 T = TypeVar("T")
@@ -34,6 +38,7 @@ class Place:
         self.node_of: list[str] = world.gather(self.node)
         self.lead_of = {name: self.node_of.index(name) for name in dict.fromkeys(self.node_of)}
         self.leads = self.lead_of[self.node] == world.rank
+        self.memory: Memory | None = None  # the node's slots, once they can be reached
         self.local_rank = self.node_of[: world.rank].count(self.node)
 
     @property
@@ -88,3 +93,16 @@ class Place:
                 peer.at_fault = bool(other[1])
                 raise peer
         return result  # type: ignore[return-value]
+
+
+def open_node(place: Place) -> NodeDir:
+    """Claim the node's directory where no agent has done so; only the rank that leads its node does."""
+    settings = place.settings
+    if place.leads and contract.ENV_AGENT_PID not in os.environ:
+        # After a kill, forked DataLoader workers hold the lock until they notice, within some seconds.
+        node_dir = NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name, timeout_s=20)
+    else:
+        node_dir = NodeDir.attach(settings.ckpt_dir, settings.run_id, settings.node_name)
+    if place.leads:
+        place.catalog.sweep()
+    return node_dir

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.optim import Optimizer
 
 from elastic_resume import failpoints
 from elastic_resume.errors import (
@@ -68,7 +69,7 @@ def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, 
     """
     began = time.monotonic()
     flat = place.together(lambda: state.flatten(tracked))
-    place.together(lambda: _make_room(place, node_dir, flat))
+    place.together(lambda: _make_room(place, node_dir, flat, tracked))
     own = place.together(
         lambda: inventory.take_stock(place, board, node_dir.generation()) if place.leads else None
     )
@@ -96,16 +97,36 @@ def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, 
     return Resumed(plan, manifest, flat, tuple(place.lead_of), time.monotonic() - began)
 
 
-def _make_room(place: Place, node_dir: NodeDir, flat: FlatState) -> None:
+def _make_room(place: Place, node_dir: NodeDir, flat: FlatState, tracked: Mapping[str, Any]) -> None:
     """Ask before the first step whether the disk takes what training will write."""
     if not place.leads:
         return
-    size = sum(_bytes(leaf) for leaf in flat.leaves)
-    if size == sum(_bytes(leaf) for leaf in flat.leaves if "/state/" not in leaf.name):
-        # Adam and its kin will hold two tensors of a parameter's size once they have stepped.
-        size += 2 * sum(_bytes(leaf) for leaf in flat.of_kind(REPLICATED))
+    size = expected_bytes(flat, tracked)
     missing = place.settings.keep + 1 - sum(not entry.is_link for entry in place.catalog.entries())
     node_dir.ensure_room(size * max(1, missing))
+
+
+def expected_bytes(flat: FlatState, tracked: Mapping[str, Any]) -> int:
+    """Bytes of the state as it will be once optimizers have stepped."""
+    size = sum(_bytes(leaf) for leaf in flat.leaves)
+    for name, item in tracked.items():
+        if isinstance(item, Optimizer) and not any(
+            leaf.name.startswith(f"{name}/state/") for leaf in flat.leaves
+        ):
+            size += sum(
+                _tensors_to_come(group) * sum(p.numel() * p.element_size() for p in group["params"])
+                for group in item.param_groups
+            )
+    return size
+
+
+def _tensors_to_come(group: Mapping[str, Any]) -> int:
+    """How many tensors of a parameter's size an optimizer will hold; by its hyperparameters' names."""
+    if "betas" in group:  # Adam and its kin
+        return 3 if group.get("amsgrad") else 2
+    if "momentum" in group:  # SGD, RMSprop
+        return bool(group["momentum"]) + ("alpha" in group) + bool(group.get("centered"))
+    return 2
 
 
 def _bytes(leaf: Leaf) -> int:

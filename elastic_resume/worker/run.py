@@ -20,19 +20,18 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from elastic_resume import contract, failpoints
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.policy import cadence
 from elastic_resume.policy.source import ResumePlan
 from elastic_resume.store.board import Board
 from elastic_resume.store.manifest import Position
-from elastic_resume.store.node_dir import NodeDir
 from elastic_resume.worker import announce, failure, rng, state
 from elastic_resume.worker import resume as resuming
 from elastic_resume.worker.batches import GlobalBatches
 from elastic_resume.worker.beat import Beat
 from elastic_resume.worker.buckets import BucketOrder
 from elastic_resume.worker.drain import Drain
+from elastic_resume.worker.keeping import Keeping
 from elastic_resume.worker.parameters import ParameterOrder
-from elastic_resume.worker.place import Place
+from elastic_resume.worker.place import Place, open_node
 from elastic_resume.worker.resume import Resumed
 from elastic_resume.worker.saver import Saver, saved_step
 
@@ -78,12 +77,17 @@ class Run:
         self._next_mark = 0.0
         if batches is not None:
             batches.bind(place.world.rank, place.world.size, self._reseed)
-        self._node_dir = place.together(lambda: _open_node(place))
+        self._node_dir = place.together(lambda: open_node(place))
+        keeping: Keeping | None = None
         try:
             place.refuse_namesakes(place.together(self._node_dir.identity))
             board = place.together(lambda: Board(place.node_dir / contract.BOARD_FILE))
+            keeping = self._keeping = Keeping(place)
+            place.memory = keeping.memory
             resumed = resuming.resume(place, self._node_dir, board, tracked)
         except BaseException:
+            if keeping is not None:
+                keeping.close()
             self._node_dir.release()  # a notebook may try again
             raise
         if options.seed is not None:
@@ -91,7 +95,11 @@ class Run:
         self._plan = resumed.plan
         self._position = _start_position(resumed, batches)
         self._beat = Beat(board, place)
-        self._saver = Saver(place, self._plan, saved_step(self._plan, place)) if place.leads else None
+        self._epoch_over = False
+        held = saved_step(self._plan, place)
+        self._saver = Saver(place, self._plan, held, tracked, keeping.memory, busy=self._beat.busy)
+        self._saver.expect(resuming.expected_bytes(resumed.flat, tracked))
+        place.together(lambda: None)  # no rank takes a step before its lead has said when snapshots come
         failure.enter(generation=self.generation, step=lambda: self._position.step)
         self._begin(resumed)
 
@@ -191,8 +199,10 @@ class Run:
         if now >= self._next_mark:
             self._next_mark = now + self._mark_every_s
             self._place.events.write("step", **self._where(), epoch=position.epoch)
+        self._epoch_over = False
         if self._at_epochs_end:
             self._beat.end_epoch(position.step)
+            self._saver.after_step(position, may_save=False)
         else:
             self._save_if_due()
 
@@ -203,15 +213,26 @@ class Run:
         to do, since a resume from it begins with the next epoch. None on other ranks, where the step was
         there already when this generation began, and where the disk refused (which is told aloud).
         """
-        saver = self._saver
-        if saver is None:
+        if not self._place.leads:
             return None
+        epoch_over = self._epoch_over or self._at_epochs_end
+        position = self._next_epoch() if self._at_epochs_end else self._position
         with self._beat.busy():
-            saver.wait()
-            if saver.saved_step < self._position.step:
-                saver.take(self._tracked, self._next_epoch() if self._at_epochs_end else self._position)
-                saver.wait()
-        return saver.path if saver.saved_step == self._position.step else None
+            return self._saver.save(position, epoch_over=epoch_over)
+
+    @property
+    def verify_copies(self) -> bool:
+        """Whether each snapshot is checked for state that changes while it is copied. Slow: for looking.
+
+        State that is tracked as a model's parameters or an optimizer's may change in ``optimizer.step()`` and
+        before ``run.step()``, and not in between. With this on, what does is a UsageError that names the
+        tensor, at the next ``optimizer.step()``.
+        """
+        return self._saver.snapshots.verify
+
+    @verify_copies.setter
+    def verify_copies(self, value: bool) -> None:
+        self._saver.snapshots.verify = value
 
     def on_resume(self, hook: H) -> H:
         """Call ``hook(run)`` in each generation that starts from a checkpoint, before its first epoch.
@@ -301,6 +322,7 @@ class Run:
         if batches is not None and batches.exhausted and 0 < 2 * at <= len(batches) + 1:
             self._warn_of_accumulation(at, len(batches))
         self._position = self._next_epoch()
+        self._epoch_over = True
         self._save_if_due()
 
     def _warn_of_accumulation(self, counted: int, batches: int) -> None:
@@ -316,22 +338,11 @@ class Run:
             )
 
     def _save_if_due(self) -> None:
-        saver, position = self._saver, self._position
-        if saver is None:
-            return
-        if self._drain.wanted:
-            self.save()
-            self._drain.end()
-        due = cadence.is_due(
-            self._place.settings.save_every,
-            step=position.step,
-            saved_step=saver.saved_step,
-            since_s=saver.since_s,
-            cost=None if saver.stall_s is None else cadence.SaveCost(saver.stall_s),
-        )
-        if due and saver.idle:
+        if self._drain.wanted and self._place.leads:
             with self._beat.busy():
-                saver.take(self._tracked, position)
+                self._saver.keep(self._position, epoch_over=self._epoch_over)
+            self._drain.end()
+        self._saver.after_step(self._position, epoch_over=self._epoch_over)
 
     def _where(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self._position.step}
@@ -350,7 +361,7 @@ class Run:
         """Commit the end state; a disk that refuses gets two more chances, a second apart."""
         for _ in range(FINAL_TRIES):
             self.save()
-            if self._saver is None or self._saver.saved_step >= self._position.step:
+            if not self._place.leads or self._saver.has_saved(self._position):
                 break
             time.sleep(1.0)
         else:
@@ -367,23 +378,10 @@ class Run:
         self._closed = True
         self._beat.end()
         self._drain.close()
-        if self._saver is not None:
-            self._saver.close()
+        self._saver.close()
+        self._keeping.close()
         self._node_dir.release()
         self._place.events.close()
-
-
-def _open_node(place: Place) -> NodeDir:
-    """Claim the node's directory where no agent has done so; only the rank that leads its node does."""
-    settings = place.settings
-    if place.leads and contract.ENV_AGENT_PID not in os.environ:
-        # After a kill, forked DataLoader workers hold the lock until they notice, within some seconds.
-        node_dir = NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name, timeout_s=20)
-    else:
-        node_dir = NodeDir.attach(settings.ckpt_dir, settings.run_id, settings.node_name)
-    if place.leads:
-        place.catalog.sweep()
-    return node_dir
 
 
 def _seed_of_rank_0(place: Place) -> int:

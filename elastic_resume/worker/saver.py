@@ -1,99 +1,216 @@
-"""Writes this node's checkpoints from a thread of the worker that leads the node.
+"""When this node's state is copied to memory, and which of those copies go to disk.
 
-The training thread pays for one copy of the state into memory that is kept and reused; the disk is
-waited for elsewhere. A disk that fails costs checkpoints, never training: the failure is told at once,
-older copies stay whole, and the next save tries again.
+The lead decides for its node, from what copies have cost so far, and says in the control block with which
+step the next one comes: so the other ranks know it before they finish that step. Where there is no memory for
+copies the lead writes the live state to disk itself, and training waits.
+
+A disk that fails costs checkpoints, never training; the keeper says so.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from elastic_resume import __version__, failpoints
-from elastic_resume.errors import ElasticResumeError
+from elastic_resume import __version__, contract
+from elastic_resume.errors import MachineError
+from elastic_resume.policy import cadence
+from elastic_resume.policy.cadence import SaveCost
 from elastic_resume.policy.source import ResumePlan
-from elastic_resume.store import checkpoint, committed
-from elastic_resume.store.layout import Layout
-from elastic_resume.store.manifest import BLOCK_BYTES, Manifest, Position
-from elastic_resume.worker import state
-from elastic_resume.worker.image import Image, spec_of
+from elastic_resume.store.manifest import Manifest, Position
+from elastic_resume.store.shelf import Put, Shelf, Terms
+from elastic_resume.worker import state, streaming
+from elastic_resume.worker.memory import Memory
 from elastic_resume.worker.place import Place
-from elastic_resume.worker.state import REPLICATED, FlatState
+from elastic_resume.worker.snapshot import PATIENCE_S, Snapshots
+from elastic_resume.worker.state import REPLICATED
+
+NEVER = 1 << 62
+NOTES_BYTES = 1 << 18  # beside a state whose notes are not known yet
+WARM_UP = 3  # snapshots that are dearer than all later ones: each slot's first
+SMOOTH = 0.3  # weight of the newest measurement
 
 
 class Saver:
-    """Copies the state at a step boundary and commits it behind the training thread's back."""
+    """Takes this rank's part in its node's copies, in one generation."""
 
-    def __init__(self, place: Place, plan: ResumePlan, saved_step: int) -> None:
-        """``saved_step`` is the step that this node already holds a checkpoint of (0 when none)."""
-        self.saved_step = saved_step  # of the last save taken; falls back when its commit fails
-        self.path: Path | None = None  # of the last commit by this process
-        self.stall_s: float | None = None
+    def __init__(
+        self,
+        place: Place,
+        plan: ResumePlan,
+        saved_step: int,
+        tracked: Mapping[str, Any],
+        memory: Memory,
+        *,
+        busy: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """``saved_step`` is the step that this node already holds a checkpoint of (0 when none).
+
+        ``busy`` tells those who look for hangs that training waits for the disk.
+        """
+        settings = place.settings
+        self.saved_step = saved_step  # of the newest copy that is on disk, or on its way
+        self.path: Path | None = None  # of the last commit that this process has waited for
+        self.snapshots = Snapshots(tracked, memory, place, plan.generation)
+        self._loaded_step = saved_step
+        self._busy = busy
         self._place = place
+        self._tracked = tracked
+        self._memory = memory
         self._generation = plan.generation
-        self._floor = plan.floor
-        # Copies whose every byte this process has read or written: only they may push others out.
-        self._trusted = {(plan.source_generation, plan.step)}
-        self._before = saved_step
-        self._image: Image | None = None
-        self._writing: Future[Path | None] | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-resume-save")
+        self._mtbf = _mtbf()
+        self._cores = float(len(os.sched_getaffinity(0)))
         self._since = time.monotonic()
+        self._step_began: float | None = None
+        self._step_s: float | None = None
+        self._cost_s: float | None = None
+        self._save_stall_s: float | None = None
+        self._taken = 0
+        self._streamed: Put | None = None
+        if not place.leads:
+            return
+        # A process of its own keeps the shelf too; of ours only what is streamed goes there.
+        self._shelf = Shelf(place.node_dir, settings.run_id, place.events.write)
+        order = (plan.source_generation, plan.step)
+        trusted = order if plan.kind == "checkpoint" else None
+        terms = Terms(plan.floor, trusted, settings.keep)
+        self._shelf.enter(terms)
+        memory.tell("enter", floor=terms.floor, trusted=terms.trusted, keep=terms.keep)
+        memory.control.set("decided", 0)
+        memory.control.set("next_step", NEVER if settings.snapshot_every.off else plan.step + 1)
 
-    @property
-    def since_s(self) -> float:
-        """Seconds since the last save was taken (or since this generation began)."""
-        return time.monotonic() - self._since
+    def expect(self, nbytes: int) -> None:
+        """Have memory taken for a state of that size before the first snapshot needs it. For the lead."""
+        if self._memory.lead:
+            self._memory.prepare(nbytes + nbytes // 64 + NOTES_BYTES, guessed=True)
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is being written. Raises what went wrong in the thread when it was our own bug."""
-        if self._writing is not None and self._writing.done():
-            self.wait()
-        return self._writing is None
+    def after_step(self, position: Position, *, may_save: bool = True, epoch_over: bool = False) -> None:
+        """Take what is due at this step boundary.
 
-    def take(self, tracked: Mapping[str, Any], position: Position) -> None:
-        """Copy the state of ``tracked`` and start to commit it. Call at a step boundary, when `idle`.
+        ``may_save``: whether it may go to disk. ``epoch_over``: all else that the epoch does is done too.
 
         Raises:
             UntrackableError: an object has come to hold state that cannot be stored.
 
         """
-        began = time.monotonic()
-        flat = state.flatten(tracked)
-        self._image = capture(flat, self._image)
-        failpoints.hit("save.captured")
-        manifest = self._manifest(flat, position, self._image)
-        self._writing = self._thread.submit(self._commit, manifest, self._image)
-        self._before, self.saved_step = self.saved_step, position.step
-        self._since = time.monotonic()
-        self.stall_s = self._since - began
-
-    def wait(self) -> None:
-        """Wait until nothing is being written."""
-        writing, self._writing = self._writing, None
-        if writing is None:
+        control, step = self._memory.control, position.step
+        self._measure()
+        if not self._memory.lead:
+            if not epoch_over and step >= control.get("next_step"):
+                self.snapshots.take(position)
             return
-        path = writing.result()
-        if path is not None:
-            self.path = path
-        else:
-            self.saved_step = self._before
+        save = may_save and self._save_is_due(step)
+        if self._memory.slots == 0:
+            if save:
+                self._stream(position)
+        elif self._memory.slots == 1 or self._place.settings.snapshot_every.off:
+            if save:
+                self._take(position, epoch_over=epoch_over, want=True, alone=True)
+        elif step >= control.get("next_step") or save or epoch_over:
+            # The others know of no other steps than those that were announced.
+            alone = epoch_over or step < control.get("next_step")
+            self._take(position, epoch_over=epoch_over, want=save, alone=alone)
+            control.set("next_step", step + 1 if epoch_over else self._next(step))
+        self._step_began = time.perf_counter()
+
+    def save(self, position: Position, *, epoch_over: bool = False) -> Path | None:
+        """Commit the state now and wait for the disk. For the lead.
+
+        None where the disk refuses, which is told, and where this generation has begun with that step.
+        """
+        if position.step == self._loaded_step and not epoch_over:
+            return None
+        if self._memory.slots == 0 or not self._snapshot(position, epoch_over=epoch_over):
+            self._stream(position)
+            return self.path
+        answer = self._memory.commit(self.snapshots.taken)
+        self.path = Path(answer["path"]) if answer.get("path") else None
+        if self.path is not None:
+            self.saved_step, self._since = position.step, time.monotonic()
+        return self.path
+
+    def has_saved(self, position: Position) -> bool:
+        """Whether the newest `save` has brought that step to disk, or it was there when all began."""
+        return position.step == self._loaded_step or self.path is not None
+
+    def keep(self, position: Position, *, epoch_over: bool = False) -> None:
+        """Hold the state of this step somewhere that outlives this process. For the lead."""
+        if self._memory.slots == 0 or not self._snapshot(position, epoch_over=epoch_over):
+            self._stream(position)
 
     def close(self) -> None:
-        """Wait for the commit in flight and end the thread."""
-        self.wait()
-        self._thread.shutdown()
+        """Finish what is being copied."""
+        self.snapshots.close()
 
-    def _manifest(self, flat: FlatState, position: Position, image: Image) -> Manifest:
-        return Manifest(
+    # ---- inside ----------------------------------------------------------------------------------------
+
+    def _snapshot(self, position: Position, *, epoch_over: bool) -> bool:
+        """Have a whole snapshot of this very step, taking one where there is none; whether there is."""
+        limit = time.monotonic() + PATIENCE_S
+        while time.monotonic() < limit:
+            if self.snapshots.has(position, epoch_over=epoch_over) and self.snapshots.finished():
+                return True
+            if self.snapshots.take(position, epoch_over=epoch_over, alone=True):
+                return self.snapshots.finished()
+            time.sleep(0.005)  # all slots are being read, or are being made
+        return False
+
+    def _take(self, position: Position, *, epoch_over: bool, want: bool, alone: bool) -> None:
+        if not self.snapshots.take(position, epoch_over=epoch_over, want=want, alone=alone):
+            return
+        self._taken += 1
+        if want:
+            self.saved_step, self._since = position.step, time.monotonic()
+            self._save_stall_s = self.snapshots.stall_s
+
+    def _save_is_due(self, step: int) -> bool:
+        control = self._memory.control
+        cost = None
+        if self._streamed is not None:
+            cost = SaveCost(self._streamed.seconds, self._streamed.seconds)
+        elif self._save_stall_s is not None:
+            commit_s, cpu_s = control.get("commit_us") / 1e6, control.get("commit_cpu_us") / 1e6
+            cost = SaveCost(self._save_stall_s, commit_s, cpu_s, self._cores)
+        return cadence.is_due(
+            self._place.settings.save_every,
+            step=step,
+            saved_step=self.saved_step,
+            since_s=time.monotonic() - self._since,
+            cost=cost,
+            mtbf=self._mtbf,
+        ) and not any(slot.wanted for slot in control.states())
+
+    def _next(self, step: int) -> int:
+        """The step of the next snapshot."""
+        every = self._place.settings.snapshot_every
+        if self.snapshots.problem:
+            return step + 1
+        gap = cadence.snapshot_gap(every, step_s=self._step_s, cost_s=self._cost_s, mtbf=self._mtbf)
+        return (step // gap + 1) * gap if every.steps is not None else step + gap
+
+    def _measure(self) -> None:
+        """Take the time of the step that has just ended, and of what the last snapshot has cost."""
+        if self._step_began is not None:
+            took = time.perf_counter() - self._step_began
+            self._step_s = _smoothed(self._step_s, took)
+        if self._taken > WARM_UP:
+            cost = self.snapshots.stall_s + self.snapshots.cpu_s / self._cores
+            self._cost_s = _smoothed(self._cost_s, cost)
+
+    def _stream(self, position: Position) -> None:
+        """Write the live state to disk, and wait for it."""
+        with self._busy():
+            self._write_out(position)
+
+    def _write_out(self, position: Position) -> None:
+        flat = state.flatten(self._tracked)
+        layout = streaming.layout_of(flat)
+        manifest = Manifest(
             run_id=self._place.settings.run_id,
             node=self._place.node,
             rank=self._place.world.rank,
@@ -104,51 +221,22 @@ class Saver:
             writer=__version__,
             state=flat.skeleton,
             follows_rank0=tuple(leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED),
-            file_bytes=image.layout.total_bytes,
-            block_bytes=BLOCK_BYTES,
-            blocks=(),
+            file_bytes=layout.total_bytes,
         )
-
-    def _commit(self, manifest: Manifest, image: Image) -> Path | None:
-        began = time.monotonic()
-        where = {"generation": manifest.generation, "step": manifest.step}
         try:
-            path = checkpoint.save_image(self._place.node_dir, manifest, image.memory)
-        except ElasticResumeError as error:
-            self._place.events.write("commit-failed", **where, error=str(error))
+            put = self._shelf.put(manifest, streaming.image_of(flat, layout))
+        except MachineError as error:
             print(
-                f"elastic_resume: node {self._place.node}: step {manifest.step} was not saved: {error} "
+                f"elastic_resume: node {self._place.node}: step {position.step} was not saved: {error} "
                 "Training goes on; older checkpoints are untouched.",
                 file=sys.stderr,
                 flush=True,
             )
-            return None
-        seconds = round(time.monotonic() - began, 4)
-        self._trusted.add(manifest.order)
-        committed.note(self._place.node_dir, manifest.generation)
-        self._place.events.write(
-            "commit", **where, bytes=image.layout.total_bytes, seconds=seconds, path=str(path)
-        )
-        try:
-            keep = self._place.settings.keep
-            for pruned in self._place.catalog.prune(
-                keep, above_generation=self._floor, trusted=self._trusted
-            ):
-                self._place.events.write("prune", path=str(pruned))
-        except ElasticResumeError as error:
-            self._place.events.write("prune-failed", error=str(error))
-        return path
-
-
-def capture(flat: FlatState, reuse: Image | None) -> Image:
-    """Copy every tensor of ``flat`` into one image; ``reuse`` is overwritten when its layout is the same."""
-    specs = [spec_of(leaf.name, leaf.tensor) for leaf in flat.leaves]
-    image = reuse if reuse is not None and reuse.layout == Layout.build(specs) else Image.allocate(specs)
-    with torch.no_grad():
-        for leaf in flat.leaves:
-            if leaf.tensor.numel():
-                image.tensor(leaf.name).copy_(leaf.tensor)
-    return image
+            self.path = None
+        else:
+            self._streamed = put
+            self.path, self.saved_step = (put.path if put else None), position.step
+        self._since = time.monotonic()
 
 
 def saved_step(plan: ResumePlan, place: Place) -> int:
@@ -156,3 +244,15 @@ def saved_step(plan: ResumePlan, place: Place) -> int:
     copy = plan.copy_of(place.node)
     elsewhere = copy is not None and copy.home != place.node
     return -1 if plan.kind == "checkpoint" and elsewhere else plan.step
+
+
+def _smoothed(mean: float | None, newest: float) -> float:
+    return newest if mean is None else (1 - SMOOTH) * mean + SMOOTH * newest
+
+
+def _mtbf() -> float:
+    """Seconds between failures, as the agent has seen them."""
+    try:
+        return float(os.environ[contract.ENV_MTBF_S])
+    except (KeyError, ValueError):
+        return cadence.ASSUMED_MTBF_S

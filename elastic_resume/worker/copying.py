@@ -1,0 +1,156 @@
+"""Copies tensors into a slot: in a thread behind the training thread's back, on CUDA in a stream of its own.
+
+One call of ``torch._foreach_copy_`` copies thousands of tensors without the GIL; a Python loop would take it
+for each, and wait up to 5 ms for it each time. Measured, 80,000 tensors of 64 floats: 53 ms in one call, of
+which 10 ms hold the GIL; so a call gets `BATCH` of them. 150 tensors of 4 MB: 38 ms, 16 GB/s, and no GIL.
+
+On CUDA nothing waits for the device but the thread: its stream waits for the training stream's event, copies
+into pinned memory, and records an event for which the training stream waits before it changes parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_resume.store.layout import Layout
+from elastic_resume.worker.image import DTYPES
+
+BATCH = 4096  # tensors of one call; it holds the GIL for half a millisecond
+
+
+def views(memory: memoryview, layout: Layout) -> dict[str, Tensor]:
+    """Give every tensor of an image in ``memory`` that has elements, by name.
+
+    One buffer for each dtype, split in C: made one by one, 80,000 tensors take three times as long.
+    """
+    found: dict[str, Tensor] = {}
+    filled = ((name, extent) for name, extent in layout.extents.items() if extent.stop > extent.start)
+    for dtype_name, run in groupby(filled, key=lambda item: item[1].dtype):
+        entries = list(run)
+        dtype = DTYPES[dtype_name]
+        counts = [(extent.stop - extent.start) // dtype.itemsize for _, extent in entries]
+        flat = torch.frombuffer(memory, dtype=dtype, count=sum(counts), offset=entries[0][1].start)
+        for (name, extent), piece in zip(entries, flat.split(counts), strict=True):
+            found[name] = piece.view(extent.shape)
+    return found
+
+
+def copy_now(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool = False) -> None:
+    """Copy each source into its target, of the same shape and dtype."""
+    with torch.no_grad():
+        for at in range(0, len(targets), BATCH):
+            torch._foreach_copy_(
+                list(targets[at : at + BATCH]), list(sources[at : at + BATCH]), non_blocking=non_blocking
+            )
+
+
+@dataclass
+class Job:
+    """One share of one snapshot. ``work`` runs in the thread; ``done`` is set when it is over.
+
+    ``read`` is set when the host's tensors have been read and all that a device has to copy is in its
+    stream: ``events`` are then complete.
+    """
+
+    work: Callable[[Job], None]
+    error: BaseException | None = None
+    events: list[Any] = field(default_factory=list)
+    read: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Copyist:
+    """The thread that copies, one job after the other."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._live, name="elastic-resume-copy", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Have it done."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the thread when it has done what was submitted."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _live(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            run(job)
+
+
+def run(job: Job) -> None:
+    """Do a job here."""
+    try:
+        job.work(job)
+    except BaseException as error:  # noqa: BLE001  told by whoever waits; a thread has nobody to raise to
+        job.error = error
+    finally:
+        job.read.set()
+        job.done.set()
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------------
+
+
+class Streams:
+    """Copies from devices; does nothing, and costs nothing, where all tensors are on the CPU."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+        self._pinned: set[int] = set()
+
+    def begin(self, tensors: Iterable[Tensor]) -> dict[torch.device, Any]:
+        """Note, for each device of ``tensors``, what its training stream has been given until now."""
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        return {device: torch.cuda.current_stream(device).record_event() for device in devices}
+
+    def copy(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: dict[torch.device, Any], job: Job
+    ) -> None:
+        """Enqueue the copies of device tensors behind ``after``; their events go to ``job``."""
+        for device, event in after.items():
+            stream = self._streams.get(device)
+            if stream is None:
+                stream = self._streams[device] = torch.cuda.Stream(device)
+            pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if s.device == device]
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                stream.wait_event(event)
+                copy_now([t for t, _ in pairs], [s for _, s in pairs], non_blocking=True)
+                for _, source in pairs:
+                    source.record_stream(stream)  # the allocator keeps it until it has been read
+                job.events.append((device, stream.record_event()))
+
+    def pin(self, memory: memoryview) -> None:
+        """Register a slot's memory with CUDA, once: copies to other memory are staged, and so wait."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        if address in self._pinned or not torch.cuda.is_initialized():
+            return
+        self._pinned.add(address)
+        with contextlib.suppress(RuntimeError, AttributeError):
+            code = torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
+            if int(code) != 0:
+                warnings.warn(f"a slot cannot be pinned (CUDA error {int(code)})", stacklevel=2)
+
+
+def fence(job: Job) -> None:
+    """Return when what the job copies may be changed: by the host, and by what it enqueues from now on.
+
+    The training stream of each device waits for the copies; the host does not wait for the device.
+    """
+    job.read.wait()
+    for device, event in job.events:
+        torch.cuda.current_stream(device).wait_event(event)

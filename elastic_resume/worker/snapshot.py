@@ -1,0 +1,335 @@
+"""Snapshots: the state copied into memory that outlives this process, while training goes on.
+
+At a step boundary the lead of the node takes a slot, writes what the next forward pass may change (buffers,
+scalars, the position) at once, and says in the control block where the snapshot goes. All local ranks
+then copy their shares of parameters and optimizer state in a thread, while forward and backward run. A hook
+before ``optimizer.step()`` waits until this rank's share is copied: the fence. A slot counts when every
+share is in place; one that somebody died over never does.
+
+Without a tracked optimizer to put the fence before, all is copied at once. What changes parameters
+otherwise, between ``run.step()`` and ``optimizer.step()``, would be copied half: `verify` finds that.
+
+Does not know when (`saver`) nor what becomes of a snapshot (the keeper).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from elastic_resume import __version__, failpoints
+from elastic_resume.errors import UsageError
+from elastic_resume.store import note, slots
+from elastic_resume.store.manifest import Position
+from elastic_resume.store.slots import Slot, mark_of
+from elastic_resume.worker import sheet as sheets
+from elastic_resume.worker import state
+from elastic_resume.worker.copying import Copyist, Job, Streams, copy_now, fence, run, views
+from elastic_resume.worker.memory import Memory
+from elastic_resume.worker.place import Place
+from elastic_resume.worker.sheet import Sheet
+from elastic_resume.worker.tracking import Sight, Tracker
+
+# The other local ranks finish the same step at about the same time, or are gone.
+PATIENCE_S = 2.0
+LOOK_S = 0.0002
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a rank copies of one snapshot. ``slot`` None: the lead has still to say which."""
+
+    sheet: Sheet
+    slot: Slot | None
+    mark: int
+    names: list[str]
+    sources: list[torch.Tensor]
+    after: dict[torch.device, Any]
+
+
+class Snapshots:
+    """This rank's part in its node's snapshots, in one generation."""
+
+    def __init__(self, tracked: Mapping[str, Any], memory: Memory, place: Place, generation: int) -> None:
+        """Put the fence before every tracked optimizer's step."""
+        self._tracked = tracked
+        self._tracker = Tracker(tracked)
+        self._memory = memory
+        self._place = place
+        self._generation = generation
+        self._parts = place.node_of.count(place.node)
+        self._sheet: tuple[tuple[Any, ...], Sheet] | None = None
+        self._views: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
+        self._streams = Streams()
+        self._copyist = Copyist()
+        self._job: Job | None = None
+        self._prints: dict[str, str] = {}
+        self._shared: tuple[state.Leaf, ...] = ()  # whose prints those are
+        self._divided = False  # whether others have a share in the newest snapshot
+        self._clones: list[tuple[str, torch.Tensor]] = []
+        self._pid = os.getpid()
+        optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
+        self._fences = [optimizer.register_step_pre_hook(self._fence) for optimizer in optimizers]
+        memory.control.copying(place.local_rank, 0)
+        self.verify = False
+        self.stall_s = 0.0  # that the newest snapshot has cost the training thread so far
+        self.cpu_s = 0.0  # of processors, for this rank's share of it
+        self.problem = ""  # why the newest one did not come about
+        self.taken = 0  # the newest mark that this rank has taken part in
+
+    def take(
+        self, position: Position, *, epoch_over: bool = False, want: bool = False, alone: bool = False
+    ) -> bool:
+        """Begin a snapshot at a step boundary; whether one was begun, which the lead decides.
+
+        ``want``: the keeper is to commit it. ``epoch_over``: see `slots.mark_of`. ``alone``: the lead does
+        not count on the other local ranks, which need not be at the same step.
+
+        Raises:
+            UntrackableError: an object has come to hold state that cannot be stored.
+
+        """
+        self.wait()
+        began = time.perf_counter()
+        mark = mark_of(self._generation, position.step, epoch_over=epoch_over)
+        sight = self._tracker.look()
+        sheet = self._planned(sight)
+        sheet = sheet.undivided() if alone else sheet
+        if self._memory.lead:
+            slot = self._begin(sight, sheet, position, mark, want=want)
+            if slot is None:
+                return False
+        elif len(sheet.shares) <= self._place.local_rank:
+            return False
+        else:
+            slot = None
+        self._start(sheet, slot, mark)
+        if self.verify:
+            self._shared = self._share(sheet)
+            self._prints = state.fingerprints(self._shared)
+        self.taken, self._divided = mark, len(sheet.shares) > 1
+        self.stall_s = time.perf_counter() - began
+        return True
+
+    def has(self, position: Position, *, epoch_over: bool = False) -> bool:
+        """Whether the newest snapshot that was begun is of that step."""
+        return self.taken == mark_of(self._generation, position.step, epoch_over=epoch_over)
+
+    def wait(self) -> None:
+        """Wait until this rank's share is in place; nothing to do where none is being copied.
+
+        Raises:
+            UsageError: `verify` is on, and state was changed since the step boundary.
+
+        """
+        job = self._job
+        if job is None or os.getpid() != self._pid:
+            return
+        began = time.perf_counter()
+        self._job = None
+        job.done.wait()
+        self.stall_s += time.perf_counter() - began
+        self._look_at(job)
+
+    def finished(self, timeout_s: float = PATIENCE_S) -> bool:
+        """Wait until the newest snapshot counts, all shares of it; whether it does."""
+        self.wait()
+        limit = time.monotonic() + timeout_s
+        while time.monotonic() < limit:
+            slot = self._memory.find(self.taken)
+            if slot is None:
+                return False
+            if slot.record.counts() == self.taken:
+                return True
+            if slot.record.failed():
+                return False
+            time.sleep(LOOK_S)
+        return False
+
+    def close(self) -> None:
+        """Finish what is being copied; take the fence away."""
+        if os.getpid() != self._pid:
+            return
+        self.wait()
+        for hook in self._fences:
+            hook.remove()
+        self._fences = []
+        self._copyist.close()
+
+    # ---- in the training thread ------------------------------------------------------------------------
+
+    def _fence(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del optimizer, args, kwargs
+        job = self._job
+        if job is None or os.getpid() != self._pid:
+            return
+        began = time.perf_counter()
+        fence(job)
+        self.stall_s += time.perf_counter() - began
+        if self.verify:
+            self.wait()
+
+    def _planned(self, sight: Sight) -> Sheet:
+        live = tuple((leaf.name, leaf.tensor.dtype, leaf.tensor.shape) for leaf in sight.live)
+        key = (sight.fixed.number, live)
+        if self._sheet is None or self._sheet[0] != key:
+            about = {
+                "run_id": self._place.settings.run_id,
+                "node": self._place.node,
+                "rank": self._place.lead_of[self._place.node],
+                "world_size": self._place.world.size,
+                "writer": __version__,
+            }
+            self._sheet = (key, sheets.make(sight, about, self._parts if self._fences else 1))
+            self._views = {}
+        return self._sheet[1]
+
+    def _begin(self, sight: Sight, sheet: Sheet, position: Position, mark: int, *, want: bool) -> Slot | None:
+        """Take a slot and write the lead's part of it; None where no slot is free."""
+        control = self._memory.control
+        moving = note.moving(self._generation, position, time.time(), sight.dynamic)
+        dynamic = note.to_bytes(moving)
+        slot = self._free_slot(sheet, dynamic)
+        if slot is None:
+            control.set("decided", mark)
+            return None
+        record = slot.record
+        record.set("target", 0)
+        failpoints.hit("snapshot.begun")
+        slot.describe(sheet.layout.header, sheet.layout.total_bytes, sheet.static, dynamic, sheet.number)
+        leaves = [*sheet.at_once, *(leaf for leaf in sight.live if leaf.tensor.numel())]
+        self._copy_at_once(slot, sheet, leaves)
+        failpoints.hit("snapshot.written")
+        record.set("parts", len(sheet.shares))
+        record.set("want", mark if want else 0)
+        record.set("target", mark)
+        control.set("decided", mark)
+        if want:
+            self._memory.tell("wanted", mark=mark)
+        return slot
+
+    def _free_slot(self, sheet: Sheet, dynamic: bytes) -> Slot | None:
+        self._await_others()
+        states = self._memory.usable(sheet.least(dynamic))
+        if not states:
+            needed = sheet.room(dynamic)
+            if needed > slots.SMALL_BYTES:
+                self._memory.prepare(needed)
+            elif self._memory.reserve(needed):
+                states = self._memory.usable(needed)
+        chosen = slots.choose(states)
+        if chosen is None:
+            self.problem = "all slots are being saved" if states else "memory is still being taken for it"
+            return None
+        self.problem = ""
+        return self._memory.slot(chosen.index, chosen.serial)
+
+    def _await_others(self) -> None:
+        """No rank starts on the next slot before the last one is complete."""
+        if self._divided:
+            self.finished()
+
+    def _copy_at_once(self, slot: Slot, sheet: Sheet, leaves: list[state.Leaf]) -> None:
+        """Copy what the next forward pass may change; on a device into a copy there, which is quick."""
+        if not leaves:
+            return
+        targets = self._views_of(slot, sheet)
+        near = [leaf for leaf in leaves if not leaf.tensor.is_cuda]
+        copy_now([targets[leaf.name] for leaf in near], [leaf.tensor for leaf in near])
+        far = [leaf for leaf in leaves if leaf.tensor.is_cuda]
+        self._clones = [(leaf.name, leaf.tensor.detach().clone()) for leaf in far]
+
+    def _start(self, sheet: Sheet, slot: Slot | None, mark: int) -> None:
+        """Copy this rank's share: behind the fence where there is one, else now."""
+        share = self._share(sheet)
+        clones, self._clones = self._clones, []
+        sources = [leaf.tensor for leaf in share] + [tensor for _, tensor in clones]
+        names = [leaf.name for leaf in share] + [name for name, _ in clones]
+        task = _Task(sheet, slot, mark, names, sources, self._streams.begin(sources))
+        self._memory.control.copying(self._place.local_rank, mark)
+        job = self._job = Job(lambda job: self._copy(job, task))
+        if self._fences:
+            self._copyist.submit(job)
+        else:
+            run(job)
+
+    def _look_at(self, job: Job) -> None:
+        """See how a copy ended. One that failed costs a snapshot and not the training."""
+        if job.error is not None:
+            self.problem = f"{type(job.error).__name__}: {job.error}"[:500]
+            self._tracker = Tracker(self._tracked)  # it may have overlooked something
+            self._place.events.write("snapshot-failed", generation=self._generation, reason=self.problem)
+        prints, self._prints = self._prints, {}
+        if not prints:
+            return
+        now = state.fingerprints(self._shared)
+        changed = [name for name, was in prints.items() if now.get(name) != was]
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise UsageError(
+                f"{changed[0]}{more} changed between run.step() and the next optimizer.step(), while it was "
+                "being copied: a snapshot would hold half of the change. Make all changes of a step before "
+                "run.step(), or track what changes elsewhere under a name of its own, not as optimizer state."
+            )
+
+    def _share(self, sheet: Sheet) -> tuple[state.Leaf, ...]:
+        rank = self._place.local_rank
+        return sheet.shares[rank] if rank < len(sheet.shares) else ()
+
+    # ---- in the thread ---------------------------------------------------------------------------------
+
+    def _copy(self, job: Job, task: _Task) -> None:
+        began = time.thread_time()
+        rank, slot = self._place.local_rank, task.slot
+        try:
+            slot = slot or self._find(task.mark)
+            if slot is not None:  # else the lead has decided otherwise
+                self._copy_into(slot, task, job)
+                slot.record.mark(rank, task.mark)
+                failpoints.hit("snapshot.marked")
+        except BaseException:
+            if slot is not None:
+                slot.record.mark(rank, slots.FAILED)
+            raise
+        finally:
+            self._memory.control.copying(rank, 0)
+            self.cpu_s = time.thread_time() - began
+
+    def _copy_into(self, slot: Slot, task: _Task, job: Job) -> None:
+        if slot.record.get("layout") != task.sheet.number:
+            raise RuntimeError(f"local rank {self._place.local_rank} tracks other tensors than local rank 0")
+        by_name = self._views_of(slot, task.sheet)
+        targets = [by_name[name] for name in task.names]
+        if task.after:
+            self._streams.pin(slot.memory)
+            self._streams.copy(targets, task.sources, task.after, job)
+        near = [(t, s) for t, s in zip(targets, task.sources, strict=True) if not s.is_cuda]
+        failpoints.hit("snapshot.copying")
+        copy_now([t for t, _ in near], [s for _, s in near])
+        job.read.set()
+        for _, event in job.events:
+            event.synchronize()
+        failpoints.hit("snapshot.copied")
+
+    def _find(self, mark: int) -> Slot | None:
+        """Wait for the lead's word about ``mark``: a slot, or that there is none."""
+        control = self._memory.control
+        limit = time.monotonic() + PATIENCE_S
+        while control.get("decided") < mark:
+            if time.monotonic() > limit:
+                raise RuntimeError(f"local rank 0 has not come to the same step within {PATIENCE_S:g} s")
+            time.sleep(LOOK_S)
+        return self._memory.find(mark)
+
+    def _views_of(self, slot: Slot, sheet: Sheet) -> dict[str, torch.Tensor]:
+        key = (slot.index, slot.serial, sheet.number)
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = views(slot.memory, sheet.layout)
+        return found

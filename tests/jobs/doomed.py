@@ -1,0 +1,93 @@
+"""A training script in which somebody dies at a told moment of a told step; and a diary of finished steps.
+
+``--plan`` is a JSON list of ``{"step", "rank", "moment", "who"}``: at that moment of that step that rank
+kills its worker (itself), its agent, or both (the node). An entry that was carried out leaves a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import elastic_resume as er
+from elastic_resume import contract, failpoints
+from elastic_resume.worker import state
+
+MOMENTS = ("forward", "backward", "optimizer", "stepped", "copying", "copied", "marked", "told", "committing")
+
+
+class Doom:
+    """Who dies when."""
+
+    def __init__(self, plan: list[dict[str, Any]], rank: int, directory: Path) -> None:
+        self._plan = [entry for entry in plan if entry["rank"] == rank]
+        self._directory = directory
+        self.step = 0
+
+    def comes(self, moment: str) -> None:
+        """Die, if that is the moment."""
+        entry = self._due(moment)
+        if entry is None:
+            return
+        (self._directory / f"done-{entry['step']}-{entry['rank']}").touch()
+        if entry["who"] != "worker":
+            os.kill(int(os.environ[contract.ENV_AGENT_PID]), signal.SIGKILL)
+        if entry["who"] != "agent":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _due(self, moment: str) -> dict[str, Any] | None:
+        for entry in self._plan:
+            done = self._directory / f"done-{entry['step']}-{entry['rank']}"
+            if (entry["step"], entry["moment"]) == (self.step, moment) and not done.exists():
+                return entry
+        return None
+
+
+def main() -> None:
+    """Train until the last step, whoever dies."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--diary", type=Path, required=True)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Dropout(0.1), nn.Linear(64, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = er.resume(model=model, optimizer=optimizer)
+    doom = Doom(json.loads(args.plan.read_text()), run.rank, args.diary)
+    failpoints.hit = lambda name: doom.comes(name.rpartition(".")[2])
+    ddp = run.ddp(model)
+    # The last gradient to be ready: the others are being reduced.
+    next(model.parameters()).register_hook(lambda _: doom.comes("backward"))
+    optimizer.register_step_post_hook(lambda *_: doom.comes("optimizer"))
+    diary = open(args.diary / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
+    for _ in run.epochs(1):
+        while run.position.step < args.steps:
+            doom.step = run.position.step + 1
+            doom.comes("forward")
+            x = torch.randn(8, 16)
+            loss: Tensor = ddp(x).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            doom.comes("stepped")
+            run.step()
+            line = {"step": run.position.step, "generation": run.generation}
+            os.write(diary.fileno(), (json.dumps(line) + "\n").encode())
+            doom.comes("told")
+    flat = state.flatten({"model": model, "optimizer": optimizer})
+    digest = state.combined(state.fingerprints(flat.of_kind(state.REPLICATED)))
+    (args.diary / f"end-{run.rank}.json").write_text(json.dumps({"digest": digest}))
+    run.close()
+
+
+if __name__ == "__main__":
+    main()

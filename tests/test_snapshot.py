@@ -1,0 +1,334 @@
+"""Snapshots: what lies in memory is the state at its step boundary, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import elastic_resume as er
+from elastic_resume import failpoints
+from elastic_resume.errors import UsageError
+from elastic_resume.store import slots
+from elastic_resume.store.layout import Layout
+from elastic_resume.worker import state
+from elastic_resume.worker.image import Image
+from elastic_resume.worker.run import Run
+
+Build = Callable[[], dict[str, Any]]
+FP8 = torch.float8_e4m3fn
+
+
+class Replacing(torch.optim.Optimizer):
+    """An optimizer that puts new tensors in the place of its old ones."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Descend; the state is never changed in place."""
+        del closure
+        for group in self.param_groups:
+            for p in group["params"]:
+                old = self.state[p].get("mean", torch.zeros_like(p))
+                self.state[p]["mean"] = old * 0.9 + p.grad
+                p.sub_(self.state[p]["mean"], alpha=group["lr"])
+
+
+class Odd(nn.Module):
+    """Parameters and buffers of all kinds, some tied, one frozen."""
+
+    count: Tensor
+    ints: Tensor
+    mask: Tensor
+    tiny: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.column = nn.Parameter(torch.randn(4, 6).t())  # not contiguous
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.f16 = nn.Parameter(torch.randn(5).half())
+        self.bf16 = nn.Parameter(torch.randn(5).bfloat16())
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("ints", torch.arange(7, dtype=torch.int8))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("tiny", torch.randn(4).to(FP8))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Change every buffer, and the frozen parameter, as MoCo's second encoder is changed."""
+        self.count += 1
+        self.ints += 1
+        self.mask.logical_not_()
+        self.tiny.copy_(torch.randn(4).to(FP8))
+        self.frozen.data.add_(1)
+        y: Tensor = self.norm(self.b(self.a(x))) * self.scalar
+        return y.sum() + self.column.sum() + self.f16.float().sum() + self.bf16.float().sum()
+
+
+def odd(make: Callable[[list[Tensor]], Any]) -> Build:
+    """The odd model, with the optimizer that ``make`` gives."""
+
+    def build() -> dict[str, Any]:
+        model = Odd()
+        return {"model": model, "optimizer": make([p for p in model.parameters() if p.requires_grad])}
+
+    return build
+
+
+def two() -> dict[str, Any]:
+    """A model of two parts with an optimizer each, a scheduler, and an average of the weights."""
+    g, d = nn.Linear(4, 4), nn.Linear(4, 4)
+    opt_g, opt_d = torch.optim.Adam(g.parameters()), torch.optim.SGD(d.parameters(), lr=0.1, momentum=0.9)
+    return {
+        "model": {"g": g, "d": d},
+        "optimizer": {"g": opt_g, "d": opt_d},
+        "scheduler": torch.optim.lr_scheduler.StepLR(opt_g, 2),
+        "ema": torch.optim.swa_utils.AveragedModel(g),
+    }
+
+
+KINDS: dict[str, Build] = {
+    "sgd": odd(lambda p: torch.optim.SGD(p, lr=0.1)),
+    "momentum": odd(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    "adamw": odd(torch.optim.AdamW),
+    "amsgrad": odd(lambda p: torch.optim.Adam(p, amsgrad=True, foreach=False)),
+    "adagrad": odd(torch.optim.Adagrad),
+    "rmsprop": odd(lambda p: torch.optim.RMSprop(p, momentum=0.5)),
+    "replacing": odd(Replacing),
+    "two": two,
+    "no optimizer": lambda: {"model": Odd()},
+}
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+    """Resume in this process; nothing goes to disk but the first step."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    runs: list[Run] = []
+
+    def make(**more: Any) -> Run:
+        torch.manual_seed(4)
+        given = {
+            "ckpt_dir": tmp_path,
+            "run_id": "job",
+            "node_name": "n",
+            "save_every": 10**6,
+            "snapshot_every": 1,
+        }
+        runs.append(er.resume(**{**given, **more}))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run._release()
+
+
+def expected(run: Run) -> tuple[dict[str, Tensor], Any]:
+    """The state now: copies of its tensors, and all the rest."""
+    flat = state.flatten(run._tracked)
+    return {leaf.name: leaf.tensor.clone() for leaf in flat.leaves}, flat.skeleton
+
+
+def held(run: Run) -> tuple[dict[str, Tensor], Any, int]:
+    """What memory holds: tensors, the rest, and the step."""
+    memory = run._keeping.memory
+    newest = memory.newest()
+    assert newest is not None
+    image = Image(Layout.parse(newest.image, len(newest.image)), newest.image)
+    tensors = {name: image.tensor(name).clone() for name in image.layout.extents}
+    return tensors, newest.manifest.state, newest.manifest.step
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that are not the same, bit for bit."""
+    prints = [
+        state.fingerprints([state.Leaf(name, tensor, state.OTHER) for name, tensor in side.items()])
+        for side in (a, b)
+    ]
+    return sorted(
+        name for name in prints[0].keys() | prints[1].keys() if prints[0].get(name) != prints[1].get(name)
+    )
+
+
+def step(objects: dict[str, Any]) -> None:
+    """Forward, backward, and a step of all optimizers."""
+    models, optimizers = objects["model"], objects.get("optimizer", [])
+    parts = list(models.values()) if isinstance(models, dict) else [models]
+    every = list(optimizers.values()) if isinstance(optimizers, dict) else [optimizers] if optimizers else []
+    loss = sum(part(torch.randn(3, 4)).float().pow(2).sum() for part in parts)
+    for part in parts:
+        part.zero_grad()
+    loss.backward()
+    for part in parts:
+        for p in part.parameters():
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)
+    for optimizer in every:
+        optimizer.step()
+    if "ema" in objects:
+        objects["ema"].update_parameters(parts[0])
+    if "scheduler" in objects:
+        objects["scheduler"].step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_holds_the_state_at_the_step_boundary(kind: str, begin: Callable[..., Run]) -> None:
+    """Bit for bit, though the next forward pass runs, and changes buffers, before the copy is complete."""
+    objects = KINDS[kind]()
+    run = begin(**objects)
+    for number in range(1, 7):
+        step(objects)
+        run.step()
+        tensors, rest = expected(run)
+        models = objects["model"]
+        for part in models.values() if isinstance(models, dict) else [models]:
+            part(torch.randn(3, 4))
+        assert run._saver.snapshots.finished(20)
+        found, kept, at = held(run)
+        assert at == number
+        assert same(tensors, found) == []
+        assert kept == rest
+
+
+def test_the_fence_holds_up_the_optimizer_until_the_copy_is_complete(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow it is."""
+    objects = KINDS["adamw"]()
+    run = begin(**objects)
+    step(objects)
+    run.step()
+    monkeypatch.setattr(failpoints, "_points", {"snapshot.copying": ("delay", "0.2", 0)})
+    step(objects)
+    run.step()
+    tensors, _ = expected(run)
+    step(objects)
+    found, _, at = held(run)
+    assert at == 2
+    assert same(tensors, found) == []
+
+
+def test_state_that_changes_behind_the_fence_is_found_and_named(begin: Callable[..., Run]) -> None:
+    """With verify_copies on; by its tensor."""
+    objects = KINDS["adamw"]()
+    run = begin(**objects)
+    run.verify_copies = True
+    step(objects)
+    run.step()
+    step(objects)
+    run.step()
+    with torch.no_grad():
+        objects["model"].a.weight.mul_(1.5)
+    with pytest.raises(UsageError, match=r"model/a\.weight changed between run\.step\(\) and the next"):
+        step(objects)
+
+
+def test_new_tensors_make_a_new_layout_and_the_newest_snapshot_stays(begin: Callable[..., Run]) -> None:
+    """A parameter that comes later, many times the size of all before."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    objects = {"model": model, "optimizer": optimizer}
+    run = begin(**objects)
+    for _ in range(3):
+        step(objects)
+        run.step()
+    model.register_parameter("late", nn.Parameter(torch.randn(1_000_000)))
+    optimizer.add_param_group({"params": [model.late]})
+    assert held(run)[2] == 3
+    for number in range(4, 8):
+        step(objects)
+        run.step()
+        tensors, _ = expected(run)
+        assert run._saver.snapshots.finished(20)
+        found, _, at = held(run)
+        assert at == number
+        assert same(tensors, found) == []
+    states = run._keeping.memory.control.states()
+    assert len({one.capacity for one in states if one.whole}) >= 1
+
+
+@pytest.mark.parametrize(
+    ("slots_that_fit", "words"), [(3, "3 slots"), (2, "2 slots"), (1, "1 slot"), (0, "none")]
+)
+def test_less_memory_means_fewer_snapshots_and_the_same_checkpoints(
+    slots_that_fit: int,
+    words: str,
+    begin: Callable[..., Run],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each budget works, says which it is, and a save is a whole copy of its step."""
+    model = nn.Linear(1000, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    objects = {"model": model, "optimizer": optimizer}
+    monkeypatch.setenv(
+        "ELASTIC_RESUME_SNAPSHOT_MEMORY", str(1_800_000 * slots_that_fit) if slots_that_fit else "off"
+    )
+    run = begin(**objects, save_every=3)
+    for _ in range(6):
+        model(torch.randn(2, 1000)).sum().backward()
+        optimizer.step()
+        run.step()
+    tensors, _ = expected(run)
+    path = run.save()
+    assert path is not None
+    assert path.name.endswith("0000000006")
+    assert same(tensors, load_file(path / "state.safetensors")) == []
+    assert words in capfd.readouterr().err
+
+
+def test_a_copy_that_fails_costs_a_snapshot_and_not_the_training(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot does not count, the one before does, and the next one is taken."""
+    objects = KINDS["adamw"]()
+    run = begin(**objects)
+    step(objects)
+    run.step()
+    assert run._saver.snapshots.finished(20)
+    monkeypatch.setattr(failpoints, "_points", {"snapshot.copying": ("raise", "", 0)})
+    step(objects)
+    run.step()
+    assert not run._saver.snapshots.finished(5)
+    assert held(run)[2] == 1
+    monkeypatch.setattr(failpoints, "_points", {})
+    step(objects)
+    run.step()
+    assert run._saver.snapshots.finished(20)
+    assert held(run)[2] == 3
+
+
+def test_an_epochs_last_step_is_held_before_what_follows_it_and_after(begin: Callable[..., Run]) -> None:
+    """Killed in between, the job runs what follows again; killed afterwards, it does not."""
+    model = nn.Linear(4, 4)
+    objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    batches = er.GlobalBatches(6, 3, seed=1)
+    run = begin(**objects, data=batches)
+    marks = []
+    for epoch in run.epochs(2):
+        for _ in batches:
+            step(objects)
+            run.step()
+        assert run._saver.snapshots.finished(20)
+        newest = run._keeping.memory.newest()
+        assert newest is not None
+        assert (newest.manifest.position.epoch, newest.manifest.position.step_in_epoch) == (epoch, 2)
+        marks.append(newest.mark)
+    last = run._keeping.memory.newest()
+    assert last is not None
+    assert (last.manifest.position.epoch, last.manifest.position.step_in_epoch) == (2, 0)
+    assert slots.order_of(last.mark) == slots.order_of(marks[-1])
+    assert last.mark > marks[-1]
