@@ -20,12 +20,11 @@ class ParameterOrder:
 
     def __init__(self, tracked: Mapping[str, Any]) -> None:
         """Note the order in each optimizer of ``tracked``, by the names that the tracked models give."""
-        names = {
-            id(parameter): f"{name}/{canonical_names(item)(key)}"
-            for name, item in tracked.items()
-            if isinstance(item, nn.Module)
-            for key, parameter in item.named_parameters()
-        }
+        names: dict[int, str] = {}
+        for name, item in tracked.items():
+            if isinstance(item, nn.Module):
+                canonical = canonical_names(item)  # walks the model: once, not for each parameter
+                names |= {id(p): f"{name}/{canonical(key)}" for key, p in item.named_parameters()}
         self._optimizers = {name: item for name, item in tracked.items() if isinstance(item, Optimizer)}
         self._names = names
 

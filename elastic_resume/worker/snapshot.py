@@ -231,9 +231,10 @@ class Snapshots:
         return self._memory.slot(chosen.index, chosen.serial)
 
     def _await_others(self) -> None:
-        """No rank starts on the next slot before the last one is complete."""
+        """No rank starts on the next slot before the last one is complete, or a share of it has failed."""
         if self._divided:
             self.finished()
+            self._divided = False
 
     def _copy_at_once(self, slot: Slot, sheet: Sheet, leaves: list[state.Leaf]) -> None:
         """Copy what the next forward pass may change; on a device into a copy there, which is quick."""
