@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_resume.policy.divergence import RESUME, Verdict, labels, summary
 from elastic_resume.policy.failures import describe
 from elastic_resume.rendezvous.checkers import Checkers
 from elastic_resume.rendezvous.simnet import Clock, Network
@@ -22,12 +23,14 @@ from elastic_resume.rendezvous.steps import (
     EndJob,
     GiveUp,
     Log,
+    ReplicasDiffer,
     RestartWorkers,
     Settings,
     StopWorkers,
 )
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+NAMES = ("fc.weight", "fc.bias", "out.weight", "out.bias")
 REWRITE = os.environ.get("ELASTIC_RESUME_REWRITE") == "1"
 
 
@@ -51,6 +54,7 @@ class Stage:
             int(high),
             allow_minority="minority" in told,
             join_timeout_s=float(told.get("join_timeout", 600)),
+            resume_from_majority=told.get("on_divergence") == RESUME,
         )
         self.clock = Clock()
         self.net = Network(self.clock, Steady())
@@ -62,6 +66,7 @@ class Stage:
             node = self.nodes[name] = Node(name, own, self.net, self.checkers)
             node.order = place if "ordered" in told else 0
             node.story = self.tell
+            node.names = NAMES
 
     def tell(self, name: str, what: object) -> None:
         """Note what people would notice."""
@@ -73,6 +78,11 @@ class Stage:
         elif isinstance(what, (RestartWorkers, StopWorkers)):
             verb = "restarts" if isinstance(what, RestartWorkers) else "kills its workers of"
             text = f"{verb} generation {what.generation}: {what.reason}"
+        elif isinstance(what, ReplicasDiffer):
+            it = what.told
+            verdict = Verdict(it.camps, it.wrong, it.differing, it.count)
+            where = ", ".join(labels(verdict, NAMES)) or "what nobody can tell"
+            text = f"hears that {summary(verdict, it.step)}, in {where}; equal at step {it.agreed_step}"
         elif isinstance(what, EndJob):
             told = "; ".join(describe(one, node=True) for one in what.failures)
             text = f"ends the job: {what.reason}" + f", after: {told}" * bool(told)
@@ -97,6 +107,10 @@ class Stage:
             self.net.set_cut(set())
         elif verb == "reset":
             self.net.reset(*words)
+        elif verb == "digest":
+            for word in words[1:]:
+                name, _, tensors = word.partition("=")
+                self.nodes[name].digest(int(words[0]), tensors)
         else:
             for name in words:
                 self.do_to(verb, self.nodes[name])
@@ -115,6 +129,10 @@ class Stage:
             node.fail_worker("was killed by SIGABRT")
         elif verb == "slow-disk":
             node.disk_s = 20.0
+        elif verb == "slow-to-explain":
+            node.explain_s = 20.0
+        elif verb == "forget":
+            node.state.clear()
         elif verb == "give-up":
             node.fail(f"node {node.name} gave up")
         else:

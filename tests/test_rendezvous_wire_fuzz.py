@@ -12,9 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_resume.policy.divergence import MAX_GROUPS, Digest, Groups
 from elastic_resume.rendezvous import packing, wire
 from elastic_resume.rendezvous.core import Agent
-from elastic_resume.rendezvous.messages import Beat, Hello, Join, Message, Propose, Stamp, Waiting
+from elastic_resume.rendezvous.messages import (
+    Beat,
+    Hello,
+    Join,
+    Message,
+    Print,
+    Prints,
+    Propose,
+    Stamp,
+    Waiting,
+)
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
 from elastic_resume.rendezvous.steps import (
     Event,
@@ -49,6 +60,9 @@ st.register_type_strategy(World, worlds)
 st.register_type_strategy(Knowledge, knowledges)
 st.register_type_strategy(int, numbers)
 st.register_type_strategy(float, st.floats(0, 1e9))
+st.register_type_strategy(Digest, st.sampled_from([Digest("ab" * 16), Digest("01" * 16)]))
+groups = st.lists(st.sampled_from(["0123456789abcdef", "f" * 16]), max_size=3).map(tuple)
+st.register_type_strategy(Groups, groups)
 any_message = st.one_of([st.from_type(kind) for kind in get_args(Message)])
 stamps = st.builds(Stamp, numbers, numbers, numbers, st.floats(0, 100))
 json_values = st.recursive(
@@ -255,7 +269,7 @@ def test_a_heartbeat_is_read_as_strictly_as_any_line() -> None:
     """It has a way of its own through the reader, since nearly every line is one."""
     good = wire.encode(Stamp(1, 2, 3, 0.5), Beat())[:-1]
     assert wire.decode(good) == (Stamp(1, 2, 3, 0.5), Beat())
-    tail = b',"type":"Beat","body":[]}'
+    tail = b',"type":"Beat","body":[null]}'
     assert good.endswith(tail)
     for head in (
         b"",
@@ -267,6 +281,34 @@ def test_a_heartbeat_is_read_as_strictly_as_any_line() -> None:
     ):
         with pytest.raises(WireError):
             wire.decode(head + tail)
+
+
+@pytest.mark.parametrize(
+    "digest", ["", "ab" * 15, "ab" * 16 + "\n", "AB" * 16, "ag" * 16, "\u0661" * 32, 7, None, ["ab" * 16]]
+)
+def test_a_heartbeat_carries_a_digest_of_32_digits_or_none(digest: object) -> None:
+    """Anything else ends the connection, as all that is not part of the protocol does."""
+    line = wire.encode(Stamp(1, 2), Beat(Print(3, 4, Digest("ab" * 16))))[:-1]
+    assert wire.decode(line)[1] == Beat(Print(3, 4, Digest("ab" * 16)))
+    said = json.loads(line)
+    said["body"][0][2] = digest
+    with pytest.raises(WireError, match="digest"):
+        wire.decode(json.dumps(said).encode())
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [["f" * 16] * (MAX_GROUPS + 1), ["f" * 15], ["f" * 17], ["F" * 16], [7], ["f" * 16, None], {}, "f" * 16],
+)
+def test_what_a_state_is_explained_with_is_bounded(groups: object) -> None:
+    """So many digests of 16 digits each, and no other; as many as there may be are read."""
+    most = Prints(3, 4, Groups(("f" * 16,) * MAX_GROUPS))
+    line = wire.encode(Stamp(1, 2), most)[:-1]
+    assert wire.decode(line)[1] == most
+    said = json.loads(line)
+    said["body"][2] = groups
+    with pytest.raises(WireError, match="digests"):
+        wire.decode(json.dumps(said).encode())
 
 
 # ---- what a proven peer may send, to the core --------------------------------------------------------

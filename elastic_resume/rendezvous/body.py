@@ -6,13 +6,23 @@ Roles (`seeking`, `following`, `leading`) read and change it; it collects the ef
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from elastic_resume.policy.divergence import rounder
 from elastic_resume.policy.failures import lost
 from elastic_resume.rendezvous.ledger import Ledger, received
 from elastic_resume.rendezvous.link import NEVER, Link
-from elastic_resume.rendezvous.messages import Begin, Hello, JobEnd, Join, Message, Redirect, Report
+from elastic_resume.rendezvous.messages import (
+    Begin,
+    Hello,
+    JobEnd,
+    Join,
+    Message,
+    Print,
+    Redirect,
+    Report,
+)
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World, has_quorum
 from elastic_resume.rendezvous.steps import (
     BeginWorld,
@@ -61,6 +71,7 @@ class Body:
         self.ledger = Ledger()
         self.report: Report | None = None
         """What this node has to tell of a worker of its own."""
+        self._print: Print | None = None
         self.fence_at = NEVER
         # A life before this one may have granted leases that still run.
         self.grace_until = now + settings.node_timeout_s if memory else NEVER
@@ -261,11 +272,37 @@ class Body:
         if begun and report.generation == begun.generation and who in begun.members:
             self.ledger.note(report.generation, replace(report.failure, node=who.node))
 
+    def digested(self, told: Print) -> None:
+        """Keep what the next heartbeat is to tell of this node's state.
+
+        A digest takes its time: one of an earlier world may be ready when the next one runs.
+        """
+        world, kept = self.running or self.last, self._print
+        if world is None or told.generation != world.generation:
+            return
+        if kept is None or kept.generation != told.generation or rounder(told.step, kept.step) == told.step:
+            self._print = told
+
+    def take_print(self) -> Print | None:
+        """Return what is to be told of this node's state, once."""
+        told, self._print = self._print, None
+        return told
+
     def lost(self, who: Incarnation, reason: str) -> None:
         """Note that a member of the newest world is lost, or was asked to leave by a signal."""
         begun = self.known.begun
         if begun and who in begun.members:
             self.ledger.note(begun.generation, lost(who.node, reason, told=reason.startswith("left (SIG")))
+
+    def end_of_job(self, here: set[Incarnation], finished: Mapping[Incarnation, int]) -> JobEnd:
+        """Say how the job ended. ``here`` hear of it; ``finished`` tells where workers succeeded last."""
+        newest = self.known.begun
+        # Not with somebody silent, nor while workers run: those who do not hear this may go on.
+        settled = not self.rivals(here | {self.me}) and not self.failed
+        generation, members = (newest.generation, newest.members) if newest else (0, ())
+        missing = [str(one) for one in members if one != self.me and finished.get(one) != generation]
+        told = self.ledger.of(generation)
+        return JobEnd(generation, self.failed, settled, tuple(missing[:NAMED]), told)
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
         """End the running world on this node, if there is one."""

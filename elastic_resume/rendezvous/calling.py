@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from elastic_resume.rendezvous.body import Body
 from elastic_resume.rendezvous.link import Link
-from elastic_resume.rendezvous.messages import Claim, Message, Redirect
+from elastic_resume.rendezvous.messages import Claim, Goodbye, Message, Redirect
+from elastic_resume.rendezvous.quorum import Incarnation
 
 CALLS_AT_ONCE = 16
 """A job of a thousand nodes that lost half of them does not dial five hundred addresses every two seconds."""
@@ -68,6 +69,19 @@ class Caller:
             self.end(link.conn)
             if message.address not in {"", self.body.me.address} | self.known():
                 self._call(message.address)
+
+    def parted(self, link: Link, who: Incarnation, message: Goodbye) -> bool:
+        """One that we called wants to be counted gone: it cannot take part, and nobody should wait for it."""
+        body = self.body
+        self.end(link.conn)
+        if who.address != link.address:
+            return False
+        body.learn(message.knowledge)
+        if who not in body.rivals([]):
+            return False
+        body.believe(body.known.with_gone([who]))
+        body.log("lost", f"{who} takes no part ({message.reason})")
+        return True
 
     def end(self, conn: int) -> None:
         """End one call."""

@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from elastic_resume.policy.divergence import MAX_GROUPS, Digest, Groups, are_groups, is_digest
 from elastic_resume.rendezvous import packing
 from elastic_resume.rendezvous.quorum import World
 
@@ -73,7 +74,19 @@ def _read_bool(value: Any, where: str) -> bool:
     return value
 
 
-_PLAIN: dict[Any, Decode] = {int: read_int, float: read_float, bool: _read_bool}
+def _read_digest(value: Any, where: str) -> Digest:
+    if not is_digest(value):
+        raise WireError(f"{where}: not a digest of 32 hexadecimal digits")
+    return Digest(value)
+
+
+def _read_groups(value: Any, where: str) -> Groups:
+    if not isinstance(value, list) or not are_groups(value):
+        raise WireError(f"{where}: not at most {MAX_GROUPS} digests of 16 hexadecimal digits")
+    return Groups(tuple(value))
+
+
+_PLAIN: dict[Any, Decode] = {int: read_int, float: read_float, bool: _read_bool, Digest: _read_digest}
 
 
 def _read_world(value: Any, where: str) -> World:
@@ -111,6 +124,8 @@ def _codec(kind: Any) -> tuple[Encode, Decode]:
         return (lambda value: value), _PLAIN[kind]
     if kind is World:
         return packing.pack, _read_world
+    if kind is Groups:
+        return list, _read_groups
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _dataclass_codec(kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

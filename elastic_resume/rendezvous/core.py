@@ -43,9 +43,11 @@ from elastic_resume.rendezvous.messages import Hello, JobEnd, Report, Stamp
 from elastic_resume.rendezvous.quorum import Incarnation, World
 from elastic_resume.rendezvous.seeking import Seeker, Verdict
 from elastic_resume.rendezvous.steps import (
+    Digested,
     Effect,
     EndJob,
     Event,
+    Explained,
     GiveUp,
     JobFailed,
     JoinRequested,
@@ -135,6 +137,11 @@ class Agent:
             body.failed = event.reason
             if isinstance(role, Follower):
                 role.report()
+        elif isinstance(event, Digested):
+            body.digested(event.told)
+        elif isinstance(event, Explained):
+            if isinstance(role, (Follower, Leader)):
+                role.explained(event)
         elif isinstance(event, Leave):
             self._leave(event)
 

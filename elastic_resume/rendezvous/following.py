@@ -9,12 +9,15 @@ from elastic_resume.rendezvous.messages import (
     Beat,
     Begin,
     Claim,
+    Diverged,
+    Explain,
     Failed,
     Finished,
     Goodbye,
     Hello,
     JobEnd,
     Message,
+    Prints,
     Propose,
     Ready,
     Redirect,
@@ -25,6 +28,7 @@ from elastic_resume.rendezvous.messages import (
     Welcome,
 )
 from elastic_resume.rendezvous.quorum import Incarnation, World
+from elastic_resume.rendezvous.steps import AskPrints, Explained, ReplicasDiffer
 
 
 class Follower:
@@ -76,6 +80,10 @@ class Follower:
         elif isinstance(message, Waiting):
             self.waiting_for = message.reason
             body.log("waiting", message.reason)
+        elif isinstance(message, Explain):
+            body.effects.append(AskPrints(message.generation, message.step))
+        elif isinstance(message, Diverged):
+            body.effects.append(ReplicasDiffer(message))
         elif isinstance(message, JobEnd):
             body.ended = message
         elif isinstance(message, (Redirect, Refused)):
@@ -198,7 +206,7 @@ class Follower:
             body.send(self.link, Acknowledge(self.proposal.generation))
             self.begun_next, self.proposal = self.proposal, None
         if body.now >= self.next_beat:
-            body.send(self.link, Beat())
+            body.send(self.link, Beat(body.take_print()))
             self.next_beat = body.now + body.settings.beat_s
 
     def report(self) -> None:
@@ -221,6 +229,11 @@ class Follower:
         """Tell the leader that this node's workers have succeeded."""
         if self.broken_at is None:
             self.body.send(self.link, Finished(self.body.finished))
+
+    def explained(self, told: Explained) -> None:
+        """Tell the leader more of this node's state."""
+        if self.broken_at is None:
+            self.body.send(self.link, Prints(told.generation, told.step, told.groups))
 
     def leave(self, reason: str) -> None:
         """Say goodbye."""

@@ -6,8 +6,9 @@ How a world forms is `forming`'s; who else leads is `calling`'s.
 from __future__ import annotations
 
 from elastic_resume.rendezvous.admitting import Gate
-from elastic_resume.rendezvous.body import NAMED, Body
+from elastic_resume.rendezvous.body import Body
 from elastic_resume.rendezvous.calling import Caller
+from elastic_resume.rendezvous.comparing import Comparer
 from elastic_resume.rendezvous.forming import Former
 from elastic_resume.rendezvous.link import NEVER, Link
 from elastic_resume.rendezvous.messages import (
@@ -18,8 +19,8 @@ from elastic_resume.rendezvous.messages import (
     Finished,
     Goodbye,
     Hello,
-    JobEnd,
     Message,
+    Prints,
     Ready,
     Redirect,
     Report,
@@ -30,6 +31,9 @@ from elastic_resume.rendezvous.messages import (
 )
 from elastic_resume.rendezvous.quorum import Incarnation, World
 from elastic_resume.rendezvous.roster import Part, Roster
+from elastic_resume.rendezvous.steps import Explained
+
+ECHO = Beat()
 
 
 class Leader:
@@ -43,6 +47,7 @@ class Leader:
         self.yield_to = ""
         self.former = Former(body, self.roster)
         self.caller = Caller(body, self.claim, self.roster.addresses)
+        self.comparer = Comparer(body, self.roster, self._tell)
         self.next_scan = body.now
         self.lease_until = NEVER
         self.finished_in = 0
@@ -88,28 +93,20 @@ class Leader:
         elif isinstance(message, Redirect):
             self.caller.answer(link, message)
         elif isinstance(message, Goodbye) and message.who and link.conn in self.caller.calls:
-            self._part_with(link, message.who, message)
+            if self.caller.parted(link, message.who, message):
+                self.former.stir()
         else:
             part = self.roster.of(link)
             if part and part.lost_at is None:
                 self._heed(part, message)
 
-    def _part_with(self, link: Link, who: Incarnation, message: Goodbye) -> None:
-        """One that we called wants to be counted gone: it cannot take part, and nobody should wait for it."""
-        body = self.body
-        self.caller.end(link.conn)
-        if who.address != link.address:
-            return
-        body.learn(message.knowledge)
-        if who in body.rivals([]):
-            body.believe(body.known.with_gone([who]))
-            body.log("lost", f"{who} takes no part ({message.reason})")
-            self.former.stir()
-
     def _heed(self, part: Part, message: Message) -> None:
         body = self.body
         if isinstance(message, Beat):
-            self._tell(part, message)
+            self._tell(part, ECHO)
+            self.comparer.told(part.who, message.told)
+        elif isinstance(message, Prints):
+            self.comparer.explained(part.who, message)
         elif isinstance(message, Ready):
             self._ready(part, message)
         elif isinstance(message, Acknowledge):
@@ -167,6 +164,7 @@ class Leader:
             if idle and self.world and who in self.world.members:
                 self.restart(f"the workers of {who} stopped")
         self._tell(part, Welcome(body.me, body.known, resumed))
+        self.comparer.remind(part)
         if self.world is None and self.former.told:
             self._tell(part, Waiting(self.former.told))
         if part.join:
@@ -237,6 +235,7 @@ class Leader:
             if part.running == world.generation and part.lost_at is None:
                 self._tell(part, message)
         self.world, self.lease_until = None, NEVER
+        self.comparer.over()
         self.body.stop(reason, at_once=at_once)
         self.former.since = self.body.now
         self.former.stir()
@@ -256,6 +255,10 @@ class Leader:
         if body.now >= self.next_scan:
             self.next_scan = body.now + body.settings.beat_s / 2
             self._find_silent()
+            self.comparer.told(body.me, body.take_print())
+        unequal = self.comparer.advance()
+        if unequal and not self.somebody_finished():
+            self.restart(unequal)
         self._settle_broken()
         self.caller.advance()
         if body.failed or self._is_end():
@@ -311,6 +314,7 @@ class Leader:
         body.believe(body.known.with_begun(world))
         self.world = world
         self.former.began(world)
+        self.comparer.began(world)
         self._renew(fresh=True)
         members = frozenset(world.members)
         for part in self.roster:
@@ -333,15 +337,8 @@ class Leader:
         return not absent or body.now >= self.former.since + body.settings.node_timeout_s
 
     def _end(self) -> None:
-        newest = self.body.known.begun
-        here = {part.who for part in self.roster if part.lost_at is None} | {self.body.me}
-        # Not with somebody silent, nor while workers run: those who do not hear this may go on.
-        settled = not self.body.rivals(here) and not self.body.failed
-        generation, members = (newest.generation, newest.members) if newest else (0, ())
-        through = {part.who for part in self.roster if part.finished == generation} | {self.body.me}
-        missing = tuple(str(one) for one in members if one not in through)[:NAMED]
-        told = self.body.ledger.of(generation)
-        self.body.ended = JobEnd(generation, self.body.failed, settled, missing, told)
+        here = {part.who for part in self.roster if part.lost_at is None}
+        self.body.ended = self.body.end_of_job(here, {part.who: part.finished for part in self.roster})
         self._tell_all(self.body.ended)
 
     def _step_down(self) -> None:
@@ -368,6 +365,10 @@ class Leader:
     def finished(self) -> None:
         """Our own node's workers have succeeded."""
         self.former.stir()
+
+    def explained(self, told: Explained) -> None:
+        """Our own node tells more of its state."""
+        self.comparer.explained(self.body.me, told)
 
     def leave(self, reason: str) -> None:
         """Say goodbye to all: they turn to another leader at once."""

@@ -3,7 +3,8 @@
 It promises that whoever waits here hears of the end: of the world waited for, of the job, or of this place
 (no world in time, settings that the others refuse, an error of our own). `restart_wanted` costs nothing to
 poll. What the core has to tell people is handed on in a third thread, since a log may lie on a slow disk
-and neither torchelastic's nor the shell's may wait for it. Decides nothing.
+and neither torchelastic's nor the shell's may wait for it. To compare replicas takes time too, and has a
+fourth (`compare`); no world is entered before what follows from it on this node is done. Decides nothing.
 """
 
 from __future__ import annotations
@@ -13,26 +14,31 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from elastic_resume.errors import ConfigError, GaveUpError, RendezvousLostError
+from elastic_resume.policy.divergence import Digest, Groups, are_groups, is_digest
 from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.address import Seat
 from elastic_resume.rendezvous.core import Agent
-from elastic_resume.rendezvous.messages import Join
+from elastic_resume.rendezvous.messages import Diverged, Join, Print
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.record import Record
 from elastic_resume.rendezvous.shell import Shell
 from elastic_resume.rendezvous.steps import (
+    AskPrints,
     BeginWorld,
+    Digested,
     Effect,
     EndJob,
+    Explained,
     GiveUp,
     JobFailed,
     JoinRequested,
     Leave,
     Log,
+    ReplicasDiffer,
     RestartWorkers,
     StopWorkers,
     WorkerFailed,
@@ -75,6 +81,7 @@ class Member:
     ) -> None:
         """``seen`` is the greatest generation this node knows of; ``tell`` may block."""
         self.run_id = terms.run_id
+        self.node = node
         self._fence = fence
         self._lone = terms.alone
         # A leader that has fallen silent is noticed after a node timeout; the next may have to be found.
@@ -85,6 +92,10 @@ class Member:
         self._restart = ""
         self._over: EndJob | GiveUp | None = None
         self._news: queue.SimpleQueue[Log | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[AskPrints | ReplicasDiffer | None] = queue.SimpleQueue()
+        self._comparing: threading.Thread | None = None
+        self._undone = 0
+        """So many times replicas were found to differ, and what follows here is not done."""
         self._teller = threading.Thread(
             target=self._hand_on, args=(tell,), name="elastic-resume-news", daemon=True
         )
@@ -121,8 +132,10 @@ class Member:
         with self._change:
             while True:
                 self._world, self._restart = None, ""
+                self._wait_until_done()
                 self._shell.submit(JoinRequested(join))
                 world = self._next_world()
+                self._wait_until_done()
                 if not self.restart_wanted:
                     return world
 
@@ -136,6 +149,16 @@ class Member:
             if self._world is not None:
                 return self._world
             self._wait()
+
+    def _wait_until_done(self) -> None:
+        """Wait until nothing is to be done any more about replicas that differ."""
+        while self._undone and self._compares:
+            self._raise_if_over()
+            self._wait()
+
+    @property
+    def _compares(self) -> bool:
+        return self._comparing is not None and self._comparing.is_alive()
 
     @property
     def restart_wanted(self) -> bool:
@@ -210,6 +233,7 @@ class Member:
         self._shell.stop()
         self._fence.set(-math.inf)
         self._news.put(None)
+        self._asked.put(None)
         if self._teller.is_alive():
             self._teller.join(LINGER_S)
 
@@ -226,6 +250,62 @@ class Member:
         if isinstance(over, GiveUp):
             raise ConfigError(over.reason) if over.final else RendezvousLostError(over.reason)
 
+    # ---- replicas: any thread, and one of their own --------------------------------------------------
+
+    def compare(
+        self,
+        *,
+        explain: Callable[[int, int], Sequence[str] | None],
+        names: Callable[[], Sequence[str]],
+        differ: Callable[[Diverged], None],
+    ) -> None:
+        """Take part in the comparison of replicas; to be called once. All three are called in one thread.
+
+        Args:
+            explain: gives the `Groups` of this node's state of (generation, step); None: not known any more.
+            names: those of all tensors, in the order of their digests.
+            differ: replicas differ, all nodes are told so. `join` waits until this has been done.
+
+        """
+        self._comparing = threading.Thread(
+            target=self._compare, args=(explain, names, differ), name="elastic-resume-replicas", daemon=True
+        )
+        self._comparing.start()
+
+    def tell_print(self, generation: int, step: int, digest: str) -> None:
+        """Tell how this node's state looked after that step; from any thread.
+
+        A heartbeat carries one: of those since the last the one that is `rounder`.
+
+        Raises:
+            ValueError: ``digest`` is not 32 hexadecimal digits.
+
+        """
+        if not is_digest(digest):
+            raise ValueError(f"not a digest of 32 hexadecimal digits: {digest!r}")
+        self._shell.submit(Digested(Print(generation, step, Digest(digest))))
+
+    def _compare(
+        self,
+        explain: Callable[[int, int], Sequence[str] | None],
+        names: Callable[[], Sequence[str]],
+        differ: Callable[[Diverged], None],
+    ) -> None:
+        while (asked := self._asked.get()) is not None:
+            if isinstance(asked, AskPrints):
+                groups = tuple(explain(asked.generation, asked.step) or ())
+                if not are_groups(groups):
+                    raise ValueError(f"not digests of tensors: {groups!r:.100}")
+                known = Groups(groups)
+                self._shell.submit(Explained(asked.generation, asked.step, known, tuple(names())))
+                continue
+            try:
+                differ(asked.told)
+            finally:
+                with self._change:
+                    self._undone -= 1
+                    self._change.notify_all()
+
     # ---- the shell's thread --------------------------------------------------------------------------
 
     def _watch(self, agent: Agent) -> None:
@@ -241,7 +321,11 @@ class Member:
             self._news.put(effect)
             return
         with self._change:
-            if isinstance(effect, BeginWorld):
+            if isinstance(effect, (AskPrints, ReplicasDiffer)):
+                if self._compares:  # else the leader does not wait for long
+                    self._undone += isinstance(effect, ReplicasDiffer)
+                    self._asked.put(effect)
+            elif isinstance(effect, BeginWorld):
                 self._world = effect
             elif isinstance(effect, (RestartWorkers, StopWorkers)):
                 if self._world is not None and self._world.generation == effect.generation:

@@ -5,8 +5,8 @@ the other its leader. `Stamp` rides on every message, both ways: with it each si
 messages the other has seen, and counts its lease from when it *sent* that one.
 
     searching → anyone     Hello                        and back    Welcome | Redirect | Refused
-    member    → leader     Ready Acknowledge Finished Report Failed Beat Goodbye
-    leader    → member     Propose Begin Restart Waiting JobEnd Beat Redirect Refused Goodbye
+    member    → leader     Ready Acknowledge Finished Report Failed Beat Prints Goodbye
+    leader    → member     Propose Begin Restart Waiting JobEnd Beat Explain Diverged Redirect Refused Goodbye
     ended     → anyone     JobEnd
     leader    → anyone     Claim                        and back    Claim | Redirect
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic_resume.policy.divergence import Digest, Groups
 from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
 
@@ -104,8 +105,54 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Print:
+    """The state of one node after that step, in short."""
+
+    generation: int
+    step: int
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
-    """I am alive. The stamp says the rest."""
+    """I am alive. The stamp says the rest, and from a member `told` how its state looks."""
+
+    told: Print | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explain:
+    """Members tell different prints of that step: tell me more of yours."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prints:
+    """The answer: digests of tensors in their order, none where this node no longer has that step."""
+
+    generation: int
+    step: int
+    groups: Groups
+
+
+@dataclass(frozen=True, slots=True)
+class Diverged:
+    """The replicas of that generation differ: `policy.divergence.Verdict` says how.
+
+    `agreed_step` is the newest step at which all were equal, 0 where none was. `goes_on`: those that are
+    `wrong` take the majority's state; their own copies of that generation count no later than `agreed_step`.
+    """
+
+    generation: int
+    step: int
+    agreed_step: int
+    camps: tuple[tuple[str, ...], ...]
+    wrong: tuple[str, ...]
+    differing: tuple[int, ...]
+    count: int
+    goes_on: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +275,9 @@ Message = (
     | Refused
     | Ready
     | Beat
+    | Explain
+    | Prints
+    | Diverged
     | Propose
     | Acknowledge
     | Begin

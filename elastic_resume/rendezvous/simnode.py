@@ -7,21 +7,26 @@ exits; one that gave up is started again.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
+from elastic_resume.policy.divergence import Digest, Groups
 from elastic_resume.policy.failures import SIGNAL, Failure
 from elastic_resume.rendezvous.checkers import Checkers
 from elastic_resume.rendezvous.core import Agent
-from elastic_resume.rendezvous.messages import Acknowledge, Begin, Join, Propose
+from elastic_resume.rendezvous.messages import Acknowledge, Begin, Diverged, Join, Print, Propose
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.simnet import End, Host, Network
 from elastic_resume.rendezvous.steps import (
+    AskPrints,
     BeginWorld,
     Connect,
+    Digested,
     Disconnect,
     EndJob,
     Event,
+    Explained,
     GiveUp,
     JobFailed,
     JoinRequested,
@@ -33,6 +38,7 @@ from elastic_resume.rendezvous.steps import (
     PeerLost,
     Persist,
     Persisted,
+    ReplicasDiffer,
     RestartWorkers,
     Send,
     Settings,
@@ -65,6 +71,7 @@ class Node(Host):
         self.disk: Memory | None = None
         self.disk_s = 0.01
         self.stop_s = 0.02
+        self.explain_s = 0.001
         self.life = 0
         self.power = True
         self.process = False
@@ -81,6 +88,10 @@ class Node(Host):
         """What the agent said at the end of its part."""
         self.last = False
         """Once the job has ended here, nobody starts it again."""
+        self.state: dict[int, Groups] = {}
+        self.names: tuple[str, ...] = ()
+        """What it can still tell of its state, by step, and the names of its tensors."""
+        self.differed: list[Diverged] = []
         self.gave_up_at = float("-inf")
         self.linger_s = float("inf")
         self.doom = ""
@@ -228,6 +239,18 @@ class Node(Host):
         if self.agent and not (self.agent.body.finished and life == self.life):
             self.ask_to_join(life)
 
+    def digest(self, step: int, tensors: str) -> None:
+        """Its state after that step is digested; each letter stands for a tensor's value."""
+        if self.agent and self.agent.body.last:
+            self.state[step] = Groups(tuple(_hex(letter)[:16] for letter in tensors))
+            generation = self.agent.body.last.generation
+            self._happen(Digested(Print(generation, step, Digest(_hex(tensors)))))
+
+    def _explain(self, asked: AskPrints, life: int) -> None:
+        if life == self.life and self.agent:
+            groups = self.state.get(asked.step, Groups(()))
+            self._happen(Explained(asked.generation, asked.step, groups, self.names))
+
     def finish(self) -> None:
         """Every worker of this node succeeds."""
         self.checkers.finished(self.name)
@@ -314,6 +337,10 @@ class Node(Host):
             self._begin(effect)
         elif isinstance(effect, (RestartWorkers, StopWorkers)):
             self.clock.at(self.clock.now + self.rng.random() * self.stop_s, self._stopped, self.life)
+        elif isinstance(effect, AskPrints):
+            self.clock.at(self.clock.now + self.explain_s, self._explain, effect, self.life)
+        elif isinstance(effect, ReplicasDiffer):
+            self.differed.append(effect.told)
         elif isinstance(effect, (EndJob, GiveUp)):
             self._end(effect)
         elif not isinstance(effect, Log):
@@ -364,3 +391,7 @@ class Node(Host):
                 self._meet_doom()
             else:
                 self._happen(Persisted(effect.number))
+
+
+def _hex(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

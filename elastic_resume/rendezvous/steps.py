@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic_resume.policy.divergence import Groups
 from elastic_resume.policy.failures import Failure
-from elastic_resume.rendezvous.messages import Join, Message, Stamp
+from elastic_resume.rendezvous.messages import Diverged, Join, Message, Print, Stamp
 from elastic_resume.rendezvous.quorum import ALL_RULES, Incarnation, Knowledge, Rules
 
 FEW = 64
@@ -38,6 +39,8 @@ class Settings:
     """How often a leader calls at the candidates' addresses."""
     drift: float = 0.05
     """Share of a lease kept back for clocks of different rates and the time it takes to kill workers."""
+    resume_from_majority: bool = False
+    """Where replicas differ and a majority is equal, the world restarts from that; else the job ends."""
     rules: Rules = ALL_RULES
 
     @property
@@ -131,6 +134,23 @@ class JobFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Digested:
+    """How this node's state looked after a step of the running world."""
+
+    told: Print
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """The answer to `AskPrints`; `names` are those of all tensors, in the order of their digests."""
+
+    generation: int
+    step: int
+    groups: Groups
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """This node drains or fails for good; its workers are stopped."""
 
@@ -153,6 +173,8 @@ Event = (
     | WorkersFinished
     | WorkerFailed
     | JobFailed
+    | Digested
+    | Explained
     | Leave
     | Persisted
 )
@@ -233,6 +255,21 @@ class StopWorkers:
 
 
 @dataclass(frozen=True, slots=True)
+class AskPrints:
+    """Give the digests of this node's tensors after that step, or none: with `Explained`."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasDiffer:
+    """All members are told so. What follows for the world comes by itself."""
+
+    told: Diverged
+
+
+@dataclass(frozen=True, slots=True)
 class EndJob:
     """The job is over on every node: done, or `failed`."""
 
@@ -261,5 +298,16 @@ class Log:
 
 
 Effect = (
-    Connect | Disconnect | Send | Persist | BeginWorld | RestartWorkers | StopWorkers | EndJob | GiveUp | Log
+    Connect
+    | Disconnect
+    | Send
+    | Persist
+    | BeginWorld
+    | RestartWorkers
+    | StopWorkers
+    | AskPrints
+    | ReplicasDiffer
+    | EndJob
+    | GiveUp
+    | Log
 )

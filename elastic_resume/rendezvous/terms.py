@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume.errors import ConfigError
+from elastic_resume.policy.divergence import RESUME, STOP
 from elastic_resume.rendezvous.address import Endpoint, parse_endpoints
 from elastic_resume.rendezvous.steps import Settings
 from elastic_resume.rendezvous.token import read_token
@@ -43,6 +44,7 @@ class Terms:
     settle_s: float = 3.0  # at a first start: how long after the last newcomer the world waits for another
     join_timeout_s: float = 600.0
     allow_minority: bool = False
+    on_divergence: str = STOP  # or RESUME; the leader's counts
 
     @classmethod
     def read(
@@ -96,6 +98,7 @@ class Terms:
             settle_s=self.settle_s,
             join_timeout_s=self.join_timeout_s,
             allow_minority=self.allow_minority or self.alone,
+            resume_from_majority=self.on_divergence == RESUME,
         )
 
     @property

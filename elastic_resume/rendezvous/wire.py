@@ -196,7 +196,7 @@ def _nonce(value: Any) -> str:
 def body_of(message: Message) -> bytes:
     """Give the part of a message's line that is the same for every receiver."""
     kind = type(message)
-    if kind is messages.Beat:
+    if message == _PLAIN_BEAT:
         return _BEAT
     return dump({"type": kind.__name__, "body": _CODECS[kind][0](message)})[1:]
 
@@ -222,7 +222,7 @@ def decode(line: bytes) -> tuple[Stamp, Message]:
     """
     if line.endswith(b"," + _BEAT):  # nearly every line is one
         said = _object(line[: -len(_BEAT) - 1] + b"}", {"stamp"})
-        return _read_stamp(said["stamp"]), messages.Beat()
+        return _read_stamp(said["stamp"]), _PLAIN_BEAT
     said = _object(line, {"stamp", "type", "body"})
     kind = _KINDS.get(said["type"]) if isinstance(said["type"], str) else None
     if kind is None:
@@ -267,6 +267,7 @@ def _read_stamp(value: Any) -> Stamp:
     return Stamp(counts[0], counts[1], counts[2], read_float(value[3], "stamp"))
 
 
-_BEAT = b'"type":"Beat","body":[]}'
+_BEAT = b'"type":"Beat","body":[null]}'
+_PLAIN_BEAT = messages.Beat()
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(messages.Message)}
 _CODECS: dict[type, tuple[Encode, Decode]] = {kind: codec_of(kind) for kind in _KINDS.values()}
