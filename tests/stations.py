@@ -32,11 +32,11 @@ RUN = "job"
 PATIENCE_S = 30.0
 
 
-def until(true: Callable[[], bool], what: str) -> None:
+def until(true: Callable[[], bool], what: str, *, patience_s: float = PATIENCE_S) -> None:
     """Wait for a condition."""
-    limit = time.monotonic() + PATIENCE_S
+    limit = time.monotonic() + patience_s
     while not true():
-        assert time.monotonic() < limit, f"not within {PATIENCE_S:g} s: {what}"
+        assert time.monotonic() < limit, f"not within {patience_s:g} s: {what}"
         time.sleep(0.005)
 
 

@@ -302,11 +302,11 @@ def test_a_heartbeat_carries_a_digest_of_32_digits_or_none(digest: object) -> No
 )
 def test_what_a_state_is_explained_with_is_bounded(groups: object) -> None:
     """So many digests of 16 digits each, and no other; as many as there may be are read."""
-    most = Prints(3, 4, Groups(("f" * 16,) * MAX_GROUPS))
+    most = Prints(3, 4, None, Groups(("f" * 16,) * MAX_GROUPS))
     line = wire.encode(Stamp(1, 2), most)[:-1]
     assert wire.decode(line)[1] == most
     said = json.loads(line)
-    said["body"][2] = groups
+    said["body"][3] = groups
     with pytest.raises(WireError, match="digests"):
         wire.decode(json.dumps(said).encode())
 

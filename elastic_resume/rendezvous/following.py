@@ -17,7 +17,6 @@ from elastic_resume.rendezvous.messages import (
     Hello,
     JobEnd,
     Message,
-    Prints,
     Propose,
     Ready,
     Redirect,
@@ -233,7 +232,7 @@ class Follower:
     def explained(self, told: Explained) -> None:
         """Tell the leader more of this node's state."""
         if self.broken_at is None:
-            self.body.send(self.link, Prints(told.generation, told.step, told.groups))
+            self.body.send(self.link, self.body.explain(told))
 
     def leave(self, reason: str) -> None:
         """Say goodbye."""

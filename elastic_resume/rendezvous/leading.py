@@ -368,7 +368,7 @@ class Leader:
 
     def explained(self, told: Explained) -> None:
         """Our own node tells more of its state."""
-        self.comparer.explained(self.body.me, told)
+        self.comparer.explained(self.body.me, self.body.explain(told), told.names)
 
     def leave(self, reason: str) -> None:
         """Say goodbye to all: they turn to another leader at once."""

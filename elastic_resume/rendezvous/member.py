@@ -234,8 +234,9 @@ class Member:
         self._fence.set(-math.inf)
         self._news.put(None)
         self._asked.put(None)
-        if self._teller.is_alive():
-            self._teller.join(LINGER_S)
+        for thread in (self._teller, self._comparing):
+            if thread is not None and thread.is_alive():
+                thread.join(LINGER_S)
 
     def _wait(self) -> None:
         # A signal's handler runs in between and may raise.

@@ -130,10 +130,15 @@ class Explain:
 
 @dataclass(frozen=True, slots=True)
 class Prints:
-    """The answer: digests of tensors in their order, none where this node no longer has that step."""
+    """The answer: digests of tensors in their order, none where this node no longer has that step.
+
+    With them goes what heartbeats may have had no room for; without both nobody could tell whether those that
+    explain their state and those that do not hold the same.
+    """
 
     generation: int
     step: int
+    digest: Digest | None
     groups: Groups
 
 
