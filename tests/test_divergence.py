@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_resume.policy.cadence import AUTO, LARGEST_SHARE, Every
 from elastic_resume.policy.divergence import (
     FIRST,
     LARGEST_GAP,
-    LARGEST_SHARE,
     MAX_GROUPS,
     Verdict,
     are_groups,
@@ -37,9 +37,13 @@ numbers = st.floats(0, 1e12) | st.just(math.nan) | st.just(math.inf)
     ("every", "cost_s", "step_s", "cores", "expected"),
     [
         ("off", 1.0, 1.0, 1, 0),
-        (7, 1.0, 1.0, 1, 7),
-        (1, 100.0, 1e-3, 1, 1),
-        ("auto", 0.0, 0.0, 1, 1),  # nothing measured: the first step is compared
+        ("7", 1.0, 1.0, 1, 7),
+        ("7", None, None, 1, 7),
+        ("1", 100.0, 1e-3, 1, 1),
+        ("auto", None, None, 1, 1),  # nothing measured: the first step is compared
+        ("auto", 1.0, None, 1, 1),
+        ("auto", None, 1.0, 1, 1),
+        ("auto", 0.0, 0.0, 1, 1),
         ("auto", 0.06, 0.0, 1, 1),
         ("auto", 0.001, 1.0, 1, 1),
         ("auto", 0.01, 1.0, 1, 1),  # one per cent to the point
@@ -52,10 +56,11 @@ numbers = st.floats(0, 1e12) | st.just(math.nan) | st.just(math.inf)
     ],
 )
 def test_a_gap_is_what_was_asked_for_or_fits_the_budget(
-    every: int | str, cost_s: float, step_s: float, cores: int, expected: int
+    every: str, cost_s: float | None, step_s: float | None, cores: int, expected: int
 ) -> None:
     """By hand: seconds of one core for each digest, seconds for each step."""
-    assert gap(every, cost_s=cost_s, step_s=step_s, cores=cores) == expected
+    setting = Every.parse(every, off=True)
+    assert gap(setting, cost_s=cost_s, step_s=step_s, cores=cores) == expected
 
 
 @given(numbers, numbers, st.integers(0, 512))
@@ -63,7 +68,7 @@ def test_auto_is_the_smallest_power_of_two_within_the_budget(
     cost_s: float, step_s: float, cores: int
 ) -> None:
     """Whatever was measured."""
-    found = gap("auto", cost_s=cost_s, step_s=step_s, cores=cores)
+    found = gap(AUTO, cost_s=cost_s, step_s=step_s, cores=cores)
     assert 1 <= found <= LARGEST_GAP
     assert found & (found - 1) == 0
     budget_s = LARGEST_SHARE * step_s * max(1, cores)

@@ -22,15 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
 
+from elastic_resume.policy.cadence import LARGEST_SHARE, Every
 from elastic_resume.policy.failures import plain
 
 STOP, RESUME = "stop", "resume-from-majority"
 """What ``--on-divergence`` may be."""
-AUTO, OFF = "auto", "off"
-"""What ``--check-replicas`` may be, besides a number of steps."""
-
-LARGEST_SHARE = 0.01
-"""Of the time, that digesting may take of the cores."""
 LARGEST_GAP = 1 << 30
 MAX_GROUPS = 4096
 """Digests with which a node explains its state: 64 kB. Beyond so many tensors, neighbours share one."""
@@ -53,29 +49,29 @@ _HEX = frozenset("0123456789abcdef")
 # ---- at which steps ------------------------------------------------------------------------------------
 
 
-def gap(every: int | str, *, cost_s: float, step_s: float, cores: int = 1) -> int:
+def gap(every: Every, *, cost_s: float | None, step_s: float | None, cores: float = 1.0) -> int:
     """Give the steps between two digests; 0: none are made.
 
     Args:
-        every: ``auto``, ``off`` or a number of steps.
-        cost_s: CPU seconds that one digest takes; 0 where none has been made.
-        step_s: seconds that a step takes; 0 where that is not known.
+        every: the setting. A number of steps is given back: it means its multiples.
+        cost_s: CPU seconds that one digest takes; None before one was made.
+        step_s: seconds that a step takes; None before one was measured.
         cores: that this node may use.
 
-    ``auto`` is the smallest power of two with which digesting takes at most 1 % of the cores' time. Before
-    anything is measured that is 1: nodes that begin unequal are found at their first step.
+    ``auto`` is the smallest power of two with which digesting takes at most `LARGEST_SHARE` of the cores'
+    time. Before anything is measured that is 1: nodes that begin unequal are found at their first step.
 
     """
-    if every == OFF:
+    if every.off:
         return 0
-    if every != AUTO:
-        return max(0, int(every))
-    if not (cost_s > 0 and step_s > 0):
+    if every.steps is not None:
+        return every.steps
+    if cost_s is None or step_s is None or not (cost_s > 0 and step_s > 0):
         return 1
-    wanted = cost_s / (LARGEST_SHARE * step_s * max(1, cores))
-    if not wanted < LARGEST_GAP:
+    budget_s = LARGEST_SHARE * step_s * max(1.0, cores)
+    if not cost_s < LARGEST_GAP * budget_s:
         return LARGEST_GAP
-    return 1 << max(0, math.ceil(wanted) - 1).bit_length()
+    return 1 << max(0, math.ceil(cost_s / budget_s) - 1).bit_length()
 
 
 def due(step: int, gap: int) -> bool:
