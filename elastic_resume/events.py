@@ -25,7 +25,7 @@ Kinds, who writes them, and their own fields::
     watch-failed     agent    error                 a fault of ours while hangs were looked for
     verdict          agent    generation, causes, cascade    how all nodes see its end (policy.failures)
     replicas-differ  agent    generation, step, agreed_step (the newest at which all were equal), nodes [those
-                              that hold the same, as lists, the longest first], wrong [node], tensors [the first],
+                              that hold the same, as lists, most first], wrong [node], tensors [the first],
                               differing (how many), goes_on (from the majority's state; else the job ends)
     agent-end        agent    outcome (done | failed | signalled | left), exit_code, message
     resume           rank 0   generation, step, epoch, world_size, previous_world_size (or null), nodes,
