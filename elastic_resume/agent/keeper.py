@@ -9,21 +9,47 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elastic_resume import contract
+from elastic_resume.agent.replicas import Replicas
 from elastic_resume.config import Settings
 from elastic_resume.errors import MachineError
+from elastic_resume.rendezvous.member import Member
+from elastic_resume.store.digests import Digester
 from elastic_resume.store.handing import Desk
 from elastic_resume.store.keeper import Keeper
 from elastic_resume.store.rack import Rack
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What keeps this node's snapshots, and what digests them for a comparison with other nodes'."""
+
+    keeper: Keeper
+    digester: Digester
+
+    def compare(self, member: Member, *, say: Callable[[str], None], tell: Callable[..., Any]) -> None:
+        """Compare this node's state with that of the others in ``member``'s rendezvous from now on."""
+        digester = self.digester
+        replicas = Replicas(
+            member,
+            names=digester.names,
+            prints=digester.prints,
+            distrust=self.keeper.distrust,
+            say=say,
+            tell=tell,
+        )
+        digester.tell = replicas.note
+        self.keeper.compare = digester.name
+
+
 @contextlib.contextmanager
 def kept(
     node_dir: Path, settings: Settings, *, say: Callable[[str], None], tell: Callable[..., Any]
-) -> Iterator[Keeper]:
+) -> Iterator[Kept]:
     """Keep this node's snapshots within the context; workers find the keeper in their environment.
 
     Args:
@@ -35,13 +61,15 @@ def kept(
     """
     rack = Rack(settings.snapshot_memory, say=say)
     keeper = Keeper(node_dir, settings.run_id, rack, say=say, tell=tell)
+    digester = Digester(rack)
     desk = Desk(keeper)
     os.environ[contract.ENV_KEEPER] = desk.name
     os.environ[contract.ENV_SLOTS] = rack.path
     keeper.start()
+    digester.start()
     desk.open()
     try:
-        yield keeper
+        yield Kept(keeper, digester)
     finally:
         os.environ.pop(contract.ENV_KEEPER, None)
         os.environ.pop(contract.ENV_SLOTS, None)
@@ -50,4 +78,5 @@ def kept(
         if keeper.problem:
             say(f"the newest step in memory is lost with this agent: {keeper.problem}")
         desk.close()
+        digester.close()
         keeper.close()

@@ -20,7 +20,7 @@ from pathlib import Path
 from elastic_resume import contract, events
 from elastic_resume.agent import elastic, impatience, preflight
 from elastic_resume.agent.fence import Fence
-from elastic_resume.agent.keeper import kept
+from elastic_resume.agent.keeper import Kept, kept
 from elastic_resume.agent.place import taken
 from elastic_resume.agent.pressure import Gauge
 from elastic_resume.agent.warm import Warmth
@@ -70,13 +70,15 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
         witness.say(f"job {settings.run_id}, checkpoints in {node_dir.path}")
         watch = watched(node_dir.path, config.nproc_per_node, patience, say=witness.say, tell=witness.note)
         with (
-            kept(node_dir.path, settings, say=witness.say, tell=witness.note) as keeper,
+            kept(node_dir.path, settings, say=witness.say, tell=witness.note) as snapshots,
             _warmth(launch, args, witness),
             watch as pause,
             impatience.heeded(witness.round_over, pause),
         ):
-            witness.between = keeper.commit_soon
-            outcome, code, message = _run(launch, witness, node_dir, fence)
+            witness.between = snapshots.keeper.commit_soon
+            terms = launch.terms and replace(launch.terms, on_divergence=settings.on_divergence)
+            job = replace(launch, terms=terms)
+            outcome, code, message = _run(job, witness, node_dir, fence, snapshots)
         if outcome in {"failed", "left"}:
             witness.explain_end(args.log_dir or "")
         log.write("agent-end", outcome=outcome, exit_code=code, message=message)
@@ -103,15 +105,19 @@ def _warmth(launch: elastic.Launch, args: argparse.Namespace, witness: Witness) 
         warmth.close()
 
 
-def _run(launch: elastic.Launch, witness: Witness, node_dir: NodeDir, fence: Fence) -> tuple[str, int, str]:
+def _run(
+    launch: elastic.Launch, witness: Witness, node_dir: NodeDir, fence: Fence, snapshots: Kept
+) -> tuple[str, int, str]:
     """Give outcome, exit code and message for people."""
     end = ""
     try:
         if launch.terms is None:
             fence.set(math.inf)  # there is no lease: a stock rendezvous never says who is lost
+            os.environ[contract.ENV_CHECK_REPLICAS] = "off"  # nor carries anything of ours
             elastic.launch(launch, witness, None)
         else:
             with taken(launch.terms, node_dir, fence, say=witness.say, tell=witness.told) as place:
+                snapshots.compare(place.member, say=witness.say, tell=witness.note)
                 try:
                     elastic.launch(launch, witness, place)
                 finally:

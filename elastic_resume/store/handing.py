@@ -11,6 +11,7 @@ whether the other is the same user. One connection serves one worker::
     enter floor trusted keep    -> the terms of this generation
     wanted mark                 -> that snapshot is to be committed
     commit mark                 -> {"path": ...} or {"error": ...}, when it is done
+    compare mark                -> that snapshot is to be compared with other nodes'
     discard index               -> what lies there counts no more
 
 Does not know what lies in slots.
@@ -107,6 +108,8 @@ class Desk:
             self._keeper.enter(_terms(request))
         elif ask == "wanted":
             self._keeper.wanted(_count(request, "mark", 1 << 64))
+        elif ask == "compare":
+            self._keeper.compare(_count(request, "mark", 1 << 64))
         elif ask == "discard":
             rack.discard(_count(request, "index", MAX_SLOTS - 1))
         else:

@@ -76,6 +76,7 @@ class Keeper:
 
         """
         self.rack = rack
+        self.compare: Callable[[int], object] = lambda _: None  # has a snapshot compared with other nodes'
         self._shelf = Shelf(node_dir, run_id, tell, disk)
         self._node_dir = node_dir
         self._say = say
@@ -129,6 +130,16 @@ class Keeper:
             raise MachineError(wish.error)
         return wish.path
 
+    def distrust(self, generation: int, step: int) -> None:
+        """Let no copy of that generation count that is of a later step, in memory or on disk.
+
+        Raises:
+            MachineError: the disk refuses.
+
+        """
+        self.rack.distrust(generation, step)
+        self._shelf.distrust(generation, step)
+
     def commit_soon(self) -> None:
         """Have the newest snapshot committed; wait for nothing. The workers that made it are gone."""
         with self._news:
@@ -147,7 +158,7 @@ class Keeper:
     # ---- the thread ------------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        _lower_priority()
+        lower_priority()
         while not self._closing:
             with self._news:
                 if not self._closing and not self._is_due():
@@ -263,7 +274,7 @@ def _now() -> float:
     return time.monotonic()
 
 
-def _lower_priority() -> None:
+def lower_priority() -> None:
     """Let this thread's work wait for others', on processors and disks."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError, psutil.Error):

@@ -22,6 +22,7 @@ from elastic_resume.store.slots import Control, Slot, SlotState
 class _Kept:
     descriptor: int
     slot: Slot
+    readers: int = 0
 
 
 class Rack:
@@ -81,15 +82,26 @@ class Rack:
         """Keep the lead from overwriting that slot meanwhile; None where it has been already."""
         with self._lock:
             kept = self._kept.get(state.index)
-            if kept is not None and kept.slot.serial == state.serial:
-                kept.slot.record.set("held", state.target)
-            else:
+            if kept is None or kept.slot.serial != state.serial:
                 kept = None
+            else:
+                kept.readers += 1
+                kept.slot.record.set("held", state.target)
         try:
             yield kept.slot if kept is not None and kept.slot.record.counts() == state.target else None
         finally:
             if kept is not None:
-                kept.slot.record.set("held", 0)
+                with self._lock:
+                    kept.readers -= 1
+                    if kept.readers == 0:
+                        kept.slot.record.set("held", 0)
+
+    def distrust(self, generation: int, step: int) -> None:
+        """Let no snapshot of that generation count that is of a later step."""
+        for state in self.control.states():
+            order = slots.order_of(state.target)
+            if order[0] == generation and order[1] > step:
+                self.discard(state.index)
 
     def discard(self, index: int) -> None:
         """Let what lies in that slot count no more."""

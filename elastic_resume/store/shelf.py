@@ -8,6 +8,7 @@ Does not know where the bytes come from.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class Shelf:
         self._catalog = Catalog(node_dir, run_id, disk)
         self._terms = Terms()
         self._trusted: set[tuple[int, int]] = set()
+        self._distrusted: dict[int, int] = {}  # generation -> the last step that is trusted
+        self._publishing = threading.Lock()
 
     def enter(self, terms: Terms) -> None:
         """Workers have resumed, on these terms."""
@@ -66,6 +69,25 @@ class Shelf:
     def holds(self, order: tuple[int, int]) -> bool:
         """Whether a copy of that (generation, step) is there that is known to be good."""
         return order in self._trusted and (self._node_dir / name_of(*order)).is_dir()
+
+    def believes(self, order: tuple[int, int]) -> bool:
+        """Whether nobody has found copies of that (generation, step) wrong."""
+        return order[1] <= self._distrusted.get(order[0], order[1])
+
+    def distrust(self, generation: int, step: int) -> None:
+        """Set aside this node's copies of that generation and of later steps; take no more of them.
+
+        Raises:
+            MachineError: the disk refuses.
+
+        """
+        with self._publishing:
+            self._distrusted[generation] = min(step, self._distrusted.get(generation, step))
+            for entry in self._catalog.entries():
+                if not self.believes(entry.order) and not entry.is_link:
+                    self._trusted.discard(entry.order)
+                    kept = self._catalog.quarantine(entry.path, "unlike those of most nodes")
+                    self._tell("quarantine", path=str(kept), reason="unlike those of most nodes")
 
     def put(
         self, manifest: Manifest, image: Iterable[memoryview], still: Callable[[], bool] = lambda: True
@@ -83,9 +105,10 @@ class Shelf:
                 for piece in image:
                     writer.write(piece)
                 failpoints.hit("keeper.written")
-                if not still():
-                    return None
-                path = writer.commit(manifest)
+                with self._publishing:
+                    if not still() or not self.believes(manifest.order):
+                        return None
+                    path = writer.commit(manifest)
         except MachineError as error:
             self._tell("commit-failed", **where, error=str(error))
             raise

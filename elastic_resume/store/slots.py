@@ -39,7 +39,7 @@ FAILED = 1  # a rank's mark where its copy failed; no snapshot has it
 _STEP_BITS = 40
 _MAX_GENERATION = 1 << 23
 _HEAD_WORDS = 16  # of the control block: see `_HEAD`
-_HEAD = ("decided", "next_step", "commits", "commit_us", "commit_cpu_us")
+_HEAD = ("decided", "next_step", "commits", "commit_us", "commit_cpu_us", "digest_cpu_us")
 _FIELDS = (
     "serial", "capacity", "target", "parts", "image_bytes", "static_at", "static_bytes", "dynamic_at",
     "dynamic_bytes", "layout", "arrived", "want", "held", "saved",

@@ -19,7 +19,7 @@ from typing import Any
 
 from elastic_resume import __version__, contract
 from elastic_resume.errors import MachineError
-from elastic_resume.policy import cadence
+from elastic_resume.policy import cadence, divergence
 from elastic_resume.policy.cadence import SaveCost
 from elastic_resume.policy.source import ResumePlan
 from elastic_resume.store.manifest import Manifest, Position
@@ -72,6 +72,8 @@ class Saver:
         self._save_stall_s: float | None = None
         self._taken = 0
         self._streamed: Put | None = None
+        # Nodes compare through their agents, and one node has nobody to compare with.
+        self._compares = contract.ENV_AGENT_PID in os.environ and len(place.lead_of) > 1
         if not place.leads:
             return
         # A process of its own keeps the shelf too; of ours only what is streamed goes there.
@@ -101,7 +103,8 @@ class Saver:
         control, step = self._memory.control, position.step
         self._measure()
         if not self._memory.lead:
-            if not epoch_over and step >= control.get("next_step"):
+            # The lead may have been here already, and have announced the one after.
+            if not epoch_over and (step >= control.get("next_step") or self.snapshots.is_begun(position)):
                 self.snapshots.take(position)
             return
         save = may_save and self._save_is_due(step)
@@ -111,11 +114,15 @@ class Saver:
         elif self._memory.slots == 1 or self._place.settings.snapshot_every.off:
             if save:
                 self._take(position, epoch_over=epoch_over, want=True, alone=True)
-        elif step >= control.get("next_step") or save or epoch_over:
-            # The others know of no other steps than those that were announced.
-            alone = epoch_over or step < control.get("next_step")
-            self._take(position, epoch_over=epoch_over, want=save, alone=alone)
-            control.set("next_step", step + 1 if epoch_over else self._next(step))
+        else:
+            compare = self._is_to_be_compared(step) and not epoch_over
+            if step >= control.get("next_step") or save or compare or epoch_over:
+                # The others know of no other steps than those that were announced.
+                alone = epoch_over or step < control.get("next_step")
+                self._take(position, epoch_over=epoch_over, want=save, alone=alone)
+                control.set("next_step", step + 1 if epoch_over else self._next(step))
+                if compare and self.snapshots.has(position):
+                    self._memory.tell("compare", mark=self.snapshots.taken)
         self._step_began = time.perf_counter()
 
     def save(self, position: Position, *, epoch_over: bool = False) -> Path | None:
@@ -184,6 +191,18 @@ class Saver:
             cost=cost,
             mtbf=self._mtbf,
         ) and not any(slot.wanted for slot in control.states())
+
+    def _is_to_be_compared(self, step: int) -> bool:
+        """Whether the other nodes tell of this step too; see `policy.divergence`."""
+        if not self._compares:
+            return False
+        digest_s = self._memory.control.get("digest_cpu_us") / 1e6 or None
+        if digest_s is not None and self._cost_s is not None:
+            digest_s += self._cost_s * self._cores  # of the snapshot, which may be made for it
+        gap = divergence.gap(
+            self._place.settings.check_replicas, cost_s=digest_s, step_s=self._step_s, cores=self._cores
+        )
+        return divergence.due(step, gap)
 
     def _next(self, step: int) -> int:
         """The step of the next snapshot."""

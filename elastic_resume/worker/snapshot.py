@@ -121,6 +121,10 @@ class Snapshots:
         """Whether the newest snapshot that was begun is of that step."""
         return self.taken == mark_of(self._generation, position.step, epoch_over=epoch_over)
 
+    def is_begun(self, position: Position) -> bool:
+        """Whether the lead has decided about a snapshot of that step."""
+        return self._memory.control.get("decided") == mark_of(self._generation, position.step)
+
     def wait(self) -> None:
         """Wait until this rank's share is in place; nothing to do where none is being copied.
 
@@ -290,7 +294,7 @@ class Snapshots:
         rank, slot = self._place.local_rank, task.slot
         try:
             slot = slot or self._find(task.mark)
-            if slot is not None:  # else the lead has decided otherwise
+            if slot is not None and rank < slot.record.get("parts"):  # else the lead has decided otherwise
                 self._copy_into(slot, task, job)
                 slot.record.mark(rank, task.mark)
                 failpoints.hit("snapshot.marked")

@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--step-delay", type=float, default=0.05)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--raise-at", default="", help="GENERATION:STEP:RANK")
+    parser.add_argument("--damage-at", default="", help="GENERATION:STEP:RANK: one weight becomes another")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -76,6 +77,9 @@ def main() -> None:
             loss = nn.functional.cross_entropy(ddp(pictures), labels) * run.loss_weight
             loss.backward()
             optimizer.step()
+            if args.damage_at == f"{run.generation}:{step}:{run.rank}":
+                with torch.no_grad():
+                    list(model.parameters())[-1][0] += 1e-3
             run.step()
         scheduler.step()
     flat = state.flatten({"model": model, "optimizer": optimizer})

@@ -1,0 +1,106 @@
+"""Digests of snapshots, tensor by tensor, so that nodes can compare what must be equal on all of them.
+
+A thread of low priority digests the snapshots that the lead names while they lie in their slots; one that is
+written over meanwhile is passed by. Only what training keeps equal counts: parameters and optimizer state.
+
+Promise: a digest that is told is of bytes that were whole and of that step. Does not know who compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from elastic_resume.errors import CheckpointError
+from elastic_resume.store import note
+from elastic_resume.store.keeper import lower_priority
+from elastic_resume.store.layout import Layout
+from elastic_resume.store.prints import prints_of
+from elastic_resume.store.rack import Rack
+from elastic_resume.store.slots import Slot, order_of
+
+REMEMBERED = (
+    16  # steps whose digests can still be asked for: nodes are not further apart than some heartbeats
+)
+WAIT_S = 1.0  # for the local ranks that still copy
+LOOK_S = 0.003
+
+
+class Digester:
+    """Digests what is named to it, from `start` to `close`."""
+
+    def __init__(self, rack: Rack) -> None:
+        # Gets generation, step and the digest of it all, 32 hexadecimal digits, in a thread.
+        self.tell: Callable[[int, int, str], None] = lambda *_: None
+        self._rack = rack
+        self._marks: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._known: OrderedDict[tuple[int, int], tuple[str, ...]] = OrderedDict()
+        self._names: tuple[str, ...] = ()
+        self._layout: tuple[int, Layout, tuple[str, ...]] | None = None  # by the number that stands for it
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._live, name="elastic-resume-digest", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def name(self, mark: int) -> None:
+        """Have that snapshot digested. From any thread."""
+        self._marks.put(mark)
+
+    def names(self) -> tuple[str, ...]:
+        """The tensors that are digested, in their order."""
+        return self._names
+
+    def prints(self, generation: int, step: int) -> tuple[str, ...] | None:
+        """What that step's state was, tensor by tensor (see `prints`); None where it is not known."""
+        with self._lock:
+            return self._known.get((generation, step))
+
+    def close(self) -> None:
+        """End it."""
+        self._marks.put(0)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _live(self) -> None:
+        lower_priority()
+        while (mark := self._marks.get()) != 0:
+            with contextlib.suppress(CheckpointError, ValueError):  # words that cannot be true: never counted
+                self._digest(mark)
+
+    def _digest(self, mark: int) -> None:
+        limit = time.monotonic() + WAIT_S
+        while time.monotonic() < limit:
+            state = next((one for one in self._rack.control.states() if one.target == mark), None)
+            if state is None:
+                return
+            if state.whole:
+                with self._rack.held(state) as slot:
+                    if slot is not None:
+                        self._digest_slot(slot, mark)
+                return
+            time.sleep(LOOK_S)
+
+    def _digest_slot(self, slot: Slot, mark: int) -> None:
+        used = time.thread_time()
+        image = slot.image()
+        number = slot.record.get("layout")
+        if self._layout is None or self._layout[0] != number:
+            follows = note.manifest_of(*slot.notes(), len(image)).follows_rank0
+            self._layout = (number, Layout.parse(image, len(image)), follows)
+        found = prints_of(image, *self._layout[1:], still=lambda: slot.record.counts() == mark)
+        if found is None or slot.record.counts() != mark:
+            return  # written over meanwhile
+        order = order_of(mark)
+        with self._lock:
+            self._names = found.names
+            self._known[order] = found.groups
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        self._rack.control.set("digest_cpu_us", int((time.thread_time() - used) * 1e6))
+        self.tell(*order, found.digest)

@@ -1,0 +1,45 @@
+"""A node whose weights are unlike the others' is found while it trains, named, and put right if wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.testing import Cluster
+from tests.test_end_to_end import SCRIPT, check_end
+
+pytestmark = pytest.mark.cluster
+
+FLAGS = ["--snapshot-every", "1", "--check-replicas", "4", "--save-every", "3"]
+
+
+def start(cluster: Cluster, directory: Path) -> Path:
+    """Start a job in which rank 1 computes a wrong weight in step 7."""
+    kept = directory / "diary"
+    cluster.start(SCRIPT, "--diary", str(kept), "--step-delay", "0.1", "--damage-at", "1:7:1")
+    return kept
+
+
+def test_a_node_that_differs_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    """By step, node and tensor; all nodes say so and exit with 1."""
+    with Cluster(tmp_path, nodes=3, flags=FLAGS) as cluster:
+        start(cluster, tmp_path)
+        assert cluster.wait_exit() == [1, 1, 1]
+        found = cluster.events("replicas-differ")[0]
+        assert (found["step"], found["agreed_step"], found["wrong"]) == (8, 4, ["n1"])
+        assert "model/4.bias" in found["tensors"]
+        for index in range(3):
+            assert "replicas differ at step 8: node n1 is not as nodes n0 and n2" in cluster.output(index)
+
+
+def test_the_majoritys_state_is_taken_where_that_is_wanted(tmp_path: Path) -> None:
+    """The wrong node's later copies are set aside, and training ends with equal weights on all nodes."""
+    with Cluster(tmp_path, nodes=3, flags=[*FLAGS, "--on-divergence", "resume-from-majority"]) as cluster:
+        kept = start(cluster, tmp_path)
+        assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+        resumed = next(event for event in cluster.events("resume") if event["generation"] == 2)
+        assert resumed["source_node"] in {"n0", "n2"}
+        assert resumed["lacking"] == ["n1"]
+        assert not cluster.events_of(1, "replicas-differ")[1:]
+        check_end(kept, world_size=3)
