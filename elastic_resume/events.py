@@ -29,7 +29,8 @@ Kinds, who writes them, and their own fields::
                               differing (how many), goes_on (from the majority's state; else the job ends)
     agent-end        agent    outcome (done | failed | signalled | left), exit_code, message
     resume           rank 0   generation, step, epoch, world_size, previous_world_size (or null), nodes,
-                              kind (cold | checkpoint), source_node, source_generation, lacking,
+                              kind (cold | checkpoint), source_node, source_tier (memory | disk | ""),
+                              source_generation, lacking,
                               rejected [{node, generation, step, reason}], lost_steps, seconds
     worker-start     worker   generation, rank, local_rank, world_size, step     state loaded, training starts
     step             worker   generation, rank, step, epoch    at a bounded rate; always the first one

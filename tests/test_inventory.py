@@ -29,6 +29,7 @@ from elastic_resume.store.checkpoint import name_of
 from elastic_resume.store.life import LIFE_FILE
 from elastic_resume.worker import resume
 from elastic_resume.worker.inventory import from_json, take_stock, to_json
+from elastic_resume.worker.loading import Attempt
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.world import World
 from tests import ranks
@@ -225,8 +226,8 @@ def test_only_proven_damage_is_moved_when_a_copy_fails_to_load(
 
     place, stock = place_at(node), [stock_of(node)]
     plan = source.choose(stock, "auto")
-    monkeypatch.setattr(checkpoint, "map_image", fail)
-    _, failures = resume._read_held(place, plan)
+    monkeypatch.setattr(checkpoint, "map_unverified", fail)
+    failures = resume._attempt(place, Attempt(place, plan), {})
     again = source.choose(resume._set_aside(place, plan, stock, failures), "auto")
     assert (again.step, len(again.rejected)) == (1, 1)
     assert "as told" in again.rejected[0].reason
@@ -238,7 +239,7 @@ def test_a_flipped_bit_is_found_before_anything_is_loaded(node: Path) -> None:
     flip(node / name_of(1, 2) / contract.STATE_FILE, -1)
     place, stock = place_at(node), [stock_of(node)]
     plan = source.choose(stock, "auto")
-    _, failures = resume._read_held(place, plan)
+    failures = resume._attempt(place, Attempt(place, plan), {})
     assert failures["a"][0] == CorruptError.kind
     resume._set_aside(place, plan, stock, failures)
     assert not (node / name_of(1, 2)).exists()
@@ -250,7 +251,7 @@ def test_a_copy_that_turns_out_to_be_of_a_newer_format_stops_the_job(node: Path)
     plan = source.choose(stock, "auto")
     (node / name_of(1, 2) / contract.MANIFEST_FILE).write_text(NEWER)
     place = place_at(node)
-    _, failures = resume._read_held(place, plan)
+    failures = resume._attempt(place, Attempt(place, plan), {})
     assert failures["a"][0] == NewerFormatError.kind
     with pytest.raises(NoValidCheckpointError, match="Upgrade"):
         source.choose(resume._set_aside(place, plan, stock, failures), "auto")

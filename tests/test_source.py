@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.errors import NoValidCheckpointError
-from elastic_resume.policy.source import Copy, Inventory, Rejected, choose, without
+from elastic_resume.policy.source import (
+    DISK,
+    MEMORY,
+    Copy,
+    Inventory,
+    Rejected,
+    ResumePlan,
+    choose,
+    streams,
+    without,
+)
 
 
 def node(name: str, rank: int, *copies: tuple[int, int], generation: int = 0, **more: object) -> Inventory:
@@ -287,3 +297,89 @@ def test_a_valid_copy_of_a_newer_format_never_leads_to_less(
     assert all(order[0] <= plan.floor or order < plan.order for order in newer)
     assert plan.floor == -1 or mode not in {"auto", "must"}
     assert plan.generation > max(plan.floor, plan.source_generation)
+
+
+# ---- tiers, and who sends to whom ------------------------------------------------------------------------
+
+
+def test_of_one_nodes_equal_copies_the_one_in_memory_is_read_and_a_newer_one_on_disk_wins() -> None:
+    """The tier decides between equals only."""
+    both = Inventory("a", 0, (Copy("a", 1, 5, 0), Copy("a", 1, 5, 0, MEMORY)))
+    assert choose([both], "auto").source_tier == MEMORY
+    newer = Inventory("a", 0, (Copy("a", 1, 6, 0), Copy("a", 1, 5, 0, MEMORY)))
+    assert (choose([newer], "auto").source_tier, choose([newer], "auto").step) == (DISK, 6)
+
+
+def test_the_copy_in_memory_that_fails_leaves_the_one_on_disk() -> None:
+    """They are two copies: one that turns out bad says nothing of the other."""
+    snapshot = Copy("a", 1, 5, 0, MEMORY)
+    both = Inventory("a", 0, (Copy("a", 1, 5, 0), snapshot))
+    plan = choose([without(both, snapshot, "x", "bad")], "auto")
+    assert (plan.source_tier, plan.step, len(plan.rejected)) == (DISK, 5, 1)
+
+
+def test_rank_zeros_values_are_the_jobs_also_where_a_later_rank_has_them_in_memory() -> None:
+    """The source is the lowest writer; among copies of one writer, the one in memory."""
+    disk, memory = Inventory("a", 0, (Copy("a", 1, 5, 0),)), Inventory("b", 1, (Copy("b", 1, 5, 1, MEMORY),))
+    assert choose([disk, memory], "auto").source_node == "a"
+    same = Inventory("b", 1, (Copy("b", 1, 5, 0, MEMORY),))
+    assert choose([disk, same], "auto").source_node == "b"
+
+
+def test_the_copy_made_when_all_of_an_epoch_was_done_is_newer_than_that_of_its_last_step() -> None:
+    """Of one step both may exist; nodes that hold the older one lack the newer."""
+    last, done = Copy("a", 1, 5, 0, MEMORY, epoch=0), Copy("b", 1, 5, 1, MEMORY, epoch=1)
+    plan = choose([Inventory("a", 0, (last,)), Inventory("b", 1, (done,))], "auto")
+    assert (plan.source_node, plan.lacking) == ("b", ("a",))
+
+
+def held(memory: int, disk: int, lacking: int) -> ResumePlan:
+    """A plan with so many nodes of each kind; those with disks have the lowest ranks."""
+    nodes = [Inventory(f"d{i}", i, (Copy(f"d{i}", 1, 5, i),)) for i in range(disk)]
+    nodes += [Inventory(f"m{i}", 50 + i, (Copy(f"m{i}", 1, 5, 50 + i, MEMORY),)) for i in range(memory)]
+    nodes += [Inventory(f"x{i}", 90 + i) for i in range(lacking)]
+    return choose(nodes, "auto")
+
+
+@pytest.mark.parametrize(
+    ("memory", "disk", "lacking", "expected"),
+    [
+        (1, 0, 0, []),
+        (1, 0, 2, [("m0", 2)]),  # one broadcast for both
+        (2, 0, 1, [("m0", 1)]),
+        (2, 0, 2, [("m0", 1), ("m1", 1)]),
+        (1, 2, 1, [("m0", 1)]),  # memory before disk
+        (1, 2, 2, [("m0", 1), ("d0", 1)]),
+        (3, 0, 4, [("m0", 2), ("m1", 2)]),  # a third would not make it faster: somebody has two all the same
+        (9, 0, 4, [("m0", 1), ("m1", 1), ("m2", 1), ("m3", 1)]),
+        (0, 2, 3, [("d0", 3)]),  # two and three receivers take the same two rounds
+    ],
+)
+def test_lacking_nodes_are_spread_over_holders_as_far_as_that_is_faster(
+    memory: int, disk: int, lacking: int, expected: list[tuple[str, int]]
+) -> None:
+    """By the rounds of a broadcast along a tree."""
+    told = streams(held(memory, disk, lacking))
+    assert [(stream.source, len(stream.receivers)) for stream in told] == expected
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 40))
+def test_streams_serve_each_lacking_node_once_and_share_no_node(memory: int, disk: int, lacking: int) -> None:
+    """Whatever the numbers; no holder receives, and no single source would be faster."""
+    if memory + disk == 0:
+        return
+    plan = held(memory, disk, lacking)
+    told = streams(plan)
+    assert sorted(node for stream in told for node in stream.receivers) == sorted(plan.lacking)
+    assert len({stream.source for stream in told}) == len(told)
+    assert {stream.source for stream in told} <= {node for node, _ in plan.holders}
+    rounds = [len(stream.receivers).bit_length() for stream in told]
+    assert max(rounds, default=0) <= len(plan.lacking).bit_length()
+    if told:
+        tiers = {node: copy.tier for node, copy in plan.holders}
+        assert tiers[told[0].source] == (MEMORY if memory else DISK)
+
+
+def test_a_cold_start_sends_nothing() -> None:
+    """There is no copy."""
+    assert streams(choose([node("a", 0), node("b", 1)], "auto")) == ()

@@ -200,7 +200,10 @@ def test_a_resumed_generation_leaves_models_and_hooks_as_they_are(tmp_path: Path
 
 
 def test_a_receiver_whose_disk_refuses_ends_the_start_for_all_at_once(tmp_path: Path) -> None:
-    """The source and the other receivers are in the same broadcasts: nobody may be left waiting in one."""
+    """The source and the other receivers are in the same broadcasts: nobody may be left waiting in one.
+
+    With a slot to receive into the disk would cost only a checkpoint.
+    """
     probe(tmp_path, "plain", size=3)
     shutil.rmtree(tmp_path / "probe" / "n1")
     shutil.rmtree(tmp_path / "probe" / "n2")
@@ -208,7 +211,10 @@ def test_a_receiver_whose_disk_refuses_ends_the_start_for_all_at_once(tmp_path: 
         {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": f"n{rank}"}
         for rank in range(3)
     ]
-    each[1]["ELASTIC_RESUME_FAILPOINTS"] = "commit.before-data=raise"
+    each[1] |= {
+        "ELASTIC_RESUME_FAILPOINTS": "commit.before-data=raise",
+        "ELASTIC_RESUME_SNAPSHOT_MEMORY": "off",
+    }
     for done in ranks.run(3, PROBE, "plain", "9", env=each, timeout_s=60):
         assert done.returncode == 1
         assert "failpoint commit.before-data" in done.stderr

@@ -6,24 +6,37 @@ never by step alone, or a stale higher step of an abandoned lineage would win.
 
 A copy that cannot be loaded is passed over, aloud, for an older one. Not so the copy of a newer format: it is
 valid, and going back behind it would throw steps away that an upgrade brings back.
+
+A copy lies in one of two tiers, a node's memory or a disk. The order of copies does not ask which; only a
+node that has the same copy in both takes the one in memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_resume.errors import NoValidCheckpointError
 
+MEMORY, DISK = "memory", "disk"
+
 
 @dataclass(frozen=True)
 class Copy:
-    """A checkpoint that a node can read. ``home`` is the node in whose directory it lies."""
+    """A checkpoint that a node can read, or a snapshot in its memory.
+
+    ``home`` is the node in whose directory or memory it lies, ``nbytes`` the size of its image. ``epoch``
+    tells two copies of one step apart: made with an epoch's last step, and when all else of it was done.
+    """
 
     home: str
     generation: int
     step: int
     writer_rank: int
+    tier: str = DISK
+    nbytes: int = 0
+    epoch: int = 0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -105,6 +118,45 @@ class ResumePlan:
         """The copy that ``node`` reads, or None when it lacks one."""
         return dict(self.holders).get(node)
 
+    @property
+    def source_tier(self) -> str:
+        """Whether the source holds the copy in "memory" or on "disk"; "" of a cold start."""
+        copy = self.copy_of(self.source_node)
+        return copy.tier if copy else ""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the image that everybody loads."""
+        copy = self.copy_of(self.source_node)
+        return copy.nbytes if copy else 0
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One broadcast of the image: from a node that holds it to nodes that do not."""
+
+    source: str
+    receivers: tuple[str, ...]
+
+
+def streams(plan: ResumePlan) -> tuple[Stream, ...]:
+    """Who sends the image to whom; streams share no node, and all run at the same time.
+
+    A broadcast to m receivers goes along a binomial tree (gloo's, as MPI's): the source's link carries the
+    image once for every child that it has, as many as m has binary digits: 1 for one receiver, 2 for two or
+    three, 3 for four to seven. So long does a transfer take, in units of the image over one link. Spread over
+    s sources it is the digits of m/s: two holders serve two lacking nodes in half the time that one takes.
+    Of numbers of streams that are equally fast the smallest is taken, since sending costs the source's node
+    some time too. Memory sends before a disk does, which is slower than most links.
+    """
+    if not plan.lacking or plan.kind == "cold":
+        return ()
+    holders = sorted(plan.holders, key=lambda held: (held[1].tier != MEMORY, held[0] != plan.source_node))
+    most = min(len(holders), len(plan.lacking))
+    longest = [math.ceil(len(plan.lacking) / count) for count in range(1, most + 1)]
+    count = 1 + min(range(most), key=lambda i: longest[i].bit_length())
+    return tuple(Stream(holders[i][0], plan.lacking[i::count]) for i in range(count))
+
 
 def choose(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
     """Pick the newest copy that some node holds.
@@ -143,23 +195,32 @@ def _given(inventory: Inventory) -> tuple[Copy, ...]:
 
 
 def _newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequence[Copy]]) -> ResumePlan:
-    newest = max(copy.order for copies in readable.values() for copy in copies)
+    newest = max((copy.order, copy.epoch) for copies in readable.values() for copy in copies)
     held: dict[str, Copy] = {}
     for node in nodes:
-        same = [copy for copy in readable.get(node.node, ()) if copy.order == newest]
+        same = [copy for copy in readable.get(node.node, ()) if (copy.order, copy.epoch) == newest]
         if same:
-            held[node.node] = min(same, key=lambda c: (c.home != node.node, c.writer_rank, c.home))
-    # Where replicas may differ (BatchNorm's buffers) rank 0's are the job's, as in DDP itself.
-    source = min((n for n in nodes if n.node in held), key=lambda n: (held[n.node].writer_rank, n.lead_rank))
+            held[node.node] = min(same, key=lambda c: _nearness(c, node.node))
+    # Where replicas may differ (BatchNorm's buffers) rank 0's are the job's, as in DDP itself. Two copies of
+    # one writer are the same bytes: then the faster tier's.
+    source = min(
+        (n for n in nodes if n.node in held),
+        key=lambda n: (held[n.node].writer_rank, held[n.node].tier != MEMORY, n.lead_rank),
+    )
     return ResumePlan(
         "checkpoint",
-        step=newest[1],
+        step=newest[0][1],
         source_node=source.node,
         source_rank=source.lead_rank,
-        source_generation=newest[0],
+        source_generation=newest[0][0],
         holders=tuple(held.items()),
         lacking=tuple(node.node for node in nodes if node.node not in held),
     )
+
+
+def _nearness(copy: Copy, node: str) -> tuple[bool, bool, int, str]:
+    """Which of several equal copies ``node`` reads: its own before another's, memory before disk."""
+    return (copy.home != node, copy.tier != MEMORY, copy.writer_rank, copy.home)
 
 
 def _cold(nodes: Sequence[Inventory], mode: str) -> ResumePlan:

@@ -17,7 +17,8 @@ import errno
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -38,10 +39,18 @@ from elastic_resume.store.durable import DISK, Disk, machine, temporary_name
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import BLOCK_BYTES, MAX_MANIFEST_BYTES, Manifest
 from elastic_resume.store.quarantine import quarantine
-from elastic_resume.store.reading import fill, located, open_regular, read_small
+from elastic_resume.store.reading import (
+    fill,
+    fill_large,
+    located,
+    open_past_cache,
+    open_regular,
+    read_small,
+)
 
 _NAME = re.compile(r"g(\d{6,16})-s(\d{10,16})")
 _MAX_COUNT = 1 << 53  # as in the manifest: no checkpoint of ours has a greater generation or step
+_READERS = 2  # one digests while the other waits for the device
 _POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, which Python's mmap does not name
 
 
@@ -233,18 +242,44 @@ def deep_check(path: Path, run_id: str | None) -> Manifest:
     return manifest
 
 
-def read_image(path: Path, manifest: Manifest, into: memoryview | None = None) -> memoryview:
+def _nobody(_: int) -> None:
+    pass
+
+
+def read_image(
+    path: Path,
+    manifest: Manifest,
+    into: memoryview | None = None,
+    arrived: Callable[[int], object] = _nobody,
+) -> memoryview:
     """Read the whole image into ``into`` (of exactly its size) or into fresh memory; every byte is verified.
 
-    One pass: each block is digested while it is still in the processor's cache. Raises CorruptError naming
-    the byte range and the tensors in it; ``into`` then holds bytes that must not be used.
+    Each block is digested while it is still in the processor's cache; then ``arrived`` hears how many bytes
+    of the image's beginning may be used. Raises CorruptError naming the byte range and the tensors in it;
+    ``into`` then holds bytes that must not be used.
     """
     image = fresh_memory(manifest.file_bytes) if into is None else into.cast("B")
     if len(image) != manifest.file_bytes:
         raise ValueError(f"a buffer of {len(image)} bytes for an image of {manifest.file_bytes}")
-    with located(path), _open_image(path, manifest) as descriptor:
-        for index in range(len(manifest.blocks)):
-            _read_block(descriptor, manifest, index, _block_of(image, manifest, index))
+    with (
+        located(path),
+        _open_image(path, manifest) as descriptor,
+        open_past_cache(path / contract.STATE_FILE) as past_cache,
+        ThreadPoolExecutor(_READERS, "elastic-resume-read") as readers,
+    ):
+
+        def read(index: int) -> int:
+            block = _block_of(image, manifest, index)
+            fill_large(descriptor, past_cache, index * manifest.block_bytes, block)
+            _verify_block(descriptor, manifest, index, block)
+            return index * manifest.block_bytes + len(block)
+
+        try:
+            for end in readers.map(read, range(len(manifest.blocks))):
+                arrived(end)
+        except BaseException:
+            readers.shutdown(cancel_futures=True)
+            raise
         Layout.parse(image, manifest.file_bytes)
     return image
 
@@ -257,17 +292,32 @@ def map_image(path: Path, manifest: Manifest) -> memoryview:
     Writes to it stay private, and pruning the checkpoint does no harm. A page that memory pressure takes
     meanwhile is read again unverified: do not keep it; `read_image` is for what stays.
     """
+    mapping = map_unverified(path, manifest)
+    verify_mapping(path, manifest, mapping)
+    return memoryview(mapping)
+
+
+def map_unverified(path: Path, manifest: Manifest) -> mmap.mmap:
+    """Map the image: the first half of `map_image`, for who looks at bytes after they have `arrived`."""
     with located(path), _open_image(path, manifest) as descriptor:
         if manifest.file_bytes == 0:
             raise TornError(f"{contract.STATE_FILE} is empty.")
-        mapping = mmap.mmap(descriptor, manifest.file_bytes, flags=mmap.MAP_PRIVATE)
-        image = memoryview(mapping)
+        return mmap.mmap(descriptor, manifest.file_bytes, flags=mmap.MAP_PRIVATE)
+
+
+def verify_mapping(
+    path: Path, manifest: Manifest, mapping: mmap.mmap, arrived: Callable[[int], object] = _nobody
+) -> None:
+    """Read what is mapped and verify it block by block; ``arrived`` as in `read_image`."""
+    image = memoryview(mapping)
+    with located(path), _open_image(path, manifest) as descriptor:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         for index in range(len(manifest.blocks)):
             _fault_in(mapping, index * manifest.block_bytes, manifest.block_bytes)
-            _verify_block(descriptor, manifest, index, _block_of(image, manifest, index))
+            block = _block_of(image, manifest, index)
+            _verify_block(descriptor, manifest, index, block)
+            arrived(index * manifest.block_bytes + len(block))
         Layout.parse(image, manifest.file_bytes)
-    return image
 
 
 def blocks(path: Path, manifest: Manifest, buffer: memoryview) -> Iterator[memoryview]:

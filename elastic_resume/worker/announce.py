@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic_resume.policy.source import DISK
 from elastic_resume.store.manifest import Position
 from elastic_resume.worker.resume import Resumed
 
@@ -20,6 +21,7 @@ def as_event(resumed: Resumed, position: Position, world_size: int) -> dict[str,
         "nodes": list(resumed.nodes),
         "kind": plan.kind,
         "source_node": plan.source_node,
+        "source_tier": plan.source_tier,
         "source_generation": plan.source_generation,
         "lacking": list(plan.lacking),
         "rejected": [
@@ -39,8 +41,9 @@ def as_text(resumed: Resumed, position: Position, world_size: int, data_tracked:
     what = "no checkpoint found, starting fresh"
     if plan.kind == "checkpoint":
         sent = f", sent to {', '.join(plan.lacking)}" if plan.lacking else ""
+        where = "checkpoint" if plan.source_tier == DISK else "snapshot in memory"
         what = (
-            f"resumed at step {position.step} (epoch {position.epoch}) from {plan.source_node}'s checkpoint "
+            f"resumed at step {position.step} (epoch {position.epoch}) from {plan.source_node}'s {where} "
             f"of generation {plan.source_generation}{sent}"
         )
     lost = "no step lost" if plan.lost_steps == 0 else f"{plan.lost_steps} steps are run again"

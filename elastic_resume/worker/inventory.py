@@ -11,11 +11,12 @@ from typing import Any
 import psutil
 
 from elastic_resume import contract
-from elastic_resume.errors import CheckpointError, ElasticResumeError, RecordError
-from elastic_resume.policy.source import Copy, Inventory, Rejected
+from elastic_resume.errors import CheckpointError, ElasticResumeError, ForeignError, RecordError
+from elastic_resume.policy.source import DISK, MEMORY, Copy, Inventory, Rejected
 from elastic_resume.store import checkpoint, committed, life
 from elastic_resume.store.board import Board
 from elastic_resume.store.catalog import Entry, scan_run
+from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.quarantine import quarantined, reason_of
 from elastic_resume.worker.place import Place
 
@@ -23,7 +24,7 @@ LISTED_COPIES = 64  # of one directory, newest first: older ones would be taken 
 
 
 def take_stock(place: Place, board: Board, generation: int) -> Inventory:
-    """List what this node could resume from; quarantine what of its own is proven bad.
+    """List what this node could resume from, in memory and on disk; quarantine what is proven bad.
 
     That is a copy which lacks a file, is cut off or does not say what it must. One that could not be read
     now, is of a newer format or is not this job's stays where it is.
@@ -39,13 +40,14 @@ def take_stock(place: Place, board: Board, generation: int) -> Inventory:
     if place.world.rank == 0:
         homes = scan_run(place.run_dir, place.settings.run_id) | homes
     copies = [
-        Copy(home, entry.generation, entry.step, entry.manifest.rank)
+        _copy_of(home, entry.manifest)
         for home, entries in homes.items()
         for entry in entries[:LISTED_COPIES]
         if entry.manifest is not None and entry.problem is None
     ]
     rejected = [reason for home, entries in homes.items() for reason in _rejected(place, home, entries)]
     given, problem = _given(place)
+    snapshots, refused = _snapshots(place)
     floor, began = 0, False
     if place.settings.resume not in {"auto", "must"}:
         floor, began = life.floor_of(place.node_dir, supervisor(), generation)
@@ -53,8 +55,8 @@ def take_stock(place: Place, board: Board, generation: int) -> Inventory:
     return Inventory(
         node=place.node,
         lead_rank=place.world.rank,
-        copies=tuple(copies),
-        rejected=tuple(rejected + problem),
+        copies=tuple(snapshots + copies),
+        rejected=tuple(refused + rejected + problem),
         # The world's generation is one more than the greatest that anybody knew; the agents may have counted
         # further than checkpoints tell, when worlds ended before their first step.
         generation=max(generation, _assigned() - 1),
@@ -144,4 +146,27 @@ def _given(place: Place) -> tuple[Copy | None, list[Rejected]]:
         manifest = checkpoint.quick_check(Path(path), None)
     except CheckpointError as error:
         return None, [Rejected(place.node, path, str(error), kind=error.kind)]
-    return Copy("", manifest.generation, manifest.step, manifest.rank), []
+    return _copy_of("", manifest), []
+
+
+def _snapshots(place: Place) -> tuple[list[Copy], list[Rejected]]:
+    """The newest snapshot in this node's memory."""
+    try:
+        held = place.memory.newest() if place.memory is not None else None
+        if held is not None and held.manifest.run_id != place.settings.run_id:
+            raise ForeignError(f"belongs to the run {held.manifest.run_id!r}.")
+    except CheckpointError as error:
+        return [], [Rejected(place.node, "memory", str(error), kind=error.kind)]
+    return [_copy_of(place.node, held.manifest, MEMORY)] if held is not None else [], []
+
+
+def _copy_of(home: str, manifest: Manifest, tier: str = DISK) -> Copy:
+    return Copy(
+        home,
+        manifest.generation,
+        manifest.step,
+        manifest.rank,
+        tier,
+        manifest.file_bytes,
+        manifest.position.epoch,
+    )

@@ -158,7 +158,7 @@ class Memory:
     def room(self, image_bytes: int, manifest: Manifest) -> Slot | None:
         """A slot into which an image with that manifest can be filled; None: there is none to spare."""
         needed = slots.room_for(image_bytes, *map(len, _notes(manifest)))
-        if self.reserve(needed) == 0:
+        if self.reserve(needed, guessed=True) == 0:
             return None
         # An older snapshot stays where it is the only one: the source may die while it sends.
         chosen = slots.choose([state for state in self.control.states() if state.capacity >= needed])
@@ -169,14 +169,20 @@ class Memory:
         for name in ("target", "layout", "arrived"):
             slot.record.set(name, 0)
 
-    def finish_fill(self, slot: Slot, manifest: Manifest) -> None:
-        """The image in ``slot`` is whole and verified: it counts as this node's snapshot from now on."""
+    def finish_fill(self, slot: Slot, manifest: Manifest, *, on_disk: bool) -> None:
+        """The image in ``slot`` is whole and verified: it counts as this node's snapshot from now on.
+
+        Where the node's disk has no such copy (``on_disk`` says), the keeper commits it.
+        """
         mark = slots.mark_of(*manifest.order)
         static, dynamic = _notes(manifest)
         slot.describe(b"", manifest.file_bytes, static, dynamic, secrets.randbits(63) | 1)
         slot.record.set("parts", 1)
         slot.record.mark(0, mark)
+        slot.record.set("saved" if on_disk else "want", mark)
         slot.record.set("target", mark)
+        if not on_disk:
+            self._line.tell("wanted", mark=mark)
 
     def close(self) -> None:
         """End the connection; what is mapped stays."""

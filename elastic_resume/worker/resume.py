@@ -1,48 +1,36 @@
 """The start of a generation: every rank ends with the same state, the newest that anybody holds.
 
 All ranks run the same steps; what is decided is a pure function of what all have seen
-(`policy/source.py`). Holders read and verify their own copy before anything is loaded; a copy that fails
-is set aside and the plan is made again without it; those who lack the copy receive it from one rank.
-Nothing is loaded before every rank has verified bytes in memory, and an error on one rank is raised on all.
+(`policy/source.py`). Then all load what is being read, sent and verified at the same time (`loading.py`); a
+copy that fails is set aside and the plan is made again without it. Nothing trains before a plan has gone
+through on all ranks, and an error on one rank is raised on all.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 from torch.optim import Optimizer
 
 from elastic_resume import failpoints
-from elastic_resume.errors import (
-    CheckpointError,
-    CorruptError,
-    DivergenceError,
-    MismatchError,
-    TornError,
-    UnreadableError,
-)
+from elastic_resume.errors import DivergenceError, MismatchError
 from elastic_resume.policy import source
-from elastic_resume.policy.source import Copy, Inventory, ResumePlan
+from elastic_resume.policy.source import MEMORY, Inventory, ResumePlan
 from elastic_resume.store import checkpoint, life
 from elastic_resume.store.board import Board
-from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.worker import inventory, state, transfer
-from elastic_resume.worker.image import Image, memory_of
+from elastic_resume.worker import inventory, state
+from elastic_resume.worker.loading import PROVEN_BAD, Attempt, Failures
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.state import BUFFER, REPLICATED, FlatState, Leaf
 
 DATA = "data"
 PARAMETERS = "elastic_resume.parameters"
-Failures = Mapping[str, tuple[str, str]]  # node -> kind of CheckpointError and reason
-_PROVEN_BAD = {TornError.kind, CorruptError.kind}
-_BATCH_BYTES = 64 * 1024 * 1024  # of small tensors sent in one broadcast
 
 
 @dataclass(frozen=True)
@@ -54,6 +42,12 @@ class Resumed:
     flat: FlatState
     nodes: tuple[str, ...]
     seconds: float
+    on_disk: bool = False  # on a lead: whether its node's own disk holds it, every byte verified
+
+    @property
+    def saved_step(self) -> int:
+        """The newest step that is on this node's disk, or needs not be (0); -1 where it is not."""
+        return self.plan.step if self.manifest is None or self.on_disk else -1
 
 
 def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, Any]) -> Resumed:
@@ -80,21 +74,21 @@ def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, 
         plan = source.choose(stock, place.settings.resume)
         if plan.kind == "cold":
             _equalise(place, flat)
-            manifest = None
+            manifest, on_disk = None, False
             break
-        image, failures = _read_held(place, plan)
+        attempt = Attempt(place, plan)
+        failures = _attempt(place, attempt, tracked)
         if failures:
             stock = _set_aside(place, plan, stock, failures)
             continue
-        manifest = _share_manifest(place, plan)
-        image = _send_to_lacking(place, plan, manifest, image)
-        _load(place, plan, manifest, image, tracked)
+        manifest, on_disk = attempt.manifest, attempt.on_disk
         flat = place.together(lambda: state.flatten(tracked))
         _require_equal(place, flat)
+        attempt.keep()
         break
     failpoints.hit("resume.loaded")
     place.together(lambda: _enter(place, node_dir, plan))
-    return Resumed(plan, manifest, flat, tuple(place.lead_of), time.monotonic() - began)
+    return Resumed(plan, manifest, flat, tuple(place.lead_of), time.monotonic() - began, on_disk)
 
 
 def _make_room(place: Place, node_dir: NodeDir, flat: FlatState, tracked: Mapping[str, Any]) -> None:
@@ -141,42 +135,18 @@ def _enter(place: Place, node_dir: NodeDir, plan: ResumePlan) -> None:
             life.note(place.node_dir, inventory.supervisor(), plan.floor)
 
 
-# ---- from a checkpoint -------------------------------------------------------------------------------
+# ---- from a copy -------------------------------------------------------------------------------------
 
 
-def _read_held(place: Place, plan: ResumePlan) -> tuple[Image | None, Failures]:
-    """Read this rank's copy, if its node holds one; give it with the failures of all."""
-    copy, image, problem = plan.copy_of(place.node), None, None
-    if copy is not None:
-        try:
-            image = _read(place, copy)
-        except CheckpointError as error:
-            problem = (error.kind, str(error))
-        except (OSError, MemoryError) as error:
-            problem = (UnreadableError.kind, f"{place.path_of(copy)}: cannot be read now ({error!r})")
-    header = xxhash.xxh3_128_hexdigest(image.layout.header) if image else None
-    told = place.world.gather([problem, header])
-    failures: dict[str, tuple[str, str]] = {}
-    for rank, (found, _) in enumerate(told):
-        # Of several ranks of a node, one that proved the copy bad knows more than one that could not read it.
-        if found is not None and failures.get(place.node_of[rank], ("",))[0] not in _PROVEN_BAD:
-            failures[place.node_of[rank]] = (found[0], found[1])
-    if not failures:
-        expected = told[plan.source_rank][1]
-        failures = {
-            place.node_of[rank]: ("unlike", f"its tensors are laid out unlike those of {plan.source_node}")
-            for rank, one in enumerate(told)
-            if one[1] not in {None, expected}
-        }
-    return image, failures
-
-
-def _read(place: Place, copy: Copy) -> Image:
-    path = place.path_of(copy)
-    run_id = place.settings.run_id if copy.home else None
-    manifest = checkpoint.quick_check(path, run_id)
-    memory = checkpoint.map_image(path, manifest)  # its bytes are sent and copied on at once, and dropped
-    return Image(Layout.parse(memory, manifest.file_bytes), memory)
+def _attempt(place: Place, attempt: Attempt, tracked: Mapping[str, Any]) -> Failures:
+    """Carry out a plan; give the copies because of which that was not possible."""
+    failures = attempt.open() or attempt.load(tracked)
+    if failures:
+        attempt.close()
+        kind, _ = failures.get(place.node, ("", ""))
+        if place.leads and attempt.tier == MEMORY and kind in PROVEN_BAD:
+            attempt.discard()
+    return failures
 
 
 def _set_aside(place: Place, plan: ResumePlan, stock: list[Inventory], failures: Failures) -> list[Inventory]:
@@ -188,6 +158,7 @@ def _set_aside(place: Place, plan: ResumePlan, stock: list[Inventory], failures:
             left.append(one)
             continue
         name = checkpoint.name_of(copy.generation, copy.step) if copy.home else place.settings.resume
+        name += " (in memory)" if copy.tier == MEMORY else ""
         kind, reason = failures[one.node]
         left.append(source.without(one, copy, name, reason, kind))
     place.together(lambda: _quarantine_own(place, plan, failures))
@@ -197,77 +168,10 @@ def _set_aside(place: Place, plan: ResumePlan, stock: list[Inventory], failures:
 def _quarantine_own(place: Place, plan: ResumePlan, failures: Failures) -> None:
     copy = plan.copy_of(place.node)
     kind, reason = failures.get(place.node, ("", ""))
-    if not place.leads or copy is None or copy.home != place.node or kind not in _PROVEN_BAD:
+    if not place.leads or copy is None or copy.home != place.node or kind not in PROVEN_BAD:
         return
-    if not place.path_of(copy).is_symlink():
+    if copy.tier != MEMORY and not place.path_of(copy).is_symlink():
         place.quarantine(place.path_of(copy), reason)
-
-
-def _share_manifest(place: Place, plan: ResumePlan) -> Manifest:
-    """Give every rank the source's manifest; it carries its own digest, which is checked on arrival."""
-
-    def read() -> str | None:
-        copy = plan.copy_of(place.node)
-        if place.world.rank != plan.source_rank or copy is None:
-            return None
-        manifest = checkpoint.quick_check(place.path_of(copy), place.settings.run_id if copy.home else None)
-        return replace(manifest, run_id=place.settings.run_id).to_bytes().decode()
-
-    return Manifest.parse(place.world.tell(place.together(read), plan.source_rank).encode())
-
-
-def _send_to_lacking(place: Place, plan: ResumePlan, manifest: Manifest, image: Image | None) -> Image:
-    """Let one rank of each lacking node receive the image; its other ranks read it from their disk."""
-    if plan.lacking:
-        receivers = [place.lead_of[node] for node in plan.lacking]
-        channel = place.world.subgroup([plan.source_rank, *receivers])
-        if channel is not None and place.world.rank == plan.source_rank and image is not None:
-            transfer.send(channel, image, manifest, plan.source_rank)
-        received = place.together(
-            lambda: (
-                transfer.receive(channel, manifest, plan.source_rank, place.node_dir)
-                if channel is not None and place.world.rank in receivers
-                else None
-            )
-        )
-        image = image or received
-    if image is None:
-        image = place.together(lambda: _read(place, Copy(place.node, manifest.generation, manifest.step, 0)))
-    elif plan.lacking:
-        place.together(lambda: None)
-    return image
-
-
-def _load(
-    place: Place, plan: ResumePlan, manifest: Manifest, image: Image, tracked: Mapping[str, Any]
-) -> None:
-    """Load the image, with the source's values of everything that ranks need not agree on."""
-    channel = place.world.everybody()
-    if channel is not None:
-        for batch in _batches(image, manifest.follows_rank0):
-            packed = torch.cat([torch.frombuffer(image.bytes_of(name), dtype=torch.uint8) for name in batch])
-            channel.broadcast(packed, plan.source_rank)
-            arrived, at = memory_of(packed), 0
-            for name in batch:
-                target = image.bytes_of(name)
-                target[:] = arrived[at : at + len(target)]
-                at += len(target)
-    place.together(lambda: state.load(tracked, manifest.state, image.tensor))
-
-
-def _batches(image: Image, names: tuple[str, ...]) -> list[list[str]]:
-    batches: list[list[str]] = []
-    room = 0
-    for name in names:
-        size = len(image.bytes_of(name))
-        if size == 0:
-            continue
-        if size > room:
-            batches.append([])
-            room = _BATCH_BYTES
-        batches[-1].append(name)
-        room -= size
-    return batches
 
 
 # ---- equality ----------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from elastic_resume.worker.keeping import Keeping
 from elastic_resume.worker.parameters import ParameterOrder
 from elastic_resume.worker.place import Place, open_node
 from elastic_resume.worker.resume import Resumed
-from elastic_resume.worker.saver import Saver, saved_step
+from elastic_resume.worker.saver import Saver
 
 Hook = Callable[["Run"], object]
 H = TypeVar("H", bound=Hook)
@@ -96,8 +96,9 @@ class Run:
         self._position = _start_position(resumed, batches)
         self._beat = Beat(board, place)
         self._epoch_over = False
-        held = saved_step(self._plan, place)
-        self._saver = Saver(place, self._plan, held, tracked, keeping.memory, busy=self._beat.busy)
+        self._saver = Saver(
+            place, self._plan, resumed.saved_step, tracked, keeping.memory, busy=self._beat.busy
+        )
         self._saver.expect(resuming.expected_bytes(resumed.flat, tracked))
         place.together(lambda: None)  # no rank takes a step before its lead has said when snapshots come
         failure.enter(generation=self.generation, step=lambda: self._position.step)

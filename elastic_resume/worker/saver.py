@@ -258,13 +258,6 @@ class Saver:
         self._since = time.monotonic()
 
 
-def saved_step(plan: ResumePlan, place: Place) -> int:
-    """The step that the node's own disk holds: none where a peer's directory or a given path was read."""
-    copy = plan.copy_of(place.node)
-    elsewhere = copy is not None and copy.home != place.node
-    return -1 if plan.kind == "checkpoint" and elsewhere else plan.step
-
-
 def _smoothed(mean: float | None, newest: float) -> float:
     return newest if mean is None else (1 - SMOOTH) * mean + SMOOTH * newest
 

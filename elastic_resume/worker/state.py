@@ -134,13 +134,22 @@ def flatten_object(walk: Walk, name: str, item: Any) -> Any:
     return typed.encode(plain, name)
 
 
-def load(tracked: Mapping[str, Any], skeleton: Any, tensor: Callable[[str], Tensor]) -> None:
+def load(
+    tracked: Mapping[str, Any],
+    skeleton: Any,
+    tensor: Callable[[str], Tensor],
+    *,
+    look: Callable[[str], Tensor] | None = None,
+    own: Callable[[str], Tensor] | None = None,
+) -> None:
     """Put a stored state into the live objects, after checking that all of it fits.
 
     Args:
         tracked: name -> object, as `collect` gave it.
         skeleton: the stored counterpart of `FlatState.skeleton`.
-        tensor: gives the stored tensor of a name, on the CPU; its memory is not kept.
+        tensor: gives the stored tensor of a name, on the CPU; its memory is not kept. May wait for it.
+        look: gives it for its shape and dtype alone, without waiting; default ``tensor``.
+        own: gives it for an object to keep; default is a copy of what ``tensor`` gives.
 
     Raises:
         MismatchError: objects, names, shapes or dtypes differ. Every difference is listed, and nothing
@@ -148,7 +157,7 @@ def load(tracked: Mapping[str, Any], skeleton: Any, tensor: Callable[[str], Tens
 
     """
     stored = {name: typed.decode(part) for name, part in skeleton.items()}
-    problems = _differences(tracked, stored, tensor)
+    problems = _differences(tracked, stored, look or tensor)
     if problems:
         shown = "\n  ".join(problems[:50])
         more = f"\n  and {len(problems) - 50} more" if len(problems) > 50 else ""
@@ -160,8 +169,10 @@ def load(tracked: Mapping[str, Any], skeleton: Any, tensor: Callable[[str], Tens
         if isinstance(item, nn.Module):
             _load_module(item, stored[name], tensor)
             continue
+        # Outside of the try: what `tensor` raises is no refusal.
+        restored = _restore(stored[name], own or (lambda key: tensor(key).clone()))
         try:
-            item.load_state_dict(_restore(stored[name], lambda key: tensor(key).clone()))
+            item.load_state_dict(restored)
         except (ValueError, KeyError, RuntimeError) as error:
             raise MismatchError(
                 f"{name}: {_type_name(item)} refuses the checkpoint's state: {error}. "

@@ -79,13 +79,7 @@ class World:
         """Give every rank the ``value`` of ``source_rank``, however large (up to MAX_JSON_BYTES)."""
         if self._group is None:
             return json.loads(json.dumps(value))
-        mine = json.dumps(value, separators=(",", ":")).encode() if self.rank == source_rank else b""
-        size = torch.tensor([len(mine)])
-        dist.broadcast(size, src=source_rank, group=self._group)
-        _check_size(int(size))
-        row = torch.frombuffer(bytearray(mine or int(size)), dtype=torch.uint8)
-        dist.broadcast(row, src=source_rank, group=self._group)
-        return _parse(memory_of(row))
+        return Channel(self._group).tell(value, source_rank)
 
     def subgroup(self, ranks: Sequence[int]) -> Channel | None:
         """Make a channel among ``ranks``; every rank of the world must call this, with the same ranks."""
@@ -100,7 +94,7 @@ class World:
 
 
 class Channel:
-    """Broadcasts tensors of host memory among some ranks."""
+    """Broadcasts of tensors of host memory among some ranks; any one thread of each may use it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """``group`` is a gloo group that this rank belongs to."""
@@ -109,6 +103,21 @@ class Channel:
     def broadcast(self, tensor: Tensor, source_rank: int) -> None:
         """Overwrite ``tensor`` (contiguous, on the CPU) with that of ``source_rank``, a rank of the world."""
         dist.broadcast(tensor, src=source_rank, group=self._group)
+
+    def start(self, tensor: Tensor, source_rank: int) -> dist.Work:
+        """Begin what `broadcast` does; several may be under way, in the same order on all ranks."""
+        work: dist.Work = dist.broadcast(tensor, src=source_rank, group=self._group, async_op=True)
+        return work
+
+    def tell(self, value: Any, source_rank: int) -> Any:
+        """Give every rank of the channel the ``value`` of ``source_rank`` (up to MAX_JSON_BYTES)."""
+        mine = json.dumps(value, separators=(",", ":")).encode() if dist.get_rank() == source_rank else b""
+        size = torch.tensor([len(mine)])
+        dist.broadcast(size, src=source_rank, group=self._group)
+        _check_size(int(size))
+        row = torch.frombuffer(bytearray(mine or int(size)), dtype=torch.uint8)
+        dist.broadcast(row, src=source_rank, group=self._group)
+        return _parse(memory_of(row))
 
 
 def _check_size(size: int) -> None:

@@ -1,0 +1,176 @@
+"""Resume from every tier, in worlds of a few real ranks with slots: what is read, sent, loaded and kept."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_resume.errors import CorruptError
+from elastic_resume.store import checkpoint
+from elastic_resume.worker.arriving import FAILED, Arriving, PeerFailedError, Private, Task
+from tests import ranks
+from tests.store_samples import RUN, flip, image, save
+
+JOB = Path(__file__).parent / "jobs" / "resumer.py"
+
+
+def resumed(directory: Path, nodes: list[str], wanted: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run tests/jobs/resumer.py with a rank on each of ``nodes``; give what each told."""
+    each = [
+        {
+            "ELASTIC_RESUME_CKPT_DIR": str(directory / node),  # no node sees the disk of another
+            "ELASTIC_RESUME_NODE_NAME": node,
+            "LOCAL_RANK": str(nodes[:rank].count(node)),
+        }
+        for rank, node in enumerate(nodes)
+    ]
+    done = ranks.run(len(nodes), JOB, json.dumps(wanted), env=each, timeout_s=60)
+    return [json.loads(one.stdout) if one.returncode == 0 else {"stderr": one.stderr} for one in done]
+
+
+@pytest.mark.cluster
+def test_a_nodes_ranks_load_from_the_slot_that_their_lead_fills_from_disk(tmp_path: Path) -> None:
+    """Two ranks of one node: the checkpoint is read once, and is a snapshot in memory afterwards."""
+    for told in resumed(tmp_path, ["a", "a"], {"a": {"disk": [[1, 9]]}}):
+        assert (told["source_node"], told["source_tier"]) == ("a", "disk")
+        assert (told["values"], told["buffer"], told["held"]) == ([9.0], 100.0, [1, 9])
+
+
+@pytest.mark.cluster
+def test_a_node_that_lacks_the_copy_gets_it_from_a_peers_memory_and_saves_it(tmp_path: Path) -> None:
+    """Its two ranks load while it arrives; the keeper commits it. Older copies on disk are passed over."""
+    wanted = {"a": {"memory": [2, 9], "disk": [[2, 5]]}, "b": {"disk": [[1, 5]]}}
+    ends = resumed(tmp_path, ["a", "b", "b"], wanted)
+    for told in ends:
+        assert (told["step"], told["source_tier"], told["lacking"]) == (9, "memory", ["b"])
+        assert (told["values"], told["buffer"], told["held"]) == ([9.0], 100.0, [2, 9])
+    assert ends[1]["disk"] == [[2, 9], [1, 5]]
+
+
+@pytest.mark.cluster
+def test_two_holders_serve_two_lacking_nodes_and_rank_zeros_buffers_go_to_all(tmp_path: Path) -> None:
+    """Each sends to one. What ranks need not agree on is that of the lowest rank that wrote, everywhere."""
+    wanted = {"a": {"disk": [[1, 9]]}, "b": {"memory": [1, 9]}}
+    for told in resumed(tmp_path, ["a", "b", "c", "d"], wanted):
+        assert (told["source_node"], told["lacking"]) == ("a", ["c", "d"])
+        assert (told["values"], told["buffer"], told["held"]) == ([9.0], 100.0, [1, 9])
+
+
+@pytest.mark.cluster
+def test_without_slots_copies_are_mapped_and_what_is_received_is_committed(tmp_path: Path) -> None:
+    """The lead of the lacking node commits what it receives; its other rank reads that."""
+    none = {"slots": False}
+    ends = resumed(tmp_path, ["a", "a", "b", "b"], {"a": {"disk": [[1, 9]], **none}, "b": none})
+    for told in ends:
+        assert (told["values"], told["buffer"], told["held"]) == ([9.0], 100.0, None)
+    assert (ends[2]["disk"], ends[2]["on_disk"]) == ([[1, 9]], True)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("slots", [True, False])
+def test_a_bad_block_met_in_mid_transfer_costs_only_another_plan(tmp_path: Path, slots: bool) -> None:
+    """The source finds it while it sends; a second holder serves all. The bad copy is named and set aside."""
+    wanted = {
+        "a": {"disk": [[1, 9]], "flip": 0.9, "slots": slots},
+        "b": {"disk": [[1, 9]], "slots": slots},
+        "c": {"slots": slots},
+    }
+    for told in resumed(tmp_path, ["a", "b", "c"], wanted):
+        assert (told["source_node"], told["lacking"]) == ("b", ["a", "c"])
+        assert [(one["node"], "digest" in one["reason"]) for one in told["rejected"]] == [("a", True)]
+        assert (told["values"], told["buffer"]) == ([9.0], 101.0)
+        assert told["held"] == ([1, 9] if slots else None)
+    aside = [path.name for path in (tmp_path / "a" / "job" / "a" / "quarantine").iterdir()]
+    assert checkpoint.name_of(1, 9) in aside
+
+
+@pytest.mark.cluster
+def test_when_the_only_holder_has_a_bad_block_the_older_copy_is_taken(tmp_path: Path) -> None:
+    """What had been loaded of the newer one is overwritten, and no slot counts it."""
+    wanted = {"a": {"disk": [[1, 5], [1, 9]], "flip": 0.9}, "b": {}}
+    for told in resumed(tmp_path, ["a", "b"], wanted):
+        assert (told["step"], [one["step"] for one in told["rejected"]]) == (5, [9])
+        assert (told["values"], told["held"]) == ([5.0], [1, 5])
+
+
+@pytest.mark.cluster
+def test_a_bad_copy_that_is_the_only_one_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """Nobody waits for ever, nothing begins anew."""
+    for told in resumed(tmp_path, ["a", "b"], {"a": {"disk": [[1, 9]], "flip": 0.9}}):
+        assert "none can be loaded" in told["error"]
+        assert told["held"] is None
+
+
+@pytest.mark.cluster
+def test_a_source_that_is_killed_while_it_sends_leaves_nobody_waiting(tmp_path: Path) -> None:
+    """The receivers end with an error, as workers whose world broke do; the lost source is theirs to tell."""
+    wanted = {"a": {"disk": [[1, 9]], "fail": "transfer.send=kill@9"}}
+    ends = resumed(tmp_path, ["a", "b", "c"], wanted)
+    for told in ends[1:]:
+        assert "onnection" in told["stderr"]
+
+
+# ---- an image that arrives -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arriving() -> Iterator[Arriving]:
+    """An image of which nothing has arrived."""
+    one = Arriving(memoryview(bytearray(image(1))), Private())
+    yield one
+    one.fail(PeerFailedError("over"))
+
+
+def test_a_tensor_waits_until_its_last_byte_has_arrived(arriving: Arriving) -> None:
+    """Not for what comes behind it; and its shape can be had before, once the header is there."""
+    seen: list[object] = []
+    header = len(image(1)) - 1  # more than the header, less than all
+    reader = Task("test", lambda: seen.append(float(arriving.tensor("model.weight").sum())))
+    last = Task("test", lambda: seen.append(arriving.tensor("model.mask").shape))
+    stop = 4096 + 8 + 40 * 30 * 4
+    arriving.advance(stop - 1)
+    assert arriving.look("model.weight").shape == (40, 30)
+    assert not seen
+    arriving.advance(stop)
+    assert reader.join() is None
+    assert len(seen) == 1
+    arriving.advance(header + 1)
+    assert last.join() is None
+    assert len(seen) == 2
+
+
+def test_who_waits_hears_what_the_filler_met_and_other_processes_that_it_failed(arriving: Arriving) -> None:
+    """The word that all see says so; the reason is the lead's to tell."""
+    met = CorruptError("block 3")
+    readers = [Task("test", lambda: arriving.tensor("model.mask")) for _ in range(2)]
+    arriving.fail(met)
+    assert [reader.join() for reader in readers] == [met, met]
+    elsewhere = Arriving(arriving.memory, Private(FAILED))
+    with pytest.raises(PeerFailedError, match="leads this node"):
+        elsewhere.wait(1)
+
+
+def test_a_read_tells_how_far_it_is_and_stops_at_the_first_bad_block(tmp_path: Path) -> None:
+    """What was told to have arrived is right; a caller that wants no more is heeded."""
+    path = save(tmp_path, 1, 1)
+    found = checkpoint.quick_check(path, RUN)
+    told: list[int] = []
+    into = memoryview(bytearray(found.file_bytes))
+    checkpoint.read_image(path, found, into, told.append)
+    assert told == [*range(2048, found.file_bytes, 2048), found.file_bytes]
+    assert into == image(1)
+    flip(path / "state.safetensors", 4 * 2048)
+    told.clear()
+    with pytest.raises(CorruptError, match="bytes 8192 to 8977"):
+        checkpoint.read_image(path, found, into, told.append)
+    assert told == [2048, 4096, 6144, 8192]
+    stopped = Arriving(into, Private())
+    stopped.stop()
+    with pytest.raises(PeerFailedError):
+        checkpoint.read_image(path, found, into, stopped.advance)
+    assert threading.active_count() < 20
