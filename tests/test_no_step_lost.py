@@ -21,7 +21,7 @@ from tests.jobs.doomed import MOMENTS
 pytestmark = pytest.mark.cluster
 
 SCRIPT = Path(__file__).parent / "jobs" / "doomed.py"
-KILLS = int(os.environ.get("ELASTIC_RESUME_SOAK_KILLS", "9"))
+KILLS = int(os.environ.get("ELASTIC_RESUME_SOAK_KILLS", "6"))
 SEED = int(os.environ.get("ELASTIC_RESUME_SOAK_SEED", "1"))
 GAP = 4  # steps between two deaths
 STEPS = GAP * (KILLS + 2)

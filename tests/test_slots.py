@@ -229,7 +229,7 @@ class Race(RuleBasedStateMachine):
 
 
 TestRace = Race.TestCase
-TestRace.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestRace.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 
 
 # ---- memory --------------------------------------------------------------------------------------------

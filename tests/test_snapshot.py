@@ -21,6 +21,8 @@ from elastic_resume.worker import state
 from elastic_resume.worker.image import Image
 from elastic_resume.worker.run import Run
 
+pytestmark = pytest.mark.slow
+
 Build = Callable[[], dict[str, Any]]
 FP8 = torch.float8_e4m3fn
 

@@ -24,7 +24,7 @@ from tests.test_stub import wait_for
 
 pytestmark = pytest.mark.cluster
 
-KILLS = int(os.environ.get("ELASTIC_RESUME_SOAK_KILLS", "10"))
+KILLS = int(os.environ.get("ELASTIC_RESUME_SOAK_KILLS", "6"))
 SEED = int(os.environ.get("ELASTIC_RESUME_SOAK_SEED", "10"))
 EPOCHS = 4 + KILLS // 2  # ten steps each: some are left when the last kill has come
 STEP_S = 0.05

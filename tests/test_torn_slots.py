@@ -48,6 +48,8 @@ from elastic_resume.store.keeper import Keeper
 from elastic_resume.store.node_dir import NodeDir
 from elastic_resume.store.rack import Rack
 from pathlib import Path
+
+pytestmark = pytest.mark.slow
 with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
     rack = Rack(3 * NEEDED, say=print)
     rack.reserve(NEEDED)

@@ -22,6 +22,8 @@ from elastic_resume.worker.buckets import BucketOrder
 from elastic_resume.worker.parameters import ParameterOrder
 from elastic_resume.worker.tracking import Sight, Tracker
 
+pytestmark = pytest.mark.slow
+
 
 class Box:
     """Anything with state_dict and load_state_dict."""
