@@ -193,6 +193,23 @@ def test_a_step_that_shows_who_is_wrong_may_have_been_told_of_before_the_doubt()
     assert table.asked() == ["a", "b", "c"]
 
 
+def test_a_step_that_is_told_of_after_it_was_forgotten_harms_nothing() -> None:
+    """An answer about it brings it back, beyond what is remembered."""
+    table = Table()
+    comparer = table.comparer
+    table.tell("a", 1, ONE)
+    table.tell("b", 1, OTHER)
+    for step in range(2, KEPT_STEPS + 9):
+        table.tell("b", step, ONE)
+    comparer.explained(table.who["b"], Prints(7, 1, OTHER, SAME))
+    comparer.explained(table.who["c"], Prints(7, 1, ONE, SAME))
+    table.body.now += table.body.settings.node_timeout_s
+    assert not comparer.advance()
+    assert comparer.doubt is not None
+    table.tell("b", 1, OTHER)
+    assert 1 not in comparer.steps
+
+
 def test_a_doubt_comes_to_an_end() -> None:
     """Nobody is named then, and by either policy the job ends; that all were equal later excuses nothing."""
     table = Table(on="resume-from-majority")

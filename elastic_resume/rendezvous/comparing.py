@@ -28,8 +28,6 @@ from elastic_resume.rendezvous.steps import AskPrints, ReplicasDiffer
 
 KEPT_STEPS = 64
 """Of those at which not all members are known to be equal; with a heartbeat of 0.3 s, 20 s of them."""
-
-
 DOUBT_TIMEOUTS = 20
 """So many node timeouts a leader waits for a step that shows who is wrong: a minute."""
 
@@ -94,16 +92,11 @@ class Comparer:
         if self.question is not None or self.found is not None:
             return
         if len(camps) > 1:
-            if self.doubt is None or self._is_clear(world, told.step):
+            if self.doubt is None or _is_clear(world, camps):
                 self._ask(world, told.step)
         elif self.doubt is None and len(camps[told.digest]) == len(world.members):
             self.agreed = told.step
             self.steps = {step: camps for step, camps in self.steps.items() if step > told.step}
-
-    def _is_clear(self, world: World, step: int) -> bool:
-        """Whether prints of that step tell as much as can be known: a majority, or all."""
-        sizes = [len(camp) for camp in self.steps[step].values()]
-        return len(sizes) > 1 and (2 * max(sizes) > len(world.members) or sum(sizes) == len(world.members))
 
     def _ask(self, world: World, step: int) -> None:
         body = self.body
@@ -151,7 +144,7 @@ class Comparer:
             return self._conclude(world, question, verdict)
         until = now + DOUBT_TIMEOUTS * self.body.settings.node_timeout_s
         self.doubt = doubt or _Doubt(question, verdict, until)
-        clear = next((step for step in sorted(self.steps) if self._is_clear(world, step)), None)
+        clear = next((step for step, camps in sorted(self.steps.items()) if _is_clear(world, camps)), None)
         if clear is not None:
             self._ask(world, clear)
         return ""
@@ -209,3 +202,9 @@ class Comparer:
         """Say it again to one that is back: its link may have broken over it."""
         if self.found is not None and part.who.node in self.found.wrong:
             self.tell(part, self.found)
+
+
+def _is_clear(world: World, camps: dict[Digest, set[Incarnation]]) -> bool:
+    """Whether prints of one step that differ tell as much as can be known: a majority, or all."""
+    sizes = [len(camp) for camp in camps.values()]
+    return len(sizes) > 1 and (2 * max(sizes) > len(world.members) or sum(sizes) == len(world.members))
