@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,8 @@ def test_a_script_does_the_same_warm_cold_and_under_torchrun(tmp_path: Path) -> 
         facts[way] = [json.loads(text.splitlines()[0]) for text in out]
         if way == "warm":
             kinds = [event["event"] for event in events.read(next(here.rglob("events.jsonl")))]
-            assert "zygote-ready" in kinds
+            # A node that joined before would stop the others' workers, and have them wait for its imports.
+            assert kinds.index("zygote-ready") < kinds.index("round")
             assert "starts cold" not in said
         for rank, seen in enumerate(facts[way]):
             seen["cwd"] = seen["cwd"].replace(way, "")
@@ -72,6 +75,22 @@ def test_a_script_does_the_same_warm_cold_and_under_torchrun(tmp_path: Path) -> 
         for rank in range(2):
             for name, value in facts["torchrun"][rank].items():
                 assert facts[way][rank][name] == value, f"{way}, rank {rank}: {name}"
+
+
+def test_an_agent_that_still_imports_can_be_stopped(tmp_path: Path) -> None:
+    """It has asked nobody for a place yet, and ends as one that has."""
+    (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)")
+    (tmp_path / "job.py").write_text("")
+    agent = subprocess.Popen(
+        [*OURS, "--preload", "slow", "job.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    while not (tmp_path / "begun").exists():
+        assert agent.poll() is None
+        time.sleep(0.02)
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(60) == 143
+    (end,) = [e for e in events.read(next(tmp_path.rglob("events.jsonl"))) if e["event"] == "agent-end"]
+    assert end["outcome"] == "signalled"
 
 
 FAILS = """

@@ -144,10 +144,9 @@ def launch(launch: Launch, observer: Observer, place: Place | None) -> None:
         StoppedError: a signal stopped this agent.
 
     """
-    names = getattr(launch.config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
-    signals = [getattr(signal, name.strip()) for name in names if hasattr(signal, name.strip())]
-    before = {number: signal.getsignal(number) for number in signals}
     config = launch.config
+    signals = _signals(config)
+    before = {number: signal.getsignal(number) for number in signals}
     config.rdzv_configs.update(
         backend_name=config.rdzv_backend,
         make=lambda params: _handler(params, config, observer, place, signals),
@@ -182,6 +181,24 @@ def launch(launch: Launch, observer: Observer, place: Place | None) -> None:
             signal.signal(number, handler)
     if place is not None and place.member.failure:
         raise GaveUpError(place.member.failure)
+
+
+@contextlib.contextmanager
+def stoppable(launch: Launch) -> Iterator[None]:
+    """Let the signals that stop an agent end what is done ahead of `launch`, as a StoppedError."""
+    before = {number: signal.signal(number, _raise_stopped) for number in _signals(launch.config)}
+    try:
+        yield
+    except SignalException as error:
+        raise StoppedError(signal.Signals(error.sigval)) from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signals(config: LaunchConfig) -> list[signal.Signals]:
+    names = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
+    return [getattr(signal, name.strip()) for name in names if hasattr(signal, name.strip())]
 
 
 def _handler(

@@ -71,14 +71,14 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
         watch = watched(node_dir.path, config.nproc_per_node, patience, say=witness.say, tell=witness.note)
         with (
             kept(node_dir.path, settings, say=witness.say, tell=witness.note) as snapshots,
-            _warmth(launch, args, witness),
+            _warmth(launch, args, witness) as warmth,
             watch as pause,
             impatience.heeded(witness.round_over, pause),
         ):
             witness.between = snapshots.keeper.commit_soon
             terms = launch.terms and replace(launch.terms, on_divergence=settings.on_divergence)
             job = replace(launch, terms=terms)
-            outcome, code, message = _run(job, witness, node_dir, fence, snapshots)
+            outcome, code, message = _run(job, witness, node_dir, fence, snapshots, warmth=warmth)
         if outcome in {"failed", "left"}:
             witness.explain_end(args.log_dir or "")
         log.write("agent-end", outcome=outcome, exit_code=code, message=message)
@@ -89,24 +89,30 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
 
 
 @contextlib.contextmanager
-def _warmth(launch: elastic.Launch, args: argparse.Namespace, witness: Witness) -> Iterator[None]:
+def _warmth(launch: elastic.Launch, args: argparse.Namespace, witness: Witness) -> Iterator[Warmth | None]:
     """Have a zygote where there can be one."""
     if launch.command is None:
         if launch.why_cold:
             witness.say(f"workers start cold: {launch.why_cold}.")
-        yield
+        yield None
         return
     preload = [name.strip() for name in (args.preload or "").split(",") if name.strip()]
     warmth = Warmth(launch.command, preload, say=witness.say, tell=witness.note)
     warmth.start()
     try:
-        yield
+        yield warmth
     finally:
         warmth.close()
 
 
 def _run(
-    launch: elastic.Launch, witness: Witness, node_dir: NodeDir, fence: Fence, snapshots: Kept
+    launch: elastic.Launch,
+    witness: Witness,
+    node_dir: NodeDir,
+    fence: Fence,
+    snapshots: Kept,
+    *,
+    warmth: Warmth | None,
 ) -> tuple[str, int, str]:
     """Give outcome, exit code and message for people."""
     end = ""
@@ -116,6 +122,10 @@ def _run(
             os.environ[contract.ENV_CHECK_REPLICAS] = "off"  # nor carries anything of ours
             elastic.launch(launch, witness, None)
         else:
+            if warmth is not None:
+                # A node that joins stops the workers of the others, who would wait for what it still imports.
+                with elastic.stoppable(launch):
+                    warmth.wait(launch.terms.join_timeout_s)
             with taken(launch.terms, node_dir, fence, say=witness.say, tell=witness.told) as place:
                 snapshots.compare(place.member, say=witness.say, tell=witness.note)
                 try:

@@ -48,12 +48,17 @@ class Warmth:
         # The kernel kills a zygote when the thread that started it ends: this one lives as long as we do.
         self._thread = threading.Thread(target=self._live, name="warmth", daemon=True)
         self._bound = threading.Event()
+        self._settled = threading.Event()
 
     def start(self) -> None:
         """Start the zygote; stubs may ask it from now on, and wait while it imports."""
         os.environ[contract.ENV_ZYGOTE] = self._name  # torchelastic hands its environment to stubs
         self._thread.start()
         self._bound.wait()
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until workers start as fast as they ever will: all is imported, or they start cold."""
+        self._settled.wait(limit_s)
 
     @property
     def pid(self) -> int | None:
@@ -70,6 +75,12 @@ class Warmth:
         self._thread.join()
 
     def _live(self) -> None:
+        try:
+            self._keep()
+        finally:
+            self._settled.set()
+
+    def _keep(self) -> None:
         failures = 0
         while not self._closing.is_set():
             try:
@@ -153,6 +164,7 @@ class Warmth:
 
     def _hear(self, news: dict[str, Any]) -> None:
         if "ready" in news:
+            self._settled.set()
             self._tell("zygote-ready", seconds=news["ready"], left_out=news["left_out"])
             for name, why in news["left_out"].items():
                 self._say(f"cannot import {name} ahead of workers, so it is left out: {why}")

@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--step-delay", type=float, default=0.05)
+    parser.add_argument("--slow-until", type=Path, help="a step takes a second until this file exists")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--raise-at", default="", help="GENERATION:STEP:RANK")
     parser.add_argument("--damage-at", default="", help="GENERATION:STEP:RANK: one weight becomes another")
@@ -70,7 +71,8 @@ def main() -> None:
             step = run.position.step + 1
             line = {"generation": run.generation, "step": step, "epoch": epoch, "indices": indices.tolist()}
             os.write(diary.fileno(), (json.dumps(line) + "\n").encode())
-            time.sleep(args.step_delay)
+            slow = args.slow_until is not None and not args.slow_until.exists()
+            time.sleep(1.0 if slow else args.step_delay)
             if args.raise_at == f"{run.generation}:{step}:{run.rank}":
                 raise RuntimeError(f"told to fail at step {step}")
             optimizer.zero_grad()
