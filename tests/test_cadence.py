@@ -20,6 +20,7 @@ from elastic_resume.policy.cadence import (
     SaveCost,
     is_due,
     mtbf_s,
+    next_snapshot,
     optimum_s,
     save_interval_s,
     snapshot_gap,
@@ -221,3 +222,20 @@ def test_the_optimum_grows_with_the_cost_and_the_time_between_failures(
     low, high = sorted([one, other])
     assert optimum_s(low, mtbf) <= optimum_s(high, mtbf) * (1 + 1e-9)
     assert optimum_s(cost_s, low) <= optimum_s(cost_s, high) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("every", "step", "gap", "then"),
+    [
+        (Every(steps=6), 6, 6, 12),
+        (Every(steps=6), 7, 6, 12),
+        (Every(), 7, 1, 8),
+        (Every(), 7, 3, 8),
+        (Every(), 8, 3, 12),
+        (Every(), 8, 5, 16),
+        (Every(seconds=1.0), 17, 9, 32),
+    ],
+)
+def test_nodes_with_other_gaps_hold_common_steps(every: Every, step: int, gap: int, then: int) -> None:
+    """Multiples of powers of two, unless a number of steps was given."""
+    assert next_snapshot(every, step, gap) == then

@@ -102,7 +102,7 @@ def test_a_killed_node_returns_with_an_empty_disk(make: Make, undisturbed: str) 
     cluster.wipe(2)
     cluster.start_node(2)
     resumed = cluster.wait_generation(before + 1)
-    assert resumed["lacking"] == ["n2"]
+    assert "n2" in resumed["lacking"]
     assert resumed["source_node"] == "n0"
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
     assert check_end(kept, world_size=3) == undisturbed
@@ -151,7 +151,7 @@ def test_two_nodes_go_on_without_the_third_and_take_it_back(make: Make, tmp_path
         "a world of 3 again",
     )[0]
     third_is_back.touch()
-    assert grown["lacking"] == ["n2"]
+    assert "n2" in grown["lacking"]
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
     check_end(kept, world_size=3)
 

@@ -148,6 +148,17 @@ def snapshot_gap(
     return max(1, min(_whole(interval / step), int(LONGEST_SNAPSHOT_GAP_S / step)))
 
 
+def next_snapshot(every: Every, step: int, gap: int) -> int:
+    """The step of the next snapshot after ``step``, with the ``gap`` that `snapshot_gap` gave.
+
+    Multiples of the gap, which under ``auto`` is rounded up to a power of two. So nodes that measure different
+    costs still hold common steps: after a failure they load what they have, and nothing is sent.
+    """
+    if every.steps is None:
+        gap = 1 << (gap - 1).bit_length()
+    return (step // gap + 1) * gap
+
+
 def save_interval_s(cost: SaveCost, mtbf: float = ASSUMED_MTBF_S) -> float:
     """Seconds between two saves to disk under ``auto``.
 

@@ -210,7 +210,7 @@ class Saver:
         if self.snapshots.problem:
             return step + 1
         gap = cadence.snapshot_gap(every, step_s=self._step_s, cost_s=self._cost_s, mtbf=self._mtbf)
-        return (step // gap + 1) * gap if every.steps is not None else step + gap
+        return cadence.next_snapshot(every, step, gap)
 
     def _measure(self) -> None:
         """Take the time of the step that has just ended, and of what the last snapshot has cost."""
