@@ -151,8 +151,8 @@ def snapshot_gap(
 def next_snapshot(every: Every, step: int, gap: int) -> int:
     """The step of the next snapshot after ``step``, with the ``gap`` that `snapshot_gap` gave.
 
-    Multiples of the gap, which under ``auto`` is rounded up to a power of two. So nodes that measure different
-    costs still hold common steps: after a failure they load what they have, and nothing is sent.
+    Multiples of the gap, which under ``auto`` is rounded up to a power of two. So nodes that measure
+    different costs still hold common steps: after a failure they load what they have, and nothing is sent.
     """
     if every.steps is None:
         gap = 1 << (gap - 1).bit_length()
