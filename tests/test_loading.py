@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_resume.errors import CorruptError
 from elastic_resume.store import checkpoint
-from elastic_resume.worker.arriving import FAILED, Arriving, PeerFailedError, Private, Task
+from elastic_resume.worker.arriving import FAILED, Arriving, Copies, PeerFailedError, Private, Task
 from tests import ranks
 from tests.store_samples import RUN, flip, image, save
 
@@ -153,6 +154,20 @@ def test_who_waits_hears_what_the_filler_met_and_other_processes_that_it_failed(
     elsewhere = Arriving(arriving.memory, Private(FAILED))
     with pytest.raises(PeerFailedError, match="leads this node"):
         elsewhere.wait(1)
+
+
+def test_each_asker_gets_a_copy_of_its_own_and_hears_why_there_is_none(arriving: Arriving) -> None:
+    """Two that ask for tied tensors do not share them; a copy that waits for bytes ends with their error."""
+    copies = Copies(["model.weight", "model.mask"], arriving.tensor)
+    arriving.advance(len(arriving.memory) - 1)
+    first, second = copies.take("model.weight"), copies.take("model.weight")
+    first.zero_()
+    kept = arriving.tensor("model.weight")
+    assert torch.equal(second.view(torch.uint8), kept.view(torch.uint8))
+    arriving.fail(CorruptError("block 3"))
+    with pytest.raises(CorruptError, match="block 3"):
+        copies.take("model.mask")
+    copies.close()
 
 
 def test_a_read_tells_how_far_it_is_and_stops_at_the_first_bad_block(tmp_path: Path) -> None:

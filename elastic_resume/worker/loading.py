@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import xxhash
+from torch import nn
 
 from elastic_resume.errors import (
     CheckpointError,
@@ -36,12 +37,13 @@ from elastic_resume.store.checkpoint import Writer, fresh_memory
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.slots import Slot
 from elastic_resume.worker import overlay, state, transfer
-from elastic_resume.worker.arriving import Arriving, Private, Task, is_own
+from elastic_resume.worker.arriving import Arriving, Copies, Private, Task, is_own
 from elastic_resume.worker.overlay import Overlay
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.world import Channel
 
 Failures = Mapping[str, tuple[str, str]]  # node -> kind of CheckpointError and reason
+_WORTH_THREADS_BYTES = 8 << 20
 PROVEN_BAD = {TornError.kind, CorruptError.kind}
 
 
@@ -288,15 +290,8 @@ class Attempt:
         """Load what comes, and wait for all threads; what went wrong is kept for `_conclude`."""
         image = self._image
         if image is not None and self._problem is None:
-            values = self._values
             try:
-                state.load(
-                    tracked,
-                    manifest.state,
-                    lambda name: (values if name in values else image).tensor(name),
-                    look=lambda name: (values if name in values else image).look(name),
-                    own=lambda name: values.own(name) if name in values else image.tensor(name).clone(),
-                )
+                self._load_image(tracked, manifest, image)
             except ElasticResumeError as error:
                 self._problem = error
         for task in self._tasks:
@@ -308,19 +303,31 @@ class Attempt:
             if self._problem is None or (is_own(met) and not is_own(self._problem)):
                 self._problem = met
 
+    def _load_image(self, tracked: Mapping[str, Any], manifest: Manifest, image: Arriving) -> None:
+        values, extents = self._values, image.layout.extents
+        kept = tuple(f"{name}/" for name, item in tracked.items() if not isinstance(item, nn.Module))
+        names = [name for name in extents if name.startswith(kept) and name not in values]
+        # For small ones the threads would cost more than they spare.
+        large = sum(extents[name].stop - extents[name].start for name in names) > _WORTH_THREADS_BYTES
+        copies = Copies(names if large else (), image.tensor)
+        try:
+            state.load(
+                tracked,
+                manifest.state,
+                lambda name: (values if name in values else image).tensor(name),
+                look=lambda name: (values if name in values else image).look(name),
+                own=lambda name: (values.own if name in values else copies.take)(name),
+            )
+        finally:
+            copies.close()
+
     def _load_late(self, tracked: Mapping[str, Any]) -> None:
         """On a rank whose lead received without a slot: load what it has committed."""
         if self._image is None and self.manifest is not None:
             copy = Copy(self._place.node, *self._plan.order, 0)
             path = self._place.path_of(copy)
             own = checkpoint.quick_check(path, self._place.settings.run_id)
-            image = Arriving.whole(checkpoint.map_image(path, own))
-            values = self._values
-            state.load(
-                tracked,
-                self.manifest.state,
-                lambda name: (values if name in values else image).tensor(name),
-            )
+            self._load_image(tracked, self.manifest, Arriving.whole(checkpoint.map_image(path, own)))
 
     # ---- the outcome -----------------------------------------------------------------------------------
 
