@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_resume import contract
 from elastic_resume.errors import CorruptError
 from elastic_resume.store import checkpoint
 from elastic_resume.worker.arriving import FAILED, Arriving, Copies, PeerFailedError, Private, Task
@@ -20,13 +21,14 @@ from tests.store_samples import RUN, flip, image, save
 JOB = Path(__file__).parent / "jobs" / "resumer.py"
 
 
-def resumed(directory: Path, nodes: list[str], wanted: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run tests/jobs/resumer.py with a rank on each of ``nodes``; give what each told."""
+def resumed(directory: Path, nodes: list[str], wanted: dict[str, Any], **more: str) -> list[dict[str, Any]]:
+    """Run tests/jobs/resumer.py with a rank on each of ``nodes``; ``more`` are variables."""
     each = [
         {
             "ELASTIC_RESUME_CKPT_DIR": str(directory / node),  # no node sees the disk of another
             "ELASTIC_RESUME_NODE_NAME": node,
             "LOCAL_RANK": str(nodes[:rank].count(node)),
+            **more,
         }
         for rank, node in enumerate(nodes)
     ]
@@ -105,6 +107,22 @@ def test_a_bad_copy_that_is_the_only_one_is_an_error_on_every_rank(tmp_path: Pat
     for told in resumed(tmp_path, ["a", "b"], {"a": {"disk": [[1, 9]], "flip": 0.9}}):
         assert "none can be loaded" in told["error"]
         assert told["held"] is None
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_copy_that_is_outvoted_is_set_aside_where_the_majority_counts(tmp_path: Path, tier: str) -> None:
+    """Though it is the lowest rank's, whose values all would take. Else it is an error that says how."""
+    order = {"memory": [2, 9]} if tier == "memory" else {"disk": [[2, 9]]}
+    wanted = {"a": {**order, "value": 7.0}, "b": order, "c": order}
+    for told in resumed(tmp_path / "stop", ["a", "b", "c"], wanted):
+        assert "rank 0 against rank 1, 2" in told["error"]
+        assert "--on-divergence resume-from-majority" in told["error"]
+    majority = {contract.ENV_ON_DIVERGENCE: "resume-from-majority"}
+    for told in resumed(tmp_path / "go", ["a", "b", "c"], wanted, **majority):
+        assert (told["source_node"], told["lacking"], told["values"]) == ("b", ["a"], [9.0])
+        assert [(one["node"], "most nodes" in one["reason"]) for one in told["rejected"]] == [("a", True)]
+        assert told["held"] == [2, 9]
 
 
 @pytest.mark.cluster

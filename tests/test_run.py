@@ -323,3 +323,22 @@ def test_a_wrong_argument_is_told_in_words(begin: Begin, wrong: dict[str, Any], 
     """Which one, what it was, what may be written."""
     with pytest.raises(ConfigError, match=told):
         begin(**wrong)
+
+
+def test_slots_that_a_resume_has_filled_are_not_made_anew(
+    begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory is taken once, and said once: what the state will take is known from the copy."""
+    first = begin()
+    first.step()
+    first.run.save()
+    capsys.readouterr()
+    second = begin()
+    memory = second.run._place.memory
+    assert memory is not None
+    assert memory._preparing is not None
+    memory._preparing.join()
+    second.step()
+    second.run.save()
+    assert len({slot.capacity for slot in memory.control.states()}) == 1
+    assert capsys.readouterr().err.count("slots with") == 1

@@ -15,6 +15,7 @@ from elastic_resume.policy.source import (
     Rejected,
     ResumePlan,
     choose,
+    outvoted,
     streams,
     without,
 )
@@ -383,3 +384,20 @@ def test_streams_serve_each_lacking_node_once_and_share_no_node(memory: int, dis
 def test_a_cold_start_sends_nothing() -> None:
     """There is no copy."""
     assert streams(choose([node("a", 0), node("b", 1)], "auto")) == ()
+
+
+def test_who_is_outvoted_holds_another_copy_than_most_and_what_was_sent_or_shared_is_no_vote() -> None:
+    """Two halves name nobody; nor do ranks that made different things of one copy."""
+
+    def found(homes: dict[str, str], **told: str) -> tuple[str, ...]:
+        held = tuple((name, Copy(home, 1, 9, 0)) for name, home in homes.items())
+        plan = ResumePlan("checkpoint", holders=held, lacking=tuple(set(told) - set(homes)))
+        return outvoted(plan, {name: digests.split() for name, digests in told.items()})
+
+    own = {name: name for name in "abc"}
+    assert found(own, a="x x", b="y y", c="y") == ("a",)
+    assert found({"a": "a", "b": "b"}, a="x", b="y", c="x", d="x") == ()
+    assert found({"a": "b", "b": "b", "c": "c"}, a="x", b="x", c="y") == ()
+    assert found(own, a="x y", b="y y", c="y") == ()
+    assert found(own, a="x", b="y", c="z") == ()
+    assert found({}, c="y") == ()

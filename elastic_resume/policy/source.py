@@ -158,6 +158,27 @@ def streams(plan: ResumePlan) -> tuple[Stream, ...]:
     return tuple(Stream(holders[i][0], plan.lacking[i::count]) for i in range(count))
 
 
+def outvoted(plan: ResumePlan, told: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Give the holders whose copy is unlike that of a strict majority; none where there is no such majority.
+
+    Args:
+        plan: that was carried out.
+        told: for each node the digests of what its ranks have loaded. What was sent is no vote,
+            and a copy that two nodes have read is one.
+
+    """
+    votes: dict[str, set[str]] = {}
+    for node, copy in plan.holders:
+        votes.setdefault(copy.home, set()).update(told[node])
+    if any(len(digests) != 1 for digests in votes.values()):
+        return ()  # ranks that loaded the same bytes differ: that is no copy's fault
+    voted = [next(iter(digests)) for digests in votes.values()]
+    right = max(voted, key=voted.count, default="")
+    if 2 * voted.count(right) <= len(voted):
+        return ()
+    return tuple(node for node, copy in plan.holders if right not in votes[copy.home])
+
+
 def choose(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
     """Pick the newest copy that some node holds.
 

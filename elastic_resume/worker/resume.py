@@ -17,8 +17,9 @@ import torch
 from torch.optim import Optimizer
 
 from elastic_resume import failpoints
-from elastic_resume.errors import DivergenceError, MismatchError
+from elastic_resume.errors import CorruptError, DivergenceError, MismatchError
 from elastic_resume.policy import source
+from elastic_resume.policy.divergence import RESUME
 from elastic_resume.policy.source import MEMORY, Inventory, ResumePlan
 from elastic_resume.store import checkpoint, life
 from elastic_resume.store.board import Board
@@ -83,7 +84,11 @@ def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, 
             continue
         manifest, on_disk = attempt.manifest, attempt.on_disk
         flat = place.together(lambda: state.flatten(tracked))
-        _require_equal(place, flat)
+        failures = _compare(place, plan, flat)
+        if failures:
+            _end(place, attempt, failures)
+            stock = _set_aside(place, plan, stock, failures)
+            continue
         attempt.keep()
         break
     failpoints.hit("resume.loaded")
@@ -142,11 +147,15 @@ def _attempt(place: Place, attempt: Attempt, tracked: Mapping[str, Any]) -> Fail
     """Carry out a plan; give the copies because of which that was not possible."""
     failures = attempt.open() or attempt.load(tracked)
     if failures:
-        attempt.close()
-        kind, _ = failures.get(place.node, ("", ""))
-        if place.leads and attempt.tier == MEMORY and kind in PROVEN_BAD:
-            attempt.discard()
+        _end(place, attempt, failures)
     return failures
+
+
+def _end(place: Place, attempt: Attempt, failures: Failures) -> None:
+    attempt.close()
+    kind, _ = failures.get(place.node, ("", ""))
+    if place.leads and attempt.tier == MEMORY and kind in PROVEN_BAD:
+        attempt.discard()
 
 
 def _set_aside(place: Place, plan: ResumePlan, stock: list[Inventory], failures: Failures) -> list[Inventory]:
@@ -177,11 +186,12 @@ def _quarantine_own(place: Place, plan: ResumePlan, failures: Failures) -> None:
 # ---- equality ----------------------------------------------------------------------------------------
 
 
-def _require_equal(place: Place, flat: FlatState) -> None:
-    """Prove that all ranks hold the same parameters and optimizer state, or say which differ.
+def _compare(place: Place, plan: ResumePlan, flat: FlatState) -> Failures:
+    """Prove that all ranks hold the same parameters and optimizer state; give the copies that are outvoted.
 
     Raises:
-        DivergenceError: naming the first tensor that differs, and the ranks on either side.
+        DivergenceError: naming the first tensor that differs, and the ranks on either side. Not where a
+            majority of copies is equal and ``--on-divergence`` says that it counts.
 
     """
     if place.world.size == 1:
@@ -189,13 +199,21 @@ def _require_equal(place: Place, flat: FlatState) -> None:
     prints = state.fingerprints(flat.of_kind(REPLICATED))
     told = place.world.gather(state.combined(prints))
     if len(set(told)) == 1:
-        return
+        return {}
     everyone = place.world.gather(prints)
     name, ranks = _first_difference(everyone)
+    by_node = {
+        node: [t for t, n in zip(told, place.node_of, strict=True) if n == node] for node in place.lead_of
+    }
+    wrong = source.outvoted(plan, by_node)
+    if wrong and place.settings.on_divergence == RESUME:
+        reason = f"its values differ from those of most nodes, first in {name}"
+        return dict.fromkeys(wrong, (CorruptError.kind, reason))
+    hint = f", or let the majority decide with --on-divergence {RESUME}" if wrong else ""
     raise DivergenceError(
         f"ranks hold different values of {name!r} after loading the same step ({ranks}). Replicas diverged "
         "before it was saved, or an object does not restore all that it saves. Start from the copy of one "
-        "node that you trust with --resume PATH (see `elastic-resume ls`)."
+        f"node that you trust with --resume PATH (see `elastic-resume ls`){hint}."
     )
 
 

@@ -89,7 +89,9 @@ class Saver:
     def expect(self, nbytes: int) -> None:
         """Have memory taken for a state of that size before the first snapshot needs it. For the lead."""
         if self._memory.lead:
-            self._memory.prepare(nbytes + nbytes // 64 + NOTES_BYTES, guessed=True)
+            # Slots that a resume has filled, or an earlier generation, are not made anew for a guess.
+            there = [slot.capacity for slot in self._memory.control.states() if slot.capacity > nbytes]
+            self._memory.prepare(min(there, default=nbytes + nbytes // 64 + NOTES_BYTES), guessed=True)
 
     def after_step(self, position: Position, *, may_save: bool = True, epoch_over: bool = False) -> None:
         """Take what is due at this step boundary.

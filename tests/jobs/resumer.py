@@ -1,7 +1,8 @@
 """Puts copies where its argument says, resumes from them, and tells what came of it.
 
 For tests/test_loading.py. The argument is JSON: node -> {"memory": [generation, step], "disk": [[generation,
-step], ...], "flip": where, 0 to 1, "slots": false, "fail": failpoints}. What a copy holds follows from its
+step], ...], "flip": where, 0 to 1, "slots": false, "fail": failpoints, "value": of all
+copies}. What a copy holds follows from its
 step, and in BatchNorm's buffers from its node.
 """
 
@@ -76,7 +77,7 @@ def make(place: Place, memory: Memory | None, wanted: dict[str, Any]) -> None:
     rank = place.world.rank
     own = 100.0 + rank
     for order in [wanted["memory"]] if "memory" in wanted else []:
-        manifest, image = _copy(place, order, own)
+        manifest, image = _copy(place, order, own, wanted.get("value", float(order[1])))
         assert memory is not None
         slot = memory.room(len(image), manifest)
         assert slot is not None
@@ -84,7 +85,7 @@ def make(place: Place, memory: Memory | None, wanted: dict[str, Any]) -> None:
         slot.memory[: len(image)] = image
         memory.finish_fill(slot, manifest, on_disk=True)
     for order in wanted.get("disk", []):
-        manifest, image = _copy(place, order, own)
+        manifest, image = _copy(place, order, own, wanted.get("value", float(order[1])))
         with checkpoint.Writer(place.node_dir, *order, block_bytes=BLOCK_BYTES) as writer:
             writer.write(image)
             path = writer.commit(manifest)
@@ -96,8 +97,8 @@ def make(place: Place, memory: Memory | None, wanted: dict[str, Any]) -> None:
             file.write(bytes([byte ^ 1]))
 
 
-def _copy(place: Place, order: list[int], own: float) -> tuple[Manifest, memoryview]:
-    flat = state.flatten(objects(float(order[1]), own))
+def _copy(place: Place, order: list[int], own: float, value: float) -> tuple[Manifest, memoryview]:
+    flat = state.flatten(objects(value, own))
     layout = streaming.layout_of(flat)
     manifest = Manifest(
         run_id=place.settings.run_id,
