@@ -195,7 +195,7 @@ def _compare(place: Place, plan: ResumePlan, flat: FlatState) -> Failures:
 
     """
     if place.world.size == 1:
-        return
+        return {}
     prints = state.fingerprints(flat.of_kind(REPLICATED))
     told = place.world.gather(state.combined(prints))
     if len(set(told)) == 1:
