@@ -34,10 +34,12 @@ Kinds, who writes them, and their own fields::
                               rejected [{node, generation, step, reason}], lost_steps, seconds
     worker-start     worker   generation, rank, local_rank, world_size, step     state loaded, training starts
     step             worker   generation, rank, step, epoch    at a bounded rate; always the first one
-    commit           worker   generation, step, bytes, seconds, path
-    commit-failed    worker   generation, step, error
-    prune            worker   path
-    prune-failed     worker   error
+    commit           keeper   generation, step, bytes, seconds, path     (the agent, or a worker without one)
+    commit-failed    keeper   generation, step, error
+    prune            keeper   path
+    prune-failed     keeper   error
+    snapshot-ignored keeper   generation, step, reason     what lies in memory cannot be true
+    snapshot-failed  worker   generation, reason           a copy into memory failed; training goes on
     quarantine       worker   path, reason
     board-ignored    worker   reason             the page of last steps was damaged, and is cleared
     failure          worker   generation, rank, step, type, message, frame, at_fault, traceback
