@@ -1,1 +1,1 @@
-"""What `recovery.py` starts, and how it reads what came of it."""
+"""What the benchmarks start, and how they read what came of it."""

@@ -1,0 +1,99 @@
+"""Commits to disk: by a keeper in a process of its own, beside the disk's limit and others' saves.
+
+    commits.py DIRECTORY MEGABYTES REPETITIONS
+
+Prints one JSON object. A commit is timed from the request to the answer: digests, data, manifest and fsyncs.
+The limit is what one file of the same bytes takes, in aligned writes of 16 MiB past the page cache, and one
+fsync. The others write the live state, and their files are fsynced.
+"""
+
+# ruff: noqa: D102  what a method does is its name
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from elastic_resume.store.layout import Layout
+from elastic_resume.store.manifest import Manifest, Position
+from elastic_resume.store.slots import mark_of
+from elastic_resume.worker import state
+from elastic_resume.worker.copying import copy_now, views
+from elastic_resume.worker.image import spec_of
+from elastic_resume.worker.memory import Memory
+from jobs.trained import NODE, RUN, Training, in_turns, keeper, large, sync, write_raw
+
+
+class Snapshot:
+    """The state in a slot of the keeper's; each commit is of another step of it."""
+
+    def __init__(self, training: Training, memory: Memory) -> None:
+        flat = state.flatten(training.tracked)
+        layout = Layout.build([spec_of(leaf.name, leaf.tensor) for leaf in flat.leaves])
+        self._memory = memory
+        self._flat = flat
+        self._bytes = layout.total_bytes
+        self._step = 0
+        slot = memory.room(layout.total_bytes, self._manifest())
+        if slot is None:
+            raise SystemExit("there is no memory for a slot")
+        self._slot = slot
+        memory.begin_fill(slot)
+        slot.memory[: len(layout.header)] = layout.header
+        targets = views(slot.memory, layout)
+        filled = [leaf for leaf in flat.leaves if leaf.tensor.numel()]
+        copy_now([targets[leaf.name] for leaf in filled], [leaf.tensor for leaf in filled])
+        self.image = slot.memory[: layout.total_bytes]
+
+    def _manifest(self) -> Manifest:
+        position = Position(0, self._step, self._step, self._step)
+        return Manifest(
+            RUN, NODE, 0, 1, 1, position, 0.0, "benchmark", self._flat.skeleton, file_bytes=self._bytes
+        )
+
+    def commit(self) -> None:
+        self._step += 1
+        self._memory.begin_fill(self._slot)
+        self._memory.finish_fill(self._slot, self._manifest())
+        answer = self._memory.commit(mark_of(1, self._step))
+        if not answer.get("path"):
+            raise SystemExit(f"the keeper did not commit: {answer}")
+
+
+def main() -> None:
+    directory, megabytes, repetitions = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    warnings.simplefilter("ignore")
+    training = large(megabytes)
+    training.fill()
+
+    def torch_save() -> None:
+        torch.save(training.plain, directory / "state.pt")
+        sync(directory / "state.pt")
+
+    def dcp_save() -> None:
+        shutil.rmtree(directory / "dcp", ignore_errors=True)
+        save(training.plain, checkpoint_id=directory / "dcp", no_dist=True)
+        sync(directory / "dcp")
+
+    with keeper(directory) as environ:
+        memory = Memory(environ["ELASTIC_RESUME_KEEPER"], 0, lead=True)
+        memory.tell("enter", floor=-1, trusted=None, keep=2)
+        snapshot = Snapshot(training, memory)
+        ways = {
+            "limit": lambda: write_raw(directory / "raw", snapshot.image),
+            "ours": snapshot.commit,
+            "torch.save": torch_save,
+            "dcp.save": dcp_save,
+        }
+        times = in_turns(ways, repetitions)
+    print(json.dumps({"bytes": len(snapshot.image), "seconds": times}))
+
+
+if __name__ == "__main__":
+    main()

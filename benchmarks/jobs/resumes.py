@@ -1,0 +1,328 @@
+"""Resumes into a model and an optimizer that a new process has built, from memory, disk and another node.
+
+    resumes.py DIRECTORY MEGABYTES REPETITIONS        prints one JSON object
+
+Each resume is a new process, which builds a model of zeros, says that it is ready, and is timed from then on:
+all of `er.resume`, digests included. Of two nodes the slower one counts. What was loaded is compared with
+what was saved.
+
+    memory     the node's keeper has lived on, and holds the newest step
+    disk       nothing of the checkpoint is in the page cache, and nothing is in memory
+    fresh      two processes on gloo, whose nodes share no directory: one holds the newest step, one nothing
+
+Limits, from the same kind of process: one memcpy of the state into the model and a new optimizer state; reads
+of 16 MiB past the page cache; gloo's broadcast within memory that has been touched.
+"""
+
+# ruff: noqa: D102  what a method does is its name
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers import it when they are made
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import elastic_resume as er
+from elastic_resume import contract
+from elastic_resume.store.catalog import Catalog
+from elastic_resume.worker import start as _start  # noqa: F401  the zygote of an agent has imported it too
+from jobs.trained import (
+    BLOCK_BYTES,
+    NODE,
+    ROTATING_BYTES,
+    RUN,
+    Training,
+    aligned_memory,
+    forget,
+    keeper,
+    large,
+    read_raw,
+    timed,
+)
+
+OBJECT_BYTES = 100 << 20  # broadcast_object_list gets so much of the state: it is slow, and copies it often
+FORK = multiprocessing.get_context("fork")
+LOOK_S = 0.01
+EXPECTED, PICKLED, DCP = "expected.json", "state.pt", "dcp"
+
+
+# ---- in the new process ----------------------------------------------------------------------------------
+
+
+def train(directory: Path, megabytes: int) -> int:
+    """Save a state in all ways; give its size."""
+    training = large(megabytes)
+    run = er.resume(**training.tracked)
+    training.fill()
+    run.step()
+    if run.save() is None:
+        raise SystemExit("the keeper did not commit")
+    torch.save(training.plain, directory / PICKLED)
+    save(training.plain, checkpoint_id=directory / DCP, no_dist=True)
+    (directory / EXPECTED).write_text(json.dumps(training.prints()))
+    return training.bytes
+
+
+def load_torch(training: Training, directory: Path) -> None:
+    loaded = torch.load(directory / PICKLED, weights_only=True)
+    for name, item in training.tracked.items():
+        item.load_state_dict(loaded[name])
+
+
+def load_dcp(training: Training, directory: Path) -> None:
+    training.fill()  # DCP loads in place: the optimizer's state must be there first
+    plain = training.plain
+    load(plain, checkpoint_id=directory / DCP, no_dist=True)
+    for name, item in training.tracked.items():
+        item.load_state_dict(plain[name])
+
+
+def copy_in(training: Training) -> Callable[[], Any]:
+    """One memcpy of the state, a third of it to where memory has been touched, and two thirds not."""
+    parameters: list[Tensor] = list(training.model.parameters())
+    targets = [torch.ones_like(parameter) for parameter in parameters]
+
+    def copy() -> list[Tensor]:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, parameters)
+        held = [training.optimizer.state[parameter] for parameter in parameters]
+        return [one[name].clone() for one in held for name in ("exp_avg", "exp_avg_sq")]
+
+    return copy
+
+
+def broadcast(size: int) -> Callable[[], None]:
+    """Gloo's broadcast of so many bytes, in memory that has been touched."""
+    buffer = torch.ones(min(size, ROTATING_BYTES), dtype=torch.uint8)
+
+    def send() -> None:
+        for at in range(0, size, len(buffer)):
+            dist.broadcast(buffer[: size - at], src=0)
+
+    return send
+
+
+def broadcast_objects(training: Training) -> Callable[[], None]:
+    parts, size = [], 0
+    for parameter in training.model.parameters():
+        if size + parameter.nbytes <= OBJECT_BYTES:
+            parts.append(parameter.detach())
+            size += parameter.nbytes
+
+    def send() -> None:
+        dist.broadcast_object_list(parts if dist.get_rank() == 0 else [None] * len(parts), src=0)
+
+    return send
+
+
+def child(  # noqa: PLR0917  a process gets them as a tuple
+    line: Connection, methods: list[str], directory: Path, megabytes: int, log: Path, environ: dict[str, str]
+) -> None:
+    """One after the other: get ready, do it when told to, and tell what it took."""
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ.update(environ)
+    warnings.simplefilter("ignore")
+    if methods == ["train"]:
+        line.send(train(directory, megabytes))
+        os._exit(0)
+    if "RANK" in environ:
+        dist.init_process_group("gloo")
+    training = large(megabytes)
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.zero_()
+    ways: dict[str, Callable[[], Callable[[], Any]]] = {
+        "ours": lambda: lambda: er.resume(**training.tracked),
+        "torch.load": lambda: lambda: load_torch(training, directory),
+        "dcp.load": lambda: lambda: load_dcp(training, directory),
+        "memcpy": lambda: copy_in(training),
+        "broadcast": lambda: broadcast(training.bytes),
+        "broadcast_object_list": lambda: broadcast_objects(training),
+    }
+    for number, method in enumerate(methods):
+        way = ways[method]()
+        if dist.is_initialized():
+            dist.barrier()
+        line.send("ready")
+        line.recv()
+        line.send(timed(way))
+        if not number and training.prints() != json.loads((directory / EXPECTED).read_text()):
+            raise SystemExit(f"{method}: what was loaded is not what was saved")
+    os._exit(0)
+
+
+# ---- what starts it --------------------------------------------------------------------------------------
+
+
+class Child:
+    """A process that resumes, forked from this one: importing torch takes longer than most that is timed.
+
+    This one computes nothing, so that no pool of threads is missing in a fork.
+    """
+
+    def __init__(self, methods: str, directory: Path, megabytes: int, environ: dict[str, str]) -> None:
+        self._methods = methods
+        self._log = directory / "log.txt"
+        self._line, line = FORK.Pipe()
+        self._process = FORK.Process(
+            target=child, args=(line, methods.split(","), directory, megabytes, self._log, environ)
+        )
+        self._process.start()
+        line.close()
+
+    def hear(self) -> Any:
+        """Wait for what it says next."""
+        try:
+            return self._line.recv()
+        except EOFError:
+            self._process.join()
+            raise SystemExit(f"{self._methods} has failed:\n{self._log.read_text()[-4000:]}") from None
+
+    def go(self) -> None:
+        self._line.send("go")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of its own, and of mapped files. What it shares with its keeper is in neither."""
+        found = {"RssAnon": 0, "RssFile": 0}
+        for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name in found:
+                found[name] = int(rest.split()[0]) * 1024
+        return found
+
+    def end(self) -> None:
+        self._process.join()
+        self._line.close()
+
+
+class Watch:
+    """What the memory of a resuming process is at most, beyond what it has to hold in the end.
+
+    That is what it had before, and two thirds of the state, which are the optimizer's. It is looked at
+    every `LOOK_S`, which takes the machine a hundredth of the time.
+    """
+
+    def __init__(self, child: Child, state_bytes: int) -> None:
+        before = child.memory()
+        self._own = before["RssAnon"] + state_bytes * 2 // 3
+        self._files = before["RssFile"]
+        self.extra_bytes = self.file_bytes = 0
+        self._child = child
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._live)
+        self._thread.start()
+
+    def _live(self) -> None:
+        while not self._over.wait(LOOK_S):
+            now = self._child.memory()
+            self.extra_bytes = max(self.extra_bytes, now["RssAnon"] - self._own)
+            self.file_bytes = max(self.file_bytes, now["RssFile"] - self._files)
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+class Bench:
+    """All of it for one size."""
+
+    def __init__(self, directory: Path, megabytes: int, repetitions: int) -> None:
+        self.directory = directory
+        self.megabytes = megabytes
+        self.repetitions = repetitions
+        self.seconds: dict[str, list[float]] = {}
+        self.peak: dict[str, dict[str, int]] = {}
+        self.bytes = 0
+
+    def resume(self, row: str, methods: str, *environs: dict[str, str]) -> None:
+        """Time the methods, the first of which loads, on as many nodes as there are environments."""
+        children = [Child(methods, self.directory, self.megabytes, environ) for environ in environs]
+        for number, method in enumerate(methods.split(",")):
+            for one in children:
+                one.hear()
+            watch = None if number else Watch(children[-1], self.bytes)  # of two nodes the one that lacks it
+            for one in children:
+                one.go()
+            took = max(one.hear() for one in children)
+            if watch is not None:
+                watch.end()
+                self._note(f"{row} {method}", watch)
+            self.seconds.setdefault(f"{row} {method}", []).append(took)
+        for one in children:
+            one.end()
+
+    def _note(self, row: str, watch: Watch) -> None:
+        peak = self.peak.setdefault(row, {"extra_bytes": 0, "file_bytes": 0})
+        for name in peak:
+            peak[name] = max(peak[name], getattr(watch, name))
+
+    def prepare(self, environ: dict[str, str]) -> None:
+        trainer = Child("train", self.directory, self.megabytes, environ)
+        self.bytes = trainer.hear()
+        trainer.end()
+
+    def from_memory(self, environ: dict[str, str]) -> None:
+        for _ in range(self.repetitions):
+            self.resume("memory", "ours,memcpy", environ)
+
+    def to_fresh_node(self, environ: dict[str, str]) -> None:
+        for _ in range(self.repetitions):
+            shutil.rmtree(self.directory / "other", ignore_errors=True)
+            with keeper(self.directory / "other", "fresh") as fresh:
+                self.resume("fresh", "ours,broadcast,broadcast_object_list", *_ranks([environ, fresh]))
+
+    def from_disk(self) -> None:
+        (newest, *_) = Catalog(self.directory / RUN / NODE, RUN).valid()
+        buffer = aligned_memory(BLOCK_BYTES)
+        path = newest.path / contract.STATE_FILE
+        for _ in range(self.repetitions):
+            forget(self.directory)
+            self.seconds.setdefault("disk limit", []).append(timed(lambda: read_raw(path, buffer)))
+            with keeper(self.directory) as environ:
+                forget(self.directory)
+                self.resume("disk", "ours", environ)
+            for method in ("torch.load", "dcp.load"):
+                forget(self.directory)
+                self.resume("disk", method, {})
+
+
+def _ranks(environs: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Give each of the nodes a rank of one gloo group."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    group["WORLD_SIZE"] = str(len(environs))
+    return [{**environ, **group, "RANK": str(rank)} for rank, environ in enumerate(environs)]
+
+
+def main() -> None:
+    bench = Bench(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    with keeper(bench.directory) as environ:
+        bench.prepare(environ)
+        bench.from_memory(environ)
+        bench.to_fresh_node(environ)
+    bench.from_disk()
+    found = {"bytes": bench.bytes, "object_bytes": min(OBJECT_BYTES, bench.bytes // 3)}
+    print(json.dumps({**found, "seconds": bench.seconds, "peak": bench.peak}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What a snapshot at every step costs training, and what other ways to save cost it; prints one JSON object.
+
+    stalls.py DIRECTORY MEGABYTES|small-sgd|small-adam ROUNDS STEPS
+
+Blocks of STEPS steps without snapshots and with one at every step take turns, ROUNDS times, and between them
+come single calls of the others. Of a block the first step is left out: it waits for, or lacks, the copy of
+the block before it. The stall is what ``run.step()`` takes beyond the same with ``snapshot_every="off"``, and
+what the fence before ``optimizer.step()`` waits, which two hooks around it tell.
+"""
+
+# ruff: noqa: D102  what a method does is its name
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+import elastic_resume as er
+from elastic_resume import contract
+from elastic_resume.worker.run import Run
+from jobs.trained import Copy, Training, large, small, spread, timed
+
+FIRST_STEPS = 8  # that may meet a slot, or the optimizer's state, for the first time
+STAGED_TWICE_BYTES = 1 << 30  # more of it is not also kept in dcp's own buffers: memory is for the slots
+
+
+class Clock:
+    """A training with a run that takes snapshots and one that takes none, and what its steps took."""
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        self.training = training
+        self._before = self._behind = 0.0
+        training.optimizer.register_step_pre_hook(self._note_before)
+        self.on = self._run(directory, "on", 1)
+        self.off = self._run(directory, "off", "off")
+        training.optimizer.register_step_pre_hook(self._note_behind)
+
+    def _run(self, directory: Path, name: str, every: int | str) -> Run:
+        # The run without snapshots shall not take memory for them either.
+        os.environ[contract.ENV_SNAPSHOT_MEMORY] = "auto" if every != "off" else "off"
+        return er.resume(
+            **self.training.tracked, ckpt_dir=directory, run_id=name, snapshot_every=every, save_every=10**9
+        )
+
+    def _note_before(self, *_: Any) -> None:
+        self._before = time.perf_counter()
+
+    def _note_behind(self, *_: Any) -> None:
+        self._behind = time.perf_counter()
+
+    def step(self, run: Run) -> dict[str, float]:
+        """Seconds of a step with its commit point, of the commit point, and of the fence."""
+        began = time.perf_counter()
+        self.training.step()
+        trained = time.perf_counter()
+        run.step()
+        ended = time.perf_counter()
+        return {"whole": ended - began, "commit": ended - trained, "fence": self._behind - self._before}
+
+    def block(self, run: Run, steps: int) -> list[dict[str, float]]:
+        return [self.step(run) for _ in range(steps + 1)][1:]
+
+
+def others(training: Training, directory: Path) -> dict[str, Callable[[], Any]]:
+    """Give the ways of others: what they make training wait for. What goes on behind it is awaited apart."""
+
+    def place(name: str) -> Path:
+        path = directory / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        return path
+
+    ways: dict[str, Callable[[], Any]] = {
+        "torch.save": lambda: torch.save(training.plain, place("state.pt")),
+        "dcp.save": lambda: save(training.plain, checkpoint_id=place("dcp"), no_dist=True),
+        "dcp.async_save": lambda: async_save(training.plain, checkpoint_id=place("async"), no_dist=True),
+    }
+    if training.bytes < STAGED_TWICE_BYTES:
+        options = StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+        stager = DefaultStager(options)
+        ways["dcp.async_save, buffers kept"] = lambda: async_save(
+            training.plain, checkpoint_id=place("async"), async_stager=stager, no_dist=True
+        )
+    try:
+        from torchsnapshot import Snapshot  # type: ignore[import-not-found, unused-ignore]  # noqa: PLC0415
+    except ImportError:
+        return ways
+    ways["torchsnapshot.async_take"] = lambda: Snapshot.async_take(str(place("ts")), training.tracked)
+    return ways
+
+
+def call(way: Callable[[], Any]) -> float:
+    """Seconds until training may go on; then wait for what still goes on."""
+    start = time.perf_counter()
+    behind = way()
+    seconds = time.perf_counter() - start
+    for name in ("result", "wait"):
+        if hasattr(behind, name):
+            getattr(behind, name)()
+            break
+    return seconds
+
+
+def first_steps(clock: Clock) -> dict[str, Any]:
+    """The steps from the very first: without memory yet, without optimizer state yet."""
+    steps, taken = [], None
+    for number in range(FIRST_STEPS):
+        steps.append(clock.step(clock.on))
+        if taken is None and clock.on._saver.snapshots.taken:  # noqa: SLF001  nothing public tells it
+            taken = number + 1
+    return {
+        "commit_s": [s["commit"] for s in steps],
+        "fence_s": [s["fence"] for s in steps],
+        "taken_at": taken,
+    }
+
+
+def measure(training: Training, directory: Path, rounds: int, steps: int) -> dict[str, Any]:
+    clock = Clock(training, directory)
+    first = first_steps(clock)
+    clock.block(clock.off, 1)
+    copy = Copy(training.tensors)
+    ways = others(training, directory)
+    with_, without, copies = [], [], []
+    calls: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        block = (clock.block(clock.on, steps), clock.block(clock.off, steps))
+        copy()
+        took = timed(copy)
+        told = {name: call(way) for name, way in ways.items()}
+        if number:  # the first round imports, and touches memory for the first time
+            with_ += block[0]
+            without += block[1]
+            copies.append(took)
+            for name, seconds in told.items():
+                calls[name].append(seconds)
+    bare = statistics.median(step["commit"] for step in without)
+    taken = clock.on._saver.snapshots  # noqa: SLF001
+    return {
+        "bytes": training.bytes,
+        "tensors": len(training.tensors),
+        "slots": clock.on._saver._memory.slots,  # noqa: SLF001
+        "problem": taken.problem,
+        "first": first,
+        "stall_s": spread([step["commit"] - bare + step["fence"] for step in with_]),
+        "commit_s": spread([step["commit"] - bare for step in with_]),
+        "fence_s": spread([step["fence"] for step in with_]),
+        "off_s": spread([step["commit"] for step in without]),
+        "step_with_s": spread([step["whole"] for step in with_]),
+        "step_without_s": spread([step["whole"] for step in without]),
+        "memcpy_s": spread(copies),
+        "others_s": {name: spread(seconds) for name, seconds in calls.items()},
+    }
+
+
+def main() -> None:
+    directory, what = Path(sys.argv[1]), sys.argv[2]
+    warnings.simplefilter("ignore")
+    training = small(what.partition("-")[2]) if what.startswith("small-") else large(int(what))
+    print(json.dumps(measure(training, directory, int(sys.argv[3]), int(sys.argv[4]))), flush=True)
+    os._exit(0)  # without a last checkpoint
+
+
+if __name__ == "__main__":
+    main()
