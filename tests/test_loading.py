@@ -110,6 +110,16 @@ def test_a_bad_copy_that_is_the_only_one_is_an_error_on_every_rank(tmp_path: Pat
 
 
 @pytest.mark.cluster
+def test_a_damaged_snapshot_is_told_and_another_tier_is_read(tmp_path: Path) -> None:
+    """Its notes are what all would go by: nobody else's copy is blamed for them."""
+    wanted = {"a": {"memory": [2, 9], "disk": [[2, 5]], "hurt": "static_at"}, "b": {"disk": [[2, 9]]}}
+    for told in resumed(tmp_path, ["a", "b"], wanted):
+        assert (told["source_node"], told["lacking"], told["values"]) == ("b", ["a"], [9.0])
+        assert [(one["node"], one["step"]) for one in told["rejected"]] == [("a", 9)]
+        assert told["held"] == [2, 9]
+
+
+@pytest.mark.cluster
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_a_copy_that_is_outvoted_is_set_aside_where_the_majority_counts(tmp_path: Path, tier: str) -> None:
     """Though it is the lowest rank's, whose values all would take. Else it is an error that says how."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ import elastic_resume as er
 from elastic_resume import events, failpoints
 from elastic_resume.errors import ConfigError, ElasticResumeError, MismatchError, UsageError
 from elastic_resume.store.catalog import Catalog
+from elastic_resume.store.keeper import Keeper
+from elastic_resume.store.shelf import Terms
 
 Begin = Callable[..., "Script"]
 
@@ -342,3 +345,18 @@ def test_slots_that_a_resume_has_filled_are_not_made_anew(
     second.run.save()
     assert len({slot.capacity for slot in memory.control.states()}) == 1
     assert capsys.readouterr().err.count("slots with") == 1
+
+
+def test_only_a_copy_of_the_own_disk_that_was_read_is_told_to_be_good(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Good ones push others out: the state that came from elsewhere is no word for what this disk has."""
+    told: list[Terms] = []
+    monkeypatch.setattr(Keeper, "enter", lambda _, terms: told.append(terms))
+    for _ in range(2):
+        script = begin()
+        script.step()
+        script.run.save()  # waits for an answer, and is answered in order
+    shutil.copytree(tmp_path / "job" / "n", tmp_path / "elsewhere")
+    begin(resume=str(tmp_path / "elsewhere" / "g000001-s0000000001")).run.close()
+    assert [terms.trusted for terms in told] == [None, (1, 1), None]

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from elastic_resume.policy import budget
 from elastic_resume.store import slots
+from elastic_resume.store.layout import Layout, TensorSpec
 from elastic_resume.store.rack import Rack
 from elastic_resume.store.slots import SlotState, mark_of, order_of
 
@@ -313,6 +314,19 @@ def test_memory_comes_from_the_budget_and_goes_back() -> None:
     rack.close()
     rack.close()
     assert files() == before
+
+
+@pytest.mark.parametrize("part", ["header", "static", "dynamic"])
+def test_a_snapshot_that_says_other_than_what_was_written_gives_no_notes(rack: Rack, part: str) -> None:
+    """One flipped bit, in what says how to read the image or in the image's own header."""
+    rack.reserve(4 * BYTES)
+    slot, layout = rack._kept[0].slot, Layout.build([TensorSpec("model/w", "U8", (9,))])
+    for _ in range(2):  # the second time the layout is there already
+        slot.describe(layout.header, layout.total_bytes, b"static", b"dynamic", 7)
+        assert slot.notes() == (b"static", b"dynamic")
+    slot.memory[20 if part == "header" else slot.record.get(f"{part}_at")] ^= 4
+    with pytest.raises(ValueError, match="not what was written"):
+        slot.notes()
 
 
 def test_a_slot_cannot_be_cut_off_under_its_users(rack: Rack) -> None:

@@ -30,6 +30,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import xxhash
+
 from elastic_resume.store.board import MAX_LOCAL_RANKS
 
 MAX_SLOTS = 8  # three in use, and as many again while a larger layout takes their place
@@ -42,7 +44,7 @@ _HEAD_WORDS = 16  # of the control block: see `_HEAD`
 _HEAD = ("decided", "next_step", "commits", "commit_us", "commit_cpu_us", "digest_cpu_us")
 _FIELDS = (
     "serial", "capacity", "target", "parts", "image_bytes", "static_at", "static_bytes", "dynamic_at",
-    "dynamic_bytes", "layout", "arrived", "want", "held", "saved",
+    "dynamic_bytes", "layout", "arrived", "want", "held", "saved", "static_digest", "dynamic_digest",
 )  # fmt: skip
 _AT = {name: at for at, name in enumerate(_FIELDS)}
 _MARKS = 16  # of a record: behind its fields
@@ -271,6 +273,7 @@ class Slot:
             record.set("image_bytes", image_bytes)
             record.set("static_at", at)
             record.set("static_bytes", len(static))
+            record.set("static_digest", self._static_digest(static))
             record.set("layout", layout)
         at = aligned(at + record.get("static_bytes"))
         if at + len(dynamic) > self.capacity:
@@ -278,6 +281,7 @@ class Slot:
         self.memory[at : at + len(dynamic)] = dynamic
         record.set("dynamic_at", at)
         record.set("dynamic_bytes", len(dynamic))
+        record.set("dynamic_digest", xxhash.xxh3_64_intdigest(dynamic))
 
     def image(self) -> memoryview:
         """The image that the words speak of.
@@ -289,10 +293,18 @@ class Slot:
         return self._part(0, self.record.get("image_bytes"))
 
     def notes(self) -> tuple[bytes, bytes]:
-        """Static and dynamic JSON; ValueError as in `image`."""
+        """Static and dynamic JSON; ValueError as in `image`, and where they or the header are damaged.
+
+        The image has no digest before it is sent or committed. What says how to read it has one: all ranks
+        take it from the source, and would blame their own copies for what is wrong with it.
+        """
         get = self.record.get
-        static = self._part(get("static_at"), get("static_bytes"))
-        return bytes(static), bytes(self._part(get("dynamic_at"), get("dynamic_bytes")))
+        static = bytes(self._part(get("static_at"), get("static_bytes")))
+        dynamic = bytes(self._part(get("dynamic_at"), get("dynamic_bytes")))
+        found = (self._static_digest(static), xxhash.xxh3_64_intdigest(dynamic))
+        if found != (get("static_digest"), get("dynamic_digest")):
+            raise ValueError("its header or notes are not what was written")
+        return static, dynamic
 
     def populate(self) -> None:
         """Have the kernel map all pages now, so that no copy waits for it; in pieces, without the GIL.
@@ -304,6 +316,11 @@ class Slot:
             size = min(_POPULATE_BYTES, self.capacity - at)
             if _libc.madvise(ctypes.c_void_p(base + at), ctypes.c_size_t(size), _POPULATE_WRITE) != 0:
                 return  # Linux before 5.14: the first copy does it
+
+    def _static_digest(self, static: bytes) -> int:
+        """Of the header, which lies in place, and of what goes with it."""
+        size = min(8 + int.from_bytes(self.memory[:8], "little"), self.capacity)
+        return xxhash.xxh3_64_intdigest(xxhash.xxh3_64_digest(self.memory[:size]) + static)
 
     def _part(self, start: int, size: int) -> memoryview:
         if not 0 <= start <= start + size <= self.capacity:

@@ -13,7 +13,7 @@ import psutil
 from elastic_resume import contract
 from elastic_resume.errors import CheckpointError, ElasticResumeError, ForeignError, RecordError
 from elastic_resume.policy.source import DISK, MEMORY, Copy, Inventory, Rejected
-from elastic_resume.store import checkpoint, committed, life
+from elastic_resume.store import checkpoint, committed, life, slots
 from elastic_resume.store.board import Board
 from elastic_resume.store.catalog import Entry, scan_run
 from elastic_resume.store.manifest import Manifest
@@ -150,14 +150,22 @@ def _given(place: Place) -> tuple[Copy | None, list[Rejected]]:
 
 
 def _snapshots(place: Place) -> tuple[list[Copy], list[Rejected]]:
-    """The newest snapshot in this node's memory."""
-    try:
-        held = place.memory.newest() if place.memory is not None else None
-        if held is not None and held.manifest.run_id != place.settings.run_id:
-            raise ForeignError(f"belongs to the run {held.manifest.run_id!r}.")
-    except CheckpointError as error:
-        return [], [Rejected(place.node, "memory", str(error), kind=error.kind)]
-    return [_copy_of(place.node, held.manifest, MEMORY)] if held is not None else [], []
+    """The newest snapshot in this node's memory; damaged ones are let go of, so that an older one counts."""
+    rejected: list[Rejected] = []
+    memory = place.memory
+    while memory is not None and (state := slots.newest(memory.control.states())) is not None:
+        try:
+            held = memory.newest()
+            if held is not None and held.manifest.run_id != place.settings.run_id:
+                raise ForeignError(f"belongs to the run {held.manifest.run_id!r}.")
+        except CheckpointError as error:
+            order = slots.order_of(state.target)
+            name = f"{checkpoint.name_of(*order)} (in memory)"
+            rejected.append(Rejected(place.node, name, str(error), order, error.kind))
+            memory.discard(state.index)
+            continue
+        return [_copy_of(place.node, held.manifest, MEMORY)] if held is not None else [], rejected
+    return [], rejected
 
 
 def _copy_of(home: str, manifest: Manifest, tier: str = DISK) -> Copy:

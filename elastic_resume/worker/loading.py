@@ -214,7 +214,7 @@ class Attempt:
     def discard(self) -> None:
         """Let the snapshot in this node's memory that turned out bad count no more."""
         if self._slot is not None and self._memory is not None:
-            self._memory.discard(self._slot)
+            self._memory.discard(self._slot.index)
 
     def close(self) -> None:
         """Give up: another plan will be made."""

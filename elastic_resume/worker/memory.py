@@ -150,10 +150,10 @@ class Memory:
             raise CorruptError(f"snapshot: its notes are of {manifest.order}, its mark of {state.target:#x}.")
         return Held(slot, state.target, manifest, image)
 
-    def discard(self, slot: Slot) -> None:
-        """Let what lies in ``slot`` count no more."""
-        self._line.tell("discard", index=slot.index)
-        slot.record.set("target", 0)
+    def discard(self, index: int) -> None:
+        """Let what lies in that slot count no more."""
+        self._line.tell("discard", index=index)
+        self.control.record(index).set("target", 0)
 
     def room(self, image_bytes: int, manifest: Manifest) -> Slot | None:
         """A slot into which an image with that manifest can be filled; None: there is none to spare."""

@@ -79,7 +79,8 @@ class Saver:
         # A process of its own keeps the shelf too; of ours only what is streamed goes there.
         self._shelf = Shelf(place.node_dir, settings.run_id, place.events.write)
         order = (plan.source_generation, plan.step)
-        trusted = order if plan.kind == "checkpoint" else None
+        # What came from memory or from a peer says nothing of a copy that this node's disk may hold.
+        trusted = order if plan.kind == "checkpoint" and saved_step >= 0 else None
         terms = Terms(plan.floor, trusted, settings.keep)
         self._shelf.enter(terms)
         memory.tell("enter", floor=terms.floor, trusted=terms.trusted, keep=terms.keep)

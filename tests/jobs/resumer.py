@@ -1,9 +1,9 @@
 """Puts copies where its argument says, resumes from them, and tells what came of it.
 
 For tests/test_loading.py. The argument is JSON: node -> {"memory": [generation, step], "disk": [[generation,
-step], ...], "flip": where, 0 to 1, "slots": false, "fail": failpoints, "value": of all
-copies}. What a copy holds follows from its
-step, and in BatchNorm's buffers from its node.
+step], ...], "flip": where, 0 to 1, "slots": false, "fail": failpoints, "hurt": word that tells where
+the slot gets a flipped bit, "value": of all copies}. What a copy holds else follows from its step, and in
+BatchNorm's buffers from its node.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ def make(place: Place, memory: Memory | None, wanted: dict[str, Any]) -> None:
         memory.begin_fill(slot)
         slot.memory[: len(image)] = image
         memory.finish_fill(slot, manifest, on_disk=True)
+        if "hurt" in wanted:
+            slot.memory[slot.record.get(wanted["hurt"])] ^= 4
     for order in wanted.get("disk", []):
         manifest, image = _copy(place, order, own, wanted.get("value", float(order[1])))
         with checkpoint.Writer(place.node_dir, *order, block_bytes=BLOCK_BYTES) as writer:
