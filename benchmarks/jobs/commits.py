@@ -60,7 +60,7 @@ class Snapshot:
     def commit(self) -> None:
         self._step += 1
         self._memory.begin_fill(self._slot)
-        self._memory.finish_fill(self._slot, self._manifest())
+        self._memory.finish_fill(self._slot, self._manifest(), on_disk=False)
         answer = self._memory.commit(mark_of(1, self._step))
         if not answer.get("path"):
             raise SystemExit(f"the keeper did not commit: {answer}")
