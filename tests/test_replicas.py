@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,17 +13,24 @@ from typing import Any
 
 import pytest
 
+from elastic_resume import contract
+from elastic_resume.agent.keeper import kept
 from elastic_resume.agent.replicas import Replicas
+from elastic_resume.config import Settings
 from elastic_resume.errors import GaveUpError, MachineError
+from elastic_resume.policy.cadence import AUTO
 from elastic_resume.policy.divergence import RESUME, STOP
 from elastic_resume.policy.failures import DIVERGENCE
 from elastic_resume.rendezvous.address import Endpoint, Seat
 from elastic_resume.rendezvous.member import Member
-from elastic_resume.rendezvous.messages import Join
+from elastic_resume.rendezvous.messages import Diverged, Join
 from elastic_resume.rendezvous.record import Record
 from elastic_resume.rendezvous.steps import BeginWorld, Log
 from elastic_resume.rendezvous.terms import Terms
+from elastic_resume.store.handing import Line
+from elastic_resume.store.node_dir import NodeDir
 from tests.stations import until
+from tests.test_keeper import NEEDED, snapshot
 
 TENSORS = ("fc.weight", "fc.bias", "out.weight")
 STATE = (1.0, 2.0, 3.0)
@@ -223,3 +231,42 @@ def test_what_is_no_digest_is_refused_where_it_is_told(trainers: list[Trainer]) 
     for wrong in ("", "AB" * 16, "ab" * 8):
         with pytest.raises(ValueError, match="not a digest"):
             trainers[0].replicas.note(1, 1, wrong)
+
+
+class Hearing:
+    """A member's part in it, without a rendezvous."""
+
+    node = "a"
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, str]] = []
+
+    def compare(self, **asked: Any) -> None:
+        """Take what answers."""
+        self.asked = asked
+
+    def tell_print(self, *told: Any) -> None:
+        """Keep it."""
+        self.told.append(told)
+
+
+def test_a_state_is_told_under_its_worlds_generation_whatever_its_workers_count(tmp_path: Path) -> None:
+    """Workers that began with another job's copy of generation 50 are in 51, and their world is the first."""
+    settings = Settings(tmp_path, "job", "a", AUTO, 3, "auto", snapshot_memory=3 * NEEDED)
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    hearing: Any = Hearing()
+    with (
+        NodeDir.claim(tmp_path, "job", "a") as node_dir,
+        kept(node_dir.path, settings, say=nothing, tell=nothing) as one,
+    ):
+        one.compare(hearing, say=nothing, tell=nothing)
+        rack, line = one.keeper.rack, Line(os.environ[contract.ENV_KEEPER])
+        rack.reserve(NEEDED)
+        mark = snapshot(rack._kept[0].slot, 9, generation=51)
+        line.tell("compare", mark=mark, world=1)
+        until(lambda: bool(hearing.told), "the digest")
+        assert hearing.told[0][:2] == (1, 9)
+        assert len(hearing.asked["explain"](1, 9)) == 1
+        hearing.asked["differ"](Diverged(1, 9, 8, (("b", "c"), ("a",)), ("a",), (0,), 1, goes_on=True))
+        assert not any(slot.whole for slot in rack.control.states())
+        line.close()

@@ -22,6 +22,7 @@ from elastic_resume.store.digests import Digester
 from elastic_resume.store.handing import Desk
 from elastic_resume.store.keeper import Keeper
 from elastic_resume.store.rack import Rack
+from elastic_resume.store.slots import order_of
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,28 @@ class Kept:
 
     def compare(self, member: Member, *, say: Callable[[str], None], tell: Callable[..., Any]) -> None:
         """Compare this node's state with that of the others in ``member``'s rendezvous from now on."""
-        digester = self.digester
+        keeper, digester = self.keeper, self.digester
+        # A world's generation -> its workers'. That is greater where they began with a copy of another job.
+        workers: dict[int, int] = {}
         replicas = Replicas(
             member,
             names=digester.names,
-            prints=digester.prints,
-            distrust=self.keeper.distrust,
+            prints=lambda world, step: digester.prints(workers.get(world, world), step),
+            distrust=lambda world, step: keeper.distrust(workers.get(world, world), step),
             say=say,
             tell=tell,
         )
-        digester.tell = replicas.note
-        self.keeper.compare = digester.name
+
+        def compare(mark: int, world: int) -> None:
+            workers[world] = order_of(mark)[0]
+            digester.name(mark)
+
+        def note(generation: int, step: int, digest: str) -> None:
+            worlds = {generation: world for world, generation in list(workers.items())}
+            replicas.note(worlds[generation], step, digest)
+
+        digester.tell = note
+        keeper.compare = compare
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ whether the other is the same user. One connection serves one worker::
     enter floor trusted keep    -> the terms of this generation
     wanted mark                 -> that snapshot is to be committed
     commit mark                 -> {"path": ...} or {"error": ...}, when it is done
-    compare mark                -> that snapshot is to be compared with other nodes'
+    compare mark world          -> that snapshot is to be compared in the world of that generation
     discard index               -> what lies there counts no more
 
 Does not know what lies in slots.
@@ -109,7 +109,7 @@ class Desk:
         elif ask == "wanted":
             self._keeper.wanted(_count(request, "mark", 1 << 64))
         elif ask == "compare":
-            self._keeper.compare(_count(request, "mark", 1 << 64))
+            self._keeper.compare(_count(request, "mark", 1 << 64), _count(request, "world"))
         elif ask == "discard":
             rack.discard(_count(request, "index", MAX_SLOTS - 1))
         else:

@@ -76,7 +76,8 @@ class Keeper:
 
         """
         self.rack = rack
-        self.compare: Callable[[int], object] = lambda _: None  # has a snapshot compared with other nodes'
+        # Has a snapshot (its mark) compared with other nodes' in the world of that generation.
+        self.compare: Callable[[int, int], object] = lambda *_: None
         self._shelf = Shelf(node_dir, run_id, tell, disk)
         self._node_dir = node_dir
         self._say = say

@@ -59,7 +59,7 @@ def take_stock(place: Place, board: Board, generation: int) -> Inventory:
         rejected=tuple(refused + rejected + problem),
         # The world's generation is one more than the greatest that anybody knew; the agents may have counted
         # further than checkpoints tell, when worlds ended before their first step.
-        generation=max(generation, _assigned() - 1),
+        generation=max(generation, assigned() - 1),
         floor=floor,
         began=began,
         committed=committed.newest(place.node_dir),
@@ -103,7 +103,7 @@ def supervisor() -> str:
         return str(pid)
 
 
-def _assigned() -> int:
+def assigned() -> int:
     """The generation that the agents' rendezvous gave this world; 0 under another launcher."""
     text = os.environ.get(contract.ENV_GENERATION, "")
     return int(text) if text.isdigit() else 0

@@ -24,7 +24,7 @@ from elastic_resume.policy.cadence import SaveCost
 from elastic_resume.policy.source import ResumePlan
 from elastic_resume.store.manifest import Manifest, Position
 from elastic_resume.store.shelf import Put, Shelf, Terms
-from elastic_resume.worker import state, streaming
+from elastic_resume.worker import inventory, state, streaming
 from elastic_resume.worker.memory import Memory
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.snapshot import PATIENCE_S, Snapshots
@@ -125,7 +125,8 @@ class Saver:
                 self._take(position, epoch_over=epoch_over, want=save, alone=alone)
                 control.set("next_step", step + 1 if epoch_over else self._next(step))
                 if compare and self.snapshots.has(position):
-                    self._memory.tell("compare", mark=self.snapshots.taken)
+                    world = inventory.assigned() or self._generation
+                    self._memory.tell("compare", mark=self.snapshots.taken, world=world)
         self._step_began = time.perf_counter()
 
     def save(self, position: Position, *, epoch_over: bool = False) -> Path | None:
