@@ -215,7 +215,8 @@ WEIGHTS = ("fc.weight", "fc.bias", "out.weight", "out.bias", "norm.weight", "nor
 ALONE = """
 replicas differ at step 128: node c is not as nodes a and b, the majority, first in fc.bias. Look at what that
 machine computes (memory, device), or at what the script does only there (all were equal at step 96). Start
-again without it. With --on-divergence resume-from-majority the job goes on by itself.
+again without it. With --on-divergence resume-from-majority the job goes on by itself. Machines of different
+kinds round differently: with --check-replicas off they go on, and one node's values count at each resume.
 """
 GOES_ON = """
 replicas differ at step 128: nodes c and d are not as nodes a, b and e, the majority, first in fc.weight,
@@ -225,7 +226,9 @@ fc.bias, out.weight, out.bias and 5 more. The majority's state counts, and no la
 NOBODY = """
 replicas differ at step 128: node a against node b, which tensors is not known. There is no majority to say
 who is wrong (no step of this generation was seen equal). Look for what nodes do not share: random numbers,
-samples, a broken device. An older copy is taken with --resume PATH.
+samples, a broken device, state that changes between run.step() and optimizer.step() (run.verify_copies finds
+it). An older copy is taken with --resume PATH. Machines of different kinds round differently: with
+--check-replicas off they go on, and one node's values count at each resume.
 """
 
 

@@ -136,6 +136,15 @@ def test_a_copy_that_is_outvoted_is_set_aside_where_the_majority_counts(tmp_path
 
 
 @pytest.mark.cluster
+def test_the_sources_values_count_where_replicas_are_not_to_be_compared(tmp_path: Path) -> None:
+    """Nodes that round differently never hold the same: the others receive, and nothing is called corrupt."""
+    wanted = {"a": {"disk": [[2, 9]], "value": 7.0}, "b": {"disk": [[2, 9]]}}
+    for told in resumed(tmp_path, ["a", "b"], wanted, **{contract.ENV_CHECK_REPLICAS: "off"}):
+        assert (told["source_node"], told["lacking"], told["values"]) == ("a", ["b"], [7.0])
+        assert told["disk"] == [[2, 9]]
+
+
+@pytest.mark.cluster
 def test_a_source_that_is_killed_while_it_sends_leaves_nobody_waiting(tmp_path: Path) -> None:
     """The receivers end with an error, as workers whose world broke do; the lost source is theirs to tell."""
     wanted = {"a": {"disk": [[1, 9]], "fail": "transfer.send=kill@9"}}

@@ -32,6 +32,10 @@ MAX_GROUPS = 4096
 """Digests with which a node explains its state: 64 kB. Beyond so many tensors, neighbours share one."""
 FIRST = 8
 """So many differing tensors are told of."""
+UNLIKE_MACHINES = (
+    "Machines of different kinds round differently: with --check-replicas off they go on, and one node's "
+    "values count at each resume."
+)
 NAMED = 4
 """So many tensors, and nodes of one side, are named in a sentence."""
 _MAX_NAME = 200
@@ -199,11 +203,13 @@ def _next(verdict: Verdict, agreed: int, *, goes_on: bool) -> str:
     if verdict.wrong:
         return (
             f"Look at what that machine computes (memory, device), or at what the script does only there "
-            f"({since}). Start again without it. With --on-divergence {RESUME} the job goes on by itself."
+            f"({since}). Start again without it. With --on-divergence {RESUME} the job goes on by itself. "
+            f"{UNLIKE_MACHINES}"
         )
     return (
         f"There is no majority to say who is wrong ({since}). Look for what nodes do not share: random "
-        "numbers, samples, a broken device. An older copy is taken with --resume PATH."
+        "numbers, samples, a broken device, state that changes between run.step() and optimizer.step() "
+        f"(run.verify_copies finds it). An older copy is taken with --resume PATH. {UNLIKE_MACHINES}"
     )
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from elastic_resume import failpoints
 from elastic_resume.errors import CorruptError, DivergenceError, MismatchError
 from elastic_resume.policy import source
-from elastic_resume.policy.divergence import RESUME
+from elastic_resume.policy.divergence import RESUME, UNLIKE_MACHINES
 from elastic_resume.policy.source import MEMORY, Inventory, ResumePlan
 from elastic_resume.store import checkpoint, life
 from elastic_resume.store.board import Board
@@ -191,7 +191,8 @@ def _compare(place: Place, plan: ResumePlan, flat: FlatState) -> Failures:
 
     Raises:
         DivergenceError: naming the first tensor that differs, and the ranks on either side. Not where a
-            majority of copies is equal and ``--on-divergence`` says that it counts.
+            majority of copies is equal and ``--on-divergence`` says that it counts; nor with
+            ``--check-replicas off``, which lets the source's values count.
 
     """
     if place.world.size == 1:
@@ -209,11 +210,16 @@ def _compare(place: Place, plan: ResumePlan, flat: FlatState) -> Failures:
     if wrong and place.settings.on_divergence == RESUME:
         reason = f"its values differ from those of most nodes, first in {name}"
         return dict.fromkeys(wrong, (CorruptError.kind, reason))
+    others = [node for node, _ in plan.holders if set(by_node[node]) != set(by_node[plan.source_node])]
+    if others and place.settings.check_replicas.off:
+        return dict.fromkeys(
+            others, ("unlike", f"its values differ from {plan.source_node}'s, first in {name}")
+        )
     hint = f", or let the majority decide with --on-divergence {RESUME}" if wrong else ""
     raise DivergenceError(
         f"ranks hold different values of {name!r} after loading the same step ({ranks}). Replicas diverged "
         "before it was saved, or an object does not restore all that it saves. Start from the copy of one "
-        f"node that you trust with --resume PATH (see `elastic-resume ls`){hint}."
+        f"node that you trust with --resume PATH (see `elastic-resume ls`){hint}. {UNLIKE_MACHINES}"
     )
 
 
