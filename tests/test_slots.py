@@ -316,6 +316,15 @@ def test_memory_comes_from_the_budget_and_goes_back() -> None:
     assert files() == before
 
 
+def test_who_needs_less_than_there_is_hears_nothing_new(rack: Rack, said: list[str]) -> None:
+    """At each restart a resume asks for what the copy needs, and training for what the state may come to."""
+    for pages in (4, 3, 4):
+        rack._fill_up(pages * BYTES)
+    assert len(said) == 1
+    rack._fill_up(5 * BYTES)
+    assert "2 slots" in said[-1]
+
+
 @pytest.mark.parametrize("part", ["header", "static", "dynamic"])
 def test_a_snapshot_that_says_other_than_what_was_written_gives_no_notes(rack: Rack, part: str) -> None:
     """One flipped bit, in what says how to read the image or in the image's own header."""

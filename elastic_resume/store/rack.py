@@ -132,10 +132,11 @@ class Rack:
             free = self._free() + held - stays
             allowed = None if self._allowed is None else self._allowed - stays
             planned = budget.slots_that_fit(capacity, free_bytes=free, allowed_bytes=allowed)
-            if self._planned != (planned, capacity):
-                self._planned = (planned, capacity)
-                self._say(budget.describe(planned, capacity, free_bytes=free, allowed_bytes=allowed))
             fitting = sum(kept.slot.capacity >= capacity for kept in self._kept.values())
+            before, self._planned = self._planned, (planned, capacity)
+            # Whoever asks for less, of what is there already, changes nothing that is worth a line.
+            if before[0] != planned or (before[1] != capacity and fitting < planned):
+                self._say(budget.describe(planned, capacity, free_bytes=free, allowed_bytes=allowed))
             while fitting < (min(least, planned) if least else planned) and not self._closed:
                 if not self._add(capacity):
                     return fitting
