@@ -313,3 +313,19 @@ def test_workers_ask_at_once(desk: Desk) -> None:
     for thread in threads:
         thread.join(30)
     assert answers == [3] * 160
+
+
+def test_a_node_that_was_found_wrong_saves_again_when_it_has_resumed(setting: Setting) -> None:
+    """Also the majority's copy of that very step, which took the place of its own."""
+    keeper = setting.keeper
+    mark = snapshot(setting.slot(0), 9, want=True)
+    assert keeper.commit(mark) is not None
+    keeper.distrust(1, 4)
+    assert setting.copies() == []
+    snapshot(setting.slot(1), 9, want=True)
+    keeper.wanted(mark)
+    time.sleep(0.02)
+    assert setting.copies() == []  # nobody has said yet that it is another's
+    keeper.enter(Terms())
+    until(lambda: not any(state.wanted for state in keeper.rack.control.states()))
+    assert setting.copies() == [name_of(1, 9)]

@@ -140,6 +140,7 @@ class Keeper:
         """
         self.rack.distrust(generation, step)
         self._shelf.distrust(generation, step)
+        self._saved = {}  # the newest may have been one of those
 
     def commit_soon(self) -> None:
         """Have the newest snapshot committed; wait for nothing. The workers that made it are gone."""
@@ -224,12 +225,14 @@ class Keeper:
                 self._settle(state)
                 return None
             if put is None:
-                return None  # written over meanwhile: there is a newer one
+                if not self._shelf.believes(order):
+                    time.sleep(LOOK_S)  # what was sent in place of a distrusted one: `enter` comes at once
+                return None  # or written over meanwhile: there is a newer one
             self._saved = {state.target: put.path}
             self.rack.control.note_commit(put.seconds, put.cpu_s)
             self._well(order[1])
         self._settle(state)
-        return self._saved[state.target]
+        return self._saved.get(state.target)
 
     def _settle(self, state: SlotState) -> None:
         """Let the slot go: its snapshot is on disk, or given up."""

@@ -61,8 +61,9 @@ class Shelf:
         self._publishing = threading.Lock()
 
     def enter(self, terms: Terms) -> None:
-        """Workers have resumed, on these terms."""
+        """Workers have resumed, on these terms: from a copy that all have found equal."""
         self._terms = terms
+        self._distrusted.clear()  # what was is set aside; the majority's copy may be of the same step
         if terms.trusted is not None:
             self._trusted.add(terms.trusted)
 
@@ -92,13 +93,15 @@ class Shelf:
     def put(
         self, manifest: Manifest, image: Iterable[memoryview], still: Callable[[], bool] = lambda: True
     ) -> Put | None:
-        """Commit an image. None where ``still``, asked when all is written, says that it is not to be.
+        """Commit an image. None where nobody believes it, or ``still``, asked when all is written, says no.
 
         Raises:
             MachineError: the disk refuses, which has been told.
 
         """
         where = {"generation": manifest.generation, "step": manifest.step}
+        if not self.believes(manifest.order):
+            return None
         began, used = time.monotonic(), time.thread_time()
         try:
             with Writer(self._node_dir, manifest.generation, manifest.step, self._disk) as writer:
