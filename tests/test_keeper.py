@@ -329,3 +329,13 @@ def test_a_node_that_was_found_wrong_saves_again_when_it_has_resumed(setting: Se
     keeper.enter(Terms())
     until(lambda: not any(state.wanted for state in keeper.rack.control.states()))
     assert setting.copies() == [name_of(1, 9)]
+
+
+def test_a_copy_that_a_resume_has_set_aside_is_written_again(setting: Setting) -> None:
+    """What the node then gets from another is of the same step, and is on no disk of its own."""
+    keeper = setting.keeper
+    path = keeper.commit(snapshot(setting.slot(0), 9))
+    assert path is not None
+    path.rename(path.with_name("quarantined"))
+    keeper.commit(snapshot(setting.slot(1), 9))
+    assert setting.copies() == [name_of(1, 9)]

@@ -210,6 +210,8 @@ class Keeper:
             self._retry_at = 0.0
             return None
         order = order_of(state.target)
+        if any(not path.is_dir() for path in self._saved.values()):
+            self._saved = {}  # a resume has set it aside, and has got the same step from elsewhere
         if state.target not in self._saved and self._shelf.holds(order):
             self._saved = {state.target: self._node_dir / name_of(*order)}  # that is where it came from
         if state.target not in self._saved:
