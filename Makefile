@@ -55,7 +55,7 @@ soak: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/recovery.py --kills 2 --only ours,tuned
-	$(BIN)/python benchmarks/checkpoint.py --sizes 100 --repetitions 3
+	$(BIN)/python benchmarks/checkpoint.py --sizes 100 --only stalls,commits,resumes --repetitions 3
 	$(BIN)/python benchmarks/goodput.py --only ours --minutes 1 --baseline-minutes 0.5
 
 clean:

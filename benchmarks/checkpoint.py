@@ -37,7 +37,7 @@ from recovery import machine
 HERE = Path(__file__).parent
 SMALL = ("small-sgd", "small-adam")
 SECTIONS = ("stalls", "commits", "resumes")
-STEP_SECONDS = 40.0  # about how long a block of steps may take at the greatest size
+BLOCK_SECONDS = 10.0  # about how long a block of steps takes, at about a millisecond for each MB
 STALL_MS = {"large": 2.0, "small": 5.0}
 EXTRA_MB = 64.0
 STATES_HELD = 6  # state and gradients, slots, and what others stage
@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace, base: Path) -> Row:
 
     for size in options.sizes:
         if "stalls" in options.only:
-            steps = max(3, min(20, round(STEP_SECONDS / (0.001 * size) / 4)))
+            steps = max(3, min(20, round(BLOCK_SECONDS / (0.001 * size))))
             found = job("stalls", base / "stalls", size, options.repetitions, steps)
             tell(f"stalls {size}", found, of_stalls(f"{size} MB", found, STALL_MS["large"]))
         if "commits" in options.only:
@@ -182,7 +182,7 @@ def measure(options: argparse.Namespace, base: Path) -> Row:
             found = job("resumes", base / "resumes", size, options.repetitions)
             tell(f"resumes {size}", found, of_resumes(found))
     for kind in SMALL if "small" in options.only else ():
-        found = job("stalls", base / "stalls", kind, options.repetitions, 5)
+        found = job("stalls", base / "stalls", kind, min(2, options.repetitions), 5)
         tell(f"stalls {kind}", found, of_stalls(kind, found, STALL_MS["small"]))
     return result
 

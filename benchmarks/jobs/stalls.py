@@ -33,6 +33,7 @@ from elastic_resume.worker.run import Run
 from jobs.trained import Copy, Training, large, small, spread, timed
 
 FIRST_STEPS = 8  # that may meet a slot, or the optimizer's state, for the first time
+MANY = 10_000  # tensors, for which others take many seconds: one way to wait and one that does not are enough
 STAGED_TWICE_BYTES = 1 << 30  # more of it is not also kept in dcp's own buffers: memory is for the slots
 
 
@@ -86,6 +87,9 @@ def others(training: Training, directory: Path) -> dict[str, Callable[[], Any]]:
         "dcp.save": lambda: save(training.plain, checkpoint_id=place("dcp"), no_dist=True),
         "dcp.async_save": lambda: async_save(training.plain, checkpoint_id=place("async"), no_dist=True),
     }
+    if len(training.tensors) > MANY:
+        del ways["dcp.save"]
+        return ways
     if training.bytes < STAGED_TWICE_BYTES:
         options = StagingOptions(
             use_pinned_memory=False,
