@@ -18,6 +18,7 @@ from elastic_resume.errors import UsageError
 from elastic_resume.store import slots
 from elastic_resume.store.layout import Layout
 from elastic_resume.worker import state
+from elastic_resume.worker.copying import copy_now
 from elastic_resume.worker.image import Image
 from elastic_resume.worker.run import Run
 
@@ -290,6 +291,15 @@ def test_less_memory_means_fewer_snapshots_and_the_same_checkpoints(
     assert path.name.endswith("0000000006")
     assert same(tensors, load_file(path / "state.safetensors")) == []
     assert words in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("source", [torch.ones(3).half(), torch.ones(1), torch.ones(2)])
+def test_what_has_become_another_kind_of_tensor_is_not_copied(source: Tensor) -> None:
+    """The copy itself would convert a dtype in silence, and stretch one element to all."""
+    target = torch.zeros(3)
+    with pytest.raises(ValueError, match="another dtype or size"):
+        copy_now([target], [source])
+    assert not target.any()
 
 
 def test_a_copy_that_fails_costs_a_snapshot_and_not_the_training(

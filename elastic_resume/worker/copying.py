@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from elastic_resume.store.layout import Layout
 from elastic_resume.worker.image import DTYPES
 
+_dtype = attrgetter("dtype")
 BATCH = 4096  # tensors of one call; it holds the GIL for half a millisecond
 
 
@@ -47,12 +49,20 @@ def views(memory: memoryview, layout: Layout) -> dict[str, Tensor]:
 
 
 def copy_now(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool = False) -> None:
-    """Copy each source into its target, of the same shape and dtype."""
+    """Copy each source into its target.
+
+    Raises:
+        ValueError: a source has another dtype or size than its target; those before it were copied.
+
+    """
     with torch.no_grad():
         for at in range(0, len(targets), BATCH):
-            torch._foreach_copy_(
-                list(targets[at : at + BATCH]), list(sources[at : at + BATCH]), non_blocking=non_blocking
-            )
+            into, batch = list(targets[at : at + BATCH]), list(sources[at : at + BATCH])
+            # The copy itself would convert the one and stretch the other.
+            for kind in (Tensor.numel, _dtype):
+                if list(map(kind, batch)) != list(map(kind, into)):
+                    raise ValueError("a tensor has become one of another dtype or size")
+            torch._foreach_copy_(into, batch, non_blocking=non_blocking)
 
 
 @dataclass
