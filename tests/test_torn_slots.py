@@ -24,6 +24,8 @@ from elastic_resume.worker.image import Image
 from elastic_resume.worker.memory import Memory
 from tests import ranks
 
+pytestmark = pytest.mark.slow
+
 # Trains ten steps; before each `run.step()` it writes down what the snapshot of that step has to hold.
 TRAIN = """
 import json, sys, torch
@@ -48,8 +50,6 @@ from elastic_resume.store.keeper import Keeper
 from elastic_resume.store.node_dir import NodeDir
 from elastic_resume.store.rack import Rack
 from pathlib import Path
-
-pytestmark = pytest.mark.slow
 with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
     rack = Rack(3 * NEEDED, say=print)
     rack.reserve(NEEDED)
