@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,25 @@ def test_what_has_become_another_kind_of_tensor_is_not_copied(source: Tensor) ->
     with pytest.raises(ValueError, match="another dtype or size"):
         copy_now([target], [source])
     assert not target.any()
+
+
+def test_the_only_slot_goes_to_disk_when_a_save_is_due(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies there, and nobody wants on disk, does not stand in the way."""
+    model = nn.Linear(1000, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setenv("ELASTIC_RESUME_SNAPSHOT_MEMORY", "1800000")
+    run = begin(model=model, optimizer=optimizer, save_every=3)
+    for _ in range(3):
+        model(torch.randn(2, 1000)).sum().backward()
+        optimizer.step()
+        run.step()
+    assert run._keeping.memory.slots == 1
+    limit = time.monotonic() + 20
+    while not (run._place.node_dir / "g000001-s0000000003").is_dir() and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert (run._place.node_dir / "g000001-s0000000003").is_dir()
 
 
 def test_a_copy_that_fails_costs_a_snapshot_and_not_the_training(

@@ -134,7 +134,8 @@ class Line:
             ElasticResumeError: nobody answers there.
 
         """
-        self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        self._sending = threading.Lock()  # of its own: who tells something does not wait for another's answer
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._heard = b""
         try:
@@ -152,7 +153,7 @@ class Line:
 
     def tell(self, ask: str, **fields: Any) -> None:
         """Send what needs no answer. Raises nothing: a keeper that is gone takes its workers with it."""
-        with contextlib.suppress(OSError), self._lock:
+        with contextlib.suppress(OSError), self._sending:
             self._socket.sendall(json.dumps({"ask": ask, **fields}).encode() + b"\n")
 
     def ask(
@@ -164,9 +165,10 @@ class Line:
             OSError: the keeper is gone, or does not answer within ``timeout_s``.
 
         """
-        with self._lock:
+        with self._asking:
             self._socket.settimeout(timeout_s)
-            self._socket.sendall(json.dumps({"ask": ask, **fields}).encode() + b"\n")
+            with self._sending:
+                self._socket.sendall(json.dumps({"ask": ask, **fields}).encode() + b"\n")
             descriptors: list[int] = []
             while b"\n" not in self._heard:
                 data, found, _, _ = socket.recv_fds(self._socket, MAX_LINE, 1)

@@ -27,7 +27,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -107,11 +107,11 @@ def newest(states: Sequence[SlotState]) -> SlotState | None:
     return max((state for state in states if state.whole), key=lambda state: state.target, default=None)
 
 
-def choose(states: Sequence[SlotState]) -> SlotState | None:
+def choose(states: Sequence[SlotState], *, only: bool = False) -> SlotState | None:
     """The slot that the lead may overwrite, of those that are large enough; None: none just now.
 
-    Never the newest one that counts, except where it is the only slot and is on disk; never one that the
-    keeper reads or is still to commit.
+    Never the newest one that counts, except where it is the only slot and is on disk, or where there will be
+    no other (``only``); never one that the keeper reads or is still to commit.
     """
     last = newest(states)
     free = [
@@ -119,7 +119,7 @@ def choose(states: Sequence[SlotState]) -> SlotState | None:
         for state in states
         if not state.held
         and not state.wanted
-        and (state is not last or (len(states) == 1 and state.saved == state.target))
+        and (state is not last or (len(states) == 1 and (only or state.saved == state.target)))
     ]
     # What counts for nothing goes first, then the oldest.
     return min(free, key=lambda state: (state.whole, state.target, state.index), default=None)
@@ -163,6 +163,10 @@ class Control:
     def copying(self, local_rank: int, mark: int) -> None:
         """Say that ``local_rank`` copies its share of ``mark``; 0: no more."""
         self._words[COPYING_AT + local_rank] = mark
+
+    def is_behind(self, local_ranks: Iterable[int], mark: int) -> bool:
+        """Whether one of those ranks still copies into an older snapshot than ``mark``."""
+        return any(0 < self._words[COPYING_AT + rank] < mark for rank in local_ranks)
 
     def record(self, index: int) -> Record:
         """Give the words of the slot ``index``."""

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import queue
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +80,17 @@ class Job:
     events: list[Any] = field(default_factory=list)
     read: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
+    awaited: float = math.inf  # since when training waits for it
+
+    def await_read(self) -> None:
+        """Wait for `read`."""
+        self.awaited = min(self.awaited, time.monotonic())
+        self.read.wait()
+
+    def await_done(self) -> None:
+        """Wait for `done`."""
+        self.awaited = min(self.awaited, time.monotonic())
+        self.done.wait()
 
 
 class Copyist:
@@ -161,6 +174,6 @@ def fence(job: Job) -> None:
 
     The training stream of each device waits for the copies; the host does not wait for the device.
     """
-    job.read.wait()
+    job.await_read()
     for device, event in job.events:
         torch.cuda.current_stream(device).wait_event(event)

@@ -50,6 +50,7 @@ class Memory:
         self.lead = lead
         self.local_rank = local_rank
         self.slots = budget.SLOTS  # that there are, or will be: known once some were asked for
+        self.known_bytes = 0  # of a slot, for which that is known
         self._line = Line(keeper)
         self.control = Control(self._line.control)
         self._slots: dict[tuple[int, int], Slot] = {}
@@ -77,7 +78,7 @@ class Memory:
             answer, _ = self._line.ask("reserve", bytes=nbytes)
             count = int(answer["slots"])
         if not guessed:
-            self.slots = count
+            self.slots, self.known_bytes = count, nbytes
         return count
 
     def usable(self, nbytes: int) -> list[SlotState]:

@@ -111,17 +111,20 @@ class Saver:
                 self.snapshots.take(position)
             return
         save = may_save and self._save_is_due(step)
-        if self._memory.slots == 0:
-            if save:
+        announced = control.get("next_step")
+        if self._memory.slots <= 1 or self._place.settings.snapshot_every.off:
+            if announced != NEVER:
+                control.set("next_step", NEVER)
+                self.snapshots.decline(position)
+            if save and self._memory.slots == 0:
                 self._stream(position)
-        elif self._memory.slots == 1 or self._place.settings.snapshot_every.off:
-            if save:
+            elif save:
                 self._take(position, epoch_over=epoch_over, want=True, alone=True)
         else:
             compare = self._is_to_be_compared(step) and not epoch_over
-            if step >= control.get("next_step") or save or compare or epoch_over:
+            if step >= announced or announced == NEVER or save or compare or epoch_over:
                 # The others know of no other steps than those that were announced.
-                alone = epoch_over or step < control.get("next_step")
+                alone = epoch_over or step < announced
                 self._take(position, epoch_over=epoch_over, want=save, alone=alone)
                 control.set("next_step", step + 1 if epoch_over else self._next(step))
                 if compare and self.snapshots.has(position):

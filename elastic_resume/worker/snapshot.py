@@ -39,6 +39,7 @@ from elastic_resume.worker.tracking import Sight, Tracker
 # The other local ranks finish the same step at about the same time, or are gone.
 PATIENCE_S = 2.0
 LOOK_S = 0.0002
+LATE_LOOK_S = 0.005  # when it takes longer
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,10 @@ class Snapshots:
         """Whether the lead has decided about a snapshot of that step."""
         return self._memory.control.get("decided") == mark_of(self._generation, position.step)
 
+    def decline(self, position: Position) -> None:
+        """Tell the other local ranks that there is none of that step: they may be waiting. For the lead."""
+        self._memory.control.set("decided", mark_of(self._generation, position.step))
+
     def wait(self) -> None:
         """Wait until this rank's share is in place; nothing to do where none is being copied.
 
@@ -137,7 +142,7 @@ class Snapshots:
             return
         began = time.perf_counter()
         self._job = None
-        job.done.wait()
+        job.await_done()
         self.stall_s += time.perf_counter() - began
         self._look_at(job)
 
@@ -199,12 +204,15 @@ class Snapshots:
         control = self._memory.control
         moving = note.moving(self._generation, position, time.time(), sight.dynamic)
         dynamic = note.to_bytes(moving)
-        slot = self._free_slot(sheet, dynamic)
+        slot = self._free_slot(sheet, dynamic, mark)
+        if slot is not None:
+            slot.record.set("target", 0)
+            # One that had found its slot before that word was taken away may be writing into this very one.
+            slot = None if self._somebody_is_behind(mark) else slot
         if slot is None:
             control.set("decided", mark)
             return None
         record = slot.record
-        record.set("target", 0)
         failpoints.hit("snapshot.begun")
         slot.describe(sheet.layout.header, sheet.layout.total_bytes, sheet.static, dynamic, sheet.number)
         leaves = [*sheet.at_once, *(leaf for leaf in sight.live if leaf.tensor.numel())]
@@ -218,27 +226,45 @@ class Snapshots:
             self._memory.tell("wanted", mark=mark)
         return slot
 
-    def _free_slot(self, sheet: Sheet, dynamic: bytes) -> Slot | None:
-        self._await_others()
-        states = self._memory.usable(sheet.least(dynamic))
-        if not states:
+    def _free_slot(self, sheet: Sheet, dynamic: bytes, mark: int) -> Slot | None:
+        if not self._await_others(mark):
+            return None
+        least = sheet.least(dynamic)
+        states = self._memory.usable(least)
+        if not states or self._memory.known_bytes < least:  # of what was guessed at first nobody may know
             needed = sheet.room(dynamic)
             if needed > slots.SMALL_BYTES:
                 self._memory.prepare(needed)
             elif self._memory.reserve(needed):
-                states = self._memory.usable(needed)
-        chosen = slots.choose(states)
+                states = self._memory.usable(least)
+        chosen = slots.choose(states, only=self._memory.slots == 1)
         if chosen is None:
             self.problem = "all slots are being saved" if states else "memory is still being taken for it"
             return None
         self.problem = ""
         return self._memory.slot(chosen.index, chosen.serial)
 
-    def _await_others(self) -> None:
-        """No rank starts on the next slot before the last one is complete, or a share of it has failed."""
+    def _await_others(self, mark: int) -> bool:
+        """No rank starts on the next slot before the last one is complete, or a share of it has failed.
+
+        Whether nobody writes into an older one any more: it might be the next to be taken.
+        """
+        limit = time.monotonic() + PATIENCE_S
         if self._divided:
             self.finished()
             self._divided = False
+        while self._somebody_is_behind(mark):
+            if time.monotonic() > limit:
+                return False
+            time.sleep(LOOK_S)
+        return True
+
+    def _somebody_is_behind(self, mark: int) -> bool:
+        others = (rank for rank in range(self._parts) if rank != self._place.local_rank)
+        if not self._memory.control.is_behind(others, mark):
+            return False
+        self.problem = "a local rank still copies its share of the one before"
+        return True
 
     def _copy_at_once(self, slot: Slot, sheet: Sheet, leaves: list[state.Leaf]) -> None:
         """Copy what the next forward pass may change; on a device into a copy there, which is quick."""
@@ -293,7 +319,7 @@ class Snapshots:
         began = time.thread_time()
         rank, slot = self._place.local_rank, task.slot
         try:
-            slot = slot or self._find(task.mark)
+            slot = slot or self._find(task.mark, job)
             if slot is not None and rank < slot.record.get("parts"):  # else the lead has decided otherwise
                 self._copy_into(slot, task, job)
                 slot.record.mark(rank, task.mark)
@@ -322,14 +348,18 @@ class Snapshots:
             event.synchronize()
         failpoints.hit("snapshot.copied")
 
-    def _find(self, mark: int) -> Slot | None:
-        """Wait for the lead's word about ``mark``: a slot, or that there is none."""
+    def _find(self, mark: int, job: Job) -> Slot | None:
+        """Wait for the lead's word about ``mark``: a slot, or that there is none.
+
+        Patience ends only when training waits for it: the lead may evaluate before it ends its step.
+        """
         control = self._memory.control
-        limit = time.monotonic() + PATIENCE_S
+        began = time.monotonic()
         while control.get("decided") < mark:
-            if time.monotonic() > limit:
+            now = time.monotonic()
+            if now > job.awaited + PATIENCE_S:
                 raise RuntimeError(f"local rank 0 has not come to the same step within {PATIENCE_S:g} s")
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S if now < began + PATIENCE_S else LATE_LOOK_S)
         return self._memory.find(mark)
 
     def _views_of(self, slot: Slot, sheet: Sheet) -> dict[str, torch.Tensor]:
