@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -320,6 +321,54 @@ def test_the_only_slot_goes_to_disk_when_a_save_is_due(
     while not (run._place.node_dir / "g000001-s0000000003").is_dir() and time.monotonic() < limit:
         time.sleep(0.01)
     assert (run._place.node_dir / "g000001-s0000000003").is_dir()
+
+
+class Diary:
+    """State that grows, and is no tensor."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give all that was written."""
+        return {"text": self.text}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it back."""
+        self.text = state["text"]
+
+
+def test_slots_that_are_replaced_by_larger_ones_give_their_memory_back(begin: Callable[..., Run]) -> None:
+    """Nobody keeps them mapped."""
+    model, diary = nn.Linear(4, 4), Diary()
+    objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    run = begin(**objects, diary=diary)
+    for number in range(15):
+        step(objects)
+        diary.text = "x" * (70_000 << number // 3 * 2)
+        run.step()
+        assert run._saver.snapshots.finished(20), number
+    states = run._keeping.memory.control.states()
+    assert max(one.serial for one in states) > 9  # so there were others before
+    mapped = Path("/proc/self/maps").read_text().count("memfd:elastic_resume-slot")
+    assert mapped <= 2 * len(states) + 2  # the keeper's own, ours, and what is forgotten with the next
+
+
+def test_a_run_that_is_closed_and_forgotten_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook, say; with the slots their memory would stay."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    objects, found = KINDS["adamw"](), []
+    for _ in range(3):
+        run = er.resume(**objects, ckpt_dir=tmp_path, run_id="job", node_name="n")
+        step(objects)
+        run.step()
+        run.close()
+        del run
+        gc.collect()
+        found.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert found[2] <= found[0]
 
 
 def test_a_copy_that_fails_costs_a_snapshot_and_not_the_training(

@@ -88,7 +88,9 @@ class Memory:
             for state in fitting:
                 self._attach(state)
         elif any((state.index, state.serial) not in self._ready for state in fitting):
-            self.prepare(nbytes)
+            self.prepare(
+                min(state.capacity for state in fitting)
+            )  # not less, so that notes have room to grow
         return [state for state in fitting if (state.index, state.serial) in self._ready]
 
     def slot(self, index: int, serial: int | None = None) -> Slot | None:

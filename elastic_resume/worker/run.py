@@ -377,6 +377,7 @@ class Run:
         if self._closed or os.getpid() != self._pid:  # a forked child ends: nothing here is its own
             return
         self._closed = True
+        atexit.unregister(self._release)  # it would keep this run, and so its slots, until the process ends
         self._beat.end()
         self._drain.close()
         self._saver.close()

@@ -366,5 +366,8 @@ class Snapshots:
         key = (slot.index, slot.serial, sheet.number)
         found = self._views.get(key)
         if found is None:
+            # Views of slots that are no more would keep their memory, all of it.
+            alive = {(state.index, state.serial) for state in self._memory.control.states()}
+            self._views = {at: kept for at, kept in self._views.items() if at[:2] in alive}
             found = self._views[key] = views(slot.memory, sheet.layout)
         return found
