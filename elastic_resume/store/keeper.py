@@ -86,6 +86,7 @@ class Keeper:
         self._wishes: list[_Wish] = []
         self._awaited: tuple[int, float] | None = None  # a mark that is not whole yet, and until when
         self._problem = ""
+        self._to_prune = False
         self._said_at = self._retry_at = 0.0
         self._retry_s = FIRST_RETRY_S
         self._closing = False
@@ -167,6 +168,9 @@ class Keeper:
                     self._news.wait(self._pause_s())
             self._say_again()
             self._serve()
+            if self._to_prune:
+                self._to_prune = False
+                self._shelf.prune()
         for wish in self._wishes:
             wish.done.set()
 
@@ -230,7 +234,7 @@ class Keeper:
                 if not self._shelf.believes(order):
                     time.sleep(LOOK_S)  # what was sent in place of a distrusted one: `enter` comes at once
                 return None  # or written over meanwhile: there is a newer one
-            self._saved = {state.target: put.path}
+            self._saved, self._to_prune = {state.target: put.path}, True
             self.rack.control.note_commit(put.seconds, put.cpu_s)
             self._well(order[1])
         self._settle(state)

@@ -120,10 +120,10 @@ class Shelf:
         committed.note(self._node_dir, manifest.generation)
         size, seconds = manifest.file_bytes, round(done.seconds, 4)
         self._tell("commit", **where, bytes=size, seconds=seconds, path=str(path))
-        self._prune()
         return done
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Take away what the newest copies make superfluous. Apart from `put`: whoever waits has waited."""
         terms = self._terms
         try:
             for path in self._catalog.prune(terms.keep, above_generation=terms.floor, trusted=self._trusted):

@@ -260,6 +260,7 @@ class Saver:
             )
             self.path = None
         else:
+            self._shelf.prune()
             self._streamed = put
             self.path, self.saved_step = (put.path if put else None), position.step
         self._since = time.monotonic()

@@ -16,7 +16,7 @@ from elastic_resume.store import note, slots
 from elastic_resume.store.layout import Layout
 from elastic_resume.worker.image import spec_of
 from elastic_resume.worker.state import REPLICATED, Leaf
-from elastic_resume.worker.tracking import Sight
+from elastic_resume.worker.tracking import Sight, without_collection
 
 # Below this the lead copies all: another rank's thread would cost more than its share takes.
 SPLIT_BYTES = 32 << 20
@@ -50,6 +50,7 @@ class Sheet:
         return self if len(self.shares) == 1 else replace(self, shares=(whole,))
 
 
+@without_collection
 def make(sight: Sight, about: Mapping[str, Any], parts: int) -> Sheet:
     """Plan a snapshot of what is seen.
 
