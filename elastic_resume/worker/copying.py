@@ -136,9 +136,8 @@ class Streams:
         self._streams: dict[torch.device, Any] = {}
         self._pinned: set[int] = set()
 
-    def begin(self, tensors: Iterable[Tensor]) -> dict[torch.device, Any]:
-        """Note, for each device of ``tensors``, what its training stream has been given until now."""
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    def begin(self, devices: Iterable[torch.device]) -> dict[torch.device, Any]:
+        """Note, for each device, what its training stream has been given until now."""
         return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
     def copy(

@@ -5,7 +5,7 @@ Made anew only when a tensor comes, goes or is replaced. Every local rank makes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +14,39 @@ from torch import Tensor
 
 from elastic_resume.store import note, slots
 from elastic_resume.store.layout import Layout
+from elastic_resume.store.slots import Slot
 from elastic_resume.worker.image import spec_of
 from elastic_resume.worker.state import REPLICATED, Leaf
 from elastic_resume.worker.tracking import Sight, without_collection
 
 # Below this the lead copies all: another rank's thread would cost more than its share takes.
 SPLIT_BYTES = 32 << 20
+
+
+class Share:
+    """Tensors that are copied together. What can be known of them ahead of a copy is worked out once.
+
+    At 80,000 tensors that is 40 ms of each step: lists of names and tensors, where each tensor is, and
+    where in a slot it goes.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self.leaves = tuple(leaves)
+        self.tensors = [leaf.tensor for leaf in leaves]
+        self.devices = frozenset(tensor.device for tensor in self.tensors if tensor.is_cuda)
+        self._targets: dict[tuple[int, int], list[Tensor]] = {}
+
+    def targets(self, slot: Slot, views: Callable[[], Mapping[str, Tensor]]) -> list[Tensor]:
+        """Where the tensors go in ``slot``; ``views`` gives its tensors by name, and is asked once."""
+        key = (slot.index, slot.serial)
+        if key not in self._targets:
+            by_name = views()
+            self._targets[key] = [by_name[leaf.name] for leaf in self.leaves]
+        return self._targets[key]
+
+    def forget(self, alive: Collection[tuple[int, int]]) -> None:
+        """Let go of slots that are not among those (index, serial): else their memory stays."""
+        self._targets = {key: found for key, found in self._targets.items() if key in alive}
 
 
 @dataclass(frozen=True)
@@ -33,8 +60,9 @@ class Sheet:
     layout: Layout
     static: bytes
     number: int
-    at_once: tuple[Leaf, ...]
-    shares: tuple[tuple[Leaf, ...], ...]
+    at_once: Share
+    shares: tuple[Share, ...]
+    whole: Share
 
     def room(self, dynamic: bytes) -> int:
         """Bytes that a slot should have."""
@@ -46,8 +74,12 @@ class Sheet:
 
     def undivided(self) -> Sheet:
         """Give the same, with all of it the lead's."""
-        whole = tuple(leaf for share in self.shares for leaf in share)
-        return self if len(self.shares) == 1 else replace(self, shares=(whole,))
+        return self if len(self.shares) == 1 else replace(self, shares=(self.whole,))
+
+    def forget(self, alive: Collection[tuple[int, int]]) -> None:
+        """See `Share.forget`."""
+        for share in (self.at_once, self.whole, *self.shares):
+            share.forget(alive)
 
 
 @without_collection
@@ -69,13 +101,11 @@ def make(sight: Sight, about: Mapping[str, Any], parts: int) -> Sheet:
     later = [leaf for leaf, overlapped in filled if overlapped]
     if sum(size_of(leaf.tensor) for leaf in later) < SPLIT_BYTES:
         parts = 1
-    return Sheet(
-        layout,
-        static,
-        xxhash.xxh3_64_intdigest(layout.header + static) | 1,
-        tuple(leaf for leaf, overlapped in filled if not overlapped),
-        _dealt(later, parts),
-    )
+    at_once = Share([leaf for leaf, overlapped in filled if not overlapped])
+    whole = Share(later)
+    shares = (whole,) if parts == 1 else tuple(map(Share, _dealt(later, parts)))
+    number = xxhash.xxh3_64_intdigest(layout.header + static) | 1
+    return Sheet(layout, static, number, at_once, shares, whole)
 
 
 def size_of(tensor: Tensor) -> int:
@@ -83,12 +113,12 @@ def size_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _dealt(leaves: Sequence[Leaf], parts: int) -> tuple[tuple[Leaf, ...], ...]:
+def _dealt(leaves: Sequence[Leaf], parts: int) -> list[list[Leaf]]:
     """Deal leaves out so that shares are about equal in bytes: the largest first, to whoever has least."""
     shares: list[list[Leaf]] = [[] for _ in range(parts)]
     sizes = [0] * parts
-    for leaf in leaves if parts == 1 else sorted(leaves, key=lambda leaf: -size_of(leaf.tensor)):
+    for leaf in sorted(leaves, key=lambda leaf: -size_of(leaf.tensor)):
         part = sizes.index(min(sizes))
         shares[part].append(leaf)
         sizes[part] += size_of(leaf.tensor)
-    return tuple(tuple(share) for share in shares)
+    return shares

@@ -33,7 +33,7 @@ from elastic_resume.worker import state
 from elastic_resume.worker.copying import Copyist, Job, Streams, copy_now, fence, run, views
 from elastic_resume.worker.memory import Memory
 from elastic_resume.worker.place import Place
-from elastic_resume.worker.sheet import Sheet
+from elastic_resume.worker.sheet import Share, Sheet
 from elastic_resume.worker.tracking import Sight, Tracker
 
 # The other local ranks finish the same step at about the same time, or are gone.
@@ -49,8 +49,8 @@ class _Task:
     sheet: Sheet
     slot: Slot | None
     mark: int
-    names: list[str]
-    sources: list[torch.Tensor]
+    share: Share
+    clones: list[tuple[str, torch.Tensor]]  # on devices, of what is copied at once
     after: dict[torch.device, Any]
 
 
@@ -112,7 +112,7 @@ class Snapshots:
             slot = None
         self._start(sheet, slot, mark)
         if self.verify:
-            self._shared = self._share(sheet)
+            self._shared = self._share(sheet).leaves
             self._prints = state.fingerprints(self._shared)
         self.taken, self._divided = mark, len(sheet.shares) > 1
         self.stall_s = time.perf_counter() - began
@@ -215,8 +215,7 @@ class Snapshots:
         record = slot.record
         failpoints.hit("snapshot.begun")
         slot.describe(sheet.layout.header, sheet.layout.total_bytes, sheet.static, dynamic, sheet.number)
-        leaves = [*sheet.at_once, *(leaf for leaf in sight.live if leaf.tensor.numel())]
-        self._copy_at_once(slot, sheet, leaves)
+        self._copy_at_once(slot, sheet, Share([leaf for leaf in sight.live if leaf.tensor.numel()]))
         failpoints.hit("snapshot.written")
         record.set("parts", len(sheet.shares))
         record.set("want", mark if want else 0)
@@ -266,23 +265,24 @@ class Snapshots:
         self.problem = "a local rank still copies its share of the one before"
         return True
 
-    def _copy_at_once(self, slot: Slot, sheet: Sheet, leaves: list[state.Leaf]) -> None:
+    def _copy_at_once(self, slot: Slot, sheet: Sheet, live: Share) -> None:
         """Copy what the next forward pass may change; on a device into a copy there, which is quick."""
-        if not leaves:
-            return
-        targets = self._views_of(slot, sheet)
-        near = [leaf for leaf in leaves if not leaf.tensor.is_cuda]
-        copy_now([targets[leaf.name] for leaf in near], [leaf.tensor for leaf in near])
-        far = [leaf for leaf in leaves if leaf.tensor.is_cuda]
-        self._clones = [(leaf.name, leaf.tensor.detach().clone()) for leaf in far]
+        for share in (sheet.at_once, live):
+            targets = share.targets(slot, lambda: self._views_of(slot, sheet)) if share.tensors else []
+            if not share.devices:
+                copy_now(targets, share.tensors)
+                continue
+            near = [(t, s) for t, s in zip(targets, share.tensors, strict=True) if not s.is_cuda]
+            copy_now([t for t, _ in near], [s for _, s in near])
+            far = [leaf for leaf in share.leaves if leaf.tensor.is_cuda]
+            self._clones += [(leaf.name, leaf.tensor.detach().clone()) for leaf in far]
 
     def _start(self, sheet: Sheet, slot: Slot | None, mark: int) -> None:
         """Copy this rank's share: behind the fence where there is one, else now."""
         share = self._share(sheet)
         clones, self._clones = self._clones, []
-        sources = [leaf.tensor for leaf in share] + [tensor for _, tensor in clones]
-        names = [leaf.name for leaf in share] + [name for name, _ in clones]
-        task = _Task(sheet, slot, mark, names, sources, self._streams.begin(sources))
+        devices = share.devices.union(tensor.device for _, tensor in clones)
+        task = _Task(sheet, slot, mark, share, clones, self._streams.begin(devices))
         self._memory.control.copying(self._place.local_rank, mark)
         job = self._job = Job(lambda job: self._copy(job, task))
         if self._fences:
@@ -309,9 +309,9 @@ class Snapshots:
                 "run.step(), or track what changes elsewhere under a name of its own, not as optimizer state."
             )
 
-    def _share(self, sheet: Sheet) -> tuple[state.Leaf, ...]:
+    def _share(self, sheet: Sheet) -> Share:
         rank = self._place.local_rank
-        return sheet.shares[rank] if rank < len(sheet.shares) else ()
+        return sheet.shares[rank] if rank < len(sheet.shares) else Share(())
 
     # ---- in the thread ---------------------------------------------------------------------------------
 
@@ -335,14 +335,19 @@ class Snapshots:
     def _copy_into(self, slot: Slot, task: _Task, job: Job) -> None:
         if slot.record.get("layout") != task.sheet.number:
             raise RuntimeError(f"local rank {self._place.local_rank} tracks other tensors than local rank 0")
-        by_name = self._views_of(slot, task.sheet)
-        targets = [by_name[name] for name in task.names]
+        sources, targets = task.share.tensors, []
+        if sources:
+            targets = task.share.targets(slot, lambda: self._views_of(slot, task.sheet))
         if task.after:
+            by_name = self._views_of(slot, task.sheet)
+            sources = sources + [tensor for _, tensor in task.clones]
+            targets = targets + [by_name[name] for name, _ in task.clones]
             self._streams.pin(slot.memory)
-            self._streams.copy(targets, task.sources, task.after, job)
-        near = [(t, s) for t, s in zip(targets, task.sources, strict=True) if not s.is_cuda]
+            self._streams.copy(targets, sources, task.after, job)
+            near = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
+            targets, sources = [t for t, _ in near], [s for _, s in near]
         failpoints.hit("snapshot.copying")
-        copy_now([t for t, _ in near], [s for _, s in near])
+        copy_now(targets, sources)
         job.read.set()
         for _, event in job.events:
             event.synchronize()
@@ -369,5 +374,6 @@ class Snapshots:
             # Views of slots that are no more would keep their memory, all of it.
             alive = {(state.index, state.serial) for state in self._memory.control.states()}
             self._views = {at: kept for at, kept in self._views.items() if at[:2] in alive}
+            sheet.forget(alive)
             found = self._views[key] = views(slot.memory, sheet.layout)
         return found
