@@ -39,6 +39,7 @@ Kinds, who writes them, and their own fields::
     prune            keeper   path
     prune-failed     keeper   error
     snapshot-ignored keeper   generation, step, reason     what lies in memory cannot be true
+    keeper-failed    keeper   error                        a fault of ours; it goes on with what comes next
     snapshot-failed  worker   generation, reason           a copy into memory failed; training goes on
     quarantine       worker   path, reason
     board-ignored    worker   reason             the page of last steps was damaged, and is cleared

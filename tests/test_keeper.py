@@ -184,6 +184,21 @@ def test_a_disk_that_refuses_costs_a_copy_and_is_tried_again(
     assert "saved again" in setting.said[-1]
 
 
+def test_a_fault_of_ours_does_not_end_the_keeper(setting: Setting) -> None:
+    """Who waits hears of it, it is told, and the next snapshot is committed."""
+
+    def stumble() -> None:
+        setting.disk.before = lambda: None
+        raise KeyError("a fault of ours")
+
+    setting.disk.before = stumble
+    with pytest.raises(MachineError, match="a fault of ours"):
+        setting.keeper.commit(snapshot(setting.slot(0), 1))
+    assert [kind for kind, _ in setting.told] == ["keeper-failed"]
+    assert setting.keeper.commit(snapshot(setting.slot(1), 2)) == setting.node_dir / name_of(1, 2)
+    assert setting.copies() == [name_of(1, 2)]
+
+
 def test_who_waits_for_a_commit_hears_of_its_failure(setting: Setting) -> None:
     """And of where it lies when it has gone well."""
     setting.disk.refuse = "write"
@@ -217,6 +232,7 @@ def test_older_copies_go_and_two_stay(setting: Setting) -> None:
     setting.keeper.enter(Terms(keep=2))
     for step in range(1, 6):
         setting.keeper.commit(snapshot(setting.slot(step % 3), step))
+    until(lambda: len(list(setting.node_dir.glob("g*-s*"))) == 2)  # after who waited was answered
     assert setting.copies() == [name_of(1, 4), name_of(1, 5)]
 
 

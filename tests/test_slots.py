@@ -299,6 +299,18 @@ def test_a_larger_layout_keeps_the_newest_snapshot(rack: Rack) -> None:
     assert [one.capacity for one in rack.control.states()] == [2 * BYTES] * 3
 
 
+def test_a_larger_layout_gets_its_slots_one_after_the_other_where_memory_is_scarce(rack: Rack) -> None:
+    """Two of five pages fit, but not beside what still counts: the second comes when that is superseded."""
+    rack.reserve(3 * BYTES)
+    fill(rack, 0, mark_of(1, 1))
+    assert rack.reserve(5 * BYTES) == 2
+    assert sorted(one.capacity // BYTES for one in rack.control.states()) == [3, 5]
+    larger = next(one for one in rack.control.states() if one.capacity == 5 * BYTES)
+    fill(rack, larger.index, mark_of(1, 2))
+    assert rack.reserve(5 * BYTES) == 2
+    assert [one.capacity // BYTES for one in rack.control.states()] == [5, 5]
+
+
 def test_memory_comes_from_the_budget_and_goes_back() -> None:
     """No slot, file or mapping is left."""
     gc.collect()

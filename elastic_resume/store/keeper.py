@@ -167,12 +167,26 @@ class Keeper:
                 if not self._closing and not self._is_due():
                     self._news.wait(self._pause_s())
             self._say_again()
-            self._serve()
-            if self._to_prune:
-                self._to_prune = False
-                self._shelf.prune()
+            try:
+                self._serve()
+                if self._to_prune:
+                    self._to_prune = False
+                    self._shelf.prune()
+            except Exception as error:  # noqa: BLE001  a fault of ours must not end checkpoints in silence
+                self._stumble(error)
         for wish in self._wishes:
             wish.done.set()
+
+    def _stumble(self, error: Exception) -> None:
+        """Say what went wrong; let go of what it went wrong with."""
+        self._tell("keeper-failed", error=repr(error)[:1000])
+        self._say(f"checkpoints: a fault of elastic_resume itself: {error!r}. Training goes on.")
+        for wish in self._wishes:
+            wish.error = repr(error)
+            wish.done.set()
+        self._wishes = []
+        for state in self.rack.control.states():
+            self._settle(state)
 
     def _is_due(self) -> bool:
         states = self.rack.control.states()

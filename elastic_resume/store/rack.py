@@ -53,6 +53,7 @@ class Rack:
         self._kept: dict[int, _Kept] = {}
         self._serial = 0
         self._planned = (-1, 0)
+        self._short = 0  # of which size there was no memory
         self._closed = False
         self._lock = threading.RLock()
         self._growing = threading.Lock()
@@ -121,23 +122,29 @@ class Rack:
     # ---- inside ----------------------------------------------------------------------------------------
 
     def _fill_up(self, nbytes: int, least: int = 0) -> int:
-        """Make slots until there are as many as planned (``least``, if given); give the plan."""
+        """Make slots until there are as many as planned (``least``, if given); give the plan.
+
+        What lies in a slot that is too small stays until a larger one holds something newer: until then there
+        may be fewer than planned, and who wants the others asks again.
+        """
         capacity = slots.aligned(nbytes)
         with self._growing:
             self._make_room(capacity)
             held = sum(kept.slot.capacity for kept in self._kept.values())
             newest = slots.newest(self.control.states())
-            # What lies in a slot that is too small stays until a larger one holds something newer.
-            stays = newest.capacity if newest is not None and newest.capacity < capacity else 0
-            free = self._free() + held - stays
-            allowed = None if self._allowed is None else self._allowed - stays
+            free, allowed = self._free() + held, self._allowed
             planned = budget.slots_that_fit(capacity, free_bytes=free, allowed_bytes=allowed)
+            stays = newest.capacity if newest is not None and newest.capacity < capacity else 0
+            left = None if allowed is None else allowed - stays
+            now = budget.slots_that_fit(capacity, free_bytes=free - stays, allowed_bytes=left)
+            if stays and now == 0:
+                planned = 0  # there is no way to anything newer
             fitting = sum(kept.slot.capacity >= capacity for kept in self._kept.values())
             before, self._planned = self._planned, (planned, capacity)
             # Whoever asks for less, of what is there already, changes nothing that is worth a line.
             if before[0] != planned or (before[1] != capacity and fitting < planned):
                 self._say(budget.describe(planned, capacity, free_bytes=free, allowed_bytes=allowed))
-            while fitting < (min(least, planned) if least else planned) and not self._closed:
+            while fitting < (min(least, now) if least else now) and not self._closed:
                 if not self._add(capacity):
                     return fitting
                 fitting += 1
@@ -159,7 +166,9 @@ class Rack:
         try:
             descriptor = slots.memory_file(f"elastic_resume-slot-{index}", capacity)
         except OSError as error:
-            self._say(f"snapshots: no memory for another slot of {budget.size(capacity)}: {error}")
+            if self._short != capacity:  # it is asked for again and again
+                self._short = capacity
+                self._say(f"snapshots: no memory for another slot of {budget.size(capacity)}: {error}")
             return False
         with self._lock:
             self._serial += 1

@@ -134,7 +134,7 @@ class Streams:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, memoryview] = {}  # held: memory that CUDA knows must not be unmapped
 
     def begin(self, devices: Iterable[torch.device]) -> dict[torch.device, Any]:
         """Note, for each device, what its training stream has been given until now."""
@@ -154,14 +154,16 @@ class Streams:
                 copy_now([t for t, _ in pairs], [s for _, s in pairs], non_blocking=True)
                 for _, source in pairs:
                     source.record_stream(stream)  # the allocator keeps it until it has been read
-                job.events.append((device, stream.record_event()))
+                copied = torch.cuda.Event(blocking=True)  # who waits for it sleeps, and does not spin
+                stream.record_event(copied)
+                job.events.append((device, copied))
 
     def pin(self, memory: memoryview) -> None:
         """Register a slot's memory with CUDA, once: copies to other memory are staged, and so wait."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         if address in self._pinned or not torch.cuda.is_initialized():
             return
-        self._pinned.add(address)
+        self._pinned[address] = memory
         with contextlib.suppress(RuntimeError, AttributeError):
             code = torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
             if int(code) != 0:

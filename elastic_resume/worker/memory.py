@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from elastic_resume.store.handing import Line
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.slots import Control, Slot, SlotState
+
+ASK_AGAIN_S = 1.0  # for slots that there was no room for, before a smaller one could go
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Memory:
         self.lead = lead
         self.local_rank = local_rank
         self.slots = budget.SLOTS  # that there are, or will be: known once some were asked for
+        self._asked_at = 0.0
         self.known_bytes = 0  # of a slot, for which that is known
         self._line = Line(keeper)
         self.control = Control(self._line.control)
@@ -66,6 +70,7 @@ class Memory:
         ``guessed``: the true size is not known yet, so what there is room for says nothing.
         """
         if self._preparing is None or not self._preparing.is_alive():
+            self._asked_at = time.monotonic()
             self._preparing = threading.Thread(
                 target=self._prepare, args=(nbytes, guessed), name="elastic-resume-slots", daemon=True
             )
@@ -88,9 +93,10 @@ class Memory:
             for state in fitting:
                 self._attach(state)
         elif any((state.index, state.serial) not in self._ready for state in fitting):
-            self.prepare(
-                min(state.capacity for state in fitting)
-            )  # not less, so that notes have room to grow
+            # Not less than there is, so that notes have room to grow.
+            self.prepare(min(state.capacity for state in fitting))
+        if fitting and len(fitting) < self.slots and time.monotonic() > self._asked_at + ASK_AGAIN_S:
+            self.prepare(min(state.capacity for state in fitting))
         return [state for state in fitting if (state.index, state.serial) in self._ready]
 
     def slot(self, index: int, serial: int | None = None) -> Slot | None:

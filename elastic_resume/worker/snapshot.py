@@ -15,6 +15,7 @@ Does not know when (`saver`) nor what becomes of a snapshot (the keeper).
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class Snapshots:
         self._shared: tuple[state.Leaf, ...] = ()  # whose prints those are
         self._divided = False  # whether others have a share in the newest snapshot
         self._clones: list[tuple[str, torch.Tensor]] = []
+        self._said_failed = False
         self._pid = os.getpid()
         optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
         self._fences = [optimizer.register_step_pre_hook(self._fence) for optimizer in optimizers]
@@ -296,6 +298,7 @@ class Snapshots:
             self.problem = f"{type(job.error).__name__}: {job.error}"[:500]
             self._tracker = Tracker(self._tracked)  # it may have overlooked something
             self._place.events.write("snapshot-failed", generation=self._generation, reason=self.problem)
+            self._say_failed()
         prints, self._prints = self._prints, {}
         if not prints:
             return
@@ -308,6 +311,13 @@ class Snapshots:
                 "being copied: a snapshot would hold half of the change. Make all changes of a step before "
                 "run.step(), or track what changes elsewhere under a name of its own, not as optimizer state."
             )
+
+    def _say_failed(self) -> None:
+        """Tell people of the first one that failed; the others are in the events."""
+        if not self._said_failed:
+            self._said_failed = True
+            text = f"a snapshot failed ({self.problem}). Training goes on; older copies are untouched."
+            print(f"elastic_resume: rank {self._place.world.rank}: {text}", file=sys.stderr, flush=True)
 
     def _share(self, sheet: Sheet) -> Share:
         rank = self._place.local_rank
