@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import math
 import queue
+import signal
 import threading
 import time
 import warnings
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elastic_resume.store.board import STACKS_SIGNAL
 from elastic_resume.store.layout import Layout
 from elastic_resume.worker.image import DTYPES
 
@@ -111,6 +113,8 @@ class Copyist:
         self._thread.join()
 
     def _live(self) -> None:
+        # Who asks where this process stands means its main thread; a stopped one goes on when it is asked.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_SIGNAL})
         while (job := self._jobs.get()) is not None:
             run(job)
 
