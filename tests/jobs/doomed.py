@@ -31,9 +31,9 @@ class Doom:
         self._directory = directory
         self.step = 0
 
-    def comes(self, moment: str) -> None:
-        """Die, if that is the moment."""
-        entry = self._due(moment)
+    def comes(self, moment: str, step: int | None = None) -> None:
+        """Die, if that is the moment of that step; else of the one that is under way."""
+        entry = self._due(moment, self.step if step is None else step)
         if entry is None:
             return
         (self._directory / f"done-{entry['step']}-{entry['rank']}").touch()
@@ -42,10 +42,10 @@ class Doom:
         if entry["who"] != "agent":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _due(self, moment: str) -> dict[str, Any] | None:
+    def _due(self, moment: str, step: int) -> dict[str, Any] | None:
         for entry in self._plan:
             done = self._directory / f"done-{entry['step']}-{entry['rank']}"
-            if (entry["step"], entry["moment"]) == (self.step, moment) and not done.exists():
+            if (entry["step"], entry["moment"]) == (step, moment) and not done.exists():
                 return entry
         return None
 
@@ -63,7 +63,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run = er.resume(model=model, optimizer=optimizer)
     doom = Doom(json.loads(args.plan.read_text()), run.rank, args.diary)
-    failpoints.hit = lambda name: doom.comes(name.rpartition(".")[2])
+    # A copy is made while the next step begins.
+    failpoints.hit = lambda name: doom.comes(name.rpartition(".")[2], run.position.step)
     ddp = run.ddp(model)
     # The last gradient to be ready: the others are being reduced.
     next(model.parameters()).register_hook(lambda _: doom.comes("backward"))
