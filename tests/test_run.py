@@ -360,3 +360,16 @@ def test_only_a_copy_of_the_own_disk_that_was_read_is_told_to_be_good(
     shutil.copytree(tmp_path / "job" / "n", tmp_path / "elsewhere")
     begin(resume=str(tmp_path / "elsewhere" / "g000001-s0000000001")).run.close()
     assert [terms.trusted for terms in told] == [None, (1, 1), None]
+
+
+def test_the_end_state_is_on_disk_though_its_step_was_saved_before(begin: Begin) -> None:
+    """Without data= a save may fall due with an epoch's last step; what follows that is part of the end."""
+    script = begin(data=None, save_every=2)
+    for _ in script.run.epochs(1):
+        for _ in range(4):
+            script.step()
+        script.run.save()
+        script.scheduler.step()
+    again = begin(data=None, save_every=2)
+    assert (again.run.position.epoch, again.run.position.step) == (1, 4)
+    assert again.scheduler.last_epoch == 1

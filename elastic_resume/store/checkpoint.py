@@ -186,7 +186,7 @@ class Writer:
         except CheckpointError as error:
             quarantine(self._node_dir, self._final, str(error), self._disk)
             return False
-        if present.content == manifest.content:
+        if present.content == manifest.content and present.position == manifest.position:
             self._disk.sync_dir(self._node_dir)  # whoever renamed it may have died before this
             return True
         quarantine(self._node_dir, self._final, "written again with other content", self._disk)

@@ -230,8 +230,6 @@ class Keeper:
         order = order_of(state.target)
         if any(not path.is_dir() for path in self._saved.values()):
             self._saved = {}  # a resume has set it aside, and has got the same step from elsewhere
-        if state.target not in self._saved and self._shelf.holds(order):
-            self._saved = {state.target: self._node_dir / name_of(*order)}  # that is where it came from
         if state.target not in self._saved:
             try:
                 with self.rack.held(state) as slot:
@@ -249,7 +247,8 @@ class Keeper:
                     time.sleep(LOOK_S)  # what was sent in place of a distrusted one: `enter` comes at once
                 return None  # or written over meanwhile: there is a newer one
             self._saved, self._to_prune = {state.target: put.path}, True
-            self.rack.control.note_commit(put.seconds, put.cpu_s)
+            if put.seconds:
+                self.rack.control.note_commit(put.seconds, put.cpu_s)
             self._well(order[1])
         self._settle(state)
         return self._saved.get(state.target)
@@ -270,6 +269,8 @@ class Keeper:
             return None
         if manifest.order != order_of(mark):
             raise CorruptError(f"snapshot: its notes are of {manifest.order}, its mark of {order_of(mark)}")
+        if self._shelf.holds(manifest.order, manifest.position):  # that is where it came from
+            return Put(self._node_dir / name_of(*manifest.order), 0.0, 0.0)
         return self._shelf.put(manifest, [image], still=lambda: slot.record.counts() == mark)
 
     def _fail(self, step: int, error: MachineError) -> None:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume import failpoints
-from elastic_resume.errors import ElasticResumeError, MachineError
+from elastic_resume.errors import CheckpointError, ElasticResumeError, MachineError
 from elastic_resume.store import committed
 from elastic_resume.store.catalog import MIN_KEEP, Catalog
-from elastic_resume.store.checkpoint import Writer, name_of
+from elastic_resume.store.checkpoint import Writer, name_of, quick_check
 from elastic_resume.store.durable import DISK, Disk
-from elastic_resume.store.manifest import Manifest
+from elastic_resume.store.manifest import Manifest, Position
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,18 @@ class Shelf:
         if terms.trusted is not None:
             self._trusted.add(terms.trusted)
 
-    def holds(self, order: tuple[int, int]) -> bool:
-        """Whether a copy of that (generation, step) is there that is known to be good."""
-        return order in self._trusted and (self._node_dir / name_of(*order)).is_dir()
+    def holds(self, order: tuple[int, int], position: Position) -> bool:
+        """Whether a copy of that (generation, step) is there that is known to be good, and stands there.
+
+        The last step of an epoch has two positions: before what the script does after it, and when that is
+        done.
+        """
+        if order not in self._trusted:
+            return False
+        try:
+            return quick_check(self._node_dir / name_of(*order), None).position == position
+        except CheckpointError:
+            return False
 
     def believes(self, order: tuple[int, int]) -> bool:
         """Whether nobody has found copies of that (generation, step) wrong."""
