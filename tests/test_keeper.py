@@ -236,6 +236,18 @@ def test_older_copies_go_and_two_stay(setting: Setting) -> None:
     assert setting.copies() == [name_of(1, 4), name_of(1, 5)]
 
 
+def test_an_older_snapshot_never_takes_the_place_of_a_newer_one(setting: Setting) -> None:
+    """Both of an epoch's last step have one name; the first may be wanted when the second is on disk."""
+    older, newer = snapshot(setting.slot(0), 4), snapshot(setting.slot(1), 4)
+    setting.slot(1).record.set("target", newer + 1)  # the epoch is over
+    setting.slot(1).record.mark(0, newer + 1)
+    assert setting.keeper.commit(newer + 1) is not None
+    setting.slot(0).record.set("want", older)
+    setting.keeper.wanted(older)
+    until(lambda: setting.slot(0).record.get("saved") == older)
+    assert [kind for kind, _ in setting.told] == ["commit"]
+
+
 def test_a_copy_that_came_from_disk_is_not_written_again(setting: Setting) -> None:
     """A slot that a resume has filled from this node's own disk is there already."""
     setting.keeper.commit(snapshot(setting.slot(0), 4))

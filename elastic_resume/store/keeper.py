@@ -230,6 +230,9 @@ class Keeper:
         order = order_of(state.target)
         if any(not path.is_dir() for path in self._saved.values()):
             self._saved = {}  # a resume has set it aside, and has got the same step from elsewhere
+        if any(saved > state.target for saved in self._saved):
+            self._settle(state)  # of the two of an epoch's last step, say, which have one name on disk
+            return next(iter(self._saved.values()))
         if state.target not in self._saved:
             try:
                 with self.rack.held(state) as slot:
