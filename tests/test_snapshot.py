@@ -357,7 +357,7 @@ def test_slots_that_are_replaced_by_larger_ones_give_their_memory_back(begin: Ca
     states = run._keeping.memory.control.states()
     assert max(one.serial for one in states) > 9  # so there were others before
     # The keeper's own, ours, and what is forgotten with the next.
-    assert mapped() - before <= 2 * len(states) + 4
+    assert mapped() - before <= 2 * len(states) + 2
 
 
 def test_a_run_that_is_closed_and_forgotten_leaves_no_descriptor(

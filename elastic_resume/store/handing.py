@@ -6,7 +6,6 @@ whether the other is the same user. One connection serves one worker::
 
     hello                       -> the control block
     slot index serial           -> that slot, and its capacity; {"gone": true} where it is no more
-    expect bytes                -> nothing to wait for: memory is taken in the background
     reserve bytes               -> {"slots": n}: how many there will be; one is there
     enter floor trusted keep    -> the terms of this generation
     wanted mark                 -> that snapshot is to be committed
@@ -102,9 +101,7 @@ class Desk:
             return {"slots": rack.reserve(_count(request, "bytes"))}, None
         if ask == "commit":
             return self._commit(_count(request, "mark", 1 << 64)), None
-        if ask == "expect":
-            rack.expect(_count(request, "bytes"))
-        elif ask == "enter":
+        if ask == "enter":
             self._keeper.enter(_terms(request))
         elif ask == "wanted":
             self._keeper.wanted(_count(request, "mark", 1 << 64))
