@@ -137,6 +137,25 @@ def test_what_is_wanted_goes_to_disk_and_nothing_else(setting: Setting) -> None:
     assert [kind for kind, _ in setting.told] == ["commit"]
 
 
+def test_an_agent_that_starts_again_takes_memory_before_it_is_asked_to(setting: Setting) -> None:
+    """What its disk holds tells how large slots have to be; a new and empty node's keeper waits to hear it."""
+    snapshot(setting.slot(0), 1)
+    assert setting.keeper.commit() is not None
+    rack = Rack(1 << 30, say=print)
+    empty = Keeper(setting.node_dir.parent / "b", "job", rack, say=print, tell=lambda *_, **__: None)
+    empty.start()
+    assert rack.control.states() == []
+    empty.close()
+    rack = Rack(1 << 30, say=print)
+    later = Keeper(setting.node_dir, "job", rack, say=print, tell=lambda *_, **__: None)
+    later.start()
+    until(lambda: len(rack.control.states()) == 3)
+    serials = [state.serial for state in rack.control.states()]
+    assert rack.reserve(NEEDED) == 3
+    assert [state.serial for state in rack.control.states()] == serials, "they are as large as they have to be"
+    later.close()
+
+
 def test_one_that_is_still_being_copied_is_waited_for(setting: Setting) -> None:
     """Other local ranks may be a moment later."""
     mark = snapshot(setting.slot(0), 1, want=True, parts=2)

@@ -6,7 +6,7 @@ whether the other is the same user. One connection serves one worker::
 
     hello                       -> the control block
     slot index serial           -> that slot, and its capacity; {"gone": true} where it is no more
-    reserve bytes               -> {"slots": n}: how many there will be; one is there
+    reserve bytes all           -> {"slots": n}: how many there will be; one is there, the rest made if "all"
     enter floor trusted keep    -> the terms of this generation
     wanted mark                 -> that snapshot is to be committed
     commit mark                 -> {"path": ...} or {"error": ...}, when it is done
@@ -98,7 +98,8 @@ class Desk:
                 return {"gone": True}, None
             return {"capacity": rack.control.record(index).get("capacity")}, descriptor
         if ask == "reserve":
-            return {"slots": rack.reserve(_count(request, "bytes"))}, None
+            wanted = rack.reserve(_count(request, "bytes"), all_now=bool(request.get("all", True)))
+            return {"slots": wanted}, None
         if ask == "commit":
             return self._commit(_count(request, "mark", 1 << 64)), None
         if ask == "enter":

@@ -94,7 +94,14 @@ class Keeper:
         self._thread = threading.Thread(target=self._live, name="elastic-resume-keeper", daemon=True)
 
     def start(self) -> None:
-        """Begin to commit."""
+        """Begin to commit.
+
+        The next workers will want slots of the size that the newest copy has: a third of the time in which
+        they read it from a cold disk would go into taking that memory.
+        """
+        expected = self._shelf.expected_bytes()
+        if expected:
+            self.rack.expect(expected)
         self._thread.start()
 
     @property

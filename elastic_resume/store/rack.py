@@ -62,13 +62,14 @@ class Rack:
         """A state of about that size will come: take memory for it in the background."""
         threading.Thread(target=self._fill_up, args=(nbytes,), name="rack", daemon=True).start()
 
-    def reserve(self, nbytes: int) -> int:
+    def reserve(self, nbytes: int, *, all_now: bool = True) -> int:
         """Have slots of at least ``nbytes``; give how many there will be. One of them exists on return.
 
-        Of small ones all do: they take milliseconds.
+        Of small ones all do: they take milliseconds. Of large ones the others are made in the background, or,
+        without ``all_now``, when they are asked for again.
         """
         planned = self._fill_up(nbytes, least=1 if nbytes > slots.SMALL_BYTES else 0)
-        if planned > 1 and nbytes > slots.SMALL_BYTES:
+        if planned > 1 and nbytes > slots.SMALL_BYTES and all_now:
             self.expect(nbytes)
         return planned
 

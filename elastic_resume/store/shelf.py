@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic_resume import failpoints
 from elastic_resume.errors import CheckpointError, ElasticResumeError, MachineError
-from elastic_resume.store import committed
+from elastic_resume.store import committed, slots
 from elastic_resume.store.catalog import MIN_KEEP, Catalog
 from elastic_resume.store.checkpoint import Writer, name_of, quick_check
 from elastic_resume.store.durable import DISK, Disk
@@ -66,6 +66,14 @@ class Shelf:
         self._distrusted.clear()  # what was is set aside; the majority's copy may be of the same step
         if terms.trusted is not None:
             self._trusted.add(terms.trusted)
+
+    def expected_bytes(self) -> int:
+        """Bytes of a slot that would hold the newest copy; 0 where there is none that can be read."""
+        for entry in self._catalog.valid(limit=1):
+            if entry.manifest is not None:
+                notes = len(entry.manifest.to_bytes())  # more than either part of a slot's
+                return slots.room_for(entry.manifest.file_bytes, notes, notes)
+        return 0
 
     def holds(self, order: tuple[int, int], position: Position) -> bool:
         """Whether a copy of that (generation, step) is there that is known to be good, and stands there.

@@ -76,11 +76,14 @@ class Memory:
             )
             self._preparing.start()
 
-    def reserve(self, nbytes: int, *, guessed: bool = False) -> int:
-        """Have slots of ``nbytes`` made; give how many there will be, of which one is there. For the lead."""
+    def reserve(self, nbytes: int, *, guessed: bool = False, all_now: bool = True) -> int:
+        """Have slots of ``nbytes`` made; give how many there will be, of which one is there. For the lead.
+
+        ``all_now``: whether the others are to be made at once, in the background.
+        """
         count = 0
         with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
-            answer, _ = self._line.ask("reserve", bytes=nbytes)
+            answer, _ = self._line.ask("reserve", bytes=nbytes, all=all_now)
             count = int(answer["slots"])
         if not guessed:
             self.slots, self.known_bytes = count, nbytes
@@ -165,13 +168,21 @@ class Memory:
         self.control.record(index).set("target", 0)
 
     def room(self, image_bytes: int, manifest: Manifest) -> Slot | None:
-        """A slot into which an image with that manifest can be filled; None: there is none to spare."""
+        """A slot into which an image with that manifest can be filled; None: there is none to spare.
+
+        The others have to wait: to make them takes a third of the time in which the image arrives.
+        """
         needed = slots.room_for(image_bytes, *map(len, _notes(manifest)))
-        if self.reserve(needed, guessed=True) == 0:
+        if self.reserve(needed, guessed=True, all_now=False) == 0:
             return None
         # An older snapshot stays where it is the only one: the source may die while it sends.
         chosen = slots.choose([state for state in self.control.states() if state.capacity >= needed])
         return self.slot(chosen.index, chosen.serial) if chosen is not None else None
+
+    def populate(self, slot: Slot) -> None:
+        """Have all pages of a slot mapped; whoever fills it may be doing so already."""
+        slot.populate()
+        self._ready.add((slot.index, slot.serial))
 
     def begin_fill(self, slot: Slot) -> None:
         """From now on nothing counts in ``slot``, until `finish_fill`."""
@@ -213,8 +224,7 @@ class Memory:
             return
         slot = self.slot(*key)
         if slot is not None:
-            slot.populate()
-            self._ready.add(key)
+            self.populate(slot)
 
     def _forget_old(self) -> None:
         alive = {(state.index, state.serial) for state in self.control.states()}
