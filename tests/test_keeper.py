@@ -138,7 +138,7 @@ def test_what_is_wanted_goes_to_disk_and_nothing_else(setting: Setting) -> None:
 
 
 def test_an_agent_that_starts_again_takes_memory_before_it_is_asked_to(setting: Setting) -> None:
-    """What its disk holds tells how large slots have to be; a new and empty node's keeper waits to hear it."""
+    """What its disk holds tells how large slots have to be; the keeper of an empty node waits to hear it."""
     snapshot(setting.slot(0), 1)
     assert setting.keeper.commit() is not None
     rack = Rack(1 << 30, say=print)
@@ -152,7 +152,7 @@ def test_an_agent_that_starts_again_takes_memory_before_it_is_asked_to(setting: 
     until(lambda: len(rack.control.states()) == 3)
     serials = [state.serial for state in rack.control.states()]
     assert rack.reserve(NEEDED) == 3
-    assert [state.serial for state in rack.control.states()] == serials, "they are as large as they have to be"
+    assert [state.serial for state in rack.control.states()] == serials, "they are large enough"
     later.close()
 
 
