@@ -1,6 +1,6 @@
 """Resumes into a model and an optimizer that a new process has built, from memory, disk and another node.
 
-    resumes.py DIRECTORY MEGABYTES REPETITIONS        prints one JSON object
+    resumes.py DIRECTORY MEGABYTES REPETITIONS [own-network]        prints one JSON object
 
 Each resume is a new process, which builds a model of zeros, says that it is ready, and is timed from then on:
 all of `er.resume`, digests included. Of two nodes the slower one counts. What was loaded is compared with
@@ -8,7 +8,9 @@ what was saved.
 
     memory     the node's keeper has lived on, and holds the newest step
     disk       nothing of the checkpoint is in the page cache, and nothing is in memory
-    fresh      two processes on gloo, whose nodes share no directory: one holds the newest step, one nothing
+    fresh      two processes on gloo, whose nodes share no directory: one holds the newest step, one nothing.
+               Both share this machine's cores, which a broadcast over loopback uses up alone; so a second
+               time over a link of 10 Gbit/s, as two machines have (tc, in a network namespace: for root)
 
 Limits, from the same kind of process: one memcpy of the state into the model and a new optimizer state; reads
 of 16 MiB past the page cache; gloo's broadcast within memory that has been touched.
@@ -23,6 +25,7 @@ import multiprocessing
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import warnings
@@ -57,6 +60,22 @@ from jobs.trained import (
 )
 
 OBJECT_BYTES = 100 << 20  # broadcast_object_list gets so much of the state: it is slow, and copies it often
+OWN_NETWORK = "own-network"
+LIMIT_LINK = [
+    "tc",
+    "qdisc",
+    "add",
+    "dev",
+    "lo",
+    "root",
+    "tbf",
+    "rate",
+    "10gbit",
+    "burst",
+    "4mb",
+    "latency",
+    "100ms",
+]
 FORK = multiprocessing.get_context("fork")
 LOOK_S = 0.01
 EXPECTED, PICKLED, DCP = "expected.json", "state.pt", "dcp"
@@ -282,11 +301,11 @@ class Bench:
         for _ in range(self.repetitions):
             self.resume("memory", "ours,memcpy", environ)
 
-    def to_fresh_node(self, environ: dict[str, str]) -> None:
+    def to_fresh_node(self, environ: dict[str, str], row: str, methods: str) -> None:
         for _ in range(self.repetitions):
             shutil.rmtree(self.directory / "other", ignore_errors=True)
             with keeper(self.directory / "other", "fresh") as fresh:
-                self.resume("fresh", "ours,broadcast,broadcast_object_list", *_ranks([environ, fresh]))
+                self.resume(row, methods, *_ranks([environ, fresh]))
 
     def from_disk(self) -> None:
         (newest, *_) = Catalog(self.directory / RUN / NODE, RUN).valid()
@@ -314,11 +333,16 @@ def _ranks(environs: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def main() -> None:
+    if OWN_NETWORK in sys.argv:
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     bench = Bench(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     with keeper(bench.directory) as environ:
         bench.prepare(environ)
         bench.from_memory(environ)
-        bench.to_fresh_node(environ)
+        bench.to_fresh_node(environ, "fresh", "ours,broadcast,broadcast_object_list")
+        if OWN_NETWORK in sys.argv:
+            subprocess.run(LIMIT_LINK, check=True)
+            bench.to_fresh_node(environ, "10 Gbit/s", "ours,broadcast")
     bench.from_disk()
     found = {"bytes": bench.bytes, "object_bytes": min(OBJECT_BYTES, bench.bytes // 3)}
     print(json.dumps({**found, "seconds": bench.seconds, "peak": bench.peak}))
