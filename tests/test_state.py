@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
-from elastic_resume.worker import state
+from elastic_resume.worker import restoring, state
 from elastic_resume.worker.image import Image
 from tests.images import capture
 
@@ -39,7 +39,7 @@ def carry(source: dict[str, Any], target: dict[str, Any]) -> Image:
     """Save ``source`` into an image and load that into ``target``."""
     flat = state.flatten(state.collect(source))
     image = capture(flat)
-    state.load(state.collect(target), flat.skeleton, image.tensor)
+    restoring.load(state.collect(target), flat.skeleton, image.tensor)
     return image
 
 
@@ -249,7 +249,7 @@ def test_every_differing_name_is_listed_with_both_shapes_and_nothing_is_changed(
     image = capture(flat)
     before = copy.deepcopy(small.state_dict())
     with pytest.raises(MismatchError) as caught:
-        state.load({"model": small}, flat.skeleton, image.tensor)
+        restoring.load({"model": small}, flat.skeleton, image.tensor)
     for line in (
         "model/0.weight: float32[6, 4] in the model, float32[8, 4] in the checkpoint",
         "model/0.bias: float32[6] in the model, float32[8] in the checkpoint",
@@ -263,7 +263,7 @@ def test_objects_missing_on_either_side_are_told() -> None:
     """One tracked then and not now, and the other way round."""
     flat = state.flatten(state.collect({"model": nn.Linear(1, 1), "ema": Box(1)}))
     with pytest.raises(MismatchError, match=r"teacher: tracked now[\s\S]*ema: in the checkpoint"):
-        state.load(
+        restoring.load(
             state.collect({"model": nn.Linear(1, 1), "teacher": Box(1)}),
             flat.skeleton,
             capture(flat).tensor,

@@ -36,7 +36,7 @@ from elastic_resume.store import checkpoint, committed
 from elastic_resume.store.checkpoint import Writer, fresh_memory
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.slots import Slot
-from elastic_resume.worker import overlay, state, transfer
+from elastic_resume.worker import overlay, restoring, transfer
 from elastic_resume.worker.arriving import Arriving, Copies, Private, Task, is_own
 from elastic_resume.worker.overlay import Overlay
 from elastic_resume.worker.place import Place
@@ -314,7 +314,7 @@ class Attempt:
         large = sum(extents[name].stop - extents[name].start for name in names) > _WORTH_THREADS_BYTES
         copies = Copies(names if large else (), image.tensor)
         try:
-            state.load(
+            restoring.load(
                 tracked,
                 manifest.state,
                 lambda name: (values if name in values else image).tensor(name),

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from elastic_resume.worker.drain import Drain
 from elastic_resume.worker.keeping import Keeping
 from elastic_resume.worker.parameters import ParameterOrder
 from elastic_resume.worker.place import Place, open_node
+from elastic_resume.worker.progress import Progress
 from elastic_resume.worker.resume import Resumed
 from elastic_resume.worker.saver import Saver
 
@@ -61,7 +62,6 @@ class Run:
         self._buckets = BucketOrder()
         self._seed = rng.Seed(options.seed if options.seed is not None else _seed_of_rank_0(place))
         self._derive_rng = options.derive_rng
-        self._accumulate = options.accumulate
         self._tracked = tracked = {
             **tracked,
             "elastic_resume.buckets": self._buckets,
@@ -71,7 +71,7 @@ class Run:
         self._batches = batches
         self._drain = Drain()
         self._hooks: list[Hook] = []
-        self._hooks_ran = self._closed = self._warned = False
+        self._hooks_ran = self._closed = False
         self._pid = os.getpid()
         self._mark_every_s = place.settings.step_mark_s
         self._next_mark = 0.0
@@ -93,15 +93,14 @@ class Run:
         if options.seed is not None:
             self._seed.value = options.seed  # said now, and so meant
         self._plan = resumed.plan
-        self._position = _start_position(resumed, batches)
+        self._progress = Progress(resumed.manifest, batches, options.accumulate, rank=place.world.rank)
         self._beat = Beat(board, place)
-        self._epoch_over = False
         self._saver = Saver(
             place, self._plan, resumed.saved_step, tracked, keeping.memory, busy=self._beat.busy
         )
         self._saver.expect(resuming.expected_bytes(resumed.flat, tracked))
         place.together(lambda: None)  # no rank takes a step before its lead has said when snapshots come
-        failure.enter(generation=self.generation, step=lambda: self._position.step)
+        failure.enter(generation=self.generation, step=lambda: self.position.step)
         self._begin(resumed)
 
     # ---- what the script reads -----------------------------------------------------------------------
@@ -109,7 +108,7 @@ class Run:
     @property
     def position(self) -> Position:
         """Where training stands: epoch, step_in_epoch, step (of the whole job) and samples, all finished."""
-        return self._position
+        return self._progress.position
 
     @property
     def generation(self) -> int:
@@ -138,8 +137,7 @@ class Run:
         DDP's plain mean over ranks is then the exact mean over the global batch, even where the
         shares differ in size. 1.0 where they do not, and without ``data=``.
         """
-        batches, at = self._batches, self._position.step_in_epoch
-        return batches.loss_weight(at) if batches is not None and at < len(batches) else 1.0
+        return self._progress.loss_weight
 
     # ---- what the script calls -----------------------------------------------------------------------
 
@@ -174,11 +172,10 @@ class Run:
         """
         self._run_hooks()
         with self._beat.training():
-            while self._position.epoch < count:
-                if self._batches is not None:
-                    self._batches.seek(self._position.epoch, self._position.step_in_epoch)
-                yield self._position.epoch
-                self._end_epoch()
+            while self.position.epoch < count:
+                yield self._progress.begin_epoch()
+                self._progress.end_epoch()
+                self._save_if_due()
             self._finish()
 
     def step(self) -> None:
@@ -191,7 +188,7 @@ class Run:
         if self._closed:
             raise UsageError("run.step() was called after run.close(); close the run when training is over.")
         self._run_hooks()
-        self._position = position = self._after_step()
+        position = self._progress.step()
         self._buckets.end_step()
         self._beat.finish_step(position.step)
         failpoints.hit("step")
@@ -200,8 +197,7 @@ class Run:
         if now >= self._next_mark:
             self._next_mark = now + self._mark_every_s
             self._place.events.write("step", **self._where(), epoch=position.epoch)
-        self._epoch_over = False
-        if self._at_epochs_end:
+        if self._progress.at_epochs_end:
             self._beat.end_epoch(position.step)
             self._saver.after_step(position, may_save=False)
         else:
@@ -216,8 +212,7 @@ class Run:
         """
         if not self._place.leads:
             return None
-        epoch_over = self._epoch_over or self._at_epochs_end
-        position = self._next_epoch() if self._at_epochs_end else self._position
+        position, epoch_over = self._progress.settled()
         with self._beat.busy():
             return self._saver.save(position, epoch_over=epoch_over)
 
@@ -282,71 +277,30 @@ class Run:
 
     def _begin(self, resumed: Resumed) -> None:
         world = self._place.world
-        self._beat.begin(self.generation, self._position.step)
+        self._beat.begin(self.generation, self.position.step)
         self._place.events.write(
             "worker-start", **self._where(), local_rank=self._place.local_rank, world_size=world.size
         )
         self._reseed()
         if self.rank == 0:
-            self._place.events.write("resume", **announce.as_event(resumed, self._position, world.size))
-            line = announce.as_text(resumed, self._position, world.size, self._batches is not None)
+            self._place.events.write("resume", **announce.as_event(resumed, self.position, world.size))
+            line = announce.as_text(resumed, self.position, world.size, self._batches is not None)
             print(f"elastic_resume: {line}", file=sys.stderr, flush=True)
         atexit.register(self._release)
 
     def _reseed(self) -> None:
         if self._derive_rng:
-            rng.seed_all(self._seed.value, self.rank, self._position.step)
-
-    @property
-    def _at_epochs_end(self) -> bool:
-        return self._batches is not None and self._position.step_in_epoch >= len(self._batches)
-
-    def _after_step(self) -> Position:
-        before, batches = self._position, self._batches
-        stop = before.step_in_epoch + self._accumulate
-        samples = before.samples
-        if batches is not None:
-            if self._at_epochs_end:
-                raise UsageError(
-                    f"run.step() was called {stop} times in epoch {before.epoch}, which has {len(batches)} "
-                    "batches: write `for epoch in run.epochs(EPOCHS)`, and call step() once after each batch."
-                )
-            stop = min(stop, len(batches))
-            samples += sum(batches.samples(k) for k in range(before.step_in_epoch, stop))
-        return Position(before.epoch, stop, before.step + 1, samples)
-
-    def _next_epoch(self) -> Position:
-        return replace(self._position, epoch=self._position.epoch + 1, step_in_epoch=0)
-
-    def _end_epoch(self) -> None:
-        batches, at = self._batches, self._position.step_in_epoch
-        if batches is not None and batches.exhausted and 0 < 2 * at <= len(batches) + 1:
-            self._warn_of_accumulation(at, len(batches))
-        self._position = self._next_epoch()
-        self._epoch_over = True
-        self._save_if_due()
-
-    def _warn_of_accumulation(self, counted: int, batches: int) -> None:
-        """Say that positions are wrong. Not an error: a script may leave the loop early."""
-        if self.rank == 0 and not self._warned:
-            self._warned = True
-            print(
-                f"elastic_resume: WARNING: the loader was read to the end of its {batches} batches, and "
-                f"run.step() counted {counted}. If one optimizer step reads several batches, say "
-                "accumulate=N in resume(): else a resume in mid-epoch reads samples again.",
-                file=sys.stderr,
-                flush=True,
-            )
+            rng.seed_all(self._seed.value, self.rank, self.position.step)
 
     def _save_if_due(self) -> None:
         if self._drain.wanted and self._place.leads:
             with self._beat.busy():
-                self._saver.keep(self._position, epoch_over=self._epoch_over)
+                self._saver.keep(self.position, epoch_over=self._progress.epoch_over)
             self._drain.end()
-        self._saver.after_step(self._position, epoch_over=self._epoch_over)
+        self._saver.after_step(self.position, epoch_over=self._progress.epoch_over)
 
     def _where(self) -> dict[str, int]:
-        return {"generation": self.generation, "step": self._position.step}
+        return {"generation": self.generation, "step": self.position.step}
 
     def _run_hooks(self) -> None:
         if not self._hooks_ran:
@@ -362,16 +316,16 @@ class Run:
         """Commit the end state; a disk that refuses gets two more chances, a second apart."""
         for _ in range(FINAL_TRIES):
             self.save()
-            if not self._place.leads or self._saver.has_saved(self._position):
+            if not self._place.leads or self._saver.has_saved(self.position):
                 break
             time.sleep(1.0)
         else:
             if len(self._place.lead_of) == 1:  # with more nodes others hold the end state
                 raise MachineError(
-                    f"the end state (step {self._position.step}) could not be saved in "
+                    f"the end state (step {self.position.step}) could not be saved in "
                     f"{self._place.node_dir}: see the lines above, make room, and start the job again."
                 )
-        self._place.events.write("run-end", **self._where(), epoch=self._position.epoch)
+        self._place.events.write("run-end", **self._where(), epoch=self.position.epoch)
 
     def _release(self) -> None:
         if self._closed or os.getpid() != self._pid:  # a forked child ends: nothing here is its own
@@ -389,10 +343,3 @@ class Run:
 def _seed_of_rank_0(place: Place) -> int:
     """What the script gave to torch.manual_seed; ranks may have given different numbers."""
     return int(place.world.tell(torch.initial_seed() >> 1, 0))
-
-
-def _start_position(resumed: Resumed, batches: GlobalBatches | None) -> Position:
-    if resumed.manifest is None:
-        return Position(epoch=0, step_in_epoch=0, step=0, samples=0)
-    position = resumed.manifest.position
-    return position if batches is not None else replace(position, step_in_epoch=0)

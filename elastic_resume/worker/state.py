@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
+from elastic_resume.errors import ConfigError, UntrackableError
 from elastic_resume.store import typed
 from elastic_resume.store.typed import TensorRef
 from elastic_resume.worker.image import DTYPE_NAMES, memory_of
@@ -34,7 +34,7 @@ REPLICATED = "replicated"  # equal on every rank after every step
 BUFFER = "buffer"  # a module's buffer: DDP takes rank 0's
 OTHER = "other"
 
-_COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
+COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
 _MAX_DEPTH = 200
 
 Key = tuple[Any, ...]  # see `key_of`
@@ -92,7 +92,7 @@ def collect(named: Mapping[str, Any]) -> dict[str, Any]:
                 and callable(getattr(item, "load_state_dict", None))
             ):
                 raise UntrackableError(
-                    f"{name}: {_type_name(item)} has no state_dict() and load_state_dict(); "
+                    f"{name}: {type_name(item)} has no state_dict() and load_state_dict(); "
                     "give it both, or do not pass it to resume()."
                 )
             tracked[name] = unwrap(item)
@@ -132,52 +132,6 @@ def flatten_object(walk: Walk, name: str, item: Any) -> Any:
     else:
         plain = walk.replace(item.state_dict(), name, REPLICATED if isinstance(item, Optimizer) else OTHER)
     return typed.encode(plain, name)
-
-
-def load(
-    tracked: Mapping[str, Any],
-    skeleton: Any,
-    tensor: Callable[[str], Tensor],
-    *,
-    look: Callable[[str], Tensor] | None = None,
-    own: Callable[[str], Tensor] | None = None,
-) -> None:
-    """Put a stored state into the live objects, after checking that all of it fits.
-
-    Args:
-        tracked: name -> object, as `collect` gave it.
-        skeleton: the stored counterpart of `FlatState.skeleton`.
-        tensor: gives the stored tensor of a name, on the CPU; its memory is not kept. May wait for it.
-        look: gives it for its shape and dtype alone, without waiting; default ``tensor``.
-        own: gives it for an object to keep; default is a copy of what ``tensor`` gives.
-
-    Raises:
-        MismatchError: objects, names, shapes or dtypes differ. Every difference is listed, and nothing
-            was changed.
-
-    """
-    stored = {name: typed.decode(part) for name, part in skeleton.items()}
-    problems = _differences(tracked, stored, look or tensor)
-    if problems:
-        shown = "\n  ".join(problems[:50])
-        more = f"\n  and {len(problems) - 50} more" if len(problems) > 50 else ""
-        raise MismatchError(
-            "the tracked objects do not fit the checkpoint; nothing was loaded. Restore the model's "
-            f"definition, or start over on purpose with --resume never.\n  {shown}{more}"
-        )
-    for name, item in tracked.items():
-        if isinstance(item, nn.Module):
-            _load_module(item, stored[name], tensor)
-            continue
-        # Outside of the try: what `tensor` raises is no refusal.
-        restored = _restore(stored[name], own or (lambda key: tensor(key).clone()))
-        try:
-            item.load_state_dict(restored)
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise MismatchError(
-                f"{name}: {_type_name(item)} refuses the checkpoint's state: {error}. "
-                "Build it as the run that wrote the checkpoint did, or start over with --resume never."
-            ) from error
 
 
 def fingerprints(leaves: Iterable[Leaf]) -> dict[str, str]:
@@ -252,8 +206,8 @@ class Walk:
 def stored_form(tensor: Tensor) -> tuple[str, Tensor]:
     """Say how a tensor is stored, and give it so: detached, complex numbers as pairs, no lazy conj or neg."""
     stored_as, tensor = "tensor", tensor.detach()
-    if tensor.dtype in _COMPLEX:
-        stored_as, tensor = _COMPLEX[tensor.dtype], torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype in COMPLEX:
+        stored_as, tensor = COMPLEX[tensor.dtype], torch.view_as_real(tensor.resolve_conj())
     return stored_as, tensor.resolve_neg()
 
 
@@ -285,11 +239,11 @@ def _refuse_unstorable(tensor: Tensor, path: str) -> None:
         why = "is on the meta device and holds no data: materialise it before resume()"
     elif tensor.layout is not torch.strided:
         why = f"has layout {tensor.layout}; store it dense, or leave it out of state_dict()"
-    elif tensor.is_quantized or (tensor.dtype not in DTYPE_NAMES and tensor.dtype not in _COMPLEX):
+    elif tensor.is_quantized or (tensor.dtype not in DTYPE_NAMES and tensor.dtype not in COMPLEX):
         why = f"has dtype {tensor.dtype}, which cannot be stored; dequantise or convert it in state_dict()"
     elif type(tensor) not in {Tensor, nn.Parameter, nn.Buffer}:
         why = (
-            f"is a {_type_name(tensor)}: only plain tensors that every rank holds whole are tracked "
+            f"is a {type_name(tensor)}: only plain tensors that every rank holds whole are tracked "
             "(DDP, not FSDP or tensor parallelism)"
         )
     if why:
@@ -328,64 +282,6 @@ def canonical_names(module: nn.Module) -> Callable[[str], str]:
     return canonical if drop else lambda key: key
 
 
-def _differences(
-    tracked: Mapping[str, Any], stored: Mapping[str, Any], tensor: Callable[[str], Tensor]
-) -> list[str]:
-    problems = [f"{name}: tracked now, not in the checkpoint" for name in tracked if name not in stored]
-    problems += [
-        f"{name}: in the checkpoint, not passed to resume()" for name in stored if name not in tracked
-    ]
-    for name, item in tracked.items():
-        if name in stored and hasattr(item, "differences"):
-            problems += item.differences(stored[name])
-        if name not in stored or not isinstance(item, nn.Module):
-            continue
-        canonical = canonical_names(item)
-        live = {canonical(key): value for key, value in item.state_dict().items()}
-        kept = stored[name] if isinstance(stored[name], dict) else {}
-        for key in sorted(live.keys() | kept.keys()):
-            here, there = _describe(live.get(key), tensor), _describe(kept.get(key), tensor)
-            if here != there:
-                problems.append(f"{name}/{key}: {here} in the model, {there} in the checkpoint")
-    return problems
-
-
-def _describe(value: Any, tensor: Callable[[str], Tensor]) -> str:
-    if value is None:
-        return "absent"
-    if isinstance(value, TensorRef):
-        stored = _restore(value, tensor)
-        return _describe(stored, tensor)
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return "not a tensor"
-
-
-def _load_module(module: nn.Module, stored: Mapping[str, Any], tensor: Callable[[str], Tensor]) -> None:
-    canonical = canonical_names(module)
-    live = module.state_dict()
-    # The fresh state_dict carries the version numbers that modules look at when they load.
-    for key in live:
-        live[key] = _restore(stored[canonical(key)], tensor)
-    module.load_state_dict(live)
-
-
-def _restore(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Put tensors back in the place of references."""
-    if isinstance(value, TensorRef):
-        found = tensor(value.name)
-        if value.kind in _COMPLEX.values():
-            found = torch.view_as_complex(found)
-        if value.kind == "numpy":
-            return found.numpy()
-        return found.numpy()[()] if value.kind == "numpy-scalar" else found
-    if isinstance(value, dict):
-        items = {k: _restore(v, tensor) for k, v in value.items()}
-        return items if type(value) is dict else type(value)(items)
-    if type(value) in {list, tuple}:
-        return type(value)(_restore(v, tensor) for v in value)
-    return value
-
-
-def _type_name(item: Any) -> str:
+def type_name(item: Any) -> str:
+    """Name the type of an object for people."""
     return f"{type(item).__module__}.{type(item).__qualname__}".removeprefix("builtins.")
