@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -360,6 +363,109 @@ def test_workers_ask_at_once(desk: Desk) -> None:
     for thread in threads:
         thread.join(30)
     assert answers == [3] * 160
+
+
+def test_more_memory_than_there_is_costs_nobody_what_there_is(desk: Desk) -> None:
+    """Who asks for it hears that there is none."""
+    line = Line(desk.name)
+    before = [state.serial for state in Control(line.control).states()]
+    assert line.ask("reserve", bytes=1 << 53)[0] == {"slots": 0}
+    assert [state.serial for state in Control(line.control).states()] == before
+    line.close()
+
+
+def test_a_wish_that_cannot_be_granted_holds_up_no_other(setting: Setting) -> None:
+    """Somebody waits for a snapshot that does not come; what is there goes to disk meanwhile."""
+    vain = threading.Thread(target=lambda: setting.keeper.commit(mark_of(9, 9)), daemon=True)
+    vain.start()
+    until(lambda: bool(setting.keeper._wishes))
+    mark = snapshot(setting.slot(0), 1, want=True)
+    assert setting.keeper.commit(mark) is not None
+    assert vain.is_alive()
+
+
+def test_a_log_that_cannot_be_written_ends_no_checkpoints(setting: Setting) -> None:
+    """The disk that is full may be the one that the log lies on."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    setting.keeper._say = setting.keeper._tell = refuse
+    setting.disk.refuse = "write"
+    mark = snapshot(setting.slot(0), 1, want=True)
+    with pytest.raises(MachineError):
+        setting.keeper.commit(mark)
+    setting.disk.refuse = ""
+    mark = snapshot(setting.slot(0), 2, want=True)
+    until(lambda: setting.keeper.commit(mark) is not None)
+
+
+KEEPER = """
+import resource, sys
+from pathlib import Path
+from elastic_resume.store.handing import Desk
+from elastic_resume.store.keeper import Keeper
+from elastic_resume.store.node_dir import NodeDir
+from elastic_resume.store.rack import Rack
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
+    rack = Rack(1 << 24, say=lambda _: None)
+    rack.reserve(1 << 20)
+    for index, kept in rack._kept.items():
+        kept.slot.memory[:1] = bytes([index + 1])
+    desk = Desk(Keeper(node_dir.path, "job", rack, say=print, tell=lambda *_, **__: None))
+    desk.open()
+    print(desk.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A keeper in a process of its own, and the name of its desk. It may open 64 files."""
+    command = [sys.executable, "-c", KEEPER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+        process.kill()
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_another(
+    other: tuple[subprocess.Popen[str], str],
+) -> None:
+    """The keeper is stopped for longer than anybody waits; then it goes on."""
+    process, name = other
+    line = Line(name)
+    serials = {state.index: state.serial for state in Control(line.control).states()}
+    process.send_signal(signal.SIGSTOP)
+    with pytest.raises(OSError, match="timed out"):
+        line.ask("slot", wants_descriptor=True, timeout_s=0.1, index=0, serial=serials[0])
+    process.send_signal(signal.SIGCONT)
+    for index in (1, 2, 0):
+        _, descriptor = line.ask("slot", wants_descriptor=True, index=index, serial=serials[index])
+        assert os.pread(descriptor, 1, 0) == bytes([index + 1])
+        os.close(descriptor)
+    line.close()
+
+
+def test_a_keeper_that_was_out_of_descriptors_answers_again(
+    other: tuple[subprocess.Popen[str], str],
+) -> None:
+    """A moment without any must not cost the node all restarts that follow."""
+    _, name = other
+    crowd = [socket.socket(socket.AF_UNIX) for _ in range(100)]
+    for one in crowd:
+        one.connect("\0" + name)
+    with pytest.raises(OSError, match="timed out"), socket.socket(socket.AF_UNIX) as late:
+        late.connect("\0" + name)
+        late.settimeout(0.5)
+        late.sendall(b'{"ask": "reserve", "bytes": 1}\n')
+        late.recv(100)
+    for one in crowd:
+        one.close()
+    line = Line(name)
+    assert line.ask("reserve", bytes=1)[0] == {"slots": 3}
+    line.close()
 
 
 def test_a_node_that_was_found_wrong_saves_again_when_it_has_resumed(setting: Setting) -> None:

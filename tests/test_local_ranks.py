@@ -71,7 +71,7 @@ if not first:
 run.step()
 step()  # of rank 1 waits at the fence
 if first:
-    told["taken"] = run._saver.snapshots.take(run._after_step(), alone=True)
+    told["taken"] = run._saver.snapshots.take(run._progress.step(), alone=True)
     run._saver.snapshots.wait()
     go.touch()
 run._place.together(lambda: None)  # rank 1 has written what it had begun
@@ -79,6 +79,28 @@ if first:
     at, found = held()
     told["whole"] = at == 1 or all(found[name] == one for name, one in now().items())
 run._place.together(lambda: None)
+"""
+FREEZING = """
+told["stale"] = []
+for number in range(6):
+    if number in {2, 3} and first:  # the lead alone looks at a model that is frozen for an evaluation
+        model[0].requires_grad_(False)
+        run._saver.snapshots.take(run.position, alone=True)
+        run._saver.snapshots.wait()
+        model[0].requires_grad_(True)
+    run._place.together(lambda: None)
+    step()
+    want = now()
+    run.step()
+    run._saver.snapshots.wait()
+    run._place.together(lambda: None)
+    if first:
+        whole = run._saver.snapshots.finished()
+        at, found = held()
+        told["problems"].append(whole)
+        counts = whole and at == number + 1
+        told["stale"] += [name for name, one in want.items() if counts and found[name] != one]
+    run._place.together(lambda: None)
 """
 TELL = """
 print(json.dumps(told))
@@ -116,6 +138,13 @@ def test_a_lead_that_is_late_at_a_step_boundary_still_gets_its_snapshot(tmp_path
     """The others wait in a thread, for as long as training does not wait for them."""
     lead, _ = together(tmp_path, LAGGING)
     assert (lead["finished"], lead["step"]) == (True, 3)
+
+
+def test_ranks_that_share_the_copying_otherwise_leave_nothing_out(tmp_path: Path) -> None:
+    """What the lead takes for frozen it copies itself, and the others' shares are others then."""
+    lead, _ = together(tmp_path, FREEZING)
+    assert lead["stale"] == []
+    assert lead["problems"][-1], "the lead copies all by itself in the end"
 
 
 def test_a_slot_into_which_a_late_rank_still_writes_is_not_taken(tmp_path: Path) -> None:

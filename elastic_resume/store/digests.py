@@ -37,7 +37,7 @@ class Digester:
         # Gets generation, step and the digest of it all, 32 hexadecimal digits, in a thread.
         self.tell: Callable[[int, int, str], None] = lambda *_: None
         self._rack = rack
-        self._marks: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._marks: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._known: OrderedDict[tuple[int, int], tuple[str, ...]] = OrderedDict()
         self._names: tuple[str, ...] = ()
         self._layout: tuple[int, Layout, tuple[str, ...]] | None = None  # by the number that stands for it
@@ -63,13 +63,13 @@ class Digester:
 
     def close(self) -> None:
         """End it."""
-        self._marks.put(0)
+        self._marks.put(None)
         if self._thread.is_alive():
             self._thread.join()
 
     def _live(self) -> None:
         lower_priority()
-        while (mark := self._marks.get()) != 0:
+        while (mark := self._marks.get()) is not None:
             with contextlib.suppress(CheckpointError, ValueError):  # words that cannot be true: never counted
                 self._digest(mark)
 

@@ -25,6 +25,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from typing import Any
 
 from elastic_resume.errors import ElasticResumeError, MachineError
@@ -35,6 +36,7 @@ from elastic_resume.store.slots import MAX_SLOTS
 MAX_LINE = 64 * 1024
 MAX_CONNECTIONS = 2048  # two for each local rank at most: a worker's, and that of one that is being replaced
 MAX_BYTES = 1 << 53
+AGAIN_S = 0.1
 ANSWER_S = 120.0  # to take memory for slots of the size of a large state; a commit may take longer
 
 
@@ -43,6 +45,7 @@ class Desk:
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
+        self._closing = False
         self.name = f"elastic_resume-keeper-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.name)
@@ -56,6 +59,7 @@ class Desk:
 
     def close(self) -> None:
         """Take no more requests. Those under way are answered as long as the keeper does."""
+        self._closing = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -66,11 +70,18 @@ class Desk:
             try:
                 line, _ = self._listener.accept()
             except OSError:
-                return
+                if self._closing:
+                    return
+                time.sleep(AGAIN_S)  # out of descriptors, say: workers that come later are to find us
+                continue
             if not is_ours(line) or not self._places.acquire(blocking=False):
                 line.close()
                 continue
-            threading.Thread(target=self._attend, args=(line,), name="desk", daemon=True).start()
+            try:
+                threading.Thread(target=self._attend, args=(line,), name="desk", daemon=True).start()
+            except RuntimeError:  # no more threads
+                line.close()
+                self._places.release()
 
     def _attend(self, line: socket.socket) -> None:
         try:
@@ -107,7 +118,7 @@ class Desk:
         elif ask == "wanted":
             self._keeper.wanted(_count(request, "mark", 1 << 64))
         elif ask == "compare":
-            self._keeper.compare(_count(request, "mark", 1 << 64), _count(request, "world"))
+            self._keeper.compare(_count(request, "mark", 1 << 64, least=1), _count(request, "world"))
         elif ask == "discard":
             rack.discard(_count(request, "index", MAX_SLOTS - 1))
         else:
@@ -134,15 +145,13 @@ class Line:
         """
         self._asking = threading.Lock()
         self._sending = threading.Lock()  # of its own: who tells something does not wait for another's answer
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._name = name
+        self._socket: socket.socket | None = None
         self._heard = b""
         try:
-            self._socket.connect("\0" + name)
-            if not is_ours(self._socket):
-                raise OSError("another user answers")  # noqa: TRY301
             _, descriptor = self.ask("hello", wants_descriptor=True)
         except OSError as error:
-            self._socket.close()
+            self.close()
             raise ElasticResumeError(
                 f"the keeper of this node's snapshots does not answer ({error}): has the agent ended, or "
                 "does this worker run in another network namespace? --snapshot-memory off does without it."
@@ -152,7 +161,7 @@ class Line:
     def tell(self, ask: str, **fields: Any) -> None:
         """Send what needs no answer. Raises nothing: a keeper that is gone takes its workers with it."""
         with contextlib.suppress(OSError), self._sending:
-            self._socket.sendall(json.dumps({"ask": ask, **fields}).encode() + b"\n")
+            self._connected().sendall(json.dumps({"ask": ask, **fields}).encode() + b"\n")
 
     def ask(
         self, ask: str, *, wants_descriptor: bool = False, timeout_s: float | None = ANSWER_S, **fields: Any
@@ -164,26 +173,59 @@ class Line:
 
         """
         with self._asking:
-            self._socket.settimeout(timeout_s)
-            with self._sending:
-                self._socket.sendall(json.dumps({"ask": ask, **fields}).encode() + b"\n")
-            descriptors: list[int] = []
-            while b"\n" not in self._heard:
-                data, found, _, _ = socket.recv_fds(self._socket, MAX_LINE, 1)
-                descriptors += found
-                self._heard += data
-                if not data or len(self._heard) > MAX_LINE:
-                    raise OSError("the keeper is gone")
-            line, _, self._heard = self._heard.partition(b"\n")
-            answer = json.loads(line)
-            if wants_descriptor and not descriptors and not answer.get("gone"):
-                raise OSError("the keeper handed nothing over")
-            return answer, descriptors[0] if descriptors else -1
+            try:
+                return self._ask({"ask": ask, **fields}, timeout_s, wants_descriptor=wants_descriptor)
+            except OSError:
+                # What is still to come would be taken for the answer to the next request.
+                with self._sending:
+                    self._disconnect()
+                raise
+
+    def _ask(
+        self, request: dict[str, Any], timeout_s: float | None, *, wants_descriptor: bool
+    ) -> tuple[dict[str, Any], int]:
+        with self._sending:
+            line = self._connected()
+            line.settimeout(timeout_s)
+            line.sendall(json.dumps(request).encode() + b"\n")
+        descriptors: list[int] = []
+        while b"\n" not in self._heard:
+            data, found, _, _ = socket.recv_fds(line, MAX_LINE, 1)
+            descriptors += found
+            self._heard += data
+            if not data or len(self._heard) > MAX_LINE:
+                raise OSError("the keeper is gone")
+        told, _, self._heard = self._heard.partition(b"\n")
+        answer = json.loads(told)
+        if wants_descriptor and not descriptors and not answer.get("gone"):
+            raise OSError("the keeper handed nothing over")
+        return answer, descriptors[0] if descriptors else -1
+
+    def _connected(self) -> socket.socket:
+        """Give the connection, made anew where the last one has failed. Hold ``_sending``."""
+        if self._socket is None:
+            self._socket, self._heard = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), b""
+            try:
+                self._socket.connect("\0" + self._name)
+                if not is_ours(self._socket):
+                    raise OSError("another user answers")  # noqa: TRY301
+            except OSError:
+                self._disconnect()
+                raise
+        return self._socket
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer hears of it
+            self._socket.close()
+            self._socket = None
 
     def close(self) -> None:
         """End the connection."""
-        with contextlib.suppress(OSError):
-            self._socket.close()
+        with self._sending:
+            self._name = ""  # and make no other
+            self._disconnect()
         with contextlib.suppress(OSError, AttributeError):
             os.close(self.control)
             del self.control

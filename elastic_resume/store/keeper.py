@@ -134,7 +134,10 @@ class Keeper:
                 return None
             self._wishes.append(wish)
             self._news.notify()
-        wish.done.wait(timeout_s)
+        limit = None if timeout_s is None else _now() + timeout_s
+        while self._thread.is_alive() and (limit is None or _now() < limit):
+            if wish.done.wait(1.0 if limit is None else max(0.0, min(1.0, limit - _now()))):
+                break
         if wish.error:
             raise MachineError(wish.error)
         return wish.path
@@ -173,8 +176,8 @@ class Keeper:
             with self._news:
                 if not self._closing and not self._is_due():
                     self._news.wait(self._pause_s())
-            self._say_again()
             try:
+                self._say_again()
                 self._serve()
                 if self._to_prune:
                     self._to_prune = False
@@ -186,8 +189,9 @@ class Keeper:
 
     def _stumble(self, error: Exception) -> None:
         """Say what went wrong; let go of what it went wrong with."""
-        self._tell("keeper-failed", error=repr(error)[:1000])
-        self._say(f"checkpoints: a fault of elastic_resume itself: {error!r}. Training goes on.")
+        with contextlib.suppress(Exception):
+            self._tell("keeper-failed", error=repr(error)[:1000])
+            self._say(f"checkpoints: a fault of elastic_resume itself: {error!r}. Training goes on.")
         for wish in self._wishes:
             wish.error = repr(error)
             wish.done.set()
@@ -207,21 +211,21 @@ class Keeper:
     def _serve(self) -> None:
         """Commit what somebody waits for, what is wanted, or what has failed before."""
         states = self.rack.control.states()
-        wish = self._wishes[0] if self._wishes else None
+        newest = slots.newest(states)
+        wish = next((wish for wish in self._wishes if _can_be_granted(wish, newest)), None)
         if self._awaited is not None and (
             self._awaited[1] < _now() or any(s.whole and s.target >= self._awaited[0] for s in states)
         ):
             self._awaited = None
         if wish is not None:
-            self._grant(wish, slots.newest(states))
+            self._grant(wish, newest)
         elif (state := slots.to_commit(states)) is not None or 0 < self._retry_at <= _now():
             with contextlib.suppress(MachineError):
-                self._commit(state or slots.newest(states))
+                self._commit(state or newest)
+        elif self._wishes:
+            time.sleep(LOOK_S)
 
     def _grant(self, wish: _Wish, state: SlotState | None) -> None:
-        if wish.mark and (state is None or state.target < wish.mark) and _now() < wish.until:
-            time.sleep(LOOK_S)
-            return
         try:
             wish.path = self._commit(state)
         except MachineError as error:
@@ -307,6 +311,12 @@ class Keeper:
 
 def _now() -> float:
     return time.monotonic()
+
+
+def _can_be_granted(wish: _Wish, newest: SlotState | None) -> bool:
+    """Whether what is wished for is there, or has been waited for in vain."""
+    there = newest is not None and newest.target >= wish.mark
+    return not wish.mark or there or _now() >= wish.until
 
 
 def lower_priority() -> None:

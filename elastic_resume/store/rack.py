@@ -130,10 +130,11 @@ class Rack:
         """
         capacity = slots.aligned(nbytes)
         with self._growing:
-            self._make_room(capacity)
-            held = sum(kept.slot.capacity for kept in self._kept.values())
-            newest = slots.newest(self.control.states())
-            free, allowed = self._free() + held, self._allowed
+            allowed = self._allowed
+            # A size for which there is no memory at all costs nobody what there is.
+            if budget.slots_that_fit(capacity, free_bytes=self._could_take(), allowed_bytes=allowed):
+                self._make_room(capacity)
+            newest, free = slots.newest(self.control.states()), self._could_take()
             planned = budget.slots_that_fit(capacity, free_bytes=free, allowed_bytes=allowed)
             stays = newest.capacity if newest is not None and newest.capacity < capacity else 0
             left = None if allowed is None else allowed - stays
@@ -150,6 +151,10 @@ class Rack:
                     return fitting
                 fitting += 1
             return planned
+
+    def _could_take(self) -> int:
+        """Bytes for all slots together, those included that there are."""
+        return self._free() + sum(kept.slot.capacity for kept in self._kept.values())
 
     def _make_room(self, capacity: int) -> None:
         """Drop slots that are too small, but for the newest whole one and what is being read."""

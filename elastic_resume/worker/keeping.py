@@ -63,7 +63,9 @@ class Keeping:
 
     def _keep(self, place: Place) -> str:
         def say(text: str) -> None:
-            print(f"elastic_resume: node {place.node}: {text}", file=sys.stderr, flush=True)
+            # A log on the disk that is full must not end the thread that tells of it.
+            with contextlib.suppress(OSError, ValueError):
+                print(f"elastic_resume: node {place.node}: {text}", file=sys.stderr, flush=True)
 
         rack = Rack(place.settings.snapshot_memory, say=say)
         run_id = place.settings.run_id

@@ -53,8 +53,8 @@ class Share:
 class Sheet:
     """The plan of a snapshot.
 
-    ``number`` stands for layout and static notes. ``at_once`` is copied in ``run.step()`` by the lead;
-    ``shares`` by local rank, behind the fence.
+    ``number`` stands for layout, static notes and who copies what. ``at_once`` is copied in ``run.step()`` by
+    the lead; ``shares`` by local rank, behind the fence.
     """
 
     layout: Layout
@@ -104,7 +104,10 @@ def make(sight: Sight, about: Mapping[str, Any], parts: int) -> Sheet:
     at_once = Share([leaf for leaf, overlapped in filled if not overlapped])
     whole = Share(later)
     shares = (whole,) if parts == 1 else tuple(map(Share, _dealt(later, parts)))
-    number = xxhash.xxh3_64_intdigest(layout.header + static) | 1
+    # Local ranks find for themselves what has to be copied at once, by what they have seen of it: only if all
+    # have found the same is everything copied by somebody.
+    split = "\n\n".join("\n".join(leaf.name for leaf in share.leaves) for share in (at_once, *shares))
+    number = xxhash.xxh3_64_intdigest(layout.header + static + split.encode()) | 1
     return Sheet(layout, static, number, at_once, shares, whole)
 
 

@@ -73,6 +73,7 @@ class Snapshots:
         self._job: Job | None = None
         self._prints: dict[str, str] = {}
         self._shared: tuple[state.Leaf, ...] = ()  # whose prints those are
+        self._sheet_failed = 0  # number of the sheet whose shares did not come together
         self._divided = False  # whether others have a share in the newest snapshot
         self._clones: list[tuple[str, torch.Tensor]] = []
         self._said_failed = False
@@ -100,10 +101,11 @@ class Snapshots:
         """
         self.wait()
         began = time.perf_counter()
+        self._await_shares()
         mark = mark_of(self._generation, position.step, epoch_over=epoch_over)
         sight = self._tracker.look()
         sheet = self._planned(sight)
-        sheet = sheet.undivided() if alone else sheet
+        sheet = sheet.undivided() if alone or self._sheet_failed == sheet.number else sheet
         if self._memory.lead:
             slot = self._begin(sight, sheet, position, mark, want=want)
             if slot is None:
@@ -245,15 +247,16 @@ class Snapshots:
         self.problem = ""
         return self._memory.slot(chosen.index, chosen.serial)
 
-    def _await_others(self, mark: int) -> bool:
-        """No rank starts on the next slot before the last one is complete, or a share of it has failed.
+    def _await_shares(self) -> None:
+        """No rank starts on the next slot before the last one is complete, or a share of it has failed."""
+        if self._divided and not self.finished() and self._sheet is not None:
+            # A local rank shares the copying otherwise, or is late: the lead copies all from now on.
+            self._sheet_failed = self._sheet[1].number
+        self._divided = False
 
-        Whether nobody writes into an older one any more: it might be the next to be taken.
-        """
+    def _await_others(self, mark: int) -> bool:
+        """Whether nobody writes into an older slot any more: it might be the next to be taken."""
         limit = time.monotonic() + PATIENCE_S
-        if self._divided:
-            self.finished()
-            self._divided = False
         while self._somebody_is_behind(mark):
             if time.monotonic() > limit:
                 return False
@@ -344,7 +347,9 @@ class Snapshots:
 
     def _copy_into(self, slot: Slot, task: _Task, job: Job) -> None:
         if slot.record.get("layout") != task.sheet.number:
-            raise RuntimeError(f"local rank {self._place.local_rank} tracks other tensors than local rank 0")
+            raise RuntimeError(
+                f"local rank {self._place.local_rank} tracks or freezes other tensors than local rank 0"
+            )
         sources, targets = task.share.tensors, []
         if sources:
             targets = task.share.targets(slot, lambda: self._views_of(slot, task.sheet))
