@@ -28,6 +28,7 @@ from elastic_resume.store.node_dir import NodeDir
 from elastic_resume.worker import inventory, state
 from elastic_resume.worker.loading import PROVEN_BAD, Attempt, Failures
 from elastic_resume.worker.place import Place
+from elastic_resume.worker.ranks_equal import first_difference
 from elastic_resume.worker.state import BUFFER, REPLICATED, FlatState, Leaf
 
 DATA = "data"
@@ -197,12 +198,10 @@ def _compare(place: Place, plan: ResumePlan, flat: FlatState) -> Failures:
     """
     if place.world.size == 1:
         return {}
-    prints = state.fingerprints(flat.of_kind(REPLICATED))
-    told = place.world.gather(state.combined(prints))
-    if len(set(told)) == 1:
+    found = first_difference(place.world, state.fingerprints(flat.of_kind(REPLICATED)))
+    if found is None:
         return {}
-    everyone = place.world.gather(prints)
-    name, ranks = _first_difference(everyone)
+    name, told = found.name, found.digests
     by_node = {
         node: [t for t, n in zip(told, place.node_of, strict=True) if n == node] for node in place.lead_of
     }
@@ -217,21 +216,10 @@ def _compare(place: Place, plan: ResumePlan, flat: FlatState) -> Failures:
         )
     hint = f", or let the majority decide with --on-divergence {RESUME}" if wrong else ""
     raise DivergenceError(
-        f"ranks hold different values of {name!r} after loading the same step ({ranks}). Replicas diverged "
-        "before it was saved, or an object does not restore all that it saves. Start from the copy of one "
-        f"node that you trust with --resume PATH (see `elastic-resume ls`){hint}. {UNLIKE_MACHINES}"
+        f"ranks hold different values of {name!r} after loading the same step ({found.ranks}). Replicas "
+        "diverged before it was saved, or an object does not restore all that it saves. Start from the copy "
+        f"of one node that you trust with --resume PATH (see `elastic-resume ls`){hint}. {UNLIKE_MACHINES}"
     )
-
-
-def _first_difference(everyone: list[dict[str, str]]) -> tuple[str, str]:
-    names = list(dict.fromkeys(name for prints in everyone for name in prints))
-    for name in names:
-        sides: dict[str | None, list[int]] = {}
-        for rank, prints in enumerate(everyone):
-            sides.setdefault(prints.get(name), []).append(rank)
-        if len(sides) > 1:
-            return name, " against ".join(f"rank {', '.join(map(str, side))}" for side in sides.values())
-    return "(no tensor)", "only the combined digest differs"
 
 
 def _equalise(place: Place, flat: FlatState) -> None:
@@ -243,10 +231,10 @@ def _equalise(place: Place, flat: FlatState) -> None:
     """
     leaves = flat.of_kind(REPLICATED, BUFFER)
     shapes = {leaf.name: f"{leaf.tensor.dtype}{list(leaf.tensor.shape)}" for leaf in leaves}
-    if len(set(place.world.gather(state.combined(shapes)))) > 1:
-        name, ranks = _first_difference(place.world.gather(shapes))
+    found = first_difference(place.world, shapes)
+    if found is not None:
         raise MismatchError(
-            f"the ranks built different models: {name!r} is not the same on {ranks}. "
+            f"the ranks built different models: {found.name!r} is not the same on {found.ranks}. "
             "Build the model from the same arguments on every rank."
         )
     _require_same_order(place, flat)

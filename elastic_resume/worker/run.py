@@ -23,7 +23,7 @@ from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.policy.source import ResumePlan
 from elastic_resume.store.board import Board
 from elastic_resume.store.manifest import Position
-from elastic_resume.worker import announce, failure, rng, state
+from elastic_resume.worker import announce, failure, ranks_equal, rng, state
 from elastic_resume.worker import resume as resuming
 from elastic_resume.worker.batches import GlobalBatches
 from elastic_resume.worker.beat import Beat
@@ -215,6 +215,21 @@ class Run:
         position, epoch_over = self._progress.settled()
         with self._beat.busy():
             return self._saver.save(position, epoch_over=epoch_over)
+
+    def assert_ranks_equal(self, *, buffers: bool = False) -> None:
+        """Prove that all ranks hold the same parameters, optimizer state and ``ema``, bit for bit.
+
+        Call it on every rank, between two steps. Ranks send each other digests and no tensors; what it costs
+        is reading the state once. The same holds for the optimizers' hyperparameters. ``buffers``: a module's
+        buffers too; BatchNorm's differ by design, since each rank has its own share of the batch.
+
+        Raises:
+            DivergenceError: on all ranks, naming the first value that differs and the ranks on either side.
+            UntrackableError: on all ranks; an object of one has come to hold state that cannot be stored.
+
+        """
+        with self._beat.busy():
+            ranks_equal.require(self._place, self._tracked, self.position.step, buffers=buffers)
 
     @property
     def verify_copies(self) -> bool:
