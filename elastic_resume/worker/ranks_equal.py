@@ -1,8 +1,8 @@
 """Whether all ranks hold the same values, and which of them is the first that differs.
 
-One digest of everything goes round first. Only where that differs do digests of the first half, quarter and so
-on: some twenty short messages for a million tensors, which themselves never leave their rank. What follows from
-a difference is for others to say.
+One digest of everything goes round first. Only where that differs do digests of the first half, quarter and
+so on: some twenty short messages for a million tensors, which themselves never leave their rank. What follows
+from a difference is for others to say.
 """
 
 from __future__ import annotations

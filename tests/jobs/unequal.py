@@ -69,9 +69,9 @@ def main() -> None:
         run.step()
     ask("trained")
     ask("buffers", lambda: run.assert_ranks_equal(buffers=True))
-    with another(model[2].weight, here=run.rank == 1):
+    with another(model.get_parameter("2.weight"), here=run.rank == 1):
         ask("weight")
-    with another(optimizer.state[model[0].bias]["exp_avg"], here=run.rank == 0):
+    with another(optimizer.state[model.get_parameter("0.bias")]["exp_avg"], here=run.rank == 0):
         ask("optimizer")
     with another(average.shadow[1], here=run.rank == 2):
         ask("ema")
@@ -81,7 +81,8 @@ def main() -> None:
     average.extra = print if run.rank == 1 else None
     ask("not to be stored")
     average.extra = None
-    optimizer.state.clear() if run.rank == 1 else None
+    if run.rank == 1:
+        optimizer.state.clear()
     ask("fewer tensors")
     print(json.dumps(said))
 
