@@ -84,10 +84,10 @@ FREEZING = """
 told["stale"] = []
 for number in range(6):
     if number in {2, 3} and first:  # the lead alone looks at a model that is frozen for an evaluation
-        model[0].requires_grad_(False)
+        model[0].weight.requires_grad_(False)
         run._saver.snapshots.take(run.position, alone=True)
         run._saver.snapshots.wait()
-        model[0].requires_grad_(True)
+        model[0].weight.requires_grad_(True)
     run._place.together(lambda: None)
     step()
     want = now()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 
 from elastic_resume import contract
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.store.handing import Desk
 from elastic_resume.store.keeper import Keeper
 from elastic_resume.store.rack import Rack
+from elastic_resume.worker import telling
 from elastic_resume.worker.memory import Memory
 from elastic_resume.worker.place import Place
 
@@ -63,9 +63,7 @@ class Keeping:
 
     def _keep(self, place: Place) -> str:
         def say(text: str) -> None:
-            # A log on the disk that is full must not end the thread that tells of it.
-            with contextlib.suppress(OSError, ValueError):
-                print(f"elastic_resume: node {place.node}: {text}", file=sys.stderr, flush=True)
+            telling.say(f"node {place.node}: {text}")
 
         rack = Rack(place.settings.snapshot_memory, say=say)
         run_id = place.settings.run_id

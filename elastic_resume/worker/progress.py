@@ -6,11 +6,11 @@ enters it. Does not know what is saved, nor when.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 from elastic_resume.errors import UsageError
 from elastic_resume.store.manifest import Manifest, Position
+from elastic_resume.worker import telling
 from elastic_resume.worker.batches import GlobalBatches
 
 
@@ -87,12 +87,10 @@ class Progress:
         """Say that positions are wrong. Not an error: a script may leave the loop early."""
         if self._warns:
             self._warns = False
-            print(
-                f"elastic_resume: WARNING: the loader was read to the end of its {batches} batches, and "
+            telling.say(
+                f"WARNING: the loader was read to the end of its {batches} batches, and "
                 f"run.step() counted {counted}. If one optimizer step reads several batches, say "
-                "accumulate=N in resume(): else a resume in mid-epoch reads samples again.",
-                file=sys.stderr,
-                flush=True,
+                "accumulate=N in resume(): else a resume in mid-epoch reads samples again."
             )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from elastic_resume import failpoints
-from elastic_resume.errors import CorruptError, DivergenceError, MismatchError
+from elastic_resume.errors import CorruptError, DivergenceError, MachineError, MismatchError
 from elastic_resume.policy import source
 from elastic_resume.policy.divergence import RESUME, UNLIKE_MACHINES
 from elastic_resume.policy.source import MEMORY, Inventory, ResumePlan
@@ -25,7 +25,7 @@ from elastic_resume.store import checkpoint, life
 from elastic_resume.store.board import Board
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.worker import inventory, state
+from elastic_resume.worker import inventory, state, telling
 from elastic_resume.worker.loading import PROVEN_BAD, Attempt, Failures
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.ranks_equal import first_difference
@@ -65,7 +65,7 @@ def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, 
     """
     began = time.monotonic()
     flat = place.together(lambda: state.flatten(tracked))
-    place.together(lambda: _make_room(place, node_dir, flat, tracked))
+    room = _room(place, node_dir, flat, tracked)
     own = place.together(
         lambda: inventory.take_stock(place, board, node_dir.generation()) if place.leads else None
     )
@@ -75,6 +75,7 @@ def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, 
     while True:
         plan = source.choose(stock, place.settings.resume)
         if plan.kind == "cold":
+            place.together(lambda: _require(room))
             _equalise(place, flat)
             manifest, on_disk = None, False
             break
@@ -94,16 +95,33 @@ def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, 
         break
     failpoints.hit("resume.loaded")
     place.together(lambda: _enter(place, node_dir, plan))
+    if room is not None and manifest is not None:
+        telling.say(f"node {place.node}: {room} Training goes on, from what memory and other nodes hold.")
     return Resumed(plan, manifest, flat, tuple(place.lead_of), time.monotonic() - began, on_disk)
 
 
-def _make_room(place: Place, node_dir: NodeDir, flat: FlatState, tracked: Mapping[str, Any]) -> None:
-    """Ask before the first step whether the disk takes what training will write."""
+def _room(
+    place: Place, node_dir: NodeDir, flat: FlatState, tracked: Mapping[str, Any]
+) -> MachineError | None:
+    """Ask before the first step whether this node's disk takes what training will write.
+
+    One that does not is a reason not to begin. It is none to end a job that has got somewhere: what it has
+    may lie in memory only.
+    """
     if not place.leads:
-        return
+        return None
     size = expected_bytes(flat, tracked)
     missing = place.settings.keep + 1 - sum(not entry.is_link for entry in place.catalog.entries())
-    node_dir.ensure_room(size * max(1, missing))
+    try:
+        node_dir.ensure_room(size * max(1, missing))
+    except MachineError as error:
+        return error
+    return None
+
+
+def _require(room: MachineError | None) -> None:
+    if room is not None:
+        raise room
 
 
 def expected_bytes(flat: FlatState, tracked: Mapping[str, Any]) -> int:

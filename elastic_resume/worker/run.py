@@ -23,7 +23,7 @@ from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.policy.source import ResumePlan
 from elastic_resume.store.board import Board
 from elastic_resume.store.manifest import Position
-from elastic_resume.worker import announce, failure, ranks_equal, rng, state
+from elastic_resume.worker import announce, failure, ranks_equal, rng, state, telling
 from elastic_resume.worker import resume as resuming
 from elastic_resume.worker.batches import GlobalBatches
 from elastic_resume.worker.beat import Beat
@@ -272,8 +272,7 @@ class Run:
         While an exception is being handled nothing is saved: the state may be half way through a step.
         """
         if not self._closed and sys.exc_info()[0] is not None:
-            told = "elastic_resume: closed while an exception is being handled: nothing more was saved."
-            print(told, file=sys.stderr, flush=True)
+            telling.say("closed while an exception is being handled: nothing more was saved.")
         elif not self._closed:
             self.save()
         self._release()
@@ -299,8 +298,7 @@ class Run:
         self._reseed()
         if self.rank == 0:
             self._place.events.write("resume", **announce.as_event(resumed, self.position, world.size))
-            line = announce.as_text(resumed, self.position, world.size, self._batches is not None)
-            print(f"elastic_resume: {line}", file=sys.stderr, flush=True)
+            telling.say(announce.as_text(resumed, self.position, world.size, self._batches is not None))
         atexit.register(self._release)
 
     def _reseed(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from elastic_resume.policy.cadence import SaveCost
 from elastic_resume.policy.source import ResumePlan
 from elastic_resume.store.manifest import Manifest, Position
 from elastic_resume.store.shelf import Put, Shelf, Terms
-from elastic_resume.worker import inventory, state, streaming
+from elastic_resume.worker import inventory, state, streaming, telling
 from elastic_resume.worker.memory import Memory
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.snapshot import PATIENCE_S, Snapshots
@@ -252,11 +251,9 @@ class Saver:
         try:
             put = self._shelf.put(manifest, streaming.image_of(flat, layout))
         except MachineError as error:
-            print(
-                f"elastic_resume: node {self._place.node}: step {position.step} was not saved: {error} "
-                "Training goes on; older checkpoints are untouched.",
-                file=sys.stderr,
-                flush=True,
+            telling.say(
+                f"node {self._place.node}: step {position.step} was not saved: {error} "
+                "Training goes on; older checkpoints are untouched."
             )
             self.path = None
         else:

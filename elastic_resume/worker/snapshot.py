@@ -15,7 +15,6 @@ Does not know when (`saver`) nor what becomes of a snapshot (the keeper).
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from elastic_resume.store import note, slots
 from elastic_resume.store.manifest import Position
 from elastic_resume.store.slots import Slot, mark_of
 from elastic_resume.worker import sheet as sheets
-from elastic_resume.worker import state
+from elastic_resume.worker import state, telling
 from elastic_resume.worker.copying import Copyist, Job, Streams, copy_now, fence, run, views
 from elastic_resume.worker.memory import Memory
 from elastic_resume.worker.place import Place
@@ -320,7 +319,7 @@ class Snapshots:
         if not self._said_failed:
             self._said_failed = True
             text = f"a snapshot failed ({self.problem}). Training goes on; older copies are untouched."
-            print(f"elastic_resume: rank {self._place.world.rank}: {text}", file=sys.stderr, flush=True)
+            telling.say(f"rank {self._place.world.rank}: {text}")
 
     def _share(self, sheet: Sheet) -> Share:
         rank = self._place.local_rank

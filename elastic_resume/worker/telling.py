@@ -1,0 +1,15 @@
+"""Lines for people, on standard error.
+
+A log that lies on the disk that is full, or a pipe that nobody reads, costs the line and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+
+def say(text: str) -> None:
+    """Print a line that begins with the project's name. Raises nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"elastic_resume: {text}", file=sys.stderr, flush=True)
