@@ -13,11 +13,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from elastic_resume import contract
+from elastic_resume.agent import guard
 from elastic_resume.policy import budget
 from elastic_resume.store import slots
 from elastic_resume.store.layout import Layout, TensorSpec
 from elastic_resume.store.rack import Rack
-from elastic_resume.store.slots import SlotState, mark_of, order_of
+from elastic_resume.store.slots import Control, SlotState, mark_of, order_of
 
 BYTES = 4096
 PARTS = 2
@@ -369,3 +371,22 @@ def test_words_that_cannot_be_true_reach_nothing(rack: Rack) -> None:
     slot.record.set("static_at", (1 << 64) - 1)
     with pytest.raises(ValueError, match="of a slot of"):
         slot.notes()
+
+
+def test_a_guard_waits_for_a_copy_and_not_for_one_that_may_never_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A local rank whose lead is dead waits to hear where to copy: to wait for it would cost two seconds."""
+    descriptor = Control.make()
+    control = Control(descriptor)
+    monkeypatch.setenv(contract.ENV_SLOTS, f"/proc/{os.getpid()}/fd/{descriptor}")
+    monkeypatch.setenv(guard.ENV_LOCAL_RANK, "1")
+    copying, mark = guard.Copying(), slots.mark_of(1, 1)
+    seen = []
+    for waits in (None, True, False):
+        if waits is not None:
+            control.copying(1, mark, waits=waits)
+        seen.append((copying.holds(0.0, 100.0), control.is_behind([1], slots.mark_of(1, 2))))
+    assert seen == [(False, False), (False, True), (True, True)]
+    control.close()
+    os.close(descriptor)

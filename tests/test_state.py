@@ -231,6 +231,14 @@ def test_what_cannot_be_stored_is_named_by_path_and_reason(value: Any, told: str
     assert "box" in str(caught.value)
 
 
+def test_a_buffer_into_which_nothing_can_be_loaded_is_refused_at_once() -> None:
+    """Not at the first resume, when it would be too late."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("grid", torch.zeros(1, 4).expand(3, 4))
+    with pytest.raises(UntrackableError, match=r"model/grid: .*clone\(\)"):
+        state.flatten({"model": model})
+
+
 def test_state_that_contains_itself_is_refused() -> None:
     """A cycle ends in an error, not in a crash."""
     loop: list[Any] = []

@@ -56,6 +56,7 @@ ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"
 ENV_FENCE = "ELASTIC_RESUME_FENCE"
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"
 COPYING_AT = 16  # slots.COPYING_AT: from this word on, what each local rank is copying
+WAITING = 1 << 63  # slots.WAITING: its lead has not said yet that there is something to copy
 MAX_LOCAL_RANKS = 1024
 DEFAULT_GRACE_S = 5.0
 # A worker's own children often see its end and go by themselves, cleaning shared memory as they do
@@ -133,7 +134,9 @@ class Copying:
     def holds(self, now: float, lease: float) -> bool:
         """Whether to wait for it before the worker is killed: for a while, and within its lease."""
         self._since = min(self._since, now)
-        return self._word is not None and self._word[0] != 0 and now < min(self._since + COPY_S, lease)
+        return (
+            self._word is not None and 0 < self._word[0] < WAITING and now < min(self._since + COPY_S, lease)
+        )
 
 
 def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:

@@ -51,6 +51,7 @@ _MARKS = 16  # of a record: behind its fields
 _RECORD_WORDS = _MARKS + MAX_LOCAL_RANKS
 # Local ranks say here that they are copying: a guard reads it at this place, so that it lets them finish.
 COPYING_AT = _HEAD_WORDS
+WAITING = 1 << 63  # beside what a local rank copies: it may never do so, nobody should wait for it
 _RECORDS_AT = COPYING_AT + MAX_LOCAL_RANKS
 CONTROL_BYTES = -(-(_RECORDS_AT + MAX_SLOTS * _RECORD_WORDS) * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h, which Python's mmap does not name
@@ -160,13 +161,13 @@ class Control:
         self.set("commit_cpu_us", int(cpu_s * 1e6))
         self.set("commits", self.get("commits") + 1)
 
-    def copying(self, local_rank: int, mark: int) -> None:
-        """Say that ``local_rank`` copies its share of ``mark``; 0: no more."""
-        self._words[COPYING_AT + local_rank] = mark
+    def copying(self, local_rank: int, mark: int, *, waits: bool = False) -> None:
+        """Say that ``local_rank`` copies its share of ``mark``; 0: no more. ``waits``: to hear where to."""
+        self._words[COPYING_AT + local_rank] = mark | WAITING if waits else mark
 
     def is_behind(self, local_ranks: Iterable[int], mark: int) -> bool:
         """Whether one of those ranks still copies into an older snapshot than ``mark``."""
-        return any(0 < self._words[COPYING_AT + rank] < mark for rank in local_ranks)
+        return any(0 < self._words[COPYING_AT + rank] & ~WAITING < mark for rank in local_ranks)
 
     def record(self, index: int) -> Record:
         """Give the words of the slot ``index``."""

@@ -287,7 +287,7 @@ class Snapshots:
         clones, self._clones = self._clones, []
         devices = share.devices.union(tensor.device for _, tensor in clones)
         task = _Task(sheet, slot, mark, share, clones, self._streams.begin(devices))
-        self._memory.control.copying(self._place.local_rank, mark)
+        self._memory.control.copying(self._place.local_rank, mark, waits=slot is None)
         job = self._job = Job(lambda job: self._copy(job, task))
         if self._fences:
             self._copyist.submit(job)
@@ -331,7 +331,9 @@ class Snapshots:
         began = time.thread_time()
         rank, slot = self._place.local_rank, task.slot
         try:
-            slot = slot or self._find(task.mark, job)
+            if slot is None:
+                slot = self._find(task.mark, job)
+                self._memory.control.copying(rank, task.mark)
             if slot is not None and rank < slot.record.get("parts"):  # else the lead has decided otherwise
                 self._copy_into(slot, task, job)
                 slot.record.mark(rank, task.mark)
