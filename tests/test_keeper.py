@@ -384,6 +384,18 @@ def test_a_wish_that_cannot_be_granted_holds_up_no_other(setting: Setting) -> No
     assert vain.is_alive()
 
 
+def test_what_could_not_be_saved_and_is_discarded_is_tried_no_more(setting: Setting) -> None:
+    """Else the thread would look for it thousands of times a second."""
+    assert setting.keeper.commit(snapshot(setting.slot(0), 1)) is not None
+    setting.keeper._retry_s = 0.05
+    setting.disk.refuse = "write"
+    with pytest.raises(MachineError):
+        setting.keeper.commit(snapshot(setting.slot(1), 2))
+    setting.keeper.rack.discard(1)
+    until(lambda: setting.keeper._retry_at == 0)
+    assert not setting.keeper._is_due()
+
+
 def test_a_log_that_cannot_be_written_ends_no_checkpoints(setting: Setting) -> None:
     """The disk that is full may be the one that the log lies on."""
 

@@ -206,7 +206,9 @@ class Keeper:
     def _pause_s(self) -> float | None:
         if self._awaited is not None:
             return LOOK_S
-        return max(0.01, min(self._retry_at - _now(), SAY_AGAIN_S)) if self._problem else None
+        if not self._problem:
+            return None
+        return max(0.01, min(self._retry_at - _now(), SAY_AGAIN_S)) if self._retry_at else SAY_AGAIN_S
 
     def _serve(self) -> None:
         """Commit what somebody waits for, what is wanted, or what has failed before."""
@@ -220,6 +222,7 @@ class Keeper:
         if wish is not None:
             self._grant(wish, newest)
         elif (state := slots.to_commit(states)) is not None or 0 < self._retry_at <= _now():
+            self._retry_at = 0.0  # a failure sets it anew
             with contextlib.suppress(MachineError):
                 self._commit(state or newest)
         elif self._wishes:

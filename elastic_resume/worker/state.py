@@ -260,8 +260,8 @@ def _flatten_module(walk: Walk, name: str, module: nn.Module) -> dict[str, Any]:
         kind = REPLICATED if key in parameters else BUFFER
         if isinstance(value, Tensor) and _is_expanded(value):
             raise UntrackableError(
-                f"{path}: several elements of this tensor are one in memory (expand()), so that nothing can be "
-                "loaded into it: make it contiguous, tensor.expand(...).clone()."
+                f"{path}: several elements of this tensor are one in memory (expand()), so that nothing can "
+                "be loaded into it: make it contiguous, tensor.expand(...).clone()."
             )
         plain[canonical(key)] = walk.replace(value, path, kind)
     return plain
