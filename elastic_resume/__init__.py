@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from elastic_resume.policy.source import ResumePlan as ResumePlan
     from elastic_resume.store.manifest import Position as Position
     from elastic_resume.worker.batches import GlobalBatches as GlobalBatches
+    from elastic_resume.worker.reader import load as load
     from elastic_resume.worker.run import Run as Run
     from elastic_resume.worker.start import resume as resume
 
@@ -30,10 +31,11 @@ _HOMES = {
     "Position": "elastic_resume.store.manifest",
     "ResumePlan": "elastic_resume.policy.source",
     "Run": "elastic_resume.worker.run",
+    "load": "elastic_resume.worker.reader",
     "resume": "elastic_resume.worker.start",
 }
 
-__all__ = ["GlobalBatches", "Position", "ResumePlan", "Run", "__version__", "resume"]
+__all__ = ["GlobalBatches", "Position", "ResumePlan", "Run", "__version__", "load", "resume"]
 
 
 def __getattr__(name: str) -> Any:

@@ -120,7 +120,6 @@ def test_nothing_is_unpickled_or_executed(path: Path) -> None:
     text = path.read_text()
     for word in (
         r"\bpickle\b",
-        r"torch\.load\(",
         r"broadcast_object",
         r"all_gather_object",
         r"\beval\(",
@@ -128,7 +127,19 @@ def test_nothing_is_unpickled_or_executed(path: Path) -> None:
     ):
         if word == r"\bexec\(" and relative(path) == "agent/script.py":
             continue  # it runs the script that the user named
+        if word == r"\bpickle\b" and relative(path) == "worker/distcp.py":
+            continue  # DCP's own format: its reader knows a dozen names and makes inert records of them
         assert not re.search(word, re.sub(r'"""[\s\S]*?"""|#.*', "", text)), f"{relative(path)}: {word}"
+
+
+def test_torch_files_are_read_as_data_only() -> None:
+    """Every call of torch.load says so, whatever torch's default may be."""
+    for path in SOURCES:
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "torch.load(" in text else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                told = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                assert told.get("weights_only") == "True", f"{relative(path)}:{node.lineno}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)

@@ -128,10 +128,11 @@ class Layout:
         return Layout(header, _absolute(table, len(header)), len(header) + relative)
 
     @staticmethod
-    def parse(head: bytes | bytearray | memoryview, file_bytes: int) -> Layout:
+    def parse(head: bytes | bytearray | memoryview, file_bytes: int, *, aligned: bool = True) -> Layout:
         """Read the layout from the beginning of an image that is ``file_bytes`` long.
 
         ``head`` must reach at least to the end of the header (`header_bytes` tells how far that is).
+        ``aligned`` False: a tensor may start anywhere, as in safetensors files of others.
         Raises TornError when the file ends too early, CorruptError for everything else that is wrong.
         """
         size = header_bytes(head, file_bytes)
@@ -148,7 +149,7 @@ class Layout:
             if name != METADATA_KEY:
                 _check_entry(name, entry)
         extents = _absolute(table, size)
-        _check_tiling(extents, size, file_bytes)
+        _check_tiling(extents, size, file_bytes, aligned=aligned)
         return Layout(header, extents, file_bytes)
 
     def names_in(self, start: int, stop: int) -> list[str]:
@@ -220,14 +221,14 @@ def _check_entry(name: str, entry: Any) -> None:
         )
 
 
-def _check_tiling(extents: Mapping[str, Extent], data_start: int, file_bytes: int) -> None:
+def _check_tiling(extents: Mapping[str, Extent], data_start: int, file_bytes: int, *, aligned: bool) -> None:
     """Refuse a hole, an overlap, a misaligned tensor, or an end that is not the file's."""
     end = data_start
     for name, extent in extents.items():
         if extent.start != end:
             what = "overlaps what lies before it" if extent.start < end else "leaves a hole before it"
             raise CorruptError(f"header: tensor {name!r} {what} (byte {extent.start}, expected {end}).")
-        if extent.start % ITEM_BYTES[extent.dtype] and extent.stop > extent.start:
+        if aligned and extent.start % ITEM_BYTES[extent.dtype] and extent.stop > extent.start:
             raise CorruptError(f"header: tensor {name!r} starts at byte {extent.start}, not aligned.")
         end = extent.stop
     if end > file_bytes:
