@@ -19,7 +19,7 @@ from elastic_resume import failpoints
 from elastic_resume.errors import UsageError
 from elastic_resume.store import slots
 from elastic_resume.store.layout import Layout
-from elastic_resume.worker import state
+from elastic_resume.worker import copying, snapshot, state, tracking
 from elastic_resume.worker.copying import copy_now
 from elastic_resume.worker.image import Image
 from elastic_resume.worker.run import Run
@@ -419,3 +419,86 @@ def test_an_epochs_last_step_is_held_before_what_follows_it_and_after(begin: Cal
     assert (last.manifest.position.epoch, last.manifest.position.step_in_epoch) == (2, 0)
     assert slots.order_of(last.mark) == slots.order_of(marks[-1])
     assert last.mark > marks[-1]
+
+
+def _other_parameter(model: Odd, _: Any) -> None:
+    model.a.bias = nn.Parameter(torch.randn(4))
+
+
+def _other_buffer(model: Odd, _: Any) -> None:
+    model.count = torch.tensor(-7)
+
+
+def _other_state(model: Odd, optimizer: Any) -> None:
+    optimizer.state[model.column]["exp_avg"] = torch.randn(6, 4)
+
+
+REPLACED: dict[str, Callable[[Odd, Any], None]] = {
+    "parameter": _other_parameter,
+    "buffer": _other_buffer,
+    "optimizer state": _other_state,
+}
+
+
+def replacing_at(at: int, change: Callable[[Odd, Any], None], begin: Callable[..., Run]) -> list[int]:
+    """Train nine steps; give those whose snapshots do not count. What counts is compared."""
+    objects = KINDS["adamw"]()
+    run = begin(**objects)
+    missing: list[int] = []
+    last = expected(run)
+    for number in range(1, 10):
+        step(objects)
+        if number == at:
+            change(objects["model"], objects["optimizer"])
+        run.step()
+        now = expected(run)
+        if run._saver.snapshots.finished(20):
+            last = now
+        else:
+            missing.append(number)
+        found, kept, held_at = held(run)
+        assert held_at == (number if last is now else number - 1)
+        assert same(last[0], found) == []
+        assert kept == last[1]
+    return missing
+
+
+@pytest.mark.parametrize("at", [2, 5, 8])
+@pytest.mark.parametrize("change", REPLACED.values(), ids=REPLACED)
+def test_what_is_replaced_in_a_large_state_is_never_held_under_another_value(
+    at: int, change: Callable[[Odd, Any], None], begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a look leaves comparisons to the copying thread: the snapshot of that step counts for nothing."""
+    monkeypatch.setattr(tracking, "MANY", 1)
+    assert replacing_at(at, change, begin) == ([at] if at > 4 else [])
+
+
+def test_without_those_comparisons_it_would_be(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the test above sees what it has to see."""
+    monkeypatch.setattr(tracking, "MANY", 1)
+    monkeypatch.setattr(snapshot, "verify", lambda *_: None)
+    with pytest.raises(AssertionError):
+        replacing_at(8, _other_parameter, begin)
+
+
+def test_comparisons_are_made_before_the_optimizer_steps(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow they are: what it replaces then is no fault of the snapshot before."""
+    monkeypatch.setattr(tracking, "MANY", 1)
+    monkeypatch.setattr(copying, "BREATH_S", 0.02)
+    objects = KINDS["adamw"]()
+    run = begin(**objects)
+    for _ in range(6):
+        step(objects)
+        run.step()
+    tensors, _ = expected(run)
+    objects["optimizer"].register_step_pre_hook(
+        lambda optimizer, *_: _other_state(objects["model"], optimizer)
+    )
+    step(objects)
+    found, _, at = held(run)
+    assert at == 6
+    assert same(tensors, found) == []

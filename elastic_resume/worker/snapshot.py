@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from elastic_resume.store.manifest import Position
 from elastic_resume.store.slots import Slot, mark_of
 from elastic_resume.worker import sheet as sheets
 from elastic_resume.worker import state, telling
-from elastic_resume.worker.copying import Copyist, Job, Streams, copy_now, fence, run, views
+from elastic_resume.worker.copying import Copyist, Job, Streams, copy_now, fence, run, verify, views
 from elastic_resume.worker.memory import Memory
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.sheet import Share, Sheet
@@ -52,6 +52,7 @@ class _Task:
     share: Share
     clones: list[tuple[str, torch.Tensor]]  # on devices, of what is copied at once
     after: dict[torch.device, Any]
+    due: Iterable[bool]  # see `tracking.Sight`
 
 
 class Snapshots:
@@ -102,7 +103,8 @@ class Snapshots:
         began = time.perf_counter()
         self._await_shares()
         mark = mark_of(self._generation, position.step, epoch_over=epoch_over)
-        sight = self._tracker.look()
+        # What goes to disk, or is copied at once, shall not fail for what shows later.
+        sight = self._tracker.look(whole=alone or want or self.verify or not self._fences)
         sheet = self._planned(sight)
         sheet = sheet.undivided() if alone or self._sheet_failed == sheet.number else sheet
         if self._memory.lead:
@@ -110,10 +112,13 @@ class Snapshots:
             if slot is None:
                 return False
         elif len(sheet.shares) <= self._place.local_rank:
+            if sight.due is not None:  # nothing to copy here, but a share may come of what it tells
+                self._job = Job(lambda job: verify(sight.due or (), job))
+                self._copyist.submit(self._job)
             return False
         else:
             slot = None
-        self._start(sheet, slot, mark)
+        self._start(sight, sheet, slot, mark)
         if self.verify:
             self._shared = self._share(sheet).leaves
             self._prints = state.fingerprints(self._shared)
@@ -248,7 +253,7 @@ class Snapshots:
 
     def _await_shares(self) -> None:
         """No rank starts on the next slot before the last one is complete, or a share of it has failed."""
-        if self._divided and not self.finished() and self._sheet is not None:
+        if self._divided and not self.finished() and self._sheet is not None and not self._tracker.doubted:
             # A local rank shares the copying otherwise, or is late: the lead copies all from now on.
             self._sheet_failed = self._sheet[1].number
         self._divided = False
@@ -281,12 +286,12 @@ class Snapshots:
             far = [leaf for leaf in share.leaves if leaf.tensor.is_cuda]
             self._clones += [(leaf.name, leaf.tensor.detach().clone()) for leaf in far]
 
-    def _start(self, sheet: Sheet, slot: Slot | None, mark: int) -> None:
+    def _start(self, sight: Sight, sheet: Sheet, slot: Slot | None, mark: int) -> None:
         """Copy this rank's share: behind the fence where there is one, else now."""
         share = self._share(sheet)
         clones, self._clones = self._clones, []
         devices = share.devices.union(tensor.device for _, tensor in clones)
-        task = _Task(sheet, slot, mark, share, clones, self._streams.begin(devices))
+        task = _Task(sheet, slot, mark, share, clones, self._streams.begin(devices), sight.due or ())
         self._memory.control.copying(self._place.local_rank, mark, waits=slot is None)
         job = self._job = Job(lambda job: self._copy(job, task))
         if self._fences:
@@ -298,13 +303,12 @@ class Snapshots:
         """See how a copy ended. One that failed costs a snapshot and not the training."""
         if job.error is not None:
             self.problem = f"{type(job.error).__name__}: {job.error}"[:500]
-            self._tracker = Tracker(self._tracked)  # it may have overlooked something
             self._place.events.write("snapshot-failed", generation=self._generation, reason=self.problem)
-            self._say_failed()
+            if not self._tracker.doubted:
+                self._tracker = Tracker(self._tracked)  # it may have overlooked something
+                self._say_failed()
         prints, self._prints = self._prints, {}
-        if not prints:
-            return
-        now = state.fingerprints(self._shared)
+        now = state.fingerprints(self._shared) if prints else {}
         changed = [name for name, was in prints.items() if now.get(name) != was]
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -364,6 +368,7 @@ class Snapshots:
             targets, sources = [t for t, _ in near], [s for _, s in near]
         failpoints.hit("snapshot.copying")
         copy_now(targets, sources)
+        verify(task.due, job)
         job.read.set()
         for _, event in job.events:
             event.synchronize()
