@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from elastic_resume.worker.batches import GlobalBatches as GlobalBatches
     from elastic_resume.worker.reader import load as load
     from elastic_resume.worker.run import Run as Run
+    from elastic_resume.worker.seeding import seed_worker as seed_worker
+    from elastic_resume.worker.seeding import seeded as seeded
     from elastic_resume.worker.start import resume as resume
 
 __version__ = "0.1.0"
@@ -33,9 +35,21 @@ _HOMES = {
     "Run": "elastic_resume.worker.run",
     "load": "elastic_resume.worker.reader",
     "resume": "elastic_resume.worker.start",
+    "seed_worker": "elastic_resume.worker.seeding",
+    "seeded": "elastic_resume.worker.seeding",
 }
 
-__all__ = ["GlobalBatches", "Position", "ResumePlan", "Run", "__version__", "load", "resume"]
+__all__ = [
+    "GlobalBatches",
+    "Position",
+    "ResumePlan",
+    "Run",
+    "__version__",
+    "load",
+    "resume",
+    "seed_worker",
+    "seeded",
+]
 
 
 def __getattr__(name: str) -> Any:

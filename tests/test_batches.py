@@ -204,18 +204,19 @@ def test_a_prefetching_loader_yields_the_same(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_on_first_takes_back_what_a_loader_draws_from_the_global_generator(workers: int) -> None:
+def test_on_ask_takes_back_what_a_loader_draws_from_the_global_generator(workers: int) -> None:
     """Numbers drawn in a step are equal whether the step is the loader's first or a later one."""
     batches = GlobalBatches(40, 6)
     position = 0
 
-    def seed_step() -> None:
-        torch.manual_seed(position)
+    def seed_step(first: bool = True) -> None:
+        if first:
+            torch.manual_seed(position)
 
     def drawn(start: int) -> Iterator[float]:
         nonlocal position
         position = start
-        batches.bind(0, 1, on_first=seed_step)
+        batches.bind(0, 1, on_ask=seed_step)
         batches.seek(0, start)
         for _ in DataLoader(Numbers(40), batch_sampler=batches, num_workers=workers):
             yield torch.rand(()).item()

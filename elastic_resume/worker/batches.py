@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from elastic_resume.errors import ConfigError, MismatchError
+from elastic_resume.worker.seeding import Indices
 
 IDENTITY = ("dataset_size", "global_batch", "seed", "shuffle", "drop_last")  # what decides the order
 LARGEST = 2**63 - 1  # the seed and the epoch are mixed as 64-bit words
@@ -72,24 +73,24 @@ class GlobalBatches(Sampler[list[int]]):
             )
         self._rank, self._world_size = 0, 1
         self._epoch, self._step = 0, 0
-        self._on_first: Callable[[], None] | None = None
+        self._on_ask: Callable[[bool], None] | None = None
         self.exhausted = False  # whether the newest iterator was asked for more than the epoch has
         self._order: tuple[int, Tensor] | None = None  # (epoch, its permutation)
 
     # ---- what the Run calls ------------------------------------------------------------------------
 
-    def bind(self, rank: int, world_size: int, on_first: Callable[[], None] | None = None) -> None:
+    def bind(self, rank: int, world_size: int, on_ask: Callable[[bool], None] | None = None) -> None:
         """Give the place in the world to iterators made from now on.
 
-        ``on_first`` is called when such an iterator is asked for its first batch. A DataLoader draws a seed
-        for its workers from torch's global generator after it has made the iterator and before that first
-        batch; a resumed run draws it in the middle of an epoch, the uninterrupted run does not. Seeding the
-        step's generators in ``on_first`` takes that difference back.
+        ``on_ask(first)`` is called when such an iterator is asked for a batch, before it gives one or has
+        none left. A DataLoader draws a seed for its workers from torch's global generator after it has made
+        the iterator and before the first batch; a resumed run draws it in the middle of an epoch, the
+        uninterrupted run does not. Seeding the step's generators in ``on_ask`` takes that difference back.
         """
         size = _integer("world_size", world_size, least=1)
         self._rank = _integer("rank", rank, least=0, most=size - 1)
         self._world_size = size
-        self._on_first = on_first
+        self._on_ask = on_ask
 
     def seek(self, epoch: int, step_in_epoch: int) -> None:
         """Make the next ``iter()`` start at this step; at ``len(self)`` nothing is left of the epoch.
@@ -133,7 +134,8 @@ class GlobalBatches(Sampler[list[int]]):
         Start, place and order are taken now, so iterators that live at once do not disturb each other.
         """
         steps = range(self._step, len(self))
-        return self._walk(steps, self._permutation(), self._rank, self._world_size, self._on_first)
+        walk = self._walk(steps, self._permutation(), self._rank, self._world_size, self._epoch)
+        return walk if self._on_ask is None else _Telling(walk, self._on_ask)
 
     def __len__(self) -> int:
         """Count the steps of a whole epoch, also after `seek`: what a progress bar or OneCycleLR needs."""
@@ -189,17 +191,28 @@ class GlobalBatches(Sampler[list[int]]):
         order: Tensor | None,
         rank: int,
         world_size: int,
-        on_first: Callable[[], None] | None,
+        epoch: int,
     ) -> Iterator[list[int]]:
         self.exhausted = False
         for step in steps:
-            if on_first is not None and step == steps.start:
-                on_first()
             read = _read(self.samples(step), rank, world_size)
             first = step * self.global_batch
             here = range(first + read.start, first + read.stop)
-            yield list(here) if order is None else order[here.start : here.stop].tolist()
+            indices = here if order is None else order[here.start : here.stop].tolist()
+            yield Indices(indices, self.seed, epoch)
         self.exhausted = True
+
+
+class _Telling(Iterator[list[int]]):
+    """An iterator that tells when it is asked, when nothing is left too."""
+
+    def __init__(self, inner: Iterator[list[int]], tell: Callable[[bool], None]) -> None:
+        self._inner, self._tell, self._first = inner, tell, True
+
+    def __next__(self) -> list[int]:
+        first, self._first = self._first, False
+        self._tell(first)
+        return next(self._inner)
 
 
 def share_of(samples: int, rank: int, world_size: int) -> range:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -75,8 +76,9 @@ class Run:
         self._pid = os.getpid()
         self._mark_every_s = place.settings.step_mark_s
         self._next_mark = 0.0
+        self._stepped_in = 0  # the thread that has called `step`, until it has asked for the next batch
         if batches is not None:
-            batches.bind(place.world.rank, place.world.size, self._reseed)
+            batches.bind(place.world.rank, place.world.size, self._before_batch)
         self._node_dir = place.together(lambda: open_node(place))
         keeping: Keeping | None = None
         try:
@@ -173,6 +175,7 @@ class Run:
         self._run_hooks()
         with self._beat.training():
             while self.position.epoch < count:
+                self._reseed()  # what a script draws between two epochs a resume does not draw
                 yield self._progress.begin_epoch()
                 self._progress.end_epoch()
                 self._save_if_due()
@@ -193,6 +196,7 @@ class Run:
         self._beat.finish_step(position.step)
         failpoints.hit("step")
         self._reseed()
+        self._stepped_in = threading.get_ident()
         now = time.monotonic()
         if now >= self._next_mark:
             self._next_mark = now + self._mark_every_s
@@ -303,7 +307,16 @@ class Run:
 
     def _reseed(self) -> None:
         if self._derive_rng:
-            rng.seed_all(self._seed.value, self.rank, self.position.step)
+            rng.seed_all(rng.mix(self._seed.value, self.rank, self.position.step))
+
+    def _before_batch(self, first: bool) -> None:
+        """Seed again: what a script has drawn since `step` a run that resumes here does not draw.
+
+        Not for the second of several batches of a step, nor in a thread that reads ahead.
+        """
+        if first or self._stepped_in == threading.get_ident():
+            self._stepped_in = 0
+            self._reseed()
 
     def _save_if_due(self) -> None:
         if self._drain.wanted and self._place.leads:

@@ -1,0 +1,140 @@
+"""Random augmentation that depends on the sample and the epoch, and on nothing else.
+
+A DataLoader's workers are seeded by their number and by what the loader drew when it was made. So what
+``__getitem__`` draws depends on which worker reads the sample and what that has read before: on
+``num_workers``, on the world's size, and on where a resume began. Here the generators are seeded from
+(seed, epoch, index) before each sample instead. Seed and epoch are those of the `GlobalBatches`, and travel
+with each batch of indices: no worker has to be told of an epoch, and prefetching and persistent workers
+change nothing.
+
+Promise: the same sample in the same epoch draws the same numbers in the main process and in workers however
+they are started, at any world size, before and after a resume; and reading leaves no trace in
+the generators of the main process.
+
+Not covered: generators that the dataset has made for itself (``numpy.random.default_rng()``). Make them in
+``__getitem__``, from ``torch.initial_seed()``, which is the sample's.
+
+Cost: 7 us for each sample. A batch of 10,000 indices takes 0.02 ms more to make and 0.04 ms more to send than
+a list; with an epoch on each index it took 4 ms to make and 32 ms to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from elastic_resume.errors import ConfigError, UsageError
+from elastic_resume.worker import rng
+
+T = TypeVar("T")
+
+_SAMPLES = 1  # salt: a sample draws other numbers than a step whose words are the same
+
+
+class Indices(list[int]):
+    """The indices of one batch, with the seed and the epoch of the order that they are from."""
+
+    __slots__ = ("epoch", "seed")
+
+    def __init__(self, indices: Iterable[int], seed: int, epoch: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+        self.epoch = epoch
+
+
+class SeededDataset(Dataset[T]):
+    """A dataset whose samples draw the same random numbers wherever they are read. Made by `seeded`."""
+
+    def __init__(self, dataset: Dataset[T]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> T:
+        raise UsageError(_NO_EPOCH.format(got=f"the index {index!r}" if type(index) is int else "no batch"))
+
+    def __getitems__(self, indices: list[int]) -> list[T]:
+        """Read a batch; this is what a DataLoader calls."""
+        if get_worker_info() is not None:
+            return _read(self.dataset, indices)
+        with rng.kept():
+            return _read(self.dataset, indices)
+
+
+def seeded(dataset: Dataset[T]) -> SeededDataset[T]:
+    """Have each sample of ``dataset`` draw its random numbers from (seed, epoch, index).
+
+    ``DataLoader(er.seeded(dataset), batch_sampler=batches, num_workers=4)``, with a `GlobalBatches`, whose
+    ``seed`` it is. The samples are then the same for any ``num_workers``, 0 too, and any world size, and
+    a run that resumes in mid-epoch goes on with the very same. torch's CPU generator, `random` and
+    numpy's global one are seeded before each ``dataset[index]``. Samples are read one by one, also where the
+    dataset has a ``__getitems__``: what a batch draws would depend on who is in it.
+
+    A ``collate_fn`` that draws comes after that: in a worker it continues with its batch's last sample, in
+    the main process (``num_workers=0``) with the numbers of the step.
+
+    Raises:
+        ConfigError: the dataset is iterable: its samples have no index.
+
+    """
+    if isinstance(dataset, SeededDataset):
+        return dataset
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"er.seeded: {type(dataset).__name__} is an IterableDataset, whose samples have no index to seed "
+            "from. Give it a __getitem__ and a __len__ (a map-style dataset), or seed in its __iter__."
+        )
+    return SeededDataset(dataset)
+
+
+def seed_worker(worker_id: int) -> None:
+    """Do what `seeded` does, in workers: ``DataLoader(..., num_workers=4, worker_init_fn=er.seed_worker)``.
+
+    For scripts whose dataset cannot be wrapped. With ``num_workers=0`` there is no worker and torch does not
+    call it: what is drawn then is the main process's, and other than with workers. `seeded` is right
+    in both cases.
+
+    Raises:
+        UsageError: called outside of a worker, or the dataset takes no ``__getitems__``.
+        ConfigError: the dataset is iterable.
+
+    """
+    del worker_id
+    worker = get_worker_info()
+    if worker is None:
+        raise UsageError(
+            "er.seed_worker is for a DataLoader to call in its workers: pass it as worker_init_fn=. With "
+            "num_workers=0 use DataLoader(er.seeded(dataset), ...) instead."
+        )
+    dataset: Any = worker.dataset
+    wrapped = seeded(dataset)
+    if wrapped is dataset:
+        return
+    try:
+        # Of this worker's own copy. A DataLoader asks for this method before it reads sample by sample.
+        dataset.__getitems__ = wrapped.__getitems__
+    except AttributeError as error:
+        raise UsageError(
+            f"er.seed_worker: a {type(dataset).__name__} takes no new attribute ({error}); use "
+            "DataLoader(er.seeded(dataset), ...) instead."
+        ) from error
+
+
+_NO_EPOCH = (
+    "a seeded dataset was asked for {got}, which does not say of which epoch it is: read it through "
+    "DataLoader(er.seeded(dataset), batch_sampler=er.GlobalBatches(...)), with seeded() around "
+    "all other wrappers of the dataset. For a look at one sample take it from the dataset itself."
+)
+
+
+def _read(dataset: Any, indices: list[int]) -> list[Any]:
+    if not isinstance(indices, Indices):
+        raise UsageError(_NO_EPOCH.format(got=f"a plain {type(indices).__name__} of indices"))
+    samples = []
+    for index in indices:
+        rng.seed_host(rng.mix(indices.seed, indices.epoch, index, _SAMPLES))
+        samples.append(dataset[index])
+    return samples
