@@ -6,7 +6,7 @@ cannot be known without asking becomes a question (`questions.py`), all else get
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -200,7 +200,7 @@ class Making:
         self.places.append((place, tensor))
         if len(self._walk.leaves) > before:
             leaf = self._walk.leaves[-1]
-            leaf = leaf if tensor.is_complex() else replace(leaf, tensor=tensor)
+            leaf = leaf if tensor.is_complex() else Leaf(leaf.name, tensor, leaf.kind)
             self.owners.append(Owner(self._order, leaf, reference.kind))
             self._order += 1
         return reference
