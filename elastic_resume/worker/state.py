@@ -258,12 +258,12 @@ def _flatten_module(walk: Walk, name: str, module: nn.Module) -> dict[str, Any]:
     for key, value in module.state_dict().items():
         path = f"{name}/{canonical(key)}"
         kind = REPLICATED if key in parameters else BUFFER
+        plain[canonical(key)] = walk.replace(value, path, kind)
         if isinstance(value, Tensor) and _is_expanded(value):
             raise UntrackableError(
                 f"{path}: several elements of this tensor are one in memory (expand()), so that nothing can "
                 "be loaded into it: make it contiguous, tensor.expand(...).clone()."
             )
-        plain[canonical(key)] = walk.replace(value, path, kind)
     return plain
 
 
