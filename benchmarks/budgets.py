@@ -1,7 +1,7 @@
 """A large state in memory that fits three slots, two, one or none: that each works, and says which it is.
 
 One node with one worker trains a model and Adam of --megabytes, with a snapshot at every step and a
-checkpoint at every tenth, and is killed once. For each budget: the seconds of a step, the step that the next
+checkpoint at every fifth, and is killed once. For each budget: the seconds of a step, the step that the next
 generation goes on at and from where, and the line that the node says. Three slots need five times the state's
 size of memory.
 """
@@ -18,7 +18,7 @@ from elastic_resume.faults.lab import Cluster
 
 HERE = Path(__file__).parent.absolute()
 SCRIPT = HERE / "jobs" / "budgeted.py"
-SAVE_EVERY, KILL_AT, STEPS = 10, 24, 40
+SAVE_EVERY, KILL_AT, STEPS = 5, 8, 12
 SLACK = 1.2  # no whole number of layers gives the very size that is asked for
 
 
