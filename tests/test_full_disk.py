@@ -8,24 +8,26 @@ from pathlib import Path
 from tests import ranks
 
 TRAIN = """
-import sys, torch
+import resource, sys, torch
 import elastic_resume as er
 torch.manual_seed(1)
 model = torch.nn.Linear(256, 256)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-run = er.resume(model=model, optimizer=optimizer, keep=int(sys.argv[1]), save_every=1)
+run = er.resume(model=model, optimizer=optimizer, keep=int(sys.argv[1]), save_every=10**6)
 ddp = run.ddp(model)
 for _ in range(2):
     ddp(torch.ones(1, 256)).sum().backward()
     optimizer.step()
     run.step()
+if sys.argv[2:]:  # from now on no file may be larger
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 run.close()
 print(run.position.step)
 """
 NO_ROOM_FOR = str(10**9 - 1)  # so many copies of half a megabyte
 
 
-def start(path: Path, node: str, keep: str) -> subprocess.CompletedProcess[str]:
+def start(path: Path, node: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Train for two steps on one node of the job."""
     script = path / "train.py"
     script.write_text(TRAIN)
@@ -34,7 +36,7 @@ def start(path: Path, node: str, keep: str) -> subprocess.CompletedProcess[str]:
         "ELASTIC_RESUME_CKPT_DIR": str(path / node),
         "ELASTIC_RESUME_RUN_ID": "job",
     }
-    (end,) = ranks.run(1, script, keep, env=[env])
+    (end,) = ranks.run(1, script, *arguments, env=[env])
     return end
 
 
@@ -49,3 +51,10 @@ def test_a_disk_that_has_got_full_ends_no_job_that_has_something(tmp_path: Path)
     assert fresh.returncode != 0
     assert "are needed and" in fresh.stderr
     assert "free space there, lower --keep" in fresh.stderr
+
+
+def test_a_run_whose_end_is_on_no_disk_does_not_end_well(tmp_path: Path) -> None:
+    """Nobody else has it: who starts the next job must not take it for done."""
+    end = start(tmp_path, "a", "2", "limit")
+    assert end.returncode != 0
+    assert "the end state (step 2) could not be saved" in end.stderr

@@ -274,12 +274,16 @@ class Run:
         """Commit the newest finished step and release the node's directory.
 
         While an exception is being handled nothing is saved: the state may be half way through a step.
+
+        Raises:
+            MachineError: the job has one node, and its disk refuses.
+
         """
         if not self._closed and sys.exc_info()[0] is not None:
             telling.say("closed while an exception is being handled: nothing more was saved.")
-        elif not self._closed:
-            self.save()
-        self._release()
+            self._release()
+        else:
+            self._end()
 
     def __enter__(self) -> Run:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
@@ -287,9 +291,10 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and not self._closed:
-            self.save()
-        self._release()
+        if kind is not None:
+            self._release()
+        else:
+            self._end()
 
     # ---- inside --------------------------------------------------------------------------------------
 
@@ -338,7 +343,18 @@ class Run:
         if self._plan.kind == "checkpoint":
             hook(self)
 
+    def _end(self) -> None:
+        try:
+            if not self._closed:
+                self._save_end()
+        finally:
+            self._release()
+
     def _finish(self) -> None:
+        self._save_end()
+        self._place.events.write("run-end", **self._where(), epoch=self.position.epoch)
+
+    def _save_end(self) -> None:
         """Commit the end state; a disk that refuses gets two more chances, a second apart."""
         for _ in range(FINAL_TRIES):
             self.save()
@@ -351,7 +367,6 @@ class Run:
                     f"the end state (step {self.position.step}) could not be saved in "
                     f"{self._place.node_dir}: see the lines above, make room, and start the job again."
                 )
-        self._place.events.write("run-end", **self._where(), epoch=self.position.epoch)
 
     def _release(self) -> None:
         if self._closed or os.getpid() != self._pid:  # a forked child ends: nothing here is its own
