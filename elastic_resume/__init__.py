@@ -22,17 +22,21 @@ if TYPE_CHECKING:
     from elastic_resume.worker.batches import GlobalBatches as GlobalBatches
     from elastic_resume.worker.reader import load as load
     from elastic_resume.worker.run import Run as Run
+    from elastic_resume.worker.sampler import ElasticSampler as ElasticSampler
     from elastic_resume.worker.seeding import seed_worker as seed_worker
     from elastic_resume.worker.seeding import seeded as seeded
     from elastic_resume.worker.start import resume as resume
+    from elastic_resume.worker.worldsize import WorldChange as WorldChange
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ElasticSampler": "elastic_resume.worker.sampler",
     "GlobalBatches": "elastic_resume.worker.batches",
     "Position": "elastic_resume.store.manifest",
     "ResumePlan": "elastic_resume.policy.source",
     "Run": "elastic_resume.worker.run",
+    "WorldChange": "elastic_resume.worker.worldsize",
     "load": "elastic_resume.worker.reader",
     "resume": "elastic_resume.worker.start",
     "seed_worker": "elastic_resume.worker.seeding",
@@ -40,10 +44,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "ElasticSampler",
     "GlobalBatches",
     "Position",
     "ResumePlan",
     "Run",
+    "WorldChange",
     "__version__",
     "load",
     "resume",

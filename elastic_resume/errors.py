@@ -6,7 +6,8 @@ The tree, from general to particular::
      ├─ UsageError             the caller's code or flags are wrong            exit 1
      │   ├─ ConfigError          a flag, key or variable is unknown or out of range
      │   ├─ UntrackableError     an object holds state that cannot be stored
-     │   └─ MismatchError        the model does not fit the checkpoint
+     │   ├─ MismatchError        the model does not fit the checkpoint
+     │   └─ WorldChangedError    another number of ranks, where the script wants that to be an error
      ├─ MachineError           the machine is wrong: disk full, not writable   exit 1
      │   ├─ NodeTakenError       another agent holds this node's directory
      │   └─ RecordError          a small file of the node's directory is damaged
@@ -49,6 +50,10 @@ class UntrackableError(UsageError):
 
 class MismatchError(UsageError):
     """The tracked objects do not fit the checkpoint; the text lists every differing name."""
+
+
+class WorldChangedError(UsageError):
+    """The number of ranks is not that of the checkpoint, and ``on_world_change="error"`` was asked for."""
 
 
 class MachineError(ElasticResumeError):

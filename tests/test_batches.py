@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from torch.utils.data import DataLoader, Dataset
 
 from elastic_resume.errors import ConfigError, MismatchError
-from elastic_resume.worker.batches import GlobalBatches, share_of
+from elastic_resume.worker.batches import GlobalBatches
+from elastic_resume.worker.worldsize import share_of
 
 WORLDS = st.integers(1, 9)
 

@@ -6,40 +6,100 @@ enters it. Does not know what is saved, nor when.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from elastic_resume.errors import UsageError
 from elastic_resume.store.manifest import Manifest, Position
-from elastic_resume.worker import telling
+from elastic_resume.worker import telling, worldsize
 from elastic_resume.worker.batches import GlobalBatches
+from elastic_resume.worker.world import World
+from elastic_resume.worker.worldsize import WorldChange
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What of the arguments of `resume` concerns the run and not the disk. ``seed`` None: rank 0's own."""
+
+    seed: int | None
+    derive_rng: bool
+    accumulate: int
+    on_world_change: str | None = None
 
 
 class Progress:
     """The position of this generation, of one rank; all ranks count alike."""
 
     def __init__(
-        self, manifest: Manifest | None, batches: GlobalBatches | None, accumulate: int, *, rank: int
+        self,
+        manifest: Manifest | None,
+        batches: GlobalBatches | None,
+        options: Options,
+        world: World,
     ) -> None:
         """Begin where the manifest says; at the beginning without one."""
         self.position = _start_position(manifest, batches)
+        worldsize.refuse_change(
+            options.on_world_change, manifest.world_size if manifest else None, world.size
+        )
+        self.change = _enter(manifest, batches, world.size)
         self.epoch_over = False  # whether all of the last epoch is done, what follows its last step too
         self._batches = batches
-        self._accumulate = accumulate
-        self._warns = rank == 0
+        self._accumulate = options.accumulate
+        self._warns = world.rank == 0
+        self._part: int | None = None  # the micro-batch that the script has, where it says so by `read`
 
     @property
     def loss_weight(self) -> float:
         """See `Run.loss_weight`."""
         batches, at = self._batches, self.position.step_in_epoch
-        return batches.loss_weight(at) if batches is not None and at < len(batches) else 1.0
+        if batches is None or at >= batches.steps:
+            return 1.0
+        if self._part is None:
+            self._require_reading()
+            return batches.loss_weight(at)
+        part = max(0, self._part)
+        if self._accumulate == 1:
+            return batches.loss_weight(at, part)
+        # The script divides by `accumulate`: what an epoch ends with may be fewer batches, or smaller ones.
+        counted = batches.loss_weight(at + part) * batches.samples(at + part)
+        samples = sum(batches.samples(k) for k in range(at, at + self._parts()))
+        return counted * self._accumulate / samples
+
+    @property
+    def last_part(self) -> bool:
+        """Whether the step's last micro-batch is the one that the script has."""
+        self._require_reading()
+        return self._part is None or self._part + 1 >= self._parts()
+
+    def read(self, loader: Iterable[T]) -> Iterator[T]:
+        """Give what ``loader`` gives, and count it within its step.
+
+        Raises:
+            UsageError: the step's last micro-batch was read and `step` was not called.
+
+        """
+        self._part = -1
+        for item in loader:
+            if not self.at_epochs_end and self._part + 1 >= self._parts():
+                raise UsageError(
+                    f"the {self._parts()} micro-batches of step {self.position.step + 1} were read and "
+                    "run.step() was not called: call it when run.last_micro_batch is true."
+                )
+            self._part += 1
+            yield item
 
     @property
     def at_epochs_end(self) -> bool:
         """Whether the epoch has no batch left."""
-        return self._batches is not None and self.position.step_in_epoch >= len(self._batches)
+        return self._batches is not None and self.position.step_in_epoch >= self._batches.steps
 
     def begin_epoch(self) -> int:
         """Have the data go on where the epoch stopped; give its number."""
+        self._part = None
         if self._batches is not None:
             self._batches.seek(self.position.epoch, self.position.step_in_epoch)
         return self.position.epoch
@@ -57,20 +117,28 @@ class Progress:
         if batches is not None:
             if self.at_epochs_end:
                 raise UsageError(
-                    f"run.step() was called {stop} times in epoch {before.epoch}, which has {len(batches)} "
+                    f"run.step() was called {stop} times in epoch {before.epoch}, which has {batches.steps} "
                     "batches: write `for epoch in run.epochs(EPOCHS)`, and call step() once after each batch."
                 )
-            stop = min(stop, len(batches))
+            self._require_reading()
+            if self._part is not None and self._part + 1 != self._parts():
+                raise UsageError(
+                    f"run.step() was called after {self._part + 1} of the {self._parts()} micro-batches of "
+                    f"step {before.step + 1}: call it when run.last_micro_batch is true."
+                )
+            stop = min(stop, batches.steps)
             samples += sum(batches.samples(k) for k in range(before.step_in_epoch, stop))
         self.position = Position(before.epoch, stop, before.step + 1, samples)
         self.epoch_over = False
+        if self._part is not None:
+            self._part = -1
         return self.position
 
     def end_epoch(self) -> None:
         """Count the epoch as done, with what the script does after its last step."""
         batches, at = self._batches, self.position.step_in_epoch
-        if batches is not None and batches.exhausted and 0 < 2 * at <= len(batches) + 1:
-            self._warn_of_accumulation(at, len(batches))
+        if batches is not None and batches.exhausted and 0 < 2 * at <= batches.steps + 1:
+            self._warn_of_accumulation(at, batches.steps)
         self.position = self._next_epoch()
         self.epoch_over = True
 
@@ -82,6 +150,23 @@ class Progress:
 
     def _next_epoch(self) -> Position:
         return replace(self.position, epoch=self.position.epoch + 1, step_in_epoch=0)
+
+    def _parts(self) -> int:
+        """Count what the script reads for the step under way."""
+        batches, at = self._batches, self.position.step_in_epoch
+        if batches is None:
+            return self._accumulate
+        if at >= batches.steps:
+            return 1
+        return batches.parts(at) if self._accumulate == 1 else min(self._accumulate, batches.steps - at)
+
+    def _require_reading(self) -> None:
+        if self._part is None and self._batches is not None and self._batches.micro_batch is not None:
+            raise UsageError(
+                "with micro_batch= a step has several micro-batches, each with a loss weight of its own: "
+                "write `for batch in run.micro_batches(loader)`, and call run.step() when "
+                "run.last_micro_batch is true."
+            )
 
     def _warn_of_accumulation(self, counted: int, batches: int) -> None:
         """Say that positions are wrong. Not an error: a script may leave the loop early."""
@@ -99,3 +184,16 @@ def _start_position(manifest: Manifest | None, batches: GlobalBatches | None) ->
         return Position(epoch=0, step_in_epoch=0, step=0, samples=0)
     position = manifest.position
     return position if batches is not None else replace(position, step_in_epoch=0)
+
+
+def _enter(manifest: Manifest | None, batches: GlobalBatches | None, world_size: int) -> WorldChange | None:
+    """Have the data cut epochs as this world is to; say what is not as it was."""
+    if manifest is None:
+        if batches is not None:
+            batches.enter(None, None)
+        return None
+    before = batches.enter(manifest.position, manifest.world_size) if batches is not None else None
+    now = batches.global_batch if batches is not None else None
+    if (before, manifest.world_size) == (now, world_size):
+        return None
+    return WorldChange(manifest.world_size, world_size, before, now)

@@ -8,8 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,26 +29,21 @@ from elastic_resume.worker.batches import GlobalBatches
 from elastic_resume.worker.beat import Beat
 from elastic_resume.worker.buckets import BucketOrder
 from elastic_resume.worker.drain import Drain
+from elastic_resume.worker.hooks import Hooks
 from elastic_resume.worker.keeping import Keeping
 from elastic_resume.worker.parameters import ParameterOrder
 from elastic_resume.worker.place import Place, open_node
-from elastic_resume.worker.progress import Progress
+from elastic_resume.worker.progress import Options, Progress
 from elastic_resume.worker.resume import Resumed
 from elastic_resume.worker.saver import Saver
+from elastic_resume.worker.worldsize import WorldChange
 
 Hook = Callable[["Run"], object]
 H = TypeVar("H", bound=Hook)
+W = TypeVar("W", bound=Callable[[WorldChange], object])
+T = TypeVar("T")
 
 FINAL_TRIES = 3
-
-
-@dataclass(frozen=True)
-class Options:
-    """What of the arguments of `resume` concerns the run and not the disk. ``seed`` None: rank 0's own."""
-
-    seed: int | None
-    derive_rng: bool
-    accumulate: int
 
 
 class Run:
@@ -71,14 +65,15 @@ class Run:
         }
         self._batches = batches
         self._drain = Drain()
-        self._hooks: list[Hook] = []
-        self._hooks_ran = self._closed = False
+        self._hooks = Hooks()
+        self._closed = False
         self._pid = os.getpid()
         self._mark_every_s = place.settings.step_mark_s
         self._next_mark = 0.0
         self._stepped_in = 0  # the thread that has called `step`, until it has asked for the next batch
         if batches is not None:
-            batches.bind(place.world.rank, place.world.size, self._before_batch)
+            policy = options.on_world_change
+            batches.bind(place.world.rank, place.world.size, self._before_batch, policy=policy)
         self._node_dir = place.together(lambda: open_node(place))
         keeping: Keeping | None = None
         try:
@@ -87,6 +82,7 @@ class Run:
             keeping = self._keeping = Keeping(place)
             place.memory = keeping.memory
             resumed = resuming.resume(place, self._node_dir, board, tracked)
+            self._progress = Progress(resumed.manifest, batches, options, place.world)
         except BaseException:
             if keeping is not None:
                 keeping.close()
@@ -95,7 +91,6 @@ class Run:
         if options.seed is not None:
             self._seed.value = options.seed  # said now, and so meant
         self._plan = resumed.plan
-        self._progress = Progress(resumed.manifest, batches, options.accumulate, rank=place.world.rank)
         self._beat = Beat(board, place)
         self._saver = Saver(
             place, self._plan, resumed.saved_step, tracked, keeping.memory, busy=self._beat.busy
@@ -141,6 +136,16 @@ class Run:
         """
         return self._progress.loss_weight
 
+    @property
+    def last_micro_batch(self) -> bool:
+        """Whether the batch that `micro_batches` gave last is its step's last: now step, and `run.step()`."""
+        return self._progress.last_part
+
+    @property
+    def world_change(self) -> WorldChange | None:
+        """What is not as it was when the copy was made that this generation started from; mostly None."""
+        return self._progress.change
+
     # ---- what the script calls -----------------------------------------------------------------------
 
     def ddp(self, model: nn.Module, **ddp_kwargs: Any) -> nn.Module:
@@ -172,7 +177,7 @@ class Run:
         epoch: a save that falls due with its last step is made when the script asks for the next one. After
         the last one the newest state is committed on every node.
         """
-        self._run_hooks()
+        self._hooks.begin()
         with self._beat.training():
             while self.position.epoch < count:
                 self._reseed()  # what a script draws between two epochs a resume does not draw
@@ -190,7 +195,7 @@ class Run:
         """
         if self._closed:
             raise UsageError("run.step() was called after run.close(); close the run when training is over.")
-        self._run_hooks()
+        self._hooks.begin()
         position = self._progress.step()
         self._buckets.end_step()
         self._beat.finish_step(position.step)
@@ -207,6 +212,14 @@ class Run:
         else:
             self._save_if_due()
 
+    def micro_batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Read ``loader`` where one optimizer step reads several batches of it (see README).
+
+        `loss_weight` is then that of the batch just read. So weighted, losses add up to the global batch's
+        mean; with ``accumulate=N`` in `resume` they do when they are divided by N, at an epoch's end too.
+        """
+        return self._progress.read(loader)
+
     def save(self) -> Path | None:
         """Commit the state now, and wait for the disk. Give the path on the rank that leads its node.
 
@@ -214,6 +227,7 @@ class Run:
         to do, since a resume from it begins with the next epoch. None on other ranks, where the step was
         there already when this generation began, and where the disk refused (which is told aloud).
         """
+        self._hooks.begin()  # or the copy would be of the new world, and what hooks change of the old one
         if not self._place.leads:
             return None
         position, epoch_over = self._progress.settled()
@@ -254,9 +268,17 @@ class Run:
 
         Hooks run in the new world, in the order of their registration. Can be used as a decorator.
         """
-        if self._hooks_ran:
-            self._call(hook)
-        self._hooks.append(hook)
+        self._hooks.add(lambda: hook(self) if self._plan.kind == "checkpoint" else None)
+        return hook
+
+    def on_world_change(self, hook: W) -> W:
+        """Call ``hook(change)`` in each generation whose world, or global batch, is not its checkpoint's.
+
+        Nothing is scaled for you: optimizer and scheduler are as the checkpoint has them, with what hooks did
+        at former changes. Called with those of `on_resume`; can be used as a decorator.
+        """
+        if (change := self.world_change) is not None:
+            self._hooks.add(lambda: hook(change))
         return hook
 
     @contextlib.contextmanager
@@ -308,6 +330,8 @@ class Run:
         if self.rank == 0:
             self._place.events.write("resume", **announce.as_event(resumed, self.position, world.size))
             telling.say(announce.as_text(resumed, self.position, world.size, self._batches is not None))
+            if self.world_change is not None:
+                self.world_change.tell()
         atexit.register(self._release)
 
     def _reseed(self) -> None:
@@ -332,16 +356,6 @@ class Run:
 
     def _where(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self.position.step}
-
-    def _run_hooks(self) -> None:
-        if not self._hooks_ran:
-            self._hooks_ran = True
-            for hook in self._hooks:
-                self._call(hook)
-
-    def _call(self, hook: Hook) -> None:
-        if self._plan.kind == "checkpoint":
-            hook(self)
 
     def _end(self) -> None:
         try:

@@ -10,11 +10,13 @@ from elastic_resume import contract
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError
 from elastic_resume.events import EventLog
-from elastic_resume.worker import failure, state
+from elastic_resume.worker import failure, sampler, state, worldsize
 from elastic_resume.worker.batches import GlobalBatches
 from elastic_resume.worker.place import Place
-from elastic_resume.worker.run import Options, Run
+from elastic_resume.worker.progress import Options
+from elastic_resume.worker.run import Run
 from elastic_resume.worker.world import World
+from elastic_resume.worker.worldsize import ERROR
 
 
 def resume(
@@ -35,6 +37,7 @@ def resume(
     seed: int | None = None,
     rng: str = "derived",
     accumulate: int = 1,
+    on_world_change: str | None = None,
     **named: Any,
 ) -> Run:
     """Bring the given objects to the newest valid state that any node holds, or start fresh.
@@ -48,7 +51,8 @@ def resume(
         scheduler: a learning rate scheduler, or a dict of several.
         scaler: a GradScaler.
         ema: an averaged model, or any object with ``state_dict`` and ``load_state_dict``.
-        data: a `GlobalBatches` (or the DataLoader around one), so that an epoch goes on where it stopped.
+        data: a `GlobalBatches` or the DataLoader around one, or the DataLoader around an `ElasticSampler`,
+            so that an epoch goes on where it stopped.
         ckpt_dir: root of the checkpoints; default ``./checkpoints``. Of this and the next two the flags of
             ``elastic-resume run`` win, since the agent holds the directory that they name.
         run_id: the job's name; default from torchrun's ``--rdzv-id``, else the script's name.
@@ -62,6 +66,10 @@ def resume(
         rng: "derived" seeds torch, `random` and numpy at each step boundary, so that a resumed run draws
             what the uninterrupted one drew; "off" leaves random numbers alone.
         accumulate: how many batches of ``data`` are read for one optimizer step, and one ``run.step()``.
+        on_world_change: what another number of ranks than the checkpoint's means. "keep_global_batch" leaves
+            the batch of an optimizer step as it is, the default with `GlobalBatches`; "keep_local_batch"
+            leaves what each rank reads of it, the default with an `ElasticSampler`; "error" refuses it.
+            The learning rate is never touched: see `Run.on_world_change`.
         **named: further objects to track, by name.
 
     Raises:
@@ -70,7 +78,10 @@ def resume(
 
     """
     with failure.told():
+        options = Options(seed, rng == "derived", accumulate, on_world_change)
         _check(seed, rng, accumulate)
+        batches = sampler.batches_of(data)
+        _check_cutting(batches, accumulate, on_world_change)
         settings = Settings.for_worker(
             os.environ,
             sys.argv[0],
@@ -82,8 +93,6 @@ def resume(
             keep=keep,
             resume=resume,
         )
-        batches = getattr(data, "batch_sampler", data)
-        batches = batches if isinstance(batches, GlobalBatches) else None
         given = {
             "model": model,
             "optimizer": optimizer,
@@ -98,7 +107,7 @@ def resume(
     node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
     events = EventLog(node_dir / contract.EVENTS_FILE, node=settings.node_name, rank=world.rank)
     failure.report_to(events)
-    return Run(Place(world, settings, events), tracked, batches, Options(seed, rng == "derived", accumulate))
+    return Run(Place(world, settings, events), tracked, batches, options)
 
 
 def _check(seed: object, rng: object, accumulate: object) -> None:
@@ -109,4 +118,22 @@ def _check(seed: object, rng: object, accumulate: object) -> None:
     if type(accumulate) is not int or accumulate < 1:
         raise ConfigError(
             f"accumulate is {accumulate!r}: use the number of batches that one step reads, 1 or more."
+        )
+
+
+def _check_cutting(batches: GlobalBatches | None, accumulate: int, on_world_change: object) -> None:
+    if on_world_change is not None and on_world_change not in worldsize.POLICIES:
+        raise ConfigError(
+            f"on_world_change is {on_world_change!r}: use one of {', '.join(map(repr, worldsize.POLICIES))}."
+        )
+    if batches is None and on_world_change not in {None, ERROR}:
+        raise ConfigError(
+            f"on_world_change is {on_world_change!r}, and no data= says how batches are cut: pass a "
+            "GlobalBatches or a loader with an ElasticSampler."
+        )
+    if batches is not None and batches.micro_batch is not None and accumulate > 1:
+        raise ConfigError(
+            f"accumulate={accumulate} and micro_batch={batches.micro_batch} say twice how a step is split. "
+            f"Use a global_batch of {accumulate * batches.global_batch} and micro_batch= alone: then the "
+            "mean over it is exact in any world."
         )
