@@ -227,6 +227,17 @@ def test_on_ask_takes_back_what_a_loader_draws_from_the_global_generator(workers
     assert list(drawn(0))[3:] == list(drawn(3))
 
 
+@pytest.mark.parametrize("start", [5, 7])
+def test_on_ask_is_told_of_every_batch_and_of_the_end(start: int) -> None:
+    """Nothing left of an epoch: still told, before what follows the epoch's last step."""
+    told: list[bool] = []
+    batches = GlobalBatches(40, 6)
+    batches.bind(0, 1, on_ask=told.append)
+    batches.seek(0, start)
+    assert len(list(batches)) == 7 - start
+    assert told == [True] + [False] * (7 - start)
+
+
 # ---- loss weight -------------------------------------------------------------------------------------
 
 

@@ -172,7 +172,11 @@ def test_each_step_of_each_optimizer_is_seen_as_it_is(make: Callable[[Any], torc
     torch.manual_seed(0)
     model = Parts()
     optimizer = make(model.parameters())
-    tracked: dict[str, Any] = {"model": model, "optimizer": optimizer, "seed": rng.Seed(3)}
+    tracked: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "seed": rng.RandomNumbers("derived", 3),
+    }
     if not isinstance(optimizer, torch.optim.LBFGS):
         tracked["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 20, cycle_momentum=False)
     tracked |= {

@@ -22,10 +22,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Options:
-    """What of the arguments of `resume` concerns the run and not the disk. ``seed`` None: rank 0's own."""
+    """What of the arguments of `resume` concerns the run and not the disk. ``seed`` None: rank 0's own.
+
+    ``rng`` is one of `rng.MODES`.
+    """
 
     seed: int | None
-    derive_rng: bool
+    rng: str
     accumulate: int
     on_world_change: str | None = None
 

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -55,12 +54,12 @@ class Run:
         """Resume; see `start.resume`."""
         self._place = place
         self._buckets = BucketOrder()
-        self._seed = rng.Seed(options.seed if options.seed is not None else _seed_of_rank_0(place))
-        self._derive_rng = options.derive_rng
+        seed = options.seed if options.seed is not None else _seed_of_rank_0(place)
+        self._random = rng.RandomNumbers(options.rng, seed, place.world.rank)
         self._tracked = tracked = {
             **tracked,
             "elastic_resume.buckets": self._buckets,
-            "elastic_resume.seed": self._seed,
+            "elastic_resume.seed": self._random,
             resuming.PARAMETERS: ParameterOrder(tracked),
         }
         self._batches = batches
@@ -70,7 +69,6 @@ class Run:
         self._pid = os.getpid()
         self._mark_every_s = place.settings.step_mark_s
         self._next_mark = 0.0
-        self._stepped_in = 0  # the thread that has called `step`, until it has asked for the next batch
         if batches is not None:
             policy = options.on_world_change
             batches.bind(place.world.rank, place.world.size, self._before_batch, policy=policy)
@@ -89,7 +87,7 @@ class Run:
             self._node_dir.release()  # a notebook may try again
             raise
         if options.seed is not None:
-            self._seed.value = options.seed  # said now, and so meant
+            self._random.seed = options.seed  # said now, and so meant
         self._plan = resumed.plan
         self._beat = Beat(board, place)
         self._saver = Saver(
@@ -180,7 +178,7 @@ class Run:
         self._hooks.begin()
         with self._beat.training():
             while self.position.epoch < count:
-                self._reseed()  # what a script draws between two epochs a resume does not draw
+                self._random.begin_epoch(self.position.step)
                 yield self._progress.begin_epoch()
                 self._progress.end_epoch()
                 self._save_if_due()
@@ -200,8 +198,7 @@ class Run:
         self._buckets.end_step()
         self._beat.finish_step(position.step)
         failpoints.hit("step")
-        self._reseed()
-        self._stepped_in = threading.get_ident()
+        self._random.after_step(position.step)
         now = time.monotonic()
         if now >= self._next_mark:
             self._next_mark = now + self._mark_every_s
@@ -326,7 +323,7 @@ class Run:
         self._place.events.write(
             "worker-start", **self._where(), local_rank=self._place.local_rank, world_size=world.size
         )
-        self._reseed()
+        self._random.begin(self.position.step, resumed=resumed.manifest is not None)
         if self.rank == 0:
             self._place.events.write("resume", **announce.as_event(resumed, self.position, world.size))
             telling.say(announce.as_text(resumed, self.position, world.size, self._batches is not None))
@@ -334,18 +331,9 @@ class Run:
                 self.world_change.tell()
         atexit.register(self._release)
 
-    def _reseed(self) -> None:
-        if self._derive_rng:
-            rng.seed_all(rng.mix(self._seed.value, self.rank, self.position.step))
-
     def _before_batch(self, first: bool) -> None:
-        """Seed again: what a script has drawn since `step` a run that resumes here does not draw.
-
-        Not for the second of several batches of a step, nor in a thread that reads ahead.
-        """
-        if first or self._stepped_in == threading.get_ident():
-            self._stepped_in = 0
-            self._reseed()
+        at = self.position
+        self._random.before_batch(at.step, first=first, mid_epoch=at.step_in_epoch > 0)
 
     def _save_if_due(self) -> None:
         if self._drain.wanted and self._place.leads:

@@ -14,7 +14,9 @@ from elastic_resume.worker import failure, sampler, state, worldsize
 from elastic_resume.worker.batches import GlobalBatches
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.progress import Options
+from elastic_resume.worker.rng import MODES, SAVED
 from elastic_resume.worker.run import Run
+from elastic_resume.worker.seeding import seed_worker
 from elastic_resume.worker.world import World
 from elastic_resume.worker.worldsize import ERROR
 
@@ -63,8 +65,10 @@ def resume(
         resume: "auto", "must", "never", or the path of a checkpoint.
         seed: from which random numbers are derived, with rank and step; default is what rank 0 gave
             ``torch.manual_seed`` before, kept over all restarts.
-        rng: "derived" seeds torch, `random` and numpy at each step boundary, so that a resumed run draws
-            what the uninterrupted one drew; "off" leaves random numbers alone.
+        rng: "derived" seeds torch, `random` and numpy (global) at each step boundary, so that a resumed run
+            draws what the uninterrupted one drew; "saved" keeps the states of these generators in the
+            checkpoints instead, which a world of one can do only; "off" leaves random numbers alone. For
+            augmentation see `er.seeded`.
         accumulate: how many batches of ``data`` are read for one optimizer step, and one ``run.step()``.
         on_world_change: what another number of ranks than the checkpoint's means. "keep_global_batch" leaves
             the batch of an optimizer step as it is, the default with `GlobalBatches`; "keep_local_batch"
@@ -78,8 +82,9 @@ def resume(
 
     """
     with failure.told():
-        options = Options(seed, rng == "derived", accumulate, on_world_change)
+        options = Options(seed, rng, accumulate, on_world_change)
         _check(seed, rng, accumulate)
+        _check_seeding(data)
         batches = sampler.batches_of(data)
         _check_cutting(batches, accumulate, on_world_change)
         settings = Settings.for_worker(
@@ -107,12 +112,18 @@ def resume(
     node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
     events = EventLog(node_dir / contract.EVENTS_FILE, node=settings.node_name, rank=world.rank)
     failure.report_to(events)
+    if rng == SAVED and world.size > 1:
+        raise ConfigError(
+            f"rng='saved' needs a world of one, and this is one of {world.size} ranks: a copy of the state "
+            "has to stand for every rank, and their generators differ. rng='derived' (the default) resumes "
+            "exactly, with any number of ranks."
+        )
     return Run(Place(world, settings, events), tracked, batches, options)
 
 
 def _check(seed: object, rng: object, accumulate: object) -> None:
-    if rng not in {"derived", "off"}:
-        raise ConfigError(f"rng is {rng!r}: use 'derived' or 'off'.")
+    if rng not in MODES:
+        raise ConfigError(f"rng is {rng!r}: use 'derived', 'saved' or 'off'.")
     if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
         raise ConfigError(f"seed is {seed!r}: use an integer of at most 64 bits.")
     if type(accumulate) is not int or accumulate < 1:
@@ -136,4 +147,12 @@ def _check_cutting(batches: GlobalBatches | None, accumulate: int, on_world_chan
             f"accumulate={accumulate} and micro_batch={batches.micro_batch} say twice how a step is split. "
             f"Use a global_batch of {accumulate * batches.global_batch} and micro_batch= alone: then the "
             "mean over it is exact in any world."
+        )
+
+
+def _check_seeding(data: object) -> None:
+    if getattr(data, "worker_init_fn", None) is seed_worker and getattr(data, "num_workers", 1) == 0:
+        raise ConfigError(
+            "worker_init_fn=er.seed_worker does nothing where num_workers is 0, since torch calls it in "
+            "workers only: use DataLoader(er.seeded(dataset), ...), which is right for any number."
         )

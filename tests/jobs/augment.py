@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kill-in", type=int, default=0)
     parser.add_argument("--save-at", type=int, default=0)
+    parser.add_argument("--rng", default="derived")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(5)
@@ -72,7 +73,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batches = er.GlobalBatches(SAMPLES, GLOBAL_BATCH, seed=3)
     sources = loaders(batches)
-    options = {"ckpt_dir": args.directory, "run_id": "job", "save_every": 1000, "resume": "auto"}
+    options = {"ckpt_dir": args.directory, "run_id": "job", "save_every": 1000, "rng": args.rng}
     run = er.resume(model=model, optimizer=optimizer, data=batches, **options)
     ddp = run.ddp(model)
     began = run.position.step

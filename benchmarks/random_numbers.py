@@ -1,0 +1,77 @@
+"""What the same random numbers after a resume cost: at each step, for each sample and each batch.
+
+    python benchmarks/random_numbers.py
+
+The least of many repetitions, since other processes only make it more; the target is 50 us for a step.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+
+import torch
+
+from elastic_resume.worker import rng
+from elastic_resume.worker.seeding import Indices
+
+TARGET_US = 50.0
+REPETITIONS = 30
+INDICES = 10_000
+
+
+class Marked(int):
+    """The other way to carry an epoch: on each index. Kept to compare with."""
+
+    epoch: int
+
+
+def least_us(work: Callable[[], object], times: int) -> float:
+    work()
+    found = []
+    for _ in range(REPETITIONS):
+        began = time.perf_counter()
+        for _ in range(times):
+            work()
+        found.append((time.perf_counter() - began) / times)
+    return min(found) * 1e6
+
+
+def marked(plain: list[int]) -> list[Marked]:
+    made = [Marked(index) for index in plain]
+    for index in made:
+        index.epoch = 4
+    return made
+
+
+def sent(indices: list[int]) -> object:
+    return pickle.loads(pickle.dumps(indices))  # noqa: S301  our own, as a DataLoader's queue does it
+
+
+def main() -> None:
+    step = rng.RandomNumbers(rng.DERIVED, 1)
+
+    def boundary() -> None:
+        step.after_step(3)
+        step.before_batch(3, first=False, mid_epoch=True)
+
+    cost = least_us(boundary, 100)
+    print(f"a step's boundary and its next batch: {cost:.1f} us; target: at most {TARGET_US:.0f} us")
+    print(f"  with torch.manual_seed instead: {2 * least_us(lambda: torch.manual_seed(1), 20):.0f} us more")
+    print(f"a sample: {least_us(lambda: rng.seed_host(rng.mix(1, 2, 3)), 100):.1f} us")
+    print(f"the states of a copy with rng='saved': {least_us(rng.states, 20):.0f} us")
+    plain = torch.randperm(INDICES).tolist()
+    kinds: dict[str, Callable[[], list[int]]] = {
+        "a list": lambda: list(plain),
+        "ours": lambda: Indices(plain, 3, 4),
+        "an epoch on each index": lambda: list[int](marked(plain)),
+    }
+    for name, make in kinds.items():
+        made = make()
+        took = least_us(make, 2), least_us(lambda made=made: sent(made), 2)  # type: ignore[misc]
+        print(f"{INDICES:,} indices, {name}: {took[0]:.0f} us to make, {took[1]:.0f} us to send")
+
+
+if __name__ == "__main__":
+    main()
