@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return function(args)
     except ElasticResumeError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
-        return contract.EXIT_AT_FAULT
+        # As of `diff` itself: 1 says that two files differ.
+        return contract.EXIT_USAGE if words[:1] == ["diff"] else contract.EXIT_AT_FAULT
     except KeyboardInterrupt:
         return contract.EXIT_SIGNALLED + signal.SIGINT
 
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
     from elastic_resume.report import commands as looking  # noqa: PLC0415
+    from elastic_resume.report import diff as differing  # noqa: PLC0415
 
     parser = Parser(
         prog=PROG, description="Wraps a PyTorch DDP job so that nothing is lost when a node dies."
@@ -48,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     # Its flags are torchrun's: they are listed by `run --help`, because reading them imports torch.
     commands.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)
     looking.register(commands)
+    differing.register(commands)
     _add_simulate(commands)
     return parser
 

@@ -28,6 +28,7 @@ Kinds, who writes them, and their own fields::
                               that hold the same, as lists, most first], wrong [node], tensors [the first],
                               differing (how many), goes_on (from the majority's state; else the job ends)
     agent-end        agent    outcome (done | failed | signalled | left), exit_code, message
+    import           worker   generation, step, path, message    a file of others became a checkpoint of ours
     resume           rank 0   generation, step, epoch, world_size, previous_world_size (or null), nodes,
                               kind (cold | checkpoint), source_node, source_tier (memory | disk | ""),
                               source_generation, lacking,

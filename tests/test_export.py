@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from elastic_resume import contract
 from elastic_resume.cli import main
@@ -192,3 +193,46 @@ def test_nothing_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """One line, exit code 1."""
     assert main(["export", str(tmp_path), str(tmp_path / "m.pt")]) == 1
     assert "holds no valid checkpoint" in capsys.readouterr().err
+
+
+def test_dcp_loads_it(saved: Path, net: Net, tmp_path: Path) -> None:
+    """DCP itself reads it, into a bare model and a wrapped one; a directory of DCP's may be replaced."""
+    for wrapped, fresh in (("plain", Net()), ("ddp", nn.DataParallel(Net()))):
+        out(saved, tmp_path / "dcp", file_format="dcp", wrapped=wrapped, force=True)
+        state = {"model": fresh.state_dict()}
+        with pytest.warns(UserWarning, match="single process"):
+            dcp_load(state, checkpoint_id=tmp_path / "dcp")
+        fresh.load_state_dict(state["model"])
+        assert equal(state_of(fresh), net.state_dict())
+    with pytest.raises(UsageError, match="exists"):
+        out(saved, tmp_path / "dcp", file_format="dcp")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UsageError, match="is a directory"):
+        out(saved, tmp_path / "mine", file_format="dcp", force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "dcp", "mine"]
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """A model's own names."""
+    return (model.module if isinstance(model, nn.DataParallel) else model).state_dict()
+
+
+def test_everything_at_once(
+    saved: Path, net: Net, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All objects and the position, as a script of its own would have saved them."""
+    assert main(["export", "--all", "--for", "ddp", str(saved), str(tmp_path / "all.pt")]) == 0
+    assert f"all of {saved}" in capsys.readouterr().out
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert (loaded["epoch"], loaded["step"]) == (0, 7)
+    wrapped = nn.DataParallel(Net())
+    wrapped.load_state_dict(loaded["model"])
+    assert equal(wrapped.module.state_dict(), net.state_dict())
+    optimizer = torch.optim.Adam(wrapped.parameters())
+    optimizer.load_state_dict(loaded["optimizer"])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1).load_state_dict(loaded["scheduler"])
+    assert main(["export", "--all", "--format", "dcp", str(saved), str(tmp_path / "all")]) == 0
+    assert main(["diff", str(saved), str(tmp_path / "all")]) == 1  # which adds where training stood
+    assert capsys.readouterr().out.splitlines()[-3].startswith("  epoch: only in B")
+    assert main(["export", "--all", str(saved), str(tmp_path / "all.safetensors")]) == 1
+    assert "safetensors holds tensors and nothing else" in capsys.readouterr().err

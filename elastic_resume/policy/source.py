@@ -82,6 +82,7 @@ class Inventory:
     began: bool = False
     committed: int = 0
     given: Copy | None = None  # what --resume PATH points at, where this node can read it
+    foreign: str = ""  # or the format of what somebody else has made and lies there
     last_step: int = 0  # newest step that the node's workers finished, in last_generation
     last_generation: int = 0
     last_world_size: int | None = None
@@ -209,6 +210,28 @@ def choose(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
         previous_world_size=lived.last_world_size,
         floor=floor,
     )
+
+
+def bringer(inventories: Sequence[Inventory]) -> tuple[str, int] | None:
+    """Which node makes a checkpoint of the file that ``--resume PATH`` names, and the floor to put it above.
+
+    None where there is nothing to do: this start of the job has copies already, or PATH is one of ours. One
+    node only: where the file lacks something, each would fill in a value of its own.
+
+    Raises:
+        NoValidCheckpointError: as `choose`; a file of others is no reason to forget what is newer.
+
+    """
+    nodes = sorted(inventories, key=lambda inventory: inventory.lead_rank)
+    seen = [inventory.node for inventory in nodes if inventory.foreign]
+    if not seen or any(inventory.given for inventory in nodes):
+        return None
+    floor = _floor(nodes)
+    if any(copy.generation > floor for inventory in nodes for copy in inventory.copies):
+        return None
+    _refuse_to_go_back(nodes, floor, [])
+    _refuse_to_forget(nodes, floor)
+    return seen[0], floor
 
 
 def _given(inventory: Inventory) -> tuple[Copy, ...]:

@@ -45,10 +45,16 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
     one = subparsers.add_parser("export", help="write one object's tensors to a plain file")
     one.add_argument("path", type=Path, metavar="SOURCE", help="a checkpoint; or the newest of a node or run")
-    one.add_argument("target", type=Path, metavar="TARGET", help="the file to write")
-    one.add_argument("--object", default="model", metavar="NAME", help="which tracked object (default model)")
+    one.add_argument("target", type=Path, metavar="TARGET", help="the file to write, or DCP's directory")
+    what = one.add_mutually_exclusive_group()
+    what.add_argument(
+        "--object", "--only", default="model", metavar="NAME", help="which tracked object (default model)"
+    )
+    what.add_argument("--all", action="store_true", help="all objects, epoch and step (torch and dcp only)")
     one.add_argument(
-        "--format", choices=("safetensors", "torch"), help="default: torch for .pt .pth .bin .ckpt"
+        "--format",
+        choices=("safetensors", "torch", "dcp"),
+        help="default: torch for .pt .pth .bin .ckpt, else safetensors; dcp makes a directory",
     )
     one.add_argument(
         "--for",
@@ -150,7 +156,7 @@ def export(args: argparse.Namespace) -> int:
                 path,
                 manifest,
                 args.target,
-                name=args.object,
+                name=None if args.all else args.object,
                 file_format=file_format,
                 wrapped=args.wrapped,
                 force=args.force,
@@ -161,7 +167,8 @@ def export(args: argparse.Namespace) -> int:
             print(f"not used: {error}", file=sys.stderr)
             continue
         age = seconds(max(0.0, time.time() - manifest.written_at))
-        say(f"{args.object} of {path} (generation {manifest.generation}, step {manifest.step}, {age} old)\n")
+        what = "all" if args.all else args.object
+        say(f"{what} of {path} (generation {manifest.generation}, step {manifest.step}, {age} old)\n")
         say(f"-> {args.target}: {amount(done.tensors, 'tensor')}, {size(done.bytes)}, {file_format}\n")
         if done.left_out:
             more = f" and {len(done.left_out) - 5} more" if len(done.left_out) > 5 else ""

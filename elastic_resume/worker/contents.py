@@ -16,8 +16,9 @@ import argparse
 import os
 import re
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class Contents:
     path: Path
     format: str
     tree: Any
+    about: Mapping[str, int] = field(default_factory=dict)  # of ours: generation, and the position's numbers
     verify: Callable[[], None] = field(default=lambda: None, compare=False)
 
 
@@ -96,8 +98,8 @@ def format_of(path: Path) -> str:
     """
     if path.is_dir():
         names = set(os.listdir(path))  # noqa: PTH208  names only
-        if contract.MANIFEST_FILE in names:
-            return OURS
+        if contract.MANIFEST_FILE in names or checkpoint.parse_name(path.name) is not None:
+            return OURS  # also one that has lost its manifest, and with that its digests
         if DCP_METADATA in names:
             return DCP
         if any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names):
@@ -130,7 +132,7 @@ def _look_into(path: Path) -> Contents:
         raise ForeignError("there is nothing here.")
     kind = format_of(path)
     if kind == OURS:
-        return Contents(path, kind, _ours(path))
+        return _ours(path)
     from elastic_resume.worker import distcp, safetensors  # noqa: PLC0415  they need this module's records
 
     if kind == DCP:
@@ -148,7 +150,7 @@ def is_ours(path: Path) -> bool:
 # ---- ours ----------------------------------------------------------------------------------------------
 
 
-def _ours(path: Path) -> Any:
+def _ours(path: Path) -> Contents:
     manifest = checkpoint.quick_check(path, None)
     memory = checkpoint.map_image(path, manifest)
     image = Image(Layout.parse(memory, manifest.file_bytes), memory)
@@ -161,9 +163,10 @@ def _ours(path: Path) -> Any:
             known[ref] = _of_image(image, ref)
         return known[ref]
 
-    return replace_leaves(
+    tree = replace_leaves(
         typed.decode(manifest.state), lambda leaf, _: stored(leaf) if isinstance(leaf, TensorRef) else leaf
     )
+    return Contents(path, OURS, tree, {"generation": manifest.generation, **asdict(manifest.position)})
 
 
 def _of_image(image: Image, ref: TensorRef) -> Stored:
@@ -187,7 +190,7 @@ def _torch(path: Path) -> Contents:
     elif _starts_zipped(path):
         raise TornError("is the beginning of a torch.save file: its end is missing.")
     value = load_safely(path, mapped=zipped)
-    return Contents(path, TORCH, tree_of(value), lambda: _verify_archive(path) if zipped else None)
+    return Contents(path, TORCH, tree_of(value), {}, lambda: _verify_archive(path) if zipped else None)
 
 
 def load_safely(source: Any, *, mapped: bool) -> Any:
@@ -286,11 +289,12 @@ def replace_leaves(value: Any, leaf: Callable[[Any, str], Any]) -> Any:
         if left[0] < 0 or depth > MAX_DEPTH:
             what = f"nested more than {MAX_DEPTH} deep" if left[0] >= 0 else f"more than {MAX_ITEMS} items"
             raise CorruptError(f"holds something {what}, at {path[:80]!r}.")
-        if isinstance(item, Mapping):
-            return {
+        if isinstance(item, dict):
+            inside = {
                 key: walk(part, f"{path}/{key}" if path else str(key), depth + 1)
                 for key, part in item.items()
             }
+            return type(item)(inside) if type(item) in {OrderedDict, Counter} else inside
         if type(item) in {list, tuple, torch.Size}:
             parts = [
                 walk(part, f"{path}/{at}" if path else str(at), depth + 1) for at, part in enumerate(item)

@@ -1,14 +1,16 @@
-"""From a checkpoint to one plain file of named tensors, for whoever knows nothing of this package.
+"""From a checkpoint to what others read: a safetensors file, torch.save's, or a directory of DCP's.
 
 Promise: every byte that is written was verified when it was read; the target appears whole or not at all,
 and replaces nothing unless told to. Tied tensors stand under each of their names, as `state_dict` has them:
-shared in a torch file, copied in a safetensors one, which has no sharing.
+shared in a torch file, copied in the others, which have no sharing. Nothing that is written needs more than
+``torch.load(weights_only=True)`` to be read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +18,23 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.store import checkpoint, typed
-from elastic_resume.store.durable import DISK, Disk, temporary_name
+from elastic_resume.store.durable import DISK, Disk, machine, temporary_name
 from elastic_resume.store.layout import Layout, TensorSpec
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.typed import TensorRef
+from elastic_resume.worker import contents
+from elastic_resume.worker.contents import Stored
 from elastic_resume.worker.image import Image
 
-FORMATS = ("safetensors", "torch")
+FORMATS = ("safetensors", "torch", "dcp")
 PREFIXES = {"plain": "", "dp": "module.", "ddp": "module."}
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
+INTERNAL = "elastic_resume."
+_LOADABLE = {bool, int, float, str, bytes, complex, set}  # what torch's safe reader takes, beside containers
 _PAIRS = {"complex64": "C64", "complex128": "C128"}  # stored as pairs of reals
 
 Write = Callable[[bytes | memoryview], None]
@@ -52,7 +59,7 @@ def export(
     manifest: Manifest,
     target: Path,
     *,
-    name: str = "model",
+    name: str | None = "model",
     file_format: str = "safetensors",
     wrapped: str = "plain",
     force: bool = False,
@@ -64,7 +71,8 @@ def export(
         source: a checkpoint's directory.
         manifest: its manifest, from `checkpoint.quick_check`.
         target: the file to make.
-        name: which tracked object; ``model`` for ``er.resume(model=…)``.
+        name: which tracked object; ``model`` for ``er.resume(model=…)``. None: all, each under its name as
+            its state_dict() has it, with ``epoch`` and ``step``; not as safetensors, which has tensors only.
         file_format: one of `FORMATS`.
         wrapped: plain, dp or ddp: for what kind of model the names are.
         force: replace a file that is there.
@@ -76,10 +84,9 @@ def export(
         MachineError: the disk refuses.
 
     """
-    if target.is_dir():
-        raise UsageError(f"{target}: is a directory; give the name of a file.")
-    if os.path.lexists(target) and not force:
-        raise UsageError(f"{target}: exists; give another name, or --force to replace it.")
+    _require_room(target, file_format, force=force)
+    if name is None:
+        return _export_all(source, target, file_format, wrapped, disk)
     references, left_out = _references(manifest, name, PREFIXES[wrapped])
     memory = checkpoint.read_image(source, manifest)
     image = Image(Layout.parse(memory, manifest.file_bytes), memory)
@@ -88,22 +95,56 @@ def export(
             raise UsageError(
                 f"{source}: {key} refers to the tensor {ref.name!r}, which is not in the checkpoint."
             )
-    if file_format == "torch":
+    if file_format != "safetensors":
         one_each = {ref: _tensor(image, ref) for ref in references.values()}  # torch.save sees what is tied
         tensors = {key: one_each[ref] for key, ref in references.items()}
+        state = tensors if file_format == "torch" else {name: tensors}
+        return Exported(len(references), _put_state(target, state, file_format, disk), tuple(left_out))
+    layout = Layout.build(_spec(image, key, ref) for key, ref in references.items())
 
-        def produce(write: Write) -> None:
-            torch.save(tensors, cast("IO[bytes]", _Sink(write)))
-
-    else:
-        layout = Layout.build(_spec(image, key, ref) for key, ref in references.items())
-
-        def produce(write: Write) -> None:
-            write(layout.header)
-            for key in layout.extents:
-                write(image.bytes_of(references[key].name))
+    def produce(write: Write) -> None:
+        write(layout.header)
+        for key in layout.extents:
+            write(image.bytes_of(references[key].name))
 
     return Exported(len(references), _put(target, produce, disk), tuple(left_out))
+
+
+def _require_room(target: Path, file_format: str, *, force: bool) -> None:
+    """Refuse a name that is taken; a directory always, unless it is DCP's and another is to replace it."""
+    if target.is_dir() and not (file_format == "dcp" and (target / contents.DCP_METADATA).is_file()):
+        raise UsageError(f"{target}: is a directory; give the name of a file.")
+    if os.path.lexists(target) and not force:
+        raise UsageError(f"{target}: exists; give another name, or --force to replace it.")
+
+
+def _export_all(source: Path, target: Path, file_format: str, wrapped: str, disk: Disk) -> Exported:
+    """Write all objects and the position: what a script of its own, or `resume`, goes on from."""
+    if file_format == "safetensors":
+        raise UsageError(
+            "safetensors holds tensors and nothing else: use --format torch or dcp, or give one --object."
+        )
+    found = contents.look_into(source)
+    left_out: list[str] = []
+
+    def leaf(item: Any, path: str) -> Any:
+        if isinstance(item, Stored):
+            return item.read()
+        if item is not None and type(item) not in _LOADABLE:
+            left_out.append(path)
+            return None
+        return item
+
+    state = {name: part for name, part in found.tree.items() if not name.startswith(INTERNAL)}
+    if PREFIXES[wrapped] and isinstance(state.get("model"), dict):
+        state["model"] = {PREFIXES[wrapped] + key: value for key, value in state["model"].items()}
+    tensors = sum(isinstance(value, Stored) for _, value in contents.leaves(state))
+    whole = {
+        **contents.replace_leaves(state, leaf),
+        "epoch": found.about["epoch"],
+        "step": found.about["step"],
+    }
+    return Exported(tensors, _put_state(target, whole, file_format, disk), tuple(left_out))
 
 
 def _references(manifest: Manifest, name: str, prefix: str) -> tuple[dict[str, TensorRef], list[str]]:
@@ -153,6 +194,37 @@ def _spec(image: Image, key: str, ref: TensorRef) -> TensorSpec:
     if ref.kind == "complex128":
         raise UsageError(f"{key}: safetensors has no complex128; use --format torch.")
     return TensorSpec(key, _PAIRS[ref.kind], extent.shape[:-1])
+
+
+def _put_state(target: Path, state: Any, file_format: str, disk: Disk) -> int:
+    if file_format == "dcp":
+        return _put_dcp(target, state, disk)
+    return _put(target, lambda write: torch.save(state, cast("IO[bytes]", _Sink(write))), disk)
+
+
+def _put_dcp(target: Path, state: Any, disk: Disk) -> int:
+    """Have DCP write under a temporary name, rename that; return the size of all files."""
+    temporary = target.with_name(temporary_name(target.name))
+    try:
+        with warnings.catch_warnings(), machine("write", temporary):
+            warnings.simplefilter("ignore")  # that there is no process group is meant
+            save(state, checkpoint_id=temporary, no_dist=True)  # which syncs its files
+            size = sum(path.stat().st_size for path in temporary.iterdir())
+        disk.sync_dir(temporary)
+        if os.path.lexists(target):
+            old = target.with_name(temporary_name(target.name))
+            disk.rename(target, old)
+            disk.rename(temporary, target)
+            disk.remove_tree(old)
+        else:
+            disk.rename(temporary, target)
+    except BaseException:
+        with contextlib.suppress(MachineError):
+            if os.path.lexists(temporary):
+                disk.remove_tree(temporary)
+        raise
+    disk.sync_dir(target.parent)
+    return size
 
 
 class _Sink:

@@ -18,6 +18,8 @@ from elastic_resume.store.board import Board
 from elastic_resume.store.catalog import Entry, scan_run
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.quarantine import quarantined, reason_of
+from elastic_resume.store.reading import located
+from elastic_resume.worker import contents
 from elastic_resume.worker.place import Place
 
 LISTED_COPIES = 64  # of one directory, newest first: older ones would be taken after 64 corrupt ones only
@@ -46,7 +48,7 @@ def take_stock(place: Place, board: Board, generation: int) -> Inventory:
         if entry.manifest is not None and entry.problem is None
     ]
     rejected = [reason for home, entries in homes.items() for reason in _rejected(place, home, entries)]
-    given, problem = _given(place)
+    given, foreign, problem = _given(place)
     snapshots, refused = _snapshots(place)
     floor, began = 0, False
     if place.settings.resume not in {"auto", "must"}:
@@ -64,6 +66,7 @@ def take_stock(place: Place, board: Board, generation: int) -> Inventory:
         began=began,
         committed=committed.newest(place.node_dir),
         given=given,
+        foreign=foreign,
         last_step=last_step,
         last_generation=last_generation,
         last_world_size=last_world_size or None,
@@ -137,16 +140,20 @@ def _rejected(place: Place, home: str, entries: Sequence[Entry]) -> list[Rejecte
     return found
 
 
-def _given(place: Place) -> tuple[Copy | None, list[Rejected]]:
-    """The checkpoint that ``--resume PATH`` names, as this node sees it."""
+def _given(place: Place) -> tuple[Copy | None, str, list[Rejected]]:
+    """The checkpoint that ``--resume PATH`` names, as this node sees it: ours, or the format of another's."""
     path = place.settings.resume
     if path in {"auto", "must", "never"}:
-        return None, []
+        return None, "", []
     try:
+        with located(Path(path)):
+            kind = contents.format_of(Path(path))
+        if kind != contents.OURS:
+            return None, kind, []
         manifest = checkpoint.quick_check(Path(path), None)
     except CheckpointError as error:
-        return None, [Rejected(place.node, path, str(error), kind=error.kind)]
-    return _copy_of("", manifest), []
+        return None, "", [Rejected(place.node, path, str(error), kind=error.kind)]
+    return _copy_of("", manifest), "", []
 
 
 def _snapshots(place: Place) -> tuple[list[Copy], list[Rejected]]:

@@ -25,7 +25,7 @@ from elastic_resume.store import checkpoint, life
 from elastic_resume.store.board import Board
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.worker import inventory, state, telling
+from elastic_resume.worker import foreign, inventory, state, telling
 from elastic_resume.worker.loading import PROVEN_BAD, Attempt, Failures
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.ranks_equal import first_difference
@@ -66,11 +66,11 @@ def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, 
     began = time.monotonic()
     flat = place.together(lambda: state.flatten(tracked))
     room = _room(place, node_dir, flat, tracked)
-    own = place.together(
-        lambda: inventory.take_stock(place, board, node_dir.generation()) if place.leads else None
-    )
-    told = place.world.gather(inventory.to_json(own) if own else None)
-    stock = [inventory.from_json(one) for one in told if one is not None]
+    stock = _take_stock(place, node_dir, board)
+    brought = source.bringer(stock)
+    if brought is not None:
+        place.together(lambda: foreign.bring(place, tracked, *brought))
+        stock = _take_stock(place, node_dir, board)
     failpoints.hit("resume.planned")
     while True:
         plan = source.choose(stock, place.settings.resume)
@@ -98,6 +98,15 @@ def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, 
     if room is not None and manifest is not None:
         telling.say(f"node {place.node}: {room} Training goes on, from what memory and other nodes hold.")
     return Resumed(plan, manifest, flat, tuple(place.lead_of), time.monotonic() - began, on_disk)
+
+
+def _take_stock(place: Place, node_dir: NodeDir, board: Board) -> list[Inventory]:
+    """Gather what each node could resume from."""
+    own = place.together(
+        lambda: inventory.take_stock(place, board, node_dir.generation()) if place.leads else None
+    )
+    told = place.world.gather(inventory.to_json(own) if own else None)
+    return [inventory.from_json(one) for one in told if one is not None]
 
 
 def _room(

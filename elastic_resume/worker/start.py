@@ -62,7 +62,8 @@ def resume(
         save_every: steps or seconds between two checkpoints: a number of steps, "30s", or "auto".
         snapshot_every: the same for copies in memory, or "off".
         keep: how many checkpoints each node keeps, at least 2.
-        resume: "auto", "must", "never", or the path of a checkpoint.
+        resume: "auto", "must", "never", or the path of a checkpoint: ours, or one that was made elsewhere
+            (torch.save, DCP, safetensors), with which the job begins.
         seed: from which random numbers are derived, with rank and step; default is what rank 0 gave
             ``torch.manual_seed`` before, kept over all restarts.
         rng: "derived" seeds torch, `random` and numpy (global) at each step boundary, so that a resumed run
