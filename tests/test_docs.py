@@ -1,0 +1,78 @@
+"""What docs/checkpointing-ddp.md says is so: each block of code is run, on the ranks that it speaks of."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.store.catalog import Catalog
+from tests import ranks
+
+PAGE = Path(__file__).parents[1] / "docs" / "checkpointing-ddp.md"
+JOB = Path(__file__).parent / "jobs" / "page.py"
+README = PAGE.parents[1] / "README.md"
+
+# Around the script of the short answer: what each rank read in which step, and a death of all in mid-epoch.
+AROUND = """
+import json, os
+from elastic_resume.worker.run import Run
+
+steps, step = 0, Run.step
+
+def counted(run):
+    global steps
+    step(run)
+    steps += 1
+    line = {"step": run.position.step, "epoch": epoch, "numbers": numbers.tolist()}
+    os.write(diary, (json.dumps(line) + "\\n").encode())
+    if steps == int(os.environ.get("DIES_AFTER", "0")):
+        run.save()
+        os._exit(9)
+
+Run.step = counted
+diary = os.open(f"read-{os.environ['RANK']}-{os.environ['WORLD_SIZE']}", os.O_WRONLY | os.O_CREAT)
+"""
+
+
+def blocks() -> list[tuple[int, str]]:
+    """Each block of Python: the number of the line that opens it, and its text."""
+    text = PAGE.read_text()
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text[: match.start()].count("\n") + 1, match[1]) for match in found]
+
+
+def test_every_block_runs_on_three_ranks(tmp_path: Path) -> None:
+    """One after another in one world, each in a folder of its own."""
+    (tmp_path / "blocks").write_text(json.dumps(blocks()))
+    done = ranks.run(3, JOB, str(PAGE), str(tmp_path / "blocks"), str(tmp_path))
+    assert [process.returncode for process in done] == [0, 0, 0], "\n".join(one.stderr for one in done)
+    assert {process.stdout.splitlines()[-1] for process in done} == {f"all {len(blocks()) - 1} blocks"}
+
+
+def test_the_short_answer_reads_each_sample_once_though_the_world_shrinks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three ranks die in mid-epoch, two go on."""
+    monkeypatch.chdir(tmp_path)
+    preface, short = (code for _, code in blocks()[:2])
+    script = tmp_path / "train.py"
+    script.write_text(AROUND + preface + short)
+    died = ranks.run(3, script, env=[{"DIES_AFTER": "5"}] * 3)
+    assert [process.returncode for process in died] == [9, 9, 9], died[0].stderr
+    went_on = ranks.run(2, script)
+    assert [process.returncode for process in went_on] == [0, 0], went_on[0].stderr
+    lines = [json.loads(line) for path in tmp_path.glob("read-*") for line in path.read_text().splitlines()]
+    for epoch in range(2):
+        read = [number for line in lines if line["epoch"] == epoch for number in line["numbers"]]
+        assert sorted(read) == [*range(108)]
+    assert {line["step"] for line in lines} == set(range(1, 19))
+    newest = Catalog(tmp_path / "checkpoints" / "train" / "n0", "train").entries()[0]
+    assert newest.step == 18
+
+
+def test_the_readme_leads_to_the_page() -> None:
+    """Nobody finds a page that nothing points to."""
+    assert "docs/checkpointing-ddp.md" in README.read_text()
