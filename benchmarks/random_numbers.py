@@ -14,17 +14,11 @@ from collections.abc import Callable
 import torch
 
 from elastic_resume.worker import rng
-from elastic_resume.worker.seeding import Indices
+from elastic_resume.worker.seeding import Indices, marked
 
 TARGET_US = 50.0
 REPETITIONS = 30
 INDICES = 10_000
-
-
-class Marked(int):
-    """The other way to carry an epoch: on each index. Kept to compare with."""
-
-    epoch: int
 
 
 def least_us(work: Callable[[], object], times: int) -> float:
@@ -36,13 +30,6 @@ def least_us(work: Callable[[], object], times: int) -> float:
             work()
         found.append((time.perf_counter() - began) / times)
     return min(found) * 1e6
-
-
-def marked(plain: list[int]) -> list[Marked]:
-    made = [Marked(index) for index in plain]
-    for index in made:
-        index.epoch = 4
-    return made
 
 
 def sent(indices: list[int]) -> object:
@@ -64,8 +51,8 @@ def main() -> None:
     plain = torch.randperm(INDICES).tolist()
     kinds: dict[str, Callable[[], list[int]]] = {
         "a list": lambda: list(plain),
-        "ours": lambda: Indices(plain, 3, 4),
-        "an epoch on each index": lambda: list[int](marked(plain)),
+        "as of GlobalBatches": lambda: Indices(plain, 3, 4),
+        "as of an ElasticSampler": lambda: list[int](marked(plain, 3, 4)),
     }
     for name, make in kinds.items():
         made = make()

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 import elastic_resume as er
 from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.worker import rng
+from elastic_resume.worker.sampler import batches_of
 from elastic_resume.worker.seeding import Indices
 from tests import ranks
 from tests.jobs import augment
@@ -124,6 +125,28 @@ def test_every_world_and_start_reads_the_same_samples() -> None:
     for other in (batches_at(1), batches_at(2, seed=4)):
         again = read(DataLoader(dataset, batch_sampler=other))
         assert not {digest for _, digest in again} & {digest for _, digest in whole}
+
+
+def test_an_elastic_sampler_reads_the_same_samples() -> None:
+    """Batches of other sizes, made by the loader, in workers: the samples are those of GlobalBatches."""
+    dataset = er.seeded(Noisy())
+    expected = sorted(read(DataLoader(dataset, batch_sampler=batches_at(2, seed=8))))
+    sampler = er.ElasticSampler(dataset, seed=8)
+    loader = DataLoader(dataset, batch_size=11, sampler=sampler, num_workers=1)
+    sampler.set_epoch(2)
+    assert sorted(read(loader)) == expected
+    batches = batches_of(loader)
+    assert batches is not None
+    found = []
+    for rank in range(3):
+        batches.bind(rank, 3)
+        batches.enter(None, None)
+        batches.seek(2, 0)
+        found += read(loader)
+    assert sorted(found) == expected
+    unmarked = DataLoader(dataset, batch_size=11, sampler=er.ElasticSampler(Noisy(), seed=8))
+    with pytest.raises(UsageError, match="ElasticSampler that was made from the seeded dataset"):
+        read(unmarked)
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])

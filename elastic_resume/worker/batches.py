@@ -182,7 +182,7 @@ class GlobalBatches(Sampler[list[int]]):
 
     # ---- what a DataLoader calls -------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Indices]:
         """Yield this rank's indices for each step from the sought one to the epoch's end, part by part.
 
         Start, place and order are taken now, so iterators that live at once do not disturb each other.
@@ -312,7 +312,7 @@ class GlobalBatches(Sampler[list[int]]):
         order: Tensor | None,
         place: tuple[int, int],
         epoch: int,
-    ) -> Iterator[list[int]]:
+    ) -> Iterator[Indices]:
         self.exhausted = False
         for step in range(start, cut.steps):
             samples, first = cut.samples(step), cut.begin(step)
@@ -326,13 +326,13 @@ class GlobalBatches(Sampler[list[int]]):
         self.exhausted = True
 
 
-class _Telling(Iterator[list[int]]):
+class _Telling(Iterator[Indices]):
     """An iterator that tells when it is asked, when nothing is left too."""
 
-    def __init__(self, inner: Iterator[list[int]], tell: Callable[[bool], None]) -> None:
+    def __init__(self, inner: Iterator[Indices], tell: Callable[[bool], None]) -> None:
         self._inner, self._tell, self._first = inner, tell, True
 
-    def __next__(self) -> list[int]:
+    def __next__(self) -> Indices:
         first, self._first = self._first, False
         self._tell(first)
         return next(self._inner)

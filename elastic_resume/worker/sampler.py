@@ -10,7 +10,7 @@ Does not know how positions are saved. Nothing here imports torchdata: its loade
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from elastic_resume.errors import ConfigError, MismatchError
 from elastic_resume.worker.arguments import flag, integer
 from elastic_resume.worker.batches import GlobalBatches, order_of
+from elastic_resume.worker.seeding import SeededDataset, marked
 from elastic_resume.worker.worldsize import KEEP_GLOBAL, Sizing
 
 
@@ -70,6 +71,7 @@ class ElasticSampler(Sampler[int]):
         self.seed = integer("seed", seed, least=-(2**63))
         self.batch_size = None if batch_size is None else integer("batch_size", batch_size, least=1)
         self.epoch = 0
+        self._marks = isinstance(dataset, SeededDataset)  # which asks each index of which epoch it is
         self._batches: LocalBatches | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -96,7 +98,7 @@ class ElasticSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's samples, from where `resume` stands in the epoch to its end."""
         if self._batches is not None:
-            return (index for share in self._batches for index in share)
+            return (index for share in self._batches for index in self._marked(share, share.epoch))
         order = (
             order_of(self.dataset_size, self.seed, self.epoch).tolist()
             if self.shuffle
@@ -105,7 +107,10 @@ class ElasticSampler(Sampler[int]):
         rank, size = self._place()
         count = len(self)
         order += (order * -(-count * size // len(order)))[: max(0, count * size - len(order))]
-        return iter(order[: count * size][rank::size])
+        return iter(self._marked(order[: count * size][rank::size], self.epoch))
+
+    def _marked(self, indices: list[int], epoch: int) -> Iterable[int]:
+        return marked(indices, self.seed, epoch) if self._marks else indices
 
     def __len__(self) -> int:
         """Count this rank's samples of a whole epoch, also in mid-epoch."""

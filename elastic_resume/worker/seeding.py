@@ -15,12 +15,13 @@ Not covered: generators that the dataset has made for itself (``numpy.random.def
 ``__getitem__``, from ``torch.initial_seed()``, which is the sample's.
 
 Cost (benchmarks/random_numbers.py): 7 us for each sample; 0.04 ms to send the seed and epoch of a batch of
-10,000 indices along. With an epoch on each index that batch took 2 ms to make and 45 ms to send.
+10,000 indices along. An epoch on each index costs 2 ms to make and 45 ms to send for that batch: so it is
+only for an `ElasticSampler`, whose batches a DataLoader makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
@@ -42,6 +43,21 @@ class Indices(list[int]):
         super().__init__(indices)
         self.seed = seed
         self.epoch = epoch
+
+
+class Index(int):
+    """One index with the seed and the epoch, for samplers, whose batches are made by others."""
+
+    seed: int
+    epoch: int
+
+
+def marked(indices: Iterable[int], seed: int, epoch: int) -> Iterator[Index]:
+    """Have each index carry its order's seed and epoch."""
+    for number in indices:
+        index = Index(number)
+        index.seed, index.epoch = seed, epoch
+        yield index
 
 
 class SeededDataset(Dataset[T]):
@@ -68,10 +84,11 @@ def seeded(dataset: Dataset[T]) -> SeededDataset[T]:
     """Have each sample of ``dataset`` draw its random numbers from (seed, epoch, index).
 
     ``DataLoader(er.seeded(dataset), batch_sampler=batches, num_workers=4)``, with a `GlobalBatches`, whose
-    ``seed`` it is. The samples are then the same for any ``num_workers``, 0 too, and any world size, and
-    a run that resumes in mid-epoch goes on with the very same. torch's CPU generator, `random` and
-    numpy's global one are seeded before each ``dataset[index]``. Samples are read one by one, also where the
-    dataset has a ``__getitems__``: what a batch draws would depend on who is in it.
+    ``seed`` it is; or with ``sampler=er.ElasticSampler(seeded)``, made from the seeded dataset. The samples
+    are then the same for any ``num_workers``, 0 too, and any world size, and a run that resumes in mid-epoch
+    goes on with the very same. torch's CPU generator, `random` and numpy's global one are seeded before each
+    ``dataset[index]``. Samples are read one by one, also where the dataset has a ``__getitems__``: what a
+    batch draws would depend on who is in it.
 
     A ``collate_fn`` that draws comes after that: in a worker it continues with its batch's last sample, in
     the main process (``num_workers=0``) with the numbers of the step.
@@ -125,16 +142,18 @@ def seed_worker(worker_id: int) -> None:
 
 _NO_EPOCH = (
     "a seeded dataset was asked for {got}, which does not say of which epoch it is: read it through "
-    "DataLoader(er.seeded(dataset), batch_sampler=er.GlobalBatches(...)), with seeded() around "
-    "all other wrappers of the dataset. For a look at one sample take it from the dataset itself."
+    "DataLoader(er.seeded(dataset), batch_sampler=er.GlobalBatches(...)), with seeded() around all other "
+    "wrappers of the dataset, or with an ElasticSampler that was made from the seeded dataset. For a look at "
+    "one sample take it from the dataset itself."
 )
 
 
 def _read(dataset: Any, indices: list[int]) -> list[Any]:
-    if not isinstance(indices, Indices):
-        raise UsageError(_NO_EPOCH.format(got=f"a plain {type(indices).__name__} of indices"))
     samples = []
     for index in indices:
-        rng.seed_host(rng.mix(indices.seed, indices.epoch, index, _SAMPLES))
-        samples.append(dataset[index])
+        origin = indices if isinstance(indices, Indices) else index
+        if not isinstance(origin, (Indices, Index)):
+            raise UsageError(_NO_EPOCH.format(got=f"a plain {type(indices).__name__} of indices"))
+        rng.seed_host(rng.mix(origin.seed, origin.epoch, index, _SAMPLES))
+        samples.append(dataset[int(index)])
     return samples

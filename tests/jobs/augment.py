@@ -13,6 +13,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,11 +44,12 @@ class Noisy(Dataset[tuple[int, Tensor]]):
 def loaders(batches: er.GlobalBatches) -> list[DataLoader[tuple[int, Tensor]]]:
     """One for each of LOADERS."""
     wrapped = er.seeded(Noisy())
+    kept: dict[str, Any] = {"batch_sampler": batches, "persistent_workers": True}
     return [
         DataLoader(wrapped, batch_sampler=batches),
         DataLoader(wrapped, batch_sampler=batches, num_workers=2),
-        DataLoader(wrapped, batch_sampler=batches, num_workers=4, persistent_workers=True, prefetch_factor=1),
-        DataLoader(Noisy(), batch_sampler=batches, num_workers=2, worker_init_fn=er.seed_worker),
+        DataLoader(wrapped, num_workers=4, prefetch_factor=1, **kept),
+        DataLoader(Noisy(), num_workers=2, worker_init_fn=er.seed_worker, **kept),
     ]
 
 
