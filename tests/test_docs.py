@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.store.catalog import Catalog
 from tests import ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "checkpointing-ddp.md"
@@ -36,6 +35,10 @@ Run.step = counted
 diary = os.open(f"read-{os.environ['RANK']}-{os.environ['WORLD_SIZE']}", os.O_WRONLY | os.O_CREAT)
 """
 
+SAYS = """
+print(optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"]))
+"""
+
 
 def blocks() -> list[tuple[int, str]]:
     """Each block of Python: the number of the line that opens it, and its text."""
@@ -52,14 +55,19 @@ def test_every_block_runs_on_three_ranks(tmp_path: Path) -> None:
     assert {process.stdout.splitlines()[-1] for process in done} == {f"all {len(blocks()) - 1} blocks"}
 
 
-def test_the_short_answer_reads_each_sample_once_though_the_world_shrinks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("which", "steps", "rate"),
+    [("er.GlobalBatches(len(samples), 12", 18, 0.1), ("er.ElasticSampler(", 25, 0.1 * 8 / 12)],
+)
+def test_each_sample_is_read_once_though_the_world_shrinks(
+    which: str, steps: int, rate: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three ranks die in mid-epoch, two go on."""
+    """Three ranks die in mid-epoch, two go on; with the learning rate that the page says."""
     monkeypatch.chdir(tmp_path)
-    preface, short = (code for _, code in blocks()[:2])
+    preface, *others = (code for _, code in blocks())
+    (code,) = (code for code in others if which in code)
     script = tmp_path / "train.py"
-    script.write_text(AROUND + preface + short)
+    script.write_text(AROUND + preface + code + SAYS)
     died = ranks.run(3, script, env=[{"DIES_AFTER": "5"}] * 3)
     assert [process.returncode for process in died] == [9, 9, 9], died[0].stderr
     went_on = ranks.run(2, script)
@@ -68,9 +76,8 @@ def test_the_short_answer_reads_each_sample_once_though_the_world_shrinks(
     for epoch in range(2):
         read = [number for line in lines if line["epoch"] == epoch for number in line["numbers"]]
         assert sorted(read) == [*range(108)]
-    assert {line["step"] for line in lines} == set(range(1, 19))
-    newest = Catalog(tmp_path / "checkpoints" / "train" / "n0", "train").entries()[0]
-    assert newest.step == 18
+    assert {line["step"] for line in lines} == set(range(1, steps + 1))
+    assert float(went_on[0].stdout) == pytest.approx(rate)
 
 
 def test_the_readme_leads_to_the_page() -> None:
