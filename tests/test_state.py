@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import datetime as dt
+import re
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any, cast
 
 import numpy as np
@@ -201,6 +203,87 @@ def test_arbitrary_nested_state_comes_back(value: Any, tensors: int) -> None:
     assert type(target.value["plain"]) is type(value)
     assert len(target.value["tensors"]) == tensors
     assert all(torch.equal(a, b) for a, b in zip(target.value["tensors"], held, strict=True))
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """A tensor of any dtype and shape, whole or a strided part of another."""
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    made = torch.arange(4 ** len(shape)).reshape([4] * len(shape)).to(draw(st.sampled_from(DTYPES)))
+    made = made[tuple(slice(0, size) for size in shape)]
+    return made.t() if made.dim() == 2 and draw(st.booleans()) else made
+
+
+def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """``leaf`` in any nest of what typed JSON knows."""
+    return st.recursive(
+        leaf,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.lists(inner, max_size=3).map(tuple)
+            | st.lists(inner, max_size=3).map(lambda items: deque(items, maxlen=5))
+            | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+            | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict)
+        ),
+        max_leaves=8,
+    )
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two nests are of the same types and values, tensors bit for bit."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        prints = [state.fingerprints([state.Leaf("", part, state.OTHER)]) for part in (one, other)]
+        return prints[0] == prints[1]
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+@settings(max_examples=100, deadline=None)
+@given(nested(tensors() | st.none() | st.floats(allow_nan=False) | st.binary(max_size=3)))
+def test_tensors_come_back_from_any_nest(value: Any) -> None:
+    """Types, order, dtypes, shapes and bits."""
+    target = Box()
+    carry({"box": Box(value)}, {"box": target})
+    assert alike(target.value, value)
+
+
+class Odd:
+    """What nobody can store."""
+
+
+UNFIT = {
+    "tests.test_state.Odd": Odd(),
+    "layout torch.sparse_coo": torch.eye(2).to_sparse(),
+    "builtin_function_or_method": print,
+    "meta device": torch.empty(2, device="meta"),
+    "datetime.date": dt.date(2020, 1, 1),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([list, tuple, dict, OrderedDict, deque]), max_size=5),
+    st.sampled_from(list(UNFIT)),
+)
+def test_what_does_not_fit_is_refused_wherever_it_lies_by_path_and_type(around: list[Any], told: str) -> None:
+    """The last place of the path is where it is."""
+    value: Any = UNFIT[told]
+    for kind in around:
+        value = kind({"inner": value}) if kind in {dict, OrderedDict} else kind([0, value])
+    steps = ["inner" if kind in {dict, OrderedDict} else "1" for kind in reversed(around)]
+    with pytest.raises(UntrackableError) as caught:
+        state.flatten({"box": Box(value)})
+    path, _, reason = str(caught.value).partition(": ")
+    assert re.findall(r"\w+", path) == ["box", "value", *steps]
+    assert told in reason
 
 
 def test_numpy_arrays_and_scalars_come_back_as_such() -> None:

@@ -6,11 +6,15 @@ with three ranks or more a resumed run would round its first step otherwise than
 (seen with gloo: weights differ in the last bits from the first resumed step on). So the order of
 readiness is recorded once, kept in the checkpoint, and played to DDP before the first resumed step: one
 backward pass of zeros through the bare parameters in that order. DDP does the rest itself.
+
+The model has no part in that pass: something else stands in its place inside of DDP, so what is compiled,
+wrapped or hooked in it is not touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from elastic_resume.worker import state
+# With static_graph DDP looks at one backward pass, notes the order in a second, and has its buckets then.
+_SETTLED = 2
 
 
 class BucketOrder:
@@ -28,87 +33,135 @@ class BucketOrder:
         """Know no order yet."""
         self.revision = 0  # grows when state_dict() comes to give something else
         self._orders: dict[str, list[str]] = {}
+        self._single: set[str] = set()  # names of models of whose gradients each became ready once
+        self._steps = 0  # that the job has taken: those that count, at most _SETTLED
         self._recording: dict[str, list[str]] = {}
         self._hooks: list[RemovableHandle] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the known orders: tracked name -> parameter names."""
-        return {"orders": {name: list(order) for name, order in self._orders.items()}}
+        """Give the known orders: tracked name -> parameter names; and which are of one backward pass."""
+        orders = {name: list(order) for name, order in self._orders.items()}
+        return {"orders": orders, "single": sorted(self._single), "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` gave."""
         self._orders = {name: list(order) for name, order in state["orders"].items()}
+        self._single = set(state.get("single", ()))
+        self._steps = state.get("steps", _SETTLED)
         self.revision += 1
 
     def prepare(self, name: str, model: nn.Module, ddp: DistributedDataParallel) -> None:
-        """Play the known order of ``name`` to ``ddp``, or record it in the backward pass to come."""
+        """Play the known order of ``name`` to ``ddp``, or record it in the backward pass to come.
+
+        ``model`` is the tracked one, bare.
+        """
         parameters = {key: p for key, p in model.named_parameters() if p.requires_grad}
         order = self._orders.get(name)
-        if ddp.find_unused_parameters or ddp.static_graph:
-            return  # the first never rebuilds its buckets, the second may only see the model's own graph
+        if ddp.find_unused_parameters and not ddp.static_graph:
+            return  # its buckets are never rebuilt
         if order is None:
             self._record(name, parameters)
-        elif set(order) == parameters.keys() and _is_playable(model, parameters.values()):
-            _play([parameters[key] for key in order], model, ddp)
+        elif self._is_playable(name, parameters, ddp):
+            passes = self._steps if ddp.static_graph else 1
+            _play([parameters[key] for key in order], _sparse(model), ddp, passes)
 
     def end_step(self) -> None:
         """After the first optimizer step the order is known."""
+        if self._steps < _SETTLED:
+            self._steps += 1
+            self.revision += 1
         if not self._hooks:
             return
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._orders.update(self._recording)
+        for name, seen in self._recording.items():
+            self._orders[name] = list(dict.fromkeys(seen))
+            if len(seen) == len(self._orders[name]):
+                self._single.add(name)
         self._recording.clear()
         self.revision += 1
 
     def _record(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        order = self._recording.setdefault(name, [])
-
-        def note(key: str) -> None:
-            if key not in order:
-                order.append(key)
-
+        seen = self._recording.setdefault(name, [])
         for key, parameter in parameters.items():
-            hook = parameter.register_post_accumulate_grad_hook(lambda _, key=key: note(key))
+            hook = parameter.register_post_accumulate_grad_hook(lambda _, key=key: seen.append(key))
             self._hooks.append(hook)
 
+    def _is_playable(
+        self, name: str, parameters: Mapping[str, nn.Parameter], ddp: DistributedDataParallel
+    ) -> bool:
+        """Whether a pass of zeros goes unnoticed, and tells DDP what a real one would.
 
-def _is_playable(model: nn.Module, parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether a pass of zeros goes unnoticed: nobody's hook runs in it and every gradient may be dense.
-
-    An optimizer that steps inside of backward would take a step of its own; torch.compile's wrapper and an
-    embedding with sparse gradients do not take such a pass at all.
-    """
-    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:  # noqa: SLF001
-        return False
-    if any(getattr(part, "sparse", False) is True for part in model.modules()):
-        return False
-    if state.unwrap(model) is not model:
-        return False
-    return not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)  # noqa: SLF001
+        With ``static_graph`` the first pass also teaches DDP which gradients never come and how often the
+        others do (checkpointed blocks run more than once), so there each must have come once.
+        """
+        order = self._orders[name]
+        if ddp.static_graph:
+            fits = name in self._single and parameters.keys() >= set(order) != set()
+        else:
+            fits = parameters.keys() == set(order)
+        in_backward = any(hasattr(p, "_in_backward_optimizers") for p in parameters.values())
+        alone = ddp.mixed_precision is None and not ddp._comm_hooks and not ddp._use_python_reducer  # noqa: SLF001
+        return fits and alone and not in_backward
 
 
-def _play(parameters: list[nn.Parameter], model: nn.Module, ddp: DistributedDataParallel) -> None:
-    """Let the gradients of ``parameters`` become ready in this order, all of them zero.
+class _Zeros(nn.Module):
+    """Stands for the model: a zero to which each parameter adds a zero gradient, the first one first."""
 
-    Autograd runs what was recorded last first, so the sum is built from the last parameter to the first.
-    """
-    gradients = [parameter.grad for parameter in parameters]
+    def __init__(self, parameters: Sequence[nn.Parameter], sparse: set[int]) -> None:
+        super().__init__()
+        self._given = tuple(parameters)  # in a tuple they are not this module's
+        self._sparse = sparse
 
-    def zero() -> Tensor:
-        total = torch.zeros((), device=parameters[0].device)
-        for parameter in reversed(parameters):
-            total = total + (parameter * 0).sum().to(total)
+    def forward(self) -> Tensor:
+        """Autograd runs what was recorded last first: built from the last parameter to the first."""
+        total = torch.zeros((), device=self._given[0].device)
+        for parameter in reversed(self._given):
+            if id(parameter) in self._sparse:
+                first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+                part = nn.functional.embedding(first, parameter, sparse=True)
+            else:
+                part = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            total = total + (part.sum() * 0).to(total)
         return total
 
-    own = model.__dict__.get("forward")  # some libraries put a wrapper there: it must come back
-    model.__dict__["forward"] = zero
+
+def _sparse(model: nn.Module) -> set[int]:
+    """Find the parameters whose gradients are sparse, by DDP's own rule."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {id(part.weight) for part in model.modules() if isinstance(part, kinds) and part.sparse}
+
+
+def _play(
+    parameters: Sequence[nn.Parameter], sparse: set[int], ddp: DistributedDataParallel, passes: int
+) -> None:
+    """Let the gradients of ``parameters`` become ready in this order, all of them zero."""
+    gradients = [parameter.grad for parameter in parameters]
+    model, broadcast = ddp.module, ddp.broadcast_buffers
+    ddp.module, ddp.broadcast_buffers = _Zeros(parameters, sparse), False
     try:
-        ddp().backward()
+        with _without_hooks(parameters), torch.enable_grad():
+            for _ in range(passes):
+                ddp.forward().backward()
     finally:
-        del model.__dict__["forward"]
-        if own is not None:
-            model.__dict__["forward"] = own
+        ddp.module, ddp.broadcast_buffers = model, broadcast
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Keep the script's hooks on parameters from running: one may step the optimizer in it.
+
+    torch runs what is in these dicts at that moment.
+    """
+    found = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in parameters]  # noqa: SLF001
+    kept = [(hooks, dict(hooks)) for pair in found for hooks in pair if hooks]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, entries in kept:
+            hooks.update(entries)

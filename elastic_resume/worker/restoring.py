@@ -6,16 +6,21 @@ Does not know where the tensors come from.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from elastic_resume.errors import MismatchError
 from elastic_resume.store import typed
 from elastic_resume.store.typed import TensorRef
 from elastic_resume.worker.state import COMPLEX, canonical_names, type_name
+from elastic_resume.worker.tensors import Tensors
+
+_EXTRA_STATE = "_extra_state"  # the key that nn.Module.get_extra_state() has in a state_dict
 
 
 def load(
@@ -50,13 +55,17 @@ def load(
             f"definition, or start over on purpose with --resume never.\n  {shown}{more}"
         )
     for name, item in tracked.items():
-        if isinstance(item, nn.Module):
-            _load_module(item, stored[name], tensor)
-            continue
         # Outside of the try: what `tensor` raises is no refusal.
-        restored = _restore(stored[name], own or (lambda key: tensor(key).clone()))
+        if isinstance(item, nn.Module):
+            restored = _state_of_module(item, stored[name], tensor)
+        elif isinstance(item, Tensors):
+            restored = _restore(stored[name], tensor)
+        else:
+            restored = _restore(stored[name], _once(own or (lambda key: tensor(key).clone())))
         try:
             item.load_state_dict(restored)
+            if isinstance(item, Optimizer):
+                _undo_casts(item, restored)
         except (ValueError, KeyError, RuntimeError) as error:
             raise MismatchError(
                 f"{name}: {type_name(item)} refuses the checkpoint's state: {error}. "
@@ -74,15 +83,18 @@ def _differences(
     for name, item in tracked.items():
         if name in stored and hasattr(item, "differences"):
             problems += item.differences(stored[name])
-        if name not in stored or not isinstance(item, nn.Module):
+        if name not in stored or not isinstance(item, (nn.Module, Tensors)):
             continue
-        canonical = canonical_names(item)
+        canonical = canonical_names(item) if isinstance(item, nn.Module) else str
         live = {canonical(key): value for key, value in item.state_dict().items()}
         kept = stored[name] if isinstance(stored[name], dict) else {}
         for key in sorted(live.keys() | kept.keys()):
+            if key.rpartition(".")[2] == _EXTRA_STATE and key in live and key in kept:
+                continue  # the module's own business: it may have grown
             here, there = _describe(live.get(key), tensor), _describe(kept.get(key), tensor)
             if here != there:
-                problems.append(f"{name}/{key}: {here} in the model, {there} in the checkpoint")
+                what = "the model" if isinstance(item, nn.Module) else "what is tracked"
+                problems.append(f"{name}/{key}: {here} in {what}, {there} in the checkpoint")
     return problems
 
 
@@ -97,13 +109,45 @@ def _describe(value: Any, tensor: Callable[[str], Tensor]) -> str:
     return "not a tensor"
 
 
-def _load_module(module: nn.Module, stored: Mapping[str, Any], tensor: Callable[[str], Tensor]) -> None:
+def _state_of_module(
+    module: nn.Module, stored: Mapping[str, Any], tensor: Callable[[str], Tensor]
+) -> dict[str, Any]:
     canonical = canonical_names(module)
     live = module.state_dict()
     # The fresh state_dict carries the version numbers that modules look at when they load.
     for key in live:
         live[key] = _restore(stored[canonical(key)], tensor)
-    module.load_state_dict(live)
+    return live
+
+
+def _once(own: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """Give one tensor for one name, however often it is asked for: what was one tensor comes back as one."""
+    made: dict[str, Tensor] = {}
+
+    def give(name: str) -> Tensor:
+        if name not in made:
+            made[name] = own(name)
+        return made[name]
+
+    return give
+
+
+def _undo_casts(optimizer: Optimizer, restored: Mapping[str, Any]) -> None:
+    """Put state back in its own dtype: torch turns it into its parameter's.
+
+    An optimizer that keeps float32 moments or weights for bfloat16 parameters would go on with rounded ones.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, stored in restored.get("state", {}).items():
+        if type(number) is not int or not 0 <= number < len(parameters) or not isinstance(stored, dict):
+            continue
+        live: Any = optimizer.state.get(parameters[number])
+        if not isinstance(live, dict):
+            continue
+        for key, was in stored.items():
+            now = live.get(key)
+            if isinstance(was, Tensor) and isinstance(now, Tensor) and now.dtype != was.dtype:
+                live[key] = was.to(now.device)
 
 
 def _restore(value: Any, tensor: Callable[[str], Tensor]) -> Any:
@@ -120,4 +164,6 @@ def _restore(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         return items if type(value) is dict else type(value)(items)
     if type(value) in {list, tuple}:
         return type(value)(_restore(v, tensor) for v in value)
+    if type(value) is deque:
+        return deque((_restore(v, tensor) for v in value), value.maxlen)
     return value

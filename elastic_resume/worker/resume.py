@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from elastic_resume import failpoints
@@ -25,7 +26,7 @@ from elastic_resume.store import checkpoint, life
 from elastic_resume.store.board import Board
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.worker import foreign, inventory, state, telling
+from elastic_resume.worker import foreign, inventory, restoring, state, telling
 from elastic_resume.worker.loading import PROVEN_BAD, Attempt, Failures
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.ranks_equal import first_difference
@@ -76,7 +77,7 @@ def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, 
         plan = source.choose(stock, place.settings.resume)
         if plan.kind == "cold":
             place.together(lambda: _require(room))
-            _equalise(place, flat)
+            _equalise(place, flat, tracked)
             manifest, on_disk = None, False
             break
         attempt = Attempt(place, plan)
@@ -249,8 +250,10 @@ def _compare(place: Place, plan: ResumePlan, flat: FlatState) -> Failures:
     )
 
 
-def _equalise(place: Place, flat: FlatState) -> None:
+def _equalise(place: Place, flat: FlatState, tracked: Mapping[str, Any]) -> None:
     """Start cold: as DDP does when it is built, rank 0's values are the job's; the optimizer's too.
+
+    And those of an averaged model, which may have been made of each rank's own.
 
     Raises:
         MismatchError: the ranks built different models.
@@ -269,11 +272,16 @@ def _equalise(place: Place, flat: FlatState) -> None:
     prints = state.combined(state.fingerprints(leaves))
     if channel is None or len(set(place.world.gather(prints))) == 1:
         return
+    now = {leaf.name: leaf.tensor.detach().cpu() for leaf in flat.leaves}
     with torch.no_grad():
         for leaf in leaves:
-            here = leaf.tensor.detach().cpu().contiguous()
+            here = now[leaf.name] = now[leaf.name].contiguous()
             channel.broadcast(here, 0)
             leaf.tensor.copy_(here)
+    # What an object's own state_dict() gives may be copies.
+    told = {leaf.name.split("/", maxsplit=1)[0] for leaf in leaves}
+    own = {k: v for k, v in tracked.items() if k in told and not isinstance(v, (nn.Module, Optimizer))}
+    place.together(lambda: restoring.load(own, {name: flat.skeleton[name] for name in own}, now.__getitem__))
 
 
 def _require_same_order(place: Place, flat: FlatState) -> None:

@@ -13,16 +13,14 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from elastic_resume import contract, failpoints
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.policy.source import ResumePlan
 from elastic_resume.store.board import Board
 from elastic_resume.store.manifest import Position
-from elastic_resume.worker import announce, failure, ranks_equal, rng, state, telling
+from elastic_resume.worker import announce, failure, ranks_equal, rng, telling, wrapping
 from elastic_resume.worker import resume as resuming
 from elastic_resume.worker.batches import GlobalBatches
 from elastic_resume.worker.beat import Beat
@@ -35,6 +33,7 @@ from elastic_resume.worker.place import Place, open_node
 from elastic_resume.worker.progress import Options, Progress
 from elastic_resume.worker.resume import Resumed
 from elastic_resume.worker.saver import Saver
+from elastic_resume.worker.untracked import Untracked
 from elastic_resume.worker.worldsize import WorldChange
 
 Hook = Callable[["Run"], object]
@@ -96,6 +95,7 @@ class Run:
         self._saver.expect(resuming.expected_bytes(resumed.flat, tracked))
         place.together(lambda: None)  # no rank takes a step before its lead has said when snapshots come
         failure.enter(generation=self.generation, step=lambda: self.position.step)
+        self._untracked = Untracked(self._tracked)
         self._begin(resumed)
 
     # ---- what the script reads -----------------------------------------------------------------------
@@ -152,21 +152,7 @@ class Run:
         For a tracked model nothing is broadcast (``init_sync=False``): `resume` has compared the digests of
         all ranks. ``ddp_kwargs`` go to DistributedDataParallel and win over what is chosen here.
         """
-        inner = state.unwrap(model)
-        name = next((name for name, item in self._tracked.items() if item is inner), None)
-        if isinstance(model, (DistributedDataParallel, DataParallel)) or not dist.is_initialized():
-            if name is not None and isinstance(model, DistributedDataParallel):
-                self._buckets.prepare(name, model.module, model)
-            return model
-        if name is not None:
-            ddp_kwargs.setdefault("init_sync", False)
-        devices = {parameter.device for parameter in model.parameters()}
-        if len(devices) == 1 and next(iter(devices)).type == "cuda":
-            ddp_kwargs.setdefault("device_ids", [next(iter(devices)).index])
-        wrapped = DistributedDataParallel(model, **ddp_kwargs)
-        if name is not None:
-            self._buckets.prepare(name, model, wrapped)
-        return wrapped
+        return wrapping.wrap(model, self._tracked, self._buckets, ddp_kwargs)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left of ``count``, the interrupted one first.
@@ -376,6 +362,7 @@ class Run:
         self._closed = True
         atexit.unregister(self._release)  # it would keep this run, and so its slots, until the process ends
         self._beat.end()
+        self._untracked.close()
         self._drain.close()
         self._saver.close()
         self._keeping.close()

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +30,24 @@ from elastic_resume.errors import ConfigError, UntrackableError
 from elastic_resume.store import typed
 from elastic_resume.store.typed import TensorRef
 from elastic_resume.worker.image import DTYPE_NAMES, memory_of
+from elastic_resume.worker.tensors import Tensors, are_tensors
 
 REPLICATED = "replicated"  # equal on every rank after every step
 BUFFER = "buffer"  # a module's buffer: DDP takes rank 0's
 OTHER = "other"
+EMA = "ema"  # what is tracked under this name follows from the weights, and is equal where they are
 
 COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
 _MAX_DEPTH = 200
+
+# By name: to import them takes as long as all of this package.
+_PER_RANK_OPTIMIZERS = {
+    "ZeroRedundancyOptimizer": "holds another part of the state on each rank, and a node's copy would not be "
+    "whole. Use the optimizer inside of it (optimizer_class=) directly: under DDP every rank then holds all "
+    "of its state, which has to fit.",
+    "PostLocalSGDOptimizer": "lets the ranks' weights differ between two averagings, so that no rank's copy "
+    "is the job's. Use the optimizer inside of it, with DDP's own all-reduce at each step.",
+}
 
 Key = tuple[Any, ...]  # see `key_of`
 
@@ -74,41 +86,67 @@ def collect(named: Mapping[str, Any]) -> dict[str, Any]:
 
     """
     tracked: dict[str, Any] = {}
-    for given, value in named.items():
-        parts = (
-            {f"{given}.{key}": part for key, part in value.items()} if type(value) is dict else {given: value}
-        )
-        for name, item in parts.items():
-            if item is None:
-                continue
-            if name in tracked:
-                raise ConfigError(f"two objects are tracked under the name {name!r}; give each its own name.")
-            if not name or "/" in name:
-                raise ConfigError(
-                    f"{name!r} cannot name a tracked object: use letters, digits, dots and '_'."
-                )
-            if not (
-                callable(getattr(item, "state_dict", None))
-                and callable(getattr(item, "load_state_dict", None))
-            ):
-                raise UntrackableError(
-                    f"{name}: {type_name(item)} has no state_dict() and load_state_dict(); "
-                    "give it both, or do not pass it to resume()."
-                )
-            tracked[name] = unwrap(item)
+    for name, item in _parts(named, ""):
+        if item is None:
+            continue
+        if name in tracked:
+            raise ConfigError(f"two objects are tracked under the name {name!r}; give each its own name.")
+        if not name or "/" in name:
+            raise ConfigError(f"{name!r} cannot name a tracked object: use letters, digits, dots and '_'.")
+        tracked[name] = _trackable(name, item)
     return tracked
+
+
+def _parts(named: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Give what dictionaries hold, dictionaries in them too, each under its full name."""
+    for key, value in named.items():
+        name = f"{prefix}{key}"
+        if type(value) is dict and not are_tensors(value):
+            yield from _parts(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _trackable(name: str, item: Any) -> Any:
+    """Give what is tracked for ``item``. Raises UntrackableError."""
+    if are_tensors(item):
+        return Tensors(name, item)
+    if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
+        raise UntrackableError(
+            f"{name}: {type_name(item)} has no state_dict() and load_state_dict(); "
+            "give it both, or do not pass it to resume(). Tensors may be passed as they are, in a list or "
+            "dict too; a number is best kept as a 0-d tensor."
+        )
+    names = {kind.__name__ for kind in type(item).__mro__}
+    for kind, advice in _PER_RANK_OPTIMIZERS.items():
+        if kind in names:
+            raise UntrackableError(f"{name}: {type_name(item)} {advice}")
+    return unwrap(item)
 
 
 def unwrap(item: Any) -> Any:
     """Take DDP, DataParallel and torch.compile wrappers off a module."""
-    while isinstance(item, nn.Module):
-        if isinstance(item, (DistributedDataParallel, DataParallel)):
-            item = item.module
-        elif isinstance(getattr(item, "_orig_mod", None), nn.Module):
-            item = item._orig_mod  # noqa: SLF001  the name torch.compile's state_dict shows to everybody
+    return _wrappers(item)[-1]
+
+
+def parallel_wrapper(model: nn.Module) -> nn.Module | None:
+    """Find the DDP or DataParallel among a model's wrappers: torch.compile may be around it."""
+    wrappers = _wrappers(model)
+    return next((one for one in wrappers if isinstance(one, (DistributedDataParallel, DataParallel))), None)
+
+
+def _wrappers(item: Any) -> list[Any]:
+    """Give ``item`` and what it wraps, to the innermost."""
+    found = [item]
+    while isinstance(found[-1], nn.Module):
+        outer = found[-1]
+        if isinstance(outer, (DistributedDataParallel, DataParallel)):
+            found.append(outer.module)
+        elif isinstance(getattr(outer, "_orig_mod", None), nn.Module):
+            found.append(outer._orig_mod)  # noqa: SLF001  the name torch.compile's state_dict shows to everybody
         else:
             break
-    return item
+    return found
 
 
 def flatten(tracked: Mapping[str, Any]) -> FlatState:
@@ -130,7 +168,8 @@ def flatten_object(walk: Walk, name: str, item: Any) -> Any:
     if isinstance(item, nn.Module):
         plain = _flatten_module(walk, name, item)
     else:
-        plain = walk.replace(item.state_dict(), name, REPLICATED if isinstance(item, Optimizer) else OTHER)
+        replicated = isinstance(item, (Optimizer, Tensors)) or name.split(".", maxsplit=1)[0] == EMA
+        plain = walk.replace(item.state_dict(), name, REPLICATED if replicated else OTHER)
     return typed.encode(plain, name)
 
 
@@ -175,6 +214,8 @@ class Walk:
             return items if type(value) is dict else _same_type(value, items)
         if type(value) in {list, tuple}:
             return type(value)(self.replace(v, f"{path}/{i}", kind, depth + 1) for i, v in enumerate(value))
+        if type(value) is deque:
+            return deque(self.replace(list(value), path, kind, depth), value.maxlen)
         return value
 
     def refer(self, tensor: Tensor, path: str, kind: str) -> TensorRef:
