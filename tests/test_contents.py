@@ -141,6 +141,10 @@ def test_two_keys_that_could_be_the_model(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="'state_dict' and 'net' could both be the model"):
         er.load(tmp_path / "m.pt")
     assert er.load(tmp_path / "m.pt", "net")["w"].tolist() == [0]
+    torch.save({"model": {"w": torch.zeros(1)}, "net": {"w": torch.ones(1)}}, tmp_path / "m.pt")
+    assert er.load(tmp_path / "m.pt")["w"].tolist() == [0]
+    torch.save({"model": {"width": 64}, "net": {"w": torch.ones(1)}}, tmp_path / "m.pt")
+    assert er.load(tmp_path / "m.pt")["w"].tolist() == [1]
 
 
 def test_sharded_safetensors(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +152,8 @@ def test_what_the_file_lacks_starts_fresh_and_is_said(
         ("Adam", 8, {"global_step": 8}, (2, 8), "optimizer has counted 8"),
         ("Adam", 8, {"step": 7}, (0, 0), "what its step 7 counts"),
         ("Adam", 6, {"epoch": 1}, (1, 4), "of epoch 1 2 steps were done, and it starts over"),
+        ("Adam", 4, {"epoch": 2, "accumulate": 2}, (2, 4), "optimizer has counted 4"),
+        ("Adam", 4, {"epoch": 0, "accumulate": 2}, (0, 0), "what its epoch 0 counts"),
         ("SGD", 8, {"epoch": 1}, (2, 8), "scheduler has counted 2 epochs"),
         ("SGD", 8, {"epoch": torch.tensor(4)}, (0, 0), "what its epoch 4 counts"),
         ("SGD", 8, {"epoch": -1}, (0, 0), "tells no epoch"),
@@ -168,7 +169,7 @@ def test_numbers_count_only_where_two_agree(
     kind, steps, numbers, place, why = case
     optimizer = getattr(torch.optim, kind)
     path = saved(Script(1, optimizer).train(steps), tmp_path / "m.pt", **numbers)
-    run = begin(Script(2, optimizer), path)
+    run = begin(Script(2, optimizer), path, accumulate=numbers.pop("accumulate", 1))
     assert (run.position.epoch, run.position.step) == place
     assert why in capsys.readouterr().err
 
@@ -272,32 +273,30 @@ def test_averages_and_ties() -> None:
     assert average.get_parameter("module.0.weight").tolist() == [[1, 1], [1, 1]]
 
 
+TWO_RANKS = """
+import os
+import torch
+from torch import nn
+import elastic_resume as er
+torch.manual_seed(int(os.environ["RANK"]))
+model, extra = nn.Linear(3, 2), nn.Linear(2, 2)
+run = er.resume(model=model, extra=extra)
+print(model.weight.sum().item(), extra.weight.sum().item(), run.generation)
+run.close()
+"""
+
+
 @pytest.mark.cluster
 def test_all_ranks_begin_alike_though_one_node_sees_the_file(tmp_path: Path) -> None:
     """What the file lacks is filled in once; the other node, with other first weights, gets it sent."""
-    path = saved(Script(1).train(4), tmp_path / "m.pt", epoch=1)
     script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            import os
-            import elastic_resume as er
-            from torch import nn
-            from elastic_resume.worker import state
-            from tests.test_foreign import Script
-            rank = int(os.environ["RANK"])
-            mine = Script(rank)
-            path = {str(path)!r} if rank else {str(tmp_path / "elsewhere" / "m.pt")!r}
-            run = er.resume(model=mine.model, optimizer=mine.optimizer, scheduler=mine.scheduler,
-                extra=nn.Linear(2, 2), data=mine.batches,
-                ckpt_dir={str(tmp_path / "ckpt")!r}, run_id="job", resume=path)
-            print(run.position.epoch, state.combined(state.fingerprints(state.flatten(run._tracked).leaves)))
-            run.close()
-            """
-        )
-    )
-    done = ranks.run(2, script, env=[{"PYTHONPATH": str(Path(__file__).parent.parent)}] * 2)
+    script.write_text(TWO_RANKS)
+    theirs = nn.Linear(3, 2)
+    torch.save({"module.weight": theirs.weight, "module.bias": theirs.bias}, tmp_path / "m.pt")
+    paths = [tmp_path / "elsewhere" / "m.pt", tmp_path / "m.pt"]
+    env = [{"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_RESUME": str(path)} for path in paths]
+    done = ranks.run(2, script, env=env)
     assert [one.returncode for one in done] == [0, 0], done[0].stderr + done[1].stderr
     assert done[0].stdout == done[1].stdout
-    assert done[0].stdout.startswith("1 ")
+    assert done[0].stdout.startswith(f"{theirs.weight.sum().item()} ")
     assert "starts fresh: extra" in done[1].stderr

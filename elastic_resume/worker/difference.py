@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elastic_resume.errors import MismatchError
 from elastic_resume.worker import parts, reader
 from elastic_resume.worker.contents import OURS, Contents, Stored, leaves
 
@@ -106,7 +107,10 @@ def _objects(side: Contents, *, ours: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     used = set()
     for name in parts.KEYS:
-        part = parts.part_of(side, name)
+        try:
+            part = parts.part_of(side, name)
+        except MismatchError:  # which of several is meant does not matter here: all go by their own keys
+            continue
         if part is not None:
             found[name] = parts.without_wrappers(part.state) if name == "model" else part.state
             used.add(part.key)

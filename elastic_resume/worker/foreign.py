@@ -41,7 +41,7 @@ PARAMETERS = "elastic_resume.parameters"
 _SHOWN = 50
 
 
-def bring(place: Place, tracked: Mapping[str, Any], node: str, floor: int) -> None:
+def bring(place: Place, tracked: Mapping[str, Any], node: str, floor: int, accumulate: int) -> None:
     """Make a checkpoint of what ``--resume PATH`` names, on ``node``; to be called on every rank.
 
     Args:
@@ -49,6 +49,7 @@ def bring(place: Place, tracked: Mapping[str, Any], node: str, floor: int) -> No
         tracked: the objects that take what the file holds.
         node: whose lead reads the file.
         floor: the generation up to which this start of the job sets all checkpoints aside.
+        accumulate: how many batches of the data an optimizer step reads.
 
     Raises:
         MismatchError: the file does not fit the objects; nothing was loaded.
@@ -61,16 +62,16 @@ def bring(place: Place, tracked: Mapping[str, Any], node: str, floor: int) -> No
     # First: what is committed now must not be taken for older than this start of the job.
     life.note(place.node_dir, inventory.supervisor(), floor)
     if place.node == node:
-        _convert(place, tracked, Path(place.settings.resume), floor + 1)
+        _convert(place, tracked, Path(place.settings.resume), floor + 1, accumulate)
 
 
-def _convert(place: Place, tracked: Mapping[str, Any], path: Path, generation: int) -> None:
+def _convert(place: Place, tracked: Mapping[str, Any], path: Path, generation: int, accumulate: int) -> None:
     try:
         found = contents.look_into(path)
         found.verify()
         taken = _parts(found, tracked)
         fits = _fits(found, tracked, taken)
-        position, why = position_of(found, taken, tracked.get(DATA))
+        position, why = position_of(found, taken, tracked.get(DATA), accumulate)
         for name, one in fits.items():
             _load(name, tracked[name], fitting.read(one.state))
     except CheckpointError as error:
@@ -155,7 +156,9 @@ def _commit(place: Place, tracked: Mapping[str, Any], generation: int, position:
 # ---- where training begins -----------------------------------------------------------------------------
 
 
-def position_of(found: Contents, taken: Mapping[str, Part], data: Any) -> tuple[Position, str]:
+def position_of(
+    found: Contents, taken: Mapping[str, Part], data: Any, accumulate: int = 1
+) -> tuple[Position, str]:
     """Give the position that the file tells beyond doubt, at an epoch's beginning, and why it is that one.
 
     Two numbers have to agree: ``epoch`` (either the last one done or the next) with the steps that the
@@ -166,7 +169,7 @@ def position_of(found: Contents, taken: Mapping[str, Part], data: Any) -> tuple[
     epoch = parts.count_of(tree, parts.EPOCH_KEYS)
     counted = _steps_counted(taken)
     said = parts.count_of(tree, parts.STEP_KEYS)
-    per_epoch = len(data) if isinstance(data, GlobalBatches) else 0
+    per_epoch = -(-data.steps // accumulate) if isinstance(data, GlobalBatches) else 0
     if epoch is None and said is None:
         return start, "the file tells no epoch and no step"
     if counted and per_epoch:
@@ -175,11 +178,8 @@ def position_of(found: Contents, taken: Mapping[str, Part], data: Any) -> tuple[
         if agrees or (epoch is None and said is not None and said[1] == counted):
             again = f"; of epoch {done} {over} steps were done, and it starts over" if over else ""
             return _at(done, counted - over, data), f"the optimizer has counted {counted} steps{again}"
-    in_scheduler = _epochs_counted(taken)
-    if epoch is not None and in_scheduler is not None and in_scheduler - epoch[1] in {0, 1}:
-        done = in_scheduler
-        steps = done * per_epoch or (counted or 0)
-        return _at(done, steps, data), f"the scheduler has counted {done} epochs"
+    elif epoch is not None and (done := _epochs_counted(taken)) - epoch[1] in {0, 1}:
+        return _at(done, done * per_epoch or counted, data), f"the scheduler has counted {done} epochs"
     what = " and ".join(f"{key} {number}" for key, number in filter(None, (epoch, said)))
     return start, f"nothing else in the file says what its {what} counts"
 
@@ -203,13 +203,14 @@ def _steps_counted(taken: Mapping[str, Part]) -> int:
     return max(counts)
 
 
-def _epochs_counted(taken: Mapping[str, Part]) -> int | None:
+def _epochs_counted(taken: Mapping[str, Part]) -> int:
+    """What the schedulers have counted, if they agree; -1 else, and where they have counted nothing."""
     counts = [
         part.state["last_epoch"]
         for part in taken.values()
         if isinstance(part.state, dict) and type(part.state.get("last_epoch")) is int
     ]
-    return counts[0] if len(set(counts)) == 1 and counts[0] > 0 else None
+    return counts[0] if len(set(counts)) == 1 and counts[0] > 0 else -1
 
 
 # ---- what is said --------------------------------------------------------------------------------------

@@ -147,6 +147,8 @@ def _given(place: Place) -> tuple[Copy | None, str, list[Rejected]]:
         return None, "", []
     try:
         with located(Path(path)):
+            if Path(path).name == contract.STATE_FILE and contents.is_ours(Path(path).parent):
+                raise ForeignError("is a part of a checkpoint: give the directory.")
             kind = contents.format_of(Path(path))
         if kind != contents.OURS:
             return None, kind, []

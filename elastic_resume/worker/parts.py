@@ -10,7 +10,7 @@ matter which side was wrapped, in what, or how often.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class Part:
     state: Any
 
 
-def part_of(contents: Contents, name: str, modules: Iterable[str] = ("model",)) -> Part | None:
+def part_of(contents: Contents, name: str, modules: Sequence[str] = ("model",)) -> Part | None:
     """Find the state of the object ``name``; None where the file has none.
 
     Args:
@@ -69,9 +69,13 @@ def part_of(contents: Contents, name: str, modules: Iterable[str] = ("model",)) 
         for key in KEYS.get(group, (group,)):
             if isinstance(tree.get(key), dict) and isinstance(tree[key].get(inner), dict):
                 return Part(f"{key}/{inner}", tree[key][inner])
-    found = [key for key in tried if is_state(tree.get(key))][:1]
-    if not inner:
-        found = [key for key in dict.fromkeys((*found, *KEYS.get(name, ()))) if is_state(tree.get(key))]
+    # A model's state has tensors: {"model": {"width": 64}, "state_dict": …} is not one of two models.
+    least = 1 if name in modules or group in {"model", "ema"} else 0
+
+    def fits(key: str) -> bool:
+        return is_state(tree.get(key)) and tensors_in(tree[key]) >= least
+
+    found = [key for key in tried if fits(key)][:1] or [key for key in KEYS.get(name, ()) if fits(key)]
     if len(found) > 1:
         raise MismatchError(
             f"{contents.path}: {' and '.join(map(repr, found))} could both be the {name}. Save the one that "
@@ -80,8 +84,7 @@ def part_of(contents: Contents, name: str, modules: Iterable[str] = ("model",)) 
     if found:
         state = tree[found[0]]
         return Part(found[0], _numbered(state[0] if type(state) is list else state))
-    alone = list(modules)
-    return Part("", tree) if (alone == [name] or name == "model") and is_bare(tree) else None
+    return Part("", tree) if (list(modules) == [name] or name == "model") and is_bare(tree) else None
 
 
 def _numbered(state: Any) -> Any:

@@ -53,8 +53,12 @@ class Resumed:
         return self.plan.step if self.manifest is None or self.on_disk else -1
 
 
-def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, Any]) -> Resumed:
+def resume(
+    place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, Any], *, accumulate: int = 1
+) -> Resumed:
     """Bring the tracked objects of all ranks to the newest state that any node holds.
+
+    ``accumulate``: how many batches of the data a step reads, for the position of a file made elsewhere.
 
     Raises:
         NoValidCheckpointError: copies exist and none is valid.
@@ -70,7 +74,7 @@ def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, 
     stock = _take_stock(place, node_dir, board)
     brought = source.bringer(stock)
     if brought is not None:
-        place.together(lambda: foreign.bring(place, tracked, *brought))
+        place.together(lambda: foreign.bring(place, tracked, *brought, accumulate))
         stock = _take_stock(place, node_dir, board)
     failpoints.hit("resume.planned")
     while True:

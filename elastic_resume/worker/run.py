@@ -78,7 +78,7 @@ class Run:
             board = place.together(lambda: Board(place.node_dir / contract.BOARD_FILE))
             keeping = self._keeping = Keeping(place)
             place.memory = keeping.memory
-            resumed = resuming.resume(place, self._node_dir, board, tracked)
+            resumed = resuming.resume(place, self._node_dir, board, tracked, accumulate=options.accumulate)
             self._progress = Progress(resumed.manifest, batches, options, place.world)
         except BaseException:
             if keeping is not None:
