@@ -337,6 +337,30 @@ def test_a_resumed_script_draws_what_it_had_drawn(
             job.run.close()
 
 
+def test_an_epoch_begins_with_the_same_numbers_where_no_batches_are_tracked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script with a loader of its own: what an evaluation between two epochs drew does not matter."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def epochs(directory: str, stop: int) -> dict[int, list[float]]:
+        names: dict[str, Any] = {"run_id": "job", "node_name": "n", "save_every": 1000, "seed": 6}
+        run = er.resume(model=torch.nn.Linear(1, 1), ckpt_dir=tmp_path / directory, **names)
+        drawn = {}
+        for epoch in run.epochs(3):
+            if epoch == stop:
+                break
+            drawn[epoch] = Job.draw()
+            run.step()
+            Job.draw()
+        run.close()
+        return drawn
+
+    whole = epochs("whole", 3)
+    assert len({str(drawn) for drawn in whole.values()}) == 3
+    assert epochs("parts", 1) | epochs("parts", 3) == whole
+
+
 def test_states_of_other_generators_are_refused() -> None:
     """Nothing is put in place before all of it was tried."""
     before = host_state()

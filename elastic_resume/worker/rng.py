@@ -15,7 +15,7 @@ send it to the others at each step would be a collective in the save path. What 
 
 The words are mixed by xxh3-64. A step takes 15 us for it, twice 7 (torch 1, `random` 4, numpy 2;
 benchmarks/random_numbers.py). With `torch.manual_seed` it were 200 and more: that formats the stack, in case
-CUDA comes into use later.
+CUDA comes into use later. (It is what is called where there is a device and nobody uses it yet.)
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ def seeded(dataset: Dataset[T]) -> SeededDataset[T]:
     ``DataLoader(er.seeded(dataset), batch_sampler=batches, num_workers=4)``, with a `GlobalBatches`, whose
     ``seed`` it is; or with ``sampler=er.ElasticSampler(seeded)``, made from the seeded dataset. The samples
     are then the same for any ``num_workers``, 0 too, and any world size, and a run that resumes in mid-epoch
-    goes on with the very same. torch's CPU generator, `random` and numpy's global one are seeded before each
-    ``dataset[index]``. Samples are read one by one, also where the dataset has a ``__getitems__``: what a
-    batch draws would depend on who is in it.
+    goes on with the very same; a trial with other augmentation has another ``seed`` there. torch's CPU
+    generator, `random` and numpy's global one are seeded before each ``dataset[index]``. Samples are read one
+    by one, also where the dataset has a ``__getitems__``: what a batch draws would depend on who is in it.
 
     A ``collate_fn`` that draws comes after that: in a worker it continues with its batch's last sample, in
     the main process (``num_workers=0``) with the numbers of the step.
@@ -110,9 +110,9 @@ def seeded(dataset: Dataset[T]) -> SeededDataset[T]:
 def seed_worker(worker_id: int) -> None:
     """Do what `seeded` does, in workers: ``DataLoader(..., num_workers=4, worker_init_fn=er.seed_worker)``.
 
-    For scripts whose dataset cannot be wrapped. With ``num_workers=0`` there is no worker and torch does not
-    call it: what is drawn then is the main process's, and other than with workers. `seeded` is right
-    in both cases.
+    For scripts whose dataset cannot be wrapped; a ``worker_init_fn`` of their own may call it. With
+    ``num_workers=0`` there is no worker and torch does not call it: what is drawn then is the main process's,
+    and other than with workers. `seeded` is right in both cases.
 
     Raises:
         UsageError: called outside of a worker, or the dataset takes no ``__getitems__``.
