@@ -22,7 +22,7 @@ from elastic_resume.store.manifest import Manifest, Position
 from elastic_resume.worker import worldsize
 from elastic_resume.worker.batches import GlobalBatches
 from elastic_resume.worker.progress import Options, Progress
-from elastic_resume.worker.sampler import ElasticSampler, batches_of
+from elastic_resume.worker.sampler import ElasticSampler, batches_of, refuse_own_place
 from elastic_resume.worker.world import World
 from tests import ranks
 
@@ -458,22 +458,21 @@ def test_without_data_a_change_has_no_factor() -> None:
 class StatefulLoader(DataLoader[int]):
     """By its looks torchdata's."""
 
+    loaded: dict[str, int]
+
     def state_dict(self) -> dict[str, int]:
         """Of one rank."""
-        return {}
+        return {"read": 2}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Of one rank."""
+        self.loaded = state
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (
-            {"data": StatefulLoader(Numbers(4))},
-            "StatefulLoader with a state of its own for each rank.*Elastic",
-        ),
-        ({"data": DataLoader(Numbers(4), shuffle=True)}, "cannot be found again in mid-epoch.*GlobalBatches"),
+        ({"data": DataLoader(Numbers(4), shuffle=True)}, "cannot be found again.*GlobalBatches"),
         ({"data": ElasticSampler(Numbers(4))}, "pass its DataLoader"),
         (
             {"data": DataLoader(Numbers(4), batch_size=2, sampler=ElasticSampler(Numbers(4), batch_size=3))},
@@ -497,6 +496,21 @@ def test_what_cannot_go_on_in_mid_epoch_is_refused_with_advice(
     """At the start, not at the first resume."""
     with pytest.raises(ConfigError, match=text):
         begin(**arguments)
+
+
+def test_a_loader_that_keeps_its_own_place_will_do_for_one_rank_only(
+    begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank's state is the job's then; a world that grew is told what to use instead."""
+    loader = StatefulLoader(Numbers(4))
+    begin(loader).step()
+    begin(loader)
+    assert loader.loaded == {"read": 2}
+    assert "starts over" not in capsys.readouterr().err
+    with pytest.raises(
+        ConfigError, match=r"StatefulLoader with a state of its own for each of 2 ranks.*Elastic"
+    ):
+        refuse_own_place(loader, 2)
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulLoader])

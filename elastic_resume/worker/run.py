@@ -61,7 +61,6 @@ class Run:
             "elastic_resume.seed": self._random,
             resuming.PARAMETERS: ParameterOrder(tracked),
         }
-        self._batches = batches
         self._drain = Drain()
         self._hooks = Hooks()
         self._closed = False
@@ -312,7 +311,7 @@ class Run:
         self._random.begin(self.position.step, resumed=resumed.manifest is not None)
         if self.rank == 0:
             self._place.events.write("resume", **announce.as_event(resumed, self.position, world.size))
-            telling.say(announce.as_text(resumed, self.position, world.size, self._batches is not None))
+            telling.say(announce.as_text(resumed, self.position, world.size, resuming.DATA in self._tracked))
             if self.world_change is not None:
                 self.world_change.tell()
         atexit.register(self._release)

@@ -203,10 +203,10 @@ class LocalBatches(GlobalBatches):
 
 
 def batches_of(data: Any) -> GlobalBatches | None:
-    """Find what cuts the epochs of what a script passed as ``data=``; None where we do not know it.
+    """Find what cuts the epochs of what a script passed as ``data=``; None where that keeps its own place.
 
     Raises:
-        ConfigError: it is a loader whose order of samples is not known, or depends on the rank alone.
+        ConfigError: it is a loader whose place in an epoch cannot be found again.
 
     """
     batches = getattr(data, "batch_sampler", data)
@@ -224,20 +224,31 @@ def batches_of(data: Any) -> GlobalBatches | None:
                 "DataLoader, or make it with batch_size=."
             )
         return data.attach(data.batch_size, drop_last=False)
-    if isinstance(data, DataLoader):
-        raise ConfigError(_refusal(data))
+    if isinstance(data, DataLoader) and not _keeps_its_place(data):
+        raise ConfigError(f"data= is a DataLoader whose place in an epoch cannot be found again. {_ADVICE}")
     return None
 
 
-def _refusal(loader: DataLoader[Any]) -> str:
-    advice = (
-        "Use DataLoader(dataset, batch_sampler=er.GlobalBatches(len(dataset), global_batch)), or keep "
-        "batch_size= and use sampler=er.ElasticSampler(dataset); the loader may then be torchdata's too."
-    )
-    if callable(getattr(loader, "state_dict", None)):
-        return (
-            f"data= is a {type(loader).__name__} with a state of its own for each rank. A node keeps one "
-            "state for all ranks, so that any node's copy is enough when others are lost; and no other "
-            f"number of ranks could go on from it. {advice}"
+def refuse_own_place(data: Any, world_size: int) -> None:
+    """Refuse a loader (torchdata's) that keeps its place itself, one for each rank, where there are several.
+
+    Raises:
+        ConfigError: a copy would hold one rank's, and all would go on from that.
+
+    """
+    if world_size > 1 and _keeps_its_place(data):
+        raise ConfigError(
+            f"data= is a {type(data).__name__} with a state of its own for each of {world_size} ranks. A "
+            "node keeps one state for all ranks, so that any node's copy is enough when others are lost; and "
+            f"no other number of ranks could go on from it. {_ADVICE}"
         )
-    return f"data= is a DataLoader whose order of samples cannot be found again in mid-epoch. {advice}"
+
+
+_ADVICE = (
+    "Use DataLoader(dataset, batch_sampler=er.GlobalBatches(len(dataset), global_batch)), or keep "
+    "batch_size= and use sampler=er.ElasticSampler(dataset); the loader may then be torchdata's too."
+)
+
+
+def _keeps_its_place(data: Any) -> bool:
+    return isinstance(data, DataLoader) and callable(getattr(data, "state_dict", None))

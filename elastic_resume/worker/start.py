@@ -120,6 +120,8 @@ def resume(
             "has to stand for every rank, and their generators differ. rng='derived' (the default) resumes "
             "exactly, with any number of ranks."
         )
+    if batches is None:
+        sampler.refuse_own_place(data, world.size)
     return Run(Place(world, settings, events), tracked, batches, options)
 
 
