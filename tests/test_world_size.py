@@ -257,6 +257,26 @@ def test_a_world_with_the_batches_of_another_keeps_the_global_batch() -> None:
         epoch.start(5)
 
 
+@pytest.mark.parametrize("policy", [None, KEEP_GLOBAL, KEEP_LOCAL])
+@pytest.mark.parametrize("local", [False, True])
+def test_what_was_made_of_another_programs_file_has_this_worlds_batch(
+    policy: str | None, local: bool
+) -> None:
+    """Its order of samples is that of the objects as they are bound: nothing changes when it is taken."""
+
+    def made() -> GlobalBatches:
+        sampler = ElasticSampler(Numbers(100))
+        data = sampler.attach(8, drop_last=False) if local else GlobalBatches(100, 32)
+        data.bind(1, 4, policy=policy)
+        return data
+
+    state, data = made().state_dict(), made()
+    data.load_state_dict(state)
+    assert data.enter(Position(0, 0, 0, 0), 4) == 32
+    assert data.global_batch == 32
+    assert data.state_dict() == state
+
+
 def test_a_script_may_work_out_the_global_batch_itself() -> None:
     """GlobalBatches(n, 8 * world_size) and GlobalBatches(n, 32) mean the same under keep_local_batch."""
     first = GlobalBatches(200, 32)

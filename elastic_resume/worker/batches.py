@@ -104,6 +104,8 @@ class GlobalBatches(Sampler[list[int]]):
     ) -> None:
         """Give the place in the world to iterators made from now on, and what a change of the world means.
 
+        All is as at a job's beginning then, until `load_state_dict` and `enter`.
+
         ``on_ask(first)`` is called when such an iterator is asked for a batch, before it gives one or has
         none left. A DataLoader draws a seed for its workers from torch's global generator after it has made
         the iterator and before the first batch; a resumed run draws it in the middle of an epoch, the
@@ -114,6 +116,8 @@ class GlobalBatches(Sampler[list[int]]):
         self._world_size = size
         self._on_ask = on_ask
         self._policy = policy
+        self._first_batch = self._asked
+        self._sizing = self._wanted(None, size)
 
     def enter(self, position: Position | None, old_world_size: int | None) -> int | None:
         """Begin a generation, after `load_state_dict`: have the global batch that this world is to have.
@@ -129,7 +133,6 @@ class GlobalBatches(Sampler[list[int]]):
 
         """
         if position is None:
-            self._sizing = self._wanted(None, self._world_size)
             return None
         before = self._sizing
         wanted = self._wanted(before, old_world_size or self._world_size)
