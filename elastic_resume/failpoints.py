@@ -32,8 +32,17 @@ def _parse(text: str) -> dict[str, tuple[str, str, int]]:
     return points
 
 
-_points = _parse(os.environ.get(contract.ENV_FAILPOINTS, ""))
+_points: dict[str, tuple[str, str, int]] = {}
 _passes: dict[str, int] = {}
+
+
+def arm() -> None:
+    """Read the environment, again in a process that was forked with another one."""
+    _points.clear()
+    _points.update(_parse(os.environ.get(contract.ENV_FAILPOINTS, "")))
+
+
+arm()
 
 
 def hit(name: str) -> None:

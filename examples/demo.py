@@ -72,6 +72,7 @@ def main() -> int:
         KEPT,
         nodes=3,
         min_nodes=2,
+        fresh=True,
         run_id="digits",
         flags=["--save-every", "10", "--preload", "sklearn.datasets"],
     ) as cluster:

@@ -230,7 +230,8 @@ def test_a_job_goes_on_with_another_number_of_nodes(make: Make, second: int) -> 
     start(again)
     resumed = again.wait_generation(before + 1)
     assert (resumed["previous_world_size"], resumed["world_size"]) == (3, second)
-    assert resumed["lacking"] == [f"n{index}" for index in range(3, second)]
+    # Of the others one may have died in the middle of its newest commit.
+    assert {f"n{index}" for index in range(3, second)} <= set(resumed["lacking"])
     assert again.wait_exit() == [0] * second, again.output(0)
     check_end(kept, world_size=second)
 

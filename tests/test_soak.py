@@ -47,7 +47,9 @@ def test_a_job_survives_every_death(tmp_path: Path, undisturbed: str) -> None:
     rng = random.Random(SEED)
     shared = set(SHARED_MEMORY.iterdir())
     # Three deaths may come before the next step is finished: that is the soak's doing, not the job's.
-    with Cluster(tmp_path, nodes=3, flags=["--save-every", "1", "--max-no-progress", "1000"]) as cluster:
+    flags = ["--save-every", "1", "--max-no-progress", "1000"]
+    # Fresh: the environment that a process was started with tells `left_behind` whose it is.
+    with Cluster(tmp_path, nodes=3, flags=flags, fresh=True) as cluster:
         kept = tmp_path / "diary"
         words = ["--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", str(STEP_S)]
         cluster.start(SCRIPT, *words)

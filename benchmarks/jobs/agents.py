@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from elastic_resume.faults.brood import Forked
 from elastic_resume.faults.lab import Cluster
 
 SCRIPT = Path(__file__).with_name("steps.py")
@@ -59,7 +60,7 @@ class Job(ABC):
         """Start a node."""
 
     @abstractmethod
-    def agent(self, index: int) -> subprocess.Popen[bytes]:
+    def agent(self, index: int) -> subprocess.Popen[bytes] | Forked:
         """The agent of a node that was started."""
 
     @abstractmethod
@@ -90,14 +91,20 @@ class Ours(Job):
         super().__init__(directory)
         flags = [*work.flags, *flags]
         self._cluster = Cluster(
-            directory, nodes=NODES, min_nodes=work.min_nodes, max_nodes=NODES, run_id="bench", flags=flags
+            directory,
+            nodes=NODES,
+            min_nodes=work.min_nodes,
+            max_nodes=NODES,
+            run_id="bench",
+            flags=flags,
+            fresh=True,
         )
         self._cluster.start(SCRIPT, "ours", str(directory), *work.words)
 
     def start(self, index: int) -> None:
         self._cluster.start_node(index)
 
-    def agent(self, index: int) -> subprocess.Popen[bytes]:
+    def agent(self, index: int) -> subprocess.Popen[bytes] | Forked:
         agent = self._cluster.nodes[index].agent
         if agent is None:
             raise RuntimeError(f"n{index} was not started.")

@@ -28,6 +28,7 @@ MAX_FAILURES = 3  # of zygotes in a row that never were ready
 BACKLOG = 1024  # stubs of one node that ask while it still imports
 LOOK_S = 1.0  # between two looks at whether somebody has stopped it; and before another is started
 SAY_S = 15.0  # of importing, after which it is said that workers wait for it
+spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # simulated nodes share what it imports
 
 
 class Warmth:
@@ -125,7 +126,7 @@ class Warmth:
             listener.listen(BACKLOG)
             spec = {"command": self._command, "preload": self._preload}
             words = [str(listener.fileno()), str(its.fileno()), str(os.getpid()), json.dumps(spec)]
-            self._process = subprocess.Popen(
+            self._process = spawn(
                 [sys.executable, "-u", str(ZYGOTE), *words, script.PADDING],
                 pass_fds=(listener.fileno(), its.fileno()),
                 stdin=subprocess.DEVNULL,

@@ -117,6 +117,11 @@ class Namespaces:
         self._check(index)
         return [str(_tool("nsenter")), f"--net={_path(self._spaces[index])}", "--", *argv]
 
+    def path(self, index: int) -> str:
+        """Where a node's network namespace can be opened, for a process that enters it by itself."""
+        self._check(index)
+        return _path(self._spaces[index])
+
     # ---- what befalls the links ----------------------------------------------------------------------
 
     def cut(self, index: int) -> None:

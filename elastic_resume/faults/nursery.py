@@ -1,0 +1,120 @@
+"""Where simulated nodes get their agents from: forks of one process that has imported torch for all of them.
+
+Promise: what is given back is a process like one that was started with the same command, environment and
+output; where no fork can be had, None. Nurseries live as long as this process, and end with it, as do
+all that came from them. Does not know how a fork is made into an agent (`brood.py`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from elastic_resume import contract
+from elastic_resume.agent import preflight, script
+from elastic_resume.faults import brood
+
+BROOD = Path(brood.__file__)
+MOST = 3  # of one process, 300 MB each; one for each set of what only a new process heeds
+PATIENCE_S = 120.0  # for the first agent, which waits for the imports
+
+
+class Nursery:
+    """One process that forks agents. Make it through `start`."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        """Start it; it imports while its first agent is asked for."""
+        self._line, its = socket.socketpair()
+        self._lock = threading.Lock()
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", str(BROOD), str(its.fileno()), str(os.getpid()), script.PADDING],
+                pass_fds=(its.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,
+            )
+        self._line.settimeout(PATIENCE_S)
+
+    def fork(self, command: list[str], env: Mapping[str, str], output: int, network: str) -> brood.Forked:
+        """Fork an agent.
+
+        Raises:
+            OSError, EOFError: the process is gone.
+
+        """
+        asked = {
+            "command": command,
+            "env": {
+                os.fsencode(k).decode("latin-1"): os.fsencode(v).decode("latin-1") for k, v in env.items()
+            },
+            "cwd": str(Path.cwd()),
+            "network": network,
+        }
+        with self._lock:
+            brood.send(self._line, asked, [output])
+            told, _ = brood.receive(self._line)
+        return brood.Forked(int(told["pid"]), self._reap)
+
+    def _reap(self, pid: int) -> int | None:
+        with self._lock:
+            try:
+                brood.send(self._line, {"reap": pid})
+                told, _ = brood.receive(self._line)
+            except (OSError, EOFError):
+                return -9  # it took all that it had forked along
+        code: int | None = told["code"]
+        return code
+
+    def close(self) -> None:
+        """End the process, and with it all that it has forked."""
+        self._process.kill()
+        self._process.wait()
+        self._line.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+
+_nurseries: dict[frozenset[tuple[str, str]], Nursery] = {}
+_lock = threading.Lock()
+
+
+def start(
+    command: list[str], env: Mapping[str, str], output: IO[bytes], network: str = ""
+) -> brood.Forked | None:
+    """Fork ``command``, which is ``python -m …``; None where it has to be started as a new process.
+
+    Args:
+        command: what is run.
+        env: its environment.
+        output: where it prints to.
+        network: path of the network namespace in which it is to run; empty: this process's.
+
+    """
+    heeded = {
+        name: value
+        for name, value in env.items()
+        if name.startswith(preflight.READ_AT_START) and name != contract.ENV_FAILPOINTS
+    }
+    with _lock:
+        nursery = _nurseries.get(frozenset(heeded.items()))
+        if nursery is None or not nursery.alive:
+            if nursery is None and len(_nurseries) >= MOST:
+                return None
+            kept = {k: v for k, v in env.items() if not k.startswith("ELASTIC_RESUME_")}
+            nursery = _nurseries[frozenset(heeded.items())] = Nursery(kept)
+            atexit.register(nursery.close)
+    with contextlib.suppress(OSError, EOFError):
+        return nursery.fork(command, env, output.fileno(), network)
+    return None

@@ -1,0 +1,82 @@
+"""Agents that are forked for simulated nodes, beside ones that are started as new processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_resume.faults import nursery
+from elastic_resume.faults.brood import Forked
+from elastic_resume.testing import Cluster
+
+PROBE = """
+import json, os, signal, sys, threading
+print(json.dumps({
+    "argv": sys.argv[1:], "file": __file__, "name": __name__, "path": sys.path[0], "cwd": os.getcwd(),
+    "environ": {k: v for k, v in os.environ.items() if not k.startswith(("TORCH", "KMP_"))},
+    "leads": os.getsid(0) == os.getpid(), "stdin": os.path.realpath("/proc/self/fd/0"),
+    "interrupt": str(signal.getsignal(signal.SIGINT)), "terminate": str(signal.getsignal(signal.SIGTERM)),
+    "threads": threading.active_count(),
+}))
+if "wait" in sys.argv:
+    signal.pause()
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Of a simulated node, in a folder with the module `probed`; its nursery is that of other tests."""
+    (tmp_path / "probed.py").write_text(PROBE)
+    monkeypatch.chdir(tmp_path)
+    return {**Cluster(tmp_path, nodes=1).env, "ELASTIC_RESUME_X": "é\udcff"}
+
+
+def fork(env: Mapping[str, str], *words: str) -> Forked:
+    """Fork `probed`, which prints into the file ``out``."""
+    with open("out", "wb") as out:
+        forked = nursery.start([sys.executable, "-m", "probed", *words], env, out)
+    assert forked is not None
+    return forked
+
+
+def told(output: str) -> dict[str, Any]:
+    """What `probed` printed, as JSON."""
+    return dict(json.loads(output))
+
+
+@pytest.mark.cluster
+def test_a_fork_is_what_a_new_process_is_and_ends_the_same(env: dict[str, str]) -> None:
+    """Words, search path, folder, environment, session, streams, signals, threads and exit code."""
+    command = [sys.executable, "-m", "probed", "a b", "é"]
+    new = subprocess.run(
+        command, env=env, stdin=subprocess.DEVNULL, capture_output=True, start_new_session=True, check=False
+    )
+    forked = fork(env, "a b", "é")
+    assert forked.wait(60) == new.returncode == 7
+    assert told(Path("out").read_text()) == told(new.stdout.decode())
+
+    waiting = fork(env, "wait")
+    assert waiting.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(0.01)
+    waiting.kill()
+    assert waiting.wait(60) == waiting.poll() == waiting.returncode == -signal.SIGKILL
+    waiting.send_signal(signal.SIGTERM)  # to nobody
+
+
+def test_beyond_the_limit_agents_are_started_as_new_processes(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What only a new process heeds asks for a nursery of its own, and those are few."""
+    monkeypatch.setattr(nursery, "MOST", 0)
+    with open(tmp_path / "out", "wb") as out:
+        other = {**env, "OMP_NUM_THREADS": "3"}
+        assert nursery.start([sys.executable, "-m", "probed"], other, out) is None
