@@ -1,4 +1,9 @@
-"""What a test of a training script needs: simulated nodes, as a class and as a pytest fixture.
+"""What a test of a training script needs: simulated nodes, and the proof that a killed run is the same run.
+
+`assert_same_run` runs a script undisturbed and with kills, and fails unless both end bit for bit alike::
+
+    def test_my_training_survives():
+        assert_same_run("train.py", "--epochs", "2", kills=["worker 1 at step 20", "node 2 at step 35"])
 
 The ``cluster`` fixture comes with the package (a pytest plugin)::
 
@@ -18,8 +23,9 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.faults.lab import Cluster, ClusterTimeoutError, Node
+from elastic_resume.faults.same_run import Kill, assert_same_run
 
-__all__ = ["Cluster", "ClusterTimeoutError", "Node", "cluster"]
+__all__ = ["Cluster", "ClusterTimeoutError", "Kill", "Node", "assert_same_run", "cluster"]
 
 
 @pytest.fixture

@@ -1,0 +1,58 @@
+"""A toy model, saved and loaded by elastic_resume: `demo_checkpoint` of PyTorch's DDP tutorial, ported.
+
+python toy.py
+torchrun --nproc-per-node 2 toy.py
+elastic-resume run --nproc-per-node 2 toy.py
+
+Without elastic_resume it was toy_before.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor, nn, optim
+
+import elastic_resume as er
+
+
+class ToyModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1 = nn.Linear(10, 10)
+        self.relu = nn.ReLU()
+        self.net2 = nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.net2(self.relu(self.net1(x)))
+        return outputs
+
+
+def demo_checkpoint(steps: int) -> None:
+    torch.manual_seed(0)
+    model = ToyModel()
+    loss_fn = nn.MSELoss()
+    optimizer = optim.SGD(model.parameters(), lr=0.001)
+    run = er.resume(model=model, optimizer=optimizer)
+    print(f"Running the checkpoint example on rank {run.rank}.", flush=True)
+    ddp_model = run.ddp(model)
+
+    for step in range(run.position.step, steps):
+        optimizer.zero_grad()
+        outputs = ddp_model(torch.randn(20, 10))
+        labels = torch.randn(20, 5)
+        loss = loss_fn(outputs, labels)
+        loss.backward()
+        optimizer.step()
+        if run.rank == 0:
+            print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)
+        run.step()
+
+    run.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    demo_checkpoint(parser.parse_args().steps)

@@ -1,0 +1,177 @@
+"""Whether a script survives its kills unchanged: what is found to differ, and what is told of a mistake."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from elastic_resume.errors import ConfigError
+from elastic_resume.faults.same_run import FOLLOWS, SEEDS, End, lines_unlike, unlike
+from elastic_resume.store import checkpoint
+from elastic_resume.store.manifest import Manifest, Position
+from elastic_resume.testing import Kill, assert_same_run
+from elastic_resume.worker import state
+from tests.images import capture
+
+SCRIPT = Path(__file__).parent / "jobs" / "forgetful.py"
+
+
+class Kept:
+    """Any state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give it."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+        self.value = state["value"]
+
+
+def end_of(place: Path, *, step: int = 5, at: int = 5, follows: tuple[str, ...] = (), **tracked: Any) -> End:
+    """The end of a run that leaves these objects."""
+    flat = state.flatten(state.collect(tracked))
+    image = capture(flat)
+    position = Position(0, at, step, 8 * step)
+    manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton, follows)
+    place.mkdir()
+    return End(checkpoint.save_image(place, manifest, image.memory), manifest, (), ())
+
+
+def net(bump: float = 0.0) -> nn.Module:
+    """A layer, of which the bias's first number may be another."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    with torch.no_grad():
+        model[0].bias[0] += bump  # type: ignore[index,operator]
+    return model
+
+
+@pytest.mark.parametrize("text", ["worker 1 at step 20", "node 0 at step 1", "agent 12 at step 350"])
+def test_a_kill_reads_as_it_is_written(text: str) -> None:
+    """Plans of faults may hold it as text."""
+    kill = Kill.parse(text)
+    assert str(kill) == text
+    assert Kill(kill.what, kill.where, kill.step) == kill
+
+
+@pytest.mark.parametrize(
+    "text", ["worker 1", "rank 1 at step 5", "node -1 at step 5", "node 1 at step 0", "worker 1 at step 20 "]
+)
+def test_what_is_no_kill_is_refused(text: str) -> None:
+    """With an example of one that is."""
+    with pytest.raises(ConfigError, match=r"kill|Kill"):
+        Kill.parse(text)
+
+
+def test_a_kill_that_hits_nobody_is_refused_before_anything_runs() -> None:
+    """There is no node 3 among three, and no worker 6 among six."""
+    for kill in ("node 3 at step 5", Kill("worker", 6, 5)):
+        with pytest.raises(ConfigError, match="hits nobody"):
+            assert_same_run("no-script.py", kills=[kill], workers_per_node=2)
+
+
+def test_equal_ends_differ_in_nothing(tmp_path: Path) -> None:
+    """A nan is equal to itself; where the data is not known the step within the epoch says nothing."""
+    one = end_of(tmp_path / "one", model=net(), notes=Kept([1, float("nan")]))
+    other = end_of(tmp_path / "other", model=net(), notes=Kept([1, float("nan")]), at=2)
+    assert unlike(one, other, []) == []
+
+
+def test_what_differs_is_told_in_the_order_of_the_tracked_objects(tmp_path: Path) -> None:
+    """The seed first, then position, tensors and values by their paths; nothing of what is our own."""
+    mine: dict[str, Any] = {
+        name: Kept(1) for name in ("data", "elastic_resume.seed", "elastic_resume.buckets")
+    }
+    theirs = {name: Kept(2) for name in mine}
+    follows = ("model/1.running_mean",)
+    model = net(1.0)
+    model.get_buffer("1.running_mean")[1] = 4
+    notes = Kept({"a": [1, 2], "gone": 3}), Kept({"a": [1, 2.0], "new": torch.ones(2)})
+    one = end_of(tmp_path / "one", model=net(), notes=notes[0], follows=follows, **mine)
+    other = end_of(tmp_path / "other", model=model, notes=notes[1], follows=follows, step=6, at=2, **theirs)
+    assert unlike(one, other, []) == [
+        SEEDS,
+        "position/step_in_epoch: 2, undisturbed 5",
+        "position/step: 6, undisturbed 5",
+        "position/samples: 48, undisturbed 40",
+        "model/0.bias float32[2]: 1 of 2 numbers differ, by 1 at most",
+        f"model/1.running_mean float32[2]: 1 of 2 numbers differ, by 4 at most{FOLLOWS}",
+        "notes/value/a/1: 2.0, undisturbed 2",
+        "notes/value/gone: is there only undisturbed",
+        "data/value: 2, undisturbed 1",
+        "notes/value/new: is there only after the kills",
+    ]
+    assert unlike(one, other, ["notes", "*running_*", "model/0.b?as", "position", "data"]) == [SEEDS]
+
+
+def test_lines_may_come_twice_and_be_cut_off_but_say_nothing_else() -> None:
+    """A line that the undisturbed run does not print is told first, then those that are missing."""
+    lines = [f"step {number}: {number * 0.5}" for number in range(1, 7)]
+    assert lines_unlike(lines, lines[::-1], may_miss=0) == []
+    assert lines_unlike(lines, [*lines[:3], "step 4: 2", *lines[4:]], may_miss=1) == []
+    assert "did not print 'step 1: 0.5' (2 such" in lines_unlike(lines, lines[2:], may_miss=1)[0]
+    assert "printed 'step 4: 7', which" in lines_unlike(lines, [*lines, "step 4: 7"], may_miss=9)[0]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary files are made; nothing is left there, and no process of a run."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    yield tmp_path
+    assert not list((tmp_path / "tmp").iterdir())
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            assert str(tmp_path) not in " ".join(process.cmdline())
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "kills", "told"),
+    [
+        ("optimizer", ["worker 0 at step 9"], ["it printed 'step ", "model/weight float32", "went on after"]),
+        ("seed", [], ["the seed that random numbers come from", "Two undisturbed runs differ"]),
+    ],
+)
+def test_a_mistake_is_found(mistake: str, kills: list[str], told: list[str], place: Path) -> None:
+    """An optimizer that is not restored; a seed that is another one at each start."""
+    with pytest.raises(AssertionError) as caught:
+        assert_same_run(SCRIPT, mistake, kills=kills, nodes=1, flags=["--no-warm"], lines="^step")
+    for text in told:
+        assert text in str(caught.value)
+    assert place.exists()
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (
+            "raise ValueError('there is no data')",
+            ["undisturbed: rank 0 ended with exit code 1", "line 1, in <module>"],
+        ),
+        ("print('trained')", ["never called er.resume()", "trained"]),
+    ],
+)
+def test_a_script_that_cannot_be_compared_is_told_at_once(script: str, told: list[str], place: Path) -> None:
+    """With what it printed."""
+    path = place / "script.py"
+    path.write_text(script)
+    with pytest.raises(AssertionError) as caught:
+        assert_same_run(path, kills=["worker 0 at step 9"], nodes=1, flags=["--no-warm"])
+    for text in told:
+        assert text in str(caught.value)
