@@ -117,6 +117,7 @@ def test_a_directory_of_checkpoints_gives_the_newest_valid_one(tmp_path: Path) -
     nn.init.zeros_(newer.get_parameter("0.weight"))
     new = save(tmp_path / "job" / "n1", 4, model=newer)
     assert equal(er.load(tmp_path / "job"), newer.state_dict())
+    assert equal(er.load(tmp_path), newer.state_dict())
     assert equal(er.load(new / contract.MANIFEST_FILE), newer.state_dict())
     store_samples.flip(new / contract.STATE_FILE, -5)
     assert equal(er.load(tmp_path / "job"), model().state_dict())
@@ -124,6 +125,9 @@ def test_a_directory_of_checkpoints_gives_the_newest_valid_one(tmp_path: Path) -
     store_samples.flip(old / contract.STATE_FILE, -5)
     with pytest.raises(NoValidCheckpointError, match=r"digest.*; .*digest"):
         er.load(tmp_path / "job")
+    save(tmp_path / "other" / "n0", 3, model=model())
+    with pytest.raises(UsageError, match="holds 2 runs; give one of them: job, other"):
+        er.load(tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])

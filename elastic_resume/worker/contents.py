@@ -142,6 +142,14 @@ def _look_into(path: Path) -> Contents:
     return Contents(path, kind, safetensors.read_path(path))
 
 
+def looks_foreign(path: Path) -> bool:
+    """Whether ``path`` is a directory in which another format's checkpoint lies."""
+    try:
+        return format_of(path) != OURS
+    except ForeignError:
+        return False
+
+
 def is_ours(path: Path) -> bool:
     """Whether ``path`` is a checkpoint's directory of ours, by its look."""
     return (path / contract.MANIFEST_FILE).is_file()

@@ -15,9 +15,12 @@ from torch import Tensor
 from elastic_resume.errors import CheckpointError, ForeignError, NoValidCheckpointError, UsageError
 from elastic_resume.store import catalog
 from elastic_resume.store.catalog import Catalog, Entry
+from elastic_resume.store.reading import located
 from elastic_resume.worker import contents, parts
 from elastic_resume.worker.contents import Contents, Stored, Unreadable, replace_leaves
 from elastic_resume.worker.state import key_of, stored_form
+
+_MAX_RUNS = 1000
 
 
 def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
@@ -57,7 +60,8 @@ def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
 
 def opened(path: Path) -> Contents:
     """Look into the checkpoint at ``path``, or into the newest valid one of a node or a run."""
-    entries = _entries_in(path)
+    with located(path):
+        entries = _entries_in(path)
     if not entries:
         return contents.look_into(path)
     problems = []
@@ -73,11 +77,21 @@ def opened(path: Path) -> Contents:
 
 
 def _entries_in(path: Path) -> list[Entry]:
-    """The checkpoints of ours in the directory of a node, or of a run; none where it is something else."""
+    """The checkpoints of ours in the directory of a node, a run, or the only run; none in anything else."""
     if not path.is_dir() or contents.is_ours(path):
         return []
-    own = Catalog(path, None).entries()
-    return own or [entry for entries in catalog.scan_run(path, None).values() for entry in entries]
+    own = Catalog(path, None).entries() or _of_run(path)
+    if own or contents.looks_foreign(path):
+        return own
+    runs = {child: _of_run(child) for child in sorted(path.iterdir())[:_MAX_RUNS] if child.is_dir()}
+    found = [child.name for child, entries in runs.items() if entries]
+    if len(found) > 1:
+        raise UsageError(f"{path}: holds {len(found)} runs; give one of them: {', '.join(found[:20])}.")
+    return [entry for entries in runs.values() for entry in entries]
+
+
+def _of_run(path: Path) -> list[Entry]:
+    return [entry for entries in catalog.scan_run(path, None).values() for entry in entries]
 
 
 def _owned(tree: Any) -> Any:
