@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+import elastic_resume as er
 from elastic_resume import contract
 from elastic_resume.cli import main
 from elastic_resume.errors import CorruptError, MachineError, UsageError
@@ -215,6 +217,34 @@ def test_dcp_loads_it(saved: Path, net: Net, tmp_path: Path) -> None:
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """A model's own names."""
     return (model.module if isinstance(model, nn.DataParallel) else model).state_dict()
+
+
+class Recent:
+    """Holds its newest tensors in a deque, and which they are in a Counter."""
+
+    def __init__(self) -> None:
+        self.kept: Any = {"recent": deque([torch.ones(2)], 3), "counts": Counter({"a": 2})}
+
+    def state_dict(self) -> Any:
+        """Give it."""
+        return self.kept
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take it."""
+        self.kept = state
+
+
+def test_containers_of_every_kind(tmp_path: Path) -> None:
+    """er.load gives a deque and a Counter back as such; a torch file gets what its safe reader takes."""
+    saved = save(tmp_path / "n0", 1, own=Recent())
+    loaded = er.load(saved, "own")
+    assert (type(loaded["recent"]), loaded["recent"].maxlen, type(loaded["counts"])) == (deque, 3, Counter)
+    assert loaded["recent"][0].tolist() == [1, 1]
+    out(saved, tmp_path / "all.pt", name=None, file_format="torch")
+    plain = torch.load(tmp_path / "all.pt", weights_only=True)["own"]
+    assert (plain["recent"][0].tolist(), plain["counts"]) == ([1, 1], {"a": 2})
+    out(saved, tmp_path / "own.safetensors", name="own")
+    assert list(er.load(tmp_path / "own.safetensors", None)["recent"]) == ["0"]
 
 
 def test_everything_at_once(

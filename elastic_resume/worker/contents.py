@@ -16,7 +16,7 @@ import argparse
 import os
 import re
 import zipfile
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -308,6 +308,8 @@ def replace_leaves(value: Any, leaf: Callable[[Any, str], Any]) -> Any:
                 walk(part, f"{path}/{at}" if path else str(at), depth + 1) for at, part in enumerate(item)
             ]
             return parts if type(item) is list else tuple(parts)
+        if type(item) is deque:
+            return deque(walk(list(item), path, depth + 1), item.maxlen)
         if type(item) in {set, frozenset}:
             return item
         return leaf(item, path)
@@ -317,11 +319,10 @@ def replace_leaves(value: Any, leaf: Callable[[Any, str], Any]) -> Any:
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Give every leaf of a tree with its path."""
-    inside = (
-        tree.items() if isinstance(tree, dict) else enumerate(tree) if type(tree) in {list, tuple} else None
-    )
-    if inside is None:
+    if type(tree) in {list, tuple, deque}:
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, dict):
         yield path, tree
         return
-    for key, part in inside:
+    for key, part in tree.items():
         yield from leaves(part, f"{path}/{key}" if path else str(key))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,7 @@ def _export_all(source: Path, target: Path, file_format: str, wrapped: str, disk
         state["model"] = {PREFIXES[wrapped] + key: value for key, value in state["model"].items()}
     tensors = sum(isinstance(value, Stored) for _, value in contents.leaves(state))
     whole = {
-        **contents.replace_leaves(state, leaf),
+        **_lists(contents.replace_leaves(state, leaf)),
         "epoch": found.about["epoch"],
         "step": found.about["step"],
     }
@@ -170,7 +171,7 @@ def _walk(value: Any, path: str = "") -> tuple[list[tuple[str, TensorRef]], list
     inside: Mapping[Any, Any] | None = None
     if isinstance(value, dict):
         inside = value
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         inside = dict(enumerate(value))
     if inside is None:
         return [], [path]
@@ -194,6 +195,13 @@ def _spec(image: Image, key: str, ref: TensorRef) -> TensorSpec:
     if ref.kind == "complex128":
         raise UsageError(f"{key}: safetensors has no complex128; use --format torch.")
     return TensorSpec(key, _PAIRS[ref.kind], extent.shape[:-1])
+
+
+def _lists(tree: Any) -> Any:
+    """Give lists in the place of deques, which torch's safe reader refuses."""
+    if isinstance(tree, dict):
+        return {key: _lists(part) for key, part in tree.items()}
+    return list(map(_lists, tree)) if type(tree) in {list, deque} else tree
 
 
 def _put_state(target: Path, state: Any, file_format: str, disk: Disk) -> int:
