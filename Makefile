@@ -51,7 +51,7 @@ nightly: $(READY)
 
 SOAK_KILLS ?= 100
 soak: $(READY)
-	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -q tests/test_soak.py tests/test_no_step_lost.py --timeout 3600
+	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -q tests/test_soak.py tests/test_no_step_lost.py tests/test_matrix.py --timeout 3600
 
 bench: $(READY)
 	$(BIN)/python benchmarks/recovery.py --kills 2 --only ours,tuned
