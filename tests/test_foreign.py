@@ -14,8 +14,11 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 import elastic_resume as er
-from elastic_resume.errors import MismatchError, NoValidCheckpointError
+from elastic_resume.errors import MachineError, MismatchError, NoValidCheckpointError
+from elastic_resume.policy import source
+from elastic_resume.policy.source import Copy, Inventory, Rejected
 from elastic_resume.store.catalog import Catalog
+from elastic_resume.store.durable import Disk
 from elastic_resume.worker.contents import tree_of
 from elastic_resume.worker.fitting import fit, read
 from tests import ranks
@@ -300,3 +303,46 @@ def test_all_ranks_begin_alike_though_one_node_sees_the_file(tmp_path: Path) -> 
     assert done[0].stdout == done[1].stdout
     assert done[0].stdout.startswith(f"{theirs.weight.sum().item()} ")
     assert "starts fresh: extra" in done[1].stderr
+
+
+def test_which_node_brings_the_file() -> None:
+    """The first that sees it, above what is older; nobody where this start has copies of its own already."""
+
+    def node(name: str, rank: int, **more: Any) -> Inventory:
+        return Inventory(name, rank, **more)
+
+    blind, sees = node("a", 0, generation=4), node("b", 1, generation=7, foreign="torch.save")
+    assert source.bringer([sees, blind, node("c", 2, foreign="torch.save")]) == ("b", 7)
+    assert source.bringer([blind]) is None
+    ours = node("c", 2, given=Copy("", 3, 9, 0))
+    assert source.bringer([sees, ours]) is None
+    older, newer = Copy("a", 7, 5, 0), Copy("a", 8, 6, 0)
+    began = node("b", 1, generation=8, floor=7, began=True, foreign="torch.save")
+    assert source.bringer([node("a", 0, copies=(older,)), began]) == ("b", 7)
+    assert source.bringer([node("a", 0, copies=(newer,)), began]) is None
+    lost = node("a", 0, committed=8)
+    with pytest.raises(NoValidCheckpointError, match="had checkpoints of this job"):
+        source.bringer([lost, began])
+    torn = Rejected("a", "g000008", "torn", (8, 6))
+    with pytest.raises(NoValidCheckpointError, match="none can be loaded"):
+        source.bringer([node("a", 0, rejected=(torn,)), began])
+
+
+def test_a_disk_that_refuses_the_first_checkpoint(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends the job with its reason; the same start of the job, tried again, reads the file again."""
+    path = saved(Script(1).train(4), tmp_path / "m.pt")
+    with monkeypatch.context() as patched:
+        patched.setattr(Disk, "rename", _refuse)
+        with pytest.raises(MachineError, match="no room"):
+            begin(Script(2), path)
+    mine = Script(3)
+    assert begin(mine, path).position.step == 0
+    assert same(mine.state, Script(1).train(4).state)
+
+
+def _refuse(_: Disk, source_path: Path, target: Path) -> None:
+    if target.name.startswith("g0"):
+        raise MachineError(f"{target}: no room")
+    source_path.rename(target)
