@@ -23,9 +23,12 @@ import psutil
 import pytest
 
 from elastic_resume import events
+from elastic_resume.faults import nursery
+from elastic_resume.faults.brood import Forked
 
 pytestmark = pytest.mark.cluster
 
+Agent = subprocess.Popen[bytes] | Forked
 RUN = [sys.executable, "-m", "elastic_resume", "run"]
 
 
@@ -58,7 +61,7 @@ class Agents:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.started: list[Agent] = []
         self.port = 0  # of the rendezvous of two
 
     def script(self, text: str, name: str = "train.py") -> str:
@@ -66,22 +69,20 @@ class Agents:
         (self.directory / name).write_text(text)
         return name
 
-    def start(self, *words: str, node: str = "a", **environ: str) -> subprocess.Popen[bytes]:
-        """Start one agent. Its scripts need no torch, so no zygote has to import it."""
+    def start(self, *words: str, node: str = "a", warm: bool = False, **environ: str) -> Agent:
+        """Start one agent. Where its scripts need no torch no zygote has to import it, so it is not warm."""
+        command = [*RUN, "--node-name", node, *([] if warm else ["--no-warm"]), *words]
+        env = {**os.environ, **environ}
         with open(self.directory / f"{node}.log", "ab") as output:
-            process = subprocess.Popen(
-                [*RUN, "--node-name", node, "--no-warm", *words],
-                cwd=self.directory,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environ},
+            process = nursery.start(command, env, output, cwd=self.directory) or subprocess.Popen(
+                command, cwd=self.directory, stdout=output, stderr=subprocess.STDOUT, env=env
             )
         self.started.append(process)
         return process
 
     def run(self, *words: str, **environ: str) -> tuple[int, str]:
         """Run one agent to its end: exit code and output."""
-        code = self.start(*words, **environ).wait(120)
+        code = self.start(*words, warm=False, **environ).wait(120)
         return code, self.log()
 
     def log(self, node: str = "a") -> str:
@@ -303,7 +304,7 @@ def start_two(
     more: tuple[str, ...] = (),
     host: str = "127.0.0.1",
     addresses: tuple[str, ...] = ("127.0.0.1", "127.0.0.2"),
-) -> list[subprocess.Popen[bytes]]:
+) -> list[Agent]:
     """Two agents as two nodes of one job."""
     agents.port = free_port()
     meet = f"{host}:{agents.port}"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from elastic_resume.store.catalog import Catalog
-from tests.test_cli_run import Agents, alive, wait_for
+from tests.test_cli_run import Agent, Agents, alive, wait_for
 from tests.test_cli_run import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
 
 pytestmark = pytest.mark.cluster
@@ -25,10 +24,11 @@ while True:
 """
 
 
-def start(agents: Agents, *flags: str) -> subprocess.Popen[bytes]:
+def start(agents: Agents, *flags: str) -> Agent:
     """Start a job that saves only when it must, and wait until it has trained some steps."""
     script = ["--rdzv-id=train", *flags, str(TRAIN), "--diary", str(agents.directory), "--epochs", "1000"]
-    agent = agents.start("--save-every=100000", *script, ELASTIC_RESUME_STEP_MARK_S="0")
+    env = {"ELASTIC_RESUME_STEP_MARK_S": "0", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    agent = agents.start("--save-every=100000", *script, warm=True, **env)
     wait_for(lambda: len(agents.events("step")) > 4, "some steps")
     return agent
 

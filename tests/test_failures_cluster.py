@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic_resume import events
+from elastic_resume import cli, events
 from elastic_resume.testing import Cluster
 
 pytestmark = pytest.mark.cluster
@@ -214,13 +214,15 @@ def test_max_restarts_counts_restarts_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--max-no-progress=0", "--exclude-after=-1", "--max-no-progress=many"])
-def test_a_wrong_limit_is_refused_before_anything_starts(flag: str, tmp_path: Path) -> None:
+def test_a_wrong_limit_is_refused_before_anything_starts(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit code 1, one line."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    command = [sys.executable, "-m", "elastic_resume", "run", flag, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert f"{flag.partition('=')[0]} is " in done.stderr
+    assert cli.main(["run", flag, "train.py"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{flag.partition('=')[0]} is " in line
     assert not (tmp_path / "checkpoints").exists()
 
 

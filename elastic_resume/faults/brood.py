@@ -79,6 +79,10 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, number)  # not reaped, so the number is still its own
 
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         """SIGKILL."""
         self.send_signal(signal.SIGKILL)

@@ -160,7 +160,7 @@ class Cluster:
         environ = {**self.env, **(env or {})}
         with open(node.log, "ab") as log:
             network = self._hosts.path(index) if self._hosts else ""
-            forked = None if self._fresh else nursery.start(command, environ, log, network)
+            forked = None if self._fresh else nursery.start(command, environ, log, network=network)
             node.agent = forked or subprocess.Popen(
                 self._hosts.command(index, command) if self._hosts else command,
                 stdin=subprocess.DEVNULL,

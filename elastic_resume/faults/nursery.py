@@ -44,7 +44,9 @@ class Nursery:
             )
         self._line.settimeout(PATIENCE_S)
 
-    def fork(self, command: list[str], env: Mapping[str, str], output: int, network: str) -> brood.Forked:
+    def fork(
+        self, command: list[str], env: Mapping[str, str], output: int, *, cwd: Path, network: str
+    ) -> brood.Forked:
         """Fork an agent.
 
         Raises:
@@ -56,7 +58,7 @@ class Nursery:
             "env": {
                 os.fsencode(k).decode("latin-1"): os.fsencode(v).decode("latin-1") for k, v in env.items()
             },
-            "cwd": str(Path.cwd()),
+            "cwd": str(cwd),
             "network": network,
         }
         with self._lock:
@@ -91,7 +93,12 @@ _lock = threading.Lock()
 
 
 def start(
-    command: list[str], env: Mapping[str, str], output: IO[bytes], network: str = ""
+    command: list[str],
+    env: Mapping[str, str],
+    output: IO[bytes],
+    *,
+    cwd: Path | None = None,
+    network: str = "",
 ) -> brood.Forked | None:
     """Fork ``command``, which is ``python -m …``; None where it has to be started as a new process.
 
@@ -99,6 +106,7 @@ def start(
         command: what is run.
         env: its environment.
         output: where it prints to.
+        cwd: the folder in which it is to run; None: this process's.
         network: path of the network namespace in which it is to run; empty: this process's.
 
     """
@@ -116,5 +124,5 @@ def start(
             nursery = _nurseries[frozenset(heeded.items())] = Nursery(kept)
             atexit.register(nursery.close)
     with contextlib.suppress(OSError, EOFError):
-        return nursery.fork(command, env, output.fileno(), network)
+        return nursery.fork(command, env, output.fileno(), cwd=cwd or Path.cwd(), network=network)
     return None
