@@ -101,7 +101,7 @@ class Keeper:
         """
         expected = self._shelf.expected_bytes()
         if expected:
-            self.rack.expect(expected)
+            self.rack.expect(expected, tell=False)
         self._thread.start()
 
     @property

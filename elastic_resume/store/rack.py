@@ -58,9 +58,14 @@ class Rack:
         self._lock = threading.RLock()
         self._growing = threading.Lock()
 
-    def expect(self, nbytes: int) -> None:
-        """A state of about that size will come: take memory for it in the background."""
-        threading.Thread(target=self._fill_up, args=(nbytes,), name="rack", daemon=True).start()
+    def expect(self, nbytes: int, *, tell: bool = True) -> None:
+        """A state of about that size will come: take memory for it in the background.
+
+        Not ``tell``: it may be that none comes; what there is is said when somebody asks for it.
+        """
+        threading.Thread(
+            target=self._fill_up, args=(nbytes,), kwargs={"tell": tell}, name="rack", daemon=True
+        ).start()
 
     def reserve(self, nbytes: int, *, all_now: bool = True) -> int:
         """Have slots of at least ``nbytes``; give how many there will be. One of them exists on return.
@@ -122,7 +127,7 @@ class Rack:
 
     # ---- inside ----------------------------------------------------------------------------------------
 
-    def _fill_up(self, nbytes: int, least: int = 0) -> int:
+    def _fill_up(self, nbytes: int, least: int = 0, *, tell: bool = True) -> int:
         """Make slots until there are as many as planned (``least``, if given); give the plan.
 
         What lies in a slot that is too small stays until a larger one holds something newer: until then there
@@ -142,9 +147,12 @@ class Rack:
             if stays and now == 0:
                 planned = 0  # there is no way to anything newer
             fitting = sum(kept.slot.capacity >= capacity for kept in self._kept.values())
-            before, self._planned = self._planned, (planned, capacity)
+            before = self._planned
             # Whoever asks for less, of what is there already, changes nothing that is worth a line.
-            if before[0] != planned or (before[1] != capacity and fitting < planned):
+            news = before[0] != planned or (before[1] != capacity and fitting < planned)
+            if tell:
+                self._planned = (planned, capacity)
+            if tell and news:
                 self._say(budget.describe(planned, capacity, free_bytes=free, allowed_bytes=allowed))
             while fitting < (min(least, now) if least else now) and not self._closed:
                 if not self._add(capacity):
