@@ -49,7 +49,7 @@ def test_every_kind_of_model_and_wrapper_goes_on_as_if_it_had_not_been_interrupt
             assert one[kind]["began"] == 3, f"{kind}: not resumed in its middle"
             assert not one[kind]["differ"], f"{kind}, rank {rank}: {one[kind]['differ']}"
             assert one[kind]["losses"], f"{kind}, rank {rank}: another loss"
-        assert len({one[kind]["weights"] for one in told}) == 1, f"{kind}: ranks differ"
+        assert len({one[kind]["common"] for one in told}) == 1, f"{kind}: ranks differ"
 
 
 # ---- optimizers and schedulers -----------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_tensors_are_loaded_into_those_that_stand_there() -> None:
         assert held
         for leaf in held:
             assert (leaf.tensor == 3).all()
-            assert leaf.kind == state.REPLICATED
+            assert leaf.kind == state.OWN
 
 
 def test_a_tensor_that_is_replaced_in_its_list_is_the_one_that_is_stored() -> None:

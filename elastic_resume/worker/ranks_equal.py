@@ -19,9 +19,8 @@ from elastic_resume.store import typed
 from elastic_resume.store.typed import TensorRef
 from elastic_resume.worker import state
 from elastic_resume.worker.place import Place
-from elastic_resume.worker.state import BUFFER, OTHER, REPLICATED, Leaf
+from elastic_resume.worker.state import BUFFER, EMA, OWN, REPLICATED, Leaf
 
-EMA = "ema"  # an average of the weights is as equal as they are, whatever kind of object holds it
 SIDES, RANKS = 4, 8  # so many are named: a thousand ranks that all differ make one line too
 
 
@@ -120,7 +119,7 @@ def digests_of(tracked: Mapping[str, Any], *, buffers: bool) -> dict[str, str]:
 
 
 def _is_compared(leaf: Leaf, *, buffers: bool) -> bool:
-    if leaf.kind == OTHER:
+    if leaf.kind == OWN:  # an average of the weights is as equal as they are, whatever object holds it
         return leaf.name.split("/")[0].split(".")[0] == EMA
     return leaf.kind == REPLICATED or (buffers and leaf.kind == BUFFER)
 

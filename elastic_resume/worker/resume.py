@@ -30,7 +30,7 @@ from elastic_resume.worker import foreign, inventory, restoring, state, telling
 from elastic_resume.worker.loading import PROVEN_BAD, Attempt, Failures
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.ranks_equal import first_difference
-from elastic_resume.worker.state import BUFFER, REPLICATED, FlatState, Leaf
+from elastic_resume.worker.state import BUFFER, OWN, REPLICATED, FlatState, Leaf
 
 DATA = "data"
 PARAMETERS = "elastic_resume.parameters"
@@ -263,7 +263,7 @@ def _equalise(place: Place, flat: FlatState, tracked: Mapping[str, Any]) -> None
         MismatchError: the ranks built different models.
 
     """
-    leaves = flat.of_kind(REPLICATED, BUFFER)
+    leaves = flat.of_kind(REPLICATED, BUFFER, OWN)
     shapes = {leaf.name: f"{leaf.tensor.dtype}{list(leaf.tensor.shape)}" for leaf in leaves}
     found = first_difference(place.world, shapes)
     if found is not None:
@@ -276,16 +276,17 @@ def _equalise(place: Place, flat: FlatState, tracked: Mapping[str, Any]) -> None
     prints = state.combined(state.fingerprints(leaves))
     if channel is None or len(set(place.world.gather(prints))) == 1:
         return
-    now = {leaf.name: leaf.tensor.detach().cpu() for leaf in flat.leaves}
+    now = {leaf.name: leaf.tensor.detach() for leaf in flat.leaves}
     with torch.no_grad():
         for leaf in leaves:
-            here = now[leaf.name] = now[leaf.name].contiguous()
+            here = leaf.tensor.detach().cpu().contiguous()
             channel.broadcast(here, 0)
             leaf.tensor.copy_(here)
-    # What an object's own state_dict() gives may be copies.
+    # What an object's own state_dict() gives may be copies: it has to take them.
     told = {leaf.name.split("/", maxsplit=1)[0] for leaf in leaves}
     own = {k: v for k, v in tracked.items() if k in told and not isinstance(v, (nn.Module, Optimizer))}
-    place.together(lambda: restoring.load(own, {name: flat.skeleton[name] for name in own}, now.__getitem__))
+    parts = {name: flat.skeleton[name] for name in own}
+    place.together(lambda: restoring.load(own, parts, lambda name: now[name].cpu()))
 
 
 def _require_same_order(place: Place, flat: FlatState) -> None:

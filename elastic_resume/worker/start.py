@@ -53,7 +53,7 @@ def resume(
         scheduler: a learning rate scheduler, or a dict of several.
         scaler: a GradScaler.
         ema: an averaged model, any object with ``state_dict`` and ``load_state_dict``, or tensors: one, a
-            list, or a dict by name, each changed in place or replaced where it stands. Equal on all ranks.
+            list, or a dict by name, each changed in place or replaced where it stands.
         data: a `GlobalBatches` or the DataLoader around one, or the DataLoader around an `ElasticSampler`,
             so that an epoch goes on where it stopped.
         ckpt_dir: root of the checkpoints; default ``./checkpoints``. Of this and the next two the flags of

@@ -34,8 +34,11 @@ from elastic_resume.worker.tensors import Tensors, are_tensors
 
 REPLICATED = "replicated"  # equal on every rank after every step
 BUFFER = "buffer"  # a module's buffer: DDP takes rank 0's
+OWN = "own"  # tensors of the script's own, and its averages: begin as rank 0's, as the weights do
 OTHER = "other"
-EMA = "ema"  # what is tracked under this name follows from the weights, and is equal where they are
+# An object of this name follows from the model. But it need not be equal: averages of BatchNorm's buffers,
+# which many keep beside those of the weights, are each rank's own.
+EMA = "ema"
 
 COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
 _MAX_DEPTH = 200
@@ -168,8 +171,8 @@ def flatten_object(walk: Walk, name: str, item: Any) -> Any:
     if isinstance(item, nn.Module):
         plain = _flatten_module(walk, name, item)
     else:
-        replicated = isinstance(item, (Optimizer, Tensors)) or name.split(".", maxsplit=1)[0] == EMA
-        plain = walk.replace(item.state_dict(), name, REPLICATED if replicated else OTHER)
+        followed = OWN if isinstance(item, Tensors) or name.split(".", maxsplit=1)[0] == EMA else OTHER
+        plain = walk.replace(item.state_dict(), name, REPLICATED if isinstance(item, Optimizer) else followed)
     return typed.encode(plain, name)
 
 

@@ -349,20 +349,22 @@ class Script:
         self.losses.append(loss.item())
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def weights(self) -> str:
+    def leaves(self) -> list[state.Leaf]:
+        """All tensors; but where running statistics follow rank 0's, only that rank's are the job's."""
+        tracked = {"model": self.model, "optimizer": self.optimizer, "ema": self.ema, "scaler": self.scaler}
+        flat = state.flatten(state.collect(tracked))
+        return [leaf for leaf in flat.leaves if self.run.rank == 0 or "norm.running" not in leaf.name]
+
+    def common(self) -> str:
         """Digest of what every rank must hold."""
-        flat = state.flatten(state.collect({"model": self.model, "ema": self.ema}))
-        return state.combined(state.fingerprints(flat.of_kind(state.REPLICATED)))
+        leaves = [leaf for leaf in self.leaves() if "norm.running" not in leaf.name]
+        return state.combined(state.fingerprints(leaves))
 
     def prints(self) -> dict[str, str]:
-        """Digest of each tensor, of the rest and of the last losses."""
-        tracked = {
-            "model": self.model, "optimizer": self.optimizer, "ema": self.ema, "scaler": self.scaler
-        }  # fmt: skip
-        flat = state.flatten(state.collect(tracked))
-        # DDP takes rank 0's buffers at the next forward pass: until then each rank has its own.
-        leaves = flat.of_kind(state.REPLICATED, state.OTHER) if self.run.rank else flat.leaves
-        return {**state.fingerprints(leaves), "rest": state.combined(flat.skeleton)}
+        """Digest of each tensor, and of the rest."""
+        objects = {"optimizer": self.optimizer, "scaler": self.scaler, "ema": self.ema}
+        rest = state.flatten(state.collect(objects)).skeleton
+        return {**state.fingerprints(self.leaves()), "rest": state.combined(rest)}
 
 
 def main(directory: Path, names: list[str]) -> None:
@@ -391,7 +393,7 @@ def compare(name: str, directory: Path, seed: int) -> dict[str, Any]:
         "began": began,
         "differ": [key for key in {**one, **two} if one.get(key) != two.get(key)],
         "losses": whole.losses[-len(again.losses) :] == again.losses,
-        "weights": again.weights(),
+        "common": again.common(),
     }
 
 
