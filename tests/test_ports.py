@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.testing import assert_same_run
+from tests import ranks
 
 PORTS = Path(__file__).parents[1] / "examples" / "ports"
 
 
-@pytest.mark.parametrize(("name", "most"), [("toy", 9), ("imagenet", 20), ("ema", 10)])
+@pytest.mark.parametrize(("name", "most"), [("toy", 9), ("imagenet", 25), ("ema", 10)])
 def test_a_port_adds_few_lines_to_what_it_takes_away(name: str, most: int) -> None:
     """Not counted: the text at the top of the file."""
     before, after = (
@@ -45,3 +46,21 @@ def test_a_killed_port_ends_as_it_does_undisturbed(
     monkeypatch.chdir(tmp_path)
     script = PORTS / f"{name}.py"
     assert_same_run(script, kills=[kill], nodes=nodes, workers_per_node=2 // nodes, lines=r"^(step|epoch) \d")
+
+
+@pytest.mark.cluster
+def test_what_the_scripts_saved_before_can_be_the_first_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All three train and save as they are; the classifier's file, of a DDP model, begins the port's."""
+    monkeypatch.chdir(tmp_path)
+    for name, *words in (("toy", "--steps", "20"), ("imagenet", "--epochs", "1"), ("ema", "--epochs", "1")):
+        done = ranks.run(1, PORTS / f"{name}_before.py", *words)[0]
+        assert done.returncode == 0, done.stderr
+    for file in ("toy.checkpoint", "checkpoint.pth.tar", "last.pt"):
+        assert (tmp_path / file).exists()
+    ported = ranks.run(2, PORTS / "imagenet.py", "--epochs", "2", "--resume", "checkpoint.pth.tar")
+    assert [done.returncode for done in ported] == [0, 0], ported[0].stderr
+    lines = ported[0].stdout.splitlines()
+    assert lines[0].startswith("epoch [2][0/")
+    assert lines[-1].startswith("epoch 2: ")

@@ -4,7 +4,8 @@ python imagenet.py
 torchrun --nproc-per-node 2 imagenet.py
 elastic-resume run --nproc-per-node 2 imagenet.py
 
-Each goes on where the others stopped. Without elastic_resume it was imagenet_before.py.
+Each goes on where the others stopped. Without elastic_resume it was imagenet_before.py, whose checkpoint
+can be the first one: --resume checkpoint.pth.tar
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ parser.add_argument("--batch-size", default=16, type=int, help="of each rank")
 parser.add_argument("--lr", default=0.05, type=float)
 parser.add_argument("--momentum", default=0.9, type=float)
 parser.add_argument("--weight-decay", default=1e-4, type=float)
+parser.add_argument("--resume", default=None, type=str, metavar="PATH", help="the checkpoint to begin with")
 parser.add_argument("--seed", default=0, type=int)
 
 
@@ -85,7 +87,12 @@ def main() -> None:
     val_loader = DataLoader(val_dataset, batch_size=100)
 
     run = er.resume(
-        model=model, optimizer=optimizer, scheduler=scheduler, data=train_loader, best_acc1=best_acc1
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        data=train_loader,
+        best_acc1=best_acc1,
+        resume=args.resume,
     )
     model = run.ddp(model)
 
@@ -128,10 +135,8 @@ def train(
         run.step()
 
         if i % PRINT_FREQ == 0:
-            print(
-                f"epoch [{run.position.epoch + 1}][{i}/{len(train_loader)}] loss {loss:.4f}",
-                flush=True,
-            )
+            epoch = run.position.epoch
+            print(f"epoch [{epoch + 1}][{i}/{len(train_loader)}] loss {loss:.4f}", flush=True)
 
 
 @torch.no_grad()
