@@ -21,6 +21,7 @@ from torch.optim.swa_utils import SWALR
 from elastic_resume.errors import MismatchError, UntrackableError
 from elastic_resume.store import note
 from elastic_resume.worker import restoring, state
+from elastic_resume.worker.buckets import BucketOrder
 from elastic_resume.worker.tracking import Tracker
 from elastic_resume.worker.untracked import Untracked
 from tests import ranks
@@ -220,6 +221,24 @@ def test_torch_itself_refuses_synchronised_batchnorm_on_a_cpu() -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     with pytest.raises(ValueError, match="only work with GPU modules"):
         nn.parallel.DistributedDataParallel(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_order_is_played_to_a_ddp_that_moves_its_inputs_to_a_device() -> None:
+    """With device_ids, as run.ddp() builds it on GPUs, DDP fails when it is called without any input."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped.device_ids, wrapped.device_type = [0], "cpu"
+    order = BucketOrder()
+    names = [name for name, _ in model.named_parameters()]
+    order.load_state_dict({"orders": {"model": names}, "single": ["model"], "steps": 2})
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    order.prepare("model", model, wrapped)
+    wrapped(torch.ones(2, 2))
+    assert wrapped._has_rebuilt_buckets, "a backward pass was seen"
+    assert wrapped.module is model
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(model.state_dict()["0.weight"], before["0.weight"])
 
 
 # ---- tensors that a script keeps by itself -----------------------------------------------------------

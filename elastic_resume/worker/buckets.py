@@ -114,7 +114,7 @@ class _Zeros(nn.Module):
         self._given = tuple(parameters)  # in a tuple they are not this module's
         self._sparse = sparse
 
-    def forward(self) -> Tensor:
+    def forward(self, _nothing: None) -> Tensor:
         """Autograd runs what was recorded last first: built from the last parameter to the first."""
         total = torch.zeros((), device=self._given[0].device)
         for parameter in reversed(self._given):
@@ -143,7 +143,7 @@ def _play(
     try:
         with _without_hooks(parameters), torch.enable_grad():
             for _ in range(passes):
-                ddp.forward().backward()
+                ddp.forward(None).backward()  # on a GPU it wants something that it can move there
     finally:
         ddp.module, ddp.broadcast_buffers = model, broadcast
     for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -94,7 +94,7 @@ class Run:
         self._saver.expect(resuming.expected_bytes(resumed.flat, tracked))
         place.together(lambda: None)  # no rank takes a step before its lead has said when snapshots come
         failure.enter(generation=self.generation, step=lambda: self.position.step)
-        self._untracked = Untracked(self._tracked)
+        self._untracked = Untracked(self._tracked) if self.rank == 0 else None
         self._begin(resumed)
 
     # ---- what the script reads -----------------------------------------------------------------------
@@ -361,7 +361,8 @@ class Run:
         self._closed = True
         atexit.unregister(self._release)  # it would keep this run, and so its slots, until the process ends
         self._beat.end()
-        self._untracked.close()
+        if self._untracked is not None:
+            self._untracked.close()
         self._drain.close()
         self._saver.close()
         self._keeping.close()
