@@ -221,7 +221,8 @@ class Run:
 
         Call it on every rank, between two steps. Ranks send each other digests and no tensors; what it costs
         is reading the state once. The same holds for the optimizers' hyperparameters. ``buffers``: a module's
-        buffers too; BatchNorm's differ by design, since each rank has its own share of the batch.
+        buffers too; BatchNorm's differ by design, since each rank has its own share of the batch. So does an
+        average of them in an object of your own: pass the averaged module itself as ``ema``.
 
         Raises:
             DivergenceError: on all ranks, naming the first value that differs and the ranks on either side.
