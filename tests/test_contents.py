@@ -249,6 +249,10 @@ def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
+# The end of an archive of two disks.
+_END_OF_DISK_TWO = struct.pack("<4sLQL", b"PK\x06\x07", 1, 0, 2) + struct.pack(
+    "<4s4H2LH", b"PK\x05\x06", 1, 1, 1, 1, 46, 0, 0
+)
 HOSTILE: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] = {
     "bomb": (lambda p: torch.save({"model": Bomb()}, p), ForeignError, "names getattr.*nothing was run"),
     "whole model": (lambda p: torch.save(nn.Linear(1, 1), p), ForeignError, "names torch.nn.*state_dict"),
@@ -273,6 +277,21 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] 
         headed(b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'),
         TornError,
         "the tensors end at",
+    ),
+    "endless shape": (
+        headed(b'{"w":{"dtype":"F32","shape":[0,9007199254740992,9007199254740992],"data_offsets":[0,0]}}'),
+        CorruptError,
+        "impossible shape",
+    ),
+    "expanded": (
+        lambda p: torch.save({"a": torch.ones(1), "w": torch.zeros(1).expand(10**6, 10**6)}, p),
+        ForeignError,
+        "w is a tensor that is larger than what is stored of it",
+    ),
+    "several disks": (
+        lambda p: _write(p, b"PK\x03\x04" + bytes(40) + _END_OF_DISK_TWO),
+        CheckpointError,
+        "not a whole archive|its end is missing",
     ),
     "wrong shape": (
         headed(b'{"w":{"dtype":"F32","shape":[9,99999999],"data_offsets":[0,4]}}'),
@@ -316,6 +335,9 @@ def test_a_hostile_dcp_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     refused(b"\x80\x04}r\xff\xff\xff\x7f.", CorruptError, "object 2147483647 in 9 bytes")
     for attribute, value, kind, why in (
         ("relative_path", "../m.pt", CorruptError, "no file beside it"),
+        ("relative_path", "..", CorruptError, "no file beside it"),
+        ("relative_path", "a\0b", CorruptError, "no file beside it"),
+        ("relative_path", "\ud800", CorruptError, "no file beside it"),
         ("relative_path", "gone", TornError, "is missing"),
         ("length", 1 << 40, TornError, "ends at"),
         ("length", 3, CorruptError, "impossible place"),
@@ -330,6 +352,43 @@ def test_a_hostile_dcp_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     metadata.state_dict_metadata["w"].size = torch.Size([1 << 50])
     metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([1 << 50])
     refused(pickle.dumps(metadata), CorruptError, "impossible place")
+
+
+def test_a_dcp_directory_that_swells(tmp_path: Path) -> None:
+    """Pieces that are packed, or lie at one place, would take memory that no file has."""
+    whole = {f"w{number}": torch.full((300,), float(number)) for number in range(2)}
+    path = dcp_save(whole, tmp_path / "dcp")
+    metadata = unpickled((path / ".metadata").read_bytes())
+    first, second = metadata.storage_data.values()
+    second.offset = first.offset
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptError, match="two pieces lie at byte 0"):
+        er.load(path, None)
+
+    path = dcp_save({"w": torch.zeros(1000)}, tmp_path / "packed")
+    (data,) = path.glob("*.distcp")
+    torch.save(torch.zeros(1000), data)
+    with zipfile.ZipFile(data) as archive:
+        parts = {part.filename: archive.read(part) for part in archive.infolist()}
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, inside in parts.items():
+            archive.writestr(name, inside)
+        archive.writestr("filler", bytes(5000), zipfile.ZIP_STORED)
+    metadata = unpickled((path / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, data.stat().st_size
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptError, match=f"{path}.*is compressed"):
+        er.load(path, None)
+
+
+def test_many_pieces_are_compared_with_few_others() -> None:
+    """A tensor that was cut along its second dimension."""
+    count = 20_000
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((0, at), (3, 1)) for at in range(count)]
+    distcp._require_tiling("w", (3, count), boxes)
+    with pytest.raises(CorruptError, match="overlap"):
+        distcp._require_tiling("w", (3, count), [*boxes[:-1], boxes[0]])
 
 
 def test_dcps_reader_knows_nothing_that_acts() -> None:

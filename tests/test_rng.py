@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 import elastic_resume as er
 from elastic_resume.errors import ConfigError, UsageError
@@ -144,6 +144,12 @@ def test_an_elastic_sampler_reads_the_same_samples() -> None:
         batches.seek(2, 0)
         found += read(loader)
     assert sorted(found) == expected
+    one_by_one = er.ElasticSampler(dataset, seed=8)
+    one_by_one.set_epoch(2)
+    singles = [
+        default_collate([sample]) for sample in DataLoader(dataset, batch_size=None, sampler=one_by_one)
+    ]
+    assert sorted(sample for batch in singles for sample in augment.seen(batch)) == expected
     unmarked = DataLoader(dataset, batch_size=11, sampler=er.ElasticSampler(Noisy(), seed=8))
     with pytest.raises(UsageError, match="ElasticSampler that was made from the seeded dataset"):
         read(unmarked)

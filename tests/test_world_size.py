@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
@@ -430,6 +431,37 @@ def written_by(tmp_path: Path, world_size: int) -> None:
     path = max(tmp_path.glob("job/*/g*/manifest.json"))
     manifest = Manifest.parse(path.read_bytes())
     path.write_bytes(replace(manifest, world_size=world_size).to_bytes())
+
+
+def test_a_run_keeps_its_place_in_one_order_of_samples(begin: Begin) -> None:
+    """Of a second one every rank would read all, from the beginning."""
+    with pytest.raises(ConfigError, match=r"other: a run keeps its place in one order of samples"):
+        begin(GlobalBatches(8, 4), other=GlobalBatches(8, 4))
+    with pytest.raises(ConfigError, match=r"data.a: a run keeps its place"):
+        begin({"a": GlobalBatches(8, 4), "b": GlobalBatches(8, 4)})
+
+
+def test_jobs_of_other_seeds_draw_other_numbers(tmp_path: Path) -> None:
+    """Also of neighbouring ones, and of one that has no sign."""
+    drawn = []
+    for seed in (42, 43, 2**63 + 5):
+        torch.manual_seed(seed)
+        with er.resume(model=nn.Linear(1, 1), ckpt_dir=tmp_path, run_id=str(seed)):
+            drawn.append(torch.rand(3).tolist())
+    assert len({str(one) for one in drawn}) == 3
+
+
+def test_an_epoch_of_one_step_is_no_epoch_that_was_miscounted(
+    begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the dataset is smaller than the batch."""
+    batches = GlobalBatches(5, 8)
+    run = begin(batches)
+    for _ in run.epochs(2):
+        for _ in batches:
+            run.step()
+    assert run.position.step == 2
+    assert "WARNING" not in capsys.readouterr().err
 
 
 def test_a_hook_hears_of_a_change_once_and_of_no_other_restart(begin: Begin, tmp_path: Path) -> None:

@@ -46,6 +46,9 @@ def diff(args: argparse.Namespace) -> int:
     except ElasticResumeError as error:
         print(f"elastic-resume diff: {error}", file=sys.stderr)
         return TROUBLE
+    except Exception as error:  # noqa: BLE001  whatever it is: Python's own exit code would say "different"
+        print(f"elastic-resume diff: a fault of elastic_resume itself: {error!r}", file=sys.stderr)
+        return TROUBLE
     lines = [as_json(found)] if args.json else as_text(found, len(found.differences) if args.all else _SHOWN)
     print("\n".join(lines))
     return DIFFERENT if found.differences else SAME

@@ -210,7 +210,7 @@ def _check_entry(name: str, entry: Any) -> None:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise CorruptError(f"header: tensor {name!r} has the unknown dtype {dtype!r}.")
-    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) >= 1 << 53:
         raise CorruptError(f"header: tensor {name!r} has an impossible shape.")
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise CorruptError(f"header: tensor {name!r} has impossible data_offsets.")

@@ -33,7 +33,7 @@ def as_event(resumed: Resumed, position: Position, world_size: int) -> dict[str,
     }
 
 
-def as_text(resumed: Resumed, position: Position, world_size: int, data_tracked: bool) -> str:
+def as_text(resumed: Resumed, position: Position, world_size: int) -> str:
     """Say in one line what happened; each rejected copy gets a line of its own."""
     plan = resumed.plan
     was = plan.previous_world_size
@@ -49,10 +49,4 @@ def as_text(resumed: Resumed, position: Position, world_size: int, data_tracked:
     lost = "no step lost" if plan.lost_steps == 0 else f"{plan.lost_steps} steps are run again"
     lines = [f"generation {plan.generation}: {what}; {lost}; {world}; {resumed.seconds:.2f} s"]
     lines += [f"rejected {r.node}/{r.name}: {r.reason}" for r in plan.rejected]
-    manifest = resumed.manifest
-    if manifest is not None and manifest.position.step_in_epoch and not data_tracked:
-        lines.append(
-            f"no data= was given to resume(): epoch {position.epoch} starts over, though "
-            f"{manifest.position.step_in_epoch} of its steps are done"
-        )
     return "\n  ".join(lines)

@@ -150,6 +150,17 @@ def looks_foreign(path: Path) -> bool:
         return False
 
 
+def names_a_file_beside(name: object) -> bool:
+    """Whether a name that another file gives stays in that file's directory, and can be one."""
+    if type(name) is not str or name in {"", ".", ".."} or Path(name).name != name or "\0" in name:
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def is_ours(path: Path) -> bool:
     """Whether ``path`` is a checkpoint's directory of ours, by its look."""
     return (path / contract.MANIFEST_FILE).is_file()
@@ -192,9 +203,9 @@ def _of_image(image: Image, ref: TensorRef) -> Stored:
 
 
 def _torch(path: Path) -> Contents:
-    zipped = zipfile.is_zipfile(path)
+    zipped = is_archive(path)
     if zipped:
-        _check_archive(path)
+        check_archive(path)
     elif _starts_zipped(path):
         raise TornError("is the beginning of a torch.save file: its end is missing.")
     value = load_safely(path, mapped=zipped)
@@ -233,10 +244,18 @@ def _starts_zipped(path: Path) -> bool:
         return os.pread(descriptor, len(_ZIP_MAGIC), 0) == _ZIP_MAGIC
 
 
-def _check_archive(path: Path) -> None:
+def is_archive(source: Any) -> bool:
+    """Whether a path or an open file is a zip archive. Raises CorruptError for one that cannot be."""
+    try:
+        return zipfile.is_zipfile(source)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise CorruptError(f"is not a whole archive ({error}).") from error
+
+
+def check_archive(source: Any) -> None:
     """Refuse what torch.save never writes: packed parts, which a few bytes blow up, and a huge pickle."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(source) as archive:
             for part in archive.infolist():
                 if part.compress_type != zipfile.ZIP_STORED:
                     raise CorruptError(
@@ -280,6 +299,8 @@ def _stored(tensor: Tensor) -> Stored | Unreadable:
         what = "quantized" if tensor.is_quantized else "without data" if tensor.is_meta else tensor.layout
         return Unreadable(f"a tensor that is {what}")
     plain = tensor.detach()
+    if plain.numel() * plain.element_size() > plain.untyped_storage().nbytes():
+        return Unreadable("a tensor that is larger than what is stored of it (expanded)")
     return Stored(plain.dtype, tuple(plain.shape), lambda: plain)
 
 

@@ -15,7 +15,7 @@ import io
 import pickle
 import pickletools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,10 @@ from elastic_resume.worker.contents import (
     MAX_PICKLE_BYTES,
     Stored,
     Unreadable,
+    check_archive,
+    is_archive,
     load_safely,
+    names_a_file_beside,
     replace_leaves,
     tree_of,
 )
@@ -141,6 +144,7 @@ def read_directory(path: Path) -> Any:
         if not isinstance(index, Index) or not isinstance(place, Where):
             raise CorruptError(f"{DCP_METADATA}: its storage_data is not DCP's.")
         lying.setdefault(index.get("fqn"), []).append((index.get("offset"), place))
+    _require_apart(where.values())
     flat = {}
     for name, entry in entries.items():
         if type(name) is not str:
@@ -150,6 +154,19 @@ def read_directory(path: Path) -> Any:
         else:
             flat[name] = _plain(path, name, lying.get(name, []))
     return _unflattened(flat, metadata.get("planner_data"))
+
+
+def _require_apart(places: Iterable[Where]) -> None:
+    """Refuse pieces that share bytes: a small file would be read as any amount of memory."""
+    ranges = [(place.get("relative_path"), place.get("offset"), place.get("length")) for place in places]
+    for file, start, size in ranges:
+        if type(file) is not str or type(start) is not int or type(size) is not int or start < 0 or size < 0:
+            raise CorruptError(f"{DCP_METADATA}: something lies at an impossible place in {file!r}.")
+    last = ("", 0)
+    for file, start, size in sorted(ranges):
+        if file == last[0] and start < last[1]:
+            raise CorruptError(f"{DCP_METADATA}: two pieces lie at byte {start} of {file}.")
+        last = (file, start + size)
 
 
 def _metadata(path: Path) -> Metadata:
@@ -207,8 +224,15 @@ def _tensor(path: Path, name: str, entry: TensorEntry, lying: list[tuple[Any, Wh
     return Stored(dtype, shape, read)
 
 
+def _unpacked(data: bytes) -> Any:
+    """Read a piece, which torch.save has written: in memory it is as large as in the file."""
+    if is_archive(io.BytesIO(data)):
+        check_archive(io.BytesIO(data))
+    return load_safely(io.BytesIO(data), mapped=False)
+
+
 def _piece(name: str, data: bytes, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
-    tensor = load_safely(io.BytesIO(data), mapped=False)
+    tensor = _unpacked(data)
     if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != sizes:
         raise CorruptError(
             f"the file's piece of {name!r} is not the {dtype} of {list(sizes)} that it should be."
@@ -218,7 +242,8 @@ def _piece(name: str, data: bytes, dtype: torch.dtype, sizes: tuple[int, ...]) -
 
 def _sizes(name: str, value: Any) -> tuple[int, ...]:
     sizes = tuple(value) if isinstance(value, (tuple, list)) else (-1,)
-    if len(sizes) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 1 << 53 for size in sizes):
+    whole = all(type(size) is int and 0 <= size < 1 << 53 for size in sizes)
+    if len(sizes) > MAX_DIMENSIONS or not whole or prod(filter(None, sizes)) >= 1 << 53:
         raise CorruptError(f"{DCP_METADATA}: {name!r} has an impossible shape.")
     return sizes
 
@@ -235,10 +260,13 @@ def _require_tiling(
             raise CorruptError(f"{DCP_METADATA}: a piece of {name!r} lies outside of it.")
     if sum(prod(sizes) for _, sizes in boxes) != prod(shape):
         raise CorruptError(f"{DCP_METADATA}: the pieces of {name!r} do not fill it.")
-    boxes = sorted(box for box in boxes if prod(box[1]))
+    boxes = [box for box in boxes if prod(box[1])]
+    # Along the dimension that is cut most: along another one each piece would be compared with all.
+    along = max(range(len(shape)), key=lambda d: len({offset[d] for offset, _ in boxes}), default=0)
+    boxes.sort(key=lambda box: box[0][along : along + 1])
     open_: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for offset, sizes in boxes if len(boxes) > 1 else ():
-        open_ = [box for box in open_ if box[0][0] + box[1][0] > offset[0]]
+        open_ = [box for box in open_ if box[0][along] + box[1][along] > offset[along]]
         for other, extent in open_:
             pairs = zip(offset, sizes, other, extent, strict=True)
             if all(o < p + m and p < o + n for o, n, p, m in pairs):
@@ -249,7 +277,7 @@ def _require_tiling(
 def _slice(path: Path, name: str, place: Where, least: int) -> Callable[[], bytes]:
     """Give what reads a piece's bytes; checked now, read then."""
     file, start, size = place.get("relative_path"), place.get("offset"), place.get("length")
-    if type(file) is not str or Path(file).name != file or not file:
+    if not names_a_file_beside(file):
         raise CorruptError(f"{DCP_METADATA}: {name!r} lies in {file!r}, which is no file beside it.")
     if place.get("transform_descriptors"):
         raise ForeignError(
@@ -281,7 +309,7 @@ def _plain(path: Path, name: str, lying: list[tuple[Any, Where]]) -> Any:
         raise CorruptError(f"{DCP_METADATA}: {name!r} lies at {len(lying)} places.")
     data = _slice(path, name, lying[0][1], least=0)()
     try:
-        return tree_of(load_safely(io.BytesIO(data), mapped=False))
+        return tree_of(_unpacked(data))
     except ForeignError as error:  # one object that is not data need not spoil the rest
         return Unreadable(str(error))
 

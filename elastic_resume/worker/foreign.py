@@ -117,7 +117,8 @@ def _fits(found: Contents, tracked: Mapping[str, Any], taken: Mapping[str, Part]
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise MismatchError(
             f"{found.path} ({found.format}) does not fit the tracked objects; nothing was loaded. Build them "
-            f"as those were that it was saved from, or save what fits to a file of its own.\n  {shown}{more}"
+            "as those were that it was saved from; or take what fits yourself before er.resume(), without "
+            f"resume=: model.load_state_dict(er.load(PATH), strict=False).\n  {shown}{more}"
         )
     return fits
 

@@ -49,6 +49,8 @@ class Progress:
             options.on_world_change, manifest.world_size if manifest else None, world.size
         )
         self.change = _enter(manifest, batches, world.size)
+        # Steps of the epoch that are done, and that nobody can skip: no order of samples is known.
+        self.repeats = manifest.position.step_in_epoch if manifest and batches is None else 0
         self.epoch_over = False  # whether all of the last epoch is done, what follows its last step too
         self._batches = batches
         self._accumulate = options.accumulate
@@ -105,6 +107,12 @@ class Progress:
         self._part = None
         if self._batches is not None:
             self._batches.seek(self.position.epoch, self.position.step_in_epoch)
+        if self.repeats and self._warns:
+            telling.say(
+                f"no data= was given to resume(): epoch {self.position.epoch} starts over, though "
+                f"{self.repeats} of its steps are done"
+            )
+        self.repeats = 0
         return self.position.epoch
 
     def step(self) -> Position:
@@ -140,7 +148,8 @@ class Progress:
     def end_epoch(self) -> None:
         """Count the epoch as done, with what the script does after its last step."""
         batches, at = self._batches, self.position.step_in_epoch
-        if batches is not None and batches.exhausted and 0 < 2 * at <= batches.steps + 1:
+        few = batches is not None and 0 < 2 * at <= batches.steps + 1 and at < batches.steps
+        if batches is not None and batches.exhausted and few:
             self._warn_of_accumulation(at, batches.steps)
         self.position = self._next_epoch()
         self.epoch_over = True

@@ -45,7 +45,8 @@ def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
     found = opened(Path(path))
     found.verify()
     if name is None:
-        return _owned(found.tree)
+        with located(found.path):
+            return _owned(found.tree)
     part = parts.part_of(found, name)
     if part is None:
         known = ", ".join(map(repr, list(found.tree)[:20])) if isinstance(found.tree, dict) else "no names"
@@ -55,7 +56,8 @@ def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
     state = part.state
     if name in {"model", "ema"} and found.format != contents.OURS:
         state = parts.without_wrappers(state)
-    return _owned(state)
+    with located(found.path):
+        return _owned(state)
 
 
 def opened(path: Path) -> Contents:

@@ -79,6 +79,8 @@ class Run:
             place.memory = keeping.memory
             resumed = resuming.resume(place, self._node_dir, board, tracked, accumulate=options.accumulate)
             self._progress = Progress(resumed.manifest, batches, options, place.world)
+            if resuming.DATA in tracked:  # which keeps its place itself
+                self._progress.repeats = 0
         except BaseException:
             if keeping is not None:
                 keeping.close()
@@ -312,7 +314,7 @@ class Run:
         self._random.begin(self.position.step, resumed=resumed.manifest is not None)
         if self.rank == 0:
             self._place.events.write("resume", **announce.as_event(resumed, self.position, world.size))
-            telling.say(announce.as_text(resumed, self.position, world.size, resuming.DATA in self._tracked))
+            telling.say(announce.as_text(resumed, self.position, world.size))
             if self.world_change is not None:
                 self.world_change.tell()
         atexit.register(self._release)
@@ -373,4 +375,5 @@ class Run:
 
 def _seed_of_rank_0(place: Place) -> int:
     """What the script gave to torch.manual_seed; ranks may have given different numbers."""
-    return int(place.world.tell(torch.initial_seed() >> 1, 0))
+    seed = torch.initial_seed()  # of 64 bits without a sign
+    return int(place.world.tell(seed if seed < 1 << 63 else seed - (1 << 64), 0))

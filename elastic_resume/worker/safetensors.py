@@ -19,7 +19,7 @@ from elastic_resume.errors import CorruptError, ForeignError
 from elastic_resume.store import layout as layouts
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.reading import fill, open_regular, read_small
-from elastic_resume.worker.contents import INDEX_SUFFIX, MAX_PICKLE_BYTES, Stored
+from elastic_resume.worker.contents import INDEX_SUFFIX, MAX_PICKLE_BYTES, Stored, names_a_file_beside
 from elastic_resume.worker.image import DTYPES
 
 _MORE_DTYPES = {
@@ -74,7 +74,7 @@ def _index(path: Path) -> dict[str, str]:
     if not isinstance(table, dict):
         raise CorruptError(f"{path.name}: its weight_map is no table.")
     for file in table.values():
-        if type(file) is not str or Path(file).name != file or not file.endswith(".safetensors"):
+        if not names_a_file_beside(file) or not file.endswith(".safetensors"):
             raise CorruptError(f"{path.name}: names {file!r}, which is no safetensors file beside it.")
     return table
 

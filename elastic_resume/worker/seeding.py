@@ -70,6 +70,8 @@ class SeededDataset(Dataset[T]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: Any) -> T:
+        if isinstance(index, Index):
+            return self.__getitems__([index])[0]
         raise UsageError(_NO_EPOCH.format(got=f"the index {index!r}" if type(index) is int else "no batch"))
 
     def __getitems__(self, indices: list[int]) -> list[T]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from elastic_resume import contract
@@ -110,6 +111,7 @@ def resume(
             **named,
         }
         tracked = state.collect(given)
+        _check_data(tracked, batches)
     world = World.join()
     node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
     events = EventLog(node_dir / contract.EVENTS_FILE, node=settings.node_name, rank=world.rank)
@@ -152,6 +154,16 @@ def _check_cutting(batches: GlobalBatches | None, accumulate: int, on_world_chan
             f"Use a global_batch of {accumulate * batches.global_batch} and micro_batch= alone: then the "
             "mean over it is exact in any world."
         )
+
+
+def _check_data(tracked: Mapping[str, Any], batches: GlobalBatches | None) -> None:
+    """Refuse a second order of samples: nobody would tell it its place, all ranks would read all of it."""
+    for name, item in tracked.items():
+        if isinstance(item, (GlobalBatches, sampler.ElasticSampler)) and item is not batches:
+            raise ConfigError(
+                f"{name}: a run keeps its place in one order of samples, data=, and this is another one. "
+                "Leave it out of resume(): read it with torch's DistributedSampler, or bind() and seek() it."
+            )
 
 
 def _check_seeding(data: object) -> None:
