@@ -40,7 +40,7 @@ from elastic_resume.rendezvous.steps import (
 )
 from elastic_resume.rendezvous.wire import Lines, WireError
 
-CASES = int(os.environ.get("ELASTIC_RESUME_FUZZ_CASES", "1500"))
+CASES = int(os.environ.get("ELASTIC_RESUME_FUZZ_CASES", "600"))
 """How many cases each slow test tries; `make nightly` has them try more."""
 
 texts = st.text(max_size=8)
