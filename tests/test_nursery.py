@@ -17,7 +17,7 @@ from elastic_resume.faults.brood import Forked
 from elastic_resume.testing import Cluster
 
 PROBE = """
-import json, os, signal, sys, threading
+import atexit, json, os, signal, sys, threading, time
 print(json.dumps({
     "argv": sys.argv[1:], "file": __file__, "name": __name__, "path": sys.path[0], "cwd": os.getcwd(),
     "environ": {k: v for k, v in os.environ.items() if not k.startswith(("TORCH", "KMP_"))},
@@ -25,6 +25,8 @@ print(json.dumps({
     "interrupt": str(signal.getsignal(signal.SIGINT)), "terminate": str(signal.getsignal(signal.SIGTERM)),
     "threads": threading.active_count(),
 }))
+threading.Thread(target=lambda: (time.sleep(0.1), print("a thread's last word"))).start()
+atexit.register(print, "at exit")
 if "wait" in sys.argv:
     signal.pause()
 sys.exit(7)
@@ -47,9 +49,10 @@ def fork(env: Mapping[str, str], *words: str) -> Forked:
     return forked
 
 
-def told(output: str) -> dict[str, Any]:
-    """What `probed` printed, as JSON."""
-    return dict(json.loads(output))
+def told(output: str) -> tuple[dict[str, Any], list[str]]:
+    """What `probed` printed: facts as JSON, and its last words."""
+    facts, *words = output.splitlines()
+    return json.loads(facts), words
 
 
 @pytest.mark.cluster
