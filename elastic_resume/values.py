@@ -70,11 +70,12 @@ def resume_from(value: str) -> str:
     """A mode of `RESUME_MODES`, or the absolute path of a checkpoint."""
     if value in RESUME_MODES:
         return value
-    # A path with a directory in it may exist on another node; a bare word that is no file is a typing error.
-    if not value or (Path(value).name == value and not _is_there(absolute("resume", value))):
+    # What looks like a path may exist on another node; a bare word that is no file is a typing error.
+    is_word = Path(value).name == value and not Path(value).suffix
+    if not value or (is_word and not _is_there(absolute("resume", value))):
         raise ConfigError(
-            f"resume is {value!r}: write auto, must, never, or the path of a checkpoint."
-            + near(value, RESUME_MODES)
+            f"resume is {value!r}, and there is no such file or directory here: write auto, must, never, or "
+            "the path of a checkpoint." + near(value, RESUME_MODES)
         )
     return str(absolute("resume", value))
 

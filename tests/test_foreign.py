@@ -19,6 +19,7 @@ from elastic_resume.policy import source
 from elastic_resume.policy.source import Copy, Inventory, Rejected
 from elastic_resume.store.catalog import Catalog
 from elastic_resume.store.durable import Disk
+from elastic_resume.worker import inventory
 from elastic_resume.worker.contents import tree_of
 from elastic_resume.worker.fitting import fit, read
 from tests import ranks
@@ -108,10 +109,7 @@ def test_training_goes_on_with_all_that_the_file_holds(
 
 
 def test_a_restart_goes_on_from_the_jobs_own_copies(begin: Begin, tmp_path: Path) -> None:
-    """Not from the file again, and not from what was there before this start of the job."""
-    before = begin(Script(9), tmp_path / "m.pt", resume="auto")
-    before.step()
-    before.save()
+    """Not from the file again, which would give up what was saved since."""
     first, path = Script(2), saved(Script(1).train(4), tmp_path / "m.pt")
     run = begin(first, path)
     assert run.position.step == 0
@@ -124,6 +122,40 @@ def test_a_restart_goes_on_from_the_jobs_own_copies(begin: Begin, tmp_path: Path
     assert again.position.step == 1
     assert again.generation > run.generation > max(kept)
     assert same(second.state, first.state)
+
+
+def test_whoever_starts_the_job_again_does_not_begin_with_the_file_again(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A scheduler's requeue runs the same command, under another agent. That it goes on is said once."""
+    path = saved(Script(1), tmp_path / "m.pt")
+    first = Script(2)
+    run = begin(first, path)
+    first.train(1)
+    run.step()
+    run.save()
+    monkeypatch.setattr(inventory, "supervisor", lambda: "another start")
+    second = Script(3)
+    assert begin(second, path).position.step == 1
+    assert same(second.state, first.state)
+    assert f"--resume {path} is not read: the job has copies of its own" in capsys.readouterr().err
+    begin(Script(4), path)
+    assert "is not read" not in capsys.readouterr().err
+
+
+def test_moments_belong_to_the_parameters_that_the_file_names() -> None:
+    """Torch notes the names beside the numbers, where an optimizer was made of named parameters."""
+    a, b = (nn.Parameter(torch.full((2,), float(value))) for value in (1, 2))
+    theirs = torch.optim.Adam([("b", b), ("a", a)])
+    for value, parameter in enumerate((a, b), 1):
+        parameter.grad = torch.full((2,), float(value))
+    theirs.step()
+    mine = torch.optim.Adam([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))])
+    taken = fit("optimizer", mine, tree_of(theirs.state_dict()), [["model/a", "model/b"]])
+    assert not taken.differences
+    moments = read(taken.state)["state"]
+    assert moments[0]["exp_avg"][0] < moments[1]["exp_avg"][0]
+    assert "param_names" not in taken.state["param_groups"][0]
 
 
 def test_what_the_file_lacks_starts_fresh_and_is_said(

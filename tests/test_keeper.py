@@ -450,6 +450,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another(
     line = Line(name)
     serials = {state.index: state.serial for state in Control(line.control).states()}
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     with pytest.raises(OSError, match="timed out"):
         line.ask("slot", wants_descriptor=True, timeout_s=0.1, index=0, serial=serials[0])
     process.send_signal(signal.SIGCONT)

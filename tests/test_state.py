@@ -314,6 +314,19 @@ def test_what_cannot_be_stored_is_named_by_path_and_reason(value: Any, told: str
     assert "box" in str(caught.value)
 
 
+def test_an_optimizer_or_a_scheduler_of_another_kind_is_refused() -> None:
+    """Torch itself takes their state, and fails at the first step or goes on otherwise."""
+    model = nn.Linear(2, 2)
+    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.optim.lr_scheduler.StepLR(adam, 3)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 3)
+    with pytest.raises(MismatchError, match=r"optimizer/param_groups/0: has .*momentum.* now, .*betas"):
+        carry({"optimizer": adam}, {"optimizer": sgd})
+    with pytest.raises(MismatchError, match=r"scheduler: has T_max.* now, gamma.*CosineAnnealingLR"):
+        carry({"scheduler": step}, {"scheduler": cosine})
+    carry({"optimizer": adam, "scheduler": step}, {"optimizer": adam, "scheduler": step})
+
+
 def test_a_buffer_into_which_nothing_can_be_loaded_is_refused_at_once() -> None:
     """Not at the first resume, when it would be too late."""
     model = nn.Linear(2, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -462,6 +463,33 @@ def test_an_epoch_of_one_step_is_no_epoch_that_was_miscounted(
             run.step()
     assert run.position.step == 2
     assert "WARNING" not in capsys.readouterr().err
+
+
+def test_a_loader_that_is_left_in_mid_epoch_goes_on_where_training_stands(begin: Begin) -> None:
+    """Who reads it once more behind the epoch's last step, for BatchNorm's statistics, reads all of it."""
+    batches = GlobalBatches(12, 2, shuffle=False)
+    run = begin(batches)
+    read: list[list[int]] = []
+    for _ in run.epochs(2):
+        for _ in range(2):
+            for indices in batches:
+                read.append(indices)
+                run.step()
+                if run.position.step_in_epoch == 3:
+                    break
+        assert [*chain(*read)] == [*range(12)] * (run.position.epoch + 1)
+        assert [*chain(*batches)] == [*range(12)]
+
+
+def test_batches_that_belong_to_no_step_are_told_of(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a resume in mid-epoch a script that counts by enumerate() drops what is left over."""
+    batches = GlobalBatches(28, 4)
+    run = begin(batches, accumulate=3)
+    for _ in run.epochs(1):
+        for i, _ in enumerate(batches):
+            if (i + 1) % 3 == 0:
+                run.step()
+    assert "the last 1 batches of the epoch were read, and belong to no step" in capsys.readouterr().err
 
 
 def test_a_hook_hears_of_a_change_once_and_of_no_other_restart(begin: Begin, tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def warm(
             "environ": {k.decode("latin-1"): v.decode("latin-1") for k, v in os.environb.items()},
             "cwd": _cwd(),
             "mask": sorted(int(number) for number in mask),
+            # By nohup, say: whoever starts a worker cold hands that on.
+            "ignored": sorted(int(number) for number in STOPPING if _is_ignored(number)),
             "umask": _umask(),
             "cpus": sorted(os.sched_getaffinity(0)),
             "limits": {kind: resource.getrlimit(kind) for kind in range(resource.RLIMIT_NOFILE + 1)},
@@ -87,12 +89,17 @@ def warm(
     ).encode()
     # It may import for minutes. Nothing has been started yet: whoever asks for the end gets it.
     for number in STOPPING:
-        signal.signal(number, signal.SIG_DFL)
+        if not _is_ignored(number):
+            signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     try:
         return _ask(name, request)
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN
 
 
 def _ask(name: str, request: bytes) -> "_socket.socket | None":

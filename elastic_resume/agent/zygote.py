@@ -60,6 +60,7 @@ class Request:
     environ: dict[str, str]
     cwd: str
     mask: list[int]
+    ignored: list[int]
     umask: int
     cpus: list[int]
     limits: dict[str, list[int]]
@@ -290,8 +291,9 @@ def become_guard(request: Request, imported: dict[str, str]) -> None:
     """Take the worker's environment on, answer the stub, and guard. Returns in the worker."""
     signal.set_wakeup_fd(-1)
     for dropped in (*guard.IGNORED, signal.SIGCHLD):
-        signal.signal(dropped, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(dropped, signal.SIG_IGN if dropped in request.ignored else signal.SIG_DFL)
+    if signal.SIGINT not in request.ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         os.environ.clear()
         for name, value in {**request.environ, **imported}.items():

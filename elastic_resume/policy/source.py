@@ -212,6 +212,20 @@ def choose(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
     )
 
 
+def mode_of(inventories: Sequence[Inventory], mode: str) -> str:
+    """Give the mode that counts where ``--resume PATH`` names a file that another program has made.
+
+    Such a file says what the job begins with. A job that has got further goes on from its own copies, whoever
+    starts it again; a script that names the file would else lose all its steps at each start. Copies that
+    cannot be read are no reason to begin anew either.
+    """
+    theirs = any(i.foreign for i in inventories) and not any(i.given for i in inventories)
+    own = any(
+        i.copies or any(r.order > (0, 0) and r.kind != "foreign" for r in i.rejected) for i in inventories
+    )
+    return "auto" if theirs and own else mode
+
+
 def bringer(inventories: Sequence[Inventory]) -> tuple[str, int] | None:
     """Which node makes a checkpoint of the file that ``--resume PATH`` names, and the floor to put it above.
 
@@ -277,7 +291,8 @@ def _cold(nodes: Sequence[Inventory], mode: str) -> ResumePlan:
         why = _list([rejected for node in nodes for rejected in node.rejected if rejected.order == (0, 0)])
         raise NoValidCheckpointError(
             f"--resume {mode}: no node can read a checkpoint there{f' ({why})' if why else ''}. Give the "
-            "directory that holds manifest.json, as `elastic-resume ls` prints it."
+            "directory that holds manifest.json, as `elastic-resume ls` prints it, a file of torch.save or "
+            "safetensors, or a directory of DCP."
         )
     return ResumePlan("cold", source_node=nodes[0].node, source_rank=nodes[0].lead_rank)
 

@@ -152,6 +152,15 @@ class GlobalBatches(Sampler[list[int]]):
         step = integer("step_in_epoch", step_in_epoch, least=cut.first_step, most=cut.steps)
         self._epoch, self._step = epoch, step
 
+    def advance(self, step_in_epoch: int) -> None:
+        """Make the next ``iter()`` of the sought epoch start here, or at its beginning when nothing is left.
+
+        So a loader that is left in mid-epoch goes on where training stands; and who reads it once more behind
+        the epoch's last step, for BatchNorm's statistics, say, reads all of it.
+        """
+        cut = self._cut()
+        self._step = step_in_epoch if step_in_epoch < cut.steps else cut.first_step
+
     def state_dict(self) -> dict[str, Any]:
         """Say what decides the order of samples. The position is not part of it: the Run keeps that."""
         state = self._identity(self._first_batch)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from elastic_resume.worker import parts
 from elastic_resume.worker.contents import Stored, Unreadable, leaves, replace_leaves
+from elastic_resume.worker.restoring import OF_SCHEDULERS
 from elastic_resume.worker.state import canonical_names, key_of, stored_form
 
 # Kept per parameter, in the parameter's own shape; of other names nothing is known (Adafactor's are smaller).
@@ -27,8 +28,6 @@ _PARAMETER_SHAPED = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
     *("square_avg", "grad_avg", "acc_delta", "sum"),
 }
-# What a scheduler writes into an optimizer's groups.
-_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names"})
 
 
 @dataclass(frozen=True)
@@ -129,14 +128,16 @@ def _fit_optimizer(
     numbers, differences = _numbers(name, live, groups, order)
     settings = []
     for at, (mine, theirs) in enumerate(zip(live, groups, strict=True)):
-        lacking = [key for key in mine if key not in theirs and key not in _OF_SCHEDULERS]
-        strange = [key for key in theirs if key not in mine and key not in _OF_SCHEDULERS]
+        lacking = [key for key in mine if key not in theirs and key not in OF_SCHEDULERS]
+        strange = [key for key in theirs if key not in mine and key not in OF_SCHEDULERS]
         if lacking and strange:  # one of the two alone is another release of torch
             differences.append(
                 f"{name}/param_groups/{at}: settings {', '.join(map(str, strange[:6]))} in the file, "
                 f"{', '.join(map(str, lacking[:6]))} in the optimizer: is it of the same kind?"
             )
-        settings.append({**mine, **theirs, "params": mine["params"]})
+        own = {key: mine[key] for key in ("params", "param_names") if key in mine}
+        taken = {key: value for key, value in theirs.items() if key != "param_names"}
+        settings.append({**mine, **taken, **own})
     shapes = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
     kept = {}
     for key, values in inner.items():
@@ -166,18 +167,36 @@ def _numbers(
     numbers: dict[Any, int] = {}
     differences = []
     for at, (mine, theirs) in enumerate(zip(live, groups, strict=True)):
-        if not all(type(key) is str for key in theirs["params"]):
+        names = [parts.plain_name(one.partition("/")[2]) for one in order[at]] if at < len(order) else []
+        by_name = dict(zip(names, mine["params"], strict=False))
+        given = _names_in(theirs)
+        if given is None or not any(parts.plain_name(one) in by_name for one in given):
+            if all(type(key) is str for key in theirs["params"]):
+                differences.append(f"{name}/param_groups/{at}: has other parameters, by their names")
             numbers.update(zip(theirs["params"], mine["params"], strict=True))
             continue
-        names = [parts.plain_name(one.partition("/")[2]) for one in order[at]]
-        by_name = dict(zip(names, mine["params"], strict=True))
-        for key in theirs["params"]:
-            number = by_name.get(parts.plain_name(key))
+        for key, called in zip(theirs["params"], given, strict=True):
+            number = by_name.get(parts.plain_name(called))
             if number is None:
-                differences.append(f"{name}/param_groups/{at}: {key!r} is none of the optimizer's parameters")
+                differences.append(
+                    f"{name}/param_groups/{at}: {called!r} is none of the optimizer's parameters"
+                )
             else:
                 numbers[key] = number
     return numbers, differences
+
+
+def _names_in(group: Any) -> list[str] | None:
+    """Give the names that a file has for a group's parameters; None where it has none."""
+    for key in (
+        "param_names",
+        "params",
+    ):  # torch numbers parameters and names them beside; DCP calls them by name
+        names = group.get(key)
+        named = isinstance(names, (list, tuple)) and all(type(one) is str for one in names)
+        if named and names and len(names) == len(group["params"]):
+            return list(names)
+    return None
 
 
 # ---- all else ------------------------------------------------------------------------------------------

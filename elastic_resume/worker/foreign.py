@@ -3,7 +3,7 @@
 The lead of one node reads the file, puts what it holds into the live objects, and commits those as a
 checkpoint of the generation after all that are set aside; from there on it is a copy like any other, which
 the other nodes get, and which a restart finds. So a restart goes on from the job's own newest copy and never
-from the file.
+from the file, and so does whoever starts the job again.
 
 Promise: whatever does not fit is listed, and then nothing was loaded or written. What the file lacks starts
 fresh, what it has beyond the tracked objects is left, and both are said in one line.
@@ -16,7 +16,7 @@ to do for others. It counts only where the optimizer's or the scheduler's own co
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import nn
 
 from elastic_resume import __version__
 from elastic_resume.errors import CheckpointError, MismatchError, NoValidCheckpointError, UnreadableError
+from elastic_resume.policy.source import Inventory
 from elastic_resume.store import committed, life
 from elastic_resume.store.checkpoint import Writer
 from elastic_resume.store.manifest import Manifest, Position
@@ -63,6 +64,19 @@ def bring(place: Place, tracked: Mapping[str, Any], node: str, floor: int, accum
     life.note(place.node_dir, inventory.supervisor(), floor)
     if place.node == node:
         _convert(place, tracked, Path(place.settings.resume), floor + 1, accumulate)
+
+
+def leave(place: Place, stock: Sequence[Inventory]) -> None:
+    """Say once in each start of the job that it goes on from its own copies, and does not read the file."""
+    own = next(one for one in stock if one.node == place.node)
+    if not place.leads or own.began:
+        return
+    life.note(place.node_dir, inventory.supervisor(), own.floor)
+    if place.world.rank == 0:
+        telling.say(
+            f"--resume {place.settings.resume} is not read: the job has copies of its own, and goes on from "
+            "the newest. To begin with that file give the job another --rdzv-id."
+        )
 
 
 def _convert(place: Place, tracked: Mapping[str, Any], path: Path, generation: int, accumulate: int) -> None:

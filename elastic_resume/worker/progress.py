@@ -139,6 +139,7 @@ class Progress:
                 )
             stop = min(stop, batches.steps)
             samples += sum(batches.samples(k) for k in range(before.step_in_epoch, stop))
+            batches.advance(stop)
         self.position = Position(before.epoch, stop, before.step + 1, samples)
         self.epoch_over = False
         if self._part is not None:
@@ -151,6 +152,8 @@ class Progress:
         few = batches is not None and 0 < 2 * at <= batches.steps + 1 and at < batches.steps
         if batches is not None and batches.exhausted and few:
             self._warn_of_accumulation(at, batches.steps)
+        elif batches is not None and batches.exhausted and self._accumulate > 1 and at < batches.steps:
+            self._warn_of_rest(batches.steps - at)
         self.position = self._next_epoch()
         self.epoch_over = True
 
@@ -178,6 +181,15 @@ class Progress:
                 "with micro_batch= a step has several micro-batches, each with a loss weight of its own: "
                 "write `for batch in run.micro_batches(loader)`, and call run.step() when "
                 "run.last_micro_batch is true."
+            )
+
+    def _warn_of_rest(self, left: int) -> None:
+        if self._warns:
+            self._warns = False
+            telling.say(
+                f"WARNING: the last {left} batches of the epoch were read, and belong to no step. If they "
+                "should, read through run.micro_batches(loader) and decide by run.last_micro_batch: places "
+                "in enumerate(loader), and len(loader), are others after a resume in mid-epoch."
             )
 
     def _warn_of_accumulation(self, counted: int, batches: int) -> None:

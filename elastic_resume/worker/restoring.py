@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_resume.errors import MismatchError
 from elastic_resume.store import typed
 from elastic_resume.store.typed import TensorRef
 from elastic_resume.worker.state import COMPLEX, canonical_names, type_name
 from elastic_resume.worker.tensors import Tensors
+
+# What a scheduler writes into an optimizer's groups.
+OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names"})
 
 _EXTRA_STATE = "_extra_state"  # the key that nn.Module.get_extra_state() has in a state_dict
 
@@ -83,6 +87,8 @@ def _differences(
     for name, item in tracked.items():
         if name in stored and hasattr(item, "differences"):
             problems += item.differences(stored[name])
+        if name in stored and isinstance(item, (Optimizer, LRScheduler)):
+            problems += _of_another_kind(name, item, stored[name])
         if name not in stored or not isinstance(item, (nn.Module, Tensors)):
             continue
         canonical = canonical_names(item) if isinstance(item, nn.Module) else str
@@ -95,6 +101,31 @@ def _differences(
             if here != there:
                 what = "the model" if isinstance(item, nn.Module) else "what is tracked"
                 problems.append(f"{name}/{key}: {here} in {what}, {there} in the checkpoint")
+    return problems
+
+
+def _of_another_kind(name: str, item: Optimizer | LRScheduler, stored: Any) -> list[str]:
+    """Say where an optimizer or a scheduler has settings that the stored one lacks, and lacks some of its.
+
+    One of the two alone is another release of torch. torch takes either: the optimizer fails at its first
+    step, and the scheduler goes on with what it was built with.
+    """
+    stored = stored if isinstance(stored, dict) else {}
+    pairs = [(name, item.state_dict(), stored)]
+    if isinstance(item, Optimizer):
+        groups = stored.get("param_groups")
+        live = item.state_dict()["param_groups"]
+        kept = groups if isinstance(groups, list) else []
+        pairs = [(f"{name}/param_groups/{i}", *pair) for i, pair in enumerate(zip(live, kept, strict=False))]
+    problems = []
+    for path, mine, theirs in pairs:
+        lacking = sorted(key for key in mine if key not in theirs and key not in OF_SCHEDULERS)
+        strange = sorted(str(key) for key in theirs if key not in mine and key not in OF_SCHEDULERS)
+        if lacking and strange:
+            problems.append(
+                f"{path}: has {', '.join(lacking[:6])} now, {', '.join(strange[:6])} in the checkpoint: "
+                f"is {type_name(item)} of the same kind?"
+            )
     return problems
 
 

@@ -72,13 +72,17 @@ def resume(
     flat = place.together(lambda: state.flatten(tracked))
     room = _room(place, node_dir, flat, tracked)
     stock = _take_stock(place, node_dir, board)
-    brought = source.bringer(stock)
+    mode = source.mode_of(stock, place.settings.resume)
+    brought = source.bringer(stock) if mode == place.settings.resume else None
     if brought is not None:
         place.together(lambda: foreign.bring(place, tracked, *brought, accumulate))
         stock = _take_stock(place, node_dir, board)
+        mode = source.mode_of(stock, mode)
+    elif mode != place.settings.resume:
+        place.together(lambda: foreign.leave(place, stock))
     failpoints.hit("resume.planned")
     while True:
-        plan = source.choose(stock, place.settings.resume)
+        plan = source.choose(stock, mode)
         if plan.kind == "cold":
             place.together(lambda: _require(room))
             _equalise(place, flat, tracked)
