@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -37,6 +38,7 @@ from elastic_resume.store.catalog import Catalog, Entry
 T = TypeVar("T")
 
 POLL_S = 0.02
+KILLED_S = 30.0  # one that sleeps in the kernel for longer is left to it
 PORT = 29400  # where a node has a network of its own: there every port is free
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -173,8 +175,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Kill what is left of every node."""
-        for index in range(len(self.nodes)):
-            self.kill_node(index)
+        self.kill_nodes(range(len(self.nodes)))
 
     def __enter__(self) -> Cluster:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
@@ -215,7 +216,8 @@ class Cluster:
             if agent is not None:
                 agent.wait()
         # What was started between the two looks has lost its parent and ends by the kernel's hand.
-        psutil.wait_procs(doomed, timeout=30)
+        for process in doomed:
+            _wait_for_end(process)
 
     @property
     def hosts(self) -> Namespaces:
@@ -398,3 +400,15 @@ def _die_with_parent() -> None:
 def _kill(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.kill()
+
+
+def _wait_for_end(process: psutil.Process) -> None:
+    """Wait until all threads of a killed process have ended; init may take note seconds later."""
+    with contextlib.suppress(psutil.NoSuchProcess, OSError):
+        if not process.is_running():
+            return
+        descriptor = os.pidfd_open(process.pid)
+        try:
+            select.select([descriptor], [], [], KILLED_S)
+        finally:
+            os.close(descriptor)
