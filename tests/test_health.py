@@ -125,6 +125,22 @@ def test_another_process_or_generation_begins_anew() -> None:
     assert pulse == Pulse(look(14, life=(2,)))
 
 
+def test_who_waited_for_a_busy_rank_is_not_hung_when_that_goes_on() -> None:
+    """From then on its time counts, as that of the one that was busy."""
+    pulses = {0: still(0), 1: still(0)}
+    for busy, seconds in ((True, 60), (False, 1.75)):
+        for _ in range(round(seconds * 4)):
+            looks = {0: look(14), 1: look(14, busy=busy)}
+            pulses = health.together(
+                {rank: health.observe(pulses[rank], looks[rank], 0.25) for rank in pulses}
+            )
+            assert health.judge(pulses, TWO).hung == ()
+    pulses = health.together({rank: health.observe(pulses[rank], look(14), 0.25) for rank in pulses})
+    pulses = health.together({rank: health.observe(pulses[rank], look(14), 0.25) for rank in pulses})
+    assert health.judge(pulses, TWO).hung == (0, 1)
+    assert {pulse.longest_s for pulse in pulses.values()} == {still(0).longest_s}
+
+
 def test_the_end_of_what_kept_a_rank_busy_begins_its_time_anew() -> None:
     """The beat moves with it, and the step does not."""
     pulse = still(1)

@@ -153,10 +153,11 @@ class Watch:
         """Look once, and act; give the seconds until the next look. ``since_s``: since the last one."""
         lines = self._lines()
         now_ns = time.monotonic_ns()
-        self._pulses = {
+        seen = {
             line.local_rank: health.observe(self._pulses.get(line.local_rank), look_at(line, now_ns), since_s)
             for line in lines
         }
+        self._pulses = health.together(seen)
         self._heed_those_left_alone()
         judgement = health.judge(self._pulses, self._patience)
         if judgement.hung and not self._paused.is_set():

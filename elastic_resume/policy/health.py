@@ -105,6 +105,16 @@ def observe(pulse: Pulse | None, look: Look, since_s: float) -> Pulse:
     return replace(pulse, look=look, quiet_s=quiet_s)
 
 
+def together(pulses: Mapping[int, Pulse]) -> dict[int, Pulse]:
+    """Take into account that ranks of one node wait for one that is busy: nobody's time goes on meanwhile.
+
+    When it ceases to be busy the others have done no step for as long, until it comes to where they wait.
+    """
+    if not any(pulse.look.busy for pulse in pulses.values()):
+        return dict(pulses)
+    return {rank: replace(pulse, quiet_s=0.0) for rank, pulse in pulses.items()}
+
+
 @dataclass(frozen=True)
 class Judgement:
     """Which ranks are hung, by local rank, and by which limit.
