@@ -47,6 +47,7 @@ def blocks() -> list[tuple[int, str]]:
     return [(text[: match.start()].count("\n") + 1, match[1]) for match in found]
 
 
+@pytest.mark.slow
 def test_every_block_runs_on_three_ranks(tmp_path: Path) -> None:
     """One after another in one world, each in a folder of its own."""
     (tmp_path / "blocks").write_text(json.dumps(blocks()))

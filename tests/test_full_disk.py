@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests import ranks
 
 TRAIN = """
@@ -40,6 +42,7 @@ def start(path: Path, node: str, *arguments: str) -> subprocess.CompletedProcess
     return end
 
 
+@pytest.mark.slow
 def test_a_disk_that_has_got_full_ends_no_job_that_has_something(tmp_path: Path) -> None:
     """It is said, and training goes on from what there is; a new job does not begin on such a disk."""
     assert start(tmp_path, "a", "2").stdout.split() == ["2"]
@@ -53,6 +56,7 @@ def test_a_disk_that_has_got_full_ends_no_job_that_has_something(tmp_path: Path)
     assert "free space there, lower --keep" in fresh.stderr
 
 
+@pytest.mark.slow
 def test_a_run_whose_end_is_on_no_disk_does_not_end_well(tmp_path: Path) -> None:
     """Nobody else has it: who starts the next job must not take it for done."""
     end = start(tmp_path, "a", "2", "limit")

@@ -134,6 +134,7 @@ def test_without_memory_no_rank_waits_for_snapshots_that_do_not_come(memory: str
     assert other["problems"] == [""] * 4
 
 
+@pytest.mark.slow
 def test_a_lead_that_is_late_at_a_step_boundary_still_gets_its_snapshot(tmp_path: Path) -> None:
     """The others wait in a thread, for as long as training does not wait for them."""
     lead, _ = together(tmp_path, LAGGING)
@@ -147,6 +148,7 @@ def test_ranks_that_share_the_copying_otherwise_leave_nothing_out(tmp_path: Path
     assert lead["problems"][-1], "the lead copies all by itself in the end"
 
 
+@pytest.mark.slow
 def test_a_slot_into_which_a_late_rank_still_writes_is_not_taken(tmp_path: Path) -> None:
     """The snapshot after it is given up rather than counted and then spoilt."""
     lead, _ = together(tmp_path, BEHIND)

@@ -136,6 +136,7 @@ def test_any_text_for_a_world_raises_nothing_but_wire_errors(text: str) -> None:
     assert packing.pack(packing.unpack(text)) == text, "it was spelled as a world is"
 
 
+@pytest.mark.slow
 @settings(max_examples=1000)
 @given(json_values, json_values, json_values)
 def test_a_handshake_of_any_json_raises_nothing_but_wire_errors(
@@ -320,6 +321,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=1000)
 @given(st.integers(0, 1), steps)
 def test_no_message_of_a_proven_peer_makes_the_core_fail(

@@ -460,6 +460,7 @@ _EVENTS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.lists(_EVENTS, max_size=25))
 def test_any_list_of_events_gives_a_report(events: list[Event]) -> None:

@@ -307,6 +307,7 @@ def test_a_stub_that_is_killed_takes_the_worker_and_its_children_along(start: An
     wait_for(lambda: not any(map(alive, family)), "the worker and its child to die")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_guard_that_is_killed_or_stopped_costs_its_worker_only(
     number: int, environ: dict[str, str], start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,11 +8,8 @@ ends, in whatever way, the kernel ends the nodes.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import secrets
-import select
 import shutil
 import signal
 import socket
@@ -30,7 +27,7 @@ import psutil
 from elastic_resume import contract, events
 from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
-from elastic_resume.faults import nursery
+from elastic_resume.faults import ending, nursery
 from elastic_resume.faults.brood import Forked
 from elastic_resume.faults.hosts import INTERFACE, Namespaces
 from elastic_resume.store.catalog import Catalog, Entry
@@ -38,10 +35,7 @@ from elastic_resume.store.catalog import Catalog, Entry
 T = TypeVar("T")
 
 POLL_S = 0.02
-KILLED_S = 30.0  # one that sleeps in the kernel for longer is left to it
 PORT = 29400  # where a node has a network of its own: there every port is free
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 class ClusterTimeoutError(AssertionError):
@@ -170,7 +164,7 @@ class Cluster:
                 stderr=subprocess.STDOUT,
                 env=environ,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509  one system call, made before any thread matters
+                preexec_fn=ending.die_with_parent,  # noqa: PLW1509  one system call, made before any thread matters
             )
 
     def stop(self) -> None:
@@ -210,14 +204,14 @@ class Cluster:
         """Let several nodes die in the same moment."""
         doomed = [process for index in indices for process in self.processes(index)]
         for process in doomed:
-            _kill(process)
+            ending.kill(process)
         for index in indices:
             agent = self.nodes[index].agent
             if agent is not None:
                 agent.wait()
         # What was started between the two looks has lost its parent and ends by the kernel's hand.
         for process in doomed:
-            _wait_for_end(process)
+            ending.wait_for(process)
 
     @property
     def hosts(self) -> Namespaces:
@@ -391,24 +385,3 @@ def _free_port(address: str, hosts: Namespaces | None) -> int:
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
-
-def _kill(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.kill()
-
-
-def _wait_for_end(process: psutil.Process) -> None:
-    """Wait until all threads of a killed process have ended; init may take note seconds later."""
-    with contextlib.suppress(psutil.NoSuchProcess, OSError):
-        if not process.is_running():
-            return
-        descriptor = os.pidfd_open(process.pid)
-        try:
-            select.select([descriptor], [], [], KILLED_S)
-        finally:
-            os.close(descriptor)
