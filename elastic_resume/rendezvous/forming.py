@@ -48,6 +48,7 @@ class Former:
         self.since = body.now
         self.arrived_at = body.now
         self.look_at = body.now
+        self._looked_at = body.known
         self.waiting_for = "nobody has joined yet"
         self.more_at = float("inf")
         """When newcomers to the running world are due to be taken in."""
@@ -93,6 +94,9 @@ class Former:
 
     def advance(self) -> tuple[World, Begin] | None:
         """Propose a world when it is time; return one that begins now."""
+        if self.body.known is not self._looked_at:  # whoever learnt it: a refused call proves a death, say
+            self._looked_at = self.body.known
+            self.stir()
         if self.forming is None and self.body.now >= self.look_at:
             self.look_at = float("inf")
             joins = self._joiners()
