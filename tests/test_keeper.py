@@ -235,7 +235,7 @@ def test_who_waits_for_a_commit_hears_of_its_failure(setting: Setting) -> None:
 def test_nothing_there_is_no_commit(setting: Setting) -> None:
     """As at the end of a job that has taken no step."""
     assert setting.keeper.commit() is None
-    setting.keeper.commit_soon()
+    setting.keeper.between()
 
 
 def test_words_that_cannot_be_true_are_not_committed(setting: Setting) -> None:
@@ -495,6 +495,18 @@ def test_a_node_that_was_found_wrong_saves_again_when_it_has_resumed(setting: Se
     keeper.enter(Terms())
     until(lambda: not any(state.wanted for state in keeper.rack.control.states()))
     assert setting.copies() == [name_of(1, 9)]
+
+
+def test_what_workers_still_made_of_a_wrong_state_does_not_count_when_they_are_gone(setting: Setting) -> None:
+    """They live a moment longer than it takes to hear that this node is wrong."""
+    keeper = setting.keeper
+    keeper.distrust(1, 4)
+    snapshot(setting.slot(0), 10)
+    snapshot(setting.slot(1), 4)
+    keeper.between()
+    newest = slots.newest(keeper.rack.control.states())
+    assert newest is not None
+    assert slots.order_of(newest.target) == (1, 4)
 
 
 def test_a_copy_that_a_resume_has_set_aside_is_written_again(setting: Setting) -> None:

@@ -115,14 +115,22 @@ def commits(cluster: Cluster, generation: int) -> list[Event]:
 
 
 def test_restarts_leak_no_descriptor(tmp_path: Path) -> None:
-    """Neither the agent's nor the zygote's, from one restart to the next."""
+    """Neither the agent's nor the zygote's: after five restarts no more than each has had open after one."""
     with Cluster(tmp_path, nodes=1, flags=["--save-every", "1"]) as cluster:
         cluster.start(SCRIPT, "--diary", str(tmp_path / "diary"), "--epochs", "100000")
-        counts: list[tuple[int, int]] = []
-        for generation in range(1, 7):
+        counts: dict[int, list[tuple[int, int]]] = {}
+        for generation in range(1, 8):
             cluster.wait(partial(commits, cluster, generation), f"a commit of generation {generation}")
             agent, *others = cluster.processes(0)
             zygote = next(process for process in others if kind_of(process) == "zygote")
-            counts.append((agent.num_fds(), zygote.num_fds()))
+            if generation in {2, 7}:  # the first restart may open something for good
+                counts[generation] = [descriptors(agent, zygote) for _ in range(50)]
             cluster.kill_worker(0)
-        assert len(set(counts[1:])) == 1, counts
+        for kind in (0, 1):  # files and connections of the moment come on top: two or three
+            assert min(c[kind] for c in counts[7]) <= max(c[kind] for c in counts[2]), counts
+
+
+def descriptors(agent: psutil.Process, zygote: psutil.Process) -> tuple[int, int]:
+    """How many each has open, one moment later."""
+    time.sleep(0.01)
+    return agent.num_fds(), zygote.num_fds()

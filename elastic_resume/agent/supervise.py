@@ -75,7 +75,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
             watch as pause,
             impatience.heeded(witness.round_over, pause),
         ):
-            witness.between = snapshots.keeper.commit_soon
+            witness.between = snapshots.keeper.between
             terms = launch.terms and replace(launch.terms, on_divergence=settings.on_divergence)
             job = replace(launch, terms=terms)
             outcome, code, message = _run(job, witness, node_dir, fence, snapshots, warmth=warmth)

@@ -145,16 +145,25 @@ class Keeper:
     def distrust(self, generation: int, step: int) -> None:
         """Let no copy of that generation count that is of a later step, in memory or on disk.
 
+        Workers that live may go on making some: `between` takes those away.
+
         Raises:
             MachineError: the disk refuses.
 
         """
-        self.rack.distrust(generation, step)
-        self._shelf.distrust(generation, step)
-        self._saved = {}  # the newest may have been one of those
+        try:
+            self._shelf.distrust(generation, step)  # first: see `between`
+        finally:
+            self.rack.distrust(generation, step)
+            self._saved = {}  # the newest may have been one of those
 
-    def commit_soon(self) -> None:
-        """Have the newest snapshot committed; wait for nothing. The workers that made it are gone."""
+    def between(self) -> None:
+        """Workers are gone: have their newest snapshot committed that is not distrusted. Waits for nothing.
+
+        One that becomes distrusted later than here is taken away by `distrust`, as there are no more to come.
+        """
+        for generation, step in self._shelf.distrusted():
+            self.rack.distrust(generation, step)
         with self._news:
             self._wishes.append(_Wish(0, _now()))
             self._news.notify()

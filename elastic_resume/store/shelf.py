@@ -92,6 +92,10 @@ class Shelf:
         """Whether nobody has found copies of that (generation, step) wrong."""
         return order[1] <= self._distrusted.get(order[0], order[1])
 
+    def distrusted(self) -> list[tuple[int, int]]:
+        """(generation, last step that is trusted) of generations of which later copies are not believed."""
+        return list(self._distrusted.items())
+
     def distrust(self, generation: int, step: int) -> None:
         """Set aside this node's copies of that generation and of later steps; take no more of them.
 

@@ -1,0 +1,29 @@
+"""When a leader looks again whether a world can form: at whatever it has learnt, from whomever."""
+
+from __future__ import annotations
+
+from elastic_resume.rendezvous.body import Body
+from elastic_resume.rendezvous.forming import Former
+from elastic_resume.rendezvous.messages import Join
+from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.roster import Roster
+from elastic_resume.rendezvous.steps import Settings
+
+A, B, C, D = (Incarnation(name, "1", f"{name}:1", candidate=at) for at, name in enumerate("abcd"))
+
+
+def test_a_death_that_a_refused_call_proves_wakes_a_leader_that_waits() -> None:
+    """Of four that died in one moment the last leads before it hears that its calls to the others fail."""
+    body = Body(Settings(("a:1", "b:1", "c:1"), max_nodes=4), D, None, 100.0)
+    body.believe(Knowledge(3, World(1, (A, B, C, D), A), (), frozenset({A})))
+    body.join = Join("d:2", 1)
+    former = Former(body, Roster())
+    former.advance()
+    assert "1 of the 2 votes" in former.waiting_for
+    body.current_until = body.now + 1
+    body.nobody_at("b:1")
+    body.nobody_at("c:1")
+    body.now = former.since + body.settings.node_timeout_s  # until their leases have ended
+    former.advance()
+    assert former.forming is not None
+    assert former.forming.world.members == (D,)
