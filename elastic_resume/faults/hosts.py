@@ -42,6 +42,7 @@ from elastic_resume.errors import MachineError, UsageError
 
 INTERFACE = "net0"  # not eth0: /sys still shows the host's interfaces, and one name must not mean two things
 MAX_NODES = 250
+_NUMBERS_MAX = 254
 _KILLS_MAX, _KILL_S = 1000, 0.01  # one that sleeps in the kernel past ten seconds is left to it
 _NOBODY = "02:65:72:ff:ff:ff"
 _TOOLS = {"ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
@@ -80,6 +81,8 @@ class Namespaces:
             raise MachineError(f"simulated hosts: {why}.")
         # Chance makes it seen when a process of one cluster looks for a node of another.
         self._network = f"10.{secrets.randbelow(256)}.{secrets.randbelow(256)}"
+        self._numbers = list(range(1, nodes + 1))  # the last part of each node's address
+        self._unused = nodes + 1
         self._spaces: list[int] = []  # one for each node, then the bridge's
         self._cut: set[int] = set()
         self._links: set[tuple[int, int]] = set()
@@ -106,7 +109,7 @@ class Namespaces:
     def address(self, index: int) -> str:
         """The node's IPv4 address; it can be reached from the other nodes alone."""
         self._check(index)
-        return f"{self._network}.{index + 1}"
+        return f"{self._network}.{self._numbers[index]}"
 
     def command(self, index: int, argv: Sequence[str]) -> list[str]:
         """``argv``, so that it runs on a node's network; folder, environment and process id stay its own.
@@ -121,6 +124,31 @@ class Namespaces:
         """Where a node's network namespace can be opened, for a process that enters it by itself."""
         self._check(index)
         return _path(self._spaces[index])
+
+    def renumber(self, index: int) -> str:
+        """Give a node an address that none had before, and give that back; its former one answers no more.
+
+        Raises:
+            UsageError: all addresses of the network have been used.
+
+        """
+        self._check(index)
+        if self._unused > _NUMBERS_MAX:
+            raise UsageError(f"these simulated hosts have used all of their {_NUMBERS_MAX} addresses.")
+        former, self._numbers[index] = self.address(index), self._unused
+        self._unused += 1
+        others = [other for other in range(len(self)) if other != index]
+        # With its last address an interface forgets its neighbours.
+        lines = [
+            f"addr del {former}/24 dev {INTERFACE}",
+            f"addr add {self.address(index)}/24 dev {INTERFACE}",
+        ]
+        lines += [self._route(other, lost=(index, other) in self._lost) for other in others]
+        _ip(self._spaces[index], lines)
+        for other in others:
+            forget = f"neigh replace {former} lladdr {_NOBODY} nud permanent dev {INTERFACE}"
+            _ip(self._spaces[other], [forget, self._route(index, lost=(other, index) in self._lost)])
+        return self.address(index)
 
     # ---- what befalls the links ----------------------------------------------------------------------
 

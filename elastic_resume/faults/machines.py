@@ -1,0 +1,356 @@
+"""Simulated machines: hosts that have processes, names, memory and disks of their own, and lose them.
+
+What `hosts.py` does for networks, done for the rest of a machine: namespaces for process ids, mounts, the
+host name and shared memory. Process 1 of each is a reaper of ours (`pid1.py`), or a command, as in a
+container. With process 1 the kernel kills all others, in one moment; what was in memory is gone then.
+
+A machine sees the host's files under the same names, as nodes see a shared file system, apart from: /tmp,
+/scratch and /dev/shm (or other folders), in memory and of a stated size; /etc/hosts, with all machines;
+/proc. The interpreter's folder and this package's are put back where they lie below one of those.
+
+**Promises.** Nothing on the host is edited, mounted or named, but for a control group where a memory limit
+is asked for; one that is left by a maker that was killed is removed by the next. When the maker ends, in
+whatever way, the kernel ends all processes of its machines, and everything else goes with them. Three are
+up in 0.3 s.
+
+**Does not know** agents, jobs or schedulers. Takes root, as `hosts.py` does. Clocks, users and the kernel are
+the host's; a process on the host cannot reach a machine's network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.faults import ending, namespaces
+from elastic_resume.faults.hosts import Namespaces
+
+MB = 1 << 20
+DISKS = {"/tmp": 256 * MB, "/scratch": 256 * MB, "/dev/shm": 64 * MB}  # noqa: S108  the machine's own
+"""Folders in memory and their sizes in bytes; /dev/shm as containers have it."""
+
+_PID1 = Path(__file__).with_name("pid1.py")
+_JOINED = ("mnt", "uts", "ipc")  # and net, which is there before the machine is; pid is entered by a fork
+_File = int | IO[bytes] | None
+
+
+@dataclass
+class _Up:
+    """A machine that runs: its process 1, and descriptors of its namespaces."""
+
+    first: subprocess.Popen[bytes]
+    spaces: dict[str, int]
+    group: Path | None
+    entered: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """What came from outside: process 1 ends only when their parent, this process, has waited for them."""
+
+
+class Machines:
+    """Several machines on one network. Use it as a context manager, or call `close`."""
+
+    def __init__(
+        self,
+        names: Sequence[str] = ("n0", "n1", "n2"),
+        *,
+        disks: Mapping[str, int] | None = None,
+        bind: Mapping[str, str | Path] | None = None,
+    ) -> None:
+        """Lay the network; `boot` starts a machine.
+
+        Args:
+            names: the machines' host names; they are known to each other by them.
+            disks: folders in memory with their sizes in bytes, of every machine; default: `DISKS`.
+            bind: path inside -> file or folder of the host that is to be there, of every machine.
+
+        Raises:
+            MachineError: `hosts.available` says why not.
+
+        """
+        self._names = list(names)
+        self._disks = dict(DISKS if disks is None else disks)
+        self._bind = {**_own_folders(self._disks), **{to: str(source) for to, source in (bind or {}).items()}}
+        self._up: dict[int, _Up] = {}
+        self._files: dict[int, str] = {}
+        self.hosts = Namespaces(len(self._names))
+        """The machines' network, for partitions and links that are lost in one direction."""
+        # The kernel binds a process's life to the thread that made it, and a namespace for process ids to
+        # the thread that entered it: so one thread makes all processes, and lives as long as the machines.
+        self._maker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="machines")
+        namespaces.remove_groups_of_the_dead()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __enter__(self) -> Machines:  # noqa: PYI034  typing.Self needs Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def name(self, index: int) -> str:
+        """The machine's host name."""
+        return self._names[index]
+
+    def address(self, index: int) -> str:
+        """The machine's IPv4 address."""
+        return self.hosts.address(index)
+
+    def is_up(self, index: int) -> bool:
+        """Whether the machine runs."""
+        up = self._up.get(index)
+        return up is not None and up.first.poll() is None
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    def boot(
+        self,
+        *indices: int,
+        name: str = "",
+        new_address: bool = False,
+        disks: Mapping[str, int] | None = None,
+        bind: Mapping[str, str | Path] | None = None,
+        memory_bytes: int = 0,
+        argv: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        stdout: _File = subprocess.DEVNULL,
+        stderr: _File = subprocess.DEVNULL,
+    ) -> list[subprocess.Popen[bytes]]:
+        """Start machines that are down (all, where none is named), with empty disks; give their process 1.
+
+        Args:
+            indices: which.
+            name: a host name other than before; it stays.
+            new_address: take an address that no machine had; the former one answers no more.
+            disks: folders in memory, added to those of all machines; size 0 takes one of those away.
+            bind: path inside -> file or folder of the host, added to that of all machines.
+            memory_bytes: what its processes may use together; the kernel kills one that takes more.
+            argv: what is to be process 1 in the reaper's place, as in a container; with it, the machine ends.
+            env: the environment of ``argv``; default: of this process.
+            cwd: the folder of ``argv``; default: this process's where it is seen inside, else /.
+            stdout: where ``argv`` prints to, as for Popen.
+            stderr: likewise.
+
+        Raises:
+            MachineError: what could not be made, and why.
+
+        """
+        started = []
+        for index in indices or range(len(self)):
+            if self.is_up(index):
+                raise UsageError(f"{self.name(index)} is up: crash it or switch it off before it boots.")
+            self._bury(index)
+            if name:
+                self._names[index] = name
+            if new_address:
+                self.hosts.renumber(index)
+            self.hosts.restore(index)
+            told = {
+                "disks": {to: size for to, size in {**self._disks, **(disks or {})}.items() if size},
+                "bind": {**self._bind, **{to: str(source) for to, source in (bind or {}).items()}},
+                "argv": list(argv),
+                "cwd": str(cwd or Path.cwd()),
+                "name": self.name(index),
+            }
+            group = namespaces.make_group(index, memory_bytes) if memory_bytes else None
+            files = (stdout, stderr) if argv else (subprocess.DEVNULL, None)
+            made = self._maker.submit(self._start, index, told, group, files, env)
+            started.append((index, group, made))
+        found = [self._arrived(index, group, *future.result()) for index, group, future in started]
+        if name or new_address:
+            for index in self._up:
+                self.path(index, "/etc/hosts").write_text(self._hosts_file(index))
+        return found
+
+    def run(
+        self,
+        index: int,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        stdin: _File = subprocess.DEVNULL,
+        stdout: _File = None,
+        stderr: _File = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start a process on a machine; the id that is given back is the one to signal.
+
+        Args:
+            index: where.
+            argv: the command, found on the machine.
+            env: its environment; default: of this process.
+            cwd: its folder; default: this process's where it is seen on the machine, else /.
+            stdin: as for Popen.
+            stdout: as for Popen.
+            stderr: as for Popen.
+
+        Raises:
+            UsageError: the machine is down.
+
+        """
+        up = self._up.get(index)
+        if up is None or not self.is_up(index):
+            raise UsageError(f"{self.name(index)} is down: boot it before something runs there.")
+        folder = str(cwd or Path.cwd())
+        spaces = [*(up.spaces[kind] for kind in _JOINED)]
+        network = self.hosts.path(index)
+
+        def enter() -> None:
+            namespaces.join_group(up.group)
+            namespaces.join_path(network)
+            for space in spaces:
+                namespaces.join(space)
+            with contextlib.suppress(OSError):
+                os.chdir("/")
+                os.chdir(folder)
+            ending.die_with_parent()
+
+        def start() -> subprocess.Popen[bytes]:
+            with namespaces.children_in(up.spaces["pid"]):
+                return subprocess.Popen(
+                    list(argv),
+                    env=None if env is None else dict(env),
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    start_new_session=True,
+                    preexec_fn=enter,  # noqa: PLW1509  system calls alone, as lab.py does
+                )
+
+        up.entered = [each for each in up.entered if each.poll() is None]
+        up.entered.append(self._maker.submit(start).result())
+        return up.entered[-1]
+
+    def crash(self, *indices: int) -> None:
+        """Let machines die at once: every process is killed, and peers see their connections end."""
+        for index in indices:
+            if self.is_up(index):
+                self._up[index].first.kill()
+        for index in indices:
+            self._bury(index)
+
+    def poweroff(self, *indices: int) -> None:
+        """Let machines lose their power: links fall silent, then all processes end; peers hear nothing."""
+        for index in indices:
+            self.hosts.cut(index)
+        self.crash(*indices)
+
+    def cut(self, index: int) -> None:
+        """Let a machine's link go silent."""
+        self.hosts.cut(index)
+
+    def heal(self, index: int) -> None:
+        """Let a machine's link work again."""
+        self.hosts.restore(index)
+
+    def path(self, index: int, inside: str) -> Path:
+        """Where the maker finds a file of a machine that is up: on its disks too."""
+        if not self.is_up(index):
+            raise UsageError(f"{self.name(index)} is down, and its disks are gone.")
+        return Path(f"/proc/{self._up[index].first.pid}/root") / inside.lstrip("/")
+
+    def name_service(self, index: int, names: Mapping[str, str]) -> None:
+        """Let a machine know these names (name -> address) and no others, from now on and after it boots."""
+        self._files[index] = "".join(f"{address} {name}\n" for name, address in names.items())
+        if self.is_up(index):
+            self.path(index, "/etc/hosts").write_text(self._hosts_file(index))
+
+    def close(self) -> None:
+        """End all machines. A second call does nothing."""
+        self.crash(*self._up)
+        self.hosts.close()
+        self._maker.shutdown()
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        index: int,
+        told: dict[str, object],
+        group: Path | None,
+        files: tuple[_File, _File],
+        env: Mapping[str, str] | None,
+    ) -> tuple[subprocess.Popen[bytes], int]:
+        """Start process 1; give it, and where it tells how that went."""
+        network = self.hosts.path(index)
+        here, there = os.pipe()
+        told = {**told, "line": there, "hosts": self._hosts_file(index)}
+
+        def enter() -> None:
+            namespaces.join_group(group)
+            namespaces.join_path(network)
+            namespaces.leave(_JOINED)
+            ending.die_with_parent()
+
+        try:
+            with namespaces.children_in(None):
+                first = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_PID1), json.dumps(told)],
+                    env=None if env is None else dict(env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=files[0],
+                    stderr=files[1],
+                    pass_fds=[there],
+                    start_new_session=True,
+                    preexec_fn=enter,  # noqa: PLW1509  system calls alone, as lab.py does
+                )
+        except (OSError, subprocess.SubprocessError) as error:
+            os.close(here)
+            raise MachineError(f"{self.name(index)} does not start: {error}.") from error
+        finally:
+            os.close(there)
+        return first, here
+
+    def _arrived(
+        self, index: int, group: Path | None, first: subprocess.Popen[bytes], line: int
+    ) -> subprocess.Popen[bytes]:
+        with open(line, "rb") as said:
+            word = said.readline().decode().strip()
+        if word != "ready":
+            first.kill()
+            first.wait()
+            raise MachineError(f"{self.name(index)} does not start: {word or 'its first process died'}.")
+        spaces = {kind: os.open(f"/proc/{first.pid}/ns/{kind}", os.O_RDONLY) for kind in (*_JOINED, "pid")}
+        self._up[index] = _Up(first, spaces, group)
+        return first
+
+    def _bury(self, index: int) -> None:
+        up = self._up.pop(index, None)
+        if up is None:
+            return
+        try:
+            for each in (*up.entered, up.first):
+                each.wait(ending.KILLED_S)
+        except subprocess.TimeoutExpired:
+            raise MachineError(
+                f"{self.name(index)}: a process sleeps in the kernel and does not end."
+            ) from None
+        for space in up.spaces.values():
+            os.close(space)
+        if up.group is not None:
+            up.group.rmdir()
+
+    def _hosts_file(self, index: int) -> str:
+        # No machine is 127.0.1.1, as Debian has it: who asks for its own name is to get what others get.
+        known = self._files.get(index)
+        if known is None:
+            known = "".join(f"{self.address(each)} {self.name(each)}\n" for each in range(len(self)))
+        return f"127.0.0.1 localhost\n{known}"
+
+
+def _own_folders(disks: Mapping[str, int]) -> dict[str, str]:
+    """What a Python on a machine needs and would not see."""
+    folders = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))
+    return {each: each for each in folders if any(Path(each).is_relative_to(disk) for disk in disks)}

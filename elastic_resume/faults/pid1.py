@@ -1,0 +1,131 @@
+"""The first process of a simulated machine: makes its file systems, then reaps what nobody waits for.
+
+Run by `machines.py` inside namespaces that are new, with one JSON argument. The root that it makes holds each
+top-level entry of the host's, each as it is there, beside folders of its own: so a mount point like /scratch
+needs no folder on the host. It says "ready", or what failed and why, on the descriptor that it is told.
+Standard library only, and no import of this package: three machines are to start in half a second.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+MS_REMOUNT, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 32, 4096, 8192, 16384, 1 << 18
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_STAGE = "/tmp"  # noqa: S108  a folder that every system has; what is mounted there, only this process sees
+
+_OURS: set[int] = set()  # devices of the file systems that were made here
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    """Mount something: the system call of that name.
+
+    Raises:
+        OSError: with the target's name.
+
+    """
+    words = [os.fsencode(word) if word else None for word in (source, target, kind)]
+    if _LIBC.mount(*words, ctypes.c_ulong(flags), options.encode() or None):
+        number = ctypes.get_errno()
+        raise OSError(number, f"mount: {os.strerror(number)}", target)
+
+
+def make_root(told: dict[str, Any]) -> None:
+    """Stack a root of this machine's own on the host's, and go there."""
+    mount("none", "/", flags=MS_REC | MS_PRIVATE)
+    # Held open: what lies below /tmp is out of sight from here on.
+    held = {target: os.open(source, os.O_PATH) for target, source in told["bind"].items()}
+    top = list(os.scandir("/"))
+    _memory(_STAGE, 16 << 20, "755")
+    for entry in top:
+        place = _STAGE + entry.path
+        if entry.is_symlink():
+            Path(place).symlink_to(Path(entry.path).readlink())
+        elif entry.name == "proc" or entry.path == _STAGE:
+            Path(place).mkdir()
+        else:
+            _stand_in(place, folder=entry.is_dir())
+            mount(entry.path, place, flags=MS_BIND | MS_REC)
+    mount("proc", _STAGE + "/proc", "proc")
+    Path(_STAGE + _STAGE).chmod(0o1777)
+    for target, size_bytes in told["disks"].items():
+        _stand_in(_STAGE + target, folder=True)
+        _memory(_STAGE + target, size_bytes, "1777")
+    _write_hosts(told["hosts"])
+    for target, descriptor in held.items():
+        source = f"/proc/self/fd/{descriptor}"
+        _stand_in(_STAGE + target, folder=Path(source).is_dir())
+        mount(source, _STAGE + target, flags=MS_BIND | MS_REC)
+        os.close(descriptor)
+    os.chdir(_STAGE)
+    mount(".", "/", flags=MS_MOVE)
+    os.chroot(".")
+    os.chdir("/")
+
+
+def _memory(place: str, size_bytes: int, mode: str) -> None:
+    mount("tmpfs", place, "tmpfs", options=f"size={size_bytes},mode={mode}")
+    _OURS.add(Path(place).stat().st_dev)
+
+
+def _write_hosts(text: str) -> None:
+    """Put a file in the place of /etc/hosts that lives in memory, has no other name and can be written."""
+    nursery = _STAGE + "/.hosts"
+    Path(nursery).write_text(text)
+    mount(nursery, _STAGE + "/etc/hosts", flags=MS_BIND)
+    Path(nursery).unlink()
+
+
+def _stand_in(place: str, *, folder: bool) -> None:
+    """Make sure that there is something to mount on; never on the host's own disks."""
+    path = Path(place)
+    if path.exists():
+        return
+    parent = path.parent
+    while not parent.exists():
+        parent = parent.parent
+    if parent.stat().st_dev not in _OURS:
+        raise OSError(0, "it would have to be made on the host's disk", place.removeprefix(_STAGE))
+    if folder:
+        path.mkdir(parents=True)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def reap() -> None:
+    """Wait for whatever ends, for ever."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        signal.sigwait([signal.SIGCHLD])
+
+
+def main() -> None:
+    """Become a machine, or the command that is to be its first process."""
+    told = json.loads(sys.argv[1])
+    line = told["line"]
+    try:
+        name = told["name"].encode()
+        _LIBC.sethostname(name, len(name))
+        make_root(told)
+    except OSError as error:
+        os.write(line, f"{error.filename}: {error.strerror}\n".encode())
+        sys.exit(1)
+    os.write(line, b"ready\n")
+    os.close(line)
+    if told["argv"]:
+        with contextlib.suppress(OSError):
+            os.chdir(told["cwd"])
+        os.execvp(told["argv"][0], told["argv"])  # noqa: S606
+    reap()
+
+
+main()
