@@ -67,18 +67,21 @@ class Settings:
         }
 
     @classmethod
-    def for_agent(cls, args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+    def for_agent(
+        cls, args: argparse.Namespace, environ: Mapping[str, str], here: node.Node | None = None
+    ) -> Settings:
         """Settings of ``elastic-resume run``.
 
         Args:
             args: of `parse_layers`; an attribute that is None was given neither by flag nor by file.
             environ: the environment, asked only for what ``args`` leaves open.
+            here: what the scheduler tells, which counts where nobody names the job.
 
         """
         given = {field.name: getattr(args, field.name, None) for field in fields(cls)}
         script = args.training_script.rpartition(".")[2] if args.module else args.training_script
         # torchrun's default for --rdzv-id is the word "none"; PET_RDZV_ID may have replaced it.
-        spare = None if args.rdzv_id == "none" else args.rdzv_id
+        spare = args.rdzv_id if args.rdzv_id != "none" else here.job if here is not None else None
         return cls._of({**given, "run_id": args.run_id}, environ, spare, script)
 
     @classmethod
@@ -167,6 +170,9 @@ def flag_actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     return {flag: action for action in parser._actions for flag in action.option_strings}  # noqa: SLF001
 
 
+Add = Callable[[str, str, str], None]
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add our own flags, in a group of their own. None stands for: not given."""
     group = parser.add_argument_group(
@@ -176,8 +182,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     def add(name: str, metavar: str, text: str) -> None:
         names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
-        group.add_argument(*names, metavar=metavar, default=None, help=text)
+        is_switch = {"action": "store_true"} if not metavar else {"metavar": metavar, "default": None}
+        group.add_argument(*names, help=text, **is_switch)
 
+    _add_state_flags(add)
+    _add_meeting_flags(add)
+    _add_failure_flags(add)
+    add("preload", "MODULE,…", "modules to import once, ahead of all workers, beside torch")
+    add("log-prefix", "", "begin each line of a worker with [NODE:RANK GENERATION]")
+    add("no-warm", "", "start each worker as a new process, as torchrun does")
+    add("config", "FILE.yaml", "flags from a file: the same names, ours and torchrun's")
+
+
+def _add_state_flags(add: Add) -> None:
+    """What is kept, and where."""
     add("ckpt-dir", "DIR", f"root of all checkpoints (default {DEFAULT_CKPT_DIR})")
     add("node-name", "NAME", "this node's name (default: the scheduler's name for it, else the host's)")
     add("save-every", "N|SECONDSs|auto", "steps or seconds between two checkpoints (default auto)")
@@ -195,14 +213,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("on-divergence", "|".join(values.DIVERGENCE_POLICIES), "when replicas differ (default stop)")
     add("keep", "N", f"checkpoints kept on each node, {values.MIN_KEEP} or more (default {DEFAULT_KEEP})")
     add("resume", "auto|must|never|PATH", "what to resume from (default auto: the newest valid copy, if any)")
+
+
+def _add_meeting_flags(add: Add) -> None:
+    """How nodes find each other."""
+    add(
+        "shared-dir",
+        "DIR|off",
+        "Slurm: a directory that all nodes see, for token and addresses of the job (default: where it was "
+        "submitted)",
+    )
+    add("array-elements", "|".join(node.ARRAY_ELEMENTS), "Slurm: an array's elements are (default jobs)")
     add("node-timeout", "SECONDS", "a node that is silent for so long is lost; the same on all (default 3)")
     add("settle", "SECONDS", "how long a first start waits for one more node (default 3)")
     add("join-timeout", "SECONDS", "how long a node waits for a world to form (default 600)")
     add("rdzv-token-file", "FILE", "0600 file whose text all nodes share (or ELASTIC_RESUME_TOKEN)")
-    names = ["--allow-minority", "--allow_minority"]
-    group.add_argument(
-        *names, action="store_true", help="once: form a world though the missing nodes might live on, cut off"
-    )
+    add("allow-minority", "", "once: form a world though the missing nodes might live on, cut off")
+
+
+def _add_failure_flags(add: Add) -> None:
+    """What ends a worker, a node, the job."""
     add(
         "grace",
         "SECONDS",
@@ -225,16 +255,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "a rank that finishes no step for so long is hung (default: 30 s, or ten times the longest step if "
         "that is more; 0: never)",
     )
-    add("preload", "MODULE,…", "modules to import once, ahead of all workers, beside torch")
-    names = ["--log-prefix", "--log_prefix"]
-    group.add_argument(
-        *names, action="store_true", help="begin each line of a worker with [NODE:RANK GENERATION]"
-    )
-    names = ["--no-warm", "--no_warm"]
-    group.add_argument(
-        *names, action="store_true", help="start each worker as a new process, as torchrun does"
-    )
-    add("config", "FILE.yaml", "flags from a file: the same names, ours and torchrun's")
 
 
 def parse_layers(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:

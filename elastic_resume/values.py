@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume import contract
+from elastic_resume.cluster.node import ARRAY_ELEMENTS
 from elastic_resume.errors import ConfigError
 
 MIN_KEEP = 2
@@ -131,5 +132,15 @@ def on_divergence(value: str) -> str:
         raise ConfigError(
             f"on-divergence is {value[:100]!r}: write {' or '.join(DIVERGENCE_POLICIES)}."
             + near(value, DIVERGENCE_POLICIES)
+        )
+    return value
+
+
+def array_elements(value: str) -> str:
+    """What the elements of a Slurm array are: one of `cluster.node.ARRAY_ELEMENTS`."""
+    if value not in ARRAY_ELEMENTS:
+        raise ConfigError(
+            f"array-elements is {value[:100]!r}: write {' or '.join(ARRAY_ELEMENTS)}."
+            + near(value, ARRAY_ELEMENTS)
         )
     return value

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,10 +24,12 @@ import pytest
 from elastic_resume import events
 from elastic_resume.faults import nursery
 from elastic_resume.faults.brood import Forked
+from elastic_resume.faults.ports import free_port
 
 pytestmark = pytest.mark.cluster
 
 Agent = subprocess.Popen[bytes] | Forked
+HOST = "127.0.0.1"
 RUN = [sys.executable, "-m", "elastic_resume", "run"]
 
 
@@ -47,13 +48,6 @@ def alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Agents:
@@ -258,7 +252,7 @@ def test_a_signal_to_the_agent_stops_its_workers(agents: Agents, number: signal.
 def test_a_signal_while_no_world_is_formed_ends_the_agent(agents: Agents) -> None:
     """A rendezvous may wait for minutes; the agent still ends in order."""
     agents.script(WAITS)
-    agent = agents.start("--nnodes=2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "train.py")
+    agent = agents.start("--nnodes=2", "--rdzv-endpoint", f"127.0.0.1:{free_port(HOST)}", "train.py")
     wait_for(lambda: agents.events("agent-start"), "the agent to start")
     time.sleep(0.5)  # nothing tells that it is inside the rendezvous; too early is tested as well
     agent.send_signal(signal.SIGTERM)
@@ -306,7 +300,7 @@ def start_two(
     addresses: tuple[str, ...] = ("127.0.0.1", "127.0.0.2"),
 ) -> list[Agent]:
     """Two agents as two nodes of one job."""
-    agents.port = free_port()
+    agents.port = free_port(HOST)
     meet = f"{host}:{agents.port}"
     return [
         agents.start(

@@ -349,7 +349,7 @@ def test_an_argument_that_does_not_exist_is_refused() -> None:
     ("environ", "name"),
     [
         ({"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "gpu-07"}, "gpu-07"),
-        ({"KUBERNETES_SERVICE_HOST": "1", "POD_NAME": "train-2", "HOSTNAME": "h"}, "train-2"),
+        ({"KUBERNETES_SERVICE_HOST": "1", "POD_NAME": "train-2-x7gq1", "HOSTNAME": "train-2"}, "train-2"),
         ({"KUBERNETES_SERVICE_HOST": "1", "HOSTNAME": "train-3"}, "train-3"),
         ({"SLURMD_NODENAME": "left over from a login shell"}, node.safe_name(socket.gethostname(), "node")),
         ({"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "_odd name!"}, "odd-name"),

@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ from torch.distributed.run import config_from_args, get_args_parser
 from elastic_resume.agent import preflight
 from elastic_resume.agent.handler import BACKEND, Observer, OwnRendezvous, StockRendezvous
 from elastic_resume.agent.place import Place
+from elastic_resume.agent.scheduled import fill
+from elastic_resume.cluster.node import Node
+from elastic_resume.cluster.shared import SharedDir
 from elastic_resume.errors import ConfigError, GaveUpError, RendezvousLostError
 from elastic_resume.rendezvous.address import Endpoint
 from elastic_resume.rendezvous.terms import KEYS, Terms
@@ -63,7 +66,7 @@ class Launch:
     """What `launch` starts. ``terms`` are those of our own rendezvous; None where a stock one was chosen.
 
     ``command`` is the workers' own, which a zygote can run; None where it cannot, and ``why_cold`` says why
-    (nothing, where the user asked for it).
+    (nothing, where the user asked for it). ``shared`` is a directory that all nodes see, where there is one.
     """
 
     config: LaunchConfig
@@ -72,6 +75,7 @@ class Launch:
     terms: Terms | None
     command: list[str] | None = None
     why_cold: str = ""
+    shared: SharedDir | None = None
 
 
 def torchrun_parser() -> argparse.ArgumentParser:
@@ -83,7 +87,7 @@ def torchrun_parser() -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def prepared(args: argparse.Namespace, given: set[str], run_id: str) -> Iterator[Launch]:
+def prepared(args: argparse.Namespace, given: set[str], run_id: str, here: Node) -> Iterator[Launch]:
     """Check ``args`` and make a `Launch` of them, valid within the context.
 
     Raises:
@@ -92,10 +96,12 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str) -> Iterator
     """
     args = argparse.Namespace(**vars(args))
     preflight.check_script(args)
-    one_node = preflight.check_nodes(args.nnodes) == (1, 1)
     args.rdzv_id = run_id
     # The parser of torchrun has taken PET_* variables for its defaults.
     given = given | {name.removeprefix("PET_").lower() for name in os.environ if name.startswith("PET_")}
+    scheduled = fill(args, given, here)
+    given = set(scheduled.given)
+    one_node = preflight.check_nodes(args.nnodes) == (1, 1)
     _choose_rendezvous(args, given, one_node=one_node)
     if "max_restarts" not in given:
         args.max_restarts = UNLIMITED_RESTARTS
@@ -112,6 +118,8 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str) -> Iterator
         preflight.check_launch(config)
         _check_torch_names(config)
         terms = _terms(config, args, given)
+        if terms is not None:
+            terms = replace(terms, resolve=scheduled.resolve)
         _prepare_drain(config, args, given)
         why_cold = preflight.why_cold(args, entrypoint)
         command = None
@@ -120,7 +128,7 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str) -> Iterator
             # "${local_rank}" is torchelastic's macro: it puts the number in.
             words = ["-I", "-S", str(STUB), "${local_rank}", entrypoint, *words]
             entrypoint = sys.executable
-        yield Launch(config, entrypoint, words, terms, command, why_cold)
+        yield Launch(config, entrypoint, words, terms, command, why_cold, scheduled.shared)
 
 
 def _prepare_drain(config: LaunchConfig, args: argparse.Namespace, given: set[str]) -> None:

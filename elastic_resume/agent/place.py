@@ -47,8 +47,16 @@ def taken(
         RecordError: the record of an earlier life cannot be read.
 
     """
-    record = Record(node_dir.path, launch=node.launch(os.environ), node=node_dir.path.name)
-    seat = take_seat(terms.endpoints, terms.local_addr, run_id=terms.run_id, token=terms.token, say=say)
+    here = node.read(os.environ)
+    record = Record(node_dir.path, launch=here.launch, node=node_dir.path.name)
+    seat = take_seat(
+        terms.endpoints,
+        terms.local_addr,
+        run_id=terms.run_id,
+        token=terms.token,
+        resolve=terms.resolve,
+        say=say,
+    )
     if seat.notice:
         say(seat.notice)
     if not terms.secret and terms.max_nodes > 1:
@@ -60,7 +68,7 @@ def taken(
     member = Member(terms, seat, node=name, record=record, seen=node_dir.generation(), fence=fence, tell=tell)
     member.start()
     try:
-        yield Place(member, seat.host, node.order(os.environ))
+        yield Place(member, seat.host, here.order)
     except BaseException as end:
         member.leave((str(end) or type(end).__name__)[:200])
         raise

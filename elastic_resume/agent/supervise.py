@@ -26,19 +26,21 @@ from elastic_resume.agent.pressure import Gauge
 from elastic_resume.agent.warm import Warmth
 from elastic_resume.agent.watch import patience_of, watched
 from elastic_resume.agent.witness import Witness
+from elastic_resume.cluster.node import Node
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError, NodeUnfitError
 from elastic_resume.policy import restart
 from elastic_resume.store.node_dir import NodeDir
 
 
-def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> int:
+def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], here: Node) -> int:
     """Run the job's part on this node and give the exit code of the command.
 
     Args:
         settings: ours.
         args: torchrun's, of `config.parse_layers`.
         given: the names of those that the user gave.
+        here: what the scheduler tells of this node.
 
     Raises:
         ElasticResumeError: nothing was started.
@@ -47,7 +49,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
     limits = _limits(args, given)
     patience = patience_of(args.hang_timeout)
     with (
-        elastic.prepared(args, given, settings.run_id) as launch,
+        elastic.prepared(args, given, settings.run_id, here) as launch,
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
         contextlib.closing(Fence()) as fence,
         contextlib.closing(Gauge()) as gauge,
@@ -84,6 +86,8 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str]) -> 
         log.write("agent-end", outcome=outcome, exit_code=code, message=message)
         if message:
             witness.say(f"{outcome}: {message}")
+        if outcome == "done" and launch.shared is not None:
+            launch.shared.finish(remember=here.element is not None)
         log.close()
         return code
 

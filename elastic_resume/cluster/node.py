@@ -1,63 +1,362 @@
-"""What this node is called, and its place among the others: by its scheduler, else by its host name.
+"""What this node is to its scheduler: one value from the environment, with where each part comes from.
 
-A node keeps its name when it comes back, so that it finds its own checkpoints again. One dict per
-scheduler says where that name is found. Does not know what a name is used for.
+Slurm, Kubernetes, the ``PET_*`` variables that Kubeflow's trainers set for torchrun, and a plain host. One
+dict per scheduler says which variable holds what. A node keeps its name when it comes back, so that it finds
+its own checkpoints again; a job keeps its own over requeues.
+
+Promise: reads nothing but ``environ`` and the host's name, and never fails: what is odd is told in
+``problems``, which end a start that has to rely on them. Does not know what anything here is used for.
 """
 
 from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
-# Scheduler -> variables that hold the node's name and its place, the first that is set wins.
-SLURM: dict[str, tuple[str, ...]] = {"name": ("SLURMD_NODENAME",), "order": ("SLURM_NODEID",)}
-# An Indexed Job gives its pods stable host names (JOB-INDEX); POD_NAME is the downward API's usual name.
-KUBERNETES: dict[str, tuple[str, ...]] = {
-    "name": ("POD_NAME", "HOSTNAME"),
-    "order": ("JOB_COMPLETION_INDEX",),
+from elastic_resume import contract
+from elastic_resume.cluster import slurm
+from elastic_resume.errors import ConfigError
+
+# Concept -> variables that may hold it, the first that is set wins.
+SLURM: dict[str, tuple[str, ...]] = {
+    "name": ("SLURMD_NODENAME",),
+    "job": ("SLURM_JOB_ID",),
+    "order": ("SLURM_NODEID",),
+    "nodes": ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+    "peers": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    "workers": ("SLURM_GPUS_ON_NODE",),
+    "restarts": ("SLURM_RESTART_COUNT",),  # not set in a job's first life
+    "deadline": ("SLURM_JOB_END_TIME",),  # since Slurm 23.02; else `slurm.deadline` asks
 }
-SCHEDULERS = {"slurm": SLURM, "kubernetes": KUBERNETES}
+# An element of an array is told by these; its SLURM_JOB_ID may be the whole array's.
+SLURM_ARRAY: dict[str, tuple[str, ...]] = {
+    "job": ("SLURM_ARRAY_JOB_ID",),
+    "element": ("SLURM_ARRAY_TASK_ID",),
+    "nodes": ("SLURM_ARRAY_TASK_COUNT",),
+    "least": ("SLURM_ARRAY_TASK_MIN",),
+    "most": ("SLURM_ARRAY_TASK_MAX",),
+    "stride": ("SLURM_ARRAY_TASK_STEP",),
+}
+KUBERNETES: dict[str, tuple[str, ...]] = {
+    # An Indexed Job gives its pods stable host names (JOB-INDEX); POD_NAME is the downward API's usual name,
+    # and that has a random end.
+    "name": ("HOSTNAME",),
+    "order": ("JOB_COMPLETION_INDEX",),
+    "job": ("ELASTIC_RESUME_JOB",),
+    "nodes": ("ELASTIC_RESUME_NODES",),
+    "service": ("ELASTIC_RESUME_SERVICE",),
+    "namespace": ("POD_NAMESPACE",),
+    "address": ("POD_IP",),
+    "workers": ("ELASTIC_RESUME_WORKERS",),
+}
+PET: dict[str, tuple[str, ...]] = {
+    "order": ("PET_NODE_RANK",),
+    "nodes": ("PET_NNODES",),
+    "peers": ("PET_MASTER_ADDR",),
+    "port": ("PET_MASTER_PORT",),
+    "job": ("PET_RDZV_ID",),
+    "workers": ("PET_NPROC_PER_NODE",),
+}
+SCHEDULERS = {"slurm": SLURM, "kubernetes": KUBERNETES, "pet": PET, "host": {}}
+
+CANDIDATES = 3  # any one of them may be absent
+PORT = 29400  # torchrun's own
+SLURM_PORTS = range(20000, 30000)  # below those that Linux hands out by itself (32768 and up)
+ELEMENT = "element-"  # with its number: how an array's element is called by its siblings, wherever it runs
+ARRAY_ELEMENTS = JOBS, NODES = ("jobs", "nodes")
+"""What the elements of an array may be: a job each, or the nodes of one."""
 
 
-def scheduler(environ: Mapping[str, str]) -> str | None:
-    """``slurm``, ``kubernetes`` or None."""
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of one job.
+
+    Attributes:
+        scheduler: ``slurm``, ``kubernetes``, ``pet`` or ``host``.
+        name: of the node, safe as the name of a directory.
+        job: the job's name, the same after each requeue; empty where nobody gives it one.
+        order: the node's place among the others.
+        nodes: how many there are, at most.
+        min_nodes: with so few training goes on.
+        peers: names of all nodes in their order, as far as they are told.
+        candidates: ``HOST:PORT`` of those at which newcomers ask; empty where nothing is told.
+        address: at which others reach this node, where that is told.
+        workers: per node; None where nothing is told.
+        restarts: lives of the job before this one.
+        launch: names this start of the whole job where the scheduler has ended all of it before; else empty.
+        element: this array element's number where the elements are the nodes of one job; else None.
+        requeue: what the scheduler knows the part by that this node's requeue concerns; else empty.
+        deadline: unix seconds at which the scheduler ends the job, where a variable tells.
+        problems: why a start without flags would go wrong.
+        sources: concept -> where it comes from.
+
+    """
+
+    scheduler: str
+    name: str
+    job: str = ""
+    order: int = 0
+    nodes: int = 1
+    min_nodes: int = 1
+    peers: tuple[str, ...] = ()
+    candidates: tuple[str, ...] = ()
+    address: str = ""
+    workers: int | None = None
+    restarts: int = 0
+    launch: str = ""
+    element: int | None = None
+    requeue: str = ""
+    deadline: float | None = None
+    problems: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+def read(environ: Mapping[str, str]) -> Node:
+    """Read what the scheduler tells. ``ELASTIC_RESUME_ARRAY_ELEMENTS`` says what an array's elements are."""
+    found = scheduler(environ)
+    told = _Told(environ, SCHEDULERS[found])
+    node = _READERS[found](told)
+    return replace(node, sources=MappingProxyType(told.sources))
+
+
+def scheduler(environ: Mapping[str, str]) -> str:
+    """``slurm``, ``kubernetes``, ``pet`` or ``host``."""
     if "SLURM_JOB_ID" in environ:
         return "slurm"
-    return "kubernetes" if "KUBERNETES_SERVICE_HOST" in environ else None
+    if "PET_NNODES" in environ or "PET_MASTER_ADDR" in environ:
+        return "pet"
+    return "kubernetes" if "KUBERNETES_SERVICE_HOST" in environ else "host"
 
 
 def default_name(environ: Mapping[str, str]) -> str:
-    """This node's name where the user gives none, safe as the name of a directory."""
-    found = scheduler(environ)
-    names = SCHEDULERS[found]["name"] if found else ()
-    for variable in names:
-        if environ.get(variable):
-            return safe_name(environ[variable], "node")
-    return safe_name(socket.gethostname(), "node")
-
-
-def order(environ: Mapping[str, str]) -> int:
-    """This node's place in its scheduler's own order of nodes; 0 where none is told."""
-    found = scheduler(environ)
-    for variable in SCHEDULERS[found]["order"] if found else ():
-        if re.fullmatch(r"\d{1,9}", environ.get(variable, "")):
-            return int(environ[variable])
-    return 0
-
-
-def launch(environ: Mapping[str, str]) -> str:
-    """Name this start of the whole job where the scheduler ends every process before the next; else empty.
-
-    Slurm does so when it requeues a job. An element of an array is requeued alone: its siblings live on.
-    """
-    job = environ.get("SLURM_JOB_ID", "")
-    if not job or "SLURM_ARRAY_JOB_ID" in environ:
-        return ""
-    return f"slurm {job} {environ.get('SLURM_RESTART_COUNT', '0')}"
+    """This node's name where the user gives none."""
+    return read(environ).name
 
 
 def safe_name(text: str, fallback: str) -> str:
     """``text`` with every character that `contract.SAFE_NAME_PATTERN` forbids replaced by a dash."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:128].rstrip("-")
     return name or fallback
+
+
+class _Told:
+    """What variables say, and which of them was asked."""
+
+    def __init__(self, environ: Mapping[str, str], variables: Mapping[str, tuple[str, ...]]) -> None:
+        self.environ = environ
+        self.variables = variables
+        self.sources: dict[str, str] = {}
+        self.problems: list[str] = []
+
+    def text(self, concept: str, default: str = "") -> str:
+        for variable in self.variables.get(concept, ()):
+            if self.environ.get(variable):
+                self.sources[concept] = variable
+                return self.environ[variable]
+        return default
+
+    def number(self, concept: str, default: int) -> int:
+        text = self.text(concept)
+        if re.fullmatch(r"[0-9]{1,12}", text):
+            return int(text)
+        if text:
+            self.problems.append(f"{self.sources.pop(concept)} is {text!r}, which is no number")
+        return default
+
+    def span(self, concept: str) -> tuple[int, int]:
+        """Read ``N``, which is any number up to that, or ``MIN:MAX``."""
+        text = self.text(concept, "1")
+        match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text)
+        least, most = (int(match[1] or 1), int(match[2])) if match else (0, 0)
+        if not 1 <= least <= most:
+            self.problems.append(
+                f"{self.sources.pop(concept, concept)} is {text!r}, which is neither N nor MIN:MAX"
+            )
+            return 1, 1
+        return least, most
+
+    def name(self) -> str:
+        text = self.text("name")
+        if not text:
+            self.sources["name"] = "the host's name"
+        return safe_name(text or socket.gethostname(), "node")
+
+
+# ---- Slurm ---------------------------------------------------------------------------------------------
+
+
+def _slurm(told: _Told) -> Node:
+    environ = told.environ
+    is_element = "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ
+    if is_element and environ.get(contract.ENV_ARRAY_ELEMENTS, JOBS) == NODES:
+        return _slurm_element(told)
+    number = told.text("job")
+    if is_element:  # a requeue of the bare number would take its siblings along
+        number = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+        told.sources["job"] = "SLURM_ARRAY_JOB_ID and SLURM_ARRAY_TASK_ID"
+    peers = _slurm_peers(told)
+    nodes = told.number("nodes", max(1, len(peers)))
+    restarts = told.number("restarts", 0)
+    port = slurm_port(environ["SLURM_JOB_ID"])
+    told.problems.extend(_slurm_problems(environ, nodes))
+    return Node(
+        "slurm",
+        told.name(),
+        job=safe_name(f"slurm-{number}", "slurm"),
+        order=told.number("order", 0),
+        nodes=nodes,
+        peers=peers,
+        candidates=tuple(f"{peer}:{port}" for peer in peers[:CANDIDATES]),
+        workers=told.number("workers", 0) or None,
+        restarts=restarts,
+        launch=f"slurm {number} {restarts}",
+        requeue=number,
+        deadline=_deadline(told),
+        problems=tuple(told.problems),
+    )
+
+
+def _slurm_element(told: _Told) -> Node:
+    """One node of a job that is an array. Elements come and go, each by itself, to whatever machine."""
+    array = _Told(told.environ, SLURM_ARRAY)
+    number, element = array.text("job"), array.number("element", 0)
+    nodes, least = array.number("nodes", 1), array.number("least", 0)
+    stride = max(1, array.number("stride", 1))
+    most = array.number("most", least + stride * (nodes - 1))
+    problems = [*array.problems, *_slurm_problems(told.environ, 1)]
+    if (most - least) // stride + 1 != nodes:
+        problems.append(
+            f"an array of {nodes} elements from {least} to {most} has gaps, so nobody can tell which others "
+            "there are: submit it as --array=0-N"
+        )
+    if told.number("nodes", 1) != 1:
+        problems.append("an element that is one node of a job has several nodes itself: submit it with -N1")
+    told.sources.update(array.sources)
+    port = slurm_port(number)
+    elements = [least + stride * at for at in range(max(1, nodes))]
+    return Node(
+        "slurm",
+        told.name(),
+        job=safe_name(f"slurm-{number}", "slurm"),
+        order=max(0, element - least) // stride,
+        nodes=nodes,
+        peers=tuple(f"{ELEMENT}{one}" for one in elements),
+        candidates=tuple(f"{ELEMENT}{one}:{port}" for one in elements[:CANDIDATES]),
+        workers=told.number("workers", 0) or None,
+        restarts=told.number("restarts", 0),
+        element=element,
+        requeue=f"{number}_{element}",
+        deadline=_deadline(told),
+        problems=tuple(problems),
+    )
+
+
+def slurm_port(job: str) -> int:
+    """Where the nodes of a job meet: the same for all, and another than most other jobs'."""
+    digits = re.sub(r"\D", "", job)[-9:] or "0"
+    return SLURM_PORTS[int(digits) % len(SLURM_PORTS)]
+
+
+def _slurm_peers(told: _Told) -> tuple[str, ...]:
+    text = told.text("peers")
+    try:
+        return tuple(slurm.hostnames(text)) if text else ()
+    except ConfigError as error:
+        told.problems.append(f"{told.sources.pop('peers')}: {error}")
+        return ()
+
+
+def _slurm_problems(environ: Mapping[str, str], nodes: int) -> list[str]:
+    problems = []
+    if nodes > 1 and "SLURM_STEP_ID" not in environ:
+        problems.append(
+            f"this is one process in a Slurm job of {nodes} nodes, and not one on each: start it with srun "
+            "(srun elastic-resume run …)"
+        )
+    tasks = [
+        int(one) for one in re.findall(r"(?:^|,)(\d{1,6})", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    ]
+    if any(one > 1 for one in tasks):
+        problems.append(
+            f"srun starts {max(tasks)} tasks on a node, and elastic-resume starts the workers by itself: "
+            "give srun --ntasks-per-node=1, and the number of workers as --nproc-per-node"
+        )
+    return problems
+
+
+def _deadline(told: _Told) -> float | None:
+    return told.number("deadline", 0) or None
+
+
+# ---- Kubernetes and others -----------------------------------------------------------------------------
+
+
+def _kubernetes(told: _Told) -> Node:
+    """A pod of an Indexed Job, as `elastic-resume manifest kubernetes` describes it."""
+    name, index = told.name(), told.number("order", 0)
+    least, nodes = told.span("nodes")
+    job = told.text("job") or _job_of_pod(told, name)
+    service, space = told.text("service"), told.text("namespace")
+    domain = f".{service}.{space}.svc.cluster.local" if service and space else f".{service}"
+    peers = tuple(f"{job}-{at}" for at in range(nodes)) if job else ()
+    if nodes > 1 and not (job and service):
+        told.problems.append(
+            f"a pod of {nodes}: without the Job's and the Service's name it cannot find the others (see "
+            "elastic-resume manifest kubernetes)"
+        )
+    return Node(
+        "kubernetes",
+        name,
+        job=safe_name(job, "") if job else "",
+        order=index,
+        nodes=nodes,
+        min_nodes=least,
+        peers=peers,
+        # In full: a pod's own /etc/hosts has the name, so it knows itself before DNS does.
+        candidates=tuple(f"{peer}{domain}:{PORT}" for peer in peers[:CANDIDATES]) if nodes > 1 else (),
+        address=told.text("address"),
+        workers=told.number("workers", 0) or None,
+        problems=tuple(told.problems),
+    )
+
+
+def _job_of_pod(told: _Told, name: str) -> str:
+    """Take the index from an Indexed Job's host name."""
+    index = told.environ.get("JOB_COMPLETION_INDEX", "")
+    if index.isdigit() and name.endswith(f"-{index}"):
+        told.sources["job"] = "HOSTNAME and JOB_COMPLETION_INDEX"
+        return name.removesuffix(f"-{index}")
+    return ""
+
+
+def _pet(told: _Told) -> Node:
+    """Kubeflow's trainers: node 0 is where all meet. What else they set torchrun's own parser reads."""
+    host, port = told.text("peers"), told.number("port", PORT)
+    least, nodes = told.span("nodes")
+    job = told.text("job")
+    return Node(
+        "pet",
+        told.name(),
+        job=safe_name(job, "") if job and job != "none" else "",
+        order=told.number("order", 0),
+        nodes=nodes,
+        min_nodes=least,
+        peers=(host,) if host else (),
+        candidates=(f"{host}:{port}",) if host else (),
+        problems=tuple(told.problems),
+    )
+
+
+def _host(told: _Told) -> Node:
+    return Node("host", told.name())
+
+
+_READERS: dict[str, Callable[[_Told], Node]] = {
+    "slurm": _slurm,
+    "kubernetes": _kubernetes,
+    "pet": _pet,
+    "host": _host,
+}

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from elastic_resume.events import Event
 from elastic_resume.faults import ending, nursery
 from elastic_resume.faults.brood import Forked
 from elastic_resume.faults.hosts import INTERFACE, Namespaces
+from elastic_resume.faults.ports import free_port
 from elastic_resume.store.catalog import Catalog, Entry
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ class Cluster:
             **(env or {}),
         }
         self._endpoint = ",".join(
-            f"{n.address}:{_free_port(n.address, hosts)}" for n in self.nodes[:candidates]
+            f"{n.address}:{PORT if hosts else free_port(n.address)}" for n in self.nodes[:candidates]
         )
         self._script: list[str] = []
 
@@ -376,12 +376,3 @@ class Cluster:
 
     def _tails(self) -> str:
         return "\n".join(f"--- {n.name}\n{self.output(i)[-3000:]}" for i, n in enumerate(self.nodes))
-
-
-def _free_port(address: str, hosts: Namespaces | None) -> int:
-    if hosts is not None:
-        return PORT
-    # The address is this cluster's own, so nobody else takes the port before the agent does.
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])

@@ -13,9 +13,11 @@ import asyncio
 import errno
 import socket
 import threading
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from typing import Protocol, cast
 
 from elastic_resume.rendezvous import wire
+from elastic_resume.rendezvous.names import Resolve, lookup
 
 # Errors that say "nobody lives there"; others (no route, time-out) are silence.
 _REFUSED = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED}
@@ -188,7 +190,7 @@ def _buffer() -> bytearray:
     return found
 
 
-async def connect(channel: Channel, address: str) -> None:
+async def connect(channel: Channel, address: str, resolve: Resolve = lookup) -> None:
     """Connect to ``host:port``. Names are looked up each time, since addresses change.
 
     Raises:
@@ -199,7 +201,7 @@ async def connect(channel: Channel, address: str) -> None:
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     error: OSError = OSError(errno.EADDRNOTAVAIL, f"{address} has no address")
-    for found in await _addresses(host.strip("[]"), int(port)):
+    for found in await _addresses(host.strip("[]"), int(port), resolve):
         try:
             await loop.create_connection(lambda: channel, *found)
         except OSError as reason:
@@ -213,19 +215,18 @@ async def connect(channel: Channel, address: str) -> None:
     raise error
 
 
-_lookups: dict[tuple[asyncio.AbstractEventLoop, str, int], asyncio.Task[Any]] = {}
+_lookups: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[Sequence[str]]] = {}
 """Under way. A name server that hangs must not get a thread for every call that is given up meanwhile."""
 
 
-async def _look_up(host: str, port: int) -> list[Any]:
+async def _look_up(host: str, resolve: Resolve) -> Sequence[str]:
     loop = asyncio.get_running_loop()
-    key = (loop, host, port)
+    key = (loop, host)
     if key not in _lookups:
-        task = loop.create_task(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        task = loop.run_in_executor(None, resolve, host)
         task.add_done_callback(lambda _: _lookups.pop(key, None))
         _lookups[key] = task
-    found: list[Any] = await asyncio.shield(_lookups[key])
-    return found
+    return await asyncio.shield(_lookups[key])
 
 
 async def end_lookups() -> None:
@@ -237,12 +238,11 @@ async def end_lookups() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _addresses(host: str, port: int) -> list[tuple[str, int]]:
+async def _addresses(host: str, port: int, resolve: Resolve) -> list[tuple[str, int]]:
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             socket.inet_pton(family, host)
         except (OSError, ValueError):  # a name
             continue
         return [(host, port)]
-    found = await _look_up(host, port)
-    return list(dict.fromkeys((str(where[0]), int(where[1])) for *_, where in found))
+    return [(found, port) for found in await _look_up(host, resolve)]

@@ -110,6 +110,7 @@ class Member:
             carry_out=self._carry_out,
             watch=self._watch,
             seen=seen,
+            resolve=terms.resolve,
         )
 
     def start(self) -> None:

@@ -28,6 +28,7 @@ from elastic_resume.rendezvous.channel import Channel, connect
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.door import Door, Limits, Notices
 from elastic_resume.rendezvous.messages import Message
+from elastic_resume.rendezvous.names import Resolve, lookup
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.record import Record
 from elastic_resume.rendezvous.steps import (
@@ -75,8 +76,10 @@ class Node:
         limits: Limits | None = None,
         watch: Callable[[Agent], None] | None = None,
         seen: int = 0,
+        resolve: Resolve = lookup,
     ) -> None:
         """See `Shell`."""
+        self._resolve = resolve
         self._settings = settings
         self._listener = listener
         self._run_id = run_id
@@ -252,7 +255,7 @@ class Node:
 
     async def _dial(self, channel: Channel, address: str) -> None:
         try:
-            await connect(channel, address)
+            await connect(channel, address, self._resolve)
         except (OSError, ValueError) as error:
             channel.failed(error)
         finally:

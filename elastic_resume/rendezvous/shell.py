@@ -18,6 +18,7 @@ from typing import Any
 from elastic_resume.rendezvous.channel import end_lookups
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.door import Limits
+from elastic_resume.rendezvous.names import Resolve, lookup
 from elastic_resume.rendezvous.node import Node
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.record import Record
@@ -45,6 +46,7 @@ class Shell:
         limits: Limits | None = None,
         watch: Callable[[Agent], None] | None = None,
         seen: int = 0,
+        resolve: Resolve = lookup,
     ) -> None:
         """Nothing runs before `start`.
 
@@ -59,6 +61,7 @@ class Shell:
             limits: what others may make this process spend.
             watch: called in the thread after every event, before its effects are carried out.
             seen: the greatest generation that this node knows of from elsewhere.
+            resolve: gives the addresses of a name that is called; in threads.
 
         """
         self._limits = limits or Limits()
@@ -74,6 +77,7 @@ class Shell:
             limits=self._limits,
             watch=watch,
             seen=seen,
+            resolve=resolve,
         )
         self._listener = listener
         self._loop = asyncio.new_event_loop()

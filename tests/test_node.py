@@ -1,0 +1,288 @@
+"""What a node learns from its scheduler, and what a start that leaves its flags to that comes to."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_resume.agent import scheduled
+from elastic_resume.cluster import node
+from elastic_resume.cluster.shared import SharedDir
+from elastic_resume.errors import ConfigError
+from elastic_resume.rendezvous.token import read_token
+
+STEP = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[07-09,11]",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+    "SLURM_JOB_NODELIST": "gpu[07-11]",
+    "SLURM_JOB_NUM_NODES": "5",
+    "SLURMD_NODENAME": "gpu08",
+    "SLURM_NODEID": "1",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_RESTART_COUNT": "2",
+    "SLURM_JOB_END_TIME": "1900000000",
+}
+# As sbatch --array=0-3 -N1 sets them for the first element, whose job id is the array's own.
+ELEMENT = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_ARRAY_JOB_ID": "77",
+    "SLURM_ARRAY_TASK_ID": "1",
+    "SLURM_ARRAY_TASK_COUNT": "4",
+    "SLURM_ARRAY_TASK_MIN": "0",
+    "SLURM_ARRAY_TASK_MAX": "3",
+    "SLURM_ARRAY_TASK_STEP": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NODELIST": "n2",
+    "SLURMD_NODENAME": "n2",
+}
+OF_ONE_JOB = {**ELEMENT, "ELASTIC_RESUME_ARRAY_ELEMENTS": "nodes"}
+POD = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "HOSTNAME": "train-2",
+    "JOB_COMPLETION_INDEX": "2",
+    "ELASTIC_RESUME_JOB": "train",
+    "ELASTIC_RESUME_NODES": "2:4",
+    "ELASTIC_RESUME_SERVICE": "peers",
+    "POD_NAMESPACE": "ml",
+    "POD_IP": "10.1.2.3",
+}
+TRAINER = {
+    "PET_NNODES": "3",
+    "PET_NPROC_PER_NODE": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29500",
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+}
+
+
+# ---- reading -------------------------------------------------------------------------------------------
+
+
+def test_a_slurm_step_tells_all_that_a_start_needs() -> None:
+    """The step's nodes, which may be fewer than the job's; a run id that stays over requeues."""
+    here = node.read(STEP)
+    assert (here.scheduler, here.name, here.job) == ("slurm", "gpu08", "slurm-1234567")
+    assert (here.order, here.nodes, here.workers, here.restarts) == (1, 4, 8, 2)
+    assert here.peers == ("gpu07", "gpu08", "gpu09", "gpu11")
+    assert here.candidates == ("gpu07:24567", "gpu08:24567", "gpu09:24567")
+    assert (here.launch, here.requeue, here.deadline) == ("slurm 1234567 2", "1234567", 1900000000)
+    assert here.problems == ()
+    assert here.sources["nodes"] == "SLURM_STEP_NUM_NODES"
+    assert node.read({**STEP, "SLURM_RESTART_COUNT": ""}).job == here.job
+
+
+def test_an_array_element_is_a_job_of_its_own_unless_it_is_said_to_be_a_node() -> None:
+    """Its job id may be the whole array's; requeueing that takes the siblings along."""
+    here = node.read(ELEMENT)
+    assert (here.job, here.requeue, here.nodes, here.candidates) == ("slurm-77_1", "77_1", 1, ("n2:20077",))
+    assert here.launch == "slurm 77_1 0"
+    here = node.read(OF_ONE_JOB)
+    assert (here.job, here.requeue, here.nodes, here.order) == ("slurm-77", "77_1", 4, 1)
+    assert here.candidates == ("element-0:20077", "element-1:20077", "element-2:20077")
+    assert (here.element, here.launch, here.name) == (1, "", "n2")
+
+
+def test_elements_may_begin_anywhere_and_have_a_stride() -> None:
+    """``--array=10-30:10``."""
+    numbers = {"COUNT": "3", "MIN": "10", "MAX": "30", "STEP": "10", "ID": "20"}
+    here = node.read({**OF_ONE_JOB, **{f"SLURM_ARRAY_TASK_{key}": text for key, text in numbers.items()}})
+    assert here.peers == ("element-10", "element-20", "element-30")
+    assert (here.order, here.problems) == (1, ())
+
+
+def test_a_pod_of_an_indexed_job_knows_its_peers_by_name() -> None:
+    """And keeps its own name, whatever the pod is called this time."""
+    here = node.read({**POD, "POD_NAME": "train-2-x7gq1"})
+    assert (here.scheduler, here.name, here.job, here.order) == ("kubernetes", "train-2", "train", 2)
+    assert (here.nodes, here.min_nodes, here.address) == (4, 2, "10.1.2.3")
+    assert here.candidates[0].startswith("train-0.peers.ml.svc")
+    assert len(here.candidates) == 3
+
+
+def test_a_trainers_variables_name_where_all_meet() -> None:
+    """Kubeflow's operators set them for torchrun's static rendezvous."""
+    here = node.read(TRAINER)
+    assert (here.scheduler, here.order, here.nodes) == ("pet", 1, 3)
+    assert here.candidates == ("job-node-0-0.job:29500",)
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({k: v for k, v in STEP.items() if not k.startswith("SLURM_STEP")}, "srun elastic-resume run"),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, "--ntasks-per-node=1"),
+        ({**STEP, "SLURM_STEP_NODELIST": "gpu[07-"}, "SLURM_STEP_NODELIST"),
+        ({**STEP, "SLURM_NODEID": "first"}, "SLURM_NODEID is 'first'"),
+        ({**OF_ONE_JOB, "SLURM_ARRAY_TASK_COUNT": "3"}, "--array=0-N"),
+        ({**OF_ONE_JOB, "SLURM_STEP_NUM_NODES": "2"}, "-N1"),
+        ({k: v for k, v in POD.items() if k != "ELASTIC_RESUME_SERVICE"}, "Service"),
+        ({**POD, "ELASTIC_RESUME_NODES": "4:2"}, "MIN:MAX"),
+    ],
+)
+def test_what_a_start_cannot_rely_on_is_a_problem_that_says_what_to_do(
+    environ: dict[str, str], told: str
+) -> None:
+    """Reading never fails: a start that was given flags does not care."""
+    assert told in " ".join(node.read(environ).problems)
+
+
+NAMES = sorted({
+    variable
+    for concepts in (*node.SCHEDULERS.values(), node.SLURM_ARRAY)
+    for variables in concepts.values()
+    for variable in variables
+} | {"SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST", "ELASTIC_RESUME_ARRAY_ELEMENTS"})  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), st.text(max_size=12) | st.sampled_from(["nodes", "1", "3"])))
+def test_no_environment_makes_reading_fail(environ: dict[str, str]) -> None:
+    """And what comes back can be used: safe names, at least one node."""
+    here = node.read(environ)
+    assert here.nodes >= 1
+    assert node.safe_name(here.name, "") == here.name
+    assert here.job == node.safe_name(here.job, "")
+    assert len(here.candidates) <= node.CANDIDATES
+
+
+# ---- filling in ----------------------------------------------------------------------------------------
+
+
+def start(
+    here: node.Node, *given: str, **values: str | bool
+) -> tuple[argparse.Namespace, scheduled.Scheduled]:
+    """What flags come to where these are given."""
+    args = argparse.Namespace(
+        nnodes="1:1",
+        nproc_per_node="1",
+        rdzv_endpoint="",
+        local_addr=None,
+        shared_dir=None,
+        rdzv_token_file=None,
+    )
+    vars(args).update(values)
+    return args, scheduled.fill(args, {*given, *values}, here)
+
+
+def test_without_flags_all_comes_from_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm: nodes, place, workers, and a secret in the directory of the submission."""
+    monkeypatch.setenv("SLURM_SUBMIT_DIR", str(tmp_path))
+    monkeypatch.delenv("ELASTIC_RESUME_TOKEN", raising=False)
+    args, found = start(node.read({**STEP, "SLURM_NODEID": "0"}))
+    assert (args.nnodes, args.nproc_per_node) == ("1:4", "8")
+    assert args.rdzv_endpoint == "gpu07:24567,gpu08:24567,gpu09:24567"
+    assert "rdzv_token_file" in found.given
+    _, secret = read_token(Path(args.rdzv_token_file), {}, "job")
+    assert secret
+    again, _ = start(node.read(STEP))
+    assert again.rdzv_token_file == args.rdzv_token_file
+
+
+def test_flags_beat_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself; and where nodes meet is said by whoever says any of it."""
+    monkeypatch.setenv("ELASTIC_RESUME_TOKEN", "secret")
+    here = node.read(STEP)
+    args, _ = start(here, nnodes="2:3", nproc_per_node="2")
+    assert (args.nnodes, args.nproc_per_node) == ("2:3", "2")
+    assert args.rdzv_endpoint.startswith("gpu07:")
+    args, _ = start(here, rdzv_endpoint="elsewhere")
+    assert (args.nnodes, args.rdzv_endpoint) == ("1:1", "elsewhere")
+    args, _ = start(here, nnodes="1")
+    assert args.rdzv_endpoint == ""
+
+
+def test_a_problem_ends_only_a_start_that_relies_on_it() -> None:
+    """With the flags given the same environment does."""
+    here = node.read({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"})
+    with pytest.raises(ConfigError, match="ntasks-per-node=1"):
+        start(here)
+    assert start(here, rdzv_endpoint="gpu07", nnodes="4")[0].nnodes == "4"
+
+
+def test_a_trainers_place_to_meet_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not where it was given as a flag, or with a rendezvous of torch's own."""
+    for name, text in TRAINER.items():
+        monkeypatch.setenv(name, text)
+    names = {"nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port"}
+    here = node.read(os.environ)
+    args, found = start(here, *names, nnodes="3")
+    assert args.rdzv_endpoint == "job-node-0-0.job:29500"
+    assert not found.given & {"master_addr", "node_rank"}
+    args, _ = start(here, *names, nnodes="3", rdzv_backend="c10d")
+    assert args.rdzv_endpoint == ""
+
+
+def test_elements_find_each_other_through_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tells its address, the newest counts; without such a directory they cannot."""
+    monkeypatch.delenv("ELASTIC_RESUME_TOKEN", raising=False)
+    here = node.read(OF_ONE_JOB)
+    args, found = start(here, shared_dir=str(tmp_path))
+    assert args.nnodes == "1:4"
+    assert found.resolve("element-1") == [args.local_addr]
+    with pytest.raises(OSError, match="no address yet"):
+        found.resolve("element-0")
+    start(here, shared_dir=str(tmp_path), local_addr="10.9.8.7")
+    assert found.resolve("element-1") == ["10.9.8.7"]
+    with pytest.raises(ConfigError, match="name one"):
+        start(here, shared_dir="off")
+    assert found.shared is not None
+    found.shared.finish(remember=True)
+    with pytest.raises(scheduled.JobOverError):
+        start(here, shared_dir=str(tmp_path))
+
+
+# ---- the directory -------------------------------------------------------------------------------------
+
+
+def test_all_who_make_the_token_at_once_get_the_same_and_nobody_else_reads_it(tmp_path: Path) -> None:
+    """Eight processes; none sees a part of it."""
+    code = (
+        "import sys; from pathlib import Path; from elastic_resume.cluster.shared import SharedDir\n"
+        "print(SharedDir(Path(sys.argv[1]), 'slurm-1').token(make=True).read_text())"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(8)
+    ]
+    told = {process.communicate(timeout=60)[0].strip() for process in started}
+    assert len(told) == 1
+    assert len(told.pop()) == 64
+    path = tmp_path / ".elastic_resume" / "slurm-1" / "token"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [one.name for one in path.parent.iterdir()] == ["token"]
+
+
+def test_a_directory_that_is_not_shared_is_told_of(tmp_path: Path) -> None:
+    """Whoever waits for the first node's token in vain hears what to do."""
+    with pytest.raises(ConfigError, match="not the same on all nodes"):
+        SharedDir(tmp_path, "slurm-1").token(make=False, patience_s=0.1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--shared-dir"):
+        SharedDir(tmp_path / "file", "slurm-1")
+
+
+def test_garbage_in_the_directory_is_no_address(tmp_path: Path) -> None:
+    """Of any length; a name is not looked up either."""
+    shared = SharedDir(tmp_path, "slurm-1")
+    for text in (b"", b"\xff" * 10, b"1.2.3.4 5.6.7.8", b"1" * 10_000_000, b"example.org"):
+        (shared.path / "element-0").write_bytes(text)
+        with pytest.raises(OSError, match="no address yet"):
+            shared.resolve("element-0")
+    shared.tell("element-0", "fd00::1")
+    assert shared.resolve("element-0") == ["fd00::1"]
+    shared.finish(remember=False)
+    assert not shared.path.exists()
