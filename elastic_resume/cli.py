@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from elastic_resume.cluster import manifest  # noqa: PLC0415
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
     from elastic_resume.report import commands as looking  # noqa: PLC0415
     from elastic_resume.report import diff as differing  # noqa: PLC0415
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)
     looking.register(commands)
     differing.register(commands)
+    manifest.register(commands)
     _add_simulate(commands)
     return parser
 

@@ -1,0 +1,199 @@
+"""``elastic-resume manifest``: what a scheduler is given to run a job, filled in and checked.
+
+Promise: what is printed has passed `kubernetes_rules`; input that a scheduler would refuse, at once or hours
+later when the first pod is to start, is a ConfigError. Writes nothing but what it prints; asks no cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from elastic_resume.cluster import kubernetes, kubernetes_rules
+from elastic_resume.cluster.filling import filled
+from elastic_resume.errors import ConfigError
+
+MIN_GRACE_S = 15
+DEFAULT_GRACE_S = 120
+MAX_GRACE_S = 86_400
+MIN_SHM_BYTES = 64 << 20  # what a pod has anyway
+OTHERS_BYTES = 1 << 30  # of ephemeral storage beside the checkpoints: logs, what the script writes
+SINCE_SUCCESS_POLICY = 31  # Kubernetes 1.31 has it without a feature gate
+OLDEST_MINOR = 29  # the first with backoffLimitPerIndex and podReplacementPolicy without a feature gate
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
+
+
+def register(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the subcommand to the parser of ``elastic-resume``."""
+    one = commands.add_parser("manifest", help="print what Kubernetes or Slurm needs to run a job")
+    kinds = one.add_subparsers(title="schedulers", metavar="SCHEDULER", required=True)
+    _add_kubernetes(kinds)
+
+
+def print_kubernetes(args: argparse.Namespace) -> int:
+    """``elastic-resume manifest kubernetes``."""
+    print(render_kubernetes(args), end="")
+    return 0
+
+
+def _add_kubernetes(kinds: argparse._SubParsersAction[Any]) -> None:
+    one = kinds.add_parser(
+        "kubernetes",
+        help="an Indexed Job and its Service, or a JobSet, as YAML",
+        epilog="example: elastic-resume manifest kubernetes --nodes 2:3 --image registry.example/train:1 "
+        "--gpus 8 --memory 200Gi -- train.py --epochs 90 | kubectl apply --filename -",
+    )
+    add = one.add_argument
+    add(
+        "--nodes",
+        required=True,
+        metavar="N|MIN:MAX",
+        help="pods; and on how few training goes on (default 1)",
+    )
+    add("--image", required=True, metavar="IMAGE", help="with elastic-resume and the script in it")
+    add("--name", metavar="NAME", help="of the Job and its Service (default: the script's)")
+    add("--gpus", default="0", metavar="N", help="of each node, and as many workers (default 0: one worker)")
+    add("--cpus", default="1", metavar="N", help="asked for each node (default %(default)s)")
+    add(
+        "--memory",
+        default="4Gi",
+        metavar="SIZE",
+        help="of each node, /dev/shm included (default %(default)s)",
+    )
+    add("--shm", metavar="SIZE", help="of /dev/shm (default: a quarter of the memory)")
+    add("--disk", default="10Gi", metavar="SIZE", help="of each node, for checkpoints (default %(default)s)")
+    add("--claim", default="", metavar="NAME", help="PersistentVolumeClaim for checkpoints instead")
+    add(
+        "--grace",
+        default=str(DEFAULT_GRACE_S),
+        metavar="SECONDS",
+        help="from SIGTERM to SIGKILL: longer than a step and a checkpoint take (default %(default)s)",
+    )
+    add("--service-account", default="", metavar="NAME", help="one that may get pods (default: none)")
+    add("--kind", choices=("job", "jobset"), default="job", help="default %(default)s")
+    add(
+        "--kubernetes",
+        default=f"1.{SINCE_SUCCESS_POLICY}",
+        metavar="VERSION",
+        help=f"oldest version to run on, 1.{OLDEST_MINOR} or newer (default %(default)s)",
+    )
+    add("command", nargs="+", metavar="-- SCRIPT [ARGUMENTS]", help="what `elastic-resume run` gets")
+    one.set_defaults(function=print_kubernetes)
+
+
+def render_kubernetes(args: argparse.Namespace) -> str:
+    """Give the YAML.
+
+    Raises:
+        ConfigError: Kubernetes would refuse it, or the job could not survive with it.
+
+    """
+    values = kubernetes_values(args)
+    names = ("jobset.yaml",) if args.kind == "jobset" else ("service.yaml", "job.yaml")
+    text = "---\n".join(kubernetes_file(name, values) for name in names)
+    wrong = kubernetes_rules.complaints(yaml.safe_load_all(text))
+    if wrong:
+        raise ConfigError("Kubernetes would not take this: " + "; ".join(wrong[:5]))
+    return text
+
+
+def kubernetes_file(name: str, values: dict[str, str]) -> str:
+    """Fill one of the templates of Kubernetes."""
+    return filled(f"kubernetes/{name}", {**values, "job": filled("kubernetes/spec.yaml", values)})
+
+
+def kubernetes_values(args: argparse.Namespace) -> dict[str, str]:
+    """Read the flags into the words of the templates.
+
+    Raises:
+        ConfigError: one is wrong, or two do not go together.
+
+    """
+    least, nodes = read_nodes(args.nodes)
+    name = args.name or _name_of(args.command)
+    kubernetes.check_name(name, nodes, between="-node-0" if args.kind == "jobset" else "")
+    if not _IMAGE.fullmatch(args.image):
+        raise ConfigError(f"--image is {args.image!r}, which is no name of an image.")
+    gpus = _whole("--gpus", args.gpus, 0, 64)
+    memory = kubernetes.size_bytes(args.memory, "--memory")
+    shm_text = args.shm or _mebibytes(max(MIN_SHM_BYTES, memory // 4))
+    shm = kubernetes.size_bytes(shm_text, "--shm")
+    if shm < MIN_SHM_BYTES:
+        raise ConfigError(f"--shm is {shm_text}: a pod has 64Mi anyway, and DataLoader workers need more.")
+    if shm >= memory:
+        raise ConfigError(f"--shm is {shm_text} and --memory {args.memory}: /dev/shm is part of the memory.")
+    disk = kubernetes.size_bytes(args.disk, "--disk")
+    minor = _minor(args.kubernetes)
+    for flag, text in (("--claim", args.claim), ("--service-account", args.service_account)):
+        if text and not kubernetes.is_label(text):
+            raise ConfigError(f"{flag} is {text!r}, which is no name.")
+    return {
+        "name": name,
+        "image": args.image,
+        "least": str(least),
+        "nodes": str(nodes),
+        "spare": str(nodes - least),
+        "workers": str(gpus or 1),
+        "gpus": str(gpus) if gpus else "",
+        "cpus": str(_whole("--cpus", args.cpus, 1, 100_000)),
+        "memory": args.memory,
+        "shm": shm_text,
+        "disk": args.disk,
+        "storage": _mebibytes(disk + OTHERS_BYTES),
+        "claim": args.claim,
+        "account": args.service_account,
+        "grace": str(_grace(args.grace)),
+        "success": "yes" if minor >= SINCE_SUCCESS_POLICY else "",
+        # Kubernetes fills in $(NAME); what the script is to get as it stands has the dollar twice.
+        "command": json.dumps([word.replace("$(", "$$(") for word in args.command], ensure_ascii=False),
+    }
+
+
+def read_nodes(text: str) -> tuple[int, int]:
+    """Read ``--nodes``: the fewest that train, and how many there are."""
+    match = re.fullmatch(r"(?:(\d{1,5}):)?(\d{1,5})", text)
+    least, nodes = (int(match[1] or 1), int(match[2])) if match else (0, 0)
+    if not 1 <= least <= nodes <= kubernetes.MAX_NODES:
+        raise ConfigError(f"--nodes is {text!r}: write N or MIN:MAX with 1 <= MIN <= MAX <= 10000.")
+    return least, nodes
+
+
+def _grace(text: str) -> int:
+    seconds = _whole("--grace", text, 0, MAX_GRACE_S)
+    if seconds < MIN_GRACE_S:
+        raise ConfigError(
+            f"--grace is {seconds} s, too short for saving: half of it is for workers that end their "
+            f"step, the rest for a checkpoint to reach the disk. Write {MIN_GRACE_S} or more."
+        )
+    return seconds
+
+
+def _minor(text: str) -> int:
+    match = re.fullmatch(r"v?1\.(\d{1,3})(\.\d+)?", text)
+    if match is None or int(match[1]) < OLDEST_MINOR:
+        raise ConfigError(f"--kubernetes is {text!r}: write a version from 1.{OLDEST_MINOR} on.")
+    return int(match[1])
+
+
+def _name_of(command: Sequence[str]) -> str:
+    """A name for the job, made of the script's."""
+    words = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(command[0]).stem.lower()).strip("-")
+    return (words if words[:1].isalpha() else f"job-{words}".strip("-"))[:40].rstrip("-")
+
+
+def _whole(flag: str, text: str, least: int, most: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", str(text)) or not least <= int(text) <= most:
+        raise ConfigError(f"{flag} is {text!r}: write a whole number from {least} to {most}.")
+    return int(text)
+
+
+def _mebibytes(size: int) -> str:
+    """Write a size as Kubernetes does, in Gi where that is exact."""
+    mebibytes = size >> 20
+    return f"{mebibytes >> 10}Gi" if mebibytes % 1024 == 0 else f"{mebibytes}Mi"
