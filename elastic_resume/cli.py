@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
     from elastic_resume.report import commands as looking  # noqa: PLC0415
     from elastic_resume.report import diff as differing  # noqa: PLC0415
+    from elastic_resume.report import doctor  # noqa: PLC0415
 
     parser = Parser(
         prog=PROG, description="Wraps a PyTorch DDP job so that nothing is lost when a node dies."
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     looking.register(commands)
     differing.register(commands)
     manifest.register(commands)
+    doctor.register(commands)
     _add_simulate(commands)
     return parser
 

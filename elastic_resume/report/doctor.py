@@ -1,0 +1,200 @@
+"""``elastic-resume doctor``: what a start without flags would take from its surroundings, and from where.
+
+Promise: changes nothing, waits for nobody longer than `PATIENCE_S`, and shows no secret. The exit code is 1
+when such a start would fail. Run it as the job would be run: ``srun elastic-resume doctor``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elastic_resume import contract
+from elastic_resume.cluster import memory, node
+from elastic_resume.cluster.node import ELEMENT, Node
+from elastic_resume.config import DEFAULT_CKPT_DIR
+from elastic_resume.rendezvous.names import lookup, own_addresses, read_address
+from elastic_resume.report.text import size
+
+PATIENCE_S = 5.0
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only looked at
+LITTLE_SHARED_MEMORY = 128 << 20  # a pod's or container's /dev/shm has 64 MB unless somebody gives it more
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what, its value, and where that comes from. ``problem``: why a start would fail of it."""
+
+    what: str
+    value: str
+    source: str = ""
+    problem: str = ""
+
+
+def register(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser of the command."""
+    one = subparsers.add_parser("doctor", help="what a start here would take from scheduler and machine")
+    one.add_argument("--ckpt-dir", type=Path, metavar="DIR", help="as for run")
+    one.add_argument("--json", action="store_true", help="one JSON object")
+    one.set_defaults(function=doctor)
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Print what is found; 1 where a start without flags would fail."""
+    here = node.read(os.environ)
+    directory = args.ckpt_dir or Path(os.environ.get(contract.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
+    findings = [*of_scheduler(here), *of_candidates(here), *of_machine(directory, os.environ)]
+    problems = [*here.problems, *(one.problem for one in findings if one.problem)]
+    if args.json:
+        told = [{"what": one.what, "value": one.value, "source": one.source} for one in findings]
+        print(json.dumps({"findings": told, "problems": problems}, indent=2))
+    else:
+        print(render(findings, problems))
+    return contract.EXIT_AT_FAULT if problems else contract.EXIT_DONE
+
+
+def render(findings: list[Finding], problems: list[str]) -> str:
+    """Lay the findings out as a table, what is wrong below it."""
+    wide = max(len(one.what) for one in findings)
+    most = min(52, max(len(one.value) for one in findings))
+    lines = [f"{one.what:<{wide}}  {one.value:<{most}}  {one.source}".rstrip() for one in findings]
+    if problems:
+        lines += ["", "A start without flags would fail here:", *(f"  - {problem}" for problem in problems)]
+    return "\n".join(lines)
+
+
+# ---- what is looked at ---------------------------------------------------------------------------------
+
+
+def of_scheduler(here: Node) -> list[Finding]:
+    """What the scheduler tells."""
+    peers = ", ".join(here.peers[:4]) + (f", … {here.peers[-1]}" if len(here.peers) > 4 else "")
+    span = str(here.nodes) if here.nodes == here.min_nodes else f"{here.min_nodes} to {here.nodes}"
+    told = {
+        "scheduler": here.scheduler,
+        "job": here.job or "named after the script",
+        "name": here.name,
+        "order": str(here.order) if here.nodes > 1 else "",
+        "nodes": span,
+        "peers": peers,
+        "candidates": ", ".join(here.candidates) if here.nodes > 1 else "",
+        "address": here.address,
+        "workers": str(here.workers or 1),
+        "restarts": str(here.restarts) if here.scheduler == "slurm" else "",
+        "requeue": here.requeue,
+        "deadline": _moment(here.deadline),
+    }
+    defaults = {
+        "job": "no scheduler tells",
+        "workers": "default",
+        "nodes": "default",
+        "scheduler": "environment",
+    }
+    sources = {**defaults, "candidates": here.sources.get("peers", ""), "restarts": "not set: the first life"}
+    if here.scheduler == "host":
+        sources["scheduler"] = "no variable of Slurm, Kubernetes or a trainer is set"
+    sources |= here.sources
+    return [Finding(what, value, sources.get(what, "")) for what, value in told.items() if value]
+
+
+def of_candidates(here: Node) -> list[Finding]:
+    """Where the names lead at which nodes meet."""
+    if here.nodes == 1:
+        return []
+    own = own_addresses()
+    found = []
+    for candidate in here.candidates:
+        host = candidate.rpartition(":")[0]
+        if host.startswith(ELEMENT):
+            found.append(Finding(host, "in the shared directory once it runs", _shared_dir()))
+            continue
+        addresses = _addresses(host)
+        mine = any(read_address(one) in own for one in addresses)
+        told = ", ".join(addresses) or "no address yet"
+        loopback = [one for one in addresses if (read := read_address(one)) and read.is_loopback]
+        hint = "leads to the loopback here: others may still reach it" if loopback else ""
+        found.append(Finding(host, told + (" (this node)" if mine else ""), hint or "looked up now"))
+    return found
+
+
+def of_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
+    """What this machine has for the job."""
+    group = memory.Group.of_this_process()
+    used = group.used() if group is not None else None
+    limit = f"control group's limit {size(used[1])}" if used else "no limit of a control group"
+    found = [
+        Finding("memory", f"{size(memory.available())} can be taken", limit),
+        _shared_memory(),
+        _disk(directory),
+        Finding("processors", str(len(os.sched_getaffinity(0))), f"of {psutil.cpu_count()}"),
+    ]
+    token = "set" if environ.get(contract.ENV_TOKEN) else "not set"
+    if "SLURM_JOB_ID" in environ and token == "not set":  # noqa: S105
+        token = "made in the shared directory, where there are several nodes"  # noqa: S105
+    found.append(Finding("token", token, contract.ENV_TOKEN))
+    return found
+
+
+def _shared_memory() -> Finding:
+    try:
+        total = psutil.disk_usage(SHARED_MEMORY).total
+    except OSError:
+        return Finding(SHARED_MEMORY, "not there", "DataLoader workers and NCCL need it")
+    little = "64 MB is a container's default; DataLoader workers and NCCL die of SIGBUS when it is full"
+    return Finding(SHARED_MEMORY, size(total), little if total < LITTLE_SHARED_MEMORY else "")
+
+
+def _disk(directory: Path) -> Finding:
+    there = directory.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        free = psutil.disk_usage(str(there)).free
+    except OSError as error:
+        return Finding("checkpoints", str(directory), problem=f"{there}: {error.strerror}")
+    if free == 0:
+        return Finding("checkpoints", str(directory), problem=f"{there} has no space left: --ckpt-dir")
+    if not os.access(there, os.W_OK):
+        return Finding("checkpoints", str(directory), problem=f"{there} cannot be written to: --ckpt-dir")
+    return Finding("checkpoints", f"{directory.absolute()}: {size(free)} free", f"{_kind(there)}, --ckpt-dir")
+
+
+def _kind(path: Path) -> str:
+    """The file system under a path."""
+    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
+    return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else "unknown file system"
+
+
+def _shared_dir() -> str:
+    return os.environ.get(contract.ENV_SHARED_DIR) or os.environ.get("SLURM_SUBMIT_DIR") or "."
+
+
+def _addresses(host: str) -> list[str]:
+    """Look a name up, in a thread that is left behind when the answer takes too long."""
+    found: list[str] = []
+
+    def ask() -> None:
+        try:
+            found.extend(lookup(host))
+        except (OSError, UnicodeError):
+            return
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    return list(found)
+
+
+def _moment(unix: float | None) -> str:
+    if unix is None:
+        return ""
+    return datetime.fromtimestamp(unix).astimezone().isoformat(sep=" ", timespec="seconds")
