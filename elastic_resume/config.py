@@ -165,6 +165,16 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
+class Gathered(argparse.Action):
+    """A flag that may be given more than once: its texts, with commas between them."""
+
+    def __call__(self, _parser: Any, namespace: argparse.Namespace, value: Any, _option: Any = None) -> None:
+        """Add one to those of the command line; what a file says is replaced, as for any flag."""
+        before = getattr(namespace, self.dest, None)
+        more = isinstance(before, str) and before is not self.default
+        setattr(namespace, self.dest, f"{before},{value}" if more else value)
+
+
 def flag_actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Every option string of ``parser`` with its action. argparse has no public way to ask."""
     return {flag: action for action in parser._actions for flag in action.option_strings}  # noqa: SLF001
@@ -191,6 +201,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("preload", "MODULE,…", "modules to import once, ahead of all workers, beside torch")
     add("log-prefix", "", "begin each line of a worker with [NODE:RANK GENERATION]")
     add("no-warm", "", "start each worker as a new process, as torchrun does")
+    group.add_argument(
+        *("--preemption-notice", "--preemption_notice"),
+        metavar="aws|gcp|azure|file:PATH|command:COMMAND",
+        default=None,
+        action=Gathered,
+        help="drain this node when this says that it will be taken away; again, or with commas, for several "
+        "(default off)",
+    )
     add("config", "FILE.yaml", "flags from a file: the same names, ours and torchrun's")
 
 

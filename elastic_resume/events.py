@@ -23,6 +23,7 @@ Kinds, who writes them, and their own fields::
                               threshold_s, seconds (without a step), steps {rank: step}, report (a path)
     hang-over        agent    generation, step      ranks that waited for another node went on
     watch-failed     agent    error                 a fault of ours while hangs were looked for
+    preemption-notice agent   source, reason, deadline (seconds since the epoch, or null); drains
     verdict          agent    generation, causes, cascade    how all nodes see its end (policy.failures)
     replicas-differ  agent    generation, step, agreed_step (the newest at which all were equal), nodes [those
                               that hold the same, as lists, most first], wrong [node], tensors [the first],

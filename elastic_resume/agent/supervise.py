@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume import contract, events
-from elastic_resume.agent import elastic, impatience, preflight
+from elastic_resume.agent import elastic, impatience, preemption, preflight
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.keeper import Kept, kept
 from elastic_resume.agent.place import taken
@@ -26,6 +26,7 @@ from elastic_resume.agent.pressure import Gauge
 from elastic_resume.agent.warm import Warmth
 from elastic_resume.agent.watch import patience_of, watched
 from elastic_resume.agent.witness import Witness
+from elastic_resume.cluster import notices
 from elastic_resume.cluster.node import Node
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError, NodeUnfitError
@@ -48,6 +49,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
     """
     limits = _limits(args, given)
     patience = patience_of(args.hang_timeout)
+    sources = notices.sources(args.preemption_notice or os.environ.get(contract.ENV_PREEMPTION_NOTICE))
     with (
         elastic.prepared(args, given, settings.run_id, here) as launch,
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
@@ -76,6 +78,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
             _warmth(launch, args, witness) as warmth,
             watch as pause,
             impatience.heeded(witness.round_over, pause),
+            preemption.watched(sources, say=witness.say, tell=witness.note),
         ):
             witness.between = snapshots.keeper.between
             terms = launch.terms and replace(launch.terms, on_divergence=settings.on_divergence)

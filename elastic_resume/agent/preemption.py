@@ -1,0 +1,128 @@
+"""Drains this node when it is told that it will be taken away (``--preemption-notice``).
+
+A thread for each source looks until one of them has a notice. Then: an event, a line for people, and the
+signal that schedulers send ahead of the end, to this agent alone: its node commits the newest step and
+leaves, the others go on.
+
+Promise: at most one drain. The signal is sent only once the agent heeds it, since by default it would kill. A
+source that cannot be asked is told of once, and asked on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from elastic_resume.cluster.asking import AskError
+from elastic_resume.cluster.notices import Notice, Source
+
+DRAIN = (signal.SIGUSR1, signal.SIGTERM)  # the first that the agent heeds: which it does is the user's to say
+HEEDED_S = 0.1  # between two looks whether the agent heeds the signal yet
+CLOSE_S = 0.5
+
+
+@contextlib.contextmanager
+def watched(
+    sources: Sequence[Source],
+    *,
+    say: Callable[[str], None],
+    tell: Callable[..., Any],
+    drain: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """Look at the sources within the context.
+
+    Args:
+        sources: of `cluster.notices.sources`.
+        say: gets a line for people.
+        tell: gets events, by kind and fields.
+        drain: called once, in a thread, when there is a notice; default: the signal to this process.
+
+    """
+    watch = Watch(sources, say=say, tell=tell, drain=drain)
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.close()
+
+
+class Watch:
+    """The sources of one agent, from `start` to `close`."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        say: Callable[[str], None],
+        tell: Callable[..., Any],
+        drain: Callable[[], None] | None = None,
+    ) -> None:
+        """See `watched`."""
+        self._say = say
+        self._tell = tell
+        self._drain = drain or self._signal
+        self._over = threading.Event()
+        self._closed = threading.Event()
+        self._once = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._live, args=(one,), name=f"notice-{one.name[:20]}", daemon=True)
+            for one in sources
+        ]
+
+    def start(self) -> None:
+        """Begin to look."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Look no more. Who is being asked may take its time: that thread ends with the process."""
+        self._over.set()
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(CLOSE_S)
+
+    def _live(self, source: Source) -> None:
+        told = False
+        while not self._over.is_set():
+            try:
+                notice = source.look()
+            except AskError as error:
+                notice = None
+                if not told:
+                    told = True
+                    self._say(f"--preemption-notice {source.name}: {error}. It is asked on; no more is said.")
+            if notice is not None:
+                self._heed(source, notice)
+                return
+            self._over.wait(source.period_s)
+
+    def _heed(self, source: Source, notice: Notice) -> None:
+        with self._once:
+            if self._over.is_set():
+                return
+            self._over.set()
+        left_s = None if notice.deadline is None else notice.deadline - time.time()
+        when = "" if left_s is None else f", in {left_s:.0f} s"
+        self._tell(
+            "preemption-notice",
+            source=source.name,
+            reason=notice.reason,
+            deadline=notice.deadline,
+        )
+        self._say(
+            f"preemption notice ({source.name}): {notice.reason}{when}: "
+            "this node commits its newest step and leaves."
+        )
+        self._drain()
+
+    def _signal(self) -> None:
+        while not self._closed.wait(HEEDED_S):
+            for number in DRAIN:
+                if callable(signal.getsignal(number)):
+                    os.kill(os.getpid(), number)
+                    return

@@ -1,0 +1,298 @@
+"""Who says ahead of time that this node will be taken away: a cloud's metadata address, a file, a command.
+
+Each `Source` is looked at every few seconds and answers with a `Notice`, or None while there is none.
+What cannot be asked or understood raises `AskError` and is never taken for a notice: to leave for nothing
+costs a node, and an address that answers everything with a page of HTML is not rare. Advice to move (EC2's
+rebalance recommendation) is not a notice either.
+
+The forms are those of the clouds' own documentation: EC2's instance metadata service with session tokens
+(IMDSv2, ``spot/instance-action``), Compute Engine's ``instance/preempted``, Azure's scheduled events. Knows
+no signals and no agent: what follows from a notice is `agent.preemption`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import selectors
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from elastic_resume.cluster.asking import MAX_BYTES, Answer, AskError, ask
+from elastic_resume.errors import ConfigError
+
+POLL_S = 5.0  # as AWS advises; the shortest notice of any cloud is 30 s
+FILE_POLL_S = 1.0
+COMMAND_S = 5.0  # and then it is killed
+TOKEN_S = 21600  # the longest that EC2 gives a session's token for
+MAX_SOURCES = 8
+MAX_REASON = 200
+METADATA = {
+    "aws": "http://169.254.169.254",
+    "gcp": "http://169.254.169.254",
+    "azure": "http://169.254.169.254",
+}
+FORMS = "aws, gcp, azure (each also NAME:http://ADDRESS), file:PATH or command:COMMAND"
+_NEXT = re.compile(r",\s*(?=(?:aws|gcp|azure)\s*(?:$|[,:])|file:|command:)")
+"""Commas between sources; others belong to a path or a command."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """This node will be taken away. ``deadline``: when (seconds since the epoch), where that is told."""
+
+    reason: str
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place where notices are given: ``look`` raises AskError where it cannot be asked."""
+
+    name: str
+    look: Callable[[], Notice | None]
+    period_s: float = POLL_S
+
+
+def sources(text: str | None) -> list[Source]:
+    """Read ``--preemption-notice``: forms with commas between them; none for ``off`` and for nothing.
+
+    Raises:
+        ConfigError: a form is unknown, or its address, path or command cannot be one.
+
+    """
+    if text is None or text.strip() in {"", "off"}:
+        return []
+    words = [word.strip() for word in _NEXT.split(text)]
+    if len(words) > MAX_SOURCES:
+        raise ConfigError(f"--preemption-notice names {len(words)} places; {MAX_SOURCES} are enough.")
+    return [_source(word) for word in words]
+
+
+def _source(word: str) -> Source:
+    kind, colon, rest = word.partition(":")
+    rest = rest.strip()
+    if kind in METADATA and bool(colon) == bool(rest):
+        base = _base(word, rest) if rest else METADATA[kind]
+        look = {"aws": Ec2, "gcp": ComputeEngine, "azure": Azure}[kind](base).look
+        return Source(word, look)
+    if kind == "file" and rest:
+        path = Path(rest).expanduser().absolute()
+        return Source(word, lambda: read_file(path), FILE_POLL_S)
+    if kind == "command" and rest:
+        try:
+            argv = shlex.split(rest)
+        except ValueError as error:
+            raise ConfigError(f"--preemption-notice: {rest!r} is no command: {error}.") from error
+        if not argv or shutil.which(argv[0]) is None:
+            raise ConfigError(f"--preemption-notice: there is no program {argv[0] if argv else rest!r} here.")
+        return Source(word, lambda: run_command(argv))
+    raise ConfigError(f"--preemption-notice is {word!r}: write {FORMS}.")
+
+
+def _base(word: str, text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        port_is_right = parts.port is None or parts.port > 0
+    except ValueError:
+        parts, port_is_right = urlsplit(""), False
+    plain = re.fullmatch(r"[!-~]+", text) and not (parts.query or parts.fragment or parts.username)
+    if parts.scheme != "http" or not parts.hostname or not port_is_right or not plain:
+        raise ConfigError(f"--preemption-notice is {word!r}: its address must be http://HOST[:PORT][/PATH].")
+    return text.rstrip("/")
+
+
+# ---- clouds --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ec2:
+    """EC2's spot interruption notice, by a session's token that is renewed when it is refused."""
+
+    base: str
+    _token: str = field(default="", repr=False)
+
+    def look(self) -> Notice | None:
+        """Ask; two minutes ahead of the interruption there is something."""
+        answer = self._get()
+        if answer.status == 401:
+            self._token = ""
+            answer = self._get()
+        if answer.status == 404:
+            return None
+        return ec2_notice(_good(answer, "spot/instance-action").text)
+
+    def _get(self) -> Answer:
+        if not self._token:
+            headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+            token = _good(ask(f"{self.base}/latest/api/token", method="PUT", headers=headers), "a token").text
+            if not re.fullmatch(r"[!-~]{1,4096}", token):
+                raise AskError("what it gives as a token is none")
+            self._token = token
+        headers = {"X-aws-ec2-metadata-token": self._token}
+        return ask(f"{self.base}/latest/meta-data/spot/instance-action", headers=headers)
+
+
+def ec2_notice(text: str) -> Notice:
+    """Read ``{"action": "terminate", "time": "2017-09-18T08:22:00Z"}``."""
+    told = _object(text)
+    action = told.get("action")
+    if action not in {"terminate", "stop", "hibernate"}:
+        raise AskError(f"spot/instance-action says {_short(text)!r}")
+    when = str(told.get("time", ""))
+    deadline = None
+    with contextlib.suppress(ValueError):
+        at = datetime.strptime(when, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+        deadline = at.timestamp()
+    return Notice(f"EC2 will {action} this spot instance", deadline)
+
+
+@dataclass
+class ComputeEngine:
+    """Compute Engine's word that a spot instance is being preempted: 30 s ahead of its end."""
+
+    base: str
+
+    def look(self) -> Notice | None:
+        """Ask."""
+        url = f"{self.base}/computeMetadata/v1/instance/preempted"
+        return gcp_notice(_good(ask(url, headers={"Metadata-Flavor": "Google"}), "instance/preempted").text)
+
+
+def gcp_notice(text: str) -> Notice | None:
+    """Read ``TRUE`` or ``FALSE``."""
+    word = text.upper()
+    if word not in {"TRUE", "FALSE"}:
+        raise AskError(f"instance/preempted says {_short(text)!r}")
+    return Notice("Compute Engine preempts this instance") if word == "TRUE" else None
+
+
+@dataclass
+class Azure:
+    """Azure's scheduled events: those that take this machine away, out of all of its scale set's."""
+
+    base: str
+    _name: str = ""
+
+    def look(self) -> Notice | None:
+        """Ask; events are told 30 s and more ahead."""
+        headers = {"Metadata": "true"}
+        if not self._name:
+            url = f"{self.base}/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+            self._name = _good(ask(url, headers=headers), "this machine's name").text
+        url = f"{self.base}/metadata/scheduledevents?api-version=2020-07-01"
+        return azure_notice(_good(ask(url, headers=headers), "scheduledevents").text, self._name)
+
+
+def azure_notice(text: str, name: str) -> Notice | None:
+    """Read the list of events; of those that name this machine Preempt and Terminate end it."""
+    told = _object(text).get("Events")
+    if not isinstance(told, list):
+        raise AskError(f"scheduledevents says {_short(text)!r}")
+    for event in told:
+        if not isinstance(event, dict) or event.get("EventType") not in {"Preempt", "Terminate"}:
+            continue
+        machines = event.get("Resources")
+        named = [str(one).lower() for one in machines] if isinstance(machines, list) else []
+        if name.lower() not in named or event.get("EventStatus") in {"Canceled", "Completed"}:
+            continue
+        deadline = None
+        with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
+            deadline = parsedate_to_datetime(str(event.get("NotBefore"))).timestamp()
+        return Notice(f"Azure: {event['EventType']} of this machine", deadline)
+    return None
+
+
+def _good(answer: Answer, what: str) -> Answer:
+    if answer.status != 200:
+        raise AskError(f"asked for {what} it answers {answer.status}")
+    return answer
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, dict):
+        raise AskError(f"what it says is no JSON object: {_short(text)!r}")
+    return told
+
+
+def _short(text: str) -> str:
+    """The beginning of it, as one line of what can be printed."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * MAX_REASON])
+    return " ".join(line.split())[:MAX_REASON]
+
+
+# ---- files and commands --------------------------------------------------------------------------------
+
+
+def read_file(path: Path) -> Notice | None:
+    """A notice if there is such a file, whatever it is; its text, if it has any, is the reason."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise AskError(f"{error.strerror}") from error
+    text = ""
+    if stat.S_ISREG(mode):  # to open a pipe would wait
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            text = file.read(MAX_BYTES).decode(errors="replace")
+    return Notice(_short(text) or f"{path} is there")
+
+
+def run_command(argv: Sequence[str], timeout_s: float = COMMAND_S) -> Notice | None:
+    """A notice if the command ends with 0; its first line is the reason. Its process group ends with it."""
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise AskError(f"it cannot be started: {error.strerror}") from error
+    with process:
+        try:
+            said = _said(process, time.monotonic() + timeout_s)
+            code = process.wait(timeout_s)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            raise AskError(f"it did not end within {timeout_s:g} s, and was killed") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    lines = said.decode(errors="replace").splitlines()
+    return Notice(_short(lines[0] if lines else "") or f"{argv[0]} says so") if code == 0 else None
+
+
+def _said(process: subprocess.Popen[bytes], until: float) -> bytes:
+    """Read what it prints to its end; the beginning is kept."""
+    kept = b""
+    if process.stdout is None:
+        return kept
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            left = until - time.monotonic()
+            if left <= 0 or not selector.select(left):
+                raise TimeoutError
+            data = os.read(process.stdout.fileno(), MAX_BYTES)
+            if not data:
+                return kept
+            kept = (kept + data)[:MAX_BYTES]
