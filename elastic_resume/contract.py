@@ -43,6 +43,8 @@ ENV_KEEPER = "ELASTIC_RESUME_KEEPER"  # the abstract unix socket of the agent th
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"  # where the control block of its slots lies, for guards
 ENV_MTBF_S = "ELASTIC_RESUME_MTBF_S"  # mean seconds between failures, as the agent has seen them
 ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"  # (user) seconds a worker has to end after SIGTERM, before SIGKILL
+ENV_TERMINATION_GRACE_S = "ELASTIC_RESUME_TERMINATION_GRACE_S"  # (user) a pod's terminationGracePeriodSeconds
+ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size that ENV_CKPT_DIR's volume may not exceed: 4Gi
 
 # ---- names on disk, under CKPT_DIR/RUN_ID/NODE/ -----------------------------------------------------
 EVENTS_FILE = "events.jsonl"  # appended by the agent, its stubs and its workers

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kubernetes_validate.utils import all_versions
 
 from elastic_resume import cli, contract
-from elastic_resume.cluster import filling, kubernetes, kubernetes_rules, manifest
+from elastic_resume.cluster import filling, kubernetes, kubernetes_rules, manifest, node
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -219,13 +219,15 @@ def test_every_variable_that_a_pod_reads_is_set() -> None:
         "HOSTNAME": "elastic-resume-train-2",
         "KUBERNETES_SERVICE_HOST": "x",
     }
-    assert set(kubernetes.VARIABLES.values()) <= set(env) | set(given)
+    read = {variable for variables in node.KUBERNETES.values() for variable in variables}
+    assert read <= set(env) | set(given)
     filled_in = {"ELASTIC_RESUME_JOB": "elastic-resume-train", "POD_NAMESPACE": "ml", "POD_IP": "10.1.2.3"}
-    pod = kubernetes.read({**env, **given, **filled_in}, Path("/dev/null"))
-    assert pod is not None
-    assert (pod.name, pod.least, pod.nodes, pod.workers) == ("elastic-resume-train-2", 2, 3, 1)
-    assert pod.grace_s == manifest.DEFAULT_GRACE_S
-    assert pod.candidates[0] == "elastic-resume-train-0.elastic-resume-train.ml.svc.cluster.local:29400"
+    here = node.read({**env, **given, **filled_in})
+    assert here.problems == ()
+    assert (here.name, here.job, here.order) == ("elastic-resume-train-2", "elastic-resume-train", 2)
+    assert (here.min_nodes, here.nodes, here.workers) == (2, 3, 1)
+    assert here.candidates[0] == "elastic-resume-train-0.elastic-resume-train.ml.svc:29400"
+    assert kubernetes.termination_grace_s(env) == manifest.DEFAULT_GRACE_S
 
 
 def test_exit_codes_mean_what_the_contract_says() -> None:

@@ -135,7 +135,7 @@ def _prepare_drain(config: LaunchConfig, args: argparse.Namespace, given: set[st
     """Let SIGUSR1 (what schedulers send ahead of the end) drain too, and leave the guards time for it."""
     if "signals_to_handle" not in given and hasattr(config, "signals_to_handle"):
         config.signals_to_handle += ",SIGUSR1"
-    grace_s = preflight.check_grace(args.grace)
+    grace_s = preflight.grace_s(args, os.environ)
     timeout_s = getattr(config, "shutdown_timeout", None)
     if grace_s is not None and timeout_s is not None:
         # torchelastic kills stubs after it. They need some seconds more than their workers.

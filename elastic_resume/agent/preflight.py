@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic_resume import contract
+from elastic_resume.cluster import kubernetes
 from elastic_resume.errors import ConfigError
 
 # Of c10d and of the static rendezvous; torch reads each as a whole number of seconds or attempts.
@@ -73,6 +75,19 @@ def check_grace(text: str | None) -> float | None:
     if not 0 <= value <= 86400:
         raise ConfigError(f"--grace is {text!r}: write a number of seconds from 0 to 86400.")
     return value
+
+
+def grace_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float | None:
+    """Seconds for workers to end after SIGTERM; None where nobody says.
+
+    Of what a pod is given before SIGKILL workers get half: the other half is for their last step to reach
+    the disk, and for saying goodbye.
+    """
+    given = check_grace(args.grace)
+    if given is not None or contract.ENV_GRACE_S in environ:
+        return given
+    told = kubernetes.termination_grace_s(environ)
+    return None if told is None else told / 2
 
 
 def check_count(flag: str, text: str | None, *, least: int) -> int | None:

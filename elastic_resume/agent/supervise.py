@@ -26,7 +26,7 @@ from elastic_resume.agent.pressure import Gauge
 from elastic_resume.agent.warm import Warmth
 from elastic_resume.agent.watch import patience_of, watched
 from elastic_resume.agent.witness import Witness
-from elastic_resume.cluster import notices
+from elastic_resume.cluster import notices, storage
 from elastic_resume.cluster.node import Node
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError, NodeUnfitError
@@ -72,6 +72,9 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
             local_world_size=config.nproc_per_node,
         )
         witness.say(f"job {settings.run_id}, checkpoints in {node_dir.path}")
+        little = storage.why_little_shared_memory()
+        if little:
+            witness.say(f"{little}.")
         watch = watched(node_dir.path, config.nproc_per_node, patience, say=witness.say, tell=witness.note)
         with (
             kept(node_dir.path, settings, say=witness.say, tell=witness.note) as snapshots,
@@ -180,7 +183,7 @@ def _set_environment(settings: Settings, args: argparse.Namespace, events_path: 
     os.environ[contract.ENV_FENCE] = fence.path
     if args.log_prefix:
         os.environ[contract.ENV_LOG_PREFIX] = "1"
-    grace_s = preflight.check_grace(args.grace)
+    grace_s = preflight.grace_s(args, os.environ)
     if grace_s is not None:
         os.environ[contract.ENV_GRACE_S] = f"{grace_s:g}"
     elif getattr(args, "shutdown_timeout", None) is not None:

@@ -1,11 +1,6 @@
-"""What a pod of an Indexed Job knows of itself and of its peers, and which names and sizes Kubernetes takes.
+"""Which names and sizes Kubernetes takes, and how long it lets a pod end. What a pod is told, `node` reads.
 
-A pod is not told how many peers it has nor where they are: `deploy/kubernetes` and `manifest` say it in the
-variables of `VARIABLES`, the Job controller gives the index. All names follow from these, so nothing is asked
-of an API server, and no address is kept: a replaced pod has another one under the same name.
-
-Promise: reads the environment and this pod's own line of /etc/hosts, nothing else. What contradicts itself is
-a ConfigError that names the variable. Does not know whether a peer lives, nor what a node is used for.
+Promise: what passes here is refused neither at once nor when the first pod is to start. Asks no API server.
 """
 
 from __future__ import annotations
@@ -13,32 +8,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path
 
+from elastic_resume import contract
 from elastic_resume.errors import ConfigError
 
-PORT = 29400
-MAX_CANDIDATES = 3  # more than half of them have to be there at the first start, any may be lost later
 MAX_NODES = 10_000
-DOMAIN = "cluster.local"  # where the pod's /etc/hosts does not say another
-
-# Concept -> variable. The manifest sets those with our prefix and those of the downward API (POD_*).
-VARIABLES = {
-    "index": "JOB_COMPLETION_INDEX",  # by the Job controller, in every pod of an Indexed Job
-    "host name": "HOSTNAME",  # by Kubernetes: JOB-INDEX
-    "job": "ELASTIC_RESUME_JOB",  # the pod's label batch.kubernetes.io/job-name: true in a JobSet too
-    "nodes": "ELASTIC_RESUME_NODES",  # N or MIN:MAX
-    "service": "ELASTIC_RESUME_SERVICE",  # the headless Service, spec.template.spec.subdomain
-    "workers": "ELASTIC_RESUME_WORKERS",
-    "grace": "ELASTIC_RESUME_TERMINATION_GRACE_S",  # terminationGracePeriodSeconds
-    "namespace": "POD_NAMESPACE",
-    "address": "POD_IP",
-    "pod": "POD_NAME",  # JOB-INDEX-xxxxx: another one for each pod of an index
-    "uid": "POD_UID",
-}
-
 LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")  # DNS-1123, of 63 characters at most
 MAX_LABEL = 63
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][0-9]{1,2})?")
@@ -50,88 +25,6 @@ _UNITS = {
 }
 
 
-@dataclass(frozen=True)
-class Pod:
-    """This pod, as one of ``nodes`` of a Job. ``nodes`` is None where the environment does not say it."""
-
-    job: str
-    index: int
-    least: int = 1
-    nodes: int | None = None
-    service: str = ""
-    namespace: str = ""
-    domain: str = DOMAIN
-    address: str = ""
-    workers: int | None = None
-    grace_s: float | None = None
-    pod: str = ""
-    uid: str = ""
-
-    @property
-    def name(self) -> str:
-        """This node's name: the same for every pod that replaces this one."""
-        return f"{self.job}-{self.index}"
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """The names of all nodes of the job, this one's among them, in order."""
-        return tuple(f"{self.job}-{index}" for index in range(self.nodes or 0))
-
-    @property
-    def candidates(self) -> tuple[str, ...]:
-        """Where newcomers ask, as HOST:PORT; none where no Service gives the pods names."""
-        if not self.service:
-            return ()
-        return tuple(f"{self._host(peer)}:{PORT}" for peer in self.peers[:MAX_CANDIDATES])
-
-    def _host(self, peer: str) -> str:
-        # In full: a pod's own /etc/hosts has this form, so it knows itself before DNS does.
-        if not self.namespace:
-            return f"{peer}.{self.service}"
-        return f"{peer}.{self.service}.{self.namespace}.svc.{self.domain}"
-
-
-def read(environ: Mapping[str, str], hosts: Path = Path("/etc/hosts")) -> Pod | None:
-    """Read what this pod is told; None outside of a pod of an Indexed Job.
-
-    Args:
-        environ: the environment.
-        hosts: where kubelet writes this pod's address and full name.
-
-    Raises:
-        ConfigError: a variable holds what it cannot.
-
-    """
-    told = {concept: environ.get(variable, "").strip() for concept, variable in VARIABLES.items()}
-    if "KUBERNETES_SERVICE_HOST" not in environ or not told["index"]:
-        return None
-    index = _whole("index", told["index"], least=0)
-    job = told["job"] or told["host name"].removesuffix(f"-{index}")
-    if not is_label(job):
-        raise ConfigError(f"{VARIABLES['job']} is {job!r}, which is no name of a Job.")
-    least, nodes = _nodes(told["nodes"])
-    if nodes is not None and index >= nodes:
-        raise ConfigError(
-            f"{VARIABLES['index']} is {index}, and {VARIABLES['nodes']} is {told['nodes']}: "
-            "give it the number of spec.completions."
-        )
-    service, namespace, domain = _full_name(hosts, f"{job}-{index}")
-    return Pod(
-        job,
-        index,
-        least=least,
-        nodes=nodes,
-        service=told["service"] or service,
-        namespace=told["namespace"] or namespace,
-        domain=domain,
-        address=told["address"],
-        workers=_whole("workers", told["workers"], least=1) if told["workers"] else None,
-        grace_s=termination_grace_s(environ),
-        pod=told["pod"],
-        uid=told["uid"],
-    )
-
-
 def termination_grace_s(environ: Mapping[str, str]) -> float | None:
     """Seconds between SIGTERM and SIGKILL for this pod; None where it is not told.
 
@@ -139,7 +32,7 @@ def termination_grace_s(environ: Mapping[str, str]) -> float | None:
         ConfigError: it is no number of seconds.
 
     """
-    text = environ.get(VARIABLES["grace"], "").strip()
+    text = environ.get(contract.ENV_TERMINATION_GRACE_S, "").strip()
     if not text:
         return None
     try:
@@ -148,44 +41,9 @@ def termination_grace_s(environ: Mapping[str, str]) -> float | None:
         value = math.nan
     if not 0 <= value <= 1e6:
         raise ConfigError(
-            f"{VARIABLES['grace']} is {text!r}: write the number of terminationGracePeriodSeconds."
+            f"{contract.ENV_TERMINATION_GRACE_S} is {text!r}: write terminationGracePeriodSeconds, a number."
         )
     return value
-
-
-def _whole(concept: str, text: str, *, least: int) -> int:
-    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
-        raise ConfigError(
-            f"{VARIABLES[concept]} is {text!r}: a whole number, {least} or more, belongs there."
-        )
-    return int(text)
-
-
-def _nodes(text: str) -> tuple[int, int | None]:
-    if not text:
-        return 1, None
-    match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text)
-    least, most = (int(match[1] or 1), int(match[2])) if match else (0, 0)
-    if not 1 <= least <= most <= MAX_NODES:
-        raise ConfigError(f"{VARIABLES['nodes']} is {text!r}: write N or MIN:MAX with 1 <= MIN <= MAX.")
-    return least, most
-
-
-def _full_name(hosts: Path, name: str) -> tuple[str, str, str]:
-    """Service, namespace and domain, from the line that kubelet writes: ADDRESS FULL-NAME NAME."""
-    try:
-        lines = hosts.read_text(errors="replace").splitlines()[:1000]
-    except OSError:
-        lines = []
-    for line in lines:
-        for word in line.partition("#")[0].split()[1:]:
-            labels = word.split(".", 4)
-            if len(labels) == 5 and labels[0] == name and labels[3] == "svc":
-                return labels[1], labels[2], labels[4].rstrip(".") or DOMAIN
-    return "", "", DOMAIN
-
-
-# ---- names and sizes ---------------------------------------------------------------------------------
 
 
 def is_label(text: str) -> bool:

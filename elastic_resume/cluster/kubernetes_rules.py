@@ -14,10 +14,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from elastic_resume.cluster import kubernetes
+from elastic_resume import contract
+from elastic_resume.cluster import kubernetes, node
 from elastic_resume.errors import ConfigError
 
 Document = Mapping[str, Any]
+(ENV_NODES,), (ENV_SERVICE,) = node.KUBERNETES["nodes"], node.KUBERNETES["service"]
 
 # Field -> what it may hold; the schemas call all of these strings.
 WORDS = {
@@ -213,22 +215,25 @@ def _agreement(job: Document, pod: Document) -> Iterator[tuple[str, str]]:
     completions = job.get("completions", 1)
     if job.get("parallelism", 1) != completions:
         yield "spec.parallelism", "must be completions: a node without a pod never comes"
-    nodes = env.get(kubernetes.VARIABLES["nodes"])
+    nodes = env.get(ENV_NODES)
     if nodes is not None:
         least, _, most = nodes.rpartition(":")
         if most != str(completions):
-            yield kubernetes.VARIABLES["nodes"], f"says {nodes}, and there are {completions} completions"
+            yield ENV_NODES, f"says {nodes}, and there are {completions} completions"
         elif job.get("maxFailedIndexes", completions - int(least or 1)) != completions - int(least or 1):
             yield (
                 "spec.maxFailedIndexes",
                 f"must be {completions} less the {least or 1} nodes that train at least",
             )
-    grace = env.get(kubernetes.VARIABLES["grace"])
+    grace = env.get(contract.ENV_TERMINATION_GRACE_S)
     if grace is not None and grace != str(pod.get("terminationGracePeriodSeconds", 30)):
-        yield kubernetes.VARIABLES["grace"], f"says {grace}, and terminationGracePeriodSeconds another number"
-    service = env.get(kubernetes.VARIABLES["service"])
+        yield (
+            contract.ENV_TERMINATION_GRACE_S,
+            f"says {grace}, and terminationGracePeriodSeconds another number",
+        )
+    service = env.get(ENV_SERVICE)
     if service is not None and service != pod.get("subdomain", service):
-        yield kubernetes.VARIABLES["service"], f"says {service}, and subdomain is {pod['subdomain']}"
+        yield ENV_SERVICE, f"says {service}, and subdomain is {pod['subdomain']}"
     for volume in pod.get("volumes", []):
         empty = volume.get("emptyDir") or {}
         kind = "memory" if empty.get("medium") == "Memory" else "ephemeral-storage"

@@ -300,7 +300,7 @@ def _kubernetes(told: _Told) -> Node:
     least, nodes = told.span("nodes")
     job = told.text("job") or _job_of_pod(told, name)
     service, space = told.text("service"), told.text("namespace")
-    domain = f".{service}.{space}.svc.cluster.local" if service and space else f".{service}"
+    domain = f".{service}.{space}.svc" if service and space else f".{service}"
     peers = tuple(f"{job}-{at}" for at in range(nodes)) if job else ()
     if nodes > 1 and not (job and service):
         told.problems.append(
@@ -315,7 +315,8 @@ def _kubernetes(told: _Told) -> Node:
         nodes=nodes,
         min_nodes=least,
         peers=peers,
-        # In full: a pod's own /etc/hosts has the name, so it knows itself before DNS does.
+        # The domain is left to the pod's search path: it need not be cluster.local. The full name in the
+        # pod's own /etc/hosts begins with this one, so it knows itself before DNS does.
         candidates=tuple(f"{peer}{domain}:{PORT}" for peer in peers[:CANDIDATES]) if nodes > 1 else (),
         address=told.text("address"),
         workers=told.number("workers", 0) or None,

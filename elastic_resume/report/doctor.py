@@ -19,15 +19,14 @@ from typing import Any
 import psutil
 
 from elastic_resume import contract
-from elastic_resume.cluster import memory, node
+from elastic_resume.cluster import kubernetes, memory, node, storage
 from elastic_resume.cluster.node import ELEMENT, Node
 from elastic_resume.config import DEFAULT_CKPT_DIR
+from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.names import lookup, own_addresses, read_address
 from elastic_resume.report.text import size
 
 PATIENCE_S = 5.0
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only looked at
-LITTLE_SHARED_MEMORY = 128 << 20  # a pod's or container's /dev/shm has 64 MB unless somebody gives it more
 
 
 @dataclass(frozen=True)
@@ -134,38 +133,52 @@ def of_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
     found = [
         Finding("memory", f"{size(memory.available())} can be taken", limit),
         _shared_memory(),
-        _disk(directory),
+        _disk(directory, environ),
         Finding("processors", str(len(os.sched_getaffinity(0))), f"of {psutil.cpu_count()}"),
     ]
     token = "set" if environ.get(contract.ENV_TOKEN) else "not set"
     if "SLURM_JOB_ID" in environ and token == "not set":  # noqa: S105
         token = "made in the shared directory, where there are several nodes"  # noqa: S105
     found.append(Finding("token", token, contract.ENV_TOKEN))
-    return found
+    return [*found, *_grace(environ)]
 
 
 def _shared_memory() -> Finding:
+    path = str(storage.SHARED_MEMORY)
     try:
-        total = psutil.disk_usage(SHARED_MEMORY).total
+        total = size(psutil.disk_usage(path).total)
     except OSError:
-        return Finding(SHARED_MEMORY, "not there", "DataLoader workers and NCCL need it")
-    little = "64 MB is a container's default; DataLoader workers and NCCL die of SIGBUS when it is full"
-    return Finding(SHARED_MEMORY, size(total), little if total < LITTLE_SHARED_MEMORY else "")
+        total = "not there"
+    return Finding(path, total, storage.why_little_shared_memory())
 
 
-def _disk(directory: Path) -> Finding:
+def _grace(environ: Mapping[str, str]) -> list[Finding]:
+    try:
+        told = kubernetes.termination_grace_s(environ)
+    except ConfigError as error:
+        return [Finding("grace", "unknown", contract.ENV_TERMINATION_GRACE_S, problem=str(error))]
+    if told is None:
+        return []
+    value = f"{told:g} s from SIGTERM to SIGKILL, of which workers get {told / 2:g}"
+    return [Finding("grace", value, contract.ENV_TERMINATION_GRACE_S)]
+
+
+def _disk(directory: Path, environ: Mapping[str, str]) -> Finding:
     there = directory.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
     try:
-        free = psutil.disk_usage(str(there)).free
+        free, limited = storage.free(there, environ), storage.limit(environ)
+    except ConfigError as error:
+        return Finding("checkpoints", str(directory), contract.ENV_CKPT_LIMIT, problem=str(error))
     except OSError as error:
         return Finding("checkpoints", str(directory), problem=f"{there}: {error.strerror}")
     if free == 0:
         return Finding("checkpoints", str(directory), problem=f"{there} has no space left: --ckpt-dir")
     if not os.access(there, os.W_OK):
         return Finding("checkpoints", str(directory), problem=f"{there} cannot be written to: --ckpt-dir")
-    return Finding("checkpoints", f"{directory.absolute()}: {size(free)} free", f"{_kind(there)}, --ckpt-dir")
+    where = f"{_kind(there)}, --ckpt-dir" + (f", volume of {size(limited)}" if limited is not None else "")
+    return Finding("checkpoints", f"{directory.absolute()}: {size(free)} free", where)
 
 
 def _kind(path: Path) -> str:

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import socket
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import filelock
 
 from elastic_resume import contract
+from elastic_resume.cluster import storage
 from elastic_resume.errors import (
     ConfigError,
     MachineError,
@@ -153,10 +153,12 @@ class NodeDir:
             if probe.exists():
                 self._disk.unlink(probe)
         with machine("look at", self.path):
-            free = shutil.disk_usage(self.path).free
+            free = storage.free(self.path, os.environ)
         if free < bytes_needed:
+            limited = storage.limit(os.environ)
+            left = _size(free) + (f" of the volume's {_size(limited)}" if limited is not None else "")
             raise MachineError(
-                f"cannot save to {self.path}: {_size(bytes_needed)} are needed and {_size(free)} are free; "
+                f"cannot save to {self.path}: {_size(bytes_needed)} are needed and {left} are free; "
                 "free space there, lower --keep, or choose another --ckpt-dir."
             )
 

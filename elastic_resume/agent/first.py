@@ -1,0 +1,74 @@
+"""What process 1 of a container has to do, done by a process of its own: the agent is its child.
+
+Process 1 has no default actions: a signal that it does not handle is dropped, and it is handed every process
+whose parent has died. An agent that reaped those itself could not tell them from children that torchelastic,
+the zygote or a library waits for. So process 1 forks the agent, passes every signal on to it, collects what
+has ended, and ends as the agent does; the kernel then kills what is left. No tini is needed.
+
+Promise: the exit code is the agent's, or 128 and the number of the signal that killed it. Knows neither torch
+nor the rest of this package: it stays as small as the interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+
+PR_SET_PDEATHSIG = 1
+# These come of what a process does itself, or cannot be had; a stop is the terminal's or kubelet's affair.
+NOT_PASSED_ON = {
+    signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE,
+    signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGSYS, signal.SIGTTIN, signal.SIGTTOU,
+}  # fmt: skip
+
+
+def stand_if_first() -> None:
+    """Return in the process that is to be the agent: this one, unless it is process 1."""
+    if os.getpid() == 1:
+        stand()
+
+
+def stand() -> None:
+    """Fork the agent and look after it. Returns in the agent only."""
+    awaited = signal.valid_signals() - NOT_PASSED_ON | {signal.SIGCHLD}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    first = os.getpid()
+    agent = os.fork()
+    if agent == 0:
+        # Where this stands for process 1 without being it, the kernel would not kill us with it.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != first:
+            os._exit(1)
+        os.setpgid(0, 0)  # a terminal's Ctrl-C comes once then, from process 1
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return
+    os._exit(_look_after(agent, awaited))
+
+
+def _look_after(agent: int, awaited: set[signal.Signals]) -> int:
+    """Pass signals on and reap until the agent has ended; give the exit code."""
+    while True:
+        number = signal.sigwait(awaited)
+        if number != signal.SIGCHLD:
+            with contextlib.suppress(ProcessLookupError):  # ended, and about to be collected
+                os.kill(agent, number)
+            continue
+        status = _reap(agent)
+        if status is not None:
+            return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _reap(agent: int) -> int | None:
+    """Collect all that have ended; give the agent's wait status if it is among them."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == agent:
+            found = status

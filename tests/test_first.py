@@ -1,0 +1,56 @@
+"""Process 1 of a container: signals, orphans, the exit code. In a PID namespace of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# The agent's part: orphans beside children of its own, and what it does when it is told to.
+AGENT = """
+import os, signal, subprocess, sys, time
+from elastic_resume.agent import first
+
+first.stand_if_first()
+assert os.getpid() != 1 and os.getppid() == 1
+orphan = "(setsid sleep 0.0$0 &) ; exit $0"
+codes = [subprocess.run(["sh", "-c", orphan, str(number)]).returncode for number in range(5)]
+assert codes == [0, 1, 2, 3, 4], codes
+limit = time.monotonic() + 20
+while any(open(f"/proc/{pid}/stat").read().split()[3] == "1" for pid in os.listdir("/proc")
+          if pid.isdigit() and int(pid) not in (1, os.getpid())) and time.monotonic() < limit:
+    time.sleep(0.01)
+assert time.monotonic() < limit, "an orphan is left"
+heard = []
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGRTMIN + 3):
+    signal.signal(number, lambda number, frame: heard.append(number))
+print("ready", flush=True)
+while len(heard) < 5:
+    time.sleep(0.01)
+print(sorted(heard), flush=True)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)  # the kernel ends it with process 1
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("exits", 75), ("killed", 137)])
+def test_process_1_passes_signals_on_reaps_orphans_and_ends_as_the_agent_does(how: str, code: int) -> None:
+    """None of its own children is taken away from the agent, and what is left goes with process 1."""
+    if os.getuid() != 0 and "CI" not in os.environ:
+        pytest.skip("a PID namespace takes root")
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", AGENT, how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as outer:
+        assert outer.stdout is not None
+        assert outer.stdout.readline() == b"ready\n"
+        (process_1,) = map(int, Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split())
+        sent = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGRTMIN + 3]
+        for number in sent:
+            os.kill(process_1, number)
+        assert outer.stdout.readline().decode().strip() == str(sorted(map(int, sent)))
+        assert outer.wait(20) == code
