@@ -31,7 +31,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/python -m pytest -q $(TWO) -m 'not cluster and not slow'
+	ELASTIC_RESUME_SIMULATE_SEEDS=800 $(BIN)/python -m pytest -q $(TWO) -m 'not cluster and not slow'
 
 # For tests that cut the links of simulated nodes. What cannot be installed here, those tests name.
 network-tools:

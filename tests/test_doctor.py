@@ -29,13 +29,13 @@ def test_each_line_says_where_it_comes_from(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A healthy step of a Slurm job; a secret is not shown."""
-    environ = {**STEP, "SLURM_STEP_NODELIST": "localhost,n[2-9]", "ELASTIC_RESUME_TOKEN": "do not show"}
+    environ = {**STEP, "SLURM_STEP_NODELIST": "localhost,nobody[2-9]", "ELASTIC_RESUME_TOKEN": "do not show"}
     assert told(monkeypatch, environ, "--ckpt-dir", str(tmp_path / "new")) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["job"].split() == ["slurm-1234567", "SLURM_JOB_ID"]
     assert lines["workers"].split() == ["8", "SLURM_GPUS_ON_NODE"]
     assert lines["localhost"].startswith("127.0.0.1 (this node)")
-    assert lines["n2"].startswith("no address")
+    assert lines["nobody2"].startswith("no address")
     assert "free" in lines["checkpoints"]
     assert "do not show" not in str(lines)
 

@@ -33,6 +33,8 @@ from typing import Any
 import torch
 import xxhash
 
+from elastic_resume.worker.telling import say
+
 DERIVED, SAVED, OFF = MODES = ("derived", "saved", "off")
 
 
@@ -71,7 +73,7 @@ class RandomNumbers:
         elif self._mode == SAVED and resumed:
             self._seed(step)
             told = "rng='saved', but this checkpoint was written without states of generators: seeded anew."
-            print(f"elastic_resume: {told}", file=sys.stderr, flush=True)
+            say(told)
 
     def begin_epoch(self, step: int) -> None:
         """Begin an epoch, or what is left of one: what was drawn before a resume does not draw."""
