@@ -29,7 +29,7 @@ SLURM: dict[str, tuple[str, ...]] = {
     "peers": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
     "workers": ("SLURM_GPUS_ON_NODE",),
     "restarts": ("SLURM_RESTART_COUNT",),  # not set in a job's first life
-    "deadline": ("SLURM_JOB_END_TIME",),  # since Slurm 23.02; else `slurm.deadline` asks
+    "deadline": ("SLURM_JOB_END_TIME",),  # since Slurm 23.02; else `slurm_job.deadline` asks
 }
 # An element of an array is told by these; its SLURM_JOB_ID may be the whole array's.
 SLURM_ARRAY: dict[str, tuple[str, ...]] = {

@@ -1,7 +1,8 @@
-"""What Slurm says of a job: the names in a node list.
+"""The names in a node list of Slurm.
 
 Promise: a list that is not understood is a ConfigError that shows it, never a guess, and no list makes us
-build more than `MAX_NAMES` names. Does not need ``scontrol``, which containers often lack.
+build more than `MAX_NAMES` names. Does not need ``scontrol``, which containers often lack: what only Slurm's
+own commands can tell is in `slurm_job`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,187 @@
+"""What Slurm's own commands say of a running job, and the one thing that is asked of them: its requeue.
+
+Promise: every question is over within `ASK_S`, or has no answer, and a request within `REQUEST_S`. Nothing
+here raises for a command that is missing, refuses, or cannot reach the controller. Texts of commands are
+looked at, not trusted: what is not understood is no answer.
+
+Does not decide anything (`policy.requeue`). Fields and texts are those of Slurm 22.05, seen there.
+"""
+
+from __future__ import annotations
+
+import calendar
+import math
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic_resume.policy.requeue import Word
+
+ASK_S = 10.0  # a controller that is down lets commands wait for 4 to 9 s, by MessageTimeout
+REQUEST_S = 60.0  # a controller that is restarted, or fails over, is back by then
+RETRY_S = 3.0
+MAX_TEXT = 64 * 1024
+# Times in UTC and in full, whatever the user has set for people.
+PLAIN_TIMES = {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
+# Slurm says no, and would say no again. "Unexpected message received" is a controller that is away.
+_REFUSED = re.compile(
+    r"invalid job id|disabled|only batch jobs|denied|permission|not supported|invalid user|cannot be run",
+    re.IGNORECASE,
+)
+_REQUEUED = re.compile(r"is pending execution", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command answered; ``code`` is None where there is none, or it did not end in time."""
+
+    code: int | None
+    text: str
+
+
+Run = Callable[[Sequence[str], float], Answer]
+
+
+def run(words: Sequence[str], timeout_s: float) -> Answer:
+    """Run a command of Slurm's. Its errors come with its output.
+
+    It starts with the signals ignored that this process ignores. A requeue sends SIGTERM to every process of
+    the step, and so to the command that asks for it.
+    """
+    with tempfile.TemporaryFile() as output:
+        try:
+            code = _wait(words, output.fileno(), timeout_s)
+        except OSError as error:
+            return Answer(None, f"{words[0]} cannot be run: {error.strerror}")
+        if code is None:
+            return Answer(None, f"{words[0]} did not answer within {timeout_s:.0f} s")
+        output.seek(0)
+        return Answer(code, output.read(MAX_TEXT).decode(errors="replace").strip())
+
+
+def _wait(words: Sequence[str], output: int, timeout_s: float) -> int | None:
+    process = subprocess.Popen(
+        list(words),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env={**os.environ, **PLAIN_TIMES},
+    )
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return None
+
+
+# ---- until when ----------------------------------------------------------------------------------------
+
+
+def end_time(job: str, run: Run = run) -> float | None:
+    """Ask when Slurm ends a job, in unix seconds: infinite without a limit, None where nobody answers.
+
+    Args:
+        job: its number, or ``ARRAY_ELEMENT``.
+        run: runs a command.
+
+    """
+    answer = run(["squeue", "-h", "-j", job, "-o", "%e|%l"], ASK_S)
+    end, separator, limit = answer.text.partition("|")
+    if answer.code != 0 or not separator:
+        return None
+    # Without a limit 22.05 tells NONE, or a moment in a year.
+    if limit.strip().upper() in {"UNLIMITED", "INFINITE", "NOT_SET"}:
+        return math.inf
+    return _seconds(end)
+
+
+def deadline(job: str, run: Run = run, environ: Mapping[str, str] = os.environ) -> float | None:
+    """When Slurm ends a job, in unix seconds; None where there is no limit, or nothing tells.
+
+    SLURM_JOB_END_TIME, which later versions set, counts where ``squeue`` does not answer: a limit may be
+    changed while the job runs.
+    """
+    asked = end_time(job, run)
+    if asked is None and re.fullmatch(r"[0-9]{1,12}", environ.get("SLURM_JOB_END_TIME", "")):
+        asked = float(environ["SLURM_JOB_END_TIME"])
+    return asked if asked is not None and math.isfinite(asked) else None
+
+
+def _seconds(text: str) -> float | None:
+    """Read a time in UTC, as Slurm writes it; None for NONE, Unknown, N/A."""
+    if not _TIME.fullmatch(text.strip()):
+        return None
+    try:
+        return float(calendar.timegm(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S")))
+    except ValueError:
+        return None
+
+
+# ---- why -----------------------------------------------------------------------------------------------
+
+
+def word(job: str, run: Run = run) -> Word:
+    """Ask why the processes of a job have got SIGTERM.
+
+    A job that is preempted with a grace still runs, and has a PreemptTime; one that is preempted without ends
+    in the second of its PreemptTime. One that is cancelled or requeued is completing, also within such a
+    grace, and its end is another. At its time limit that is the Reason.
+    """
+    answer = run(["scontrol", "show", "job", job, "-o"], ASK_S)
+    if answer.code != 0:
+        return Word.NONE
+    found = dict(re.findall(r"(?:^|\s)(JobState|Reason|PreemptTime|EndTime)=(\S+)", answer.text))
+    state, preempted = found.get("JobState", ""), _seconds(found.get("PreemptTime", ""))
+    if state in {"RUNNING", "SUSPENDED"}:
+        return Word.NONE if preempted is None else Word.PREEMPTED
+    if found.get("Reason") == "TimeLimit" or state == "TIMEOUT":
+        return Word.TIME_LIMIT
+    if preempted is not None and _seconds(found.get("EndTime", "")) == preempted:
+        return Word.PREEMPTED
+    return Word.ENDING if state else Word.NONE
+
+
+# ---- the requeue ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Requeued:
+    """What became of a request: ``done`` or not, and what Slurm said last."""
+
+    done: bool
+    text: str
+    tries: int
+
+
+def requeue(
+    job: str,
+    run: Run = run,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Requeued:
+    """Ask for the requeue of a job, for `REQUEST_S` at most while the controller is away.
+
+    Args:
+        job: its number; of an array's element ``ARRAY_ELEMENT``: the bare number means all its siblings too.
+        run: runs a command.
+        clock: seconds that only grow.
+        sleep: waits for so many.
+
+    """
+    until, tries = clock() + REQUEST_S, 0
+    while True:
+        tries += 1
+        answer = run(["scontrol", "requeue", job], min(2 * ASK_S, max(1.0, until - clock())))
+        text = answer.text.splitlines()[0][:200] if answer.text else ""
+        if answer.code == 0 or _REQUEUED.search(text):
+            return Requeued(True, text, tries)
+        if _REFUSED.search(text) or clock() + RETRY_S >= until:
+            return Requeued(False, text or f"exit code {answer.code}", tries)
+        sleep(RETRY_S)

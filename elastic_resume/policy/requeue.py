@@ -1,0 +1,146 @@
+"""Whether a job that has ended is to be run again, and who asks for it: pure.
+
+Facts about the end and its surroundings in, one decision with a sentence for people out. Three things must
+not happen: that nobody asks (the job is over, though it was not done), that a job comes back which somebody
+has cancelled or which fails each time, and that a job which still runs on other nodes is torn down.
+
+What Slurm does (22.05, seen): a job that ends by itself within the grace of a preemption has failed, and is
+not run again, also where PreemptMode is REQUEUE; to ask for the requeue of a cancelled job brings it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from elastic_resume import contract
+
+# Lives of a job in a row, the first included, that may end without a new step before it is left to people.
+MAX_IDLE_RESTARTS = 3
+
+
+class End(Enum):
+    """How this agent came to its end."""
+
+    DONE = "done"
+    AT_FAULT = "at fault"
+    LOST = "lost"  # no world can be formed any more; other nodes may have one
+    LEFT = "left"  # this node is unfit; the others go on
+    INTERRUPTED = "interrupted"  # SIGINT, SIGHUP, SIGQUIT: somebody at a keyboard
+    TERMINATED = "terminated"  # SIGTERM, which tells nothing of who sent it
+    NOTICE = "notice"  # told ahead of time that the end will come
+    DEADLINE = "deadline"  # the time limit is near
+
+
+class Word(Enum):
+    """What the scheduler says of a job whose processes got SIGTERM."""
+
+    NONE = "nothing"  # it cannot be asked, or knows of nothing
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time limit"
+    ENDING = "ending"  # cancelled, or requeued by somebody else
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the decision is made from.
+
+    ``restarts`` is how many lives the job has had before this one, ``gained`` whether this one finished a new
+    step. ``only_here``: the scheduler's job is this node alone, others have jobs of their own. ``mine``: of
+    several nodes, this one speaks for all. ``alone``: what ended this node was meant for it alone.
+    ``other`` names another program that requeues.
+    """
+
+    end: End
+    word: Word = Word.NONE
+    scheduler: str = "slurm"
+    restarts: int = 0
+    gained: bool = True
+    only_here: bool = False
+    mine: bool = True
+    alone: bool = False
+    other: str = ""
+    scontrol: bool = True
+    off: bool = False
+
+
+class Action(Enum):
+    """What is done: ``TELL`` leaves it to who reads the exit code."""
+
+    REQUEUE = "requeue"
+    TELL = "exit code"
+    LEAVE = "leave alone"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, and why, in words that end a sentence."""
+
+    action: Action
+    why: str
+
+    def exit_code(self, otherwise: int) -> int:
+        """Give the exit code of an agent that would end with ``otherwise`` were there no requeue."""
+        return otherwise if self.action is Action.LEAVE else contract.EXIT_REQUEUE
+
+
+def decide(facts: Facts) -> Decision:
+    """Decide about one end of one agent."""
+    return _not_at_all(facts) or _by_others(facts) or Decision(Action.REQUEUE, _cause(facts))
+
+
+def _not_at_all(facts: Facts) -> Decision | None:
+    """Why the job is not to be run again, as far as this node can say."""
+    plain = {
+        End.DONE: "the job is done",
+        End.AT_FAULT: "the job is at fault and would end like this again",
+        End.INTERRUPTED: "somebody interrupted it",
+    }
+    if facts.end in plain:
+        return Decision(Action.LEAVE, plain[facts.end])
+    if facts.end is End.TERMINATED and facts.word not in {Word.PREEMPTED, Word.TIME_LIMIT}:
+        why = "whoever sent SIGTERM decides whether it is to be run again"
+        if facts.word is Word.ENDING:
+            why = "the scheduler has been told to end or to requeue it"
+        return Decision(Action.LEAVE, why)
+    others_go_on = facts.end is End.LEFT and not facts.only_here
+    if not facts.gained and facts.restarts >= MAX_IDLE_RESTARTS and not others_go_on:
+        return Decision(
+            Action.LEAVE,
+            f"it was started again {facts.restarts} times, and this life has not finished a new step either",
+        )
+    return None
+
+
+def _by_others(facts: Facts) -> Decision | None:
+    """Why it is not this node that asks the scheduler."""
+    if facts.end in {End.LOST, End.LEFT} and not facts.only_here:
+        return Decision(Action.TELL, "other nodes of the job may go on")
+    if facts.other:
+        return Decision(Action.TELL, f"{facts.other} requeues it")
+    if facts.off:
+        return Decision(Action.TELL, "--requeue is off")
+    if facts.scheduler != "slurm":
+        return Decision(Action.TELL, "who started this agent sees by its exit code that it is to run again")
+    if not facts.only_here and facts.alone:
+        return Decision(Action.TELL, "the other nodes of the job go on")
+    if not facts.only_here and not facts.mine:
+        return Decision(Action.TELL, "the node of rank 0 asks for the requeue")
+    if not facts.scontrol:
+        return Decision(
+            Action.TELL,
+            "there is no scontrol here: the batch script has to requeue the job, as exit code "
+            f"{contract.EXIT_REQUEUE} tells it",
+        )
+    return None
+
+
+def _cause(facts: Facts) -> str:
+    if facts.end is End.TERMINATED:
+        return "it is preempted" if facts.word is Word.PREEMPTED else "its time limit is reached"
+    return {
+        End.NOTICE: "a signal told ahead of time that it will end",
+        End.DEADLINE: "its time limit is near",
+        End.LOST: "no world can be formed any more",
+        End.LEFT: "this node left",
+    }[facts.end]

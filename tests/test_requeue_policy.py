@@ -1,0 +1,112 @@
+"""Who asks for a requeue, and when nobody does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_resume.policy.requeue import MAX_IDLE_RESTARTS, Action, End, Facts, Word, decide
+
+REQUEUE, TELL, LEAVE = Action.REQUEUE, Action.TELL, Action.LEAVE
+NOTICE = Facts(End.NOTICE)
+
+TABLE = [
+    # the job's own end
+    (Facts(End.DONE), LEAVE, 0, "done"),
+    (Facts(End.AT_FAULT), LEAVE, 1, "at fault"),
+    (Facts(End.INTERRUPTED), LEAVE, 130, "interrupted"),
+    # SIGTERM: what the scheduler says decides
+    (Facts(End.TERMINATED), LEAVE, 143, "whoever sent SIGTERM"),
+    (Facts(End.TERMINATED, Word.ENDING), LEAVE, 143, "told to end or to requeue"),
+    (Facts(End.TERMINATED, Word.PREEMPTED), REQUEUE, 75, "preempted"),
+    (Facts(End.TERMINATED, Word.TIME_LIMIT), REQUEUE, 75, "time limit is reached"),
+    (Facts(End.TERMINATED, Word.PREEMPTED, mine=False), TELL, 75, "rank 0"),
+    # told ahead of time
+    (NOTICE, REQUEUE, 75, "ahead of time"),
+    (Facts(End.DEADLINE), REQUEUE, 75, "time limit is near"),
+    (replace(NOTICE, mine=False), TELL, 75, "rank 0"),
+    (replace(NOTICE, mine=False, only_here=True), REQUEUE, 75, "ahead of time"),
+    (replace(NOTICE, alone=True), TELL, 75, "go on"),
+    (replace(NOTICE, alone=True, only_here=True), REQUEUE, 75, "ahead of time"),
+    (replace(NOTICE, scheduler="host"), TELL, 75, "exit code"),
+    (replace(NOTICE, scheduler="kubernetes", scontrol=False), TELL, 75, "exit code"),
+    (replace(NOTICE, scontrol=False), TELL, 75, "batch script"),
+    (replace(NOTICE, other="submitit"), TELL, 75, "submitit requeues"),
+    (replace(NOTICE, off=True), TELL, 75, "--requeue"),
+    # where other nodes may have a world that goes on
+    (Facts(End.LOST), TELL, 75, "may go on"),
+    (Facts(End.LEFT), TELL, 75, "may go on"),
+    (Facts(End.LOST, only_here=True), REQUEUE, 75, "no world"),
+    (Facts(End.LEFT, only_here=True), REQUEUE, 75, "left"),
+    # a job that gets nowhere
+    (replace(NOTICE, restarts=2, gained=False), REQUEUE, 75, "ahead"),
+    (replace(NOTICE, restarts=3, gained=False), LEAVE, 1, "started again 3 times"),
+    (replace(NOTICE, restarts=100), REQUEUE, 75, "ahead"),
+    (Facts(End.LOST, restarts=3, gained=False), LEAVE, 1, "new step"),
+    (Facts(End.LEFT, restarts=3, gained=False), TELL, 75, "may go on"),
+    (Facts(End.LEFT, restarts=3, gained=False, only_here=True), LEAVE, 1, "new step"),
+]
+OTHERWISE = {End.DONE: 0, End.AT_FAULT: 1, End.INTERRUPTED: 130, End.TERMINATED: 143}
+
+
+@pytest.mark.parametrize(("facts", "action", "code", "why"), TABLE)
+def test_who_asks_for_a_requeue(facts: Facts, action: Action, code: int, why: str) -> None:
+    """One row for each rule, with the exit code and what is said."""
+    decision = decide(facts)
+    assert (decision.action, decision.exit_code(OTHERWISE.get(facts.end, 1))) == (action, code)
+    assert why in decision.why
+
+
+def test_submitit_is_not_raced_by_a_preempted_job() -> None:
+    """Whoever manages the job is asked first."""
+    assert decide(Facts(End.TERMINATED, Word.PREEMPTED, other="submitit")).action is TELL
+
+
+all_facts = st.builds(
+    Facts,
+    end=st.sampled_from(End),
+    word=st.sampled_from(Word),
+    scheduler=st.sampled_from(["slurm", "kubernetes", "pet", "host"]),
+    restarts=st.integers(0, 10),
+    gained=st.booleans(),
+    only_here=st.booleans(),
+    mine=st.booleans(),
+    alone=st.booleans(),
+    other=st.sampled_from(["", "submitit"]),
+    scontrol=st.booleans(),
+    off=st.booleans(),
+)
+
+
+@given(all_facts)
+def test_nothing_that_must_not_happen_happens(facts: Facts) -> None:
+    """Rules that hold whatever else is true."""
+    decision = decide(facts)
+    asks = decision.action is REQUEUE
+    code = decision.exit_code(7)
+    assert decision.why
+    if facts.end in {End.DONE, End.AT_FAULT, End.INTERRUPTED}:
+        assert code == 7
+    if facts.end is End.TERMINATED and facts.word in {Word.NONE, Word.ENDING}:
+        assert code == 7, "a job that somebody cancelled came back"
+    left_others = facts.end is End.LEFT and not facts.only_here
+    if not facts.gained and facts.restarts >= MAX_IDLE_RESTARTS and not left_others:
+        assert code == 7, "a job that gets nowhere was started for ever"
+    if facts.off or facts.other or not facts.scontrol or facts.scheduler != "slurm":
+        assert not asks
+    if asks and not facts.only_here:
+        assert facts.mine, "two nodes of a job asked"
+        assert not facts.alone, "a job that goes on elsewhere was torn down"
+        assert facts.end not in {End.LOST, End.LEFT}
+    if facts.end in {End.NOTICE, End.DEADLINE} and (facts.gained or facts.restarts < MAX_IDLE_RESTARTS):
+        assert code == 75, "a job that was not done ended for good"
+
+
+@given(all_facts)
+def test_of_several_nodes_one_asks_at_most(facts: Facts) -> None:
+    """The same end of all nodes: only the one that speaks for all may ask."""
+    others = replace(facts, mine=False, only_here=False)
+    assert decide(others).action is not REQUEUE

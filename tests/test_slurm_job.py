@@ -1,0 +1,177 @@
+"""What Slurm's commands say of a job, as recorded from Slurm 22.05, and how its requeue is asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.cluster import slurm_job
+from elastic_resume.cluster.slurm_job import REQUEST_S, Answer, Requeued
+from elastic_resume.policy.requeue import Word
+
+SHOWN = (
+    "JobId=2 JobName=b.sh UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901758 Nice=0 "
+    "Account=(null) QOS=(null) JobState={state} Reason={reason} Dependency=(null) Requeue=1 "
+    "Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:00:01 TimeLimit=UNLIMITED TimeMin=N/A "
+    "StartTime=2026-11-21T23:23:25 EndTime={end} Deadline=N/A PreemptEligibleTime=2026-11-21T23:23:25 "
+    "PreemptTime={preempted} SuspendTime=None Command=/a/EndTime=1/JobState=b.sh WorkDir=/"
+)
+# JobState, Reason, EndTime, PreemptTime at the first SIGTERM, and what had been done to the job.
+RECORDED = {
+    "preempted with a grace": ("RUNNING None 2026-11-21T23:24:39 2026-11-21T23:24:27", Word.PREEMPTED),
+    "the same without a time limit": ("RUNNING None Unknown 2026-11-21T23:23:25", Word.PREEMPTED),
+    "preempted at once": ("COMPLETING None 2026-11-21T23:34:34 2026-11-21T23:34:34", Word.PREEMPTED),
+    "scancel": ("COMPLETING None 2026-11-21T23:25:21 None", Word.ENDING),
+    "scancel within the grace": ("COMPLETING None 2026-11-21T23:34:45 2026-11-21T23:34:42", Word.ENDING),
+    "scontrol requeue": ("COMPLETING None Unknown None", Word.ENDING),
+    "time limit": ("COMPLETING TimeLimit 2026-11-21T23:25:54 None", Word.TIME_LIMIT),
+    "scancel --signal=TERM": ("RUNNING None Unknown None", Word.NONE),
+}
+
+
+def shown(fields: str) -> str:
+    """Give the line of ``scontrol show job -o``."""
+    state, reason, end, preempted = fields.split()
+    return SHOWN.format(state=state, reason=reason, end=end, preempted=preempted)
+
+
+class Commands:
+    """Answers what it is told to, on a clock of its own that a command moves."""
+
+    def __init__(self, *answers: Answer, takes_s: float = 0.0) -> None:
+        self.answers = list(answers)
+        self.asked: list[list[str]] = []
+        self.now = 0.0
+        self._takes_s = takes_s
+
+    def run(self, words: Sequence[str], timeout_s: float) -> Answer:
+        """Answer the next one, the last for ever."""
+        self.asked.append(list(words))
+        self.now += min(self._takes_s, timeout_s)
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+    def requeue(self, job: str) -> Requeued:
+        """Ask for a requeue on this clock."""
+        return slurm_job.requeue(job, self.run, clock=lambda: self.now, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        """Let time go by."""
+        self.now += seconds
+
+
+@pytest.mark.parametrize("done", RECORDED)
+def test_why_a_job_got_sigterm_is_told_by_its_record(done: str) -> None:
+    """A preempted job can be told from one that somebody cancelled."""
+    fields, expected = RECORDED[done]
+    commands = Commands(Answer(0, shown(fields)))
+    assert slurm_job.word("2", commands.run) is expected
+    assert commands.asked == [["scontrol", "show", "job", "2", "-o"]]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(1, "slurm_load_jobs error: Invalid job id specified"),
+        Answer(None, "no answer"),
+        Answer(0, ""),
+        Answer(0, "JobState"),
+        Answer(1, shown("RUNNING None Unknown 2026-11-21T23:23:25")),
+    ],
+)
+def test_without_an_answer_nothing_is_known(answer: Answer) -> None:
+    """And so nothing is requeued."""
+    assert slurm_job.word("2", Commands(answer).run) is Word.NONE
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2026-11-21T23:44:56|10:00", 1795304696.0),
+        ("2027-11-21T23:23:34|UNLIMITED", math.inf),
+        ("NONE|UNLIMITED", math.inf),
+        ("NONE|10:00", None),
+        ("Unknown|1-00:00:00", None),
+        ("2026-13-45T00:00:00|10:00", None),
+        ("23:44:56|10:00", None),
+        ("2026-11-21T23:44:56", None),
+        ("", None),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", None),
+    ],
+)
+def test_the_end_of_a_job_is_read_from_squeue(text: str, expected: float | None) -> None:
+    """No limit is not the same as no answer; to who only wants a deadline it is."""
+    commands = Commands(Answer(0, text))
+    assert slurm_job.end_time("7_1", commands.run) == expected
+    assert commands.asked == [["squeue", "-h", "-j", "7_1", "-o", "%e|%l"]]
+    finite = expected if expected is not None and math.isfinite(expected) else None
+    assert slurm_job.deadline("7_1", commands.run, {}) == finite
+
+
+def test_a_variable_counts_where_squeue_does_not_answer() -> None:
+    """A limit may be changed while the job runs: what squeue says is newer."""
+    environ = {"SLURM_JOB_END_TIME": "1795304000"}
+    away = Commands(Answer(None, "away"))
+    assert slurm_job.deadline("7", away.run, environ) == 1795304000.0
+    assert slurm_job.deadline("7", Commands(Answer(0, "NONE|UNLIMITED")).run, environ) is None
+    assert slurm_job.deadline("7", away.run, {"SLURM_JOB_END_TIME": "soon"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "done"),
+    [
+        ("Job is pending execution for job 5", True),  # another node was faster
+        ("Requested operation is presently disabled for job 5", False),  # sbatch --no-requeue
+        ("Only batch jobs are accepted or processed for job 6", False),  # srun or salloc without a script
+        ("Invalid job id specified for job 999", False),
+        ("Access/permission denied for job 5", False),
+    ],
+)
+def test_what_would_be_refused_again_is_asked_once(text: str, done: bool) -> None:
+    """The texts are Slurm's."""
+    commands = Commands(Answer(1, text))
+    assert commands.requeue("5") == Requeued(done, text, 1)
+    assert commands.asked == [["scontrol", "requeue", "5"]]
+
+
+def test_a_controller_that_is_away_is_asked_again() -> None:
+    """It fails over, or is restarted."""
+    away = Answer(1, "Unexpected message received for job 10")
+    commands = Commands(away, Answer(None, "no answer"), away, Answer(0, ""), takes_s=4.0)
+    assert commands.requeue("10_3") == Requeued(True, "", 4)
+    assert commands.asked[-1] == ["scontrol", "requeue", "10_3"]
+
+
+@pytest.mark.parametrize("takes_s", [0.0, 4.0, 9.0, 100.0])
+def test_but_not_for_ever(takes_s: float) -> None:
+    """Slurm kills what is left of a job before long."""
+    commands = Commands(Answer(1, "Unable to contact slurm controller (connect failure)"), takes_s=takes_s)
+    ended = commands.requeue("10")
+    assert not ended.done
+    assert ended.tries > 1
+    assert commands.now <= REQUEST_S
+
+
+def script(directory: Path, name: str, text: str) -> None:
+    """Make a command."""
+    path = directory / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_a_command_has_so_long_and_may_say_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real processes: one that says too much, one that hangs, one that is not there."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    script(tmp_path, "talks", "head -c 200000 /dev/zero | tr '\\0' x")
+    assert slurm_job.run(["talks"], 10) == Answer(0, "x" * slurm_job.MAX_TEXT)
+    script(tmp_path, "fails", 'echo "no: $SLURM_TIME_FORMAT $TZ" >&2; exit 3')
+    assert slurm_job.run(["fails"], 10) == Answer(3, "no: standard UTC")
+    script(tmp_path, "hangs", "exec sleep 60")
+    assert slurm_job.run(["hangs"], 0.1).code is None
+    gone = slurm_job.run(["no-such-command"], 1)
+    assert gone == Answer(None, "no-such-command cannot be run: No such file or directory")
+    assert slurm_job.requeue("5", lambda *_: gone) == Requeued(False, gone.text, 1)
