@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,21 +126,20 @@ def snapshot_memory(value: Any) -> int | None:
     return int(size)
 
 
-def on_divergence(value: str) -> str:
-    """What is done when replicas differ: one of `DIVERGENCE_POLICIES`."""
-    if value not in DIVERGENCE_POLICIES:
+def choice(setting: str, value: str, choices: Sequence[str]) -> str:
+    """One of ``choices``, which are all that ``setting`` may be."""
+    if value not in choices:
         raise ConfigError(
-            f"on-divergence is {value[:100]!r}: write {' or '.join(DIVERGENCE_POLICIES)}."
-            + near(value, DIVERGENCE_POLICIES)
+            f"{setting} is {value[:100]!r}: write {' or '.join(choices)}." + near(value, choices)
         )
     return value
+
+
+def on_divergence(value: str) -> str:
+    """What is done when replicas differ: one of `DIVERGENCE_POLICIES`."""
+    return choice("on-divergence", value, DIVERGENCE_POLICIES)
 
 
 def array_elements(value: str) -> str:
     """What the elements of a Slurm array are: one of `cluster.node.ARRAY_ELEMENTS`."""
-    if value not in ARRAY_ELEMENTS:
-        raise ConfigError(
-            f"array-elements is {value[:100]!r}: write {' or '.join(ARRAY_ELEMENTS)}."
-            + near(value, ARRAY_ELEMENTS)
-        )
-    return value
+    return choice("array-elements", value, ARRAY_ELEMENTS)

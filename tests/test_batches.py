@@ -11,26 +11,14 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from elastic_resume.errors import ConfigError, MismatchError
 from elastic_resume.worker.batches import GlobalBatches
 from elastic_resume.worker.worldsize import share_of
+from tests.samples import Numbers
 
 WORLDS = st.integers(1, 9)
-
-
-class Numbers(Dataset[int]):
-    """Sample i is the number i."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def placed(batches: GlobalBatches, rank: int, world: int, epoch: int = 0, step: int = 0) -> GlobalBatches:

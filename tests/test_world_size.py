@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import elastic_resume as er
 from elastic_resume.errors import ConfigError, MismatchError, UsageError, WorldChangedError
@@ -27,23 +27,11 @@ from elastic_resume.worker.progress import Options, Progress
 from elastic_resume.worker.sampler import ElasticSampler, batches_of, refuse_own_place
 from elastic_resume.worker.world import World
 from tests import ranks
+from tests.samples import Numbers
 
 WORLDS = st.integers(1, 9)
 JOB = Path(__file__).parent / "jobs" / "worlds.py"
 KEEP_GLOBAL, KEEP_LOCAL = worldsize.KEEP_GLOBAL, worldsize.KEEP_LOCAL
-
-
-class Numbers(Dataset[int]):
-    """Sample i is the number i."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 # ---- real processes ----------------------------------------------------------------------------------

@@ -15,14 +15,12 @@ to do for others. It counts only where the optimizer's or the scheduler's own co
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from elastic_resume import __version__
 from elastic_resume.errors import CheckpointError, MismatchError, NoValidCheckpointError, UnreadableError
 from elastic_resume.policy.source import Inventory
 from elastic_resume.store import committed, life
@@ -34,7 +32,7 @@ from elastic_resume.worker.contents import Contents
 from elastic_resume.worker.fitting import Fit
 from elastic_resume.worker.parts import Part
 from elastic_resume.worker.place import Place
-from elastic_resume.worker.state import REPLICATED, type_name
+from elastic_resume.worker.state import type_name
 
 DATA = "data"
 INTERNAL = "elastic_resume."
@@ -147,19 +145,7 @@ def _load(name: str, item: Any, restored: Any) -> None:
 def _commit(place: Place, tracked: Mapping[str, Any], generation: int, position: Position) -> Manifest:
     flat = state.flatten(tracked)
     layout = streaming.layout_of(flat)
-    manifest = Manifest(
-        run_id=place.settings.run_id,
-        node=place.node,
-        rank=place.world.rank,
-        world_size=place.world.size,
-        generation=generation,
-        position=position,
-        written_at=time.time(),
-        writer=__version__,
-        state=flat.skeleton,
-        follows_rank0=tuple(leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED),
-        file_bytes=layout.total_bytes,
-    )
+    manifest = streaming.manifest_of(place, flat, layout, generation, position)
     with Writer(place.node_dir, *manifest.order) as writer:
         for piece in streaming.image_of(flat, layout):
             writer.write(piece)

@@ -16,18 +16,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic_resume import __version__, contract
+from elastic_resume import contract
 from elastic_resume.errors import MachineError
 from elastic_resume.policy import cadence, divergence
 from elastic_resume.policy.cadence import SaveCost
 from elastic_resume.policy.source import ResumePlan
-from elastic_resume.store.manifest import Manifest, Position
+from elastic_resume.store.manifest import Position
 from elastic_resume.store.shelf import Put, Shelf, Terms
 from elastic_resume.worker import inventory, state, streaming, telling
 from elastic_resume.worker.memory import Memory
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.snapshot import PATIENCE_S, Snapshots
-from elastic_resume.worker.state import REPLICATED
 
 NEVER = 1 << 62
 NOTES_BYTES = 1 << 18  # beside a state whose notes are not known yet
@@ -235,19 +234,7 @@ class Saver:
     def _write_out(self, position: Position) -> None:
         flat = state.flatten(self._tracked)
         layout = streaming.layout_of(flat)
-        manifest = Manifest(
-            run_id=self._place.settings.run_id,
-            node=self._place.node,
-            rank=self._place.world.rank,
-            world_size=self._place.world.size,
-            generation=self._generation,
-            position=position,
-            written_at=time.time(),
-            writer=__version__,
-            state=flat.skeleton,
-            follows_rank0=tuple(leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED),
-            file_bytes=layout.total_bytes,
-        )
+        manifest = streaming.manifest_of(self._place, flat, layout, self._generation, position)
         try:
             put = self._shelf.put(manifest, streaming.image_of(flat, layout))
         except MachineError as error:
