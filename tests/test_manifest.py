@@ -18,6 +18,7 @@ from kubernetes_validate.utils import all_versions
 
 from elastic_resume import cli, contract
 from elastic_resume.cluster import filling, kubernetes, kubernetes_rules, manifest, node
+from elastic_resume.faults.pods import expanded
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -279,9 +280,9 @@ def test_the_example_of_the_job_is_in_the_image() -> None:
 
 def test_words_of_the_script_reach_it_as_they_are() -> None:
     """Kubernetes fills in $(NAME) and makes one dollar of two; YAML has its own ideas of yes and 1:30."""
-    words = ["train.py", "--tag", "$(HOME)", "yes", "1:30", 'a "b"', "ü\n#"]
+    words = ["train.py", "--tag", "$(HOME)", "$$5", "yes", "1:30", 'a "b"', "ü\n#"]
     found = agent(list(yaml.safe_load_all(rendered(command=["--", *words])))[1])["args"]
-    assert [word.replace("$$(", "$(") for word in found] == words
+    assert [expanded(word, {"HOME": "/root"}) for word in found] == words
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,8 @@ def kubernetes_values(args: argparse.Namespace) -> dict[str, str]:
         "account": args.service_account,
         "grace": str(_grace(args.grace)),
         "success": "yes" if minor >= SINCE_SUCCESS_POLICY else "",
-        # Kubernetes fills in $(NAME); what the script is to get as it stands has the dollar twice.
-        "command": json.dumps([word.replace("$(", "$$(") for word in args.command], ensure_ascii=False),
+        # Kubernetes fills in $(NAME), and makes one dollar of two: what is meant as it stands has them twice.
+        "command": json.dumps([word.replace("$", "$$") for word in args.command], ensure_ascii=False),
     }
 
 

@@ -261,6 +261,11 @@ class Machines:
             raise UsageError(f"{self.name(index)} is down, and its disks are gone.")
         return Path(f"/proc/{self._up[index].first.pid}/root") / inside.lstrip("/")
 
+    def kills(self, index: int) -> int:
+        """How many processes of a machine with a memory limit the kernel has killed for exceeding it."""
+        up = self._up.get(index)
+        return namespaces.kills(up.group) if up is not None and up.group is not None else 0
+
     def name_service(self, index: int, names: Mapping[str, str]) -> None:
         """Let a machine know these names (name -> address) and no others, from now on and after it boots."""
         self._files[index] = "".join(f"{address} {name}\n" for name, address in names.items())

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume.cluster.memory import Group
@@ -79,6 +80,12 @@ def join_group(group: Path | None) -> None:
     """Have this process, and what it starts, counted there."""
     if group is not None:
         (group / "cgroup.procs").write_text("0")  # whoever writes
+
+
+def kills(group: Path) -> int:
+    """How many processes of that group the kernel has killed for want of memory."""
+    own = Group.of_this_process()
+    return replace(own, directory=group).kills() if own else 0
 
 
 def remove_groups_of_the_dead() -> None:

@@ -1,0 +1,98 @@
+"""What Kubernetes' Job controller makes of the ends of pods: a pure model of an Indexed Job's rules.
+
+Promise: the same ends in the same order give the same verdicts. After the API reference of batch/v1 and the
+KEPs 3329 (podFailurePolicy), 3850 (backoffLimitPerIndex) and 3998 (successPolicy); not the controller's code,
+and no API server was asked. Does not know pods, time or machines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["replace", "index done", "index failed", "job done", "job failed"]
+
+
+@dataclass
+class Job:
+    """One Indexed Job: its ``spec``, and what has come of its indexes so far."""
+
+    spec: Mapping[str, Any]
+    failures: Counter[int] = field(default_factory=Counter)
+    done: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+    over: Literal["", "job done", "job failed"] = ""
+
+    @property
+    def completions(self) -> int:
+        """How many indexes there are."""
+        return int(self.spec.get("completions", 1))
+
+    def ended(self, index: int, codes: Mapping[str, int], *, disrupted: bool = False) -> Verdict:
+        """Judge a pod's end.
+
+        Args:
+            index: the pod's.
+            codes: exit codes by container; of one that a signal killed, 128 and its number.
+            disrupted: whether the pod has the condition DisruptionTarget.
+
+        """
+        if self.over:
+            return self.over
+        if all(code == 0 for code in codes.values()):
+            self.done.add(index)
+        elif (verdict := self._failure(index, codes, disrupted=disrupted)) != "index failed":
+            return verdict
+        else:
+            self.failed.add(index)
+        self.over = self._end()
+        return self.over or ("index done" if index in self.done else "index failed")
+
+    def _failure(self, index: int, codes: Mapping[str, int], *, disrupted: bool) -> Verdict:
+        action = self._action(codes, disrupted=disrupted)
+        if action == "FailJob":
+            self.over = "job failed"
+            return "job failed"
+        if action == "FailIndex":
+            return "index failed"
+        if action == "Ignore":
+            return "replace"
+        self.failures[index] += 1
+        if "backoffLimitPerIndex" in self.spec:
+            return "index failed" if self.failures[index] > self.spec["backoffLimitPerIndex"] else "replace"
+        if self.failures.total() > self.spec.get("backoffLimit", 6):
+            self.over = "job failed"
+            return "job failed"
+        return "replace"
+
+    def _action(self, codes: Mapping[str, int], *, disrupted: bool) -> str:
+        """What the first rule that matches says; Count where none does."""
+        for rule in self.spec.get("podFailurePolicy", {}).get("rules", []):
+            if _matches(rule, codes, disrupted=disrupted):
+                return str(rule["action"])
+        return "Count"
+
+    def _end(self) -> Literal["", "job done", "job failed"]:
+        for rule in self.spec.get("successPolicy", {}).get("rules", []):
+            if len(self.done) >= rule.get("succeededCount", self.completions):
+                return "job done"
+        if len(self.failed) > self.spec.get("maxFailedIndexes", self.completions):
+            return "job failed"
+        if len(self.done | self.failed) < self.completions:
+            return ""
+        return "job failed" if self.failed else "job done"
+
+
+def _matches(rule: Mapping[str, Any], codes: Mapping[str, int], *, disrupted: bool) -> bool:
+    if "onPodConditions" in rule:
+        return disrupted and any(
+            (one["type"], str(one.get("status", "True"))) == ("DisruptionTarget", "True")
+            for one in rule["onPodConditions"]
+        )
+    asked = rule["onExitCodes"]
+    found = [code for name, code in codes.items() if code != 0 and asked.get("containerName", name) == name]
+    if asked["operator"] == "In":
+        return any(code in asked["values"] for code in found)
+    return any(code not in asked["values"] for code in found)

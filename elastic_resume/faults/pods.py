@@ -1,0 +1,375 @@
+"""The Job of a Kubernetes manifest, run on simulated machines: one for each pod.
+
+Reads the YAML that a cluster would be given and does what kubelet and the Job controller would do with it:
+the environment with fieldRef, Secrets and $(NAME); host names; names in DNS for pods that are not ready, late
+if wanted; each emptyDir as a file system in memory of its size; 64 MB of /dev/shm unless something is
+mounted there; the memory limit; a pod's end by SIGTERM, grace and SIGKILL; a new pod with a new address and
+empty disks, when the policies say so.
+
+**Not simulated**: images (the host's files are seen, in ``cwd``), users and security contexts, the scheduler,
+quotas, probes, init containers, eviction for a full disk. The controller's delay before a replacement is
+``backoff_s``. No API server was asked how it does things: see `job_controller` for what this follows.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets as chance
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import yaml
+
+from elastic_resume.cluster import kubernetes, kubernetes_rules
+from elastic_resume.errors import UsageError
+from elastic_resume.faults import job_controller
+from elastic_resume.faults.machines import Machines
+
+T = TypeVar("T")
+POLL_S = 0.02
+SHARED_MEMORY = "/dev/shm"  # noqa: S108  a mount point
+UNLIMITED_BYTES = 1 << 30  # of an emptyDir without a sizeLimit
+DOMAIN = "cluster.local"
+_REFERENCE = re.compile(r"\$(\$|\(([A-Za-z_][A-Za-z0-9_.-]*)\))")
+# What an image would say: where the interpreter and the command line tool are, and that lines come at once.
+IMAGE = {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONUNBUFFERED": "1"}
+
+
+class PodsTimeoutError(AssertionError):
+    """What was waited for did not happen; the text ends with what the pods printed last."""
+
+
+@dataclass
+class Pod:
+    """One pod that was started. ``code`` is None while it runs."""
+
+    index: int
+    name: str
+    uid: str
+    slot: int
+    address: str
+    process: subprocess.Popen[bytes]
+    code: int | None = None
+    reason: str = ""  # as `kubectl describe` words it: OOMKilled, or the disruption's
+    disrupted: bool = False
+    counts: bool = True  # whether the controller still knows it: not after `force_delete`
+    kill_at: float = field(default=float("inf"))
+
+
+class Pods:
+    """The pods of a manifest's Job. Use it as a context manager, or call `close`; `wait` drives it."""
+
+    def __init__(
+        self,
+        text: str,
+        directory: Path,
+        *,
+        secrets: Mapping[str, Mapping[str, str]] | None = None,
+        claims: Mapping[str, Path] | None = None,
+        bind: Mapping[str, Path] | None = None,
+        image: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        namespace: str = "default",
+        backoff_s: float = 0.0,
+        whole_container: bool = True,
+    ) -> None:
+        """Lay the network for the manifest ``text``; `start` starts the pods.
+
+        Args:
+            text: YAML with a Job (and its Service), or a JobSet of one.
+            directory: gets a log for each pod.
+            secrets: Secrets by name, each with its keys.
+            claims: PersistentVolumeClaim -> folder of the host.
+            bind: more folders of the host by their paths inside.
+            image: variables that the image sets, beside `IMAGE`.
+            cwd: the image's working directory; default: this process's.
+            namespace: of all.
+            backoff_s: between a pod's end and its replacement.
+            whole_container: a container that exceeds its memory is killed as a whole, as kubelet has it done
+                since 1.28 where cgroup v2 is; else only the process that the kernel chooses.
+
+        """
+        kinds = {str(one["kind"]): one for one in yaml.safe_load_all(text)}
+        spec, prefix, service = kubernetes_rules.job_of(kinds)
+        if spec is None:
+            raise UsageError("this manifest has neither a Job nor a JobSet.")
+        self.job = job_controller.Job(spec)
+        self.prefix, self._namespace = prefix, namespace
+        self._template = spec["template"]
+        self._pod = self._template["spec"]
+        (self._container,) = self._pod["containers"]
+        self._has_names = service is not None or "JobSet" in kinds
+        self._secrets, self._claims, self._bind = secrets or {}, claims or {}, bind or {}
+        self._image = {**IMAGE, **(image or {})}
+        self._cwd = cwd or Path.cwd()
+        self._directory = directory
+        self._backoff_s, self._whole_container = backoff_s, whole_container
+        slots = self.job.completions + 2
+        self._machines = Machines([f"machine{slot}" for slot in range(slots)])
+        self.pods: list[Pod] = []
+        """All pods that were ever started, in that order."""
+        self.dns_held = False
+        """While this is true, new pods get no name in DNS."""
+        self._dns: dict[str, str] = {}
+        self._due: list[tuple[float, int]] = []
+
+    def __enter__(self) -> Pods:  # noqa: PYI034  typing.Self needs Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything."""
+        self._machines.close()
+
+    # ---- what befalls them ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start a pod for each index."""
+        for index in range(self.job.completions):
+            self._create(index)
+
+    def pod(self, index: int) -> Pod:
+        """Give the newest pod of an index."""
+        return next(pod for pod in reversed(self.pods) if pod.index == index)
+
+    def delete(self, index: int, *, disruption: str = "") -> Pod:
+        """Delete a pod: SIGTERM, and SIGKILL after its grace. ``disruption``: the reason of an eviction."""
+        pod = self.pod(index)
+        pod.disrupted, pod.reason = bool(disruption), disruption
+        pod.kill_at = time.monotonic() + float(self._pod.get("terminationGracePeriodSeconds", 30))
+        pod.process.send_signal(signal.SIGTERM)
+        if self.job.spec.get("podReplacementPolicy", "TerminatingOrFailed") != "Failed":
+            self._due.append((time.monotonic(), index))
+            pod.counts = False
+        return pod
+
+    def evict(self, index: int) -> Pod:
+        """Delete a pod as the eviction API, a preemption or a drained node does."""
+        return self.delete(index, disruption="EvictionByEvictionAPI")
+
+    def lose_node(self, index: int) -> Pod:
+        """Let a pod's machine lose its power. The controller learns of it by `forget_node`."""
+        pod = self.pod(index)
+        self._machines.poweroff(pod.slot)
+        pod.counts = False
+        return pod
+
+    def forget_node(self, index: int) -> None:
+        """Let the node be given up (after five minutes, or by a taint): its pod has failed by disruption."""
+        pod = self.pod(index)
+        pod.code, pod.disrupted, pod.reason = 137, True, "DeletionByTaintManager"
+        pod.counts = True
+        self._judge(pod)
+
+    def force_delete(self, index: int) -> Pod:
+        """Delete the object alone, as ``--force --grace-period=0`` does: two pods of one index may run."""
+        pod = self.pod(index)
+        pod.counts = False
+        self._due.append((time.monotonic(), index))
+        return pod
+
+    def kill(self, pod: Pod) -> None:
+        """Let a pod's container die at once."""
+        pod.process.kill()
+
+    def cut(self, pod: Pod) -> None:
+        """Let the link of a pod's machine go silent."""
+        self._machines.cut(pod.slot)
+
+    def publish(self) -> None:
+        """Let DNS know every pod that runs."""
+        self.dns_held = False
+        self._tell_names()
+
+    # ---- what can be seen ----------------------------------------------------------------------------
+
+    def log(self, pod: Pod) -> str:
+        """All that a pod has printed."""
+        return self._log(pod.name).read_text(errors="replace")
+
+    def path(self, pod: Pod, inside: str) -> Path:
+        """Where a file of a pod that runs can be found."""
+        return self._machines.path(pod.slot, inside)
+
+    def wait(self, look: Callable[[], T | None], what: str, timeout_s: float = 60.0) -> T:
+        """Do what kubelet and the controller do until ``look`` gives something true, and return that.
+
+        Raises:
+            PodsTimeoutError: not within ``timeout_s``.
+
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._tick()
+            found = look()
+            if found:
+                return found
+            if time.monotonic() > deadline:
+                tails = "\n".join(f"--- {pod.name} {pod.code}\n{self.log(pod)[-2500:]}" for pod in self.pods)
+                raise PodsTimeoutError(f"{what}: {timeout_s:.0f} s went by.\n{tails}")
+            time.sleep(POLL_S)
+
+    def ended(self, pod: Pod, timeout_s: float = 60.0) -> int:
+        """Wait for a pod's end; give its exit code as Kubernetes would show it."""
+        self.wait(lambda: pod.code is not None, f"the end of {pod.name}", timeout_s)
+        return -1 if pod.code is None else pod.code
+
+    # ---- kubelet and the controller ------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        for pod in list(self.pods):
+            if pod.code is not None or not self._runs_or_ran(pod):
+                continue
+            if time.monotonic() > pod.kill_at:
+                pod.process.kill()
+            if self._whole_container and self._machines.kills(pod.slot):
+                pod.reason = "OOMKilled"
+                pod.process.kill()
+            code = pod.process.poll()
+            if code is not None:
+                pod.code = 128 - code if code < 0 else code
+                self._machines.crash(pod.slot)  # what is left of it, its disks too
+                self._judge(pod)
+        now = time.monotonic()
+        for due in [one for one in self._due if one[0] <= now]:
+            self._due.remove(due)
+            self._create(due[1])
+
+    def _runs_or_ran(self, pod: Pod) -> bool:
+        """Whether its machine is still its own."""
+        return all(other.slot != pod.slot for other in self.pods[self.pods.index(pod) + 1 :])
+
+    def _judge(self, pod: Pod) -> None:
+        if not pod.counts:
+            return
+        codes = {self._container["name"]: int(pod.code or 0)}
+        verdict = self.job.ended(pod.index, codes, disrupted=pod.disrupted)
+        if verdict == "replace":
+            self._due.append((time.monotonic() + self._backoff_s, pod.index))
+        elif self.job.over:
+            self._due.clear()
+            for other in self.pods:
+                if other.code is None and other.process.poll() is None:
+                    other.process.send_signal(signal.SIGTERM)
+                    other.kill_at = time.monotonic() + self._pod.get("terminationGracePeriodSeconds", 30)
+        self._tell_names()
+
+    def _create(self, index: int) -> None:
+        used = {pod.slot for pod in self.pods if pod.code is None}
+        free = [slot for slot in range(len(self._machines)) if slot not in used]
+        # Not the machine that was used last, where another is free.
+        slot = min(
+            free, key=lambda one: max((n for n, pod in enumerate(self.pods) if pod.slot == one), default=-1)
+        )
+        host = f"{self.prefix}-{index}"
+        name, uid = f"{host}-{chance.token_hex(3)[:5]}", str(uuid.uuid4())
+        address = self._machines.hosts.renumber(slot)
+        volumes = {one["name"]: one for one in self._pod.get("volumes", [])}
+        disks: dict[str, int] = {"/scratch": 0}
+        bind = {to: str(source) for to, source in self._bind.items()}
+        for mount in self._container.get("volumeMounts", []):
+            volume = volumes[mount["name"]]
+            if "emptyDir" in volume:
+                size = (volume["emptyDir"] or {}).get("sizeLimit")
+                disks[mount["mountPath"]] = (
+                    kubernetes.size_bytes(size, "sizeLimit") if size else UNLIMITED_BYTES
+                )
+            else:
+                bind[mount["mountPath"]] = str(self._claims[volume["persistentVolumeClaim"]["claimName"]])
+        memory = self._container.get("resources", {}).get("limits", {}).get("memory")
+        env = self._environment(index, name, uid, address)
+        words = [*self._container["command"], *self._container.get("args", [])]
+        self._machines.name_service(slot, self._names(index, address))
+        with open(self._log(name), "ab") as log:
+            (process,) = self._machines.boot(
+                slot,
+                name=host,
+                disks=disks,
+                bind=bind,
+                memory_bytes=kubernetes.size_bytes(memory, "memory") if memory else 0,
+                argv=[expanded(str(word), env) for word in words],
+                env=env,
+                cwd=self._cwd,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.pods.append(Pod(index, name, uid, slot, address, process))
+        self._tell_names()
+
+    def _environment(self, index: int, name: str, uid: str, address: str) -> dict[str, str]:
+        """What the container is given: the image's, Kubernetes' own, and the manifest's."""
+        labels = {
+            **self._template.get("metadata", {}).get("labels", {}),
+            **dict.fromkeys(("batch.kubernetes.io/job-name", "job-name"), self.prefix),
+            "batch.kubernetes.io/job-completion-index": str(index),
+        }
+        fields = {
+            "metadata.name": name,
+            "metadata.namespace": self._namespace,
+            "metadata.uid": uid,
+            "status.podIP": address,
+            **{f"metadata.labels['{key}']": value for key, value in labels.items()},
+        }
+        env = {
+            **self._image,
+            "HOSTNAME": f"{self.prefix}-{index}",
+            "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+            "KUBERNETES_SERVICE_PORT": "443",
+        }
+        told = {"JOB_COMPLETION_INDEX": str(index)}
+        for one in self._container.get("env", []):
+            source = one.get("valueFrom", {})
+            if "fieldRef" in source:
+                told[one["name"]] = fields[source["fieldRef"]["fieldPath"]]
+            elif "secretKeyRef" in source:
+                ref = source["secretKeyRef"]
+                told[one["name"]] = self._secrets[ref["name"]][ref["key"]]
+            else:
+                told[one["name"]] = expanded(str(one["value"]), told)
+        return {**env, **told}
+
+    def _log(self, name: str) -> Path:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return self._directory / f"{name}.log"
+
+    def _names(self, index: int, address: str) -> dict[str, str]:
+        """What a pod's resolver knows: its own line of /etc/hosts, and DNS."""
+        own = self._line(f"{self.prefix}-{index}")
+        dns = {line: at for line, at in self._dns.items() if line != own}
+        return {f"{own} {self.prefix}-{index}": address, **dns}
+
+    def _line(self, host: str) -> str:
+        """A pod's names, the full one first; the others as the search path makes them."""
+        if not self._has_names:
+            return host
+        short = f"{host}.{self._pod['subdomain']}.{self._namespace}.svc"
+        return f"{short}.{DOMAIN} {short} {host}.{self._pod['subdomain']}"
+
+    def _tell_names(self) -> None:
+        live = [pod for pod in self.pods if pod.code is None]
+        if not self.dns_held and self._has_names:
+            self._dns = {self._line(f"{self.prefix}-{pod.index}"): pod.address for pod in live}
+        for pod in live:
+            if self._machines.is_up(pod.slot):
+                self._machines.name_service(pod.slot, self._names(pod.index, pod.address))
+
+
+def expanded(text: str, env: Mapping[str, str]) -> str:
+    """Fill in $(NAME) as Kubernetes does: what is not known stays, and two dollars make one."""
+
+    def value(match: re.Match[str]) -> str:
+        return "$" if match[1] == "$" else env.get(match[2], match[0])
+
+    return _REFERENCE.sub(value, text)
