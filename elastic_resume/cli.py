@@ -75,7 +75,7 @@ def _add_simulate(commands: argparse._SubParsersAction[Any]) -> None:
         dest="broken_rule",
         default="",
         metavar="RULE",
-        choices=("incarnations", "two-steps", "later-proposals", "gone-brings-knowledge"),
+        choices=("incarnations", "two-steps", "later-proposals", "gone-brings-knowledge", "word-of-all"),
         help="break a rule of the quorum on purpose: %(choices)s",
     )
     one.set_defaults(function=simulate)

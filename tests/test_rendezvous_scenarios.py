@@ -16,6 +16,7 @@ import pytest
 from elastic_resume.policy.divergence import RESUME, Verdict, labels, summary
 from elastic_resume.policy.failures import describe
 from elastic_resume.rendezvous.checkers import Checkers
+from elastic_resume.rendezvous.quorum import Question
 from elastic_resume.rendezvous.simnet import Clock, Network
 from elastic_resume.rendezvous.simnode import Node
 from elastic_resume.rendezvous.steps import (
@@ -25,6 +26,7 @@ from elastic_resume.rendezvous.steps import (
     Log,
     ReplicasDiffer,
     RestartWorkers,
+    SchedulerSays,
     Settings,
     StopWorkers,
 )
@@ -61,6 +63,8 @@ class Stage:
         self.checkers = Checkers()
         self.nodes: dict[str, Node] = {}
         self.seen: list[str] = []
+        self.asking: Node | None = None
+        self.answer: SchedulerSays | None = None
         for place, name in enumerate(told["nodes"].split(",")):
             own = replace(settings, node_timeout_s=5.0) if name == told.get("other_timeout") else settings
             node = self.nodes[name] = Node(name, own, self.net, self.checkers)
@@ -111,9 +115,23 @@ class Stage:
             for word in words[1:]:
                 name, _, tensors = word.partition("=")
                 self.nodes[name].digest(int(words[0]), tensors)
+        elif verb.startswith("scheduler"):
+            self.ask_scheduler(verb, words)
         else:
             for name in words:
                 self.do_to(verb, self.nodes[name])
+
+    def ask_scheduler(self, verb: str, words: list[str]) -> None:
+        """Have it look for one node, and answer: these, or all whom it asks about, are dead; or only look."""
+        if verb != "scheduler-answers":
+            self.asking = node = self.nodes[words[0]]
+            question = node.agent.question if node.agent else None
+            self.seen.append(f"{self.clock.now:7.2f}  {node.name}  asks about {told_of(question)}")
+            if question:
+                dead = frozenset(one for one in question.missing if one.node in words[1:] or not words[1:])
+                self.answer = SchedulerSays(question, dead, alone=not words[1:])
+        if verb != "scheduler-looks" and self.answer and self.asking:
+            self.asking.hear(self.answer, self.asking.life)
 
     def do_to(self, verb: str, node: Node) -> None:
         """Carry out one command for one node."""
@@ -143,6 +161,11 @@ class Stage:
                 "finish": node.finish,
                 "leave": node.leave,
             }[verb]()
+
+
+def told_of(question: Question | None) -> str:
+    """Who is missing."""
+    return " ".join(sorted(one.node for one in question.missing)) if question else "nobody"
 
 
 def cut_between(groups: list[list[str]]) -> set[tuple[str, str]]:

@@ -24,7 +24,7 @@ from elastic_resume.rendezvous.messages import (
     Redirect,
     Report,
 )
-from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World, has_quorum
+from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World, has_quorum, listed
 from elastic_resume.rendezvous.steps import (
     BeginWorld,
     Connect,
@@ -35,6 +35,7 @@ from elastic_resume.rendezvous.steps import (
     Memory,
     Persist,
     RestartWorkers,
+    SchedulerSays,
     Send,
     Settings,
     StopWorkers,
@@ -42,6 +43,8 @@ from elastic_resume.rendezvous.steps import (
 
 NAMED = 5
 """So many candidates are named in one line."""
+LEFT_OUT = 1000
+"""So many generations may have begun behind a cut, and ended with all who knew of them."""
 KEPT_PRINTS = 256
 """Of the digests that this node has made: those that it may yet be asked about."""
 
@@ -148,6 +151,21 @@ class Body:
         if ended:
             self.believe(self.known.with_gone(ended))
             self.log("lost", f"{', '.join(map(str, ended))} died too: nobody listens at {address}")
+
+    def bury(self, says: SchedulerSays) -> None:
+        """Count those gone who are dead by their scheduler's word, if nobody but us is left of the job.
+
+        Of a few it would not do. The dead may have known of a world that we do not, with members who are new
+        to us or cut off from us, and who go on as its heirs: what the dead knew is lost (rule 4). Where
+        nobody is left there is no such heir, and the numbers that such a world may have used are left out.
+        """
+        if self.settings.rules.word_of_all and not (says.alone and says.question.missing <= says.dead):
+            return
+        self.believe(self.known.with_gone(says.dead))
+        self.seen = max(self.seen, self.known.generation) + LEFT_OUT
+        self.log(
+            "buried", f"{listed(says.dead)}: dead, says the scheduler, and nobody else is left of the job"
+        )
 
     def grace(self, seconds: float) -> None:
         """Worlds of others may go on for so long without our hearing of it."""

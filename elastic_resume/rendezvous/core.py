@@ -40,7 +40,7 @@ from elastic_resume.rendezvous.leading import Leader
 from elastic_resume.rendezvous.ledger import received
 from elastic_resume.rendezvous.link import Link
 from elastic_resume.rendezvous.messages import Hello, JobEnd, Report, Stamp
-from elastic_resume.rendezvous.quorum import Incarnation, World
+from elastic_resume.rendezvous.quorum import Incarnation, Question, World
 from elastic_resume.rendezvous.seeking import Seeker, Verdict
 from elastic_resume.rendezvous.steps import (
     Digested,
@@ -57,6 +57,7 @@ from elastic_resume.rendezvous.steps import (
     PeerConnected,
     PeerLost,
     Persisted,
+    SchedulerSays,
     Settings,
     WorkerFailed,
     WorkersFinished,
@@ -142,6 +143,9 @@ class Agent:
         elif isinstance(event, Explained):
             if isinstance(role, (Follower, Leader)):
                 role.explained(event)
+        elif isinstance(event, SchedulerSays):
+            if event.question == self.question:
+                body.bury(event)
         elif isinstance(event, Leave):
             self._leave(event)
 
@@ -303,6 +307,16 @@ class Agent:
         if isinstance(role, Leader):
             present |= set(role.roster.parts) - set(role.roster.broken)
         return not self.body.rivals(present)
+
+    @property
+    def question(self) -> Question | None:
+        """Whose death would let this agent go on; None while it waits for nobody that is missing."""
+        role = self.role
+        if not isinstance(role, Leader) or role.world or not role.former.lacks_quorum:
+            return None  # who finds nobody soon leads
+        here = {self.body.me, *role.roster.parts}
+        missing = self.body.rivals(here)
+        return Question(frozenset(missing), frozenset(here)) if missing else None
 
     @property
     def leads(self) -> bool:

@@ -50,6 +50,8 @@ class Former:
         self.look_at = body.now
         self._looked_at = body.known
         self.waiting_for = "nobody has joined yet"
+        self.lacks_quorum = False
+        """Some might live on elsewhere: that is what we wait for."""
         self.more_at = float("inf")
         """When newcomers to the running world are due to be taken in."""
         self.waiting_since = body.now
@@ -124,6 +126,7 @@ class Former:
     def _joiners(self) -> dict[Incarnation, Join]:
         """Return those who want to be in the next world; nobody when it cannot form yet."""
         body, settings = self.body, self.body.settings
+        self.lacks_quorum = False
         if body.join is None and not body.finished:
             return self._wait("this node's workers have not stopped")
         if self.roster.broken:
@@ -140,6 +143,7 @@ class Former:
         present = {body.me, *self.roster.parts}
         lack = None if body.minority else shortfall(present, body.known, settings.rules)
         if lack:
+            self.lacks_quorum = True
             absent = "" if lack.generation else f"; not here: {body.not_here(present)}"
             return self._wait(f"{lack}{absent}")
         until = self._patience(present, full=len(joins) >= settings.max_nodes)
@@ -166,8 +170,13 @@ class Former:
             until = body.grace_until
             if not rivals <= body.silent:
                 until = max(until, self.since + settings.node_timeout_s)
-        if last is None and not body.known.proposals and settings.max_nodes > 1:
-            # Where disks were lost a world may run of which nobody here knows. Its leader calls soon.
+        if (
+            (last is None or not body.known.alive(last))
+            and not body.known.proposals
+            and settings.max_nodes > 1
+        ):
+            # A world may run of which nobody here knows: disks were lost, or all that we knew have died and
+            # others heard that from the scheduler. Its leader calls soon.
             until = max(until, self.since + 2 * settings.claim_s)
         survivors = last is not None and any(one in present for one in body.known.alive(last))
         if not survivors and not full:

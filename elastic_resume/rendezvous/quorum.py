@@ -41,6 +41,11 @@ class Incarnation:
         """The node's name, as messages for people give it."""
         return self.node
 
+    @property
+    def home(self) -> str:
+        """What its scheduler knows it by (`cluster.gone`): part of its life, which is nobody else's."""
+        return self.life.partition("+")[0].partition("@")[2]
+
     def reborn(self) -> Incarnation:
         """Return the next life of the same process, for one that was declared gone and is not."""
         life, _, turn = self.life.partition("+")
@@ -81,12 +86,14 @@ def _seats(world: World) -> tuple[dict[Incarnation, int], dict[str, tuple[Incarn
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Which of the four rules hold. All do; tests break one at a time to see that a checker notices."""
+    """Which of the rules hold. All do; tests break one at a time to see that a checker notices."""
 
     incarnations: bool = True
     two_steps: bool = True
     later_proposals: bool = True
     gone_brings_knowledge: bool = True
+    word_of_all: bool = True
+    """A scheduler's word counts where it speaks of everybody: see `Body.bury`."""
 
 
 ALL_RULES = Rules()
@@ -198,6 +205,14 @@ def _alive(world: World, gone: frozenset[Incarnation]) -> tuple[Incarnation, ...
 def _place(world: World) -> tuple[int, tuple[tuple[str, str], ...]]:
     """An order of worlds that does not depend on who heard of which first."""
     return world.generation, tuple((one.node, one.life) for one in (world.leader, *world.members))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Of whom it would help to know that they are dead, so that those who are `here` may go on."""
+
+    missing: frozenset[Incarnation]
+    here: frozenset[Incarnation]
 
 
 @dataclass(frozen=True, slots=True)

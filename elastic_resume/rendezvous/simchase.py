@@ -121,6 +121,30 @@ def torn_proposal(rng: random.Random, start: Moment, count: int) -> list[Fault]:
     return [first, blow, apart]
 
 
+def burials(rng: random.Random, count: int) -> list[Fault]:
+    """A majority goes on without the others, takes in who comes, and all of it or most of it loses its power.
+
+    Against the word of a scheduler: what the dead knew is lost, and who of them lives is its only heir.
+    """
+    ours = majority(rng, count)
+    faults = [shift(Moment(rng.choice(SOON_S), "world", 1), *ours)]
+    settled = then(rng.choice(SETTLED_S), "world")
+    if rng.random() < 0.3:
+        newcomer = rng.choice([one for one in range(count) if one not in ours] or [0])
+        faults += [shift(settled, *range(len(ours)), newcomer)]
+        settled = then(rng.choice(SETTLED_S))
+    dead = list(range(len(ours) - rng.choice((0, 1))))
+    rng.shuffle(dead)
+    apart = rng.randint(0, len(dead))
+    faults.append(Fault(settled, "power", ranks(*dead[apart:]), rng.choice((8.0, LONG_S, LONG_S))))
+    faults.append(Fault(then(rng.choice(SOON_S)), "power", ranks(*dead[:apart]), rng.choice((8.0, LONG_S))))
+    if rng.random() < 0.2:
+        faults.append(heal(rng))
+    # The scheduler is asked when the dead have been missed, and its word has to arrive.
+    faults.append(Fault(then(rng.uniform(6.0, 12.0)), "worker", ranks(0)))
+    return [one for one in faults if one.nodes or one.kind == "shift"]
+
+
 def staggered(rng: random.Random, start: Moment, count: int) -> list[Fault]:
     """Three parts find together one after the other, in another order than they fell apart."""
     order = list(range(count))

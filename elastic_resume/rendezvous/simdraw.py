@@ -18,7 +18,7 @@ DRIFT = 0.02
 """Clocks run at rates up to this far from true; leases keep 0.05 back for two of them."""
 FAMILIES = {
     kinds.CHASE: 40,
-    kinds.WEATHER: 28,
+    kinds.WEATHER: 22,
     kinds.CALM_DAYS: 8,
     kinds.END_GAME: 7,
     kinds.IMPATIENCE: 5,
@@ -26,6 +26,7 @@ FAMILIES = {
     kinds.LOST_DISKS: 3,
     kinds.LOST_DISKS_AND_SILENCE: 3,
     kinds.REJECTION: 3,
+    kinds.WORD: 6,
 }
 """How many of a hundred schedules belong to each family."""
 
@@ -40,6 +41,7 @@ KINDS = {
     kinds.MINORITY: (*DEATHS, *SILENCES, *TROUBLE),
     kinds.LOST_DISKS: (*DEATHS, "wipe", "wipe", "wipe", "worker", "leave", "disk"),
     kinds.LOST_DISKS_AND_SILENCE: (*DEATHS, *SILENCES, *TROUBLE, "wipe", "wipe", "wipe", "wipe"),
+    kinds.WORD: (*DEATHS, *SILENCES, *TROUBLE, "power", "power", "shift"),
     kinds.REJECTION: (*DEATHS, "reject", "reject", "reject", "pause", "worker", "leave"),
 }
 LONGEST_S = {"slow": 8.0, "disk": 8.0, "pause": 8.0, "stuck": 12.0}
@@ -56,6 +58,9 @@ def draw(seed: int) -> Schedule:
         job = draw_job(rng, family, rng.choice((3, 3, 3, 4, 5, 5, 5, 5, 6, 7)))
         return Schedule(seed, family, job, tuple(simchase.draw_faults(rng, len(job.sites))))
     job = draw_job(rng, family, rng.choice((3, 3, 4, 5, 5, 6, 7, 9)))
+    if family == kinds.WORD and rng.random() < 0.7:
+        job = replace(job, settings=replace(job.settings, max_nodes=len(job.sites)))
+        return Schedule(seed, family, job, tuple(simchase.burials(rng, len(job.sites))))
     if family == kinds.END_GAME and rng.random() < 0.5:
         return Schedule(seed, family, job, tuple(simchase.last_words(rng, len(job.sites))))
     faults = draw_faults(rng, family, job.names)
@@ -87,7 +92,13 @@ def draw_job(rng: random.Random, family: str, count: int) -> Job:
         )
         for place, name in enumerate(names)
     )
-    return Job(sites, settings, linger_s=rng.choice((2.0, 2.0, 5.0)), ends=family == kinds.END_GAME)
+    return Job(
+        sites,
+        settings,
+        linger_s=rng.choice((2.0, 2.0, 5.0)),
+        ends=family == kinds.END_GAME,
+        scheduler=family == kinds.WORD,
+    )
 
 
 def _comes(rng: random.Random, late: float) -> float:

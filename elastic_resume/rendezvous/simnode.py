@@ -78,6 +78,7 @@ class Node(Host):
         self.paused = False
         self.fenced = False
         """Its workers ended by themselves while it was paused."""
+        self.buried = False  # as `simword` says
         self.agent: Agent | None = None
         self.ends: dict[int, End] = {}
         self.backlog: list[tuple[Event, int]] = []
@@ -115,7 +116,7 @@ class Node(Host):
 
     def boot(self) -> None:
         """Start an agent, with what the disk holds."""
-        if self.process or (self.last and self.done):
+        if self.process or self.buried or (self.last and self.done):
             return
         self.life += 1
         self.power = self.process = True
@@ -213,7 +214,7 @@ class Node(Host):
         if not backlog:
             self._happen(Tick())
         for event, life in backlog:
-            self._deliver(event, life)
+            self.hear(event, life)
         if self.fenced and self.running:
             self.ask_to_join(self.life)  # as for any worker that has died
         self.fenced = False
@@ -290,9 +291,10 @@ class Node(Host):
     # The core.
 
     def _happen(self, event: Event) -> None:
-        self._deliver(event, self.life)
+        self.hear(event, self.life)
 
-    def _deliver(self, event: Event, life: int) -> None:
+    def hear(self, event: Event, life: int) -> None:
+        """Hand an event to the agent of that life."""
         if self.agent is None or life != self.life:
             return
         if self.paused:
@@ -371,7 +373,6 @@ class Node(Host):
         again = isinstance(effect, GiveUp)
         if again:
             self.last = False
-        """Once the job has ended here, nobody starts it again."""
         self.gave_up_at = self.clock.now
         if self.linger_s < float("inf"):
             self.clock.at(

@@ -27,6 +27,8 @@ LOST_DISKS = "lost disks"
 """Disks are lost, but most candidates keep theirs and nobody falls silent."""
 LOST_DISKS_AND_SILENCE = "lost disks and silence"
 """Any nodes lose their disks, while others are cut off, paused or without power."""
+WORD = "a scheduler's word"
+"""A scheduler tells those who wait who is dead, whatever happened before: see `simword`."""
 REJECTION = "rejecting firewall"
 """Partitions in which every connection is reset and every call refused, as if all over there had died."""
 
@@ -71,6 +73,8 @@ class Job:
     """How long an agent still answers after the end of the job, or its own."""
     ends: bool = False
     """At last all workers finish."""
+    scheduler: bool = False
+    """Those who wait for others may ask who of them is dead."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,6 +90,8 @@ class Job:
             words.append("minority allowed")
         if s.join_timeout_s < Settings(()).join_timeout_s:
             words.append(f"join timeout {s.join_timeout_s:g} s")
+        if self.scheduler:
+            words.append("a scheduler to ask")
         if self.ends:
             words.append("finishes at last")
         return "\n".join([", ".join(words), *(f"    {site}" for site in self.sites)])

@@ -20,6 +20,7 @@ from elastic_resume.rendezvous.simnet import FAST_S, Clock, Network, StormError
 from elastic_resume.rendezvous.simnode import Node, Story
 from elastic_resume.rendezvous.simschedule import CUTS, LEADER, Fault, Schedule
 from elastic_resume.rendezvous.simtell import tell
+from elastic_resume.rendezvous.simword import Scheduler
 
 RESETS_APART_S = 0.5
 """A network that resets a link and at once again the call that makes it anew cannot be told from a death:
@@ -72,6 +73,7 @@ class Simulation:
             node.order, node.origin, node.rate = site.order, site.origin, site.rate
             node.linger_s = job.linger_s
             node.watch = self._saw
+        self.scheduler = Scheduler(self.nodes, self.clock, self.rng) if job.scheduler else None
         self.seen: Counter[str] = Counter()
         self.awaited: dict[tuple[str, int], list[int]] = {}
         self.left = len(schedule.faults)
@@ -99,6 +101,8 @@ class Simulation:
         for site in self.schedule.job.sites:
             if site.comes_s < float("inf"):
                 self.clock.at(site.comes_s, self.nodes[site.name].boot)
+        if self.scheduler:
+            self.scheduler.start()
         faults = self.schedule.faults
         for number, fault in enumerate(faults):
             if not fault.when.then:
@@ -238,6 +242,8 @@ class Simulation:
             node.resume()
             if site.comes_s < float("inf") and (ours == names or rng.random() < 0.5):
                 node.boot()
+        if self.scheduler and ours == names:
+            self.scheduler.release()
         self.clock.run_until(self.clock.now + 1)
         parts = [part for part in (ours, names - ours) if part]
         may = [part for part in parts if self._may_form(part)]

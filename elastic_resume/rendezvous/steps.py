@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from elastic_resume.policy.divergence import Groups
 from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.messages import Diverged, Join, Message, Print, Stamp
-from elastic_resume.rendezvous.quorum import ALL_RULES, Incarnation, Knowledge, Rules
+from elastic_resume.rendezvous.quorum import ALL_RULES, Incarnation, Knowledge, Question, Rules
 
 FEW = 64
 """So many members are answered before any of them could get impatient."""
@@ -158,6 +158,18 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulerSays:
+    """What the scheduler answers to `core.Agent.question`: these have ended, and nothing is left of them.
+
+    `alone`: nor can anybody else of this job be alive, of whom we may never have heard, but those who asked.
+    """
+
+    question: Question
+    dead: frozenset[Incarnation]
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Persisted:
     """What `Persist` of that number held is on disk, fsynced."""
 
@@ -176,6 +188,7 @@ Event = (
     | Digested
     | Explained
     | Leave
+    | SchedulerSays
     | Persisted
 )
 
