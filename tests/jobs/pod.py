@@ -1,6 +1,7 @@
 """Trains a little in a pod, and prints a line for each step: who took it, in which world, at which number.
 
-``CONTROL/hog-NODE`` makes the worker of that node take memory until it is killed.
+A step takes some time until there is a file ``CONTROL/go``. ``CONTROL/hog-NODE`` makes the worker of that
+node take memory until it is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def main() -> None:
     ddp = run.ddp(model)
     for _ in run.epochs(1):
         for indices in batches:
-            time.sleep(0.05)
+            if not (control / "go").exists():
+                time.sleep(0.05)
             optimizer.zero_grad()
             pictures = torch.randn(len(indices), 16)
             loss = ddp(pictures).square().mean() * run.loss_weight

@@ -1,0 +1,155 @@
+"""A rendered Job with real agents in its pods, one machine each: what clusters do to pods costs no step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import contract
+from elastic_resume.faults import hosts
+from elastic_resume.faults.pods import Pod, Pods
+from tests.test_pods import TOKEN, rendered
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 150.0  # of one wait: a pod starts in four seconds, or in forty where all cores are busy
+Line = dict[str, int]
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(autouse=True)
+def _root() -> None:
+    why = hosts.available()
+    if why and "CI" not in os.environ:
+        pytest.skip(why)
+
+
+def started(tmp_path: Path, *flags: str, steps: int) -> Pods:
+    """The pods of a job that trains so many steps; what they look for in /control is in ``tmp_path``."""
+    sizes = ("--memory", "2Gi", "--shm", "256Mi", "--disk", "100Mi", "--grace", "30")
+    text = rendered(*flags, *sizes, command=("tests/jobs/pod.py", str(steps), "/control"))
+    for name in ("control", "claim"):
+        (tmp_path / name).mkdir()
+    pods = Pods(
+        text,
+        tmp_path / "logs",
+        secrets=TOKEN,
+        claims={"shared": tmp_path / "claim"},
+        bind={"/control": tmp_path / "control"},
+        image={contract.ENV_SNAPSHOT_EVERY: "1"},
+        cwd=ROOT,
+    )
+    pods.dns_held = True
+    pods.start()
+    return pods
+
+
+def steps_of(pods: Pods, pod: Pod) -> list[Line]:
+    """What a pod's worker printed after each step."""
+    return [json.loads(found) for found in re.findall(r"^STEP (\{.*\})$", pods.log(pod), re.MULTILINE)]
+
+
+def newest(pods: Pods) -> Line:
+    """The last step of all."""
+    lines = [line for pod in pods.pods for line in steps_of(pods, pod)[-1:]]
+    return max(lines, key=lambda line: (line["generation"], line["step"]), default={"step": 0, "world": 0})
+
+
+def world(pods: Pods, size: int, after: int = 0) -> Line:
+    """Wait until a world of that size has taken a step beyond ``after``."""
+
+    def look() -> Line | None:
+        line = newest(pods)
+        return line if line["world"] == size and line["step"] > after else None
+
+    return pods.wait(look, f"a step beyond {after} in a world of {size}", LIMIT_S)
+
+
+def replaced(pods: Pods, old: Pod) -> Pod:
+    """Wait for another pod of its index."""
+    pods.wait(lambda: pods.pod(old.index) is not old, f"another pod of {old.name}")
+    return pods.pod(old.index)
+
+
+def assert_no_step_lost(pods: Pods) -> None:
+    """Each generation goes on where the one before had got to, as all of them say and as their steps show."""
+    told = [line for pod in pods.pods for line in re.findall(r"resumed at step .*", pods.log(pod))]
+    assert told
+    assert [line for line in told if "no step lost" not in line] == []
+    taken = defaultdict(set)
+    for pod in pods.pods:
+        for line in steps_of(pods, pod):
+            taken[line["generation"]].add(line["step"])
+    worlds = [taken[generation] for generation in sorted(taken)]
+    for before, after in itertools.pairwise(worlds):
+        # A worker that is killed between its last step and its line has not printed that.
+        assert max(before) < min(after) <= max(before) + 2
+
+
+def test_eviction_node_loss_want_of_memory_and_two_pods_of_one_index(tmp_path: Path) -> None:
+    """One job of three pods, with checkpoints in emptyDirs: each new pod is empty, and fed by its peers."""
+    with started(tmp_path, "--nodes", "2:3", steps=100_000) as pods:
+        # DNS comes late: each agent is up, knows itself alone, and waits.
+        pods.wait(lambda: all("checkpoints in" in pods.log(pod) for pod in pods.pods), "agents", LIMIT_S)
+        assert newest(pods)["step"] == 0
+        pods.publish()
+        at = world(pods, 3)["step"]
+
+        # Eviction: SIGTERM to process 1, a drain within the grace, an exit code that costs nothing.
+        evicted = pods.evict(1)
+        assert pods.ended(evicted, LIMIT_S) == contract.EXIT_SIGNALLED + 15
+        fresh = replaced(pods, evicted)
+        assert fresh.address != evicted.address
+        at = world(pods, 3, at)["step"]
+        assert "sent to train-1" in "".join(map(pods.log, pods.pods))
+        assert pods.job.failures.total() == 0
+
+        # Node loss: nothing but silence, then the cluster gives the node up.
+        lost = pods.lose_node(2)
+        at = world(pods, 2, at)["step"]
+        pods.forget_node(2)
+        assert replaced(pods, lost).slot != lost.slot
+        at = world(pods, 3, at)["step"]
+        assert pods.job.failures.total() == 0
+
+        # Want of memory: the kernel kills the container, and that is counted.
+        greedy = pods.pod(0)
+        (tmp_path / "control" / "hog-train-0").touch()
+        assert pods.ended(greedy, LIMIT_S) == 137
+        assert (greedy.reason, pods.job.failures) == ("OOMKilled", {0: 1})
+        replaced(pods, greedy)
+        at = world(pods, 3, at)["step"]
+
+        # Two pods of one index: the second is told so, and waits; where the first is cut off it steps in.
+        first = pods.force_delete(2)
+        second = replaced(pods, first)
+        pods.wait(lambda: "another live agent is called train-2" in pods.log(second), "a refusal", LIMIT_S)
+        at = world(pods, 3, at)["step"]
+        assert steps_of(pods, second) == []
+        pods.cut(first)
+        pods.wait(lambda: steps_of(pods, second), "a step of the second", LIMIT_S)
+        at = world(pods, 3, at)["step"]
+        assert max(line["step"] for line in steps_of(pods, first)) < steps_of(pods, second)[0]["step"]
+        assert_no_step_lost(pods)
+
+
+def test_all_pods_deleted_at_once_go_on_from_a_claim_and_finish(tmp_path: Path) -> None:
+    """Each commits in its grace. The first that ends well ends the Job, by its successPolicy."""
+    with started(tmp_path, "--nodes", "1:2", "--claim", "shared", steps=600) as pods:
+        pods.publish()
+        world(pods, 2, after=5)
+        old = [pods.delete(index) for index in range(2)]
+        assert [pods.ended(pod, LIMIT_S) for pod in old] == [143, 143]
+        at = newest(pods)["step"]
+        world(pods, 2, at)
+        (tmp_path / "control" / "go").touch()
+        assert pods.wait(lambda: pods.job.over, "the end", LIMIT_S) == "job done"
+        assert newest(pods)["step"] == 600
+        assert pods.job.failures.total() == 0
+        assert_no_step_lost(pods)
