@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shlex
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ FLAGS = [
 ]
 COMMAND = ["--", "examples/digits.py", "--epochs=200", "--step-delay=0.1"]
 MINORS = [version for version in all_versions() if int(version.split(".")[1]) >= manifest.OLDEST_MINOR]
+PAGE = ROOT / "docs" / "kubernetes.md"
 Documents = list[dict[str, Any]]
 
 
@@ -323,6 +325,18 @@ def test_a_job_is_called_as_its_script() -> None:
     words = ["manifest", "kubernetes", "--nodes", "2", "--image", "i", "--", "src/3_Train_me.py"]
     text = manifest.render_kubernetes(cli._parser().parse_args(words))
     assert [one["metadata"]["name"] for one in yaml.safe_load_all(text)] == ["job-3-train-me"] * 2
+
+
+def test_the_commands_of_the_docs_print_manifests() -> None:
+    """Each `elastic-resume manifest` in a block of docs/kubernetes.md, as it stands there."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [
+        line for block in blocks for line in block.splitlines() if line.startswith("elastic-resume manifest")
+    ]
+    assert len(lines) == 2
+    for line in lines:
+        words = shlex.split(line.partition(" > ")[0])[1:]
+        assert manifest.render_kubernetes(cli._parser().parse_args(words))
 
 
 # ---- templates -----------------------------------------------------------------------------------------

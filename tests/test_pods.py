@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from elastic_resume.faults import hosts
 from elastic_resume.faults.job_controller import Job
 from elastic_resume.faults.pods import Pods, expanded
 
-ROOT = Path(__file__).parents[1]
+PAGE = Path(__file__).parents[1] / "docs" / "kubernetes.md"
 TOKEN = {"train-token": {"token": "a secret that all pods share, and nobody else"}}
 STEP = "STEP "
 
@@ -51,6 +52,18 @@ def spec(*flags: str) -> dict[str, Any]:
 def test_each_exit_code_does_what_the_docs_say(code: int, disrupted: bool, verdict: str) -> None:
     """The policies of the manifest, by the model of the controller."""
     assert Job(spec()).ended(1, {"agent": code}, disrupted=disrupted) == verdict
+
+
+def test_the_table_of_exit_codes_says_what_the_policies_do() -> None:
+    """Each row of docs/kubernetes.md."""
+    rows = re.findall(r"^\| (\d+)[^|]*\|[^|]*\|([^|]*)\|$", PAGE.read_text(), re.MULTILINE)
+    assert {int(code) for code, _ in rows} >= {0, 1, 2, contract.EXIT_REQUEUE, 137, 143}
+    for code, told in rows:
+        job = Job(spec())
+        verdict = job.ended(1, {"agent": int(code)})
+        words = {"job done": "the Job is done", "job failed": "FailJob", "replace": "a new pod|as 137"}
+        assert re.search(words[verdict], told), f"{code}: {told}, and it is {verdict}"
+        assert job.failures.total() == ("counts" in told or "as 137" in told)
 
 
 @pytest.mark.parametrize(("code", "free"), [(143, True), (contract.EXIT_REQUEUE, True), (137, False)])
