@@ -94,11 +94,14 @@ def test_an_agent_that_still_imports_can_be_stopped(tmp_path: Path) -> None:
 
 
 FAILS = """
-import os, sys
+import os, pathlib, time
 from torch.distributed.elastic.multiprocessing.errors import record
 @record
 def main():
     print("rank", os.environ["RANK"], "local", os.environ["LOCAL_RANK"], flush=True)
+    pathlib.Path("said" + os.environ["RANK"]).touch()
+    while not pathlib.Path("said0").exists():  # rank 1's end is that of rank 0 too
+        time.sleep(0.01)
     if os.environ["RANK"] == "1":
         raise ValueError("no such luck")
 main()
