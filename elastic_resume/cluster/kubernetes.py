@@ -13,7 +13,6 @@ from decimal import Decimal
 from elastic_resume import contract
 from elastic_resume.errors import ConfigError
 
-MAX_NODES = 10_000
 LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")  # DNS-1123, of 63 characters at most
 MAX_LABEL = 63
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][0-9]{1,2})?")

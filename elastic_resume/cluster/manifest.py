@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
-from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
 
-from elastic_resume.cluster import kubernetes, kubernetes_rules
+from elastic_resume.cluster import kubernetes, kubernetes_rules, sbatch
 from elastic_resume.cluster.filling import filled
+from elastic_resume.cluster.inputs import name_of, nodes_of, whole
 from elastic_resume.errors import ConfigError
 
 MIN_GRACE_S = 15
@@ -34,6 +33,7 @@ def register(commands: argparse._SubParsersAction[Any]) -> None:
     one = commands.add_parser("manifest", help="print what Kubernetes or Slurm needs to run a job")
     kinds = one.add_subparsers(title="schedulers", metavar="SCHEDULER", required=True)
     _add_kubernetes(kinds)
+    sbatch.add(kinds)
 
 
 def print_kubernetes(args: argparse.Namespace) -> int:
@@ -115,12 +115,12 @@ def kubernetes_values(args: argparse.Namespace) -> dict[str, str]:
         ConfigError: one is wrong, or two do not go together.
 
     """
-    least, nodes = read_nodes(args.nodes)
-    name = args.name or _name_of(args.command)
+    least, nodes = nodes_of(args.nodes)
+    name = args.name or name_of(args.command)
     kubernetes.check_name(name, nodes, between="-node-0" if args.kind == "jobset" else "")
     if not _IMAGE.fullmatch(args.image):
         raise ConfigError(f"--image is {args.image!r}, which is no name of an image.")
-    gpus = _whole("--gpus", args.gpus, 0, 64)
+    gpus = whole("--gpus", args.gpus, 0, 64)
     memory = kubernetes.size_bytes(args.memory, "--memory")
     shm_text = args.shm or _mebibytes(max(MIN_SHM_BYTES, memory // 4))
     shm = kubernetes.size_bytes(shm_text, "--shm")
@@ -141,7 +141,7 @@ def kubernetes_values(args: argparse.Namespace) -> dict[str, str]:
         "spare": str(nodes - least),
         "workers": str(gpus or 1),
         "gpus": str(gpus) if gpus else "",
-        "cpus": str(_whole("--cpus", args.cpus, 1, 100_000)),
+        "cpus": str(whole("--cpus", args.cpus, 1, 100_000)),
         "memory": args.memory,
         "shm": shm_text,
         "disk": args.disk,
@@ -155,17 +155,8 @@ def kubernetes_values(args: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def read_nodes(text: str) -> tuple[int, int]:
-    """Read ``--nodes``: the fewest that train, and how many there are."""
-    match = re.fullmatch(r"(?:(\d{1,5}):)?(\d{1,5})", text)
-    least, nodes = (int(match[1] or 1), int(match[2])) if match else (0, 0)
-    if not 1 <= least <= nodes <= kubernetes.MAX_NODES:
-        raise ConfigError(f"--nodes is {text!r}: write N or MIN:MAX with 1 <= MIN <= MAX <= 10000.")
-    return least, nodes
-
-
 def _grace(text: str) -> int:
-    seconds = _whole("--grace", text, 0, MAX_GRACE_S)
+    seconds = whole("--grace", text, 0, MAX_GRACE_S)
     if seconds < MIN_GRACE_S:
         raise ConfigError(
             f"--grace is {seconds} s, too short for saving: half of it is for workers that end their "
@@ -179,18 +170,6 @@ def _minor(text: str) -> int:
     if match is None or int(match[1]) < OLDEST_MINOR:
         raise ConfigError(f"--kubernetes is {text!r}: write a version from 1.{OLDEST_MINOR} on.")
     return int(match[1])
-
-
-def _name_of(command: Sequence[str]) -> str:
-    """A name for the job, made of the script's."""
-    words = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(command[0]).stem.lower()).strip("-")
-    return (words if words[:1].isalpha() else f"job-{words}".strip("-"))[:40].rstrip("-")
-
-
-def _whole(flag: str, text: str, least: int, most: int) -> int:
-    if not re.fullmatch(r"[0-9]{1,6}", str(text)) or not least <= int(text) <= most:
-        raise ConfigError(f"{flag} is {text!r}: write a whole number from {least} to {most}.")
-    return int(text)
 
 
 def _mebibytes(size: int) -> str:
