@@ -256,6 +256,12 @@ def _add_failure_flags(add: Add) -> None:
         "SECONDS",
         "how long a worker has to end after SIGTERM when this agent is drained (default 5)",
     )
+    add("drain-signals", "NAME,…", "signals that drain this node (default SIGTERM,SIGUSR1)")
+    add(
+        "requeue",
+        "|".join(values.REQUEUE_MODES),
+        "Slurm: have a job that is drained ahead of its end run again (default auto)",
+    )
     add(
         "max-no-progress",
         "N",

@@ -23,6 +23,9 @@ Kinds, who writes them, and their own fields::
                               threshold_s, seconds (without a step), steps {rank: step}, report (a path)
     hang-over        agent    generation, step      ranks that waited for another node went on
     watch-failed     agent    error                 a fault of ours while hangs were looked for
+    drain            agent    cause (SIGTERM, SIGUSR1, …, deadline, a preemption notice), alone (others stay)
+    requeue          agent    action (requeue | exit code | leave alone), why; of a request: job, done, tries,
+                              message (what Slurm said last)
     preemption-notice agent   source, reason, deadline (seconds since the epoch, or null); drains
     verdict          agent    generation, causes, cascade    how all nodes see its end (policy.failures)
     replicas-differ  agent    generation, step, agreed_step (the newest at which all were equal), nodes [those

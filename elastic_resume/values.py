@@ -21,6 +21,7 @@ from elastic_resume.errors import ConfigError
 MIN_KEEP = 2
 RESUME_MODES = ("auto", "must", "never")
 DIVERGENCE_POLICIES = ("stop", "resume-from-majority")
+REQUEUE_MODES = ("auto", "off")
 MAX_MEMORY_BYTES = 2**60  # more is a typing error; and the number still fits every word it may be kept in
 _UNITS = {unit: power for power, unit in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?(?:([kmgt])(i?b|i)?)?", re.IGNORECASE)

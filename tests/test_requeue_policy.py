@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.policy.requeue import MAX_IDLE_RESTARTS, Action, End, Facts, Word, decide
+from elastic_resume.policy.requeue import MAX_IDLE_RESTARTS, Action, End, Facts, Word, decide, margin_s
 
 REQUEUE, TELL, LEAVE = Action.REQUEUE, Action.TELL, Action.LEAVE
 NOTICE = Facts(End.NOTICE)
@@ -110,3 +110,22 @@ def test_of_several_nodes_one_asks_at_most(facts: Facts) -> None:
     """The same end of all nodes: only the one that speaks for all may ask."""
     others = replace(facts, mine=False, only_here=False)
     assert decide(others).action is not REQUEUE
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "commit_s", "life_s", "expected"),
+    [
+        (5, 0.0, 3600, 20),  # nothing is known of commits yet
+        (5, 4.9, 3600, 20),
+        (5, 5.1, 3600, 30),
+        (60, 25.0, 86400, 145),
+        (5, 1e9, 1e9, 5130),
+        (5, 0.0, 30, 15),  # a short life is half the job's
+        (5, 0.0, -1, 0),
+    ],
+)
+def test_a_drain_begins_early_enough_for_a_commit(
+    grace_s: float, commit_s: float, life_s: float, expected: float
+) -> None:
+    """In steps, so that nodes whose commits take about as long begin together."""
+    assert margin_s(grace_s, commit_s, life_s) == expected

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from elastic_resume import contract
-from elastic_resume.agent import exits, guard, relay, stub
+from elastic_resume.agent import ahead, exits, guard, relay, stub
 from elastic_resume.agent.fence import Fence
 
 STUB = [sys.executable, "-I", "-S", stub.__file__, "0"]
@@ -99,7 +99,7 @@ def exit_event(tmp_path: Path) -> dict[str, Any]:
 
 def test_its_literals_are_the_contracts() -> None:
     """The stub imports nothing of the package, so it repeats the names."""
-    modules = (stub, guard, exits, relay)
+    modules = (stub, guard, exits, relay, ahead)
     names = [(module, name) for module in modules for name in vars(module) if name.startswith("ENV_")]
     assert len(names) >= 9
     for module, name in names:

@@ -287,8 +287,11 @@ def test_between_rounds_and_while_it_is_paused_nobody_is_judged(
     assert (stage.killed, stage.events) == (False, [])
 
 
-def test_a_signal_that_asks_for_the_end_pauses_the_watch(tmp_path: Path) -> None:
+def test_a_signal_that_asks_for_the_end_pauses_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Workers that are drained save what they want to save, and make no steps."""
+    monkeypatch.setenv(contract.ENV_DRAIN_SIGNALS, "SIGTERM,SIGUSR1")
     paused = threading.Event()
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:

@@ -37,7 +37,9 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args, get_args_parser
 
+from elastic_resume import contract
 from elastic_resume.agent import preflight
+from elastic_resume.agent.ahead import ahead
 from elastic_resume.agent.handler import BACKEND, Observer, OwnRendezvous, StockRendezvous
 from elastic_resume.agent.place import Place
 from elastic_resume.agent.scheduled import fill
@@ -120,7 +122,7 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str, here: Node)
         terms = _terms(config, args, given)
         if terms is not None:
             terms = replace(terms, resolve=scheduled.resolve)
-        _prepare_drain(config, args, given)
+        _prepare_drain(config, args)
         why_cold = preflight.why_cold(args, entrypoint)
         command = None
         if isinstance(entrypoint, str):
@@ -131,15 +133,20 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str, here: Node)
         yield Launch(config, entrypoint, words, terms, command, why_cold, scheduled.shared)
 
 
-def _prepare_drain(config: LaunchConfig, args: argparse.Namespace, given: set[str]) -> None:
-    """Let SIGUSR1 (what schedulers send ahead of the end) drain too, and leave the guards time for it."""
-    if "signals_to_handle" not in given and hasattr(config, "signals_to_handle"):
-        config.signals_to_handle += ",SIGUSR1"
+def _prepare_drain(config: LaunchConfig, args: argparse.Namespace) -> None:
+    """Let what schedulers send ahead of the end drain too, and leave the guards time for it."""
+    if hasattr(config, "signals_to_handle"):
+        before = [name.strip() for name in config.signals_to_handle.split(",") if name.strip()]
+        config.signals_to_handle = ",".join(dict.fromkeys([*before, *_drain_signals(args)]))
     grace_s = preflight.grace_s(args, os.environ)
     timeout_s = getattr(config, "shutdown_timeout", None)
     if grace_s is not None and timeout_s is not None:
         # torchelastic kills stubs after it. They need some seconds more than their workers.
         config.shutdown_timeout = max(timeout_s, math.ceil(grace_s) + 15)
+
+
+def _drain_signals(args: argparse.Namespace) -> list[str]:
+    return preflight.drain_signals(args.drain_signals or os.environ.get(contract.ENV_DRAIN_SIGNALS))
 
 
 def launch(launch: Launch, observer: Observer, place: Place | None) -> None:
@@ -206,7 +213,8 @@ def stoppable(launch: Launch) -> Iterator[None]:
 
 def _signals(config: LaunchConfig) -> list[signal.Signals]:
     names = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
-    return [getattr(signal, name.strip()) for name in names if hasattr(signal, name.strip())]
+    found = [getattr(signal, name.strip()) for name in names if hasattr(signal, name.strip())]
+    return list(dict.fromkeys([*found, *ahead()]))  # an older torch knows no others, and leaves them alone
 
 
 def _handler(

@@ -41,12 +41,15 @@ TYPE_CHECKING = False  # typing would cost a third of the start
 if TYPE_CHECKING:
     from typing import NoReturn
 
+    from elastic_resume.agent.ahead import ahead
     from elastic_resume.agent.exits import number_or_none, write_exit
     from elastic_resume.agent.relay import Relays
 elif __package__:
+    from .ahead import ahead
     from .exits import number_or_none, write_exit
     from .relay import Relays
 else:
+    from ahead import ahead
     from exits import number_or_none, write_exit
     from relay import Relays
 
@@ -172,7 +175,7 @@ def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:
             os._exit(1)
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for number, action in before.items():
+        for number, action in (before | dict.fromkeys(ahead(), signal.SIG_IGN)).items():
             signal.signal(number, action)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for descriptor in (bell, ringer):
@@ -263,8 +266,7 @@ def watch(
     poll.register(bell, select.POLLIN)
     deadline = FOREVER  # then it is killed
     killed_at = FOREVER
-    told = fenced = False
-    lease = FOREVER  # what the agent has granted last
+    told, fenced, lease = False, False, FOREVER  # the lease is what the agent has granted last
     while True:
         status = reap(worker)
         if status is not None:
@@ -288,7 +290,6 @@ def watch(
             order = hear(line)
             if not order:
                 poll.unregister(line)
-            if not order:
                 deadline = 0.0
             elif not told and not page.failed():
                 signal_worker(worker, signal.SIGTERM)

@@ -12,21 +12,25 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
+from elastic_resume.agent.ahead import ahead
+
+ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
 @contextlib.contextmanager
-def heeded(stop_at_once: Callable[[], None], ending: Callable[[], None]) -> Iterator[None]:
+def heeded(
+    stop_at_once: Callable[[], None], ending: Callable[[], None], heard: Callable[[int], object] = int
+) -> Iterator[None]:
     """Call ``stop_at_once``, in a thread, when SIGINT has come twice. For the main thread.
 
     ``ending`` is called with each signal that asks for the end: workers may take their time from then on.
+    ``heard`` gets its number.
     """
     bell, ringer = os.pipe()
     os.set_blocking(ringer, False)
     before = signal.set_wakeup_fd(ringer, warn_on_full_buffer=False)
-    thread = threading.Thread(
-        target=_listen, args=(bell, stop_at_once, ending), name="impatience", daemon=True
-    )
+    parts = (bell, stop_at_once, ending, heard)
+    thread = threading.Thread(target=_listen, args=parts, name="impatience", daemon=True)
     thread.start()
     try:
         yield
@@ -36,11 +40,15 @@ def heeded(stop_at_once: Callable[[], None], ending: Callable[[], None]) -> Iter
         thread.join()
 
 
-def _listen(bell: int, stop_at_once: Callable[[], None], ending: Callable[[], None]) -> None:
+def _listen(
+    bell: int, stop_at_once: Callable[[], None], ending: Callable[[], None], heard: Callable[[int], object]
+) -> None:
     interrupts = 0
+    wanted = {int(number) for number in (*ENDING, *ahead())}
     while numbers := os.read(bell, 4096):
-        if ENDING.intersection(numbers):
+        for number in filter(wanted.__contains__, numbers):
             ending()
+            heard(number)
         interrupts += numbers.count(signal.SIGINT)
         if interrupts > 1:
             stop_at_once()

@@ -33,6 +33,7 @@ READ_AT_START = (
     "TORCH_LOGS", "TORCH_SHOW", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "PYTORCH_",
     "ELASTIC_RESUME_FAILPOINTS",
 )  # fmt: skip
+DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 MAX_SCRIPT_BYTES = 1 << 20
 _SETS_ITEM = re.compile(r"""environ\[\s*["'](\w+)["']\s*\]\s*=[^=]""")
 _SETS_DEFAULT = re.compile(r"""environ\.setdefault\(\s*["'](\w+)["']""")
@@ -88,6 +89,22 @@ def grace_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float | Non
         return given
     told = kubernetes.termination_grace_s(environ)
     return None if told is None else told / 2
+
+
+def drain_signals(text: str | None) -> list[str]:
+    """Read ``--drain-signals``: names of signals, SIGTERM always among them, first.
+
+    SIGINT, SIGHUP and SIGQUIT have torchrun's meaning, and others mean something to Python or to torch.
+    """
+    words = [word.strip().upper() for word in (text or "SIGTERM,SIGUSR1").split(",")]
+    names = [word if word.startswith("SIG") else f"SIG{word}" for word in words if word]
+    wrong = [name for name in names if name not in DRAIN_SIGNALS]
+    if wrong or not names:
+        raise ConfigError(
+            f"--drain-signals is {str(text)[:100]!r}: write one or more of {', '.join(DRAIN_SIGNALS)}, with "
+            "commas between them."
+        )
+    return list(dict.fromkeys(["SIGTERM", *names]))
 
 
 def check_count(flag: str, text: str | None, *, least: int) -> int | None:

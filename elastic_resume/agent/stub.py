@@ -23,10 +23,12 @@ TYPE_CHECKING = False  # typing would cost a third of the start
 
 if TYPE_CHECKING:
     from elastic_resume.agent import exits, guard
+    from elastic_resume.agent.ahead import ahead
 else:
     sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120 - pathlib would cost a third of the start
     import exits
     import guard
+    from ahead import ahead
 
     del sys.path[0]
 
@@ -239,7 +241,7 @@ def lost_guard() -> int:
 
 def stopping_signals() -> "set[int]":
     """Give the signals that ask for the end."""
-    stopping: set[int] = set(STOPPING)
+    stopping: set[int] = {*STOPPING, *ahead()}
     for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(","):
         stopping.add(getattr(signal, name.strip(), signal.SIGTERM))
     return stopping

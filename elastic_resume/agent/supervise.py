@@ -12,13 +12,13 @@ import contextlib
 import math
 import os
 import shlex
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from elastic_resume import contract, events
+from elastic_resume import contract, events, values
 from elastic_resume.agent import elastic, impatience, preemption, preflight
+from elastic_resume.agent.ending import Ending
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.keeper import Kept, kept
 from elastic_resume.agent.place import taken
@@ -49,6 +49,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
     """
     limits = _limits(args, given)
     patience = patience_of(args.hang_timeout)
+    requeue = _requeue(args)
     sources = notices.sources(args.preemption_notice or os.environ.get(contract.ENV_PREEMPTION_NOTICE))
     with (
         elastic.prepared(args, given, settings.run_id, here) as launch,
@@ -76,22 +77,29 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
         if little:
             witness.say(f"{little}.")
         watch = watched(node_dir.path, config.nproc_per_node, patience, say=witness.say, tell=witness.note)
-        with (
-            kept(node_dir.path, settings, say=witness.say, tell=witness.note) as snapshots,
-            _warmth(launch, args, witness) as warmth,
-            watch as pause,
-            impatience.heeded(witness.round_over, pause),
-            preemption.watched(sources, say=witness.say, tell=witness.note),
-        ):
-            witness.between = snapshots.keeper.between
-            terms = launch.terms and replace(launch.terms, on_divergence=settings.on_divergence)
-            job = replace(launch, terms=terms)
-            outcome, code, message = _run(job, witness, node_dir, fence, snapshots, warmth=warmth)
-        if outcome in {"failed", "left"}:
-            witness.explain_end(args.log_dir or "")
-        log.write("agent-end", outcome=outcome, exit_code=code, message=message)
-        if message:
-            witness.say(f"{outcome}: {message}")
+        ending = Ending(here, mode=requeue, say=witness.say, tell=witness.note)
+        with ending.heeded():
+            with (
+                kept(node_dir.path, settings, say=witness.say, tell=witness.note) as snapshots,
+                _warmth(launch, args, witness) as warmth,
+                watch as pause,
+                impatience.heeded(witness.round_over, pause, ending.heard),
+                preemption.watched(sources, say=witness.say, tell=witness.note, drain=ending.drain_alone),
+            ):
+                witness.between = snapshots.keeper.between
+                ending.commit_s = lambda: snapshots.keeper.rack.control.get("commit_us") / 1e6
+                terms = launch.terms and replace(launch.terms, on_divergence=settings.on_divergence)
+                job = replace(launch, terms=terms)
+                outcome, code, message = _run(
+                    job, witness, node_dir, fence, snapshots, ending=ending, warmth=warmth
+                )
+            if outcome in {"failed", "left"}:
+                witness.explain_end(args.log_dir or "")
+            decision, code = ending.decide(outcome, code, rank=witness.rank, gained=witness.gained())
+            log.write("agent-end", outcome=outcome, exit_code=code, message=message)
+            if message:
+                witness.say(f"{outcome}: {message}")
+            ending.act(decision)
         if outcome == "done" and launch.shared is not None:
             launch.shared.finish(remember=here.element is not None)
         log.close()
@@ -122,6 +130,7 @@ def _run(
     fence: Fence,
     snapshots: Kept,
     *,
+    ending: Ending,
     warmth: Warmth | None,
 ) -> tuple[str, int, str]:
     """Give outcome, exit code and message for people."""
@@ -144,14 +153,18 @@ def _run(
                     witness.heard(place.member.failures)
                 end = f"{place.member.end}."
     except elastic.StoppedError as stop:
-        # SIGUSR1 is how schedulers ask ahead of time for what SIGTERM asks.
-        number = signal.SIGTERM if stop.signal == signal.SIGUSR1 else stop.signal
-        return "signalled", contract.EXIT_SIGNALLED + number, f"stopped by {stop.signal.name}."
+        ending.begun(stop.signal)
+        return "signalled", contract.EXIT_SIGNALLED + stop.signal, ending.words()
     except NodeUnfitError as error:
         return "left", contract.EXIT_REQUEUE, str(error)
     except ElasticResumeError as error:
         return "failed", contract.EXIT_AT_FAULT if error.at_fault else contract.EXIT_REQUEUE, str(error)
     return "done", contract.EXIT_DONE, end
+
+
+def _requeue(args: argparse.Namespace) -> str:
+    given = args.requeue or os.environ.get(contract.ENV_REQUEUE) or "auto"
+    return values.choice("requeue", given, values.REQUEUE_MODES)
 
 
 def _limits(args: argparse.Namespace, given: set[str]) -> restart.Limits:
@@ -181,6 +194,8 @@ def _set_environment(settings: Settings, args: argparse.Namespace, events_path: 
     os.environ[contract.ENV_AGENT_PID] = str(os.getpid())
     os.environ[contract.ENV_EVENTS_PATH] = str(events_path)
     os.environ[contract.ENV_FENCE] = fence.path
+    drain_signals = args.drain_signals or os.environ.get(contract.ENV_DRAIN_SIGNALS)
+    os.environ[contract.ENV_DRAIN_SIGNALS] = ",".join(preflight.drain_signals(drain_signals))
     if args.log_prefix:
         os.environ[contract.ENV_LOG_PREFIX] = "1"
     grace_s = preflight.grace_s(args, os.environ)

@@ -54,12 +54,22 @@ class Witness:
         self._round = 0
         self._generation: int | None = None
         self._nodes = 1
+        self._rank: int | None = None
         self._world = restart.World()
         self._offset = 0  # of the first event of the round, in the node's file
         self._why_over = ""
         self._verdict = Verdict()  # of the last round that failed anywhere
         self._untold = ""  # the traceback of our own part in it
         self._told = ""  # the last that was printed
+
+    @property
+    def rank(self) -> int | None:
+        """This node's rank in the last world; None where there was none."""
+        return self._rank
+
+    def gained(self) -> bool:
+        """Whether this node has finished a step since the agent began."""
+        return any(this.stepped for this in (*self._history, self._summary(failed=False)))
 
     def say(self, text: str) -> None:
         """Print one line for people."""
@@ -147,7 +157,7 @@ class Witness:
         if self._history:
             self._judge(told, changed=changed)
         self._round += 1
-        self._nodes = num_nodes
+        self._nodes, self._rank = num_nodes, node_rank
         self._generation = generation
         self._offset = _size(self._path)
         if self._gauge is not None:

@@ -17,6 +17,8 @@ from elastic_resume import contract
 
 # Lives of a job in a row, the first included, that may end without a new step before it is left to people.
 MAX_IDLE_RESTARTS = 3
+# For what neither takes: the signals' way, goodbyes, the request itself.
+SLACK_S = 5.0
 
 
 class End(Enum):
@@ -62,6 +64,24 @@ class Facts:
     other: str = ""
     scontrol: bool = True
     off: bool = False
+
+
+def margin_s(grace_s: float, commit_s: float, life_s: float) -> float:
+    """How long before its time limit a node is drained.
+
+    All nodes of a job work it out, each for itself, and shall begin together: what a commit takes differs a
+    little between them, and is rounded up to the next of 10, 20, 40, … s.
+
+    Args:
+        grace_s: of a worker.
+        commit_s: what a commit has taken; 0 where there has been none.
+        life_s: from this agent's start to the limit; half of it is the job's in any case.
+
+    """
+    commit = 10.0
+    while commit < min(2 * commit_s, 3600.0):  # all nodes may write to one disk then
+        commit *= 2
+    return min(grace_s + commit + SLACK_S, max(0.0, life_s) // 2)
 
 
 class Action(Enum):

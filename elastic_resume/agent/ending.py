@@ -1,0 +1,242 @@
+"""How an agent's life ends ahead of the job's, and whether the job is then run again.
+
+A drain is asked for by a signal, by a notice, or by ourselves when the time limit is near; what follows is
+one thing: workers end at a step boundary, the newest step goes to disk, the node leaves. This module sees
+to it that a request is heard in whatever phase the agent is, remembers what came first, and after the
+commit has the job run again where `policy.requeue` says so.
+
+Promise: the scheduler is asked only when this node's newest step is on disk. Nothing here waits for another
+node. Does not know how workers are ended (`elastic`, `guard`), nor how Slurm is asked (`slurm_job`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from elastic_resume import contract
+from elastic_resume.agent.ahead import ahead
+from elastic_resume.cluster import slurm_job
+from elastic_resume.cluster.node import Node
+from elastic_resume.policy import requeue
+from elastic_resume.policy.requeue import Action, Decision, End, Facts, Word
+
+LOOK_S = 0.25
+ASK_EVERY_S = 300.0  # somebody may have changed the limit; a controller of a large cluster has enough to do
+FRESH_S = 10.0
+DEFAULT_GRACE_S = 5.0  # guard.py's
+DEADLINE = "deadline"
+# Who sets this in a batch script requeues its jobs by itself. Lightning does by a handler that it sets only
+# where the signal has its default action, and workers ignore those of ours.
+SUBMITIT = "SUBMITIT_EXECUTOR"
+
+
+class Ending:
+    """The end of one agent."""
+
+    def __init__(
+        self, here: Node, *, mode: str, say: Callable[[str], None], tell: Callable[..., Any]
+    ) -> None:
+        """Describe it; nothing is heeded before `heeded`.
+
+        Args:
+            here: what the scheduler tells of this node.
+            mode: ``auto``, or ``off``: never ask the scheduler for anything.
+            say: gets lines for people.
+            tell: gets events, by kind and fields.
+
+        """
+        self._here = here
+        self._off = mode == "off"
+        self._say = say
+        self._tell = tell
+        self._signal = (ahead() or [signal.SIGTERM])[0]
+        self._asked = ""  # what asked for a drain in words, if it was not a signal of others
+        self._alone = False
+        self._pending: int | None = None  # a signal that came while nobody heeded it
+        self._first: int | None = None  # the signal that began the end
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self.commit_s: Callable[[], float] = lambda: 0.0  # what a commit has taken
+
+    # ---- what asks for the end -------------------------------------------------------------------------
+
+    def drain_alone(self) -> None:
+        """Drain this node, which is told that it, and not the job, will be taken away. From any thread."""
+        self._drain("a preemption notice", alone=True)
+
+    def _drain(self, cause: str, *, alone: bool) -> None:
+        with self._lock:
+            if not self._asked and self._first is None:
+                self._asked, self._alone, self._pending = cause, alone, self._signal
+
+    def heard(self, number: int) -> None:
+        """Note that the process got a signal that asks for the end."""
+        if signal.getsignal(number) != self._note:  # else nobody heeds it yet, and it is sent again
+            self.begun(number)
+
+    def begun(self, number: int) -> None:
+        """Note that the agent heeds this signal: the first is why it ends."""
+        with self._lock:
+            if self._first is not None:
+                return
+            self._first = int(number)
+        cause = self._cause() or signal.Signals(number).name
+        self._tell("drain", cause=cause, alone=self._alone)
+
+    @contextlib.contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Within the context no signal ahead of the end kills this agent, and its time limit is watched."""
+        before = {number: signal.signal(number, self._note) for number in ahead()}
+        thread = threading.Thread(target=self._live, name="ending", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._closed.set()
+            for number, action in before.items():
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, action)
+
+    def _note(self, number: int, frame: object) -> None:
+        """Remember a signal that came between two who heed it."""
+        del frame
+        self._pending = number
+
+    def _live(self) -> None:
+        """Send on what nobody has heeded, and drain ahead of the time limit; all nodes in the same moment."""
+        began, asked_at, pause_s = time.time(), -math.inf, LOOK_S
+        end: float | None = None
+        while not self._closed.wait(pause_s):
+            self._send()
+            if self._here.scheduler != "slurm" or self._asked or self._first is not None:
+                pause_s = LOOK_S
+                continue
+            left_s, age_s = self._left_s(began, end), time.monotonic() - asked_at
+            if age_s > ASK_EVERY_S or (left_s < FRESH_S < age_s):
+                end, asked_at = self._end_time(end), time.monotonic()
+                left_s = self._left_s(began, end)
+            if left_s <= 0:
+                self._say("the time limit is near: this node drains.")
+                self._drain(DEADLINE, alone=False)
+            pause_s = min(LOOK_S, max(0.01, left_s))
+
+    def _left_s(self, began: float, end: float | None) -> float:
+        """How long until this node has to drain."""
+        if end is None:
+            return math.inf
+        return end - time.time() - requeue.margin_s(_grace_s(), self.commit_s(), end - began)
+
+    def _end_time(self, before: float | None) -> float | None:
+        """Ask until when the job may run; who does not answer has changed nothing."""
+        asked = slurm_job.end_time(self._here.requeue)
+        if asked is None:
+            return before if before is not None else self._here.deadline
+        return asked if math.isfinite(asked) else None
+
+    def _send(self) -> None:
+        """Send ourselves a signal that nobody has heeded, once somebody does: by default it would kill."""
+        number = self._pending
+        if number is None or self._first is not None:
+            return
+        action = signal.getsignal(number)
+        if callable(action) and action != self._note:
+            os.kill(os.getpid(), number)
+
+    # ---- what follows ----------------------------------------------------------------------------------
+
+    def decide(
+        self, outcome: str, code: int, *, rank: int | None, gained: bool
+    ) -> tuple[Decision | None, int]:
+        """Decide whether the job is run again, and give the agent's exit code. For the main thread.
+
+        Args:
+            outcome: of the agent: done, failed, left or signalled.
+            code: what it would exit with.
+            rank: of this node in the last world; None where there was none.
+            gained: whether a step was finished in this life.
+
+        """
+        end = self._end(outcome, code)
+        if end in {End.DONE, End.AT_FAULT, End.INTERRUPTED}:
+            return None, code
+        here = self._here
+        for number in (signal.SIGTERM, *ahead()):  # what a requeue sends finds the newest step on disk
+            signal.signal(number, signal.SIG_IGN)
+        only_here = here.element is not None or os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
+        mine = (here.order if rank is None else rank) == 0
+        ask = here.scheduler == "slurm" and end is End.TERMINATED and (only_here or mine)
+        facts = Facts(
+            end,
+            word=slurm_job.word(here.requeue) if ask else Word.NONE,
+            scheduler=here.scheduler,
+            restarts=here.restarts,
+            gained=gained,
+            only_here=only_here,
+            mine=mine,
+            alone=self._alone,
+            other="submitit" if os.environ.get(SUBMITIT) == "slurm" else "",
+            scontrol=shutil.which("scontrol") is not None,
+            off=self._off,
+        )
+        otherwise = code if end is End.TERMINATED else contract.EXIT_AT_FAULT
+        decision = requeue.decide(facts)
+        return decision, decision.exit_code(otherwise)
+
+    def act(self, decision: Decision | None) -> None:
+        """Do it, and tell it."""
+        if decision is None or self._here.scheduler != "slurm":
+            return
+        fields: dict[str, object] = {"action": decision.action.value, "why": decision.why}
+        if decision.action is not Action.REQUEUE:
+            self._tell("requeue", **fields)
+            self._say(f"not requeued by this node: {decision.why}.")
+            return
+        job = self._here.requeue
+        self._say(f"{decision.why}: asking Slurm to run job {job} again.")
+        ended = slurm_job.requeue(job)
+        self._tell("requeue", **fields, job=job, done=ended.done, tries=ended.tries, message=ended.text)
+        if ended.done:
+            self._say(f"job {job} is requeued.")
+        else:
+            self._say(
+                f"job {job} could not be requeued ({ended.text}): exit code {contract.EXIT_REQUEUE} tells "
+                "the batch script to."
+            )
+
+    def words(self) -> str:
+        """Say in a sentence what ended this agent."""
+        cause = self._cause() or signal.Signals(self._first or signal.SIGTERM).name
+        return "stopped ahead of its time limit." if cause == DEADLINE else f"stopped by {cause}."
+
+    def _cause(self) -> str:
+        """What asked for a drain, where the signal that began it is our own."""
+        return self._asked if self._first == self._signal else ""
+
+    def _end(self, outcome: str, code: int) -> End:
+        plain = {"done": End.DONE, "left": End.LEFT}
+        if outcome in plain:
+            return plain[outcome]
+        if outcome == "failed":
+            return End.LOST if code == contract.EXIT_REQUEUE else End.AT_FAULT
+        cause = self._cause()
+        if cause:
+            return End.DEADLINE if cause == DEADLINE else End.NOTICE
+        if self._first == signal.SIGTERM:
+            return End.TERMINATED
+        return End.NOTICE if self._first in ahead() else End.INTERRUPTED
+
+
+def _grace_s() -> float:
+    """What workers have to end, as their guards read it."""
+    try:
+        return max(0.0, float(os.environ[contract.ENV_GRACE_S]))
+    except (KeyError, ValueError):
+        return DEFAULT_GRACE_S
