@@ -5,12 +5,13 @@ READY := .venv/.ready
 # Much of a test of real processes is waiting: two at a time took 669 s where one at a time took 933 s.
 TWO := -n 2 --dist worksteal
 
-.PHONY: demo test lint check nightly soak bench clean network-tools
+.PHONY: demo test test-slurm lint check nightly soak bench clean network-tools slurm-tools
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     train on 3 simulated nodes, kill some, show what happened"
 	@echo "make test     every test, real processes included"
+	@echo "make test-slurm  those that run on a real Slurm, which they bring up themselves"
 	@echo "make check    lint, types and the pure tests (under a minute)"
 	@echo "make nightly  100,000 schedules of faults against the rendezvous, new ones every day, and longer fuzzing"
 	@echo "make soak     a hundred kills of all kinds in one job, and nothing left behind"
@@ -40,8 +41,19 @@ network-tools:
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2 util-linux; \
 	fi
 
-test: $(READY) network-tools
-	$(BIN)/python -m pytest -q $(TWO) --durations=25
+# A real Slurm, which is started by the tests: nothing of it runs otherwise.
+slurm-tools: network-tools
+	-@if ! PATH="$$PATH:/usr/sbin:/sbin" sh -c 'command -v slurmctld && command -v slurmd && command -v munged' >/dev/null \
+	&& [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; \
+	fi
+
+# One cluster for all of its tests, so they are one process of their own.
+test-slurm: $(READY) slurm-tools
+	$(BIN)/python -m pytest -q tests/slurm --durations=5
+
+test: $(READY) network-tools test-slurm
+	$(BIN)/python -m pytest -q $(TWO) --durations=25 --ignore=tests/slurm
 
 # A failing schedule prints the command that plays it again. FIRST=0 plays those that `make check` begins with.
 FIRST ?= $(shell echo $$(( $$(date +%s) / 86400 * 100000 )))

@@ -11,15 +11,17 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 from elastic_resume import config, contract
+from elastic_resume.cluster import sbatch
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
-SBATCH = DEPLOY / "slurm" / "train.sbatch"
+ALLOCATION, ARRAY = DEPLOY / "slurm" / "train.sbatch", DEPLOY / "slurm" / "array.sbatch"
 
 
 def flags(words: list[str]) -> argparse.Namespace:
@@ -52,8 +54,8 @@ def test_the_agent_is_process_1_of_the_container() -> None:
 STAND_IN = """#!/bin/bash
 printf '%s\\n' "$@" '' >> "$CALLS/$(basename "$0")"
 case "$(basename "$0") $1" in
+  "srun --overlap") ;;
   "srun "*) exit "$SRUN_EXIT" ;;
-  "scontrol show") printf '%s\\n' $NODES ;;
   "scontrol requeue") exit "$REQUEUE_EXIT" ;;
 esac
 """
@@ -69,14 +71,16 @@ class Ended:
     scontrol: list[list[str]]
 
     @property
-    def agent(self) -> argparse.Namespace:
-        """The flags of `elastic-resume run`."""
-        (words,) = self.srun
-        return flags(words[words.index("run") + 1 :])
+    def agents(self) -> list[str]:
+        """The words with which the agents are started."""
+        (words,) = (words for words in self.srun if words[0] != "--overlap")
+        return words
 
 
-def submit(tmp_path: Path, *words: str, srun_exit: int = 0, requeue_exit: int = 0, **variables: str) -> Ended:
-    """Run the batch script in the environment that Slurm would give it."""
+def submit(
+    tmp_path: Path, script: Path, *words: str, srun_exit: int = 0, requeue_exit: int = 0, **variables: str
+) -> Ended:
+    """Run a batch script in the environment that Slurm would give it."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("srun", "scontrol"):
@@ -84,19 +88,17 @@ def submit(tmp_path: Path, *words: str, srun_exit: int = 0, requeue_exit: int = 
         (programs / name).chmod(0o755)
     environment = {
         "PATH": f"{programs}:{os.environ['PATH']}",
-        "USER": "ada",
         "CALLS": str(tmp_path),
-        "NODES": "n7 n8 n9",
         "SRUN_EXIT": str(srun_exit),
         "REQUEUE_EXIT": str(requeue_exit),
         "REQUEUE_RETRY_S": "0",
         "SLURM_JOB_ID": "1234567",
-        "SLURM_JOB_NODELIST": "n[7-9]",
         "SLURM_JOB_NUM_NODES": "3",
-        "SLURM_CPUS_PER_TASK": "4",
+        "SLURM_CPUS_ON_NODE": "8",
+        "SLURMD_NODENAME": "n7",
         **variables,
     }
-    command = ["bash", str(SBATCH), *words]
+    command = ["bash", str(script), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
     return Ended(done.returncode, done.stderr, calls(tmp_path / "srun"), calls(tmp_path / "scontrol"))
 
@@ -107,86 +109,88 @@ def calls(path: Path) -> list[list[str]]:
     return [call.split("\n") for call in text.split("\n\n") if call]
 
 
-def test_bash_reads_the_batch_script() -> None:
-    """`bash -n`: no syntax error in a branch that is rarely taken."""
-    subprocess.run(["bash", "-n", str(SBATCH)], check=True, timeout=60)
+ELEMENT: dict[str, Any] = {
+    "SLURM_ARRAY_JOB_ID": "1234567",
+    "SLURM_ARRAY_TASK_ID": "2",
+    "SLURM_JOB_NUM_NODES": "1",
+}
+both = pytest.mark.parametrize("script", [ALLOCATION, ARRAY], ids=["allocation", "array"])
 
 
-def test_sbatch_sees_the_options_that_a_flaky_cluster_needs() -> None:
-    """They stand before the first command, where sbatch stops reading."""
-    head = SBATCH.read_text().split("\nset -euo")[0]
+@both
+def test_sbatch_sees_the_options_that_a_flaky_cluster_needs(script: Path) -> None:
+    """They stand before the first command, where sbatch stops reading; bash reads the rest."""
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
+    head = script.read_text().split("\nset -uo")[0]
     options = set(re.findall(r"^#SBATCH (\S+)$", head, re.MULTILINE))
-    assert {"--requeue", "--open-mode=append", "--no-kill", "--ntasks-per-node=1"} <= options
+    assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1"} <= options
+    assert ("--no-kill" in options) == (script == ALLOCATION)
+    assert ("--array=0-2" in options) == (script == ARRAY)
 
 
-def test_srun_starts_one_agent_per_node_that_meet_at_the_first_ones(tmp_path: Path) -> None:
-    """Endpoints from the node list, port from the job id, the script and its arguments unchanged."""
-    ended = submit(tmp_path, "train.py", "--lr", "0.1 0.2")
+@both
+def test_agents_get_the_words_as_they_are_and_nothing_else(tmp_path: Path, script: Path) -> None:
+    """What they need is in Slurm's variables, so no flag is needed."""
+    ended = submit(tmp_path, script, "train.py", "--lr", "0.1 0.2", **ELEMENT)
     assert ended.code == 0
-    words = ended.srun[0]
-    assert {"--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(words)
-    agent = ended.agent
-    assert agent.nnodes == "1:3"
-    assert agent.rdzv_endpoint == "n7:24567,n8:24567,n9:24567"
-    assert agent.rdzv_id == "slurm-1234567"
-    assert agent.node_name is None
-    assert Path(agent.ckpt_dir).is_absolute()
-    assert (agent.training_script, agent.training_script_args) == ("train.py", ["--lr", "0.1 0.2"])
+    words = ended.agents
+    assert words[words.index("elastic-resume") + 1 :] == ["run", "train.py", "--lr", "0.1 0.2"]
 
 
-def test_an_array_element_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_the_end_of_one_agent_of_an_allocation_ends_no_other(tmp_path: Path) -> None:
+    """Whatever its exit code, whether its node is lost; two other nodes look whether the first is there."""
+    ended = submit(tmp_path, ALLOCATION, "train.py")
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(ended.agents)
+    (watch,) = (words for words in ended.srun if words[0] == "--overlap")
+    assert {"--relative=1", "--nodes=2", "--ntasks=2", "--no-kill"} <= set(watch)
+
+
+@pytest.mark.parametrize(("nodes", "others"), [("1", None), ("2", "--nodes=1"), ("64", "--nodes=2")])
+def test_as_many_nodes_watch_as_there_are_up_to_two(tmp_path: Path, nodes: str, others: str | None) -> None:
+    """A job of one node has nobody to watch it, and needs none."""
+    ended = submit(tmp_path, ALLOCATION, "train.py", SLURM_JOB_NUM_NODES=nodes)
+    watches = [words for words in ended.srun if words[0] == "--overlap"]
+    assert [others in words for words in watches] == [True] * (others is not None)
+
+
+@both
+def test_the_code_that_asks_for_it_requeues_an_element_alone(tmp_path: Path, script: Path) -> None:
     """Its job id may be the whole array's: requeueing that takes the siblings along."""
-    ended = submit(
-        tmp_path,
-        "train.py",
-        srun_exit=contract.EXIT_REQUEUE,
-        SLURM_ARRAY_JOB_ID="1234567",
-        SLURM_ARRAY_TASK_ID="2",
-    )
-    assert ended.agent.rdzv_id == "slurm-1234567_2"
-    assert ended.scontrol[-1] == ["requeue", "1234567_2"]
+    ended = submit(tmp_path, script, "train.py", srun_exit=contract.EXIT_REQUEUE, **ELEMENT)
+    assert (ended.code, ended.scontrol) == (0, [["requeue", "1234567_2"]])
 
 
+def test_a_job_that_is_no_array_is_requeued_by_its_number(tmp_path: Path) -> None:
+    """The one that Slurm gives it."""
+    ended = submit(tmp_path, ALLOCATION, "train.py", srun_exit=contract.EXIT_REQUEUE)
+    assert ended.scontrol == [["requeue", "1234567"]]
+
+
+@both
 @pytest.mark.parametrize("code", [0, contract.EXIT_AT_FAULT, contract.EXIT_USAGE, 137, 143])
-def test_only_the_code_that_asks_for_it_requeues(tmp_path: Path, code: int) -> None:
+def test_no_other_code_requeues(tmp_path: Path, script: Path, code: int) -> None:
     """A job at fault would fail again, and a user's scancel (143) must not be undone."""
-    ended = submit(tmp_path, "train.py", srun_exit=code)
-    assert ended.code == code
-    assert [call[0] for call in ended.scontrol] == ["show"]
+    ended = submit(tmp_path, script, "train.py", srun_exit=code, **ELEMENT)
+    assert (ended.code, ended.scontrol) == (code, [])
 
 
-def test_requeueing_has_an_end(tmp_path: Path) -> None:
-    """The first life has no SLURM_RESTART_COUNT; the last has MAX_REQUEUES."""
-    ended = submit(
-        tmp_path, "train.py", srun_exit=contract.EXIT_REQUEUE, SLURM_RESTART_COUNT="3", MAX_REQUEUES="3"
-    )
+@both
+def test_a_controller_that_is_away_is_asked_six_times(tmp_path: Path, script: Path) -> None:
+    """Then the job ends with the code that says what to do."""
+    ended = submit(tmp_path, script, "train.py", srun_exit=contract.EXIT_REQUEUE, requeue_exit=1, **ELEMENT)
     assert ended.code == contract.EXIT_REQUEUE
-    assert [call[0] for call in ended.scontrol] == ["show"]
-    assert "not again" in ended.stderr
+    assert [call[0] for call in ended.scontrol] == ["requeue"] * 6
 
 
-def test_a_controller_that_is_away_is_asked_five_times(tmp_path: Path) -> None:
-    """Then the job ends with the code that says what to do, and a line that says it in words."""
-    ended = submit(tmp_path, "train.py", srun_exit=contract.EXIT_REQUEUE, requeue_exit=1)
-    assert ended.code == contract.EXIT_REQUEUE
-    assert [call[0] for call in ended.scontrol] == ["show"] + ["requeue"] * 5
-    assert "requeue it by hand" in ended.stderr
-
-
-def test_without_a_node_list_no_agent_starts(tmp_path: Path) -> None:
-    """On localhost each node would train alone."""
-    ended = submit(tmp_path, "train.py", NODES="")
-    assert (ended.code, ended.srun) == (1, [])
-    assert "n[7-9]" in ended.stderr
-
-
-def test_a_long_node_list_is_read_to_its_end(tmp_path: Path) -> None:
-    """`scontrol | head -n 1` dies of SIGPIPE now and then, and with it the job, under pipefail."""
-    ended = submit(tmp_path, "train.py", NODES=" ".join(f"node{number:05}" for number in range(9_000)))
-    assert (ended.code, ended.agent.rdzv_endpoint.partition(",")[0]) == (0, "node00000:24567")
-
-
-def test_without_a_script_the_usage_is_told(tmp_path: Path) -> None:
+@both
+def test_without_a_script_the_usage_is_told(tmp_path: Path, script: Path) -> None:
     """Before anything is started."""
-    ended = submit(tmp_path)
+    ended = submit(tmp_path, script, **ELEMENT)
     assert (ended.code, ended.srun) == (contract.EXIT_USAGE, [])
+    assert "usage: sbatch" in ended.stderr
+
+
+@both
+def test_the_scripts_are_what_manifest_slurm_fills_in(script: Path) -> None:
+    """Of an installed package the same can be had: `elastic-resume manifest slurm`."""
+    assert script.read_text() == sbatch.fill(script.name, nodes=3)

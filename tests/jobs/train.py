@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--step-delay", type=float, default=0.05)
     parser.add_argument("--slow-until", type=Path, help="a step takes a second until this file exists")
     parser.add_argument("--loaders", type=int, default=0, help="processes of each rank that read samples")
+    parser.add_argument("--fast-from", type=Path, help="steps have no delay once this file exists")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--raise-at", default="", help="GENERATION:STEP:RANK")
     parser.add_argument("--damage-at", default="", help="GENERATION:STEP:RANK: one weight becomes another")
@@ -73,7 +74,8 @@ def main() -> None:
             line = {"generation": run.generation, "step": step, "epoch": epoch, "indices": indices.tolist()}
             os.write(diary.fileno(), (json.dumps(line) + "\n").encode())
             slow = args.slow_until is not None and not args.slow_until.exists()
-            time.sleep(1.0 if slow else args.step_delay)
+            fast = args.fast_from is not None and args.fast_from.exists()
+            time.sleep(1.0 if slow else 0.0 if fast else args.step_delay)
             if args.raise_at == f"{run.generation}:{step}:{run.rank}":
                 raise RuntimeError(f"told to fail at step {step}")
             optimizer.zero_grad()

@@ -1,0 +1,217 @@
+"""What befalls a job on a real Slurm, and that training goes on at the step that it had reached.
+
+Each test has jobs of its own on one cluster of three nodes. Their disks (/scratch) outlive a job.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import contract, events
+from elastic_resume.events import Event
+from tests.slurm import site
+from tests.slurm.site import NODES, Slurm
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+TRAIN = str(ROOT / "tests" / "jobs" / "train.py")
+ALLOCATION = str(ROOT / "deploy" / "slurm" / "train.sbatch")
+ARRAY = str(ROOT / "deploy" / "slurm" / "array.sbatch")
+NODE_TIMEOUT_S = 3.0
+DISK = "/scratch/checkpoints"
+STEPS_PER_EPOCH = 10
+OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """One Slurm for all tests."""
+    why = site.available()
+    if why and "CI" not in os.environ:
+        pytest.skip(why)
+    with Slurm(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+@pytest.fixture
+def slurm(cluster: Slurm) -> Iterator[Slurm]:
+    """The cluster with no job and all nodes."""
+    yield cluster
+    cluster.start_controller()
+    cluster.command("scancel", "--user=root")
+    cluster.boot(*(index for index in NODES if not cluster.machines.is_up(index)))
+    cluster.wait(lambda: cluster.idle() == len(NODES), "idle nodes after a test")
+
+
+@dataclass
+class Job:
+    """A job that trains, by its id (of an array: the array's)."""
+
+    slurm: Slurm
+    id: str
+    fast: Path
+    steps: int
+    kept: dict[int, list[Event]] = field(default_factory=dict)
+    """What nodes had told before they lost their disks."""
+
+    @property
+    def run_id(self) -> str:
+        """Under which its checkpoints are kept, as long as it lives."""
+        return f"slurm-{self.id}"
+
+    def events_of(self, index: int, kind: str | None = None) -> list[Event]:
+        """One node's events."""
+        machines = self.slurm.machines
+        found = self.kept.get(index, [])
+        if machines.is_up(index):
+            path = machines.path(index, f"{DISK}/{self.run_id}/{machines.name(index)}/{contract.EVENTS_FILE}")
+            found = [*found, *events.read(path)]
+        return [event for event in found if kind in (None, event["event"])]
+
+    def events(self, kind: str) -> list[Event]:
+        """All nodes' events of a kind."""
+        found = [event for index in NODES for event in self.events_of(index, kind)]
+        return sorted(found, key=lambda event: float(event["t"]))
+
+    def newest(self, generation: int | None = None) -> int:
+        """The last step that a rank is known to have finished."""
+        steps = [e for e in self.events("step") if generation in {None, e["generation"]}]
+        return max((int(e["step"]) for e in steps), default=0)
+
+    def wait_step(self, step: int, generation: int = 1) -> Event:
+        """Wait until a rank has finished a step in that generation or a later one."""
+        return self.slurm.wait(
+            lambda: next(
+                (e for e in self.events("step") if e["step"] >= step and e["generation"] >= generation), None
+            ),
+            f"step {step} of generation {generation} of job {self.id}",
+        )
+
+    def wait_world(self, size: int, generation: int = 1) -> Event:
+        """Wait until a world of that many nodes has finished some steps; give how it began."""
+        resume = self.slurm.wait(
+            lambda: next(
+                (
+                    e
+                    for e in self.events("resume")
+                    if (e["world_size"], e["generation"] >= generation) == (size, True)
+                ),
+                None,
+            ),
+            f"a world of {size} in job {self.id}",
+        )
+        self.wait_step(resume["step"] + 10, resume["generation"])
+        return resume
+
+    def wait_state(self, *states: str, element: str = "") -> str:
+        """Wait until Slurm says one of these of it."""
+        job = f"{self.id}_{element}" if element else self.id
+        return self.slurm.wait(
+            lambda: next((s for s in [self.slurm.state(job)] if s in states), None), f"job {job} {states}"
+        )
+
+    def hurry(self) -> None:
+        """Let the rest of the training take no time."""
+        self.fast.touch()
+
+    def lose_power(self, index: int) -> float:
+        """Switch a node off; give when."""
+        self.kept[index] = self.events_of(index)
+        self.slurm.machines.poweroff(index)
+        return time.time()
+
+    def resumes(self) -> list[Event]:
+        """How each generation began, as each node told it."""
+        return self.events("resume")
+
+
+def submit(slurm: Slurm, script: str, *options: str, epochs: int = 40) -> Job:
+    """Submit a training of ``epochs`` times ten steps, each of a tenth of a second until `Job.hurry`."""
+    hurry = slurm.directory / f"hurry-{secrets.token_hex(4)}"
+    job = slurm.sbatch(
+        *("--cpus-per-task=1", f"--output={slurm.directory}/%x-%j.out", *options, script, TRAIN),
+        *("--diary", str(slurm.directory / "diary"), "--epochs", str(epochs), "--step-delay", "0.1"),
+        *("--fast-from", str(hurry)),
+        env={
+            "ELASTIC_RESUME_CKPT_DIR": DISK,
+            "ELASTIC_RESUME_STEP_MARK_S": "0",
+            "OMP_NUM_THREADS": "1",
+            "WATCH_S": "1",
+        },
+    )
+    return Job(slurm, job, hurry, epochs * STEPS_PER_EPOCH)
+
+
+def went_on(job: Job, former: int) -> Event:
+    """Give how the generation after ``former`` began: at the step that this had reached."""
+    job.wait_step(1, former + 1)
+    resume = next(event for event in job.resumes() if event["generation"] > former)
+    assert resume["step"] >= job.newest(former)
+    assert resume["lost_steps"] == 0
+    return resume
+
+
+def test_srun_starts_a_job_without_any_flag(slurm: Slurm) -> None:
+    """By the real command: three nodes find each other, share a secret, and are named after the job."""
+    said = slurm.command(
+        *("srun", "-N3", "elastic-resume", "run", TRAIN, "--diary", "diary", "--epochs", "1"),
+        env={**slurm.real, "OMP_NUM_THREADS": "1"},
+        timeout_s=120,
+    )
+    assert "world 3" in said
+    (run,) = (slurm.directory / "checkpoints").iterdir()
+    assert re.fullmatch(r"slurm-\d+", run.name)
+    assert {each.name for each in run.iterdir()} == {slurm.machines.name(index) for index in NODES}
+    ends = [event for event in events.read_run(run) if event["event"] == "agent-end"]
+    assert [end["outcome"] for end in ends] == ["done"] * 3
+    assert not (slurm.directory / ".elastic_resume").exists()
+
+
+def test_an_allocation_goes_on_without_a_node_that_lost_its_power(slurm: Slurm) -> None:
+    """3 -> 2 within the node timeout and two seconds, no finished step lost; the job's end is a good one."""
+    job = submit(slurm, ALLOCATION)
+    former = job.wait_world(3)["generation"]
+    lost = next(index for index in NODES if slurm.machines.name(index) != slurm.job(job.id)["BatchHost"])
+    off = job.lose_power(lost)
+    first = job.wait_step(1, former + 1)
+    assert first["t"] - off <= NODE_TIMEOUT_S + 2
+    assert went_on(job, former)["world_size"] == 2
+    job.hurry()
+    # srun waits for Slurm's own word on the lost node, and then tells of the others only.
+    assert job.wait_state(*OVER) == "COMPLETED"
+
+
+def test_an_allocation_that_loses_the_batch_host_does_not_hang(slurm: Slurm) -> None:
+    """The others finish the training; the watchdog has the job queued again, where it ends as it should."""
+    job = submit(slurm, ALLOCATION)
+    former = job.wait_world(3)["generation"]
+    batch_host = slurm.index(slurm.job(job.id)["BatchHost"])
+    job.lose_power(batch_host)
+    assert went_on(job, former)["world_size"] == 2
+    job.hurry()
+    job.wait_state("PENDING")
+    assert all(end["outcome"] == "done" for end in job.events("agent-end"))
+    assert job.newest() == job.steps
+    slurm.boot(batch_host)
+    slurm.start_now(job.id)
+    assert job.wait_state(*OVER) == "COMPLETED"
+    assert slurm.job(job.id)["Restarts"] == "1"
+
+
+def test_a_requeued_job_goes_on_from_the_disks_of_its_nodes(slurm: Slurm) -> None:
+    """Under the same run id, at the step that it had reached: `scontrol requeue`."""
+    job = submit(slurm, ALLOCATION)
+    former = job.wait_world(3)["generation"]
+    slurm.command("scontrol", "requeue", job.id)
+    job.wait_state("PENDING")
+    slurm.start_now(job.id)
+    went_on(job, former)
