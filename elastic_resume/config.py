@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from elastic_resume import contract, values
-from elastic_resume.cluster import node
+from elastic_resume.cluster import gone, node
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.cadence import AUTO, Every
 
@@ -246,6 +246,11 @@ def _add_meeting_flags(add: Add) -> None:
     add("settle", "SECONDS", "how long a first start waits for one more node (default 3)")
     add("join-timeout", "SECONDS", "how long a node waits for a world to form (default 600)")
     add("rdzv-token-file", "FILE", "0600 file whose text all nodes share (or ELASTIC_RESUME_TOKEN)")
+    add(
+        "scheduler-word",
+        "|".join(gone.MODES),
+        "ask Slurm or Kubernetes whether missing nodes are dead; down: Slurm's DOWN is (default auto)",
+    )
     add("allow-minority", "", "once: form a world though the missing nodes might live on, cut off")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from elastic_resume.agent.fence import Fence
-from elastic_resume.cluster import node
+from elastic_resume.cluster import gone, node
 from elastic_resume.rendezvous.address import take_seat
 from elastic_resume.rendezvous.member import Member
 from elastic_resume.rendezvous.record import Record
@@ -65,7 +65,16 @@ def taken(
             "(--rdzv-token-file or ELASTIC_RESUME_TOKEN would keep others out)."
         )
     name = node_dir.path.name
-    member = Member(terms, seat, node=name, record=record, seen=node_dir.generation(), fence=fence, tell=tell)
+    member = Member(
+        terms,
+        seat,
+        node=name,
+        record=record,
+        seen=node_dir.generation(),
+        fence=fence,
+        tell=tell,
+        home=gone.home(os.environ),
+    )
     member.start()
     try:
         yield Place(member, seat.host, here.order)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume import contract, events, values
-from elastic_resume.agent import elastic, impatience, preemption, preflight
+from elastic_resume.agent import elastic, impatience, preemption, preflight, word
 from elastic_resume.agent.ending import Ending
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.keeper import Kept, kept
@@ -26,8 +26,9 @@ from elastic_resume.agent.pressure import Gauge
 from elastic_resume.agent.warm import Warmth
 from elastic_resume.agent.watch import patience_of, watched
 from elastic_resume.agent.witness import Witness
-from elastic_resume.cluster import notices, storage
+from elastic_resume.cluster import gone, notices, storage
 from elastic_resume.cluster.node import Node
+from elastic_resume.cluster.verdict import Oracle
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError, NodeUnfitError
 from elastic_resume.policy import restart
@@ -51,6 +52,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
     patience = patience_of(args.hang_timeout)
     requeue = _requeue(args)
     sources = notices.sources(args.preemption_notice or os.environ.get(contract.ENV_PREEMPTION_NOTICE))
+    oracle = _oracle(args, here)
     with (
         elastic.prepared(args, given, settings.run_id, here) as launch,
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
@@ -91,7 +93,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
                 terms = launch.terms and replace(launch.terms, on_divergence=settings.on_divergence)
                 job = replace(launch, terms=terms)
                 outcome, code, message = _run(
-                    job, witness, node_dir, fence, snapshots, ending=ending, warmth=warmth
+                    job, witness, node_dir, fence, snapshots, ending=ending, warmth=warmth, oracle=oracle
                 )
             if outcome in {"failed", "left"}:
                 witness.explain_end(args.log_dir or "")
@@ -104,6 +106,11 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
             launch.shared.finish(remember=here.element is not None)
         log.close()
         return code
+
+
+def _oracle(args: argparse.Namespace, here: Node) -> Oracle | None:
+    mode = gone.mode_of(args.scheduler_word or os.environ.get(contract.ENV_SCHEDULER_WORD))
+    return gone.oracle(os.environ, mode, array_is_job=here.element is not None)
 
 
 @contextlib.contextmanager
@@ -132,6 +139,7 @@ def _run(
     *,
     ending: Ending,
     warmth: Warmth | None,
+    oracle: Oracle | None,
 ) -> tuple[str, int, str]:
     """Give outcome, exit code and message for people."""
     end = ""
@@ -145,7 +153,10 @@ def _run(
                 # A node that joins stops the workers of the others, who would wait for what it still imports.
                 with elastic.stoppable(launch):
                     warmth.wait(launch.terms.join_timeout_s)
-            with taken(launch.terms, node_dir, fence, say=witness.say, tell=witness.told) as place:
+            with (
+                taken(launch.terms, node_dir, fence, say=witness.say, tell=witness.told) as place,
+                word.asked(oracle, place.member, say=witness.say, tell=witness.note),
+            ):
                 snapshots.compare(place.member, say=witness.say, tell=witness.note)
                 try:
                     elastic.launch(launch, witness, place)

@@ -25,7 +25,7 @@ from elastic_resume.policy.failures import Failure, Verdict, describe, judge
 from elastic_resume.rendezvous.steps import Log
 
 # What the rendezvous tells that a person wants to read; the rest is in the event log only.
-TOLD = {"waiting", "refused", "spare", "disk", "stranger", "late", "minority", "through"}
+TOLD = {"waiting", "buried", "refused", "spare", "disk", "stranger", "late", "minority", "through"}
 
 
 class Witness:

@@ -98,7 +98,7 @@ def end_time(job: str, run: Run = run) -> float | None:
     # Without a limit 22.05 tells NONE, or a moment in a year.
     if limit.strip().upper() in {"UNLIMITED", "INFINITE", "NOT_SET"}:
         return math.inf
-    return _seconds(end)
+    return seconds(end)
 
 
 def deadline(job: str, run: Run = run, environ: Mapping[str, str] = os.environ) -> float | None:
@@ -113,7 +113,7 @@ def deadline(job: str, run: Run = run, environ: Mapping[str, str] = os.environ) 
     return asked if asked is not None and math.isfinite(asked) else None
 
 
-def _seconds(text: str) -> float | None:
+def seconds(text: str) -> float | None:
     """Read a time in UTC, as Slurm writes it; None for NONE, Unknown, N/A."""
     if not _TIME.fullmatch(text.strip()):
         return None
@@ -137,12 +137,12 @@ def word(job: str, run: Run = run) -> Word:
     if answer.code != 0:
         return Word.NONE
     found = dict(re.findall(r"(?:^|\s)(JobState|Reason|PreemptTime|EndTime)=(\S+)", answer.text))
-    state, preempted = found.get("JobState", ""), _seconds(found.get("PreemptTime", ""))
+    state, preempted = found.get("JobState", ""), seconds(found.get("PreemptTime", ""))
     if state in {"RUNNING", "SUSPENDED"}:
         return Word.NONE if preempted is None else Word.PREEMPTED
     if found.get("Reason") == "TimeLimit" or state == "TIMEOUT":
         return Word.TIME_LIMIT
-    if preempted is not None and _seconds(found.get("EndTime", "")) == preempted:
+    if preempted is not None and seconds(found.get("EndTime", "")) == preempted:
         return Word.PREEMPTED
     return Word.ENDING if state else Word.NONE
 

@@ -23,7 +23,7 @@ from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.address import Seat
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.messages import Diverged, Join, Print
-from elastic_resume.rendezvous.quorum import Incarnation
+from elastic_resume.rendezvous.quorum import Incarnation, Question
 from elastic_resume.rendezvous.record import Record
 from elastic_resume.rendezvous.shell import Shell
 from elastic_resume.rendezvous.steps import (
@@ -40,6 +40,7 @@ from elastic_resume.rendezvous.steps import (
     Log,
     ReplicasDiffer,
     RestartWorkers,
+    SchedulerSays,
     StopWorkers,
     WorkerFailed,
     WorkersFinished,
@@ -50,6 +51,7 @@ LINGER_S = 2.0
 """How long a node that ends the job for all waits at least for its leader's word that all have been told."""
 GOODBYE_S = 3.0
 """How long a node that leaves looks for somebody to say goodbye to."""
+ASKING_S = 0.5
 LOOK_S = 1.0
 """Between two looks whether the shell still lives, while nothing happens."""
 
@@ -78,8 +80,12 @@ class Member:
         seen: int,
         fence: Fence,
         tell: Callable[[Log], None],
+        home: str = "",
     ) -> None:
-        """``seen`` is the greatest generation this node knows of; ``tell`` may block."""
+        """``seen`` is the greatest generation this node knows of; ``tell`` may block.
+
+        ``home``: what its scheduler knows this agent by (`cluster.gone`).
+        """
         self.run_id = terms.run_id
         self.node = node
         self._fence = fence
@@ -99,7 +105,11 @@ class Member:
         self._teller = threading.Thread(
             target=self._hand_on, args=(tell,), name="elastic-resume-news", daemon=True
         )
-        me = Incarnation(node, secrets.token_hex(8), seat.address, seat.candidate)
+        self.question: Question | None = None
+        """Whose death would let this agent, which leads, go on: not older than `ASKING_S`."""
+        self._question_at = 0.0
+        life = secrets.token_hex(8) + (f"@{home}" if home else "")
+        me = Incarnation(node, life, seat.address, seat.candidate)
         self._shell = Shell(
             terms.settings(seat.address),
             me,
@@ -216,6 +226,10 @@ class Member:
         over = self._over
         return over.reason if isinstance(over, EndJob) else ""
 
+    def scheduler_says(self, word: SchedulerSays) -> None:
+        """Tell what was answered to `question`; from any thread."""
+        self._shell.submit(word)
+
     def leave(self, reason: str) -> None:
         """Say goodbye, and end.
 
@@ -313,6 +327,9 @@ class Member:
     def _watch(self, agent: Agent) -> None:
         """Move the fence before anything else is done about an event."""
         self._is_heard = agent.is_heard
+        if time.monotonic() >= self._question_at:
+            self._question_at = time.monotonic() + ASKING_S
+            self.question = agent.question
         if agent.running is None:
             self._fence.set(-math.inf)
         else:
