@@ -196,6 +196,42 @@ def test_mistakes_that_schemas_let_pass_are_found(name: str) -> None:
     assert told in " ".join(kubernetes_rules.complaints(found))
 
 
+def test_a_file_that_was_edited_can_be_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line for each mistake; nothing for what ships."""
+    assert [cli.main(["manifest", "check", str(path)]) for path in (DEPLOY / "kubernetes").iterdir()] == [
+        0
+    ] * 4
+    found = documents()
+    for name in ("other grace", "fewer pods than nodes"):
+        change(*MISTAKES[name][:2])(found)
+    edited = tmp_path / "edited.yaml"
+    edited.write_text(yaml.safe_dump_all(found))
+    capsys.readouterr()
+    assert cli.main(["manifest", "check", str(edited)]) == contract.EXIT_AT_FAULT
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kind: Job",
+        "kind: Job\nspec: 3",
+        "[1, 2]",
+        "a: b: c",
+        "\0",
+        "kind: Job\nspec: {template: []}",
+        "[" * 4000,
+    ],
+)
+def test_what_is_no_manifest_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """And no traceback."""
+    (tmp_path / "odd.yaml").write_text(text)
+    assert cli.main(["manifest", "check", str(tmp_path / "odd.yaml")]) == contract.EXIT_AT_FAULT
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 def test_what_a_schema_finds_is_left_to_it() -> None:
     """An unknown field, and a wrong type: the test of the mistakes would not notice an idle schema."""
     for path, value in (("Job/spec/completion", 3), ("Job/spec/completions", "three")):

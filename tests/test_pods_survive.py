@@ -141,7 +141,7 @@ def test_eviction_node_loss_want_of_memory_and_two_pods_of_one_index(tmp_path: P
 
 def test_all_pods_deleted_at_once_go_on_from_a_claim_and_finish(tmp_path: Path) -> None:
     """Each commits in its grace. The first that ends well ends the Job, by its successPolicy."""
-    with started(tmp_path, "--nodes", "1:2", "--claim", "shared", steps=600) as pods:
+    with started(tmp_path, "--nodes", "1:2", "--claim", "shared", steps=300) as pods:
         pods.publish()
         world(pods, 2, after=5)
         old = [pods.delete(index) for index in range(2)]
@@ -150,6 +150,6 @@ def test_all_pods_deleted_at_once_go_on_from_a_claim_and_finish(tmp_path: Path) 
         world(pods, 2, at)
         (tmp_path / "control" / "go").touch()
         assert pods.wait(lambda: pods.job.over, "the end", LIMIT_S) == "job done"
-        assert newest(pods)["step"] == 600
+        assert newest(pods)["step"] == 300
         assert pods.job.failures.total() == 0
         assert_no_step_lost(pods)

@@ -9,15 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from elastic_resume import contract
 from elastic_resume.cluster import kubernetes, kubernetes_rules, sbatch
 from elastic_resume.cluster.filling import filled
 from elastic_resume.cluster.inputs import name_of, nodes_of, whole
 from elastic_resume.errors import ConfigError
 
+MAX_FILE_BYTES = 1 << 20  # an API server takes no more
 MIN_GRACE_S = 15
 DEFAULT_GRACE_S = 120
 MAX_GRACE_S = 86_400
@@ -34,6 +37,46 @@ def register(commands: argparse._SubParsersAction[Any]) -> None:
     kinds = one.add_subparsers(title="schedulers", metavar="SCHEDULER", required=True)
     _add_kubernetes(kinds)
     sbatch.add(kinds)
+    _add_check(kinds)
+
+
+def _add_check(kinds: argparse._SubParsersAction[Any]) -> None:
+    one = kinds.add_parser(
+        "check", help="look for what Kubernetes' schemas let pass, in a file that was edited"
+    )
+    one.add_argument("file", type=Path, metavar="FILE.yaml")
+    one.set_defaults(function=check)
+
+
+def check(args: argparse.Namespace) -> int:
+    """``elastic-resume manifest check``: print what is wrong, one line each; 1 where something is.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no manifest.
+
+    """
+    try:
+        with open(args.file, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"{args.file}: larger than {MAX_FILE_BYTES} bytes; this is no manifest of a job."
+            )
+        documents = [one for one in yaml.safe_load_all(data.decode()) if one is not None]
+    except OSError as error:
+        raise ConfigError(f"{args.file}: cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{args.file}: is not YAML: {' '.join(str(error).split())[:200]}") from error
+    try:
+        wrong = kubernetes_rules.complaints(documents)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"{args.file}: a field that every Job has is missing or of a wrong kind ({error!r}): "
+            "kubectl apply --dry-run=server says which."
+        ) from error
+    for line in wrong:
+        print(f"{args.file}: {line}")
+    return contract.EXIT_AT_FAULT if wrong else contract.EXIT_DONE
 
 
 def print_kubernetes(args: argparse.Namespace) -> int:
