@@ -12,6 +12,7 @@ import pytest
 from elastic_resume import cli, contract
 from elastic_resume.cluster import sbatch
 
+DEPLOY = Path(__file__).parents[1] / "deploy" / "slurm"
 SRUN = """#!/bin/bash
 while [[ $# -gt 0 && $1 != run ]]; do shift; done
 [[ $# -eq 0 ]] || printf '%s\\n' "$@" > "$CALLED"
@@ -23,6 +24,13 @@ def rendered(*flags: str, command: list[str] | None = None) -> str:
     """What the command line prints."""
     words = ["manifest", "slurm", *flags, "--", *(command or WORDS)]
     return sbatch.render(cli._parser().parse_args(words))
+
+
+@pytest.mark.parametrize("shape", sbatch.SHAPES)
+def test_what_ships_is_the_template_without_a_command(shape: str) -> None:
+    """It takes that, and more options, from sbatch's own command line."""
+    name = sbatch.SHAPES[shape]
+    assert (DEPLOY / name).read_text() == sbatch.fill(name, nodes=3)
 
 
 @pytest.mark.parametrize("shape", sbatch.SHAPES)
