@@ -419,24 +419,6 @@ def test_a_failing_source_is_told_of_once_and_asked_on_until_it_has_a_notice() -
     assert "leaves" in told.lines[-1]
 
 
-def test_the_signal_waits_until_the_agent_heeds_it() -> None:
-    """Before, it would kill: a notice that is there at the start is heeded when the agent is ready."""
-    got: list[int] = []
-    told = Told()
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    with preemption.watched([Source("file:x", lambda: Notice("now"))], say=told.lines.append, tell=told.tell):
-        time.sleep(3 * preemption.HEEDED_S)
-        signal.signal(signal.SIGUSR1, lambda number, _frame: got.append(number))
-        try:
-            deadline = time.monotonic() + 10
-            while not got:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-        finally:
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    assert got == [signal.SIGUSR1]
-
-
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_a_node_with_a_notice_leaves_and_no_step_is_lost(tmp_path: Path) -> None:

@@ -1,18 +1,14 @@
 """Drains this node when it is told that it will be taken away (``--preemption-notice``).
 
-A thread for each source looks until one of them has a notice. Then: an event, a line for people, and the
-signal that schedulers send ahead of the end, to this agent alone: its node commits the newest step and
-leaves, the others go on.
+A thread for each source looks until one of them has a notice. Then: an event, a line for people, and a drain
+of this node alone (`ending`): it commits the newest step and leaves, the others go on.
 
-Promise: at most one drain. The signal is sent only once the agent heeds it, since by default it would kill. A
-source that cannot be asked is told of once, and asked on.
+Promise: at most one drain. A source that cannot be asked is told of once, and asked on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +17,6 @@ from typing import Any
 from elastic_resume.cluster.asking import AskError
 from elastic_resume.cluster.notices import Notice, Source
 
-DRAIN = (signal.SIGUSR1, signal.SIGTERM)  # the first that the agent heeds: which it does is the user's to say
-HEEDED_S = 0.1  # between two looks whether the agent heeds the signal yet
 CLOSE_S = 0.5
 
 
@@ -32,7 +26,7 @@ def watched(
     *,
     say: Callable[[str], None],
     tell: Callable[..., Any],
-    drain: Callable[[], None] | None = None,
+    drain: Callable[[], None],
 ) -> Iterator[None]:
     """Look at the sources within the context.
 
@@ -40,7 +34,7 @@ def watched(
         sources: of `cluster.notices.sources`.
         say: gets a line for people.
         tell: gets events, by kind and fields.
-        drain: called once, in a thread, when there is a notice; default: the signal to this process.
+        drain: called once, in a thread, when there is a notice.
 
     """
     watch = Watch(sources, say=say, tell=tell, drain=drain)
@@ -60,14 +54,13 @@ class Watch:
         *,
         say: Callable[[str], None],
         tell: Callable[..., Any],
-        drain: Callable[[], None] | None = None,
+        drain: Callable[[], None],
     ) -> None:
         """See `watched`."""
         self._say = say
         self._tell = tell
-        self._drain = drain or self._signal
+        self._drain = drain
         self._over = threading.Event()
-        self._closed = threading.Event()
         self._once = threading.Lock()
         self._threads = [
             threading.Thread(target=self._live, args=(one,), name=f"notice-{one.name[:20]}", daemon=True)
@@ -82,7 +75,6 @@ class Watch:
     def close(self) -> None:
         """Look no more. Who is being asked may take its time: that thread ends with the process."""
         self._over.set()
-        self._closed.set()
         for thread in self._threads:
             thread.join(CLOSE_S)
 
@@ -119,10 +111,3 @@ class Watch:
             "this node commits its newest step and leaves."
         )
         self._drain()
-
-    def _signal(self) -> None:
-        while not self._closed.wait(HEEDED_S):
-            for number in DRAIN:
-                if callable(signal.getsignal(number)):
-                    os.kill(os.getpid(), number)
-                    return

@@ -161,11 +161,10 @@ class Body:
         """
         if self.settings.rules.word_of_all and not (says.alone and says.question.missing <= says.dead):
             return
-        self.believe(self.known.with_gone(says.dead))
+        dead = says.dead & says.question.missing
+        self.believe(self.known.with_gone(dead))
         self.seen = max(self.seen, self.known.generation) + LEFT_OUT
-        self.log(
-            "buried", f"{listed(says.dead)}: dead, says the scheduler, and nobody else is left of the job"
-        )
+        self.log("buried", f"{listed(dead)}: dead, says the scheduler, and nobody else is left of the job")
 
     def grace(self, seconds: float) -> None:
         """Worlds of others may go on for so long without our hearing of it."""
