@@ -118,7 +118,12 @@ def _add_kubernetes(kinds: argparse._SubParsersAction[Any]) -> None:
         metavar="SECONDS",
         help="from SIGTERM to SIGKILL: longer than a step and a checkpoint take (default %(default)s)",
     )
-    add("--service-account", default="", metavar="NAME", help="one that may get pods (default: none)")
+    add(
+        "--service-account",
+        default="",
+        metavar="NAME",
+        help="one that may get and list pods, to ask whether silent ones are gone",
+    )
     add("--kind", choices=("job", "jobset"), default="job", help="default %(default)s")
     add(
         "--kubernetes",
