@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from typing import Any
 import psutil
 
 from elastic_resume import contract
-from elastic_resume.cluster import kubernetes, memory, node, storage
+from elastic_resume.cluster import gone, kubernetes, memory, node, storage
+from elastic_resume.cluster.gone import Slurm
 from elastic_resume.cluster.node import ELEMENT, Node
+from elastic_resume.cluster.pods import Pods
 from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.names import lookup, own_addresses, read_address
@@ -51,7 +54,12 @@ def doctor(args: argparse.Namespace) -> int:
     """Print what is found; 1 where a start without flags would fail."""
     here = node.read(os.environ)
     directory = args.ckpt_dir or Path(os.environ.get(contract.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
-    findings = [*of_scheduler(here), *of_candidates(here), *of_machine(directory, os.environ)]
+    findings = [
+        *of_scheduler(here),
+        *of_candidates(here),
+        *of_word(here, os.environ),
+        *of_machine(directory, os.environ),
+    ]
     problems = [*here.problems, *(one.problem for one in findings if one.problem)]
     if args.json:
         told = [{"what": one.what, "value": one.value, "source": one.source} for one in findings]
@@ -103,6 +111,25 @@ def of_scheduler(here: Node) -> list[Finding]:
         sources["scheduler"] = "no variable of Slurm, Kubernetes or a trainer is set"
     sources |= here.sources
     return [Finding(what, value, sources.get(what, "")) for what, value in told.items() if value]
+
+
+def of_word(here: Node, environ: Mapping[str, str]) -> list[Finding]:
+    """Who can be asked whether nodes that are silent are dead."""
+    if here.nodes == 1:
+        return []
+    what, variable = "silent nodes", contract.ENV_SCHEDULER_WORD
+    try:
+        mode = gone.mode_of(environ.get(variable))
+    except ConfigError as error:
+        return [Finding(what, "nobody to ask", variable, str(error))]
+    asked = gone.oracle(environ, mode, array_is_job=here.element is not None)
+    value = "nobody to ask"
+    if isinstance(asked, Pods):
+        value = "the API server is asked"
+    elif isinstance(asked, Slurm):
+        missing = [name for name in ("squeue", "scontrol") if shutil.which(name) is None]
+        value = f"nobody to ask: no {', '.join(missing)}" if missing else "squeue and scontrol are asked"
+    return [Finding(what, value, f"scheduler word: {mode}")]
 
 
 def of_candidates(here: Node) -> list[Finding]:
