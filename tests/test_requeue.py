@@ -76,13 +76,13 @@ def slurm(tmp_path: Path) -> Slurm:
     return Slurm(tmp_path)
 
 
-def start(cluster: Cluster, slurm: Slurm, restarts: int) -> None:
-    """Start a life of the job on all nodes, and wait until it has trained."""
+def start(cluster: Cluster, slurm: Slurm, restarts: int, steps: int = 5) -> None:
+    """Start a life of the job on all nodes, and wait until it has trained so many steps."""
     newest = max((event["step"] for event in cluster.events("step")), default=0)
     cluster.env.update(slurm.environ(NODES, restarts))
     for index in range(NODES):
         cluster.start_node(index, env={"SLURM_NODEID": str(index)})
-    cluster.wait_step(newest + 5)
+    cluster.wait_step(newest + steps)
 
 
 def send(receivers: list[psutil.Process], number: signal.Signals) -> None:
@@ -92,9 +92,14 @@ def send(receivers: list[psutil.Process], number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def committed(cluster: Cluster) -> set[tuple[int, int]]:
-    """Generation and step of each node's newest checkpoint."""
-    return {(copy.generation, copy.step) for index in range(NODES) for copy in cluster.checkpoints(index)[:1]}
+def all_have_saved(cluster: Cluster) -> bool:
+    """Whether the newest finished step is on disk, and on each node that or the one before it.
+
+    A node that hears that another has left, while its own worker is within the step, ends that at once.
+    """
+    steps = [cluster.checkpoints(index)[0].step for index in range(NODES)]
+    finished = max(event["step"] for event in cluster.events("step"))
+    return max(steps) >= finished and max(steps) - min(steps) <= 1
 
 
 def processes(cluster: Cluster) -> list[psutil.Process]:
@@ -126,9 +131,10 @@ def test_a_job_of_several_nodes_ends_in_slurms_ways(tmp_path: Path, slurm: Slurm
         send(processes(cluster), signal.SIGUSR1)
         assert cluster.wait_exit() == [75] * NODES
         assert slurm.requeues() == [(first, "77")] * 2  # by node 0; the controller was away once
-        assert len(committed(cluster)) == 1
+        assert all_have_saved(cluster)
         assert [event["cause"] for event in cluster.events("drain")] == ["SIGUSR1"] * NODES
-        assert {event["signal"] for event in cluster.events("worker-exit")} == {"SIGTERM"}
+        ends = cluster.events("worker-exit")
+        assert all(end["stopped"] or end.get("fenced") for end in ends)  # and none of the signal
         told = cluster.events_of(0, "requeue")[-1]
         assert (told["action"], told["done"], told["tries"]) == ("requeue", True, 2)
 
@@ -138,7 +144,7 @@ def test_a_job_of_several_nodes_ends_in_slurms_ways(tmp_path: Path, slurm: Slurm
         send(agents_of(cluster), signal.SIGTERM)
         assert sorted(cluster.wait_exit()) == [75, 143, 143]
         assert len(slurm.requeues()) == 1
-        assert len(committed(cluster)) == 1
+        assert all_have_saved(cluster)
 
         # scancel
         slurm.shows("scancel")
@@ -146,15 +152,15 @@ def test_a_job_of_several_nodes_ends_in_slurms_ways(tmp_path: Path, slurm: Slurm
         send(agents_of(cluster), signal.SIGTERM)
         assert cluster.wait_exit() == [143] * NODES
         assert not slurm.requeues()
-        assert len(committed(cluster)) == 1
+        assert all_have_saved(cluster)
 
         # its time limit, which nobody announces
-        slurm.ends(time.strftime("%Y-%m-%dT%H:%M:%S|5:00", time.gmtime(time.time() + 14)))
-        start(cluster, slurm, restarts=3)
+        slurm.ends(time.strftime("%Y-%m-%dT%H:%M:%S|5:00", time.gmtime(time.time() + 8)))
+        start(cluster, slurm, restarts=2, steps=0)
         assert cluster.wait_exit() == [75] * NODES
         assert len(slurm.requeues()) == 1
         assert [event["cause"] for event in cluster.events("drain")[-NODES:]] == ["deadline"] * NODES
-        assert len(committed(cluster)) == 1
+        assert all_have_saved(cluster)
 
 
 WAITS = "import pathlib, time\npathlib.Path('there').touch()\nwhile True:\n    time.sleep(1)\n"
