@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import ssl
@@ -16,9 +17,12 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_resume.agent import word
 from elastic_resume.cluster import gone, pods
+from elastic_resume.cluster.asking import AskError
 from elastic_resume.cluster.gone import Slurm
 from elastic_resume.cluster.slurm_job import MAX_TEXT, Answer
 from elastic_resume.cluster.verdict import Verdict
@@ -373,6 +377,42 @@ def test_what_is_no_answer_proves_nothing(api: Api, says: tuple[int, bytes]) -> 
     verdict = api.ask("job-1-b/u1")
     assert (verdict.dead, verdict.alone) == (frozenset(), False)
     assert verdict.why.startswith("the API server")
+
+
+WORDS = st.sampled_from(
+    [
+        *("metadata", "status", "labels", "name", "uid", "phase", "job-name", "containerStatuses"),
+        *("state", "running", "Failed", "Running"),
+    ]
+)
+JSON = st.recursive(
+    st.none() | st.integers() | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=5),
+    max_leaves=15,
+)
+
+
+@given(JSON, JSON)
+def test_any_json_is_a_pod_or_no_answer(told: Any, status: Any) -> None:
+    """Of whatever types: nothing else is raised, and what has no phase has not ended."""
+    meta = {"name": "a", "uid": "u", "labels": told}
+    wrapped = {"metadata": meta, "status": {"phase": "Failed", "containerStatuses": status}}
+    for said in (told, {"metadata": meta, "status": status}, wrapped):
+        with contextlib.suppress(AskError):
+            pods.read_pod(said)
+        with contextlib.suppress(AskError):
+            pods.selector_of(said if isinstance(said, dict) else {})
+
+
+@given(
+    st.text(max_size=200)
+    | st.lists(st.sampled_from(["NodeName=", "State=", "n1", " ", "*", "+"])).map("".join)
+)
+def test_any_text_is_nodes_or_none(text: str) -> None:
+    """What Slurm prints is looked at, not trusted."""
+    for name, machine in gone.machines(text).items():
+        assert name
+        assert machine.states
 
 
 def test_who_is_not_ours_proves_nothing(api: Api, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_resume import config
 from elastic_resume.agent import preemption
@@ -91,6 +93,38 @@ def test_what_is_no_notice_is_never_taken_for_one(text: str) -> None:
         with pytest.raises(AskError) as raised:
             read(text)
         assert len(str(raised.value)) < 300
+
+
+WORDS = st.sampled_from(
+    [
+        "action",
+        "time",
+        "Events",
+        "EventType",
+        "Preempt",
+        "Resources",
+        "EventStatus",
+        "NotBefore",
+        "terminate",
+        "vm",
+    ]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(JSON)
+def test_any_json_is_a_notice_or_none_or_no_answer(told: Any) -> None:
+    """Of whatever types: nothing else is raised."""
+    text = json.dumps(told)
+    wrapped = json.dumps({"Events": [told], "action": "stop", "time": told})
+    for said in (text, wrapped):
+        for read in (notices.ec2_notice, notices.gcp_notice, lambda said: notices.azure_notice(said, "vm")):
+            with contextlib.suppress(AskError):
+                read(said)
 
 
 # ---- where it is said ----------------------------------------------------------------------------------

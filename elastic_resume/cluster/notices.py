@@ -149,7 +149,7 @@ class Ec2:
 def ec2_notice(text: str) -> Notice:
     """Read ``{"action": "terminate", "time": "2017-09-18T08:22:00Z"}``."""
     told = _object(text)
-    action = told.get("action")
+    action = str(told.get("action"))
     if action not in {"terminate", "stop", "hibernate"}:
         raise AskError(f"spot/instance-action says {_short(text)!r}")
     when = str(told.get("time", ""))
@@ -203,11 +203,11 @@ def azure_notice(text: str, name: str) -> Notice | None:
     if not isinstance(told, list):
         raise AskError(f"scheduledevents says {_short(text)!r}")
     for event in told:
-        if not isinstance(event, dict) or event.get("EventType") not in {"Preempt", "Terminate"}:
+        if not isinstance(event, dict) or str(event.get("EventType")) not in {"Preempt", "Terminate"}:
             continue
         machines = event.get("Resources")
         named = [str(one).lower() for one in machines] if isinstance(machines, list) else []
-        if name.lower() not in named or event.get("EventStatus") in {"Canceled", "Completed"}:
+        if name.lower() not in named or str(event.get("EventStatus")) in {"Canceled", "Completed"}:
             continue
         deadline = None
         with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):

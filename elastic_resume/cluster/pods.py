@@ -170,7 +170,8 @@ def read_pod(told: Any) -> Pod:
     if not (isinstance(name, str) and isinstance(uid, str) and isinstance(phase, str) and uid):
         raise AskError("what it says is no pod")
     containers = status.get("containerStatuses")
-    states = [one.get("state") for one in containers or [] if isinstance(one, dict)]
+    containers = containers if isinstance(containers, list) else []
+    states = [one.get("state") for one in containers if isinstance(one, dict)]
     runs = any(isinstance(state, dict) and "running" in state for state in states)
     waits, has_ended = phase == "Pending" and not runs, phase in {"Succeeded", "Failed"} and not runs
     return Pod(name, uid, waits, has_ended)
