@@ -36,9 +36,9 @@ check: lint
 
 # For tests that cut the links of simulated nodes. What cannot be installed here, those tests name.
 network-tools:
-	-@if ! PATH="$$PATH:/usr/sbin:/sbin" sh -c 'command -v ip && command -v nsenter && command -v setpriv' >/dev/null \
+	-@if ! PATH="$$PATH:/usr/sbin:/sbin" sh -c 'command -v ip && command -v nsenter && command -v setpriv && command -v openssl' >/dev/null \
 	&& [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2 util-linux; \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2 util-linux openssl; \
 	fi
 
 # A real Slurm, which is started by the tests: nothing of it runs otherwise.
