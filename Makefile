@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Much of a test of real processes is waiting: two at a time took 669 s where one at a time took 933 s.
 TWO := -n 2 --dist worksteal
 
-.PHONY: demo test test-slurm lint check nightly soak bench clean network-tools slurm-tools
+.PHONY: demo test test-slurm test-rest lint check nightly soak bench clean network-tools slurm-tools
 .DEFAULT_GOAL := help
 
 help:
@@ -52,8 +52,12 @@ slurm-tools: network-tools
 test-slurm: $(READY) slurm-tools
 	$(BIN)/python -m pytest -q tests/slurm --durations=5
 
-test: $(READY) network-tools test-slurm
+test-rest: $(READY) network-tools
 	$(BIN)/python -m pytest -q $(TWO) --durations=25 --ignore=tests/slurm
+
+# Slurm's tests wait nearly all of their time: beside the others they cost next to none.
+test: $(READY) slurm-tools
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-slurm test-rest
 
 # A failing schedule prints the command that plays it again. FIRST=0 plays those that `make check` begins with.
 FIRST ?= $(shell echo $$(( $$(date +%s) / 86400 * 100000 )))
