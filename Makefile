@@ -57,7 +57,10 @@ test-rest: $(READY) network-tools
 
 # Slurm's tests wait nearly all of their time: beside the others they cost next to none.
 test: $(READY) slurm-tools
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-slurm test-rest
+	@slurm_log=$$(mktemp); trap 'rm -f $$slurm_log' EXIT; trap 'kill $$slurm' INT TERM; \
+	$(MAKE) --no-print-directory test-slurm >$$slurm_log 2>&1 & slurm=$$!; \
+	$(MAKE) --no-print-directory test-rest; status=$$?; \
+	wait $$slurm || status=1; cat $$slurm_log; exit $$status
 
 # A failing schedule prints the command that plays it again. FIRST=0 plays those that `make check` begins with.
 FIRST ?= $(shell echo $$(( $$(date +%s) / 86400 * 100000 )))
