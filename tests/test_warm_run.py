@@ -73,6 +73,8 @@ def test_a_script_does_the_same_warm_cold_and_under_torchrun(tmp_path: Path) -> 
         assert len({(here / f"chance-{rank}").read_text() for rank in range(2)}) == 2
     for way in ("cold", "warm"):
         for rank in range(2):
+            # What a scheduler sends ahead of the end is the agent's affair, and ends no worker.
+            facts["torchrun"][rank]["signals"]["SIGUSR1"] = str(signal.SIG_IGN)
             for name, value in facts["torchrun"][rank].items():
                 assert facts[way][rank][name] == value, f"{way}, rank {rank}: {name}"
 
