@@ -90,26 +90,26 @@ class Controller:
         (LOST, 0, "RUNNING|n1", False),
         ("DOWN*", 0, "RUNNING|n1", False),
         ("DOWN", 0, "RUNNING|n1", False),
-        (LOST, 600, "RUNNING|n1", True),
-        ("DOWN", 600, "RUNNING|n1", True),
-        ("IDLE", 600, "RUNNING|n1", True),
-        ("IDLE", 60, "RUNNING|n1", False),  # the same boot, by a clock that was set
-        ("IDLE", -600, "RUNNING|n1", False),
+        (LOST, 1200, "RUNNING|n1", True),
+        ("DOWN", 1200, "RUNNING|n1", True),
+        ("IDLE", 1200, "RUNNING|n1", True),
+        ("IDLE", 500, "RUNNING|n1", False),  # the same boot, by a clock that was set since
+        ("IDLE", -1200, "RUNNING|n1", False),
         ("IDLE+CLOUD+POWERED_DOWN", 0, "RUNNING|n1", True),
         ("IDLE+CLOUD+POWERING_DOWN", 0, "RUNNING|n1", False),
         ("IDLE+CLOUD+POWER_DOWN", 0, "RUNNING|n1", False),
         # It runs the job, or another of its elements, by Slurm's own word.
-        ("ALLOCATED", 600, "RUNNING|n[1-3]", False),
-        ("ALLOCATED", 600, "RUNNING|n1\nRUNNING|n2", False),
+        ("ALLOCATED", 1200, "RUNNING|n[1-3]", False),
+        ("ALLOCATED", 1200, "RUNNING|n1\nRUNNING|n2", False),
         ("IDLE+CLOUD+POWERED_DOWN", 0, "RUNNING|n1\nCOMPLETING|n[2-3]", False),
         ("IDLE+CLOUD+POWERED_DOWN", 0, "RUNNING|n1\nSOMETHING|n2", False),
-        ("IDLE", 600, "RUNNING|n1\nPENDING|\nNODE_FAIL|n2", True),
+        ("IDLE", 1200, "RUNNING|n1\nPENDING|\nNODE_FAIL|n2", True),
         # Nothing is understood, or it is another job.
-        ("IDLE", 600, "RUNNING|n4", False),
-        ("IDLE", 600, "RUNNING|n[1", False),
-        ("IDLE", 600, "slurm_load_jobs error: Invalid job id specified", False),
-        ("IDLE", 600, "", False),
-        ("IDLE", 600, "RUNNING|n1".ljust(MAX_TEXT), False),
+        ("IDLE", 1200, "RUNNING|n4", False),
+        ("IDLE", 1200, "RUNNING|n[1", False),
+        ("IDLE", 1200, "slurm_load_jobs error: Invalid job id specified", False),
+        ("IDLE", 1200, "", False),
+        ("IDLE", 1200, "RUNNING|n1".ljust(MAX_TEXT), False),
     ],
 )
 def test_what_slurm_says_of_lost_nodes(state: str, booted_s: float, jobs: str, dead: bool) -> None:
@@ -136,7 +136,7 @@ def test_down_counts_where_the_administrator_says_so() -> None:
 
 def test_everybody_whom_slurm_knows_of_has_to_be_dead() -> None:
     """An element that came while we were cut off, one that ended elsewhere, an allocation's first nodes."""
-    rebooted = BOOTED + 600.0
+    rebooted = BOOTED + 1200.0
     for jobs, also in (
         ("RUNNING|n1\nRUNNING|n9", "n9 is the job's"),
         ("RUNNING|n1\nNODE_FAIL|n9", "n9 is unknown"),
@@ -172,7 +172,7 @@ def test_a_node_in_service_without_the_job_is_proof_after_a_while() -> None:
 def test_many_nodes_are_asked_about_in_parts_and_too_many_not_at_all() -> None:
     """An answer has its limit."""
     names = [f"n{number}" for number in range(2, 132)]
-    controller = Controller(nodes=dict.fromkeys(("n3", *names), ("IDLE", BOOTED + 600.0)))
+    controller = Controller(nodes=dict.fromkeys(("n3", *names), ("IDLE", BOOTED + 1200.0)))
     assert controller.slurm().ask(at(*names), at("n1")).alone
     assert [len(words[-1].split(",")) for words in controller.asked[1:]] == [50, 50, 30]
     controller.jobs = "RUNNING|n1\nFAILED|m[1-1000]"
@@ -542,7 +542,7 @@ def test_the_last_of_three_goes_on_when_slurm_says_that_the_others_were_booted_a
         hearts.wait_says(0, f"n1 is {LOST}; n2 is {LOST}")
         assert hearts.newest() == now
         (tmp_path / "scontrol").write_text(
-            "\n".join(node_line(name, "DOWN", now_s + 600) for name in ("n1", "n2"))
+            "\n".join(node_line(name, "DOWN", now_s + 1200) for name in ("n1", "n2"))
         )
         now = hearts.wait([0], now)
         assert now > 1000

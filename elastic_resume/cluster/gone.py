@@ -26,8 +26,9 @@ from elastic_resume.errors import ConfigError
 
 AUTO, DOWN, OFF = "auto", "down", "off"
 MODES = (AUTO, DOWN, OFF)
-REBOOTED_S = 120.0
-"""A boot so much later than the one in which an agent started is another one: clocks are set now and then."""
+REBOOTED_S = 600.0
+"""A boot so much later than the one in which an agent started is another one. Munge refuses clocks that
+differ by five minutes, so none is set by more while Slurm works."""
 STEADY_S = 60.0
 """A node that answers and is not the job's must be seen so for so long: what Slurm finds there when a node is
 back, it ends first (KillWait, 30 s)."""
