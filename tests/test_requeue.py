@@ -181,7 +181,7 @@ def test_a_job_at_fault_is_not_requeued(agents: Agents, slurm: Slurm) -> None:
         ((), None, 0, 75, "job 77 is requeued"),
         ((), "/nowhere", 0, 75, "there is no scontrol here"),
         (("--requeue=off",), None, 0, 75, "--requeue is off"),
-        ((), None, 3, 1, "was started again 3 times"),
+        ((), None, 3, 1, "it has lived 4 times without a new step"),
     ],
 )
 def test_one_node_that_is_told_ahead_of_time(
@@ -196,6 +196,9 @@ def test_one_node_that_is_told_ahead_of_time(
 ) -> None:
     """By another signal than the default. A life without a step counts as none."""
     agents.script(WAITS)
+    node_dir = agents.directory / "checkpoints" / "train" / "a"
+    node_dir.mkdir(parents=True)
+    (node_dir / contract.EVENTS_FILE).write_text('{"t":1,"event":"agent-start"}\n' * restarts)
     words = ("--rdzv-id=train", "--grace=0.1", "--drain-signals=usr2", *flags, "train.py")
     agent = agents.start(*words, warm=False, **slurm.environ(1, restarts, path))
     wait_for((agents.directory / "there").exists, "the worker")

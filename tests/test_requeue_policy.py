@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.policy.requeue import MAX_IDLE_RESTARTS, Action, End, Facts, Word, decide, margin_s
+from elastic_resume.policy.requeue import (
+    MAX_IDLE_RESTARTS,
+    Action,
+    End,
+    Facts,
+    Word,
+    decide,
+    idle_lives,
+    margin_s,
+)
 
 REQUEUE, TELL, LEAVE = Action.REQUEUE, Action.TELL, Action.LEAVE
 NOTICE = Facts(End.NOTICE)
@@ -42,12 +52,12 @@ TABLE = [
     (Facts(End.LOST, only_here=True), REQUEUE, 75, "no world"),
     (Facts(End.LEFT, only_here=True), REQUEUE, 75, "left"),
     # a job that gets nowhere
-    (replace(NOTICE, restarts=2, gained=False), REQUEUE, 75, "ahead"),
-    (replace(NOTICE, restarts=3, gained=False), LEAVE, 1, "started again 3 times"),
-    (replace(NOTICE, restarts=100), REQUEUE, 75, "ahead"),
-    (Facts(End.LOST, restarts=3, gained=False), LEAVE, 1, "new step"),
-    (Facts(End.LEFT, restarts=3, gained=False), TELL, 75, "may go on"),
-    (Facts(End.LEFT, restarts=3, gained=False, only_here=True), LEAVE, 1, "new step"),
+    (replace(NOTICE, idle=3), REQUEUE, 75, "ahead"),
+    (replace(NOTICE, idle=4), LEAVE, 1, "lived 4 times"),
+    (Facts(End.TERMINATED, Word.PREEMPTED, idle=4), LEAVE, 143, "new step"),
+    (Facts(End.LOST, idle=4), LEAVE, 1, "new step"),
+    (Facts(End.LEFT, idle=4), TELL, 75, "may go on"),
+    (Facts(End.LEFT, idle=4, only_here=True), LEAVE, 1, "new step"),
 ]
 OTHERWISE = {End.DONE: 0, End.AT_FAULT: 1, End.INTERRUPTED: 130, End.TERMINATED: 143}
 
@@ -70,8 +80,7 @@ all_facts = st.builds(
     end=st.sampled_from(End),
     word=st.sampled_from(Word),
     scheduler=st.sampled_from(["slurm", "kubernetes", "pet", "host"]),
-    restarts=st.integers(0, 10),
-    gained=st.booleans(),
+    idle=st.integers(0, 10),
     only_here=st.booleans(),
     mine=st.booleans(),
     alone=st.booleans(),
@@ -93,7 +102,7 @@ def test_nothing_that_must_not_happen_happens(facts: Facts) -> None:
     if facts.end is End.TERMINATED and facts.word in {Word.NONE, Word.ENDING}:
         assert code == 7, "a job that somebody cancelled came back"
     left_others = facts.end is End.LEFT and not facts.only_here
-    if not facts.gained and facts.restarts >= MAX_IDLE_RESTARTS and not left_others:
+    if facts.idle > MAX_IDLE_RESTARTS and not left_others:
         assert code == 7, "a job that gets nowhere was started for ever"
     if facts.off or facts.other or not facts.scontrol or facts.scheduler != "slurm":
         assert not asks
@@ -101,7 +110,7 @@ def test_nothing_that_must_not_happen_happens(facts: Facts) -> None:
         assert facts.mine, "two nodes of a job asked"
         assert not facts.alone, "a job that goes on elsewhere was torn down"
         assert facts.end not in {End.LOST, End.LEFT}
-    if facts.end in {End.NOTICE, End.DEADLINE} and (facts.gained or facts.restarts < MAX_IDLE_RESTARTS):
+    if facts.end in {End.NOTICE, End.DEADLINE} and facts.idle <= MAX_IDLE_RESTARTS:
         assert code == 75, "a job that was not done ended for good"
 
 
@@ -129,3 +138,31 @@ def test_a_drain_begins_early_enough_for_a_commit(
 ) -> None:
     """In steps, so that nodes whose commits take about as long begin together."""
     assert margin_s(grace_s, commit_s, life_s) == expected
+
+
+def lives(text: str) -> list[dict[str, Any]]:
+    """Events of a node: A a life begins, wN workers start at step N, sN step N is finished, c a commit."""
+    kinds = {"A": "agent-start", "w": "worker-start", "s": "step", "c": "commit", "x": "failure"}
+    return [
+        {"event": kinds[word[0]], **({"step": int(word[1:])} if word[1:] else {})} for word in text.split()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "restarts", "expected"),
+    [
+        ("A w0 s1", 0, 0),
+        ("A w0", 0, 1),
+        ("A", 5, 1),
+        ("A w0 s1 s9 A A w9 A w9", 3, 3),
+        ("A w0 s1 A w1 A w1 s2", 2, 0),
+        ("A w0 s1 A w1 c1 x", 1, 1),  # what it began with is no new step
+        ("A w5 s6 w3 s4 A c6", 1, 1),
+        ("A w5 w3 s4", 0, 0),  # a replayed step is one: the job went back, and on
+        ("A A A A A A", 1, 2),  # of other jobs of the name
+        ("", 0, 0),
+    ],
+)
+def test_idle_lives_are_counted_from_a_nodes_events(text: str, restarts: int, expected: int) -> None:
+    """Only those in a row, back to the last that brought a step."""
+    assert idle_lives(lives(text), restarts) == expected

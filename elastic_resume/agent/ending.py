@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from elastic_resume import contract
-from elastic_resume.agent.ahead import ahead
+from elastic_resume.agent.ahead import ahead, given_back
 from elastic_resume.cluster import slurm_job
 from elastic_resume.cluster.node import Node
 from elastic_resume.policy import requeue
@@ -95,6 +95,7 @@ class Ending:
     def heeded(self) -> Iterator[None]:
         """Within the context no signal ahead of the end kills this agent, and its time limit is watched."""
         before = {number: signal.signal(number, self._note) for number in ahead()}
+        self._pending = given_back(before)
         thread = threading.Thread(target=self._live, name="ending", daemon=True)
         thread.start()
         try:
@@ -152,16 +153,14 @@ class Ending:
 
     # ---- what follows ----------------------------------------------------------------------------------
 
-    def decide(
-        self, outcome: str, code: int, *, rank: int | None, gained: bool
-    ) -> tuple[Decision | None, int]:
+    def decide(self, outcome: str, code: int, *, rank: int | None, idle: int) -> tuple[Decision | None, int]:
         """Decide whether the job is run again, and give the agent's exit code. For the main thread.
 
         Args:
             outcome: of the agent: done, failed, left or signalled.
             code: what it would exit with.
             rank: of this node in the last world; None where there was none.
-            gained: whether a step was finished in this life.
+            idle: how many lives in a row have brought no new step, this one included.
 
         """
         end = self._end(outcome, code)
@@ -177,8 +176,7 @@ class Ending:
             end,
             word=slurm_job.word(here.requeue) if ask else Word.NONE,
             scheduler=here.scheduler,
-            restarts=here.restarts,
-            gained=gained,
+            idle=idle,
             only_here=only_here,
             mine=mine,
             alone=self._alone,

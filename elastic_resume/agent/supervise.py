@@ -97,7 +97,8 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
                 )
             if outcome in {"failed", "left"}:
                 witness.explain_end(args.log_dir or "")
-            decision, code = ending.decide(outcome, code, rank=witness.rank, gained=witness.gained())
+            idle = witness.idle_lives(here.restarts)
+            decision, code = ending.decide(outcome, code, rank=witness.rank, idle=idle)
             log.write("agent-end", outcome=outcome, exit_code=code, message=message)
             if message:
                 witness.say(f"{outcome}: {message}")

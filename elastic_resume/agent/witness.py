@@ -22,6 +22,7 @@ from elastic_resume.agent.pressure import Gauge
 from elastic_resume.errors import GaveUpError, NodeUnfitError
 from elastic_resume.policy import cadence, failures, restart
 from elastic_resume.policy.failures import Failure, Verdict, describe, judge
+from elastic_resume.policy.requeue import idle_lives
 from elastic_resume.rendezvous.steps import Log
 
 # What the rendezvous tells that a person wants to read; the rest is in the event log only.
@@ -67,9 +68,11 @@ class Witness:
         """This node's rank in the last world; None where there was none."""
         return self._rank
 
-    def gained(self) -> bool:
-        """Whether this node has finished a step since the agent began."""
-        return any(this.stepped for this in (*self._history, self._summary(failed=False)))
+    def idle_lives(self, restarts: int) -> int:
+        """How many lives of the job in a row, this one included, have brought no new step on this node."""
+        if any(this.stepped for this in (*self._history, self._summary(failed=False))):
+            return 0
+        return idle_lives(events.read(self._path), restarts)
 
     def say(self, text: str) -> None:
         """Print one line for people."""

@@ -10,12 +10,14 @@ not run again, also where PreemptMode is REQUEUE; to ask for the requeue of a ca
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from elastic_resume import contract
+from elastic_resume.events import Event
 
-# Lives of a job in a row, the first included, that may end without a new step before it is left to people.
+# How often a job is started again after a life without a new step, before it is left to people.
 MAX_IDLE_RESTARTS = 3
 # For what neither takes: the signals' way, goodbyes, the request itself.
 SLACK_S = 5.0
@@ -47,17 +49,16 @@ class Word(Enum):
 class Facts:
     """What the decision is made from.
 
-    ``restarts`` is how many lives the job has had before this one, ``gained`` whether this one finished a new
-    step. ``only_here``: the scheduler's job is this node alone, others have jobs of their own. ``mine``: of
-    several nodes, this one speaks for all. ``alone``: what ended this node was meant for it alone.
-    ``other`` names another program that requeues.
+    ``idle`` is how many lives in a row have brought no new step, this one included, as far as this node
+    knows: where it has another disk each time it knows of one. ``only_here``: the scheduler's job is this
+    node alone, others have jobs of their own. ``mine``: of several nodes, this one speaks for all. ``alone``:
+    what ended this node was meant for it alone. ``other`` names another program that requeues.
     """
 
     end: End
     word: Word = Word.NONE
     scheduler: str = "slurm"
-    restarts: int = 0
-    gained: bool = True
+    idle: int = 0
     only_here: bool = False
     mine: bool = True
     alone: bool = False
@@ -82,6 +83,27 @@ def margin_s(grace_s: float, commit_s: float, life_s: float) -> float:
     while commit < min(2 * commit_s, 3600.0):  # all nodes may write to one disk then
         commit *= 2
     return min(grace_s + commit + SLACK_S, max(0.0, life_s) // 2)
+
+
+def idle_lives(events: Iterable[Event], restarts: int) -> int:
+    """How many lives in a row have finished no new step on this node, the last included.
+
+    Args:
+        events: all that the node's log holds.
+        restarts: how often the scheduler has started the job again. Older lives were other jobs'.
+
+    """
+    idle = 0
+    start: int | None = None
+    for event in events:
+        step = event.get("step")
+        if event["event"] == "agent-start":
+            idle, start = idle + 1, None
+        elif event["event"] == "worker-start" and isinstance(step, int):
+            start = step if start is None else min(start, step)
+        elif event["event"] in {"step", "commit"} and isinstance(step, int) and start is not None:
+            idle = 0 if step > start else idle
+    return min(idle, restarts + 1)
 
 
 class Action(Enum):
@@ -124,11 +146,8 @@ def _not_at_all(facts: Facts) -> Decision | None:
             why = "the scheduler has been told to end or to requeue it"
         return Decision(Action.LEAVE, why)
     others_go_on = facts.end is End.LEFT and not facts.only_here
-    if not facts.gained and facts.restarts >= MAX_IDLE_RESTARTS and not others_go_on:
-        return Decision(
-            Action.LEAVE,
-            f"it was started again {facts.restarts} times, and this life has not finished a new step either",
-        )
+    if facts.idle > MAX_IDLE_RESTARTS and not others_go_on:
+        return Decision(Action.LEAVE, f"it has lived {facts.idle} times without a new step")
     return None
 
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from elastic_resume import contract
-from elastic_resume.cluster import gone, kubernetes, memory, node, storage
+from elastic_resume.cluster import gone, kubernetes, memory, node, slurm_job, storage
 from elastic_resume.cluster.gone import Slurm
 from elastic_resume.cluster.node import ELEMENT, Node
 from elastic_resume.cluster.pods import Pods
@@ -52,7 +52,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def doctor(args: argparse.Namespace) -> int:
     """Print what is found; 1 where a start without flags would fail."""
-    here = node.read(os.environ)
+    here = _with_deadline(node.read(os.environ))
     directory = args.ckpt_dir or Path(os.environ.get(contract.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
     findings = [
         *of_scheduler(here),
@@ -67,6 +67,14 @@ def doctor(args: argparse.Namespace) -> int:
     else:
         print(render(findings, problems))
     return contract.EXIT_AT_FAULT if problems else contract.EXIT_DONE
+
+
+def _with_deadline(here: Node) -> Node:
+    """Ask for the time limit, as an agent does: no variable told it before Slurm 23.02."""
+    asked = slurm_job.deadline(here.requeue, environ={}) if here.scheduler == "slurm" else None
+    if asked is None:
+        return here
+    return replace(here, deadline=asked, sources={**here.sources, "deadline": "squeue"})
 
 
 def render(findings: list[Finding], problems: list[str]) -> str:

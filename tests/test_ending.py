@@ -1,0 +1,97 @@
+"""What an agent does with signals ahead of the end, in whatever phase it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic_resume import contract
+from elastic_resume.agent import ahead
+from elastic_resume.agent.ending import Ending
+from elastic_resume.cluster.node import Node
+from elastic_resume.policy.requeue import Action
+
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """The events of an ending; signals have their actions back afterwards."""
+    monkeypatch.setenv(contract.ENV_DRAIN_SIGNALS, "SIGTERM,SIGUSR1")
+    before = {number: signal.getsignal(number) for number in (USR1, USR2, signal.SIGTERM)}
+    yield []
+    for number, action in before.items():
+        signal.signal(number, action)
+    ahead._early.clear()
+
+
+def ending(told: list[dict[str, Any]]) -> Ending:
+    """One of an agent on a plain host."""
+    return Ending(
+        Node("host", "a"), mode="auto", say=print, tell=lambda event, **fields: told.append({event: fields})
+    )
+
+
+def test_a_signal_that_nobody_heeds_yet_is_kept_for_who_does(told: list[dict[str, Any]]) -> None:
+    """By default it would kill, while torch is imported or the newest step is saved."""
+    ahead.heed_early()
+    os.kill(os.getpid(), USR1)  # the agent imports
+    this, heeded = ending(told), threading.Event()
+    with this.heeded():
+        assert signal.getsignal(USR2) is signal.SIG_DFL  # not one of ours, as it turns out
+        this.heard(USR1)
+        assert not told
+        signal.signal(USR1, lambda *_: heeded.set())
+        assert heeded.wait(20)
+        this.heard(USR1)
+    assert told == [{"drain": {"cause": "SIGUSR1", "alone": False}}]
+    decision, code = this.decide("signalled", 138, rank=0, idle=0)
+    assert decision is not None
+    assert (decision.action, code) == (Action.TELL, 75)
+
+
+def test_what_comes_first_is_why_an_agent_ends(told: list[dict[str, Any]]) -> None:
+    """A requeue sends SIGTERM to those that are still draining: they were told ahead of time all the same."""
+    this = ending(told)
+    this.heard(USR1)
+    this.begun(signal.SIGTERM)
+    assert this.words() == "stopped by SIGUSR1."
+    assert this.decide("signalled", 143, rank=0, idle=0)[1] == 75
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # nothing may end the request any more
+
+
+@pytest.mark.parametrize(
+    ("outcome", "number", "code"), [("signalled", signal.SIGTERM, 143), ("signalled", signal.SIGINT, 130)]
+)
+def test_other_signals_keep_their_exit_codes(
+    told: list[dict[str, Any]], outcome: str, number: signal.Signals, code: int
+) -> None:
+    """Who sent them knows whether the job is to be run again."""
+    this = ending(told)
+    this.begun(number)
+    assert this.decide(outcome, code, rank=0, idle=0)[1] == code
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("failed", 1), ("failed", 75), ("left", 75)])
+def test_an_end_without_a_signal_keeps_its_exit_code(
+    told: list[dict[str, Any]], outcome: str, code: int
+) -> None:
+    """On a plain host nobody is asked for anything."""
+    assert ending(told).decide(outcome, code, rank=0, idle=0)[1] == code
+
+
+def test_a_notice_for_this_node_alone_drains_it(told: list[dict[str, Any]]) -> None:
+    """With the same signal, sent to ourselves once it is heeded."""
+    this, heeded = ending(told), threading.Event()
+    with this.heeded():
+        this.drain_alone()
+        signal.signal(USR1, lambda *_: heeded.set())
+        assert heeded.wait(20)
+        this.heard(USR1)
+    assert told == [{"drain": {"cause": "a preemption notice", "alone": True}}]
+    assert this.words() == "stopped by a preemption notice."
