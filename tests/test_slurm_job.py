@@ -83,8 +83,18 @@ def test_why_a_job_got_sigterm_is_told_by_its_record(done: str) -> None:
     ],
 )
 def test_without_an_answer_nothing_is_known(answer: Answer) -> None:
-    """And so nothing is requeued."""
-    assert slurm_job.word("2", Commands(answer).run) is Word.NONE
+    """And so nothing is requeued. A controller that is away is asked again, a moment later."""
+    commands = Commands(answer)
+    assert slurm_job.word("2", commands.run, sleep=commands.sleep) is Word.NONE
+    away = answer.code != 0 and "Invalid job id" not in answer.text
+    assert len(commands.asked) == (3 if away else 1)
+
+
+def test_a_controller_that_comes_back_tells_why() -> None:
+    """A preempted job is not given up because Slurm was busy."""
+    shows = Answer(0, shown(RECORDED["preempted with a grace"][0]))
+    commands = Commands(Answer(1, "Unable to contact slurm controller (connect failure)"), shows)
+    assert slurm_job.word("2", commands.run, sleep=commands.sleep) is Word.PREEMPTED
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ class Ending:
         here = self._here
         for number in (signal.SIGTERM, *ahead()):  # what a requeue sends finds the newest step on disk
             signal.signal(number, signal.SIG_IGN)
-        only_here = here.element is not None or os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
+        only_here = here.element is not None or os.environ.get("SLURM_JOB_NUM_NODES", str(here.nodes)) == "1"
         mine = (here.order if rank is None else rank) == 0
         ask = here.scheduler == "slurm" and end is End.TERMINATED and (only_here or mine)
         facts = Facts(

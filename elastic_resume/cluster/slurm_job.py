@@ -1,6 +1,6 @@
 """What Slurm's own commands say of a running job, and the one thing that is asked of them: its requeue.
 
-Promise: every question is over within `ASK_S`, or has no answer, and a request within `REQUEST_S`. Nothing
+Promise: an answer to a question takes `ASK_S` at most, or there is none; a request takes `REQUEST_S`. Nothing
 here raises for a command that is missing, refuses, or cannot reach the controller. Texts of commands are
 looked at, not trusted: what is not understood is no answer.
 
@@ -24,6 +24,7 @@ from elastic_resume.policy.requeue import Word
 ASK_S = 10.0  # a controller that is down lets commands wait for 4 to 9 s, by MessageTimeout
 REQUEST_S = 60.0  # a controller that is restarted, or fails over, is back by then
 RETRY_S = 3.0
+ASK_TRIES = 3  # why a job got SIGTERM; its processes live for KillWait at least, 30 s by default
 MAX_TEXT = 64 * 1024
 # Times in UTC and in full, whatever the user has set for people.
 PLAIN_TIMES = {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}
@@ -126,14 +127,19 @@ def seconds(text: str) -> float | None:
 # ---- why -----------------------------------------------------------------------------------------------
 
 
-def word(job: str, run: Run = run) -> Word:
+def word(job: str, run: Run = run, *, sleep: Callable[[float], None] = time.sleep) -> Word:
     """Ask why the processes of a job have got SIGTERM.
 
     A job that is preempted with a grace still runs, and has a PreemptTime; one that is preempted without ends
     in the second of its PreemptTime. One that is cancelled or requeued is completing, also within such a
     grace, and its end is another. At its time limit that is the Reason.
     """
-    answer = run(["scontrol", "show", "job", job, "-o"], ASK_S)
+    for attempt in range(ASK_TRIES):
+        answer = run(["scontrol", "show", "job", job, "-o"], ASK_S)
+        if answer.code == 0 or _REFUSED.search(answer.text):
+            break
+        if attempt < ASK_TRIES - 1:
+            sleep(RETRY_S)
     if answer.code != 0:
         return Word.NONE
     found = dict(re.findall(r"(?:^|\s)(JobState|Reason|PreemptTime|EndTime)=(\S+)", answer.text))
