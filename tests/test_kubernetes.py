@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume import contract
+from elastic_resume.agent import preflight
 from elastic_resume.cluster import kubernetes
 from elastic_resume.errors import ConfigError
 
@@ -15,6 +18,22 @@ def test_how_long_a_pod_may_take_to_end_is_read_or_not_known() -> None:
     """In seconds, as terminationGracePeriodSeconds."""
     assert kubernetes.termination_grace_s({contract.ENV_TERMINATION_GRACE_S: "120"}) == 120
     assert kubernetes.termination_grace_s({}) is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "environ", "seconds"),
+    [
+        (None, {}, None),
+        (None, {contract.ENV_TERMINATION_GRACE_S: "120"}, 60),
+        ("7", {contract.ENV_TERMINATION_GRACE_S: "120"}, 7),
+        (None, {contract.ENV_TERMINATION_GRACE_S: "120", contract.ENV_GRACE_S: "9"}, None),
+    ],
+)
+def test_workers_get_half_of_it_unless_somebody_says_otherwise(
+    flag: str | None, environ: dict[str, str], seconds: float | None
+) -> None:
+    """The other half is for the commit. What a user set in the environment stays."""
+    assert preflight.grace_s(argparse.Namespace(grace=flag), environ) == seconds
 
 
 @pytest.mark.parametrize("text", ["2m", "nan", "-1", "inf"])

@@ -150,6 +150,25 @@ def test_a_container_sees_what_its_manifest_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
+def test_a_pod_of_a_jobset_finds_its_peers_under_the_jobs_name(tmp_path: Path) -> None:
+    """Its Job is called SET-node-0, its Service SET; what the agent makes of that leads to the other pod."""
+    ask = "import os; from elastic_resume.cluster import node; print(*node.read(os.environ).candidates)"
+    text = rendered("--nodes", "2", "--kind", "jobset", "--memory", "512Mi")
+    jobset = yaml.safe_load(text)
+    container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    look = "until getent hosts train-node-0-1.train.default.svc; do sleep 0.01; done; sleep 600"
+    does = f'python -c "{ask}"; {look}'
+    container.update(command=["sh", "-c", does], args=[])
+    with Pods(yaml.safe_dump(jobset), tmp_path, secrets=TOKEN) as pods:
+        pods.start()
+        first = pods.pod(0)
+        pods.wait(lambda: len(pods.log(first).splitlines()) == 2, "both lines")
+        names, found = pods.log(first).splitlines()
+        assert names == " ".join(f"train-node-0-{index}.train.default.svc:29400" for index in range(2))
+        assert found.split()[0] == pods.pod(1).address
+
+
+@pytest.mark.cluster
 def test_real_exit_codes_meet_the_policies(tmp_path: Path) -> None:
     """A container that ends by itself, one that hears no SIGTERM, one that takes too much memory."""
     control = tmp_path / "control"

@@ -33,7 +33,7 @@ def _root() -> None:
 def started(tmp_path: Path, *flags: str, steps: int) -> Pods:
     """The pods of a job that trains so many steps; what they look for in /control is in ``tmp_path``."""
     sizes = ("--memory", "2Gi", "--shm", "256Mi", "--disk", "100Mi", "--grace", "30")
-    text = rendered(*flags, *sizes, command=("tests/jobs/pod.py", str(steps), "/control"))
+    text = rendered(*sizes, *flags, command=("tests/jobs/pod.py", str(steps), "/control"))
     for name in ("control", "claim"):
         (tmp_path / name).mkdir()
     pods = Pods(
@@ -141,9 +141,10 @@ def test_eviction_node_loss_want_of_memory_and_two_pods_of_one_index(tmp_path: P
 
 def test_all_pods_deleted_at_once_go_on_from_a_claim_and_finish(tmp_path: Path) -> None:
     """Each commits in its grace. The first that ends well ends the Job, by its successPolicy."""
-    with started(tmp_path, "--nodes", "1:2", "--claim", "shared", steps=300) as pods:
+    with started(tmp_path, "--nodes", "1:2", "--claim", "shared", "--shm", "64Mi", steps=300) as pods:
         pods.publish()
         world(pods, 2, after=5)
+        assert "shm has 64 MiB" in pods.log(pods.pod(0))  # and what to do
         old = [pods.delete(index) for index in range(2)]
         assert [pods.ended(pod, LIMIT_S) for pod in old] == [143, 143]
         at = newest(pods)["step"]

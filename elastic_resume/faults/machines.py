@@ -171,7 +171,7 @@ class Machines:
         found = [self._arrived(index, group, *future.result()) for index, group, future in started]
         if name or new_address:
             for index in self._up:
-                self.path(index, "/etc/hosts").write_text(self._hosts_file(index))
+                self._tell_names(index)
         return found
 
     def run(
@@ -269,8 +269,7 @@ class Machines:
     def name_service(self, index: int, names: Mapping[str, str]) -> None:
         """Let a machine know these names (name -> address) and no others, from now on and after it boots."""
         self._files[index] = "".join(f"{address} {name}\n" for name, address in names.items())
-        if self.is_up(index):
-            self.path(index, "/etc/hosts").write_text(self._hosts_file(index))
+        self._tell_names(index)
 
     def close(self) -> None:
         """End all machines. A second call does nothing."""
@@ -346,6 +345,13 @@ class Machines:
             os.close(space)
         if up.group is not None:
             up.group.rmdir()
+
+    def _tell_names(self, index: int) -> None:
+        """Write what a machine knows, if it runs; a container may end at any moment."""
+        up = self._up.get(index)
+        if up is not None and up.first.poll() is None:  # until it is waited for nobody else gets its number
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{up.first.pid}/root/etc/hosts").write_text(self._hosts_file(index))
 
     def _hosts_file(self, index: int) -> str:
         # No machine is 127.0.1.1, as Debian has it: who asks for its own name is to get what others get.
