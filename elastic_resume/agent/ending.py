@@ -31,6 +31,7 @@ from elastic_resume.policy.requeue import Action, Decision, End, Facts, Word
 LOOK_S = 0.25
 ASK_EVERY_S = 300.0  # somebody may have changed the limit; a controller of a large cluster has enough to do
 FRESH_S = 10.0
+SPREAD_S = 20.0
 DEFAULT_GRACE_S = 5.0  # guard.py's
 DEADLINE = "deadline"
 # Who sets this in a batch script requeues its jobs by itself. Lightning does by a handler that it sets only
@@ -64,6 +65,7 @@ class Ending:
         self._first: int | None = None  # the signal that began the end
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._commit_s = 0.0
         self.commit_s: Callable[[], float] = lambda: 0.0  # what a commit has taken
 
     # ---- what asks for the end -------------------------------------------------------------------------
@@ -113,7 +115,8 @@ class Ending:
 
     def _live(self) -> None:
         """Send on what nobody has heeded, and drain ahead of the time limit; all nodes in the same moment."""
-        began, asked_at, pause_s = time.time(), -math.inf, LOOK_S
+        spread_s = min(SPREAD_S, self._here.order / 50)  # or all nodes would ask in the same moment
+        began, asked_at, pause_s = time.time(), time.monotonic() - ASK_EVERY_S + spread_s, LOOK_S
         end: float | None = None
         while not self._closed.wait(pause_s):
             self._send()
@@ -121,7 +124,7 @@ class Ending:
                 pause_s = LOOK_S
                 continue
             left_s, age_s = self._left_s(began, end), time.monotonic() - asked_at
-            if age_s > ASK_EVERY_S or (left_s < FRESH_S < age_s):
+            if age_s > ASK_EVERY_S or (left_s < FRESH_S + spread_s < age_s):
                 end, asked_at = self._end_time(end), time.monotonic()
                 left_s = self._left_s(began, end)
             if left_s <= 0:
@@ -133,7 +136,9 @@ class Ending:
         """How long until this node has to drain."""
         if end is None:
             return math.inf
-        return end - time.time() - requeue.margin_s(_grace_s(), self.commit_s(), end - began)
+        with contextlib.suppress(ValueError):  # its memory has been given back: the agent is at its end
+            self._commit_s = self.commit_s()
+        return end - time.time() - requeue.margin_s(_grace_s(), self._commit_s, end - began)
 
     def _end_time(self, before: float | None) -> float | None:
         """Ask until when the job may run; who does not answer has changed nothing."""
