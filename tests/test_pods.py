@@ -121,10 +121,11 @@ def in_place_of_the_agent(text: str, does: str, **pod: Any) -> str:
 def test_a_container_sees_what_its_manifest_says(tmp_path: Path) -> None:
     """Variables, names, disks and their sizes, DNS when it comes; of a new pod all but the name is new."""
     look = (
+        "trap 'exit 143' TERM; "  # process 1 drops what it does not take
         "echo $$ $(hostname) $ELASTIC_RESUME_JOB $JOB_COMPLETION_INDEX $POD_IP $ELASTIC_RESUME_TOKEN; "
         "df --block-size=1M --output=size /dev/shm /checkpoints | tail -n 2; ls /checkpoints | wc -l; "
         "touch /checkpoints/mine; until getent hosts train-1.train.ml.svc; do sleep 0.01; done; "
-        "getent hosts train-0; trap 'exit 143' TERM; while :; do sleep 0.01; done"
+        "getent hosts train-0; while :; do sleep 0.01; done"
     )
     flags = ("--nodes", "2", "--disk", "30Mi", "--memory", "512Mi")
     text = in_place_of_the_agent(rendered(*flags), look)
@@ -150,22 +151,24 @@ def test_a_container_sees_what_its_manifest_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
-def test_a_pod_of_a_jobset_finds_its_peers_under_the_jobs_name(tmp_path: Path) -> None:
-    """Its Job is called SET-node-0, its Service SET; what the agent makes of that leads to the other pod."""
-    ask = "import os; from elastic_resume.cluster import node; print(*node.read(os.environ).candidates)"
-    text = rendered("--nodes", "2", "--kind", "jobset", "--memory", "512Mi")
+def test_doctor_in_a_pod_of_a_jobset_knows_its_peers(tmp_path: Path) -> None:
+    """Its Job is called SET-node-0, its Service SET; names lead to both pods, one of them this one."""
+    text = rendered("--nodes", "2", "--kind", "jobset", "--memory", "512Mi", "--disk", "30Mi")
     jobset = yaml.safe_load(text)
     container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
-    look = "until getent hosts train-node-0-1.train.default.svc; do sleep 0.01; done; sleep 600"
-    does = f'python -c "{ask}"; {look}'
-    container.update(command=["sh", "-c", does], args=[])
+    look = "until getent hosts train-node-0-1.train.default.svc; do sleep 0.01; done"
+    container.update(command=["sh", "-c", f"{look}; elastic-resume doctor; echo code $?; sleep 600"], args=[])
     with Pods(yaml.safe_dump(jobset), tmp_path, secrets=TOKEN) as pods:
         pods.start()
-        first = pods.pod(0)
-        pods.wait(lambda: len(pods.log(first).splitlines()) == 2, "both lines")
-        names, found = pods.log(first).splitlines()
-        assert names == " ".join(f"train-node-0-{index}.train.default.svc:29400" for index in range(2))
-        assert found.split()[0] == pods.pod(1).address
+        pods.wait(lambda: "code " in pods.log(pods.pod(0)), "what doctor says")
+        lines = dict(line.split(maxsplit=1) for line in pods.log(pods.pod(0)).splitlines())
+        assert lines["code"] == "0"
+        assert lines["nodes"].split("  ")[0] == "1 to 2"
+        assert lines["train-node-0-0.train.default.svc"].startswith(f"{pods.pod(0).address} (this node)")
+        assert lines["train-node-0-1.train.default.svc"].startswith(pods.pod(1).address)
+        assert lines["grace"].startswith("120 s from SIGTERM to SIGKILL, of which workers get 60")
+        assert "volume of 31" in lines["checkpoints"]
+        assert TOKEN["train-token"]["token"] not in pods.log(pods.pod(0))
 
 
 @pytest.mark.cluster

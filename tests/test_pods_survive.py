@@ -42,7 +42,7 @@ def started(tmp_path: Path, *flags: str, steps: int) -> Pods:
         secrets=TOKEN,
         claims={"shared": tmp_path / "claim"},
         bind={"/control": tmp_path / "control"},
-        image={contract.ENV_SNAPSHOT_EVERY: "1"},
+        image={contract.ENV_SNAPSHOT_EVERY: "1", "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
     )
     pods.dns_held = True
