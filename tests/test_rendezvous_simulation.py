@@ -70,7 +70,7 @@ def test_a_broken_rule_is_found_again_and_again(rule: str) -> None:
 @pytest.mark.slow
 def test_numbers_that_the_dead_may_have_used_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler's word that all others are dead tells nothing of worlds that they had among themselves."""
-    schedules = list(islice((one for one in map(draw, range(3000)) if one.family == kinds.WORD), 100))
+    schedules = list(islice((one for one in map(draw, range(3000)) if one.family == kinds.WORD), 40))
     found = [ONE_WORLD in {violation.checker for violation in play(one).violations} for one in schedules]
     monkeypatch.setattr(body, "LEFT_OUT", 0)
     again = [ONE_WORLD in {violation.checker for violation in play(one).violations} for one in schedules]

@@ -170,13 +170,8 @@ class Former:
             until = body.grace_until
             if not rivals <= body.silent:
                 until = max(until, self.since + settings.node_timeout_s)
-        if (
-            (last is None or not body.known.alive(last))
-            and not body.known.proposals
-            and settings.max_nodes > 1
-        ):
-            # A world may run of which nobody here knows: disks were lost, or all that we knew have died and
-            # others heard that from the scheduler. Its leader calls soon.
+        if last is None and not body.known.proposals and settings.max_nodes > 1:
+            # Where disks were lost a world may run of which nobody here knows. Its leader calls soon.
             until = max(until, self.since + 2 * settings.claim_s)
         survivors = last is not None and any(one in present for one in body.known.alive(last))
         if not survivors and not full:
