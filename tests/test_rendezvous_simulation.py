@@ -64,7 +64,7 @@ def test_a_broken_rule_is_found_again_and_again(rule: str) -> None:
     A scheduler that can be asked is in one of 16.
     """
     seeds = range(600 if rule == "word-of-all" else 300)
-    assert len(list(two_worlds(BROKEN_RULES[rule], seeds))) >= 5
+    assert len(list(islice(two_worlds(BROKEN_RULES[rule], seeds), 5))) == 5
 
 
 @pytest.mark.slow
