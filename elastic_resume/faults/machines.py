@@ -19,7 +19,6 @@ the host's; a process on the host cannot reach a machine's network.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -41,6 +40,14 @@ DISKS = {"/tmp": 256 * MB, "/scratch": 256 * MB, "/dev/shm": 64 * MB}  # noqa: S
 
 _PID1 = Path(__file__).with_name("pid1.py")
 _JOINED = ("mnt", "uts", "ipc")  # and net, which is there before the machine is; pid is entered by a fork
+_FLAGS = {"mnt": "mount", "uts": "uts", "ipc": "ipc"}
+# Words: folder, control group or nothing, command.
+_ENTER = """
+cd / && cd "$1" 2>/dev/null
+[ -z "$2" ] || echo 0 > "$2/cgroup.procs" || exit 126
+shift 2
+exec "$@"
+"""
 _File = int | IO[bytes] | None
 
 
@@ -189,7 +196,7 @@ class Machines:
 
         Args:
             index: where.
-            argv: the command, found on the machine.
+            argv: the command, found on the machine; exit code 127 says that there is none.
             env: its environment; default: of this process.
             cwd: its folder; default: this process's where it is seen on the machine, else /.
             stdin: as for Popen.
@@ -203,30 +210,20 @@ class Machines:
         up = self._up.get(index)
         if up is None or not self.is_up(index):
             raise UsageError(f"{self.name(index)} is down: boot it before something runs there.")
-        folder = str(cwd or Path.cwd())
-        spaces = [*(up.spaces[kind] for kind in _JOINED)]
-        network = self.hosts.path(index)
-
-        def enter() -> None:
-            namespaces.join_group(up.group)
-            namespaces.join_path(network)
-            for space in spaces:
-                namespaces.join(space)
-            with contextlib.suppress(OSError):
-                os.chdir("/")
-                os.chdir(folder)
-            ending.die_with_parent()
+        # No Python runs between fork and exec: one fork in thousands of a process with threads would hang.
+        nsenter, network, _ = self.hosts.command(index, [])
+        doors = [f"--{_FLAGS[kind]}=/proc/{os.getpid()}/fd/{up.spaces[kind]}" for kind in _JOINED]
+        words = [str(cwd or Path.cwd()), str(up.group or ""), *argv]
 
         def start() -> subprocess.Popen[bytes]:
             with namespaces.children_in(up.spaces["pid"]):
                 return subprocess.Popen(
-                    list(argv),
+                    [nsenter, network, *doors, "--", "/bin/sh", "-c", _ENTER, "sh", *words],
                     env=None if env is None else dict(env),
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
                     start_new_session=True,
-                    preexec_fn=enter,  # noqa: PLW1509  system calls alone, as lab.py does
                 )
 
         up.entered = [each for each in up.entered if each.poll() is None]
@@ -288,27 +285,20 @@ class Machines:
         env: Mapping[str, str] | None,
     ) -> tuple[subprocess.Popen[bytes], int]:
         """Start process 1; give it, and where it tells how that went."""
-        network = self.hosts.path(index)
         here, there = os.pipe()
-        told = {**told, "line": there, "hosts": self._hosts_file(index)}
-
-        def enter() -> None:
-            namespaces.join_group(group)
-            namespaces.join_path(network)
-            namespaces.leave(_JOINED)
-            ending.die_with_parent()
-
+        told = {**told, "line": there, "hosts": self._hosts_file(index), "group": str(group or "")}
+        unshare = ["unshare", *(f"--{_FLAGS[kind]}" for kind in _JOINED), "--propagation", "unchanged"]
+        python = [sys.executable, "-I", "-S", str(_PID1), json.dumps(told)]
         try:
             with namespaces.children_in(None):
                 first = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_PID1), json.dumps(told)],
+                    self.hosts.command(index, [*unshare, "--", *python]),
                     env=None if env is None else dict(env),
                     stdin=subprocess.DEVNULL,
                     stdout=files[0],
                     stderr=files[1],
                     pass_fds=[there],
                     start_new_session=True,
-                    preexec_fn=enter,  # noqa: PLW1509  system calls alone, as lab.py does
                 )
         except (OSError, subprocess.SubprocessError) as error:
             os.close(here)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume.cluster.memory import Group
 from elastic_resume.errors import MachineError
 
-FLAGS = {"mnt": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "pid": 0x20000000}  # CLONE_NEW… in linux/sched.h
+CLONE_NEWPID = 0x20000000  # linux/sched.h
 _GROUP_PREFIX = "elastic-resume-machine-"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -36,17 +36,12 @@ def join_path(path: str) -> None:
         os.close(space)
 
 
-def leave(kinds: Iterable[str]) -> None:
-    """Enter new namespaces of these kinds."""
-    if _LIBC.unshare(sum(FLAGS[kind] for kind in kinds)):
-        raise _error("unshare")
-
-
 @contextlib.contextmanager
 def children_in(space: int | None) -> Iterator[None]:
     """Have children of this thread begin in a namespace for process ids; None: in a new one."""
     if space is None:
-        leave(["pid"])
+        if _LIBC.unshare(CLONE_NEWPID):
+            raise _error("unshare")
     else:
         join(space)
     try:
@@ -74,12 +69,6 @@ def make_group(index: int, limit_bytes: int) -> Path:
             group.rmdir()
         raise MachineError(f"no memory limit can be set in {own.directory}: {error.strerror}.") from error
     return group
-
-
-def join_group(group: Path | None) -> None:
-    """Have this process, and what it starts, counted there."""
-    if group is not None:
-        (group / "cgroup.procs").write_text("0")  # whoever writes
 
 
 def kills(group: Path) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 MS_REMOUNT, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 32, 4096, 8192, 16384, 1 << 18
+PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _STAGE = "/tmp"  # noqa: S108  a folder that every system has; what is mounted there, only this process sees
 
@@ -113,6 +114,9 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     line = told["line"]
     try:
+        _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if told["group"]:
+            Path(told["group"], "cgroup.procs").write_text("0")  # whoever writes
         name = told["name"].encode()
         _LIBC.sethostname(name, len(name))
         make_root(told)

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+import psutil
+
 from elastic_resume.faults.hosts import available as hosts_available
 from elastic_resume.faults.machines import Machines
 from tests.slurm import hatchery
@@ -46,10 +48,11 @@ AuthInfo=socket={directory}/munge/socket
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={directory}/state
-SlurmdSpoolDir={directory}/spool.%n
+SlurmdSpoolDir=/tmp/slurmd
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/slurmd.%n.pid
 SlurmctldDebug=verbose
+SlurmdDebug=debug
 ProctrackType=proctrack/{proctrack}
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -110,6 +113,8 @@ class Slurm:
         self.env = {
             k: v for k, v in self.env.items() if not k.startswith(("ELASTIC_RESUME_", "TORCHELASTIC_"))
         }
+        self.shim = str(directory / "bin" / "elastic-resume")
+        self._said: dict[int, int] = {}  # how much a node had printed before it booted
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         try:
             self._configure()
@@ -215,11 +220,29 @@ class Slurm:
             return
         self._daemons["slurmctld"] = self._daemon(CONTROLLER, "slurmctld", "slurmctld", "-D")
 
+    def signal_tasks(self, number: int) -> None:
+        """Send a signal to every `elastic-resume` that Slurm has started, as the machines' owner might."""
+        for process in psutil.process_iter(["cmdline"]):
+            if any(word == self.shim for word in process.info["cmdline"] or ()):
+                process.send_signal(number)
+
     def boot(self, *indices: int) -> None:
         """Boot nodes that are down, with empty disks."""
         for index in indices:
+            self._said[index] = len(self._node_log(index))
             self.machines.boot(index)
             self._start_node(index)
+
+    def wait_for_late_kill(self, index: int) -> None:
+        """Wait until a node that has booted is told to end what ran there before.
+
+        Slurm holds a requeued job back for two minutes. Without these the next life may be there by then,
+        and is killed in the former one's place.
+        """
+        self.wait(
+            lambda: "_rpc_terminate_job" in self._node_log(index)[self._said[index] :],
+            f"Slurm's word to {self.machines.name(index)} that the job there is over",
+        )
 
     # ---- inside --------------------------------------------------------------------------------------
 
@@ -229,8 +252,6 @@ class Slurm:
         (munge / "key").write_bytes(secrets.token_bytes(128))
         (munge / "key").chmod(0o600)
         (self.directory / "state").mkdir()
-        for index in NODES:
-            (self.directory / f"spool.{self.machines.name(index)}").mkdir()
         conf = CONF.format(
             controller=self.machines.name(CONTROLLER),
             directory=self.directory,
@@ -268,11 +289,14 @@ class Slurm:
         self.env["PATH"] = f"{real}:{self.env['PATH']}"
         self.real = {"PATH": self.env["PATH"]}
         if FREEZER.is_dir():
-            shim = self.directory / "bin" / "elastic-resume"
+            shim = Path(self.shim)
             shim.parent.mkdir()
             shim.write_text(hatchery.SHIM.format(python=sys.executable, socket=HATCHERY))
             shim.chmod(0o755)
             self.env["PATH"] = f"{shim.parent}:{self.env['PATH']}"
+
+    def _node_log(self, index: int) -> str:
+        return (self.directory / f"slurmd.{self.machines.name(index)}.log").read_text(errors="replace")
 
     def _daemon(self, index: int, log: str, tool: str, *argv: str) -> subprocess.Popen[bytes]:
         with open(self.directory / f"{log}.log", "ab") as output:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -215,3 +216,99 @@ def test_a_requeued_job_goes_on_from_the_disks_of_its_nodes(slurm: Slurm) -> Non
     job.wait_state("PENDING")
     slurm.start_now(job.id)
     went_on(job, former)
+
+
+def test_a_preempted_job_is_queued_again_and_goes_on(slurm: Slurm) -> None:
+    """A higher partition takes the nodes; Slurm itself would let a job end that ends within its grace."""
+    job = submit(slurm, ALLOCATION)
+    former = job.wait_world(3)["generation"]
+    (slurm.directory / "high.sh").write_text("#!/bin/bash\nexit 0\n")
+    high = slurm.sbatch("--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "high.sh")
+    job.wait_state("PENDING")
+    slurm.wait(lambda: slurm.state(high) == "COMPLETED", "the higher job's turn")
+    slurm.start_now(job.id)
+    went_on(job, former)
+    assert slurm.job(job.id)["Restarts"] == "1"
+    assert [e["done"] for e in job.events("requeue") if e["action"] == "requeue"] == [True]
+
+
+def test_a_job_near_its_time_limit_is_queued_again_and_goes_on(slurm: Slurm) -> None:
+    """Without any signal of Slurm's: the agents ask for the limit, drain in time, and one has it requeued."""
+    limited = slurm.directory / "limited.sbatch"
+    limit = '\nscontrol update JobId="$SLURM_JOB_ID" EndTime=now+24seconds\nset -uo'
+    limited.write_text(Path(ALLOCATION).read_text().replace("\nset -uo", limit))
+    job = submit(slurm, str(limited))
+    former = job.wait_world(3)["generation"]
+    job.wait_state("PENDING")
+    assert {drain["cause"] for drain in job.events("drain")} == {"deadline"}
+    slurm.start_now(job.id)
+    went_on(job, former)
+
+
+def test_a_cancelled_job_and_one_at_fault_are_not_queued_again(slurm: Slurm) -> None:
+    """They end, with what their users want to see."""
+    broken = slurm.directory / "broken.py"
+    broken.write_text("import there_is_no_such_module\n")
+    fault = slurm.sbatch(
+        "--nodes=1", "--cpus-per-task=1", f"--output={slurm.directory}/%x-%j.out", ALLOCATION, str(broken)
+    )
+    job = submit(slurm, ALLOCATION, "--nodes=2")
+    job.wait_world(2)
+    slurm.command("scancel", job.id)
+    assert job.wait_state(*OVER) == "CANCELLED"
+    slurm.wait(lambda: slurm.state(fault) in OVER, "the end of the job at fault")
+    ended = slurm.job(fault)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{contract.EXIT_AT_FAULT}:0")
+    assert {slurm.job(each)["Restarts"] for each in (fault, job.id)} == {"0"}
+
+
+def test_a_requeue_waits_for_a_controller_that_is_away(slurm: Slurm) -> None:
+    """The nodes are told ahead of time that they end while there is no controller; it comes back."""
+    job = submit(slurm, ALLOCATION, "--nodes=2")
+    former = job.wait_world(2)["generation"]
+    slurm.kill_controller()
+    slurm.signal_tasks(signal.SIGUSR1)
+    slurm.wait(lambda: len(job.events("drain")) == 2, "two nodes that drain")
+    slurm.wait(lambda: job.events("agent-end"), "the other node's end")
+    slurm.start_controller()
+    job.wait_state("PENDING")
+    slurm.start_now(job.id)
+    went_on(job, former)
+    (asked,) = [event for event in job.events("requeue") if event["action"] == "requeue"]
+    assert asked["done"]
+
+
+def test_elements_of_a_sweep_are_queued_again_one_by_one(slurm: Slurm) -> None:
+    """One has the number of the whole array; its siblings run on all the same."""
+    array = submit(slurm, ALLOCATION, "--array=0-2", "--nodes=1")
+    elements = [Job(slurm, f"{array.id}_{each}", array.fast, array.steps) for each in range(3)]
+    for each in elements:
+        each.wait_world(1)
+    same = next(each for each in elements if slurm.job(each.id)["JobId"] == array.id)
+    former = same.resumes()[-1]["generation"]
+    slurm.command("scancel", "--signal=USR1", same.id)
+    same.wait_state("PENDING")
+    slurm.start_now(same.id)
+    went_on(same, former)
+    assert [slurm.job(each.id)["Restarts"] for each in elements if each is not same] == ["0", "0"]
+    assert [slurm.state(each.id) for each in elements] == ["RUNNING"] * 3
+
+
+def test_an_array_of_nodes_loses_one_and_gets_it_back(slurm: Slurm) -> None:
+    """3 -> 2 -> 3: Slurm starts the lost element again, by itself and elsewhere if need be."""
+    job = submit(slurm, ARRAY, epochs=400)
+    former = job.wait_world(3)["generation"]
+    lost = slurm.index(slurm.job(f"{job.id}_1")["BatchHost"])
+    off = job.lose_power(lost)
+    first = job.wait_step(1, former + 1)
+    assert first["t"] - off <= NODE_TIMEOUT_S + 2
+    assert went_on(job, former)["world_size"] == 2
+    job.wait_state("PENDING", element="1")
+    slurm.boot(lost)
+    slurm.wait_for_late_kill(lost)
+    slurm.start_now(f"{job.id}_1")
+    back = job.wait_world(3, former + 2)
+    assert (back["lost_steps"], back["previous_world_size"]) == (0, 2)
+    assert [slurm.job(f"{job.id}_{each}")["Restarts"] for each in range(3)] == ["0", "1", "0"]
+    slurm.command("scancel", job.id)
+    assert {job.wait_state(*OVER, element=str(each)) for each in range(3)} == {"CANCELLED"}
