@@ -136,7 +136,7 @@ class Ending:
         """How long until this node has to drain."""
         if end is None:
             return math.inf
-        with contextlib.suppress(ValueError):  # its memory has been given back: the agent is at its end
+        with contextlib.suppress(AttributeError):  # its memory has been given back: the agent is at its end
             self._commit_s = self.commit_s()
         return end - time.time() - requeue.margin_s(_grace_s(), self._commit_s, end - began)
 

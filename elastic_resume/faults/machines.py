@@ -19,6 +19,7 @@ the host's; a process on the host cannot reach a machine's network.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
