@@ -150,6 +150,30 @@ def test_a_machine_may_come_back_with_another_address_which_all_learn(machines: 
     assert said(machines, 1, "getent", "hosts", "n9").split() == ["10.9.9.9", "n9"]
 
 
+EXCHANGES = """
+import os, pathlib, subprocess
+from elastic_resume.faults.machines import Machines
+mount = lambda *words: subprocess.run(["mount", *words], check=True)
+mount("--make-rprivate", "/")
+mount("-t", "tmpfs", "tmpfs", "/mnt")
+subprocess.run(["cp", "-a", "/etc", "/mnt/etc"], check=True)
+mount("--bind", "/mnt/etc", "/etc")
+with Machines(("n0",)) as machines:
+    machines.boot(0)
+    pathlib.Path("/etc/hosts.new").write_text("127.0.0.1 exchanged\\n")
+    os.replace("/etc/hosts.new", "/etc/hosts")
+    machines.name_service(0, {"n9": "10.9.9.9"})
+print(pathlib.Path("/etc/hosts").read_text())
+"""
+
+
+def test_the_hosts_names_are_its_own_though_its_file_is_exchanged_meanwhile() -> None:
+    """A rename on the host takes away what is mounted on the file, in every machine (on a copy of /etc)."""
+    command = ["unshare", "--mount", sys.executable, "-c", EXCHANGES]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["127.0.0.1", "exchanged"]
+
+
 def test_a_container_is_a_machine_whose_first_process_is_the_command(
     machines: Machines, tmp_path: Path
 ) -> None:

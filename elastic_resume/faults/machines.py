@@ -19,7 +19,6 @@ the host's; a process on the host cannot reach a machine's network.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -54,10 +53,11 @@ _File = int | IO[bytes] | None
 
 @dataclass
 class _Up:
-    """A machine that runs: its process 1, and descriptors of its namespaces."""
+    """A machine that runs: its process 1, and descriptors of its namespaces and of its /etc/hosts."""
 
     first: subprocess.Popen[bytes]
     spaces: dict[str, int]
+    hosts: int | None  # its file of names; None where it ended before that could be opened
     group: Path | None
     entered: list[subprocess.Popen[bytes]] = field(default_factory=list)
     """What came from outside: process 1 ends only when their parent, this process, has waited for them."""
@@ -318,7 +318,7 @@ class Machines:
             first.wait()
             raise MachineError(f"{self.name(index)} does not start: {word or 'its first process died'}.")
         spaces = {kind: os.open(f"/proc/{first.pid}/ns/{kind}", os.O_RDONLY) for kind in (*_JOINED, "pid")}
-        self._up[index] = _Up(first, spaces, group)
+        self._up[index] = _Up(first, spaces, _own_hosts(first), group)
         return first
 
     def _bury(self, index: int) -> None:
@@ -332,17 +332,18 @@ class Machines:
             raise MachineError(
                 f"{self.name(index)}: a process sleeps in the kernel and does not end."
             ) from None
-        for space in up.spaces.values():
-            os.close(space)
+        for descriptor in (*up.spaces.values(), *([] if up.hosts is None else [up.hosts])):
+            os.close(descriptor)
         if up.group is not None:
             up.group.rmdir()
 
     def _tell_names(self, index: int) -> None:
-        """Write what a machine knows, if it runs; a container may end at any moment."""
+        """Write what a machine knows, if it runs."""
         up = self._up.get(index)
-        if up is not None and up.first.poll() is None:  # until it is waited for nobody else gets its number
-            with contextlib.suppress(OSError):
-                Path(f"/proc/{up.first.pid}/root/etc/hosts").write_text(self._hosts_file(index))
+        if up is not None and up.hosts is not None:
+            text = self._hosts_file(index).encode()
+            os.pwrite(up.hosts, text, 0)
+            os.ftruncate(up.hosts, len(text))
 
     def _hosts_file(self, index: int) -> str:
         # No machine is 127.0.1.1, as Debian has it: who asks for its own name is to get what others get.
@@ -350,6 +351,22 @@ class Machines:
         if known is None:
             known = "".join(f"{self.address(each)} {self.name(each)}\n" for each in range(len(self)))
         return f"127.0.0.1 localhost\n{known}"
+
+
+def _own_hosts(first: subprocess.Popen[bytes]) -> int | None:
+    """Open a machine's /etc/hosts, once and for all.
+
+    By its path it may be the host's later on: a file that is exchanged on the host, by a rename, takes with
+    it what is mounted on it in every namespace.
+    """
+    try:
+        found = os.open(f"/proc/{first.pid}/root/etc/hosts", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # a container may end at any moment
+        return None
+    if os.fstat(found).st_nlink:  # `pid1` takes the name of its own away: this is the host's
+        os.close(found)
+        return None
+    return found
 
 
 def _own_folders(disks: Mapping[str, int]) -> dict[str, str]:
