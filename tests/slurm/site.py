@@ -208,9 +208,9 @@ class Slurm:
         """Spare a requeued job the two minutes for which Slurm holds it back."""
         self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
 
-    def kill_controller(self) -> None:
-        """Kill slurmctld; what runs on the nodes runs on."""
-        self._daemons["slurmctld"].kill()
+    def stop_controller(self) -> None:
+        """Stop slurmctld; what runs on the nodes runs on. Killed, it would forget the newest jobs."""
+        self._daemons["slurmctld"].terminate()
         self._daemons["slurmctld"].wait()
 
     def start_controller(self) -> None:
