@@ -309,8 +309,9 @@ def test_srun_starts_a_job_without_any_flag(slurm: Slurm) -> None:
     )
     assert "world 3" in said
     (run,) = set(kept.iterdir()) - before
-    assert re.fullmatch(r"slurm-\d+", run.name)
+    named = re.match(r"slurm-\d+", run.name)
+    assert named is not None
     assert {each.name for each in run.iterdir()} == {slurm.machines.name(index) for index in NODES}
     ends = [event for event in events.read_run(run) if event["event"] == "agent-end"]
     assert [end["outcome"] for end in ends] == ["done"] * 3
-    assert not (slurm.directory / ".elastic_resume").exists()
+    assert not (slurm.directory / ".elastic_resume" / named[0]).exists()
