@@ -11,10 +11,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import Any
 
-from elastic_resume import contract
+from elastic_resume import __version__, contract
 from elastic_resume.errors import ElasticResumeError
 
 PROG = "elastic-resume"
@@ -47,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog=PROG, description="Wraps a PyTorch DDP job so that nothing is lost when a node dies."
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version(PROG)}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # Its flags are torchrun's: they are listed by `run --help`, because reading them imports torch.
     commands.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,18 +41,57 @@ sys.exit(75)
 """
 
 
+# Stands still where the command line is to be imported, which may take seconds.
+SLOW = """
+import sys
+from importlib.abc import MetaPathFinder
+from elastic_resume.__main__ import main
+
+class Slow(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "elastic_resume.cli":
+            print("ready", flush=True)
+            sys.stdin.readline()
+
+sys.meta_path.insert(0, Slow())
+sys.exit(main())
+"""
+
+
+@contextlib.contextmanager
+def contained(code: str, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A Python that is process 1, when it has said that it is ready; and its id as seen from here."""
+    if os.getuid() != 0 and "CI" not in os.environ:
+        pytest.skip("a PID namespace takes root")
+    own = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", code, *words]
+    root, pipe = Path(__file__).parents[1], subprocess.PIPE
+    with subprocess.Popen(own, cwd=root, stdin=pipe, stdout=pipe) as outer:
+        try:
+            assert outer.stdout is not None
+            assert outer.stdout.readline() == b"ready\n"
+            (process_1,) = map(int, Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split())
+            yield outer, process_1
+        finally:
+            outer.kill()
+
+
 @pytest.mark.parametrize(("how", "code"), [("exits", 75), ("killed", 137)])
 def test_process_1_passes_signals_on_reaps_orphans_and_ends_as_the_agent_does(how: str, code: int) -> None:
     """None of its own children is taken away from the agent, and what is left goes with process 1."""
-    if os.getuid() != 0 and "CI" not in os.environ:
-        pytest.skip("a PID namespace takes root")
-    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", AGENT, how]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as outer:
+    with contained(AGENT, how) as (outer, process_1):
         assert outer.stdout is not None
-        assert outer.stdout.readline() == b"ready\n"
-        (process_1,) = map(int, Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split())
         sent = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGRTMIN + 3]
         for number in sent:
             os.kill(process_1, number)
         assert outer.stdout.readline().decode().strip() == str(sorted(map(int, sent)))
         assert outer.wait(20) == code
+
+
+def test_a_signal_that_comes_before_the_agent_is_there_ends_it() -> None:
+    """The kernel drops what process 1 neither handles nor blocks, and the pod would be killed, later."""
+    with contained(SLOW, "run", "train.py") as (outer, process_1):
+        assert outer.stdin is not None
+        os.kill(process_1, signal.SIGTERM)
+        outer.stdin.write(b"go on\n")
+        outer.stdin.close()
+        assert outer.wait(20) == 128 + signal.SIGTERM

@@ -130,6 +130,7 @@ def test_a_trainers_variables_name_where_all_meet() -> None:
         ({**OF_ONE_JOB, "SLURM_STEP_NUM_NODES": "2"}, "-N1"),
         ({k: v for k, v in POD.items() if k != "ELASTIC_RESUME_SERVICE"}, "Service"),
         ({**POD, "ELASTIC_RESUME_NODES": "4:2"}, "MIN:MAX"),
+        ({**POD, "ELASTIC_RESUME_NODES": "2"}, "JOB_COMPLETION_INDEX is 2"),
     ],
 )
 def test_what_a_start_cannot_rely_on_is_a_problem_that_says_what_to_do(
@@ -169,6 +170,8 @@ def start(
         nproc_per_node="1",
         rdzv_endpoint="",
         local_addr=None,
+        settle=None,
+        rdzv_conf="",
         shared_dir=None,
         rdzv_token_file=None,
     )
@@ -209,6 +212,25 @@ def test_a_problem_ends_only_a_start_that_relies_on_it() -> None:
     with pytest.raises(ConfigError, match="ntasks-per-node=1"):
         start(here)
     assert start(here, rdzv_endpoint="gpu07", nnodes="4")[0].nnodes == "4"
+
+
+def test_a_number_of_nodes_that_is_none_does_not_make_each_pod_a_job_of_its_own() -> None:
+    """Three trainings would go by side by side, and each be called done."""
+    here = node.read({**POD, "ELASTIC_RESUME_NODES": "2-4"})
+    with pytest.raises(ConfigError, match="ELASTIC_RESUME_NODES is '2-4'"):
+        start(here)
+    assert start(here, nnodes="1")[0].rdzv_endpoint == ""
+
+
+def test_pods_wait_for_others_longer_than_dns_keeps_the_address_of_a_dead_one() -> None:
+    """Unless somebody says how long; elsewhere names have no such memory."""
+    here = node.read(POD)
+    args, found = start(here)
+    assert args.settle == "35"
+    assert "settle" in found.given
+    assert start(here, settle="2")[0].settle == "2"
+    assert "settle" not in start(here, rdzv_conf="settle=1")[1].given
+    assert start(node.read({**STEP, "SLURM_STEP_NUM_NODES": "1"}))[0].settle is None
 
 
 def test_a_trainers_place_to_meet_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from elastic_resume import config
 from elastic_resume.agent import preemption
 from elastic_resume.cluster import notices
-from elastic_resume.cluster.asking import MAX_BYTES, AskError, ask
+from elastic_resume.cluster.asking import MAX_BYTES, MAX_SHORT, AskError, ask
+from elastic_resume.cluster.gone import boot_time
 from elastic_resume.cluster.notices import Notice, Source, sources
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing import Cluster
@@ -307,6 +308,7 @@ HEAD = b"HTTP/1.1 200 OK\r\n"
     [
         ((b"",), "no answer within"),
         ((b"SSH-2.0-OpenSSH\r\n",), "SSH"),
+        ((b"\x1b[2Jroot\x07\r\n",), "root"),
         ((HEAD, b"Content-Length: 3\r\n\r\nab"), "no answer within"),
         ((HEAD, b"\r\n", b"x" * (MAX_BYTES + 1)), "more than it may"),
         ((HEAD, b"X: " + b"x" * 70000 + b"\r\n"), "more than|header line"),
@@ -354,19 +356,28 @@ def test_a_file_is_a_notice_and_its_text_the_reason(tmp_path: Path) -> None:
     notice = source.look()
     assert notice is not None
     assert notice.reason.startswith("maintenance \ufffd at noon xxx")
-    assert len(notice.reason) == notices.MAX_REASON
+    assert len(notice.reason) == MAX_SHORT
     path.unlink()
     makers: list[Callable[[], object]] = [path.touch, path.mkdir, lambda: os.mkfifo(path)]
     for make in makers:
         make()
         assert source.look() == Notice(f"{path} is there")
         path.rmdir() if path.is_dir() else path.unlink()
+    path.touch()
+    os.utime(path, (0, time.time() - 185))
+    aged = source.look() if boot_time() < time.time() - 200 else Notice("been there for 3 min")
+    assert aged is not None
+    assert "been there for 3 min" in aged.reason
+    os.utime(path, (0, boot_time() - 1))
+    with pytest.raises(AskError, match="older than this machine's start"):
+        source.look()
 
 
 PROGRAM = """
 import os, subprocess, sys
 if sys.argv[1] == "no": sys.exit(3)
 if sys.argv[1] == "flood": sys.stdout.write("soon\\n" + "x" * 300000)
+if sys.argv[1] == "leave": print("left", subprocess.Popen(["sleep", "1000"]).pid)
 if sys.argv[1] == "$HOME": print("as it stands; no shell")
 if sys.argv[1] == "linger":
     print(subprocess.Popen(["sleep", "1000"]).pid, file=open(sys.argv[2], "w"), flush=True)
@@ -385,8 +396,11 @@ def test_a_command_is_a_notice_when_it_ends_well(tmp_path: Path) -> None:
     assert looked["flood"] == Notice("soon")
     assert looked["$HOME"] == Notice("as it stands; no shell")
     assert looked["quiet"] == Notice(f"{sys.executable} says so")
+    left = sources(own + "leave")[0].look()
+    assert left is not None
+    assert left.reason.startswith("left ")
     child = tmp_path / "child"
-    with pytest.raises(AskError, match="did not end within"):
+    with pytest.raises(AskError, match="did not end in time"):
         notices.run_command([sys.executable, "-I", "-S", str(path), "linger", str(child)], timeout_s=0.5)
     stat = Path(f"/proc/{child.read_text().strip()}/stat")
     deadline = time.monotonic() + 10
@@ -422,13 +436,13 @@ class Told:
 def test_a_failing_source_is_told_of_once_and_asked_on_until_it_has_a_notice() -> None:
     """Gone, back, gone, a notice: one line about the failure, one drain, whoever else has a notice too."""
     answers = iter(
-        [AskError("refused"), AskError("refused"), None, AskError("refused"), Notice("soon", 1e12)]
+        [AskError("refused"), ValueError("of ours"), None, AskError("refused"), Notice("soon", 1e12)]
     )
     asked = threading.Event()
 
     def look() -> Notice | None:
         answer = next(answers)
-        if isinstance(answer, AskError):
+        if isinstance(answer, Exception):
             raise answer
         if answer is not None:
             asked.set()

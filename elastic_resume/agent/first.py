@@ -12,7 +12,6 @@ nor the rest of this package: it stays as small as the interpreter.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 
@@ -24,6 +23,21 @@ NOT_PASSED_ON = {
 }  # fmt: skip
 
 
+_before: set[int | signal.Signals] | None = None
+"""The signals that were blocked before `hold_if_first`; None: it has held nothing."""
+
+
+def hold_if_first() -> None:
+    """Let process 1 of ``elastic-resume run`` keep what it is sent until it can be passed on.
+
+    What process 1 neither handles nor blocks the kernel drops for good, and a pod whose SIGTERM is dropped
+    is killed at the end of its grace. So this comes before anything that takes time to import.
+    """
+    global _before  # noqa: PLW0603
+    if os.getpid() == 1:
+        _before = signal.pthread_sigmask(signal.SIG_BLOCK, _awaited())
+
+
 def stand_if_first() -> None:
     """Return in the process that is to be the agent: this one, unless it is process 1."""
     if os.getpid() == 1:
@@ -32,8 +46,9 @@ def stand_if_first() -> None:
 
 def stand() -> None:
     """Fork the agent and look after it. Returns in the agent only."""
-    awaited = signal.valid_signals() - NOT_PASSED_ON | {signal.SIGCHLD}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    import ctypes  # noqa: PLC0415 - not before `hold_if_first`
+
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _awaited())
     first = os.getpid()
     agent = os.fork()
     if agent == 0:
@@ -42,13 +57,18 @@ def stand() -> None:
         if os.getppid() != first:
             os._exit(1)
         os.setpgid(0, 0)  # a terminal's Ctrl-C comes once then, from process 1
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask if _before is None else _before)
         return
-    os._exit(_look_after(agent, awaited))
+    os._exit(look_after(agent))
 
 
-def _look_after(agent: int, awaited: set[signal.Signals]) -> int:
-    """Pass signals on and reap until the agent has ended; give the exit code."""
+def _awaited() -> set[signal.Signals]:
+    return signal.valid_signals() - NOT_PASSED_ON | {signal.SIGCHLD}
+
+
+def look_after(agent: int) -> int:
+    """Pass signals on and reap until the agent, a child, has ended; give the exit code. All are blocked."""
+    awaited = _awaited()
     while True:
         number = signal.sigwait(awaited)
         if number != signal.SIGCHLD:

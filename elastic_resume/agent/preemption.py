@@ -83,11 +83,12 @@ class Watch:
         while not self._over.is_set():
             try:
                 notice = source.look()
-            except AskError as error:
+            except Exception as error:  # noqa: BLE001 - a thread that ends would never see the notice
                 notice = None
+                why = str(error) if isinstance(error, AskError) else repr(error)
                 if not told:
                     told = True
-                    self._say(f"--preemption-notice {source.name}: {error}. It is asked on; no more is said.")
+                    self._say(f"--preemption-notice {source.name}: {why}. It is asked on; no more is said.")
             if notice is not None:
                 self._heed(source, notice)
                 return

@@ -25,6 +25,11 @@ MEETING = {"rdzv_endpoint", "standalone", "rdzv_backend", "master_addr", "master
 """Who gives one of these says where nodes meet, or that there is but one."""
 
 
+# CoreDNS keeps an answer for 30 s: those who hold the job do not find candidates that were all replaced
+# any sooner. So long a first world that is not full waits for who may be there.
+SETTLE_S = "35"
+
+
 class JobOverError(Exception):
     """The job was done before this node came back. Not an error."""
 
@@ -51,18 +56,22 @@ def fill(args: argparse.Namespace, given: set[str], here: Node) -> Scheduled:
         args.nproc_per_node = str(here.workers)
     if given & MEETING and not (here.scheduler == "pet" and _by_trainer(given)):
         return Scheduled(frozenset(found))
+    # Also where one node is told: a number of nodes that cannot be read would make each a job of its own.
+    if here.problems and ("nnodes" not in given or preflight.check_nodes(args.nnodes)[1] > 1):
+        raise ConfigError(f"{here.scheduler}: {'; '.join(here.problems)}.")
     if "nnodes" not in given and here.nodes > 1:
         args.nnodes = f"{here.min_nodes}:{here.nodes}"
     if preflight.check_nodes(args.nnodes)[1] == 1:
         return Scheduled(frozenset(found))
-    if here.problems:
-        raise ConfigError(f"{here.scheduler}: {'; '.join(here.problems)}.")
     if not here.candidates:
         return Scheduled(frozenset(found))
     args.rdzv_endpoint = ",".join(here.candidates)
     if here.address and not args.local_addr:
         args.local_addr = here.address
     found -= {"master_addr", "master_port", "node_rank"}  # a trainer's, and said by the endpoint now
+    if here.scheduler == "kubernetes" and "settle" not in given and "settle=" not in args.rdzv_conf:
+        args.settle = SETTLE_S
+        found.add("settle")
     if here.scheduler != "slurm":
         return Scheduled(frozenset(found))
     return _meet_in_slurm(args, found, here)

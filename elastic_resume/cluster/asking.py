@@ -22,6 +22,7 @@ from urllib.parse import SplitResult, urlsplit
 TIMEOUT_S = 2.0
 MAX_BYTES = 64 * 1024
 PIECE_BYTES = 16 * 1024
+MAX_SHORT = 200
 _PLAIN = re.compile(r"[!-~]+")
 """Of a request's line: a space or a line's end in it would begin another request."""
 
@@ -41,6 +42,12 @@ class Answer:
     def text(self) -> str:
         """The body, of whatever bytes."""
         return self.body.decode(errors="replace").strip()
+
+
+def short(text: str) -> str:
+    """The beginning of what somebody else says, as one line of what can be printed."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * MAX_SHORT])
+    return " ".join(line.split())[:MAX_SHORT]
 
 
 class _Stream(io.RawIOBase):
@@ -106,7 +113,7 @@ def ask(
     except TimeoutError:
         raise AskError(f"no answer within {timeout_s:g} s") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise AskError(" ".join((str(error) or type(error).__name__).split())[:200]) from error
+        raise AskError(short(str(error)) or type(error).__name__) from error
 
 
 def _request(method: str, parts: SplitResult, headers: Mapping[str, str]) -> bytes:

@@ -307,6 +307,10 @@ def _kubernetes(told: _Told) -> Node:
             f"a pod of {nodes}: without the Job's and the Service's name it cannot find the others (see "
             "elastic-resume manifest kubernetes)"
         )
+    if nodes > 1 and index >= nodes:
+        told.problems.append(
+            f"JOB_COMPLETION_INDEX is {index}, and ELASTIC_RESUME_NODES tells of {nodes} nodes"
+        )
     return Node(
         "kubernetes",
         name,

@@ -16,14 +16,14 @@ import contextlib
 import json
 import os
 import re
-import selectors
+import select
 import shlex
 import shutil
 import signal
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -31,15 +31,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from elastic_resume.cluster.asking import MAX_BYTES, Answer, AskError, ask
+from elastic_resume.cluster.asking import MAX_BYTES, Answer, AskError, ask, short
+from elastic_resume.cluster.gone import boot_time
 from elastic_resume.errors import ConfigError
 
 POLL_S = 5.0  # as AWS advises; the shortest notice of any cloud is 30 s
 FILE_POLL_S = 1.0
+OLD_FILE_S = 60.0  # and the notice says for how long the file has been there
 COMMAND_S = 5.0  # and then it is killed
+LOOK_S = 0.02  # between two looks at whether it has ended
 TOKEN_S = 21600  # the longest that EC2 gives a session's token for
 MAX_SOURCES = 8
-MAX_REASON = 200
 METADATA = {
     "aws": "http://169.254.169.254",
     "gcp": "http://169.254.169.254",
@@ -151,7 +153,7 @@ def ec2_notice(text: str) -> Notice:
     told = _object(text)
     action = str(told.get("action"))
     if action not in {"terminate", "stop", "hibernate"}:
-        raise AskError(f"spot/instance-action says {_short(text)!r}")
+        raise AskError(f"spot/instance-action says {short(text)!r}")
     when = str(told.get("time", ""))
     deadline = None
     with contextlib.suppress(ValueError):
@@ -176,7 +178,7 @@ def gcp_notice(text: str) -> Notice | None:
     """Read ``TRUE`` or ``FALSE``."""
     word = text.upper()
     if word not in {"TRUE", "FALSE"}:
-        raise AskError(f"instance/preempted says {_short(text)!r}")
+        raise AskError(f"instance/preempted says {short(text)!r}")
     return Notice("Compute Engine preempts this instance") if word == "TRUE" else None
 
 
@@ -201,7 +203,7 @@ def azure_notice(text: str, name: str) -> Notice | None:
     """Read the list of events; of those that name this machine Preempt and Terminate end it."""
     told = _object(text).get("Events")
     if not isinstance(told, list):
-        raise AskError(f"scheduledevents says {_short(text)!r}")
+        raise AskError(f"scheduledevents says {short(text)!r}")
     for event in told:
         if not isinstance(event, dict) or str(event.get("EventType")) not in {"Preempt", "Terminate"}:
             continue
@@ -228,32 +230,33 @@ def _object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         told = None
     if not isinstance(told, dict):
-        raise AskError(f"what it says is no JSON object: {_short(text)!r}")
+        raise AskError(f"what it says is no JSON object: {short(text)!r}")
     return told
-
-
-def _short(text: str) -> str:
-    """The beginning of it, as one line of what can be printed."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * MAX_REASON])
-    return " ".join(line.split())[:MAX_REASON]
 
 
 # ---- files and commands --------------------------------------------------------------------------------
 
 
 def read_file(path: Path) -> Notice | None:
-    """A notice if there is such a file, whatever it is; its text, if it has any, is the reason."""
+    """A notice if there is such a file, whatever it is; its text, if it has any, is the reason.
+
+    One from before this machine was booted is left over from its life before: each start would end by it.
+    """
     try:
-        mode = path.stat().st_mode
+        told = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise AskError(f"{error.strerror}") from error
+    if told.st_mtime < boot_time():
+        raise AskError(f"{path} is older than this machine's start, and no notice: remove it")
     text = ""
-    if stat.S_ISREG(mode):  # to open a pipe would wait
+    if stat.S_ISREG(told.st_mode):  # to open a pipe would wait
         with contextlib.suppress(OSError), open(path, "rb") as file:
             text = file.read(MAX_BYTES).decode(errors="replace")
-    return Notice(_short(text) or f"{path} is there")
+    age_s = time.time() - told.st_mtime
+    old = f"; {path} has been there for {age_s / 60:.0f} min" if age_s > OLD_FILE_S else ""
+    return Notice((short(text) or f"{path} is there") + old)
 
 
 def run_command(argv: Sequence[str], timeout_s: float = COMMAND_S) -> Notice | None:
@@ -268,31 +271,44 @@ def run_command(argv: Sequence[str], timeout_s: float = COMMAND_S) -> Notice | N
         )
     except OSError as error:
         raise AskError(f"it cannot be started: {error.strerror}") from error
-    with process:
-        try:
-            said = _said(process, time.monotonic() + timeout_s)
-            code = process.wait(timeout_s)
-        except (TimeoutError, subprocess.TimeoutExpired):
-            raise AskError(f"it did not end within {timeout_s:g} s, and was killed") from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    said = b""
+    try:
+        for data in _said(process, time.monotonic() + timeout_s):
+            said = (said + data)[:MAX_BYTES]
+    finally:
+        with contextlib.suppress(OSError):  # gone, or another user's by now
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.stdout is not None:
+            process.stdout.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s)
     lines = said.decode(errors="replace").splitlines()
-    return Notice(_short(lines[0] if lines else "") or f"{argv[0]} says so") if code == 0 else None
+    found = Notice(short(lines[0] if lines else "") or f"{argv[0]} says so")
+    return found if process.returncode == 0 else None
 
 
-def _said(process: subprocess.Popen[bytes], until: float) -> bytes:
-    """Read what it prints to its end; the beginning is kept."""
-    kept = b""
+def _said(process: subprocess.Popen[bytes], until: float) -> Iterator[bytes]:
+    """Give what it prints until it has ended: a child that it leaves behind may keep the pipe open.
+
+    Raises:
+        AskError: it has not ended in time.
+
+    """
     if process.stdout is None:
-        return kept
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while True:
-            left = until - time.monotonic()
-            if left <= 0 or not selector.select(left):
-                raise TimeoutError
-            data = os.read(process.stdout.fileno(), MAX_BYTES)
-            if not data:
-                return kept
-            kept = (kept + data)[:MAX_BYTES]
+        return
+    os.set_blocking(process.stdout.fileno(), False)
+    is_open = True
+    while True:
+        ended = process.poll() is not None
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(process.stdout.fileno(), MAX_BYTES) if is_open else b""
+            is_open = bool(data)
+            yield data
+        if ended:
+            return
+        if time.monotonic() > until:
+            raise AskError("it did not end in time, and was killed")
+        if is_open:
+            select.select([process.stdout], [], [], LOOK_S)
+        else:
+            time.sleep(LOOK_S)
