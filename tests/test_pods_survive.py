@@ -7,17 +7,20 @@ import json
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic_resume import contract
 from elastic_resume.faults import hosts
+from elastic_resume.faults.nursery import Nursery
 from elastic_resume.faults.pods import Pod, Pods
+from tests.pod_agents import Agents
 from tests.test_pods import TOKEN, rendered
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 150.0  # of one wait: a pod starts in four seconds, or in forty where all cores are busy
+LIMIT_S = 100.0  # of one wait: a pod starts in a second, or in twenty where all cores are busy
 Line = dict[str, int]
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,19 +33,32 @@ def _root() -> None:
         pytest.skip(why)
 
 
-def started(tmp_path: Path, *flags: str, steps: int) -> Pods:
-    """The pods of a job that trains so many steps; what they look for in /control is in ``tmp_path``."""
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """What agents are forked from."""
+    one = Nursery({**os.environ, "OMP_NUM_THREADS": "1"})
+    yield one
+    one.close()
+
+
+def started(tmp_path: Path, nursery: Nursery, *flags: str, steps: int) -> Pods:
+    """The pods of a job that trains so many steps; what they look for in /control is in ``tmp_path``.
+
+    The first agent of train-1 is started as in a real pod.
+    """
     sizes = ("--memory", "2Gi", "--shm", "256Mi", "--disk", "100Mi", "--grace", "30")
     text = rendered(*sizes, *flags, command=("tests/jobs/pod.py", str(steps), "/control"))
     for name in ("control", "claim"):
         (tmp_path / name).mkdir()
+    agents = Agents(nursery, tmp_path / "control")
+    agents.really("train-1")
     pods = Pods(
         text,
         tmp_path / "logs",
         secrets=TOKEN,
         claims={"shared": tmp_path / "claim"},
         bind={"/control": tmp_path / "control"},
-        image={contract.ENV_SNAPSHOT_EVERY: "1", "OMP_NUM_THREADS": "1"},
+        image={**agents.image, contract.ENV_SNAPSHOT_EVERY: "1", "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
     )
     pods.dns_held = True
@@ -92,9 +108,11 @@ def assert_no_step_lost(pods: Pods) -> None:
         assert max(before) < min(after) <= max(before) + 2
 
 
-def test_eviction_node_loss_want_of_memory_and_two_pods_of_one_index(tmp_path: Path) -> None:
+def test_eviction_node_loss_want_of_memory_and_two_pods_of_one_index(
+    tmp_path: Path, nursery: Nursery
+) -> None:
     """One job of three pods, with checkpoints in emptyDirs: each new pod is empty, and fed by its peers."""
-    with started(tmp_path, "--nodes", "2:3", steps=100_000) as pods:
+    with started(tmp_path, nursery, "--nodes", "2:3", steps=100_000) as pods:
         # DNS comes late: each agent is up, knows itself alone, and waits.
         pods.wait(lambda: all("checkpoints in" in pods.log(pod) for pod in pods.pods), "agents", LIMIT_S)
         assert newest(pods)["step"] == 0
@@ -139,9 +157,11 @@ def test_eviction_node_loss_want_of_memory_and_two_pods_of_one_index(tmp_path: P
         assert_no_step_lost(pods)
 
 
-def test_all_pods_deleted_at_once_go_on_from_a_claim_and_finish(tmp_path: Path) -> None:
+def test_all_pods_deleted_at_once_go_on_from_a_claim_and_finish(tmp_path: Path, nursery: Nursery) -> None:
     """Each commits in its grace. The first that ends well ends the Job, by its successPolicy."""
-    with started(tmp_path, "--nodes", "1:2", "--claim", "shared", "--shm", "64Mi", steps=300) as pods:
+    with started(
+        tmp_path, nursery, "--nodes", "1:2", "--claim", "shared", "--shm", "64Mi", steps=300
+    ) as pods:
         pods.publish()
         world(pods, 2, after=5)
         assert "shm has 64 MiB" in pods.log(pods.pod(0))  # and what to do

@@ -30,6 +30,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
@@ -37,6 +38,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
 
 from elastic_resume import failpoints
 from elastic_resume.agent import script, warm, zygote
+from elastic_resume.faults import namespaces
 
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
@@ -194,14 +196,36 @@ def _serve(line: socket.socket, imported: dict[str, str]) -> Callable[[], None]:
         pid = _fork()
         if pid == 0:
             line.close()
-            return _born(nursery, asked, descriptors[0], imported)
+            parent = _move_in(asked["beside"], asked["group"]) if asked["beside"] else nursery
+            return _born(parent, asked, descriptors[0], imported)
         os.close(descriptors[0])
         send(line, {"pid": pid})
 
 
-def _born(nursery: int, asked: dict[str, Any], output: int, imported: dict[str, str]) -> Callable[[], None]:
+def _move_in(first: int, group: str) -> int:
+    """Go to where another process is, the first of its namespace for process ids, and become its child."""
+    if group:
+        Path(group, "cgroup.procs").write_text("0")  # whoever writes
+    kinds = ("net", "uts", "ipc", "pid", "mnt")
+    spaces = [os.open(f"/proc/{first}/ns/{kind}", os.O_RDONLY) for kind in kinds]
+    for space in spaces:
+        namespaces.join(space)
+        os.close(space)
+    inside = _fork()
+    if inside:
+        os.waitpid(inside, 0)
+        os._exit(0)
+    # An orphan goes to the first process of the namespace in which its parent was: so that is one more.
+    if _fork():
+        os._exit(0)
+    while os.getppid() != 1:
+        time.sleep(0.001)
+    return 1
+
+
+def _born(parent: int, asked: dict[str, Any], output: int, imported: dict[str, str]) -> Callable[[], None]:
     """In the fork: take on what was asked for, and fork the zygote of it; give what to become."""
-    if not _die_with(nursery):
+    if not _die_with(parent):
         os._exit(1)
     os.setsid()
     empty = os.open(os.devnull, os.O_RDONLY)

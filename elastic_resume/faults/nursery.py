@@ -45,9 +45,21 @@ class Nursery:
         self._line.settimeout(PATIENCE_S)
 
     def fork(
-        self, command: list[str], env: Mapping[str, str], output: int, *, cwd: Path, network: str
+        self,
+        command: list[str],
+        env: Mapping[str, str],
+        output: int,
+        *,
+        cwd: Path,
+        network: str,
+        beside: int = 0,
+        group: str = "",
     ) -> brood.Forked:
         """Fork an agent.
+
+        Where there is a process ``beside`` which it is to be born, that is the first of a simulated machine:
+        the agent becomes its child, in its namespaces and in the control group ``group``; what is given back
+        then ends at once.
 
         Raises:
             OSError, EOFError: the process is gone.
@@ -60,6 +72,8 @@ class Nursery:
             },
             "cwd": str(cwd),
             "network": network,
+            "beside": beside,
+            "group": group,
         }
         with self._lock:
             brood.send(self._line, asked, [output])

@@ -1,0 +1,88 @@
+"""In simulated pods: `elastic-resume` starts in a moment, forked from a process that has imported torch.
+
+A pod's PATH leads to `SHIM`. It is process 1 and does what the agent's own process 1 does, by the same code;
+its child comes from the nursery, in all of the pod's namespaces and its control group. What is left out of a
+real start is seconds of importing. A host named by `Agents.really` starts the real command, once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import threading
+from pathlib import Path
+
+from elastic_resume.cluster.memory import Group
+from elastic_resume.faults import brood
+from elastic_resume.faults.nursery import Nursery
+from elastic_resume.faults.pods import IMAGE
+
+ROOT = Path(__file__).parents[1]
+SHIM = f"""#!{sys.executable} -IS
+import json, os, socket, sys
+real = "/control/really-" + os.environ["HOSTNAME"]
+if os.path.exists(real):
+    os.unlink(real)
+    os.execv("{Path(sys.executable).parent}/elastic-resume", sys.argv)
+sys.path.insert(0, "{ROOT}")
+from elastic_resume.agent import first
+first.hold_if_first()
+with socket.socket(socket.AF_UNIX) as line:
+    line.connect("/control/agents")
+    data = json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}}).encode()
+    socket.send_fds(line, [len(data).to_bytes(4, "big")], [1])
+    line.sendall(data)
+    line.recv(1)
+(agent,) = open("/proc/self/task/1/children").read().split()
+sys.exit(first.look_after(int(agent)))
+"""
+
+
+class Agents:
+    """Forks agents for the pods of one job."""
+
+    def __init__(self, nursery: Nursery, control: Path) -> None:
+        """``control`` is each pod's /control."""
+        self._nursery, self._control = nursery, control
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.bind(str(control / "agents"))
+        self._door.listen()
+        (control / "elastic-resume").write_text(SHIM)
+        (control / "elastic-resume").chmod(0o755)
+        threading.Thread(target=self._serve, daemon=True).start()
+        self.image = {"PATH": f"/control:{IMAGE['PATH']}"}
+        """Of the pods."""
+
+    def really(self, host: str) -> None:
+        """Let the next start there be a real one."""
+        (self._control / f"really-{host}").touch()
+
+    def _serve(self) -> None:
+        while True:
+            line, _ = self._door.accept()
+            threading.Thread(target=self._answer, args=[line], daemon=True).start()
+
+    def _answer(self, line: socket.socket) -> None:
+        """Let an agent be born beside who asks; say so when it is that one's child."""
+        with line:
+            told, (output,) = brood.receive(line, 1)
+            (pod, _, _) = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            command = [sys.executable, "-m", "elastic_resume", *told["argv"]]
+            cwd = Path(told["cwd"])
+            between = self._nursery.fork(
+                command, told["env"], output, cwd=cwd, network="", beside=pod, group=group_of(pod)
+            )
+            os.close(output)
+            between.wait()
+            line.sendall(b"!")
+
+
+def group_of(process: int) -> str:
+    """The control group that limits the memory of a machine of ours."""
+    own = Group.of_this_process()
+    for group in own.directory.glob(f"*-{os.getpid()}-*") if own else ():
+        if str(process) in (group / "cgroup.procs").read_text().split():
+            return str(group)
+    return ""
