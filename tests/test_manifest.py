@@ -183,6 +183,17 @@ MISTAKES = {
     "port of nobody": ("Service/spec/ports/0/targetPort", "rdzv", "no container has a port"),
     "port name too long": (f"{POD}/containers/0/ports/0/name", "rendezvous-of-all", "15 characters"),
     "service that begins with a digit": ("Service/metadata/name", "3d", "DNS-1035"),
+    "number of nodes that is none": (f"{POD}/containers/0/env/0/value", "2-3", "neither N nor MIN:MAX"),
+    "no number of nodes": (f"{POD}/containers/0/env/0", None, "a job of its own"),
+    "SIGTERM is the job's fault": (f"{RULES}/2/onExitCodes/values", [1, 2, 143], "[143]: with these"),
+    "host name of one's own": (f"{POD}/hostname", "trainer", "JOB-INDEX"),
+    "64 MB of shared memory": (f"{POD}/containers/0/volumeMounts/1", None, "DataLoader"),
+    "checkpoints in the container": (
+        f"{POD}/containers/0/env/5/value",
+        "/elsewhere",
+        "/elsewhere is no volume",
+    ),
+    "other limit of the disk": (f"{POD}/containers/0/env/6/value", "5Gi", "sizeLimit is 4Gi"),
 }
 
 
@@ -211,9 +222,29 @@ def test_a_file_that_was_edited_can_be_checked(tmp_path: Path, capsys: pytest.Ca
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_each_job_of_a_file_is_checked_with_its_own_service() -> None:
+    """Also the first of two; and a number where a text must be is found without a schema."""
+    first, second = documents(), documents("--name", "second")
+    assert kubernetes_rules.complaints([*first, *second]) == []
+    change("Job/spec/parallelism", 2)(first)
+    change("Service/spec/clusterIP", "10.96.0.7")(second)
+    wrong = kubernetes_rules.complaints([*first, *second])
+    assert [line.split(": ")[:2] for line in wrong] == [
+        ["elastic-resume-train", "spec.parallelism"],
+        ["second", "Service.spec.clusterIP"],
+    ]
+    third = documents()
+    change(f"{POD}/containers/0/env/6/value", 4294967296)(third)
+    assert "4294967296 is no text" in " ".join(kubernetes_rules.complaints(third))
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        "",
+        "kind: Jobb",
+        "kind: Job\na: &a [*a]",
+        "kind: Job\nmetadata: {name: a}\nspec: {template: {spec: {containers: []}}}",
         "kind: Job",
         "kind: Job\nspec: 3",
         "[1, 2]",
@@ -316,9 +347,31 @@ def test_the_example_of_the_job_is_in_the_image() -> None:
     assert [word for word in words if f'"{word.partition("=")[0]}"' not in source] == []
 
 
+def test_values_that_yaml_takes_for_numbers_stay_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    """An API server refuses a number where a text must be, and it reads 1e10 as one where PyYAML does not."""
+    for flags in (("--disk", "10000000000", "--image", "1.5"), ("--disk", "1e10", "--claim", "123")):
+        text = rendered(*flags, "--service-account", "null")
+        (found,) = (one for one in yaml.safe_load_all(text) if one["kind"] == "Job")
+        check([found], MINORS[-1])
+        assert found["spec"]["template"]["spec"]["serviceAccountName"] == "null"
+        assert '1e10"' in text or "1e10" not in text
+    assert cli.main(["manifest", "kubernetes", *FLAGS, "--", "train.py", "\udcff"]) == contract.EXIT_AT_FAULT
+    assert "is no text" in capsys.readouterr().err
+
+
 def test_words_of_the_script_reach_it_as_they_are() -> None:
     """Kubernetes fills in $(NAME) and makes one dollar of two; YAML has its own ideas of yes and 1:30."""
-    words = ["train.py", "--tag", "$(HOME)", "$$5", "yes", "1:30", 'a "b"', "ü\n#"]
+    words = [
+        "train.py",
+        "--tag",
+        "$(HOME)",
+        "$$5",
+        "yes",
+        "1:30",
+        'a "b"',
+        "ü\n#",
+        "é\u2028\x85x\x7f\ufffe😀",
+    ]
     found = agent(list(yaml.safe_load_all(rendered(command=["--", *words])))[1])["args"]
     assert [expanded(word, {"HOME": "/root"}) for word in found] == words
 
@@ -333,6 +386,8 @@ def test_words_of_the_script_reach_it_as_they_are() -> None:
         (["--name", "x" * 62], "Shorten it by 1"),
         (["--kind", "jobset", "--name", "x" * 60], "Shorten it by 6"),
         (["--image", "my image"], "--image"),
+        (["--image", "img:"], "--image"),
+        (["--name", "yes"], "--name is 'yes', which YAML"),
         (["--memory", "lots"], "--memory"),
         (["--memory", "512m"], "thousandths"),
         (["--shm", "3Gi"], "part of the memory"),

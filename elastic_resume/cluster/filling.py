@@ -43,7 +43,7 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     def word(match: re.Match[str]) -> str:
         if match[2] is None:
             return values[match[3]]
-        lines = values[match[2]].splitlines()
+        lines = values[match[2]].removesuffix("\n").split("\n")
         return "\n".join(match[1] + line if line else "" for line in lines)
 
     return _WORD.sub(word, fill_sections(text))

@@ -11,6 +11,7 @@ checked there is checked here: what a schema finds is left to it.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from elastic_resume.errors import ConfigError
 
 Document = Mapping[str, Any]
 (ENV_NODES,), (ENV_SERVICE,) = node.KUBERNETES["nodes"], node.KUBERNETES["service"]
+(ENV_WORKERS,) = node.KUBERNETES["workers"]
+SHARED_MEMORY = "/dev/shm"  # noqa: S108  a mount point
 
 # Field -> what it may hold; the schemas call all of these strings.
 WORDS = {
@@ -32,6 +35,7 @@ WORDS = {
     "protocol": ("TCP", "UDP", "SCTP"),
     "imagePullPolicy": ("Always", "IfNotPresent", "Never"),
 }
+TEXTS = {"image", "claimName", "serviceAccountName", "subdomain"}
 FIELD_PATHS = re.compile(
     r"metadata\.(name|namespace|uid)|metadata\.(labels|annotations)\['[^']+'\]|"
     r"spec\.(nodeName|serviceAccountName)|status\.(hostIP|hostIPs|podIP|podIPs)"
@@ -41,13 +45,29 @@ GIVEN = {
     "HOSTNAME",
     "KUBERNETES_SERVICE_HOST",
 }  # in the environment without being asked
+_FREE = {contract.EXIT_REQUEUE, contract.EXIT_SIGNALLED + signal.SIGTERM}
 _USED = re.compile(r"(?<!\$)\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
 
 def complaints(documents: Iterable[Document]) -> list[str]:
     """Give what is wrong, one sentence each; nothing where all is well."""
-    by_kind: dict[str, Document] = {str(document.get("kind")): document for document in documents}
-    return [f"{where}: {what}" for where, what in _all(by_kind)]
+    listed = list(documents)
+    jobs = [one for one in listed if one.get("kind") in {"Job", "JobSet"}]
+    found = []
+    for job in jobs or [{}]:
+        others = [one for one in listed if one not in jobs and _belongs(one, job, listed)]
+        by_kind = {str(one.get("kind")): one for one in [*others, *([job] if job else [])]}
+        name = f"{job['metadata']['name']}: " if len(jobs) > 1 else ""
+        found += [f"{name}{where}: {what}" for where, what in _all(by_kind)]
+    return found
+
+
+def _belongs(document: Document, job: Document, all_of_them: list[Document]) -> bool:
+    """Whether it is to be looked at beside this job: of several Services the one that its pods name."""
+    services = [one for one in all_of_them if one.get("kind") == "Service"]
+    if document not in services or len(services) == 1 or job.get("kind") != "Job":
+        return True
+    return bool(document["metadata"]["name"] == job["spec"]["template"]["spec"].get("subdomain"))
 
 
 def _all(by_kind: Mapping[str, Document]) -> Iterator[tuple[str, str]]:
@@ -64,6 +84,7 @@ def _all(by_kind: Mapping[str, Document]) -> Iterator[tuple[str, str]]:
     for container in pod["containers"]:
         yield from _container(container, pod)
     yield from _agreement(job, pod)
+    yield from _surroundings(pod)
     if service is not None:
         yield from _service(service, job, pod)
 
@@ -99,6 +120,9 @@ def _words(document: Document, kind: str) -> Iterator[tuple[str, str]]:
         meant = key in WORDS and not re.search(r"toleration|matchExpr|failurePolicy", path)
         if meant and isinstance(value, str) and value not in WORDS[key]:
             yield path, f"{value!r} is none of {', '.join(word or repr('') for word in WORDS[key])}"
+        is_text = key in TEXTS or (key == "value" and ".env[" in path)
+        if is_text and not isinstance(value, str):
+            yield path, f"{value!r} is no text: put it into quotes"
         if key == "fieldPath" and not FIELD_PATHS.fullmatch(str(value)):
             yield path, f"{value!r} is nothing that a pod can be told"
 
@@ -172,6 +196,8 @@ def _failure_policy(job: Document, pod: Document) -> Iterator[tuple[str, str]]:
         if codes is None:
             continue
         values = codes["values"]
+        if rule.get("action") == "FailJob" and codes["operator"] == "In" and _FREE & set(values):
+            yield where, f"{sorted(_FREE & set(values))}: with these an agent asks to be started again"
         if codes["operator"] == "In" and 0 in values:
             yield where, "0 is no failure, and must not be among the codes of In"
         if values != sorted(set(values)) or not values or any(not 0 <= code <= 255 for code in values):
@@ -216,7 +242,11 @@ def _agreement(job: Document, pod: Document) -> Iterator[tuple[str, str]]:
     if job.get("parallelism", 1) != completions:
         yield "spec.parallelism", "must be completions: a node without a pod never comes"
     nodes = env.get(ENV_NODES)
-    if nodes is not None:
+    if nodes is None and completions > 1:
+        yield ENV_NODES, "is not set: each pod would be a job of its own"
+    elif nodes is not None and not re.fullmatch(r"([0-9]{1,6}:)?[0-9]{1,6}", str(nodes)):
+        yield ENV_NODES, f"says {nodes}, which is neither N nor MIN:MAX"
+    elif nodes is not None:
         least, _, most = nodes.rpartition(":")
         if most != str(completions):
             yield ENV_NODES, f"says {nodes}, and there are {completions} completions"
@@ -239,6 +269,32 @@ def _agreement(job: Document, pod: Document) -> Iterator[tuple[str, str]]:
         kind = "memory" if empty.get("medium") == "Memory" else "ephemeral-storage"
         if "sizeLimit" in empty and kind in limits and _bytes(empty["sizeLimit"]) >= _bytes(limits[kind]):
             yield f"volume {volume['name']}", f"may fill the whole limit of {kind}"
+
+
+def _surroundings(pod: Document) -> Iterator[tuple[str, str]]:
+    """What our own agent relies on beside its variables, and what these say of it."""
+    container = pod["containers"][0]
+    env = {one["name"]: one.get("value") for one in container.get("env", [])}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container.get("volumeMounts", [])}
+    for field in ("hostname", "setHostnameAsFQDN"):
+        if pod.get(field):
+            yield f"spec.template.spec.{field}", "must not be set: names of pods are JOB-INDEX"
+    if SHARED_MEMORY not in mounts:
+        yield (
+            SHARED_MEMORY,
+            "nothing is mounted there: DataLoader workers and NCCL need more than 64 MB",
+        )
+    directory, limit = env.get(contract.ENV_CKPT_DIR), env.get(contract.ENV_CKPT_LIMIT)
+    if directory is not None and not any(directory == at or directory.startswith(f"{at}/") for at in mounts):
+        yield contract.ENV_CKPT_DIR, f"{directory} is no volume: checkpoints would go with the container"
+    volume = next((one for one in pod.get("volumes", []) if one["name"] == mounts.get(directory)), {})
+    size = (volume.get("emptyDir") or {}).get("sizeLimit")
+    if limit is not None and size is not None and _bytes(limit) != _bytes(size):
+        yield contract.ENV_CKPT_LIMIT, f"says {limit}, and the volume's sizeLimit is {size}"
+    workers = env.get(ENV_WORKERS)
+    gpus = container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu")
+    if workers is not None and gpus is not None and str(gpus) != workers:
+        yield ENV_WORKERS, f"says {workers}, and there are {gpus} GPUs"
 
 
 def _service(service: Document, job: Document, pod: Document) -> Iterator[tuple[str, str]]:

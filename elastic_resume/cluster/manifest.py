@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,20 @@ MIN_SHM_BYTES = 64 << 20  # what a pod has anyway
 OTHERS_BYTES = 1 << 30  # of ephemeral storage beside the checkpoints: logs, what the script writes
 SINCE_SUCCESS_POLICY = 31  # Kubernetes 1.31 has it without a feature gate
 OLDEST_MINOR = 29  # the first with backoffLimitPerIndex and podReplacementPolicy without a feature gate
-_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
+CHECKED = {"Job", "JobSet", "Service", "Kustomization"}
+_IMAGE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:/@-]{0,510}[A-Za-z0-9])?")
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9._:/@-]*|[0-9]+[kMGTPE]i?")
+_NO_TEXT = {
+    "y",
+    "n",
+    "yes",
+    "no",
+    "on",
+    "off",
+    "true",
+    "false",
+    "null",
+}  # for YAML, in small or large letters
 
 
 def register(commands: argparse._SubParsersAction[Any]) -> None:
@@ -68,13 +82,17 @@ def check(args: argparse.Namespace) -> int:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{args.file}: is not YAML: {' '.join(str(error).split())[:200]}") from error
     try:
+        kinds = {str(one.get("kind")) for one in documents}
+        if not kinds & CHECKED:
+            told = ", ".join(sorted(kinds)) or "nothing"
+            raise ConfigError(f"{args.file}: there is no Job, JobSet or Service in it, but {told}.")
         wrong = kubernetes_rules.complaints(documents)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"{args.file}: a field that every Job has is missing or of a wrong kind ({error!r}): "
             "kubectl apply --dry-run=server says which."
         ) from error
-    for line in wrong:
+    for line in wrong or [f"nothing wrong was found ({', '.join(sorted(kinds & CHECKED))})"]:
         print(f"{args.file}: {line}")
     return contract.EXIT_AT_FAULT if wrong else contract.EXIT_DONE
 
@@ -166,6 +184,8 @@ def kubernetes_values(args: argparse.Namespace) -> dict[str, str]:
     least, nodes = nodes_of(args.nodes)
     name = args.name or name_of(args.command)
     kubernetes.check_name(name, nodes, between="-node-0" if args.kind == "jobset" else "")
+    if name in _NO_TEXT:
+        raise ConfigError(f"--name is {name!r}, which YAML does not take for a text: choose another.")
     if not _IMAGE.fullmatch(args.image):
         raise ConfigError(f"--image is {args.image!r}, which is no name of an image.")
     gpus = whole("--gpus", args.gpus, 0, 64)
@@ -183,24 +203,41 @@ def kubernetes_values(args: argparse.Namespace) -> dict[str, str]:
             raise ConfigError(f"{flag} is {text!r}, which is no name.")
     return {
         "name": name,
-        "image": args.image,
+        "image": _text(args.image),
         "least": str(least),
         "nodes": str(nodes),
         "spare": str(nodes - least),
         "workers": str(gpus or 1),
         "gpus": str(gpus) if gpus else "",
         "cpus": str(whole("--cpus", args.cpus, 1, 100_000)),
-        "memory": args.memory,
-        "shm": shm_text,
-        "disk": args.disk,
+        "memory": _text(args.memory),
+        "shm": _text(shm_text),
+        "disk": _text(args.disk),
         "storage": _mebibytes(disk + OTHERS_BYTES),
-        "claim": args.claim,
-        "account": args.service_account,
+        "claim": args.claim and _text(args.claim),
+        "account": args.service_account and _text(args.service_account),
         "grace": str(_grace(args.grace)),
         "success": "yes" if minor >= SINCE_SUCCESS_POLICY else "",
-        # Kubernetes fills in $(NAME), and makes one dollar of two: what is meant as it stands has them twice.
-        "command": json.dumps([word.replace("$", "$$") for word in args.command], ensure_ascii=False),
+        "command": _words(args.command),
     }
+
+
+def _text(word: str) -> str:
+    """Write a text so that YAML takes it for one: 123, 1e3 and yes are none."""
+    plain = _PLAIN.fullmatch(word) and word.lower() not in _NO_TEXT
+    return word if plain else json.dumps(word)
+
+
+def _words(command: Sequence[str]) -> str:
+    """Write a list of texts.
+
+    Kubernetes fills in $(NAME), and makes one dollar of two: what is meant as it stands has them twice.
+    """
+    text = json.dumps([word.replace("$", "$$") for word in command], ensure_ascii=False)
+    if re.search("[\ud800-\udfff]", text):
+        raise ConfigError("an argument of the script is no text: a manifest is UTF-8.")
+    # JSON leaves as they are what YAML takes for the end of a line, or refuses.
+    return "".join(one if one.isprintable() else f"\\U{ord(one):08x}" for one in text)
 
 
 def _grace(text: str) -> int:
