@@ -21,6 +21,7 @@ pytestmark = pytest.mark.cluster
 
 TRAIN = Path(__file__).parent / "jobs" / "train.py"
 NODES = 3
+RUNS = "scancel --signal=TERM"  # of which Slurm's record knows nothing
 
 
 class Slurm:
@@ -40,7 +41,7 @@ class Slurm:
         )
         script(here, "squeue", f"cat {here}/end")
         self.ends("NONE|UNLIMITED")
-        self.shows("scancel")
+        self.shows(RUNS)
 
     def ends(self, text: str) -> None:
         """Let ``squeue`` tell this of the job's end."""
@@ -129,7 +130,7 @@ def test_a_job_of_several_nodes_ends_in_slurms_ways(tmp_path: Path, slurm: Slurm
         (slurm.directory / "away").touch()
         first = agents_of(cluster)[0].pid
         send(processes(cluster), signal.SIGUSR1)
-        assert cluster.wait_exit() == [75] * NODES
+        assert cluster.wait_exit() == [75, 0, 0]  # the script is told by one
         assert slurm.requeues() == [(first, "77")] * 2  # by node 0; the controller was away once
         assert all_have_saved(cluster)
         assert [event["cause"] for event in cluster.events("drain")] == ["SIGUSR1"] * NODES
@@ -153,6 +154,7 @@ def test_a_job_of_several_nodes_ends_in_slurms_ways(tmp_path: Path, slurm: Slurm
         assert cluster.wait_exit() == [143] * NODES
         assert not slurm.requeues()
         assert all_have_saved(cluster)
+        slurm.shows(RUNS)
 
         # its time limit, which nobody announces
         slurm.ends(time.strftime("%Y-%m-%dT%H:%M:%S|5:00", time.gmtime(time.time() + 8)))
@@ -176,12 +178,13 @@ def test_a_job_at_fault_is_not_requeued(agents: Agents, slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "path", "restarts", "code", "says"),
+    ("flags", "path", "restarts", "shows", "code", "says"),
     [
-        ((), None, 0, 75, "job 77 is requeued"),
-        ((), "/nowhere", 0, 75, "there is no scontrol here"),
-        (("--requeue=off",), None, 0, 75, "--requeue is off"),
-        ((), None, 3, 1, "it has lived 4 times without a new step"),
+        ((), None, 0, RUNS, 75, "job 77 is requeued"),
+        ((), None, 0, "scancel", 143, "not requeued: the scheduler has been told to end"),  # by now
+        ((), "/nowhere", 0, RUNS, 75, "there is no scontrol here"),
+        (("--requeue=off",), None, 0, RUNS, 75, "--requeue is off"),
+        ((), None, 3, RUNS, 1, "it has lived 4 times without a new step"),
     ],
 )
 def test_one_node_that_is_told_ahead_of_time(
@@ -191,10 +194,12 @@ def test_one_node_that_is_told_ahead_of_time(
     flags: tuple[str, ...],
     path: str | None,
     restarts: int,
+    shows: str,
     code: int,
     says: str,
 ) -> None:
     """By another signal than the default. A life without a step counts as none."""
+    slurm.shows(shows)
     agents.script(WAITS)
     node_dir = agents.directory / "checkpoints" / "train" / "a"
     node_dir.mkdir(parents=True)

@@ -20,7 +20,7 @@ from elastic_resume.policy.requeue import (
     margin_s,
 )
 
-REQUEUE, TELL, LEAVE = Action.REQUEUE, Action.TELL, Action.LEAVE
+REQUEUE, TELL, OVER, LEAVE = Action
 NOTICE = Facts(End.NOTICE)
 
 TABLE = [
@@ -37,9 +37,18 @@ TABLE = [
     # told ahead of time
     (NOTICE, REQUEUE, 75, "ahead of time"),
     (Facts(End.DEADLINE), REQUEUE, 75, "time limit is near"),
-    (replace(NOTICE, mine=False), TELL, 75, "rank 0"),
+    (replace(NOTICE, mine=False), OVER, 0, "rank 0"),
+    (replace(Facts(End.DEADLINE), mine=False), TELL, 75, "rank 0"),
+    (replace(NOTICE, word=Word.RUNNING), REQUEUE, 75, "ahead of time"),
+    (replace(NOTICE, word=Word.ENDING), LEAVE, 1, "told to end"),
+    (Facts(End.DEADLINE, Word.ENDING), LEAVE, 1, "told to end"),
+    (Facts(End.TERMINATED, Word.RUNNING), LEAVE, 143, "whoever sent SIGTERM"),
     (replace(NOTICE, mine=False, only_here=True), REQUEUE, 75, "ahead of time"),
-    (replace(NOTICE, alone=True), TELL, 75, "go on"),
+    (replace(NOTICE, alone=True), TELL, 75, "go on"),  # of rank 0: perhaps the last of all
+    (replace(NOTICE, alone=True, mine=False), OVER, 0, "go on"),
+    (replace(NOTICE, alone=True, mine=False, idle=9, off=True), OVER, 0, "go on"),
+    (replace(NOTICE, alone=True, mine=False, scheduler="kubernetes"), TELL, 75, "exit code"),
+    (replace(NOTICE, alone=True, mine=False, scheduler="host"), TELL, 75, "exit code"),
     (replace(NOTICE, alone=True, only_here=True), REQUEUE, 75, "ahead of time"),
     (replace(NOTICE, scheduler="host"), TELL, 75, "exit code"),
     (replace(NOTICE, scheduler="kubernetes", scontrol=False), TELL, 75, "exit code"),
@@ -49,6 +58,9 @@ TABLE = [
     # where other nodes may have a world that goes on
     (Facts(End.LOST), TELL, 75, "may go on"),
     (Facts(End.LEFT), TELL, 75, "may go on"),
+    (Facts(End.LEFT, mine=False), OVER, 0, "go on"),
+    (Facts(End.LEFT, mine=False, scheduler="host"), TELL, 75, "go on"),
+    (Facts(End.LOST, mine=False), TELL, 75, "may go on"),
     (Facts(End.LOST, only_here=True), REQUEUE, 75, "no world"),
     (Facts(End.LEFT, only_here=True), REQUEUE, 75, "left"),
     # a job that gets nowhere
@@ -99,8 +111,15 @@ def test_nothing_that_must_not_happen_happens(facts: Facts) -> None:
     assert decision.why
     if facts.end in {End.DONE, End.AT_FAULT, End.INTERRUPTED}:
         assert code == 7
-    if facts.end is End.TERMINATED and facts.word in {Word.NONE, Word.ENDING}:
+    if facts.end is End.TERMINATED and facts.word not in {Word.PREEMPTED, Word.TIME_LIMIT}:
         assert code == 7, "a job that somebody cancelled came back"
+    part = facts.scheduler == "slurm" and not facts.only_here and not facts.mine
+    if decision.action is OVER:
+        assert part, "a job ended as if it were done"
+        return
+    if facts.word is Word.ENDING:
+        assert code == 7, "a job that somebody cancelled came back"
+        return
     left_others = facts.end is End.LEFT and not facts.only_here
     if facts.idle > MAX_IDLE_RESTARTS and not left_others:
         assert code == 7, "a job that gets nowhere was started for ever"

@@ -29,7 +29,7 @@ RECORDED = {
     "scancel within the grace": ("COMPLETING None 2026-11-21T23:34:45 2026-11-21T23:34:42", Word.ENDING),
     "scontrol requeue": ("COMPLETING None Unknown None", Word.ENDING),
     "time limit": ("COMPLETING TimeLimit 2026-11-21T23:25:54 None", Word.TIME_LIMIT),
-    "scancel --signal=TERM": ("RUNNING None Unknown None", Word.NONE),
+    "scancel --signal=TERM": ("RUNNING None Unknown None", Word.RUNNING),
 }
 
 
@@ -37,6 +37,9 @@ def shown(fields: str) -> str:
     """Give the line of ``scontrol show job -o``."""
     state, reason, end, preempted = fields.split()
     return SHOWN.format(state=state, reason=reason, end=end, preempted=preempted)
+
+
+RUNS = Answer(0, shown("RUNNING None Unknown None"))
 
 
 class Commands:
@@ -54,9 +57,15 @@ class Commands:
         self.now += min(self._takes_s, timeout_s)
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
+    def run_live(self, words: Sequence[str], timeout_s: float) -> Answer:
+        """The same, of a job that runs."""
+        if words[1] == "show":
+            return RUNS
+        return self.run(words, timeout_s)
+
     def requeue(self, job: str) -> Requeued:
         """Ask for a requeue on this clock."""
-        return slurm_job.requeue(job, self.run, clock=lambda: self.now, sleep=self.sleep)
+        return slurm_job.requeue(job, self.run_live, clock=lambda: self.now, sleep=self.sleep)
 
     def sleep(self, seconds: float) -> None:
         """Let time go by."""
@@ -165,6 +174,29 @@ def test_but_not_for_ever(takes_s: float) -> None:
     assert commands.now <= REQUEST_S
 
 
+@pytest.mark.parametrize("done", RECORDED)
+def test_a_job_is_looked_at_right_before_its_requeue(done: str) -> None:
+    """Also before a second try: somebody may have cancelled it meanwhile, and the request would undo that."""
+    fields, word = RECORDED[done]
+    record = Answer(0, shown(fields))
+    ended = Commands(record, Answer(0, ""))
+    asked = slurm_job.requeue("5", ended.run, clock=lambda: ended.now, sleep=ended.sleep)
+    assert (asked.done, asked.ending) == (word is not Word.ENDING, word is Word.ENDING)
+    again = Commands(RUNS, Answer(1, "Unexpected message received for job 5"), record, Answer(0, ""))
+    asked = slurm_job.requeue("5", again.run, clock=lambda: again.now, sleep=again.sleep)
+    assert (asked.done, asked.tries) == (word is not Word.ENDING, 2)
+    assert [words[1] for words in again.asked].count("requeue") == (1 if word is Word.ENDING else 2)
+
+
+def test_a_job_of_which_nothing_is_known_is_not_requeued() -> None:
+    """It may be one that is being cancelled. The question is asked again as long as the request would be."""
+    mute = Commands(Answer(1, "Unable to contact slurm controller (connect failure)"), Answer(0, "?"))
+    asked = slurm_job.requeue("5", mute.run, clock=lambda: mute.now, sleep=mute.sleep)
+    assert not asked.done
+    assert asked.tries > 10
+    assert {words[1] for words in mute.asked} == {"show"}
+
+
 def script(directory: Path, name: str, text: str) -> None:
     """Make a command."""
     path = directory / name
@@ -176,9 +208,11 @@ def test_a_command_has_so_long_and_may_say_so_much(tmp_path: Path, monkeypatch: 
     """Real processes: one that says too much, one that hangs, one that is not there."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    monkeypatch.setenv("SQUEUE_STATES", "PENDING")
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
     script(tmp_path, "talks", "head -c 200000 /dev/zero | tr '\\0' x")
     assert slurm_job.run(["talks"], 10) == Answer(0, "x" * slurm_job.MAX_TEXT)
-    script(tmp_path, "fails", 'echo "no: $SLURM_TIME_FORMAT $TZ" >&2; exit 3')
+    script(tmp_path, "fails", 'echo "no: $SLURM_TIME_FORMAT $TZ$SQUEUE_STATES" >&2; exit 3')
     assert slurm_job.run(["fails"], 10) == Answer(3, "no: standard UTC")
     script(tmp_path, "hangs", "exec sleep 60")
     assert slurm_job.run(["hangs"], 0.1).code is None

@@ -158,7 +158,9 @@ class Ending:
 
     # ---- what follows ----------------------------------------------------------------------------------
 
-    def decide(self, outcome: str, code: int, *, rank: int | None, idle: int) -> tuple[Decision | None, int]:
+    def decide(
+        self, outcome: str, code: int, *, rank: int | None, idle: int, stands_by: bool = False
+    ) -> tuple[Decision | None, int]:
         """Decide whether the job is run again, and give the agent's exit code. For the main thread.
 
         Args:
@@ -166,6 +168,7 @@ class Ending:
             code: what it would exit with.
             rank: of this node in the last world; None where there was none.
             idle: how many lives in a row have brought no new step, this one included.
+            stands_by: a world runs without this node.
 
         """
         end = self._end(outcome, code)
@@ -175,7 +178,7 @@ class Ending:
         for number in (signal.SIGTERM, *ahead()):  # what a requeue sends finds the newest step on disk
             signal.signal(number, signal.SIG_IGN)
         only_here = here.element is not None or os.environ.get("SLURM_JOB_NUM_NODES", str(here.nodes)) == "1"
-        mine = (here.order if rank is None else rank) == 0
+        mine = (here.order if rank is None else rank) == 0 and not stands_by
         ask = here.scheduler == "slurm" and end is End.TERMINATED and (only_here or mine)
         facts = Facts(
             end,
@@ -193,26 +196,30 @@ class Ending:
         decision = requeue.decide(facts)
         return decision, decision.exit_code(otherwise)
 
-    def act(self, decision: Decision | None) -> None:
-        """Do it, and tell it."""
+    def act(self, decision: Decision | None, code: int) -> int:
+        """Do it, and tell it. Gives the exit code, which is another where the job is cancelled meanwhile."""
         if decision is None or self._here.scheduler != "slurm":
-            return
+            return code
         fields: dict[str, object] = {"action": decision.action.value, "why": decision.why}
         if decision.action is not Action.REQUEUE:
             self._tell("requeue", **fields)
             self._say(f"not requeued by this node: {decision.why}.")
-            return
+            return code
         job = self._here.requeue
         self._say(f"{decision.why}: asking Slurm to run job {job} again.")
         ended = slurm_job.requeue(job)
         self._tell("requeue", **fields, job=job, done=ended.done, tries=ended.tries, message=ended.text)
         if ended.done:
             self._say(f"job {job} is requeued.")
+        elif ended.ending:
+            self._say(f"not requeued: {ended.text}.")
+            return contract.EXIT_SIGNALLED + signal.SIGTERM
         else:
             self._say(
                 f"job {job} could not be requeued ({ended.text}): exit code {contract.EXIT_REQUEUE} tells "
                 "the batch script to."
             )
+        return code
 
     def words(self) -> str:
         """Say in a sentence what ended this agent."""

@@ -98,11 +98,13 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
             if outcome in {"failed", "left"}:
                 witness.explain_end(args.log_dir or "")
             idle = witness.idle_lives(here.restarts)
-            decision, code = ending.decide(outcome, code, rank=witness.rank, idle=idle)
+            decision, code = ending.decide(
+                outcome, code, rank=witness.rank, idle=idle, stands_by=witness.stands_by
+            )
             log.write("agent-end", outcome=outcome, exit_code=code, message=message)
             if message:
                 witness.say(f"{outcome}: {message}")
-            ending.act(decision)
+            code = ending.act(decision, code)
         if outcome == "done" and launch.shared is not None:
             launch.shared.finish(remember=here.element is not None)
         log.close()

@@ -56,6 +56,7 @@ class Witness:
         self._generation: int | None = None
         self._nodes = 1
         self._rank: int | None = None
+        self.stands_by = False  # a world runs without this node
         self._world = restart.World()
         self._offset = 0  # of the first event of the round, in the node's file
         self._why_over = ""
@@ -82,6 +83,8 @@ class Witness:
     def told(self, news: Log) -> None:
         """Note what the rendezvous did, and say what a person wants to know of it."""
         self._log.write("rendezvous", what=news.kind, message=news.text)
+        if news.kind == "spare":
+            self.stands_by = True
         if news.kind in TOLD:
             self.say(news.text)
 
@@ -160,7 +163,7 @@ class Witness:
         if self._history:
             self._judge(told, changed=changed)
         self._round += 1
-        self._nodes, self._rank = num_nodes, node_rank
+        self._nodes, self._rank, self.stands_by = num_nodes, node_rank, False
         self._generation = generation
         self._offset = _size(self._path)
         if self._gauge is not None:

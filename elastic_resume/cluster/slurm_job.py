@@ -14,12 +14,11 @@ import math
 import os
 import re
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_resume.policy.requeue import Word
+from elastic_resume.policy.requeue import TOLD_TO_END, Word
 
 ASK_S = 10.0  # a controller that is down lets commands wait for 4 to 9 s, by MessageTimeout
 REQUEST_S = 60.0  # a controller that is restarted, or fails over, is back by then
@@ -54,15 +53,16 @@ def run(words: Sequence[str], timeout_s: float) -> Answer:
     It starts with the signals ignored that this process ignores. A requeue sends SIGTERM to every process of
     the step, and so to the command that asks for it.
     """
-    with tempfile.TemporaryFile() as output:
-        try:
+    try:
+        # In memory: disks may be full when a job ends.
+        with open(os.memfd_create("answer"), "w+b") as output:
             code = _wait(words, output.fileno(), timeout_s)
-        except OSError as error:
-            return Answer(None, f"{words[0]} cannot be run: {error.strerror}")
-        if code is None:
-            return Answer(None, f"{words[0]} did not answer within {timeout_s:.0f} s")
-        output.seek(0)
-        return Answer(code, output.read(MAX_TEXT).decode(errors="replace").strip())
+            if code is None:
+                return Answer(None, f"{words[0]} did not answer within {timeout_s:.0f} s")
+            output.seek(0)
+            return Answer(code, output.read(MAX_TEXT).decode(errors="replace").strip())
+    except OSError as error:
+        return Answer(None, f"{words[0]} cannot be run: {error.strerror}")
 
 
 def _wait(words: Sequence[str], output: int, timeout_s: float) -> int | None:
@@ -71,7 +71,7 @@ def _wait(words: Sequence[str], output: int, timeout_s: float) -> int | None:
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        env={**os.environ, **PLAIN_TIMES},
+        env={**_without_tastes(os.environ), **PLAIN_TIMES},
     )
     try:
         return process.wait(timeout_s)
@@ -79,6 +79,11 @@ def _wait(words: Sequence[str], output: int, timeout_s: float) -> int | None:
         process.kill()
         process.wait()
         return None
+
+
+def _without_tastes(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a user has set for people: SQUEUE_STATES=PENDING hides a job that runs."""
+    return {name: text for name, text in environ.items() if not name.startswith(("SQUEUE_", "SCONTROL_"))}
 
 
 # ---- until when ----------------------------------------------------------------------------------------
@@ -135,17 +140,25 @@ def word(job: str, run: Run = run, *, sleep: Callable[[float], None] = time.slee
     grace, and its end is another. At its time limit that is the Reason.
     """
     for attempt in range(ASK_TRIES):
-        answer = run(["scontrol", "show", "job", job, "-o"], ASK_S)
+        answer = run(_show(job), ASK_S)
         if answer.code == 0 or _REFUSED.search(answer.text):
             break
         if attempt < ASK_TRIES - 1:
             sleep(RETRY_S)
+    return _read(answer)
+
+
+def _show(job: str) -> list[str]:
+    return ["scontrol", "show", "job", job, "-o"]
+
+
+def _read(answer: Answer) -> Word:
     if answer.code != 0:
         return Word.NONE
     found = dict(re.findall(r"(?:^|\s)(JobState|Reason|PreemptTime|EndTime)=(\S+)", answer.text))
     state, preempted = found.get("JobState", ""), seconds(found.get("PreemptTime", ""))
     if state in {"RUNNING", "SUSPENDED"}:
-        return Word.NONE if preempted is None else Word.PREEMPTED
+        return Word.RUNNING if preempted is None else Word.PREEMPTED
     if found.get("Reason") == "TimeLimit" or state == "TIMEOUT":
         return Word.TIME_LIMIT
     if preempted is not None and seconds(found.get("EndTime", "")) == preempted:
@@ -158,11 +171,15 @@ def word(job: str, run: Run = run, *, sleep: Callable[[float], None] = time.slee
 
 @dataclass(frozen=True)
 class Requeued:
-    """What became of a request: ``done`` or not, and what Slurm said last."""
+    """What became of a request: ``done`` or not, and what Slurm said last.
+
+    ``ending``: it was not made, since the job is being cancelled, or requeued by somebody else.
+    """
 
     done: bool
     text: str
     tries: int
+    ending: bool = False
 
 
 def requeue(
@@ -174,6 +191,9 @@ def requeue(
 ) -> Requeued:
     """Ask for the requeue of a job, for `REQUEST_S` at most while the controller is away.
 
+    Right before each try Slurm's word is heard: to ask for the requeue of a job that is being cancelled
+    brings it back, and a drain gives people the time to cancel it.
+
     Args:
         job: its number; of an array's element ``ARRAY_ELEMENT``: the bare number means all its siblings too.
         run: runs a command.
@@ -184,7 +204,14 @@ def requeue(
     until, tries = clock() + REQUEST_S, 0
     while True:
         tries += 1
-        answer = run(["scontrol", "requeue", job], min(2 * ASK_S, max(1.0, until - clock())))
+        answer = run(_show(job), min(ASK_S, max(1.0, until - clock())))
+        heard = _read(answer)
+        if heard is Word.ENDING:
+            return Requeued(False, TOLD_TO_END, tries, ending=True)
+        if heard is not Word.NONE:
+            answer = run(["scontrol", "requeue", job], min(2 * ASK_S, max(1.0, until - clock())))
+        elif answer.code == 0:
+            answer = Answer(None, "scontrol show job says nothing of its state")
         text = answer.text.splitlines()[0][:200] if answer.text else ""
         if answer.code == 0 or _REQUEUED.search(text):
             return Requeued(True, text, tries)

@@ -21,6 +21,7 @@ from elastic_resume.events import Event
 MAX_IDLE_RESTARTS = 3
 # For what neither takes: the signals' way, goodbyes, the request itself.
 SLACK_S = 5.0
+TOLD_TO_END = "the scheduler has been told to end or to requeue it"
 
 
 class End(Enum):
@@ -39,7 +40,8 @@ class End(Enum):
 class Word(Enum):
     """What the scheduler says of a job whose processes got SIGTERM."""
 
-    NONE = "nothing"  # it cannot be asked, or knows of nothing
+    NONE = "nothing"  # it cannot be asked, or does not answer
+    RUNNING = "running"  # and knows of no reason to end it
     PREEMPTED = "preempted"
     TIME_LIMIT = "time limit"
     ENDING = "ending"  # cancelled, or requeued by somebody else
@@ -111,6 +113,7 @@ class Action(Enum):
 
     REQUEUE = "requeue"
     TELL = "exit code"
+    OVER = "over"  # this node's part is; the others' is not
     LEAVE = "leave alone"
 
 
@@ -123,12 +126,30 @@ class Decision:
 
     def exit_code(self, otherwise: int) -> int:
         """Give the exit code of an agent that would end with ``otherwise`` were there no requeue."""
+        if self.action is Action.OVER:
+            return contract.EXIT_DONE
         return otherwise if self.action is Action.LEAVE else contract.EXIT_REQUEUE
 
 
 def decide(facts: Facts) -> Decision:
     """Decide about one end of one agent."""
-    return _not_at_all(facts) or _by_others(facts) or Decision(Action.REQUEUE, _cause(facts))
+    told = _part_of_a_job(facts) or _not_at_all(facts) or _by_others(facts)
+    return told or Decision(Action.REQUEUE, _cause(facts))
+
+
+def _part_of_a_job(facts: Facts) -> Decision | None:
+    """Whether this node's end says nothing of the job's.
+
+    srun gives the highest exit code of all nodes, however long ago a node left: with 75 a job would be queued
+    again whose other nodes have finished it. Not where this node speaks for all: it may be the last.
+    """
+    if facts.scheduler != "slurm" or facts.only_here or facts.mine:
+        return None
+    if facts.word is Word.ENDING or facts.end not in {End.LEFT, End.NOTICE}:
+        return None
+    if facts.end is End.LEFT or facts.alone:
+        return Decision(Action.OVER, "the other nodes of the job go on")
+    return Decision(Action.OVER, "the node of rank 0 asks for the requeue, if all were told")
 
 
 def _not_at_all(facts: Facts) -> Decision | None:
@@ -140,11 +161,10 @@ def _not_at_all(facts: Facts) -> Decision | None:
     }
     if facts.end in plain:
         return Decision(Action.LEAVE, plain[facts.end])
+    if facts.word is Word.ENDING:
+        return Decision(Action.LEAVE, TOLD_TO_END)
     if facts.end is End.TERMINATED and facts.word not in {Word.PREEMPTED, Word.TIME_LIMIT}:
-        why = "whoever sent SIGTERM decides whether it is to be run again"
-        if facts.word is Word.ENDING:
-            why = "the scheduler has been told to end or to requeue it"
-        return Decision(Action.LEAVE, why)
+        return Decision(Action.LEAVE, "whoever sent SIGTERM decides whether it is to be run again")
     others_go_on = facts.end is End.LEFT and not facts.only_here
     if facts.idle > MAX_IDLE_RESTARTS and not others_go_on:
         return Decision(Action.LEAVE, f"it has lived {facts.idle} times without a new step")
