@@ -287,8 +287,8 @@ def _surroundings(pod: Document) -> Iterator[tuple[str, str]]:
     directory, limit = env.get(contract.ENV_CKPT_DIR), env.get(contract.ENV_CKPT_LIMIT)
     if directory is not None and not any(directory == at or directory.startswith(f"{at}/") for at in mounts):
         yield contract.ENV_CKPT_DIR, f"{directory} is no volume: checkpoints would go with the container"
-    volume = next((one for one in pod.get("volumes", []) if one["name"] == mounts.get(directory)), {})
-    size = (volume.get("emptyDir") or {}).get("sizeLimit")
+    volumes = {one["name"]: one.get("emptyDir") or {} for one in pod.get("volumes", [])}
+    size = volumes.get(mounts.get(str(directory), ""), {}).get("sizeLimit")
     if limit is not None and size is not None and _bytes(limit) != _bytes(size):
         yield contract.ENV_CKPT_LIMIT, f"says {limit}, and the volume's sizeLimit is {size}"
     workers = env.get(ENV_WORKERS)
