@@ -57,6 +57,7 @@ case "$(basename "$0") $1" in
   "srun --overlap") ;;
   "srun "*) exit "$SRUN_EXIT" ;;
   "scontrol requeue") exit "$REQUEUE_EXIT" ;;
+  "scontrol show") echo "JobId=1 JobName=j $SHOWN" ;;
 esac
 """
 
@@ -76,6 +77,11 @@ class Ended:
         (words,) = (words for words in self.srun if words[0] != "--overlap")
         return words
 
+    @property
+    def requeues(self) -> list[list[str]]:
+        """What Slurm was asked to queue again."""
+        return [call for call in self.scontrol if call[0] == "requeue"]
+
 
 def submit(
     tmp_path: Path, script: Path, *words: str, srun_exit: int = 0, requeue_exit: int = 0, **variables: str
@@ -92,6 +98,8 @@ def submit(
         "SRUN_EXIT": str(srun_exit),
         "REQUEUE_EXIT": str(requeue_exit),
         "REQUEUE_RETRY_S": "0",
+        "WATCH_DELAY_S": "0",
+        "SHOWN": "JobState=RUNNING Reason=None PreemptTime=None",
         "SLURM_JOB_ID": "1234567",
         "SLURM_JOB_NUM_NODES": "3",
         "SLURM_CPUS_ON_NODE": "8",
@@ -130,11 +138,12 @@ def test_sbatch_sees_the_options_that_a_flaky_cluster_needs(script: Path) -> Non
 
 @both
 def test_agents_get_the_words_as_they_are_and_nothing_else(tmp_path: Path, script: Path) -> None:
-    """What they need is in Slurm's variables, so no flag is needed."""
+    """What they need is in Slurm's variables; only what an array is has to be said."""
     ended = submit(tmp_path, script, "train.py", "--lr", "0.1 0.2", **ELEMENT)
     assert ended.code == 0
     words = ended.agents
-    assert words[words.index("elastic-resume") + 1 :] == ["run", "train.py", "--lr", "0.1 0.2"]
+    own = ["--array-elements=nodes"] if script == ARRAY else []
+    assert words[words.index("elastic-resume") + 1 :] == ["run", *own, "train.py", "--lr", "0.1 0.2"]
 
 
 def test_the_end_of_one_agent_of_an_allocation_ends_no_other(tmp_path: Path) -> None:
@@ -157,13 +166,34 @@ def test_as_many_nodes_watch_as_there_are_up_to_two(tmp_path: Path, nodes: str, 
 def test_the_code_that_asks_for_it_requeues_an_element_alone(tmp_path: Path, script: Path) -> None:
     """Its job id may be the whole array's: requeueing that takes the siblings along."""
     ended = submit(tmp_path, script, "train.py", srun_exit=contract.EXIT_REQUEUE, **ELEMENT)
-    assert (ended.code, ended.scontrol) == (0, [["requeue", "1234567_2"]])
+    assert (ended.code, ended.requeues) == (0, [["requeue", "1234567_2"]])
 
 
 def test_a_job_that_is_no_array_is_requeued_by_its_number(tmp_path: Path) -> None:
     """The one that Slurm gives it."""
     ended = submit(tmp_path, ALLOCATION, "train.py", srun_exit=contract.EXIT_REQUEUE)
-    assert ended.scontrol == [["requeue", "1234567"]]
+    assert ended.requeues == [["requeue", "1234567"]]
+
+
+@both
+@pytest.mark.parametrize(
+    ("code", "shown", "requeues"),
+    [
+        (143, "JobState=RUNNING Reason=None PreemptTime=2026-11-21T00:00:00", 1),
+        (143, "JobState=COMPLETING Reason=None PreemptTime=None", 0),
+        (75, "JobState=COMPLETING Reason=None PreemptTime=None", 0),
+        (1, "JobState=RUNNING Reason=None PreemptTime=2026-11-21T00:00:00", 0),
+    ],
+)
+def test_slurms_word_decides_where_agents_cannot_ask(
+    tmp_path: Path, script: Path, code: int, shown: str, requeues: int
+) -> None:
+    """A preempted job would be over; one that is being cancelled would be brought back."""
+    ended = submit(tmp_path, script, "train.py", srun_exit=code, SHOWN=shown, **ELEMENT)
+    assert len(ended.requeues) == requeues
+    (tmp_path / "off").mkdir()
+    told = {**ELEMENT, "SHOWN": shown, "ELASTIC_RESUME_REQUEUE": "off"}
+    assert submit(tmp_path / "off", script, "train.py", srun_exit=code, **told).requeues == []
 
 
 @both
@@ -171,7 +201,7 @@ def test_a_job_that_is_no_array_is_requeued_by_its_number(tmp_path: Path) -> Non
 def test_no_other_code_requeues(tmp_path: Path, script: Path, code: int) -> None:
     """A job at fault would fail again, and a user's scancel (143) must not be undone."""
     ended = submit(tmp_path, script, "train.py", srun_exit=code, **ELEMENT)
-    assert (ended.code, ended.scontrol) == (code, [])
+    assert (ended.code, ended.requeues) == (code, [])
 
 
 @both
@@ -179,7 +209,7 @@ def test_a_controller_that_is_away_is_asked_six_times(tmp_path: Path, script: Pa
     """Then the job ends with the code that says what to do."""
     ended = submit(tmp_path, script, "train.py", srun_exit=contract.EXIT_REQUEUE, requeue_exit=1, **ELEMENT)
     assert ended.code == contract.EXIT_REQUEUE
-    assert [call[0] for call in ended.scontrol] == ["requeue"] * 6
+    assert len(ended.requeues) == 6
 
 
 @both

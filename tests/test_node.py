@@ -292,6 +292,8 @@ def test_a_directory_that_is_not_shared_is_told_of(tmp_path: Path) -> None:
     """Whoever waits for the first node's token in vain hears what to do."""
     with pytest.raises(ConfigError, match="not the same on all nodes"):
         SharedDir(tmp_path, "slurm-1").token(make=False, patience_s=0.1)
+    with pytest.raises(ConfigError, match=r"there is no .*/elsewhere on this one"):
+        SharedDir(tmp_path / "elsewhere", "slurm-1")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--shared-dir"):
         SharedDir(tmp_path / "file", "slurm-1")

@@ -74,7 +74,8 @@ def test_words_reach_the_agent_as_they_are(tmp_path: Path, shape: str) -> None:
         "SLURM_JOB_NODELIST": "n0",
     }
     subprocess.run(["bash", str(script)], env=environ, check=True, timeout=60)
-    assert called.read_text() == "\n".join(["run", "--nnodes=2:3", *WORDS]) + "\n"
+    own = ["--array-elements=nodes"] if shape == "array" else []
+    assert called.read_text() == "\n".join(["run", *own, "--nnodes=2:3", *WORDS]) + "\n"
 
 
 def test_what_is_not_asked_for_is_left_to_the_site() -> None:

@@ -40,6 +40,11 @@ class SharedDir:
 
         """
         self.path = root / DIRECTORY / job
+        if not root.is_dir():  # to make it would be to have one on each node
+            raise ConfigError(
+                f"the nodes of {job} need a directory that all of them see, and there is no {root} on this "
+                "one. Name another with --shared-dir."
+            )
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             owner = self.path.stat().st_uid
@@ -155,8 +160,7 @@ class SharedDir:
                 return
             for path in self.path.iterdir():
                 path.unlink(missing_ok=True)
-            self.path.rmdir()
-            self.path.parent.rmdir()  # of the last job
+            self.path.rmdir()  # and not its parent, in which another job may be making its own
 
 
 def _is_there(path: Path) -> bool:

@@ -27,8 +27,8 @@ MAX_ENTRIES = 1_000_000  # looked at; a folder of checkpoints has hundreds
 def why_little_shared_memory(path: Path = SHARED_MEMORY) -> str:
     """Say what is wrong with /dev/shm and what to do; empty where nothing is."""
     what_to_do = (
-        "mount an emptyDir with medium: Memory there (docker: --shm-size 1g), or DataLoader workers and "
-        "NCCL die of SIGBUS when it is full"
+        "make it larger (in Kubernetes an emptyDir with medium: Memory, docker run --shm-size 1g), or "
+        "DataLoader workers and NCCL die of SIGBUS when it is full"
     )
     try:
         total = shutil.disk_usage(path).total
