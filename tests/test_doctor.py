@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from elastic_resume.cli import main
+from elastic_resume.cluster import node
+from elastic_resume.report import doctor
 from tests.test_node import OF_ONE_JOB, POD, STEP
 
 
@@ -34,11 +37,20 @@ def test_each_line_says_where_it_comes_from(
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["job"].split() == ["slurm-1234567", "SLURM_JOB_ID"]
     assert lines["workers"].split() == ["8", "SLURM_GPUS_ON_NODE"]
-    assert lines["localhost"].startswith("127.0.0.1 (this node)")
+    assert "127.0.0.1 (this node)" in lines["localhost"]  # perhaps behind ::1
     assert lines["nobody2"].startswith("no address")
     assert "free" in lines["checkpoints"]
     assert "scheduler word: auto" in lines["silent"]
     assert "do not show" not in str(lines)
+
+
+@pytest.mark.usefixtures("_bare")
+def test_names_that_hang_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked up side by side, and left behind together."""
+    silent = threading.Barrier(3, timeout=20)
+    monkeypatch.setattr(doctor, "lookup", lambda _: [str(silent.wait())])
+    found = doctor.of_candidates(node.read(POD))
+    assert sorted(one.value for one in found) == ["0", "1", "2"]
 
 
 @pytest.mark.usefixtures("_bare")
@@ -50,6 +62,10 @@ def test_each_line_says_where_it_comes_from(
         ({**POD, "ELASTIC_RESUME_NODES": "4:2"}, "ELASTIC_RESUME_NODES"),
         ({**OF_ONE_JOB, "SLURM_ARRAY_TASK_COUNT": "3"}, "--array=0-N"),
         ({"ELASTIC_RESUME_CKPT_DIR": "/proc/nothing"}, "/proc"),
+        ({"ELASTIC_RESUME_CKPT_DIR": "/proc/stat"}, "/proc/stat is no directory"),
+        ({"ELASTIC_RESUME_CKPT_DIR": "/x" * 3000}, "name too long"),
+        ({"ELASTIC_RESUME_PREEMPTION_NOTICE": "bogus"}, "--preemption-notice"),
+        ({"ELASTIC_RESUME_TOKEN": ""}, "ELASTIC_RESUME_TOKEN is empty"),
     ],
 )
 def test_what_would_fail_is_told_with_exit_code_1(

@@ -55,6 +55,16 @@ def test_a_signal_that_nobody_heeds_yet_is_kept_for_who_does(told: list[dict[str
     assert (decision.action, code) == (Action.TELL, 75)
 
 
+@pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("failed", contract.EXIT_AT_FAULT)])
+def test_how_a_job_has_ended_is_not_changed_by_a_signal_that_comes_later(
+    told: list[dict[str, Any]], outcome: str, code: int
+) -> None:
+    """With 143 a scheduler would run it again, from nothing where its disks are gone."""
+    assert ending(told).decide(outcome, code, rank=0, idle=0) == (None, code)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), USR1)
+
+
 def test_what_comes_first_is_why_an_agent_ends(told: list[dict[str, Any]]) -> None:
     """A requeue sends SIGTERM to those that are still draining: they were told ahead of time all the same."""
     this = ending(told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -58,6 +59,17 @@ sys.exit(main())
 """
 
 
+TERMINAL = """
+import sys
+from elastic_resume.agent import first
+
+first.stand_if_first()
+print("ready", flush=True)
+print(sys.stdin.readline().strip(), flush=True)
+sys.stdin.readline()
+"""
+
+
 @contextlib.contextmanager
 def contained(code: str, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A Python that is process 1, when it has said that it is ready; and its id as seen from here."""
@@ -95,3 +107,24 @@ def test_a_signal_that_comes_before_the_agent_is_there_ends_it() -> None:
         outer.stdin.write(b"go on\n")
         outer.stdin.close()
         assert outer.wait(20) == 128 + signal.SIGTERM
+
+
+def test_at_a_terminal_the_agent_reads_and_hears_ctrl_c() -> None:
+    """Of the background it would be stopped for good."""
+    if os.getuid() != 0 and "CI" not in os.environ:
+        pytest.skip("a PID namespace takes root")
+    ours, its = pty.openpty()
+    apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", TERMINAL]
+    words = ["setsid", "--ctty", "--wait", *apart]
+    with subprocess.Popen(words, cwd=Path(__file__).parents[1], stdin=its, stdout=subprocess.PIPE) as outer:
+        try:
+            assert outer.stdout is not None
+            assert outer.stdout.readline() == b"ready\n"
+            os.write(ours, b"typed\n")
+            assert outer.stdout.readline() == b"typed\n"
+            os.write(ours, b"\x03")
+            assert outer.wait(20) == 128 + signal.SIGINT
+        finally:
+            outer.kill()
+            os.close(ours)
+            os.close(its)

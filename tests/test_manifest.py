@@ -418,6 +418,17 @@ def test_a_job_is_called_as_its_script() -> None:
     assert [one["metadata"]["name"] for one in yaml.safe_load_all(text)] == ["job-3-train-me"] * 2
 
 
+def test_what_follows_the_script_is_the_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    """With and without the two dashes; its flags may have the names of ours."""
+    for dashes in ([], ["--"]):
+        found = agent(list(yaml.safe_load_all(rendered(command=[*dashes, "a.py", "--name", "x", "--"])))[1])
+        assert found["args"] == ["a.py", "--name", "x", "--"]
+    words = ["manifest", "kubernetes", "--nodes", "2", "--image", "i", "--", "--nproc-per-node", "2", "b.py"]
+    assert "name: b\n" in manifest.render_kubernetes(cli._parser().parse_args(words)).replace(" #", "\n#")
+    assert cli.main(["manifest", "slurm", "--nodes", "2"]) == contract.EXIT_AT_FAULT
+    assert "script is missing" in capsys.readouterr().err
+
+
 def test_the_commands_of_the_docs_print_manifests() -> None:
     """Each `elastic-resume manifest` in a block of docs/kubernetes.md, as it stands there."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

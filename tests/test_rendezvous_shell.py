@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.errors import RecordError
-from elastic_resume.rendezvous import node
+from elastic_resume.rendezvous import channel, node
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.door import Limits
 from elastic_resume.rendezvous.record import RECORD_FILE, Record
@@ -158,3 +159,16 @@ def test_a_record_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         (tmp_path / RECORD_FILE).write_text(text)
         with pytest.raises(RecordError, match="remove the file"):
             Record(tmp_path)
+
+
+def test_an_agents_end_waits_for_no_name_server() -> None:
+    """Python waits for an executor's threads; a pod would be killed while its resolver is silent."""
+    daemons = []
+
+    def resolve(host: str) -> list[str]:
+        daemons.append(threading.current_thread().daemon)
+        raise OSError(errno.EAGAIN, host)
+
+    with pytest.raises(OSError, match="nobody"):
+        asyncio.run(channel.connect(channel.Channel.__new__(channel.Channel), "nobody:1", resolve))
+    assert daemons == [True]

@@ -172,11 +172,12 @@ class Ending:
 
         """
         end = self._end(outcome, code)
+        for number in (signal.SIGTERM, *ahead()):
+            # What a requeue sends finds the newest step on disk; and a job that is done is not run again.
+            signal.signal(number, signal.SIG_IGN)
         if end in {End.DONE, End.AT_FAULT, End.INTERRUPTED}:
             return None, code
         here = self._here
-        for number in (signal.SIGTERM, *ahead()):  # what a requeue sends finds the newest step on disk
-            signal.signal(number, signal.SIG_IGN)
         only_here = here.element is not None or os.environ.get("SLURM_JOB_NUM_NODES", str(here.nodes)) == "1"
         mine = (here.order if rank is None else rank) == 0 and not stands_by
         ask = here.scheduler == "slurm" and end is End.TERMINATED and (only_here or mine)

@@ -56,7 +56,12 @@ def stand() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != first:
             os._exit(1)
-        os.setpgid(0, 0)  # a terminal's Ctrl-C comes once then, from process 1
+        os.setpgid(0, 0)  # a terminal's Ctrl-C comes once then
+        if os.isatty(0):
+            # Who reads it has to be in the foreground. To ask for that from the background stops, by default.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
+            with contextlib.suppress(OSError):  # no terminal of ours
+                os.tcsetpgrp(0, os.getpgrp())
         signal.pthread_sigmask(signal.SIG_SETMASK, mask if _before is None else _before)
         return
     os._exit(look_after(agent))

@@ -18,7 +18,7 @@ import yaml
 from elastic_resume import contract
 from elastic_resume.cluster import kubernetes, kubernetes_rules, sbatch
 from elastic_resume.cluster.filling import filled
-from elastic_resume.cluster.inputs import name_of, nodes_of, whole
+from elastic_resume.cluster.inputs import add_command, name_of, nodes_of, whole
 from elastic_resume.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20  # an API server takes no more
@@ -149,7 +149,7 @@ def _add_kubernetes(kinds: argparse._SubParsersAction[Any]) -> None:
         metavar="VERSION",
         help=f"oldest version to run on, 1.{OLDEST_MINOR} or newer (default %(default)s)",
     )
-    add("command", nargs="+", metavar="-- SCRIPT [ARGUMENTS]", help="what `elastic-resume run` gets")
+    add_command(one)
     one.set_defaults(function=print_kubernetes)
 
 

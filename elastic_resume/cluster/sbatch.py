@@ -13,7 +13,7 @@ import shlex
 from typing import Any
 
 from elastic_resume.cluster.filling import filled
-from elastic_resume.cluster.inputs import name_of, nodes_of, whole
+from elastic_resume.cluster.inputs import add_command, name_of, nodes_of, whole
 from elastic_resume.errors import ConfigError
 
 SHAPES = {"allocation": "train.sbatch", "array": "array.sbatch"}
@@ -47,7 +47,7 @@ def add(kinds: argparse._SubParsersAction[Any]) -> None:
     flag("--memory", default="", metavar="SIZE", help="of each node, as 200G (default: the partition's)")
     flag("--time", default=DEFAULT_TIME, metavar="TIME", help="limit, as D-HH:MM:SS (default %(default)s)")
     flag("--partition", default="", metavar="NAME", help="default: the site's")
-    flag("command", nargs="+", metavar="-- SCRIPT [ARGUMENTS]", help="what `elastic-resume run` gets")
+    add_command(one)
     one.set_defaults(function=print_slurm)
 
 

@@ -10,10 +10,13 @@ Does not know what a message is, nor whose connections count.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import errno
+import functools
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from elastic_resume.rendezvous import wire
@@ -223,10 +226,25 @@ async def _look_up(host: str, resolve: Resolve) -> Sequence[str]:
     loop = asyncio.get_running_loop()
     key = (loop, host)
     if key not in _lookups:
-        task = loop.run_in_executor(None, resolve, host)
+        answer: concurrent.futures.Future[Sequence[str]] = concurrent.futures.Future()
+        answer.set_running_or_notify_cancel()
+        # Not an executor's thread: the interpreter's end waits for these, for as long as DNS is silent.
+        threading.Thread(target=_ask, args=(answer, resolve, host), daemon=True).start()
+        task = asyncio.wrap_future(answer, loop=loop)
         task.add_done_callback(lambda _: _lookups.pop(key, None))
         _lookups[key] = task
     return await asyncio.shield(_lookups[key])
+
+
+def _ask(answer: concurrent.futures.Future[Sequence[str]], resolve: Resolve, host: str) -> None:
+    try:
+        found = resolve(host)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the asker's
+        give: Callable[[], None] = functools.partial(answer.set_exception, error)
+    else:
+        give = functools.partial(answer.set_result, found)
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody asks any more
+        give()
 
 
 async def end_lookups() -> None:

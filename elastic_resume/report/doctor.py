@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -20,7 +21,7 @@ from typing import Any
 import psutil
 
 from elastic_resume import contract
-from elastic_resume.cluster import gone, kubernetes, memory, node, slurm_job, storage
+from elastic_resume.cluster import gone, kubernetes, memory, node, notices, slurm_job, storage
 from elastic_resume.cluster.gone import Slurm
 from elastic_resume.cluster.node import ELEMENT, Node
 from elastic_resume.cluster.pods import Pods
@@ -146,12 +147,13 @@ def of_candidates(here: Node) -> list[Finding]:
         return []
     own = own_addresses()
     found = []
-    for candidate in here.candidates:
-        host = candidate.rpartition(":")[0]
+    hosts = [candidate.rpartition(":")[0] for candidate in here.candidates]
+    known = _addresses([host for host in hosts if not host.startswith(ELEMENT)])
+    for host in hosts:
         if host.startswith(ELEMENT):
             found.append(Finding(host, "in the shared directory once it runs", _shared_dir()))
             continue
-        addresses = _addresses(host)
+        addresses = known[host]
         mine = any(read_address(one) in own for one in addresses)
         told = ", ".join(addresses) or "no address yet"
         loopback = [one for one in addresses if (read := read_address(one)) and read.is_loopback]
@@ -174,8 +176,19 @@ def of_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
     token = "set" if environ.get(contract.ENV_TOKEN) else "not set"
     if "SLURM_JOB_ID" in environ and token == "not set":  # noqa: S105
         token = "made in the shared directory, where there are several nodes"  # noqa: S105
-    found.append(Finding("token", token, contract.ENV_TOKEN))
-    return [*found, *_grace(environ)]
+    empty = environ.get(contract.ENV_TOKEN) == ""
+    problem = f"{contract.ENV_TOKEN} is empty: unset it, or give a secret" if empty else ""
+    found.append(Finding("token", token, contract.ENV_TOKEN, problem))
+    return [*found, *_grace(environ), *_notices(environ)]
+
+
+def _notices(environ: Mapping[str, str]) -> list[Finding]:
+    told = environ.get(contract.ENV_PREEMPTION_NOTICE)
+    try:
+        asked = [one.name for one in notices.sources(told)]
+    except ConfigError as error:
+        return [Finding("notices", str(told), contract.ENV_PREEMPTION_NOTICE, str(error))]
+    return [Finding("notices", ", ".join(asked), contract.ENV_PREEMPTION_NOTICE)] if asked else []
 
 
 def _shared_memory() -> Finding:
@@ -199,15 +212,18 @@ def _grace(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _disk(directory: Path, environ: Mapping[str, str]) -> Finding:
-    there = directory.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    there = directory
     try:
+        there = directory.absolute()
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        if not there.is_dir():
+            return Finding("checkpoints", str(directory), problem=f"{there} is no directory: --ckpt-dir")
         free, limited = storage.free(there, environ), storage.limit(environ)
     except ConfigError as error:
         return Finding("checkpoints", str(directory), contract.ENV_CKPT_LIMIT, problem=str(error))
     except OSError as error:
-        return Finding("checkpoints", str(directory), problem=f"{there}: {error.strerror}")
+        return Finding("checkpoints", str(directory)[:200], problem=f"{str(there)[:200]}: {error.strerror}")
     if free == 0:
         return Finding("checkpoints", str(directory), problem=f"{there} has no space left: --ckpt-dir")
     if not os.access(there, os.W_OK):
@@ -226,20 +242,23 @@ def _shared_dir() -> str:
     return os.environ.get(contract.ENV_SHARED_DIR) or os.environ.get("SLURM_SUBMIT_DIR") or "."
 
 
-def _addresses(host: str) -> list[str]:
-    """Look a name up, in a thread that is left behind when the answer takes too long."""
-    found: list[str] = []
+def _addresses(hosts: list[str]) -> dict[str, list[str]]:
+    """Look names up, each in a thread that is left behind when the answer takes too long."""
+    found: dict[str, list[str]] = {host: [] for host in hosts}
 
-    def ask() -> None:
+    def ask(host: str) -> None:
         try:
-            found.extend(lookup(host))
+            found[host] = lookup(host)
         except (OSError, UnicodeError):
             return
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S)
-    return list(found)
+    threads = [threading.Thread(target=ask, args=[host], daemon=True) for host in hosts]
+    until = time.monotonic() + PATIENCE_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return dict(found)
 
 
 def _moment(unix: float | None) -> str:
