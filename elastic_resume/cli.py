@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_resume import __version__, contract
-from elastic_resume.errors import ElasticResumeError
+from elastic_resume.errors import ElasticResumeError, MachineError
 
 PROG = "elastic-resume"
 
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return function(args)
     except ElasticResumeError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
+        if words[:1] == ["run"]:  # on another machine it may do
+            return contract.EXIT_MACHINE if isinstance(error, MachineError) else contract.EXIT_AT_FAULT
         # As of `diff` itself: 1 says that two files differ.
         return contract.EXIT_USAGE if words[:1] == ["diff"] else contract.EXIT_AT_FAULT
     except KeyboardInterrupt:

@@ -10,6 +10,9 @@ from __future__ import annotations
 EXIT_DONE = 0
 EXIT_AT_FAULT = 1  # the job itself is wrong: do not requeue
 EXIT_USAGE = 2  # argparse's own code for a malformed command line
+EXIT_MACHINE = (
+    74  # EX_IOERR: nothing was started, for want of a disk, a directory or the like on this machine
+)
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: run the same job again
 EXIT_SIGNALLED = 128  # plus the signal's number: 143 after SIGTERM
 

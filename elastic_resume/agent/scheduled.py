@@ -66,8 +66,8 @@ def fill(args: argparse.Namespace, given: set[str], here: Node) -> Scheduled:
     if not here.candidates:
         return Scheduled(frozenset(found))
     args.rdzv_endpoint = ",".join(here.candidates)
-    if here.address and not args.local_addr:
-        args.local_addr = here.address
+    if here.address and not args.local_addr and read_address(here.address) in own_addresses():
+        args.local_addr = here.address  # one that is another's is left alone: this node has its own name yet
     found -= {"master_addr", "master_port", "node_rank"}  # a trainer's, and said by the endpoint now
     if here.scheduler == "kubernetes" and "settle" not in given and "settle=" not in args.rdzv_conf:
         args.settle = SETTLE_S
