@@ -82,6 +82,9 @@ class Settings:
         script = args.training_script.rpartition(".")[2] if args.module else args.training_script
         # torchrun's default for --rdzv-id is the word "none"; PET_RDZV_ID may have replaced it.
         spare = args.rdzv_id if args.rdzv_id != "none" else here.job if here is not None else None
+        if here is not None and here.scheduler == "slurm" and spare == here.job:
+            # Two trainings of one allocation must not go on from each other's checkpoints.
+            spare = node.safe_name(f"{here.job}-{Path(script).stem}", here.job)
         return cls._of({**given, "run_id": args.run_id}, environ, spare, script)
 
     @classmethod

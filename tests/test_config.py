@@ -215,6 +215,24 @@ def test_the_jobs_name_under_an_agent(
 
 
 @pytest.mark.parametrize(
+    ("words", "environ", "run_id"),
+    [
+        ((), {}, "slurm-7-train"),
+        ((), {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1"}, "slurm-6_1-train"),
+        (("--rdzv-id", "flag"), {}, "flag"),
+        ((), {"ELASTIC_RESUME_RUN_ID": "env"}, "env"),
+    ],
+)
+def test_two_scripts_in_one_slurm_job_have_two_names(
+    tmp_path: Path, words: tuple[str, ...], environ: dict[str, str], run_id: str
+) -> None:
+    """Else the second would go on from the checkpoints of the first."""
+    environ = {"SLURM_JOB_ID": "7", **environ}
+    args = parse(tmp_path, None, *words)[0]
+    assert Settings.for_agent(args, environ, node.read(environ)).run_id == run_id
+
+
+@pytest.mark.parametrize(
     ("environ", "argv0", "run_id"),
     [
         ({}, "/x/train-v1.py", "train-v1"),

@@ -82,6 +82,11 @@ def test_a_slurm_step_tells_all_that_a_start_needs() -> None:
     assert here.problems == ()
     assert here.sources["nodes"] == "SLURM_STEP_NUM_NODES"
     assert node.read({**STEP, "SLURM_RESTART_COUNT": ""}).job == here.job
+    # Two steps of a job do not meet, nor do they meet the next jobs'.
+    steps = [
+        {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(77, 87) for step in range(9)
+    ]
+    assert len({node.read({**STEP, **one}).candidates for one in steps}) == len(steps)
 
 
 def test_an_array_element_is_a_job_of_its_own_unless_it_is_said_to_be_a_node() -> None:
@@ -93,6 +98,7 @@ def test_an_array_element_is_a_job_of_its_own_unless_it_is_said_to_be_a_node() -
     assert (here.job, here.requeue, here.nodes, here.order) == ("slurm-77", "77_1", 4, 1)
     assert here.candidates == ("element-0:20077", "element-1:20077", "element-2:20077")
     assert (here.element, here.launch, here.name) == (1, "", "n2")
+    assert node.read({**OF_ONE_JOB, "SLURM_STEP_ID": "3"}).candidates == here.candidates
 
 
 def test_elements_may_begin_anywhere_and_have_a_stride() -> None:
@@ -208,10 +214,19 @@ def test_flags_beat_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_problem_ends_only_a_start_that_relies_on_it() -> None:
     """With the flags given the same environment does."""
-    here = node.read({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"})
-    with pytest.raises(ConfigError, match="ntasks-per-node=1"):
+    here = node.read({**STEP, "SLURM_NODEID": "first"})
+    with pytest.raises(ConfigError, match="SLURM_NODEID is 'first'"):
         start(here)
     assert start(here, rdzv_endpoint="gpu07", nnodes="4")[0].nnodes == "4"
+
+
+@pytest.mark.parametrize("tasks", ["4", "2(x3),1", "1,8"])
+@pytest.mark.parametrize("flags", [{}, {"nnodes": "1"}, {"rdzv_endpoint": "gpu07", "nnodes": "4"}])
+def test_several_agents_on_a_node_are_refused_whatever_the_flags(tasks: str, flags: dict[str, str]) -> None:
+    """A task per GPU is a habit; the agents would fight for the node's directory."""
+    here = node.read({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": tasks})
+    with pytest.raises(ConfigError, match="ntasks-per-node=1"):
+        start(here, **flags)
 
 
 def test_a_number_of_nodes_that_is_none_does_not_make_each_pod_a_job_of_its_own() -> None:
@@ -297,6 +312,8 @@ def test_a_directory_that_is_not_shared_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--shared-dir"):
         SharedDir(tmp_path / "file", "slurm-1")
+    with pytest.raises(ConfigError, match=r"there is no .* on this"):
+        SharedDir(tmp_path / "not on this node", "slurm-1")  # made here it would be nobody else's
 
 
 def test_garbage_in_the_directory_is_no_address(tmp_path: Path) -> None:
@@ -310,3 +327,4 @@ def test_garbage_in_the_directory_is_no_address(tmp_path: Path) -> None:
     assert shared.resolve("element-0") == ["fd00::1"]
     shared.finish(remember=False)
     assert not shared.path.exists()
+    assert shared.path.parent.exists()  # in which another job may be making its own in this moment

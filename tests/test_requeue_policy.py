@@ -30,6 +30,7 @@ TABLE = [
     (Facts(End.INTERRUPTED), LEAVE, 130, "interrupted"),
     # SIGTERM: what the scheduler says decides
     (Facts(End.TERMINATED), LEAVE, 143, "whoever sent SIGTERM"),
+    (Facts(End.TERMINATED, mine=False), LEAVE, 143, "asks Slurm why"),
     (Facts(End.TERMINATED, Word.ENDING), LEAVE, 143, "told to end or to requeue"),
     (Facts(End.TERMINATED, Word.PREEMPTED), REQUEUE, 75, "preempted"),
     (Facts(End.TERMINATED, Word.TIME_LIMIT), REQUEUE, 75, "time limit is reached"),

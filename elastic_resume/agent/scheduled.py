@@ -52,6 +52,8 @@ def fill(args: argparse.Namespace, given: set[str], here: Node) -> Scheduled:
 
     """
     found = set(given)
+    if here.tasks > 1:  # they would fight for the node's directory and ports, whatever the flags are
+        raise ConfigError(f"{here.scheduler}: {'; '.join(here.problems)}.")
     if "nproc_per_node" not in given and here.workers:
         args.nproc_per_node = str(here.workers)
     if given & MEETING and not (here.scheduler == "pet" and _by_trainer(given)):

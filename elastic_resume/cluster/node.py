@@ -65,6 +65,7 @@ SCHEDULERS = {"slurm": SLURM, "kubernetes": KUBERNETES, "pet": PET, "host": {}}
 CANDIDATES = 3  # any one of them may be absent
 PORT = 29400  # torchrun's own
 SLURM_PORTS = range(20000, 30000)  # below those that Linux hands out by itself (32768 and up)
+STEP_PORTS = 101  # apart from each other: the next jobs' steps are not met
 ELEMENT = "element-"  # with its number: how an array's element is called by its siblings, wherever it runs
 ARRAY_ELEMENTS = JOBS, NODES = ("jobs", "nodes")
 """What the elements of an array may be: a job each, or the nodes of one."""
@@ -90,6 +91,7 @@ class Node:
         element: this array element's number where the elements are the nodes of one job; else None.
         requeue: what the scheduler knows the part by that this node's requeue concerns; else empty.
         deadline: unix seconds at which the scheduler ends the job, where a variable tells.
+        tasks: how many are started on this node, or another; more than one are none of ours.
         problems: why a start without flags would go wrong.
         sources: concept -> where it comes from.
 
@@ -110,6 +112,7 @@ class Node:
     element: int | None = None
     requeue: str = ""
     deadline: float | None = None
+    tasks: int = 1
     problems: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -200,7 +203,8 @@ def _slurm(told: _Told) -> Node:
     peers = _slurm_peers(told)
     nodes = told.number("nodes", max(1, len(peers)))
     restarts = told.number("restarts", 0)
-    port = slurm_port(environ["SLURM_JOB_ID"])
+    # Two steps may run at once, on the same nodes.
+    port = slurm_port(environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", ""))
     told.problems.extend(_slurm_problems(environ, nodes))
     return Node(
         "slurm",
@@ -215,6 +219,7 @@ def _slurm(told: _Told) -> Node:
         launch=f"slurm {number} {restarts}",
         requeue=number,
         deadline=_deadline(told),
+        tasks=_tasks(told.environ),
         problems=tuple(told.problems),
     )
 
@@ -250,14 +255,15 @@ def _slurm_element(told: _Told) -> Node:
         element=element,
         requeue=f"{number}_{element}",
         deadline=_deadline(told),
+        tasks=_tasks(told.environ),
         problems=tuple(problems),
     )
 
 
-def slurm_port(job: str) -> int:
+def slurm_port(job: str, step: str = "") -> int:
     """Where the nodes of a job meet: the same for all, and another than most other jobs'."""
-    digits = re.sub(r"\D", "", job)[-9:] or "0"
-    return SLURM_PORTS[int(digits) % len(SLURM_PORTS)]
+    numbers = [int(re.sub(r"\D", "", text)[-9:] or "0") for text in (job, step)]
+    return SLURM_PORTS[(numbers[0] + STEP_PORTS * numbers[1]) % len(SLURM_PORTS)]
 
 
 def _slurm_peers(told: _Told) -> tuple[str, ...]:
@@ -276,15 +282,19 @@ def _slurm_problems(environ: Mapping[str, str], nodes: int) -> list[str]:
             f"this is one process in a Slurm job of {nodes} nodes, and not one on each: start it with srun "
             "(srun elastic-resume run …)"
         )
-    tasks = [
-        int(one) for one in re.findall(r"(?:^|,)(\d{1,6})", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    ]
-    if any(one > 1 for one in tasks):
+    tasks = _tasks(environ)
+    if tasks > 1:
         problems.append(
-            f"srun starts {max(tasks)} tasks on a node, and elastic-resume starts the workers by itself: "
+            f"srun starts {tasks} tasks on a node, and elastic-resume starts the workers by itself: "
             "give srun --ntasks-per-node=1, and the number of workers as --nproc-per-node"
         )
     return problems
+
+
+def _tasks(environ: Mapping[str, str]) -> int:
+    """How many tasks the step starts on a node, at most; ``2(x3),1`` are 2."""
+    told = re.findall(r"(?:^|,)(\d{1,6})", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return max(map(int, told), default=1)
 
 
 def _deadline(told: _Told) -> float | None:

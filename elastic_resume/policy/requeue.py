@@ -164,6 +164,8 @@ def _not_at_all(facts: Facts) -> Decision | None:
     if facts.word is Word.ENDING:
         return Decision(Action.LEAVE, TOLD_TO_END)
     if facts.end is End.TERMINATED and facts.word not in {Word.PREEMPTED, Word.TIME_LIMIT}:
+        if facts.scheduler == "slurm" and not (facts.mine or facts.only_here):
+            return Decision(Action.LEAVE, "the node of rank 0 asks Slurm why SIGTERM came")
         return Decision(Action.LEAVE, "whoever sent SIGTERM decides whether it is to be run again")
     others_go_on = facts.end is End.LEFT and not facts.only_here
     if facts.idle > MAX_IDLE_RESTARTS and not others_go_on:

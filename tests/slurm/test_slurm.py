@@ -67,7 +67,7 @@ class Job:
     @property
     def run_id(self) -> str:
         """Under which its checkpoints are kept, as long as it lives."""
-        return f"slurm-{self.id}"
+        return f"slurm-{self.id}-{Path(TRAIN).stem}"
 
     def events_of(self, index: int, kind: str | None = None) -> list[Event]:
         """One node's events."""
@@ -309,7 +309,7 @@ def test_srun_starts_a_job_without_any_flag(slurm: Slurm) -> None:
     )
     assert "world 3" in said
     (run,) = set(kept.iterdir()) - before
-    named = re.match(r"slurm-\d+", run.name)
+    named = re.match(rf"slurm-\d+(?=-{Path(TRAIN).stem}$)", run.name)
     assert named is not None
     assert {each.name for each in run.iterdir()} == {slurm.machines.name(index) for index in NODES}
     ends = [event for event in events.read_run(run) if event["event"] == "agent-end"]
