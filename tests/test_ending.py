@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,14 @@ import pytest
 from elastic_resume import contract
 from elastic_resume.agent import ahead
 from elastic_resume.agent.ending import Ending
+from elastic_resume.agent.fence import Fence
+from elastic_resume.agent.pressure import Gauge
+from elastic_resume.agent.witness import Witness
 from elastic_resume.cluster.node import Node
+from elastic_resume.events import EventLog
 from elastic_resume.policy.requeue import Action
+from elastic_resume.policy.restart import Limits
+from elastic_resume.rendezvous.steps import Log
 
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 
@@ -30,10 +38,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     ahead._early.clear()
 
 
-def ending(told: list[dict[str, Any]]) -> Ending:
-    """One of an agent on a plain host."""
+def ending(told: list[dict[str, Any]], here: Node | None = None) -> Ending:
+    """One of an agent, on a plain host if nothing else is said."""
     return Ending(
-        Node("host", "a"), mode="auto", say=print, tell=lambda event, **fields: told.append({event: fields})
+        here or Node("host", "a"),
+        mode="auto",
+        say=print,
+        tell=lambda event, **fields: told.append({event: fields}),
     )
 
 
@@ -93,6 +104,46 @@ def test_an_end_without_a_signal_keeps_its_exit_code(
 ) -> None:
     """On a plain host nobody is asked for anything."""
     assert ending(told).decide(outcome, code, rank=0, idle=0)[1] == code
+
+
+@pytest.mark.parametrize(
+    ("order", "rank", "stands_by", "code"),
+    [
+        (0, None, False, 75),
+        (0, None, True, 0),
+        (0, 0, True, 0),
+        (1, None, False, 0),
+        (1, 0, False, 75),
+        (0, 1, False, 0),
+    ],
+)
+def test_a_spare_speaks_for_nobody(
+    told: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    order: int,
+    rank: int | None,
+    stands_by: bool,
+    code: int,
+) -> None:
+    """Its request would end those who still save their newest step, be it the first of the nodes or not."""
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    this = ending(told, Node("slurm", "a", order=order, nodes=3))
+    this.begun(USR1)
+    assert this.decide("signalled", 138, rank=rank, idle=0, stands_by=stands_by)[1] == code
+
+
+def test_a_node_knows_that_it_stands_by_until_it_has_a_rank(tmp_path: Path) -> None:
+    """From what its rendezvous says."""
+    path = tmp_path / contract.EVENTS_FILE
+    with contextlib.closing(Fence()) as fence, contextlib.closing(Gauge()) as gauge:
+        log = EventLog(path, node="a")
+        witness = Witness("a", log, path, fence, limits=Limits(), gauge=gauge)
+        witness.told(Log("waiting", "for others"))
+        before = witness.stands_by
+        witness.told(Log("spare", "generation 1 runs without this node, which stands by"))
+        assert (before, witness.stands_by) == (False, True)
+        log.close()
 
 
 def test_a_notice_for_this_node_alone_drains_it(told: list[dict[str, Any]]) -> None:

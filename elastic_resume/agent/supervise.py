@@ -30,7 +30,7 @@ from elastic_resume.cluster import gone, notices, storage
 from elastic_resume.cluster.node import Node
 from elastic_resume.cluster.verdict import Oracle
 from elastic_resume.config import Settings
-from elastic_resume.errors import ElasticResumeError, NodeUnfitError
+from elastic_resume.errors import ElasticResumeError, NodeTakenError, NodeUnfitError
 from elastic_resume.policy import restart
 from elastic_resume.store.node_dir import NodeDir
 
@@ -55,7 +55,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
     oracle = _oracle(args, here)
     with (
         elastic.prepared(args, given, settings.run_id, here) as launch,
-        NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
+        _claimed(settings, here) as node_dir,
         contextlib.closing(Fence()) as fence,
         contextlib.closing(Gauge()) as gauge,
     ):
@@ -109,6 +109,18 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
             launch.shared.finish(remember=here.element is not None)
         log.close()
         return code
+
+
+def _claimed(settings: Settings, here: Node, timeout_s: float = 2.0) -> NodeDir:
+    try:
+        return NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name, timeout_s)
+    except NodeTakenError as error:
+        if here.element is None:
+            raise
+        raise NodeTakenError(
+            f"{error} If it is another element of this array: two on one machine cannot be two nodes of a "
+            "job; submit the array with --exclusive."
+        ) from error
 
 
 def _oracle(args: argparse.Namespace, here: Node) -> Oracle | None:
