@@ -145,6 +145,7 @@ def submit(slurm: Slurm, script: str, *options: str, epochs: int = 40) -> Job:
         env={
             "ELASTIC_RESUME_CKPT_DIR": DISK,
             "ELASTIC_RESUME_STEP_MARK_S": "0",
+            "ELASTIC_RESUME_SNAPSHOT_EVERY": "1",  # no finished step is lost then, however slow this machine
             "OMP_NUM_THREADS": "1",
             "WATCH_S": "1",
         },
