@@ -60,9 +60,10 @@ sys.exit(main())
 
 
 TERMINAL = """
-import sys
+import signal, sys
 from elastic_resume.agent import first
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in a shell's background begin with it ignored
 first.stand_if_first()
 print("ready", flush=True)
 print(sys.stdin.readline().strip(), flush=True)
