@@ -24,7 +24,12 @@ orphan = "(setsid sleep 0.0$0 &) ; exit $0"
 codes = [subprocess.run(["sh", "-c", orphan, str(number)]).returncode for number in range(5)]
 assert codes == [0, 1, 2, 3, 4], codes
 limit = time.monotonic() + 20
-while any(open(f"/proc/{pid}/stat").read().split()[3] == "1" for pid in os.listdir("/proc")
+def parent(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().split()[3]
+    except OSError:
+        return "reaped meanwhile"
+while any(parent(pid) == "1" for pid in os.listdir("/proc")
           if pid.isdigit() and int(pid) not in (1, os.getpid())) and time.monotonic() < limit:
     time.sleep(0.01)
 assert time.monotonic() < limit, "an orphan is left"
@@ -63,7 +68,7 @@ TERMINAL = """
 import signal, sys
 from elastic_resume.agent import first
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in a shell's background begin with it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # not so in a background
 first.stand_if_first()
 print("ready", flush=True)
 print(sys.stdin.readline().strip(), flush=True)
