@@ -197,6 +197,11 @@ def test_without_flags_all_comes_from_the_scheduler(tmp_path: Path, monkeypatch:
     assert secret
     again, _ = start(node.read(STEP))
     assert again.rdzv_token_file == args.rdzv_token_file
+    assert found.shared is not None
+    monkeypatch.setenv("SLURM_STEP_ID", "1")  # another training of the same job
+    other, _ = start(node.read({**STEP, "SLURM_NODEID": "0"}))
+    found.shared.finish(remember=False)
+    assert Path(other.rdzv_token_file).exists()
 
 
 def test_flags_beat_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:

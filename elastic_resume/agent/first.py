@@ -5,8 +5,8 @@ whose parent has died. An agent that reaped those itself could not tell them fro
 the zygote or a library waits for. So process 1 forks the agent, passes every signal on to it, collects what
 has ended, and ends as the agent does; the kernel then kills what is left. No tini is needed.
 
-Promise: the exit code is the agent's, or 128 and the number of the signal that killed it. Knows neither torch
-nor the rest of this package: it stays as small as the interpreter.
+Promise: the exit code is the agent's, or 128 and the number of the signal that killed it. Does not know
+torch: it stays as small as the interpreter.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def _awaited() -> set[signal.Signals]:
 
 def look_after(agent: int) -> int:
     """Pass signals on and reap until the agent, a child, has ended; give the exit code. All are blocked."""
+    from elastic_resume.agent.guard import reap  # noqa: PLC0415 - 5 ms, which the agent does not wait for
+
     awaited = _awaited()
     while True:
         number = signal.sigwait(awaited)
@@ -80,20 +82,6 @@ def look_after(agent: int) -> int:
             with contextlib.suppress(ProcessLookupError):  # ended, and about to be collected
                 os.kill(agent, number)
             continue
-        status = _reap(agent)
+        status = reap(agent)
         if status is not None:
             return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-
-
-def _reap(agent: int) -> int | None:
-    """Collect all that have ended; give the agent's wait status if it is among them."""
-    found = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return found
-        if pid == 0:
-            return found
-        if pid == agent:
-            found = status

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from elastic_resume.agent.fence import Fence
-from elastic_resume.cluster import gone, node
+from elastic_resume.cluster import gone
+from elastic_resume.cluster.node import Node
 from elastic_resume.rendezvous.address import take_seat
 from elastic_resume.rendezvous.member import Member
 from elastic_resume.rendezvous.record import Record
@@ -31,7 +32,13 @@ class Place:
 
 @contextlib.contextmanager
 def taken(
-    terms: Terms, node_dir: NodeDir, fence: Fence, *, say: Callable[[str], None], tell: Callable[[Log], None]
+    terms: Terms,
+    node_dir: NodeDir,
+    fence: Fence,
+    here: Node,
+    *,
+    say: Callable[[str], None],
+    tell: Callable[[Log], None],
 ) -> Iterator[Place]:
     """Take the place; say goodbye at the end, whatever ends it.
 
@@ -39,6 +46,7 @@ def taken(
         terms: of this job.
         node_dir: claimed by this process; its name is the node's.
         fence: of this node's workers; the rendezvous moves it from now on.
+        here: what the scheduler tells of this node.
         say: gets one line for people.
         tell: gets what the rendezvous does, in a thread of its own.
 
@@ -47,7 +55,6 @@ def taken(
         RecordError: the record of an earlier life cannot be read.
 
     """
-    here = node.read(os.environ)
     record = Record(node_dir.path, launch=here.launch, node=node_dir.path.name)
     seat = take_seat(
         terms.endpoints,

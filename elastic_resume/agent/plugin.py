@@ -30,6 +30,7 @@ def create(params: Any) -> Any:
     from elastic_resume.agent.fence import Fence  # noqa: PLC0415
     from elastic_resume.agent.handler import OwnRendezvous, workers_of_torchrun  # noqa: PLC0415
     from elastic_resume.agent.place import taken  # noqa: PLC0415
+    from elastic_resume.cluster import node  # noqa: PLC0415
     from elastic_resume.config import Settings  # noqa: PLC0415
     from elastic_resume.rendezvous.terms import Terms  # noqa: PLC0415
     from elastic_resume.store.node_dir import NodeDir  # noqa: PLC0415
@@ -52,7 +53,9 @@ def create(params: Any) -> Any:
     log = events.EventLog(node_dir.path / contract.EVENTS_FILE, node=settings.node_name)
     observer = _Observer(settings.node_name, log)
     fence = stack.enter_context(contextlib.closing(Fence()))  # there are no guards: nobody looks at it
-    place = stack.enter_context(taken(terms, node_dir, fence, say=observer.say, tell=observer.told))
+    place = stack.enter_context(
+        taken(terms, node_dir, fence, node.read(os.environ), say=observer.say, tell=observer.told)
+    )
     return OwnRendezvous(
         place.member,
         observer,

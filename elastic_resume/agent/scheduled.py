@@ -97,7 +97,9 @@ def _meet_in_slurm(args: argparse.Namespace, given: set[str], here: Node) -> Sch
     if wanted == OFF or (has_token and here.element is None):
         return Scheduled(frozenset(given))
     root = Path(wanted or os.environ.get("SLURM_SUBMIT_DIR") or ".").absolute()
-    shared = SharedDir(root, here.job)
+    # Of an allocation each step is a training of its own, whose end takes its directory away.
+    step = "" if here.element is not None else f".{os.environ.get('SLURM_STEP_ID', '0')}"
+    shared = SharedDir(root, here.job + step)
     if not has_token:
         # Of an array any element may be the first. Else one node alone: where the directory is not shared
         # after all, the others find nothing there, and say so.

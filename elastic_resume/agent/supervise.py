@@ -66,18 +66,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
         limits = replace(limits, min_nodes=config.min_nodes)
         witness = Witness(settings.node_name, log, events_path, fence, limits=limits, gauge=gauge)
         gauge.start()
-        log.write(
-            "agent-start",
-            run_id=settings.run_id,
-            command=shlex.join([args.training_script, *args.training_script_args]),
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            local_world_size=config.nproc_per_node,
-        )
-        witness.say(f"job {settings.run_id}, checkpoints in {node_dir.path}")
-        little = storage.why_little_shared_memory()
-        if little:
-            witness.say(f"{little}.")
+        _begin(launch, args, log, witness, node_dir)
         watch = watched(node_dir.path, config.nproc_per_node, patience, say=witness.say, tell=witness.note)
         ending = Ending(here, mode=requeue, say=witness.say, tell=witness.note)
         with ending.heeded():
@@ -93,7 +82,15 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
                 terms = launch.terms and replace(launch.terms, on_divergence=settings.on_divergence)
                 job = replace(launch, terms=terms)
                 outcome, code, message = _run(
-                    job, witness, node_dir, fence, snapshots, ending=ending, warmth=warmth, oracle=oracle
+                    job,
+                    witness,
+                    node_dir,
+                    fence,
+                    snapshots,
+                    here=here,
+                    ending=ending,
+                    warmth=warmth,
+                    oracle=oracle,
                 )
             if outcome in {"failed", "left"}:
                 witness.explain_end(args.log_dir or "")
@@ -109,6 +106,28 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
             launch.shared.finish(remember=here.element is not None)
         log.close()
         return code
+
+
+def _begin(
+    launch: elastic.Launch,
+    args: argparse.Namespace,
+    log: events.EventLog,
+    witness: Witness,
+    node_dir: NodeDir,
+) -> None:
+    config = launch.config
+    log.write(
+        "agent-start",
+        run_id=config.run_id,
+        command=shlex.join([args.training_script, *args.training_script_args]),
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_world_size=config.nproc_per_node,
+    )
+    witness.say(f"job {config.run_id}, checkpoints in {node_dir.path}")
+    little = storage.why_little_shared_memory()
+    if little:
+        witness.say(f"{little}.")
 
 
 def _claimed(settings: Settings, here: Node, timeout_s: float = 2.0) -> NodeDir:
@@ -152,6 +171,7 @@ def _run(
     fence: Fence,
     snapshots: Kept,
     *,
+    here: Node,
     ending: Ending,
     warmth: Warmth | None,
     oracle: Oracle | None,
@@ -169,7 +189,7 @@ def _run(
                 with elastic.stoppable(launch):
                     warmth.wait(launch.terms.join_timeout_s)
             with (
-                taken(launch.terms, node_dir, fence, say=witness.say, tell=witness.told) as place,
+                taken(launch.terms, node_dir, fence, here, say=witness.say, tell=witness.told) as place,
                 word.asked(oracle, place.member, say=witness.say, tell=witness.note),
             ):
                 snapshots.compare(place.member, say=witness.say, tell=witness.note)

@@ -82,11 +82,6 @@ class Pulse:
         return self.look.step - self.look.first_step
 
     @property
-    def begins(self) -> bool:
-        """Whether it is in its first step: nothing is known of how long that takes."""
-        return self.look.beat == 0 and self.steps <= 0
-
-    @property
     def rests(self) -> bool:
         """Whether it has done its last step."""
         return self.look.beat == 0 and self.steps > 0

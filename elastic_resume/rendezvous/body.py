@@ -24,7 +24,7 @@ from elastic_resume.rendezvous.messages import (
     Redirect,
     Report,
 )
-from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World, has_quorum, listed
+from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World, listed
 from elastic_resume.rendezvous.steps import (
     BeginWorld,
     Connect,
@@ -178,10 +178,6 @@ class Body:
     def rivals(self, present: Iterable[Incarnation]) -> set[Incarnation]:
         """Who may be in a world that runs without the present ones."""
         return {m for w in self.known.worlds for m in self.known.alive(w)} - set(present)
-
-    def quorum(self, present: Iterable[Incarnation]) -> bool:
-        """Say whether these may form a world, the waiver included."""
-        return self.minority or has_quorum(present, self.known, self.settings.rules)
 
     def flush(self) -> None:
         """Ask for what is known to be made durable, unless that is under way."""

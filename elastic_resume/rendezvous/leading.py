@@ -29,7 +29,7 @@ from elastic_resume.rendezvous.messages import (
     Waiting,
     Welcome,
 )
-from elastic_resume.rendezvous.quorum import Incarnation, World
+from elastic_resume.rendezvous.quorum import World
 from elastic_resume.rendezvous.roster import Part, Roster
 from elastic_resume.rendezvous.steps import Explained
 
@@ -391,7 +391,3 @@ class Leader:
     def why_waiting(self) -> str:
         """One clause for the error after the join timeout."""
         return self.former.waiting_for
-
-    def followers(self) -> tuple[Incarnation, ...]:
-        """Who follows us."""
-        return tuple(part.who for part in self.roster)

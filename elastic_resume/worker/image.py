@@ -7,12 +7,10 @@ rank sends to those who lack it. Views of its tensors are made without copying.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from elastic_resume.store.checkpoint import fresh_memory
 from elastic_resume.store.layout import Layout, TensorSpec
 
 # safetensors' name of each dtype. Complex tensors are stored as pairs of reals (see state.py).
@@ -57,14 +55,6 @@ class Image:
         """``memory`` holds ``layout.total_bytes`` bytes, header included, and stays alive with the image."""
         self.layout = layout
         self.memory = memory
-
-    @classmethod
-    def allocate(cls, specs: Iterable[TensorSpec]) -> Image:
-        """Make an image with a header and zeroed tensors."""
-        layout = Layout.build(specs)
-        memory = fresh_memory(layout.total_bytes)
-        memory[: len(layout.header)] = layout.header
-        return cls(layout, memory)
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor ``name`` as a view of this image.
