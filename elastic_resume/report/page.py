@@ -1,0 +1,58 @@
+"""One self-contained HTML page that tells what befell a run.
+
+Promise: the page asks nobody for anything (its content security policy forbids that and any script), and
+whatever the events hold is shown as text. Pure: events in, text out. Does not know where events come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import resources
+from string import Template
+
+from elastic_resume.events import Event
+from elastic_resume.report import incidents
+from elastic_resume.report import render as terminal
+from elastic_resume.report.incidents import Generation
+from elastic_resume.report.markup import Markup, joined, tag
+from elastic_resume.report.text import folded, seconds
+
+_HEAD = ("generation", "nodes", "world", "steps", "ended because", "lost", "recovered in")
+
+
+def render(events: Iterable[Event], *, live_s: float | None = None, title: str = "elastic_resume") -> str:
+    """Give the page. With ``live_s`` a browser asks for it again after so many seconds."""
+    report = incidents.tell(events)
+    body = joined(
+        [
+            tag("h1", title),
+            tag("p", terminal.summary(report)),
+            tag("h2", "Generations"),
+            tag(
+                "table",
+                tag("tr", *(tag("th", name) for name in _HEAD)),
+                *(_row(one) for one in report.generations),
+            ),
+        ]
+    )
+    refresh = "" if live_s is None else tag("meta", http_equiv="refresh", content=f"{live_s:g}")
+    return Template(_part("page.html")).substitute(
+        refresh=refresh, title=tag("title", title)[7:-8], style=_part("page.css"), body=body
+    )
+
+
+def _row(one: Generation) -> Markup:
+    cells = (
+        one.number,
+        folded(one.nodes),
+        one.world_size if one.world_size is not None else "-",
+        f"{one.first_step}-{one.last_step}" if one.first_step is not None else "none",
+        one.end.text,
+        "-" if one.lost_steps is None else one.lost_steps,
+        seconds(one.recovered_s),
+    )
+    return tag("tr", *(tag("td", cell) for cell in cells))
+
+
+def _part(name: str) -> str:
+    return resources.files("elastic_resume.report").joinpath(name).read_text(encoding="utf-8")
