@@ -24,6 +24,8 @@ DIVERGENCE_POLICIES = ("stop", "resume-from-majority")
 REQUEUE_MODES = ("auto", "off")
 MAX_MEMORY_BYTES = 2**60  # more is a typing error; and the number still fits every word it may be kept in
 _UNITS = {unit: power for power, unit in enumerate("kmgt", start=1)}
+_TIME = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ms|s|m|h|d)")
+_TIME_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?(?:([kmgt])(i?b|i)?)?", re.IGNORECASE)
 
 
@@ -102,6 +104,14 @@ def step_mark_s(value: Any) -> float:
     return number
 
 
+def seconds(what: str, text: str) -> float:
+    """``text`` as seconds: a number and its unit, as 250ms, 15s, 10m, 1.5h, 200d."""
+    match = _TIME.fullmatch(str(text).strip())
+    if match is None:
+        raise ConfigError(f"{what} is {str(text)[:100]!r}: write a time with its unit, as 15s, 10m, 1.5h.")
+    return float(match[1]) * _TIME_S[match[2]]
+
+
 def snapshot_memory(value: Any) -> int | None:
     """How many bytes of a node's memory snapshots may take; None: ``auto``, 0: ``off``.
 
@@ -111,20 +121,34 @@ def snapshot_memory(value: Any) -> int | None:
     text = str(value).strip()
     if text in {"auto", "off"}:
         return None if text == "auto" else 0
-    match = _SIZE.fullmatch(text)
-    # Half a byte is nothing that anybody means: a point needs a unit.
-    if match is None or isinstance(value, bool) or (match[2] is None and "." in text):
+    size = None if isinstance(value, bool) else _bytes(text)
+    if size is None:
         raise ConfigError(
             f"snapshot-memory is {text[:100]!r}: write a size (4GB, 512MiB, 1.5G), auto or off."
             + near(text, ("auto", "off"))
         )
-    power = _UNITS[match[2].lower()] if match[2] else 0
-    # A whole number is not rounded on its way through a float: `to_env` may have written it.
-    size = float(match[1]) if "." in match[1] else int(match[1])
-    size *= (1000 if (match[3] or "").lower() == "b" else 1024) ** power
     if size > MAX_MEMORY_BYTES:
         raise ConfigError(f"snapshot-memory is {text!r}, which is more than any node has.")
-    return int(size)
+    return size
+
+
+def size(what: str, text: str) -> int:
+    """``text`` as bytes: 4GB is four times 10⁹, 4G, 4Gi and 4GiB four times 2³⁰."""
+    found = _bytes(str(text).strip())
+    if found is None:
+        raise ConfigError(f"{what} is {str(text)[:100]!r}: write a size, as 4GB, 512MiB, 1.5G.")
+    return found
+
+
+def _bytes(text: str) -> int | None:
+    match = _SIZE.fullmatch(text)
+    # Half a byte is nothing that anybody means: a point needs a unit.
+    if match is None or (match[2] is None and "." in text):
+        return None
+    power = _UNITS[match[2].lower()] if match[2] else 0
+    # A whole number is not rounded on its way through a float: `to_env` may have written it.
+    number = float(match[1]) if "." in match[1] else int(match[1])
+    return int(number * (1000 if (match[3] or "").lower() == "b" else 1024) ** power)
 
 
 def choice(setting: str, value: str, choices: Sequence[str]) -> str:

@@ -1,0 +1,217 @@
+"""A plan of faults as YAML: read strictly, and written so that it reads the same again.
+
+    seed: 7
+    faults:
+      - worker 1 at step 20
+      - {what: cut, node: 2, step: 35, for: 5s}
+      - {what: kill-agent, role: leader, phase: in commit}
+    every:
+      mtbf: 15s
+      kinds: {kill-worker: 3, kill-node: 1}
+
+Promise: what is unknown, given twice or of the wrong form is a ConfigError that names file, line, entry and
+what may be written; nothing in the text is executed. Keys are those of `fault.KEYS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from elastic_resume import values
+from elastic_resume.errors import ConfigError
+from elastic_resume.faults.fault import KEYS, Fault, duration, key_of
+from elastic_resume.faults.plan import MAX_FAULTS, Every, Plan
+
+T = TypeVar("T")
+
+MAX_BYTES = 1 << 20
+
+_SECONDS = ("at_s", "for_s", "back_after_s", "delay_s", "offset_s", "mtbf_s", "from_s", "until_s")
+_SIZES = ("bytes_per_s", "limit_bytes")
+_EVERY = {"mtbf": "mtbf_s", "kinds": "kinds", "from": "from_s", "until": "until_s", "count": "count"}
+
+
+def read(path: Path) -> Plan:
+    """Read a plan from a file."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the plan {path} cannot be read: {error.strerror}.") from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"the plan {path} has {len(data)} bytes, which is more than {MAX_BYTES}.")
+    try:
+        return parse(data.decode(), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the plan {path} is not text.") from error
+
+
+def parse(text: str, where: str = "plan") -> Plan:
+    """Read a plan from text; ``where`` names it in errors."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{where}: is not YAML: {' '.join(str(error).split())[:200]}") from error
+    told = _mapping(root, where, {"seed": "seed", "faults": "faults", "every": "every"}) if root else {}
+    listed = told.get("faults")
+    found = []
+    if listed is not None:
+        if not isinstance(listed, yaml.SequenceNode):
+            raise ConfigError(f"{_at(where, listed)}: faults is a list: one line for each, with a dash.")
+        if len(listed.value) > MAX_FAULTS:
+            raise ConfigError(f"{where}: {len(listed.value)} faults; there may be {MAX_FAULTS}.")
+        found = [_fault(one, f"{_at(where, one)}: fault {i}") for i, one in enumerate(listed.value, 1)]
+    seed = _whole(told["seed"], f"{_at(where, told['seed'])}: seed") if "seed" in told else 0
+    every = _every(told["every"], where) if "every" in told else None
+    return _made(lambda: Plan(tuple(found), every, seed), where)
+
+
+def to_text(plan: Plan) -> str:
+    """Write a plan; `parse` gives an equal one."""
+    told: dict[str, Any] = {"seed": plan.seed}
+    if plan.faults:
+        told["faults"] = [_as_mapping(fault) for fault in plan.faults]
+    if plan.every is not None:
+        told["every"] = {
+            key: _written(name, getattr(plan.every, name))
+            for key, name in _EVERY.items()
+            if getattr(plan.every, name) not in (None, ())
+        }
+    return yaml.safe_dump(told, sort_keys=False, default_flow_style=None, width=100)
+
+
+# ---- reading -------------------------------------------------------------------------------------------
+
+
+def _fault(node: yaml.Node, where: str) -> Fault:
+    if isinstance(node, yaml.ScalarNode):
+        return _made(lambda: Fault.parse(str(node.value)), where)
+    told = _mapping(node, where, KEYS, numbered=False)
+    given = {name: _value(name, value, f"{where}: {key_of(name)}") for name, value in told.items()}
+    if "what" not in given:
+        raise ConfigError(f"{where}: say what: one of the faults, as in {{what: kill-worker, step: 20}}.")
+    return _made(lambda: Fault(**given), where)
+
+
+def _every(node: yaml.Node, where: str) -> Every:
+    told = _mapping(node, f"{_at(where, node)}: every", _EVERY, numbered=False)
+    where = f"{_at(where, node)}: every"
+    given = {name: _value(name, value, f"{where}: {name}") for name, value in told.items()}
+    if "mtbf_s" not in given:
+        raise ConfigError(f"{where}: mtbf, the mean time between faults, is missing: write mtbf: 15s.")
+    return _made(lambda: Every(**given), where)
+
+
+def _value(name: str, node: yaml.Node, where: str) -> Any:
+    if name == "groups":
+        return tuple(
+            tuple(_whole(one, where) for one in _items(group, where)) for group in _items(node, where)
+        )
+    if name == "kinds":
+        if isinstance(node, yaml.SequenceNode):
+            return tuple((_scalar(one, where), 1.0) for one in node.value)
+        return tuple((what, _number(one, f"{where}: {what}")) for what, one in _pairs(node, where).items())
+    text = _scalar(node, where)
+    if name == "repeat":
+        if text.lower() not in {"true", "false"}:
+            raise ConfigError(f"{where} is {text!r}: write true or false.")
+        return text.lower() == "true"
+    if name in _SECONDS:
+        negative = name == "offset_s" and text.startswith("-")
+        return values.seconds(where, text.lstrip("-") if negative else text) * (-1 if negative else 1)
+    if name in _SIZES:
+        return values.size(where, text.removesuffix("/s"))
+    if name in {"node", "rank", "step", "code", "count"}:
+        return _whole(node, where)
+    return _number(node, where) if name in {"percent", "fraction"} else text
+
+
+def _mapping(
+    node: yaml.Node, where: str, known: Mapping[str, str], *, numbered: bool = True
+) -> dict[str, yaml.Node]:
+    """The values of a mapping by what ``known`` calls their keys; others are refused."""
+    found: dict[str, yaml.Node] = {}
+    for key, value in _pairs(node, where).items():
+        name = known.get(key.replace("_", "-"))
+        at = _at(where, value) if numbered else where
+        if name is None:
+            near = values.near(key, known)
+            raise ConfigError(f"{at}: there is no {key!r}.{near} There are: {', '.join(known)}.")
+        if name in found:
+            raise ConfigError(f"{at}: {key!r} is given twice.")
+        found[name] = value
+    return found
+
+
+def _pairs(node: yaml.Node, where: str) -> dict[str, yaml.Node]:
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{where}: must be lines of the form NAME: VALUE.")
+    found: dict[str, yaml.Node] = {}
+    for key_node, value in node.value:
+        key = _scalar(key_node, f"{where}: a key")
+        if key in found:
+            raise ConfigError(f"{where}: {key!r} is given twice.")
+        found[key] = value
+    return found
+
+
+def _items(node: yaml.Node, where: str) -> list[yaml.Node]:
+    if not isinstance(node, yaml.SequenceNode):
+        raise ConfigError(f"{where} is a list of lists, as in [[0], [1, 2]].")
+    return list(node.value)
+
+
+def _scalar(node: yaml.Node, where: str) -> str:
+    if not isinstance(node, yaml.ScalarNode) or not node.value:
+        raise ConfigError(f"{where} must be one value.")
+    return str(node.value)
+
+
+def _whole(node: yaml.Node, where: str) -> int:
+    text = _scalar(node, where)
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise ConfigError(f"{where} is {text[:100]!r}: write a whole number.")
+    return int(text)
+
+
+def _number(node: yaml.Node, where: str) -> float:
+    text = _scalar(node, where)
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is {text[:100]!r}: write a number.") from error
+
+
+def _made(make: Callable[[], T], where: str) -> T:
+    try:
+        return make()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _at(where: str, node: yaml.Node) -> str:
+    return f"{where}:{node.start_mark.line + 1}"
+
+
+# ---- writing -------------------------------------------------------------------------------------------
+
+
+def _as_mapping(fault: Fault) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in fields(Fault)} | dict(fault.kind.settings)
+    return {
+        key: _written(name, getattr(fault, name))
+        for key, name in KEYS.items()
+        if name == "what" or getattr(fault, name) != defaults[name]
+    }
+
+
+def _written(name: str, value: Any) -> Any:
+    if name in _SECONDS and value is not None:
+        return ("-" if value < 0 else "") + duration(abs(value))
+    if name == "groups":
+        return [list(group) for group in value]
+    return dict(value) if name == "kinds" else value
