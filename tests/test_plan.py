@@ -125,10 +125,10 @@ def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (Plan(("node 3 at step 1",)), ["fault 1", "no node 3", "0 to 2"]),
-        (Plan(("worker 0 at step 1", "worker 6 at step 1")), ["fault 2", "no rank 6", "0 to 5"]),
+        (Plan.of("node 3 at step 1"), ["fault 1", "no node 3", "0 to 2"]),
+        (Plan.of("worker 0 at step 1", "worker 6 at step 1"), ["fault 2", "no rank 6", "0 to 5"]),
         (Plan((Fault("partition", groups=((0,), (1,)), step=1),)), ["fault 1", "each node once", "0 to 2"]),
-        (Plan(("cut 1 at 3s",)), ["fault 1", "a network of their own", "--hosts namespaces"]),
+        (Plan.of("cut 1 at 3s"), ["fault 1", "a network of their own", "--hosts namespaces"]),
         (Plan(every=Every(5, (("disk-full", 1),), count=1)), ["every: disk-full", "a disk of their own"]),
     ],
 )

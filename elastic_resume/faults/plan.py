@@ -58,17 +58,21 @@ class Every:
 
 @dataclass(frozen=True)
 class Plan:
-    """Faults, and a seed for what they leave open. Faults may be given as text (`Fault.parse`)."""
+    """Faults, and a seed for what they leave open."""
 
     faults: tuple[Fault, ...] = ()
     every: Every | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        listed = tuple(Fault.parse(one) if isinstance(one, str) else one for one in self.faults)
-        object.__setattr__(self, "faults", listed)
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise ConfigError(f"the seed is {self.seed!r}: write a whole number from 0 on.")
+
+    @classmethod
+    def of(cls, *faults: Fault | str, every: Every | None = None, seed: int = 0) -> Plan:
+        """A plan of faults, each of which may be a line of text (`Fault.parse`)."""
+        listed = (Fault.parse(one) if isinstance(one, str) else one for one in faults)
+        return cls(tuple(listed), every, seed)
 
     def refuse(self, *, nodes: int, workers_per_node: int = 1, own: Iterable[str] = ()) -> None:
         """Raise a ConfigError for a fault that cannot come; ``own``: what each node has of its own."""
