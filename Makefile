@@ -34,11 +34,11 @@ lint: $(READY)
 check: lint
 	ELASTIC_RESUME_SIMULATE_SEEDS=800 $(BIN)/python -m pytest -q $(TWO) -m 'not cluster and not slow'
 
-# For tests that cut the links of simulated nodes. What cannot be installed here, those tests name.
+# For tests that break the links and disks of simulated nodes. What cannot be installed here, those tests name.
 network-tools:
-	-@if ! PATH="$$PATH:/usr/sbin:/sbin" sh -c 'command -v ip && command -v nsenter && command -v setpriv && command -v openssl' >/dev/null \
+	-@if ! PATH="$$PATH:/usr/sbin:/sbin" sh -c 'for tool in ip tc nft nsenter setpriv openssl mkfs.ext4 mkfs.xfs; do command -v $$tool || exit; done' >/dev/null \
 	&& [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2 util-linux openssl; \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2 util-linux openssl nftables e2fsprogs xfsprogs; \
 	fi
 
 # A real Slurm, which is started by the tests: nothing of it runs otherwise.

@@ -1,0 +1,377 @@
+"""Simulated disks: a real file system of the kernel on hardware that can be told to break.
+
+What a full, slow or broken disk does to a program, and what is left of a write when the power goes, decide
+the kernel's block layer and file system. So those are real here, ext4 or xfs on a loop device; only the
+drive below them is a process of ours (`drive.py`), which serves the device's backing file by FUSE: it returns
+errors, takes its time, and loses its write cache. No kernel module beyond loop and fuse, no control group.
+
+**Promises.** Nothing is mounted in any namespace of the host, and nothing has a name there: mounts are
+detached, the image is a file without a name, the device is given back by itself. All of it lives by
+descriptors of the process that made it. When that ends, in whatever way, the kernel takes everything down as
+soon as nobody uses it. What was synced is there after `mend`, whatever befell the disk; what was not may be
+there or not. One is made in 30 ms (xfs 50), mended in 15; it takes 150 to 300 MB/s.
+
+**Does not know** nodes, jobs or torch. A file system that has met an error may have gone read-only (ext4) or
+shut down (xfs), as in real life. `mend` mounts it anew; who had files open there keeps getting errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.faults import mounting
+
+Kind = Literal["ext4", "xfs"]
+MB = 1 << 20
+LEAST_BYTES: Mapping[str, int] = {
+    "ext4": 16 * MB,
+    "xfs": 300 * MB,
+}  # mkfs.xfs refuses less; images are sparse
+_MKFS: Mapping[str, list[str]] = {
+    "ext4": ["mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=1,nodiscard"],
+    "xfs": ["mkfs.xfs", "-q", "-f", "-K"],
+}
+_PACKAGE: Mapping[str, str] = {"ext4": "e2fsprogs", "xfs": "xfsprogs"}
+# As Debian mounts them; and no work in the background.
+_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "ext4": {"errors": "remount-ro", "noinit_itable": ""},
+    "xfs": {"nouuid": ""},  # the former mount of it may still be there, in use by somebody
+}
+_DRIVE = Path(__file__).with_name("drive.py")
+_MOUNTING = Path(mounting.__file__)
+_BALLAST = ".ballast"
+_GRAIN = 1 << 16
+_ANSWER_S = 60.0
+_SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, 2  # FS_IOC_SHUTDOWN of ext4 and xfs
+
+
+def available(kind: Kind = "ext4") -> str:
+    """Why this process cannot make a `Disk` of this kind, in words; empty when it can."""
+    tool = _MKFS[kind][0]
+    if _tool(tool) is None:
+        return f"no {tool} on this machine: apt-get install {_PACKAGE[kind]}"
+    return _tried(kind)
+
+
+@functools.cache
+def _tried(kind: Kind) -> str:
+    try:
+        Disk(tempfile.gettempdir(), LEAST_BYTES[kind], kind).close()
+    except MachineError as error:
+        return str(error).rstrip(".")
+    return ""
+
+
+class Disk:
+    """One disk with a file system. Use it as a context manager, or call `close`."""
+
+    def __init__(self, directory: Path | str, size_bytes: int = 64 * MB, kind: Kind = "ext4") -> None:
+        """Make it, empty.
+
+        Args:
+            directory: where its bytes are kept, in a file without a name; it grows by what is written.
+            size_bytes: of the device; the file system takes some of it: a few percent (ext4), 64 MB (xfs).
+            kind: the file system.
+
+        Raises:
+            MachineError: what could not be made, and why: it takes root (CAP_SYS_ADMIN), loop and fuse.
+
+        """
+        if size_bytes < LEAST_BYTES[kind]:
+            raise UsageError(f"a disk of {size_bytes} bytes: {kind} takes {LEAST_BYTES[kind]} at least.")
+        self.kind: Kind = kind
+        self.size_bytes = size_bytes
+        self._directory = Path(directory)
+        self._places: list[_Place] = []
+        self._drive: subprocess.Popen[bytes] | None = None
+        self._line, line = socket.socketpair()
+        # Descriptors: the drive's file system, with the disk as its root; the device; the mount.
+        self._hardware = self._device = self._mount = -1
+        with line, self._told("made"):
+            try:
+                self._start_drive(line)
+                self._mount_device()
+            except BaseException:
+                self.close()
+                raise
+
+    def __enter__(self) -> Disk:  # noqa: PYI034  typing.Self needs Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def path(self) -> Path:
+        """The root of its file system, for any process of root that sees this one's id; it never changes.
+
+        Not for `Path.resolve`, to which a detached mount is "/"; `put` gives it a plain path.
+        """
+        self._check()
+        return Path(f"/proc/{os.getpid()}/fd/{self._mount}")
+
+    def put(self, pid: int, target: str) -> None:
+        """Let the mount namespace of a process have the disk at ``target``, also when it has been mended.
+
+        Raises:
+            UsageError: that namespace is this process's own, the host's.
+            MachineError: what the kernel refuses.
+
+        """
+        self._check()
+        place = _Place(pid, _namespace_of(pid), target)
+        if place.namespace == _namespace_of(os.getpid()):
+            raise UsageError(
+                f"process {pid} has the host's mounts: a disk is put into namespaces of their own."
+            )
+        with self._told("put in place"):
+            self._put(place)
+        self._places.append(place)
+
+    # ---- what befalls it -----------------------------------------------------------------------------
+
+    def fill(self, keep_free: int = 0) -> None:
+        """Fill it, up to so many bytes: who writes more gets ENOSPC."""
+        with self._told("filled"):
+            ballast = os.open(self.path / _BALLAST, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                piece = self.size_bytes
+                while piece >= _GRAIN:
+                    stat = os.fstatvfs(ballast)
+                    wanted = min(piece, stat.f_bavail * stat.f_frsize - keep_free)
+                    try:
+                        if wanted > 0:
+                            os.posix_fallocate(ballast, os.fstat(ballast).st_size, wanted)
+                    except OSError as error:
+                        if error.errno != errno.ENOSPC:
+                            raise
+                    piece //= 2
+            finally:
+                os.close(ballast)
+
+    def free(self) -> None:
+        """Undo `fill`."""
+        with self._told("freed"):
+            (self.path / _BALLAST).unlink(missing_ok=True)
+
+    def fail(self, *, reads: bool = True, writes: bool = True) -> None:
+        """Let what is asked of it fail with EIO from now on; what memory holds of its files is forgotten."""
+        self._forget()
+        self._tell("fail", *(["read"] if reads else []), *(["write"] if writes else []))
+
+    def turn_read_only(self) -> None:
+        """Let the file system go read-only (EROFS), as after an error that it found; ext4 alone does so."""
+        if self.kind != "ext4":
+            raise UsageError(
+                f"{self.kind} does not go read-only after an error, it shuts down: `fail` does that."
+            )
+        with self._told("turned read-only"):
+            name = f"loop{os.minor(os.fstat(self._device).st_rdev)}"
+            Path("/sys/fs/ext4", name, "trigger_fs_error").write_text("a simulated error")
+
+    def slow(self, bytes_per_s: float) -> None:
+        """Let reads and writes take the time that so many bytes a second take."""
+        if bytes_per_s <= 0:
+            raise UsageError(f"{bytes_per_s} bytes a second: a disk is as slow as a number above 0 says.")
+        self._tell("pace", str(bytes_per_s))
+
+    def fast(self) -> None:
+        """Undo `slow`."""
+        self._tell("pace", "0")
+
+    def power_loss(self, seed: int = 0) -> int:
+        """Let its power go: all that is asked of it fails, until `mend`.
+
+        What had been synced stays. Of the sectors of 4 KiB that the drive had taken and not been told to
+        flush some are lost, from none to all as ``seed`` says: a write in flight is there, is not, or is
+        torn. Gives how many were lost.
+        """
+        lost = self._tell("off", str(seed))
+        self._shut_down()
+        return lost
+
+    def mend(self) -> None:
+        """Put it right, and mount its file system anew with what is durable; `fill` and `slow` stay.
+
+        Who has a file of the former mount open gets errors from it for ever.
+        """
+        self._tell("swap")
+        self._shut_down()
+        with self._told("mounted again"):
+            os.close(self._device)
+            self._device = -1
+            self._mount_device()
+            self._places = [place for place in self._places if place.is_there()]
+            for place in self._places:
+                self._put(place)
+
+    def close(self) -> None:
+        """Take it away; what is still used of it fails. A second call does nothing."""
+        if self._mount >= 0:
+            self._shut_down()
+        for descriptor in (self._mount, self._device, self._hardware):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._hardware = self._device = self._mount = -1
+        self._line.close()
+        if self._drive is not None:
+            self._drive.kill()
+            self._drive.wait()
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _start_drive(self, line: socket.socket) -> None:
+        """Start the process that is the drive, with an empty file system on it."""
+        fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+        with open(fuse, "rb", buffering=0), tempfile.TemporaryFile(dir=self._directory) as image:
+            image.truncate(self.size_bytes)
+            _make_file_system(self.kind, image.fileno())
+            handed = (fuse, image.fileno(), line.fileno())
+            self._drive = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_DRIVE), *map(str, handed)],
+                pass_fds=handed,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+            options = {"fd": str(fuse), "rootmode": "100600", "user_id": "0", "group_id": "0"}
+            self._hardware = mounting.detached("fuse", options)
+
+    def _mount_device(self) -> None:
+        """Make a device of the drive, and mount what is on it in the place of the former mount."""
+        file = os.open(f"/proc/self/fd/{self._hardware}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._device = mounting.loop_device(file)
+        finally:
+            os.close(file)
+        mount = self._mounted()
+        if self._mount < 0:
+            self._mount = mount
+        else:
+            os.dup2(mount, self._mount, inheritable=False)
+            os.close(mount)
+
+    def _mounted(self) -> int:
+        source = f"/proc/self/fd/{self._device}"
+        return mounting.detached(self.kind, {"source": source, **_OPTIONS[self.kind]})
+
+    def _put(self, place: _Place) -> None:
+        mount = self._mounted()  # of the same device: the same file system once more
+        try:
+            command = [sys.executable, "-I", "-S", str(_MOUNTING), f"/proc/{place.pid}/ns/mnt"]
+            done = subprocess.run(
+                [*command, place.target, str(mount)],
+                pass_fds=[mount],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        finally:
+            os.close(mount)
+        if done.returncode:
+            raise OSError(0, f"{place.target} of process {place.pid}: {done.stderr.strip()}")
+
+    def _forget(self) -> None:
+        """Let the kernel forget what is clean, so that a read has to ask the disk."""
+        with self._told("read"):
+            for folder, _, names in os.walk(self.path):
+                for name in names:
+                    with contextlib.suppress(OSError), open(Path(folder, name), "rb", buffering=0) as file:
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _shut_down(self) -> None:
+        """Have the file system write nothing more, its log included."""
+        with contextlib.suppress(OSError):  # it may have done so by itself: then xfs opens nothing
+            root = os.open(f"/proc/self/fd/{self._mount}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.ioctl(root, _SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))
+            finally:
+                os.close(root)
+
+    def _tell(self, *words: str) -> int:
+        """Give the drive a command, and return its answer."""
+        self._check()
+        try:
+            self._line.sendall(" ".join(words).encode())
+            answer = self._line.recv(64)
+        except OSError:
+            answer = b""
+        if not answer:
+            raise MachineError(
+                f"the simulated disk in {self._directory}: the process that is its drive has died."
+            )
+        return int(answer)
+
+    def _check(self) -> None:
+        if self._mount < 0:
+            raise UsageError("this simulated disk is closed.")
+
+    @contextlib.contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Say of an error whose it is."""
+        try:
+            yield
+        except OSError as error:
+            raise MachineError(
+                f"the simulated disk in {self._directory} cannot be {what}: {error.strerror}. "
+                "It takes root with CAP_SYS_ADMIN, and a kernel with loop, fuse and its file system."
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a disk has been put: a mount namespace, which a process that lives in it leads to."""
+
+    pid: int
+    namespace: tuple[int, int]
+    target: str
+
+    def is_there(self) -> bool:
+        try:
+            return _namespace_of(self.pid) == self.namespace
+        except OSError:
+            return False
+
+
+def _namespace_of(pid: int) -> tuple[int, int]:
+    found = Path(f"/proc/{pid}/ns/mnt").stat()
+    return found.st_dev, found.st_ino
+
+
+def _make_file_system(kind: Kind, image: int) -> None:
+    tool, *flags = _MKFS[kind]
+    found = _tool(tool)
+    if found is None:
+        raise OSError(errno.ENOENT, f"no {tool}: apt-get install {_PACKAGE[kind]}")
+    done = subprocess.run(
+        [found, *flags, f"/proc/self/fd/{image}"],
+        pass_fds=[image],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise OSError(0, f"{tool}: {done.stderr.strip()}")
+
+
+def _tool(name: str) -> str | None:
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))

@@ -1,0 +1,232 @@
+"""The hardware of a simulated disk: a process that serves one file, sector by sector, and can break.
+
+Run by `disks.py` as ``python -I -S drive.py FUSE IMAGE LINE``, three descriptors. The kernel's loop device
+and a file system lie on that file, so whatever is asked of the disk arrives here: reads, writes, and flushes
+of its write cache. Like a real drive it may lose what it has taken and not yet been told to flush.
+
+**Promises.** A flush returns when all that was written before it is durable. When the power goes, of what
+came after the last flush any sectors may be there and any may not; who had the disk open then gets EIO for
+ever, and only who opens it afterwards gets through. An error and a pace hold from the answer to the command
+that sets them. It mounts, names and leaves nothing, and ends when the last has let go of the disk: so a file
+system that is unmounted because its maker was killed finds its disk until it is done.
+
+The protocol is that of linux/fuse.h, version 7.31: the root of the file system is a regular file, the disk.
+Standard library only, and no import of this package: a disk is to be made in tens of milliseconds.
+"""
+
+import contextlib
+import errno
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+
+SECTOR = 4096  # what a drive of today writes whole or not at all
+CACHE_SECTORS = 16384  # 64 MB: a cache that is full is written out without being asked
+MOST_BYTES = 1 << 20  # of one request
+BURST_S = 0.02  # a paced disk is ahead of its pace by so much at most
+
+FORGET, GETATTR, SETATTR, OPEN, READ, WRITE, STATFS, RELEASE = 2, 3, 4, 14, 15, 16, 17, 18
+FSYNC, FLUSH, INIT, ACCESS, INTERRUPT, DESTROY, BATCH_FORGET = 20, 25, 26, 34, 36, 38, 42
+UNANSWERED = {FORGET, BATCH_FORGET, INTERRUPT}
+BIG_WRITES, MAX_PAGES, DIRECT_IO = 1 << 5, 1 << 22, 1 << 0
+IN, OUT = struct.Struct("<IIQQIIII"), struct.Struct("<IiQ")
+IO = struct.Struct("<QQI")  # of a read or write: handle, offset, bytes
+WRITE_HEAD = 40
+ATTRIBUTES = struct.Struct("<QII6Q10I")
+INIT_OUT = struct.Struct("<IIIIHHIIHH8I")
+
+
+class Media:
+    """What is on the disk durably, and the write cache before it."""
+
+    def __init__(self, image: int) -> None:
+        """``image`` is a descriptor of a file of the disk's size."""
+        self.size = os.fstat(image).st_size
+        self._image = image
+        self._cached: dict[int, bytes] = {}
+
+    def read(self, offset: int, size: int) -> bytes:
+        """What was written last."""
+        data = os.pread(self._image, size, offset)
+        if not self._cached:
+            return data
+        first, last = offset // SECTOR, (offset + size - 1) // SECTOR
+        pieces = bytearray(data)
+        for sector in self._cached.keys() & range(first, last + 1):
+            start = sector * SECTOR - offset
+            held = self._cached[sector]
+            low, high = max(start, 0), min(start + SECTOR, size)
+            pieces[low:high] = held[low - start : high - start]
+        return bytes(pieces)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Take it into the cache."""
+        end = offset + len(data)
+        for sector in range(offset // SECTOR, (end + SECTOR - 1) // SECTOR):
+            start = sector * SECTOR
+            low, high = max(start, offset), min(start + SECTOR, end)
+            piece = bytes(data[low - offset : high - offset])
+            if len(piece) < SECTOR:
+                whole = bytearray(self.read(start, SECTOR))
+                whole[low - start : high - start] = piece
+                piece = bytes(whole)
+            self._cached[sector] = piece
+        if len(self._cached) > CACHE_SECTORS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make all that was written durable."""
+        for sector, data in self._cached.items():
+            os.pwrite(self._image, data, sector * SECTOR)
+        self._cached.clear()
+
+    def lose(self, seed: int) -> int:
+        """Lose the power: keep some of the cache's sectors, of none to all; give how many were lost."""
+        chance = random.Random(seed)  # noqa: S311  of a simulation
+        share = chance.choice((0.0, 0.5, 0.9, 1.0))
+        kept = {sector: data for sector, data in self._cached.items() if chance.random() < share}
+        lost = len(self._cached) - len(kept)
+        self._cached = kept
+        self.flush()
+        return lost
+
+
+class Drive:
+    """Answers the kernel's requests, and the commands of its maker."""
+
+    def __init__(self, fuse: int, media: Media, line: socket.socket) -> None:
+        """Serve ``media`` on the descriptor ``fuse``; ``line`` brings commands."""
+        self._fuse = fuse
+        self._media = media
+        self._lines = [line]  # empty when the maker is gone
+        self._handles = 0
+        self._dead = 0  # handles up to this one were open when the power went
+        self._failing: set[int] = set()
+        self._bytes_per_s = 0.0
+        self._free_at = 0.0  # when a paced disk is done with what it was given
+        self._answers: dict[int, Callable[[memoryview], bytes]] = {
+            INIT: self._init,
+            GETATTR: self._attributes,
+            SETATTR: self._attributes,
+            OPEN: self._open,
+            READ: self._read,
+            WRITE: self._write,
+            FSYNC: self._sync,
+        }
+
+    def serve(self) -> None:
+        """Return when nobody has the disk any more."""
+        room = bytearray(MOST_BYTES + 65536)
+        while True:
+            waited: list[int | socket.socket] = [self._fuse, *self._lines]
+            ready, _, _ = select.select(waited, [], [])
+            if self._lines and self._lines[0] in ready:
+                self._obey()
+            if self._fuse in ready:
+                try:
+                    size = os.readv(self._fuse, [room])
+                except (BlockingIOError, InterruptedError):
+                    continue
+                except OSError as error:
+                    if error.errno == errno.ENOENT:  # it was interrupted meanwhile
+                        continue
+                    return  # ENODEV: unmounted
+                self._answer(memoryview(room)[:size])
+
+    def _answer(self, message: memoryview) -> None:
+        _, kind, number, *_ = IN.unpack_from(message)
+        if kind in UNANSWERED:
+            return
+        code, data = 0, b""
+        try:
+            if kind in self._answers:
+                data = self._answers[kind](message[IN.size :])
+            elif kind not in {FLUSH, RELEASE, ACCESS, DESTROY}:
+                code = errno.ENOSYS
+        except OSError as error:
+            code = error.errno or errno.EIO
+        with contextlib.suppress(OSError):  # it was interrupted, or aborted
+            os.writev(self._fuse, [OUT.pack(OUT.size + len(data), -code, number), data])
+
+    def _init(self, _: memoryview) -> bytes:
+        flags = BIG_WRITES | MAX_PAGES
+        return INIT_OUT.pack(7, 31, 0, flags, 16, 12, MOST_BYTES, 1, MOST_BYTES // 4096, *[0] * 9)
+
+    def _attributes(self, _: memoryview) -> bytes:
+        size = self._media.size
+        return ATTRIBUTES.pack(1, 0, 0, 1, size, size // 512, *[0] * 6, 0o100600, 1, 0, 0, 0, SECTOR, 0)
+
+    def _open(self, _: memoryview) -> bytes:
+        self._handles += 1
+        return struct.pack("<QII", self._handles, DIRECT_IO, 0)
+
+    def _read(self, body: memoryview) -> bytes:
+        handle, offset, size = IO.unpack_from(body)
+        self._work(READ, handle, size)
+        return self._media.read(offset, min(size, self._media.size - offset))
+
+    def _write(self, body: memoryview) -> bytes:
+        handle, offset, size = IO.unpack_from(body)
+        self._work(WRITE, handle, size)
+        self._media.write(offset, body[WRITE_HEAD : WRITE_HEAD + size])
+        return struct.pack("<II", size, 0)
+
+    def _sync(self, body: memoryview) -> bytes:
+        handle: int = struct.unpack_from("<Q", body)[0]
+        self._work(WRITE, handle, 0)
+        self._media.flush()
+        return b""
+
+    def _work(self, kind: int, handle: int, size: int) -> None:
+        """Take the time that it takes, or fail."""
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now - BURST_S)
+        if self._bytes_per_s:
+            self._free_at += size / self._bytes_per_s
+        while self._bytes_per_s and self._free_at > time.monotonic():
+            ready, _, _ = select.select(self._lines, [], [], max(0.0, self._free_at - time.monotonic()))
+            if ready:
+                self._obey()
+        if handle <= self._dead or kind in self._failing:
+            raise OSError(errno.EIO, "the disk does not work")
+
+    def _obey(self) -> None:
+        """Do what the maker says. When that is gone, be quick about what is left to do."""
+        line = self._lines[0]
+        said = line.recv(256).decode().split()
+        if not said:
+            self._lines, self._bytes_per_s = [], 0.0
+            return
+        verb, value = said[0], said[1] if len(said) > 1 else ""
+        answer = 0
+        if verb == "fail":
+            self._failing = {{"read": READ, "write": WRITE}[word] for word in said[1:]}
+        elif verb == "pace":
+            self._bytes_per_s = float(value)
+            self._free_at = 0.0
+        elif verb == "swap":
+            self._dead = self._handles
+            self._failing = set()
+        elif verb == "off":
+            self._dead = self._handles
+            answer = self._media.lose(int(value))
+        with contextlib.suppress(OSError):
+            line.sendall(b"%d\n" % answer)
+
+
+def main() -> None:
+    """Be a disk until nobody has it any more."""
+    fuse, image, line = map(int, sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the maker's end decides
+        signal.signal(number, signal.SIG_IGN)
+    os.set_blocking(fuse, False)
+    Drive(fuse, Media(image), socket.socket(fileno=line)).serve()
+
+
+main()

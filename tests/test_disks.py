@@ -1,0 +1,241 @@
+"""Simulated disks: what a program meets on one that is full, broken, slow, or without power, is real."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.faults import disks
+from elastic_resume.faults.disks import MB, Disk, Kind
+from elastic_resume.faults.machines import Machines
+
+KINDS: tuple[Kind, ...] = ("ext4", "xfs")
+
+
+@pytest.fixture(params=KINDS)
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+    """One of each kind."""
+    with Disk(tmp_path, disks.LEAST_BYTES[request.param], request.param) as made:
+        yield made
+
+
+def write(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Write a file, durably unless told otherwise."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        os.write(descriptor, data)
+        if sync:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_dir(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def error_of(act: Callable[[], object]) -> str:
+    """The name of the error number; empty where there is no error."""
+    try:
+        act()
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+    return ""
+
+
+def aligned(data: bytes) -> memoryview:
+    """The same bytes at a page's beginning, as O_DIRECT wants them."""
+    memory = mmap.mmap(-1, len(data))
+    memory[:] = data
+    return memoryview(memory)
+
+
+def test_a_full_disk_refuses_and_one_that_is_freed_takes(disk: Disk) -> None:
+    """ENOSPC for a file's data and for a new directory; so many bytes stay free when that is asked for."""
+    write(disk.path / "before", b"kept")
+    disk.fill()
+    assert error_of(lambda: write(disk.path / "more", bytes(100_000))) == "ENOSPC"
+    assert (disk.path / "before").read_bytes() == b"kept"
+    disk.free()
+    write(disk.path / "more", bytes(100_000))
+    disk.fill(keep_free=2 * MB)
+    assert error_of(lambda: write(disk.path / "fits", bytes(MB))) == ""
+    assert error_of(lambda: write(disk.path / "not", bytes(2 * MB))) == "ENOSPC"
+
+
+def test_a_broken_disk_gives_eio_and_a_mended_one_what_it_held(disk: Disk) -> None:
+    """For reads and for writes; a program that had a file open keeps its error, as with a real one."""
+    write(disk.path / "kept", b"k" * MB)
+    sync_dir(disk.path)
+    held = os.open(disk.path / "kept", os.O_RDWR)
+    disk.fail()
+    assert error_of((disk.path / "kept").read_bytes) == "EIO"
+    assert error_of(lambda: write(disk.path / "new", b"n" * MB)) in {"EIO", "EROFS"}
+    disk.mend()
+    assert (disk.path / "kept").read_bytes() == b"k" * MB
+    assert error_of(lambda: write(disk.path / "new", b"n" * MB)) == ""
+    with open(held, "r+b", buffering=0) as former:
+        assert error_of(lambda: former.write(b"old") and former.truncate(0)) in {"EIO", "EROFS"}
+    assert (disk.path / "kept").read_bytes() == b"k" * MB
+
+
+def test_a_disk_may_fail_in_one_direction_only(disk: Disk) -> None:
+    """What is written while only reads fail is there."""
+    write(disk.path / "kept", b"k" * MB)
+    disk.fail(writes=False)
+    assert error_of((disk.path / "kept").read_bytes) == "EIO"
+    disk.mend()
+    disk.fail(reads=False)
+    assert (disk.path / "kept").read_bytes() == b"k" * MB
+    assert error_of(lambda: write(disk.path / "kept", b"n" * MB)) in {"EIO", "EROFS"}
+
+
+def test_a_file_system_that_found_an_error_is_read_only(tmp_path: Path) -> None:
+    """EROFS for who writes; reading goes on. xfs never does that."""
+    with Disk(tmp_path) as disk:
+        write(disk.path / "kept", b"kept")
+        sync_dir(disk.path)
+        disk.turn_read_only()
+        assert error_of(lambda: write(disk.path / "new", b"new")) == "EROFS"
+        assert (disk.path / "kept").read_bytes() == b"kept"
+        disk.mend()
+        write(disk.path / "new", b"new")
+    with (
+        Disk(tmp_path, disks.LEAST_BYTES["xfs"], "xfs") as disk,
+        pytest.raises(UsageError, match="shuts down"),
+    ):
+        disk.turn_read_only()
+
+
+def test_a_slow_disk_takes_its_time(disk: Disk) -> None:
+    """Not a time is asserted but an order: a write to it is under way when many to another are done."""
+    with Disk(Path("/tmp")) as other:  # noqa: S108  the file has no name
+        disk.slow(20_000)
+        code = "import os,sys; f=os.open(sys.argv[1],65); os.write(f,bytes(1<<20)); os.fsync(f)"
+        slow = subprocess.Popen([sys.executable, "-I", "-S", "-c", code, str(disk.path / "slow")])
+        for number in range(20):
+            write(other.path / f"fast-{number}", bytes(10_000))
+        assert slow.poll() is None
+        disk.fast()
+        assert slow.wait(30) == 0
+
+
+def test_what_was_synced_outlives_a_power_loss_and_what_was_not_does_not(disk: Disk) -> None:
+    """File and name both; nothing is torn below a name that was made durable last."""
+    write(disk.path / "durable", b"d" * MB)
+    sync_dir(disk.path)
+    write(disk.path / "volatile", b"v" * MB, sync=False)
+    disk.power_loss()
+    assert error_of(lambda: write(disk.path / "later", b"l")) != ""
+    disk.mend()
+    assert (disk.path / "durable").read_bytes() == b"d" * MB
+    assert not (disk.path / "volatile").exists() or (disk.path / "volatile").read_bytes() != b"v" * MB
+
+
+def test_a_power_loss_tears_what_is_in_flight(tmp_path: Path) -> None:
+    """Of what the disk has taken and not flushed some sectors are there, by the seed, and some not."""
+    old, new = b"o" * MB, b"n" * MB
+    left = []
+    for seed in range(6):
+        with Disk(tmp_path) as disk:
+            write(disk.path / "file", old)
+            descriptor = os.open(disk.path / "file", os.O_WRONLY | os.O_DIRECT)
+            with aligned(new) as block:
+                os.write(descriptor, block)
+            os.close(descriptor)
+            disk.power_loss(seed)
+            disk.mend()
+            found = (disk.path / "file").read_bytes()
+        left.append(found.count(b"n"))
+        assert found.count(b"n") + found.count(b"o") == MB
+    assert any(0 < count < MB for count in left), left
+    assert 0 in left or MB in left, left
+
+
+def test_a_machine_sees_the_disk_at_a_plain_path_before_and_after_it_is_mended(tmp_path: Path) -> None:
+    """The observer outside sees the same files; the host's own mounts never change."""
+    before = Path("/proc/self/mountinfo").read_text()
+    with Disk(tmp_path) as disk, Machines(["n0"]) as machines:
+        (first,) = machines.boot()
+        disk.put(first.pid, "/scratch/disk")
+        for text in ("one", "two"):
+            command = f"echo {text} > /scratch/disk/file && sync && cat /scratch/disk/*.old; ls /disk"
+            machines.run(
+                0, ["sh", "-c", command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            ).wait()
+            assert (disk.path / "file").read_text() == f"{text}\n"
+            disk.fail()
+            disk.mend()
+        with pytest.raises(UsageError, match="host's mounts"):
+            disk.put(os.getpid(), "/mnt")
+        assert Path("/proc/self/mountinfo").read_text() == before
+
+
+MAKER = """
+import sys, time
+from pathlib import Path
+from elastic_resume.faults.disks import Disk
+disk = Disk(sys.argv[1])
+(disk.path / "file").write_bytes(bytes(20 << 20))
+disk.slow(1000)
+print("made", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None], ids=["SIGKILL", "SIGTERM", "close"])
+def test_nothing_is_left_of_a_disk_whose_maker_has_ended(tmp_path: Path, how: signal.Signals | None) -> None:
+    """No process, device, mount or file, though there was much to write on a slow disk.
+
+    The drive ends when its file system is gone, and that when no device and no mount hold it any more.
+    """
+    if how is None:
+        disk = Disk(tmp_path)
+        (disk.path / "file").write_bytes(bytes(MB))
+        drives = drives_of(os.getpid())
+        disk.close()
+        disk.close()
+        with pytest.raises(UsageError, match="closed"):
+            disk.fill()
+    else:
+        command = [sys.executable, "-c", MAKER, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as maker:
+            assert maker.stdout is not None
+            assert maker.stdout.readline() == b"made\n"
+            drives = drives_of(maker.pid)
+            maker.send_signal(how)
+    assert len(drives) == 1
+    psutil.wait_procs(drives, timeout=60)
+    assert not drives[0].is_running()
+    assert list(tmp_path.iterdir()) == []
+
+
+def drives_of(maker: int) -> list[psutil.Process]:
+    """The processes that are disks of this one."""
+    found = psutil.Process(maker).children()
+    return [child for child in found if any(word.endswith("drive.py") for word in child.cmdline())]
+
+
+def test_who_cannot_make_a_disk_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool that is missing, a folder that is, a size that no file system fits in."""
+    assert disks.available("ext4") == ""
+    assert disks.available("xfs") == ""
+    with pytest.raises(UsageError, match="16777216 at least"):
+        Disk(tmp_path, 1000)
+    with pytest.raises(MachineError, match="No such file"):
+        Disk(tmp_path / "missing")
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    assert "apt-get install xfsprogs" in disks.available("xfs")
