@@ -35,6 +35,7 @@ ENV_SCHEDULER_WORD = "ELASTIC_RESUME_SCHEDULER_WORD"  # (user) auto, down or off
 ENV_PREEMPTION_NOTICE = "ELASTIC_RESUME_PREEMPTION_NOTICE"  # (user) off, aws, file:PATH, … with commas
 ENV_TOKEN = "ELASTIC_RESUME_TOKEN"  # noqa: S105 - (user) the secret that all nodes of a job share
 ENV_FAILPOINTS = "ELASTIC_RESUME_FAILPOINTS"  # tests: see failpoints.py
+ENV_FAULTS_DIR = "ELASTIC_RESUME_FAULTS_DIR"  # tests: where the laboratory arms them
 ENV_AGENT_PID = "ELASTIC_RESUME_AGENT_PID"  # set when an agent holds the node's directory for the worker
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"  # the node's event file, for the stub
 ENV_ROUND = "ELASTIC_RESUME_ROUND"  # how many rendezvous this agent has been through

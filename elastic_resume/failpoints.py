@@ -1,43 +1,113 @@
-"""Named points at which a test may crash, stop or delay us.
+"""Named points at which a test, or the failure laboratory, may crash, stop, spoil or delay us.
 
-``ELASTIC_RESUME_FAILPOINTS="commit.before-rename=kill,resume.loaded=delay:0.5"``. Actions: ``kill``
-(SIGKILL to this process), ``exit:CODE``, ``raise`` (OSError EIO), ``delay:SECONDS``. An action may carry
-``@N``: only the N-th time this process passes (``kill@3``). With the variable unset, `hit` is one
-dictionary look-up.
+``ELASTIC_RESUME_FAILPOINTS="commit.before-rename=kill,resume.loaded=delay:0.5"``. Actions::
+
+    kill, stop             SIGKILL or SIGSTOP to this process
+    exit:CODE              end it, without any clearing up
+    raise[:EXCEPTION]      OSError EIO, or a built-in exception
+    delay:SECONDS          wait
+    hold-gil[:SECONDS]     a thread keeps the interpreter, for ever without a number
+    out-of-memory[:BYTES]  use memory up
+    flip                   one bit of what passes here (`passing`)
+    wait                   tell the laboratory that the point is reached; go on when it has done what it will
+    do:NAME                what this process has offered by that name (`offer`)
+
+An action may carry ``@N``: only the N-th time this process passes (``kill@3``). And conditions, each after a
+semicolon: ``rank=1``, ``node=n2``, ``step=20`` (that step or a later one), ``once=NAME`` (never again, in no
+process: the file NAME.fired in ELASTIC_RESUME_FAULTS_DIR says so, and who it was), ``for=SECONDS`` (on
+and on for so long, in the process that was the first). With that directory set, the file ``armed`` in it is a
+list like the variable's, and may change at any time.
+
+With neither variable set, `hit` is one dictionary look-up.
 """
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import ctypes
 import errno
+import json
+import mmap
 import os
 import signal
+import sys
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 from elastic_resume import contract
+from elastic_resume.cluster.memory import Group
 from elastic_resume.errors import ConfigError
 
+Data = TypeVar("Data", bytes, memoryview)
 
-def _parse(text: str) -> dict[str, tuple[str, str, int]]:
-    points: dict[str, tuple[str, str, int]] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, action = entry.partition("=")
+VERBS = ("kill", "stop", "exit", "raise", "delay", "hold-gil", "out-of-memory", "flip", "wait", "do")
+CONDITIONS = ("rank", "node", "step", "once", "for")
+ARMED_FILE = "armed"
+FIRED, REACHED, DONE = ".fired", ".reached", ".done"
+WAIT_S = 10.0  # a laboratory that has died holds nobody for longer
+_LOOK_S = 0.002
+_CHUNK_BYTES = 16 << 20
+_IMITATED_BYTES = 64 << 20
+_NUMBERS = {"exit", "delay", "hold-gil", "out-of-memory"}
+
+
+@dataclass
+class _Point:
+    """What happens at one point, and when."""
+
+    verb: str
+    value: str = ""
+    nth: int = 0
+    rank: str = ""
+    node: str = ""
+    step: int = 0
+    once: str = ""
+    for_s: float = 0.0
+    began: float = 0.0
+    passes: int = 0
+
+
+def _parse(text: str) -> dict[str, list[_Point]]:
+    points: dict[str, list[_Point]] = {}
+    for entry in filter(None, (part.strip() for part in text.replace("\n", ",").split(","))):
+        name, equals, rest = entry.partition("=")
+        action, *conditions = rest.split(";")
         action, _, nth = action.partition("@")
         verb, _, value = action.partition(":")
-        if not equals or verb not in {"kill", "exit", "raise", "delay"}:
+        told = dict(condition.partition("=")[::2] for condition in conditions)
+        readable = bool(equals) and verb in VERBS and set(told) <= set(CONDITIONS)
+        try:
+            numbers = float(value or 0) if verb in _NUMBERS else 0.0, float(told.get("for", 0))
+            counts = int(nth or 0), int(told.get("step", 0))
+        except ValueError:
+            readable = False
+        if not readable:
             raise ConfigError(
-                f"{contract.ENV_FAILPOINTS}: cannot read {entry!r}; "
-                "write NAME=kill|exit:CODE|raise|delay:SECONDS, optionally followed by @N."
+                f"{contract.ENV_FAILPOINTS}: cannot read {entry!r}; write NAME=ACTION, as in "
+                f"commit.before-rename=kill, with one of {', '.join(VERBS)}, :VALUE where it takes one, and "
+                f"optionally @N and ;{'=…;'.join(CONDITIONS)}=…"
             )
-        points[name] = (verb, value, int(nth or 0))
+        rank, node, once = (told.get(key, "") for key in ("rank", "node", "once"))
+        point = _Point(verb, value, counts[0], rank, node, counts[1], once, numbers[1])
+        points.setdefault(name, []).append(point)
     return points
 
 
-_points: dict[str, tuple[str, str, int]] = {}
-_passes: dict[str, int] = {}
+_points: dict[str, list[_Point]] = {}
+_offers: dict[str, Callable[[], object]] = {}
+_directory: str = ""
+_seen: tuple[int, int] = (0, 0)  # of the file `armed`: its number and time
 
 
 def arm() -> None:
     """Read the environment, again in a process that was forked with another one."""
+    global _directory, _seen
+    _directory, _seen = os.environ.get(contract.ENV_FAULTS_DIR, ""), (0, 0)
     _points.clear()
     _points.update(_parse(os.environ.get(contract.ENV_FAILPOINTS, "")))
 
@@ -45,19 +115,158 @@ def arm() -> None:
 arm()
 
 
-def hit(name: str) -> None:
-    """Do what the environment asks for at the point ``name``; nothing in normal life."""
-    if name not in _points:
+def offer(name: str, action: Callable[[], object]) -> None:
+    """Let ``do:NAME`` mean ``action``; a later offer replaces it."""
+    _offers[name] = action
+
+
+def hit(name: str, step: int = 0) -> None:
+    """Do what is asked for at the point ``name``; nothing in normal life."""
+    if name not in _points and not _directory:
         return
-    verb, value, nth = _points[name]
-    _passes[name] = _passes.get(name, 0) + 1
-    if nth and _passes[name] != nth:
+    for point in _due(name, step):
+        _act(name, point)
+
+
+def passing(name: str, data: Data) -> Data | bytearray:
+    """``data`` as it is, or as it is asked to be at the point ``name``."""
+    if name not in _points and not _directory:
+        return data
+    for point in _due(name, 0):
+        if point.verb == "flip" and data:
+            spoilt = bytearray(data)
+            spoilt[len(spoilt) // 2] ^= 1
+            return spoilt
+        _act(name, point)
+    return data
+
+
+def _due(name: str, step: int) -> list[_Point]:
+    if _directory:
+        _look()
+    return [point for point in _points.get(name, ()) if _is_due(point, step)]
+
+
+def _look() -> None:
+    """Read the laboratory's list again if it has changed."""
+    global _seen  # noqa: PLW0603
+    path = Path(_directory) / ARMED_FILE
+    try:
+        status = path.stat()
+        if (status.st_ino, status.st_mtime_ns) == _seen:
+            return
+        listed = _parse(path.read_text())
+    except FileNotFoundError:
         return
-    if verb == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    _seen = (status.st_ino, status.st_mtime_ns)
+    known = {_key(name, point): point for name, points in _points.items() for point in points}
+    _points.clear()
+    for source in (_parse(os.environ.get(contract.ENV_FAILPOINTS, "")), listed):
+        for name, points in source.items():
+            _points.setdefault(name, []).extend(known.get(_key(name, one), one) for one in points)
+
+
+def _key(name: str, point: _Point) -> tuple[object, ...]:
+    return name, point.verb, point.value, point.nth, point.rank, point.node, point.step, point.once
+
+
+def _is_due(point: _Point, step: int) -> bool:
+    # Forked before they were known: not read when the list is.
+    if point.rank and point.rank != os.environ.get("RANK"):
+        return False
+    if point.node and point.node != os.environ.get(contract.ENV_NODE_NAME):
+        return False
+    if step < point.step:
+        return False
+    point.passes += 1
+    if point.nth and point.passes != point.nth:
+        return False
+    now = time.monotonic()
+    if point.began:
+        return now < point.began + point.for_s if point.for_s else not point.once
+    if point.once and not _is_first(point.once):
+        return False
+    point.began = now
+    return True
+
+
+def _is_first(once: str) -> bool:
+    """Whether no process was here before; from now on, one was."""
+    if not _directory:
+        raise ConfigError(f"{contract.ENV_FAILPOINTS}: once={once} takes {contract.ENV_FAULTS_DIR}.")
+    who = {
+        "t": round(time.time(), 3),
+        "pid": os.getpid(),
+        "node": os.environ.get(contract.ENV_NODE_NAME, ""),
+        "rank": os.environ.get("RANK", ""),
+    }
+    try:
+        descriptor = os.open(Path(_directory) / (once + FIRED), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except OSError:  # there already; or no laboratory any more
+        return False
+    os.write(descriptor, json.dumps(who).encode())
+    os.close(descriptor)
+    return True
+
+
+def _act(name: str, point: _Point) -> None:
+    verb, value = point.verb, point.value
+    if verb in {"kill", "stop"}:
+        os.kill(os.getpid(), signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
     elif verb == "exit":
         os._exit(int(value or 1))
     elif verb == "raise":
+        kind = getattr(builtins, value, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            raise kind(f"failpoint {name}")
         raise OSError(errno.EIO, f"failpoint {name}")
-    else:
+    elif verb == "delay":
         time.sleep(float(value or 1))
+    elif verb == "hold-gil":
+        _hold_gil(float(value) if value else float("inf"))
+    elif verb == "out-of-memory":
+        _use_memory_up(int(value or 1 << 30))
+    elif verb == "wait":
+        _wait(point.once or name)
+    elif verb == "do" and value in _offers:
+        _offers[value]()
+
+
+def _hold_gil(seconds: float) -> None:
+    """Let a thread keep the interpreter, as an extension does that waits without giving it back."""
+
+    def hold() -> None:
+        # A signal would end the call: it goes to another thread.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        library = ctypes.PyDLL(None)
+        library.poll(None, ctypes.c_ulong(0), ctypes.c_int(int(min(seconds, 2e6) * 1000)))
+
+    thread = threading.Thread(target=hold, name="hold-gil", daemon=True)
+    thread.start()
+    thread.join(min(seconds, threading.TIMEOUT_MAX))
+
+
+def _use_memory_up(limit_bytes: int) -> None:
+    """Touch pages until the kernel kills this process; where no group of it has a limit, imitate that."""
+    group = Group.of_this_process()
+    bounded = group is not None and group.used() is not None
+    with contextlib.suppress(OSError):  # and nobody else
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    held = []
+    for _ in range(0, limit_bytes if bounded else min(limit_bytes, _IMITATED_BYTES), _CHUNK_BYTES):
+        memory = mmap.mmap(-1, _CHUNK_BYTES)
+        memory.write(b"\1" * _CHUNK_BYTES)
+        held.append(memory)
+    why = f"{limit_bytes} bytes did not use its control group up" if bounded else "no control group bounds it"
+    print(f"elastic_resume: out of memory is imitated by SIGKILL: {why}.", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait(mark: str) -> None:
+    if not _directory:
+        return
+    path = Path(_directory) / mark
+    path.with_name(mark + REACHED).touch()
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until and not path.with_name(mark + DONE).exists():
+        time.sleep(_LOOK_S)

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
+from elastic_resume import failpoints
 from elastic_resume.rendezvous import wire
 from elastic_resume.rendezvous.names import Resolve, lookup
 
@@ -78,7 +79,7 @@ class Channel(asyncio.BufferedProtocol):
     def write(self, line: bytes) -> None:
         """Queue a line; never blocks."""
         if self._transport is not None and not self.over:
-            self._transport.write(line)
+            self._transport.write(failpoints.passing("wire.line", line))
 
     @property
     def queued_bytes(self) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import xxhash
 
+from elastic_resume import failpoints
 from elastic_resume.errors import RecordError
 from elastic_resume.rendezvous import wire
 from elastic_resume.rendezvous.quorum import Knowledge
@@ -49,6 +50,7 @@ class Record:
             MachineError: the disk refuses.
 
         """
+        failpoints.hit("rendezvous.record")
         said = wire.to_plain(memory)
         text = json.dumps(
             {"memory": said, "digest": _digest(said), "launch": self._launch}, separators=(",", ":")

@@ -184,7 +184,7 @@ class Run:
         position = self._progress.step()
         self._buckets.end_step()
         self._beat.finish_step(position.step)
-        failpoints.hit("step")
+        failpoints.hit("step", position.step)
         self._random.after_step(position.step)
         now = time.monotonic()
         if now >= self._next_mark:

@@ -52,7 +52,7 @@ def send(channel: Channel, image: Arriving, known: Sequence[str], block_bytes: i
         flying.append(channel.start(_frame(_GOES_ON, digests), source_rank))
         for index in range(at, at + len(digests)):
             failpoints.hit("transfer.send")
-            block = _block(image.memory, index, block_bytes)
+            block = failpoints.passing("transfer.block", _block(image.memory, index, block_bytes))
             flying.append(channel.start(torch.frombuffer(block, dtype=torch.uint8), source_rank))
             _land(flying, _IN_FLIGHT + 1)
         at += len(digests)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_resume import failpoints
 from elastic_resume.worker import state
 from elastic_resume.worker.buckets import BucketOrder
 
@@ -34,4 +35,16 @@ def wrap(
     wrapped = DistributedDataParallel(model, **{**wanted, **ddp_kwargs})
     if name is not None:
         buckets.prepare(name, inner, wrapped)
+    failpoints.offer("skip-collective", lambda: _skip_one_reduction(wrapped))
     return wrapped
+
+
+def _skip_one_reduction(wrapped: DistributedDataParallel) -> None:
+    """Let the next step's gradients stay this rank's own, as no_sync() in the wrong place does."""
+
+    def back(*_: Any) -> None:
+        wrapped.require_backward_grad_sync = True
+        hook.remove()
+
+    wrapped.require_backward_grad_sync = False
+    hook = wrapped.register_forward_hook(back)

@@ -64,7 +64,7 @@ def main() -> None:
     run = er.resume(model=model, optimizer=optimizer)
     doom = Doom(json.loads(args.plan.read_text()), run.rank, args.diary)
     # A copy is made while the next step begins.
-    failpoints.hit = lambda name: doom.comes(name.rpartition(".")[2], run.position.step)
+    failpoints.hit = lambda name, *_: doom.comes(name.rpartition(".")[2], run.position.step)
     ddp = run.ddp(model)
     # The last gradient to be ready: the others are being reduced.
     next(model.parameters()).register_hook(lambda _: doom.comes("backward"))
