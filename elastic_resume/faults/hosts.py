@@ -12,6 +12,7 @@ same while hardware addresses are given; where they are asked for (ARP), a new c
 EHOSTUNREACH after 3 s. The node's own interface taken down: ENETUNREACH at once. Hence fixed addresses, and
 one way to lose a packet for whole nodes, single directions and partitions; it takes no packet filter, and no
 kernel module but bridge and veth. A change takes 2 ms for each node that sends otherwise, one after another.
+Only links that lose some of their packets, or are narrow, take more (`links.py`): nft, and tc with tbf.
 
 **Promises.** Nothing is named, mounted or configured on the host: the namespaces have no names and live by
 descriptors of the process that made them. When it ends, in whatever way, the kernel takes down the bridge
@@ -35,10 +36,13 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import psutil
 
 from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.faults import links
+from elastic_resume.faults.links import Loss
 
 INTERFACE = "net0"  # not eth0: /sys still shows the host's interfaces, and one name must not mean two things
 MAX_NODES = 250
@@ -46,6 +50,8 @@ _NUMBERS_MAX = 254
 _KILLS_MAX, _KILL_S = 1000, 0.01  # one that sleeps in the kernel past ten seconds is left to it
 _NOBODY = "02:65:72:ff:ff:ff"
 _TOOLS = {"ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
+_PACKAGES = {**_TOOLS, "nft": "nftables", "tc": "iproute2"}  # these two only for loss and rates
+_READS = {"nft": ["-f", "-"]}
 _TRIAL = ["link add hub type bridge", "link add n0 type veth peer name net0", "link set n0 master hub"]
 
 
@@ -88,6 +94,8 @@ class Namespaces:
         self._links: set[tuple[int, int]] = set()
         self._side: list[int] = [0] * nodes
         self._lost: set[tuple[int, int]] = set()
+        self._losses: dict[int, Loss] = {}
+        self._narrow: set[int] = set()
         try:
             self._spaces.extend(_namespace() for _ in range(nodes))
             self._wire()
@@ -158,12 +166,50 @@ class Namespaces:
         self._cut.add(index)
         self._apply()
 
+    def lose_packets(
+        self, index: int, percent: float, *, one_way: Literal["in", "out"] | None = None
+    ) -> None:
+        """Let a node's link lose this share of its packets, by chance, and no longer what it lost before.
+
+        Args:
+            index: whose.
+            percent: of the packets, 0 to 100.
+            one_way: only of those to the node ("in"), or of those that it sends ("out").
+
+        Raises:
+            MachineError: there is no nft here.
+
+        """
+        self._check(index)
+        if not 0 <= percent <= 100:
+            raise UsageError(f"a link loses 0 to 100 percent of its packets; got {percent}.")
+        share = percent / 100
+        self._losses[index] = Loss(0 if one_way == "out" else share, 0 if one_way == "in" else share)
+        self._apply_losses()
+
+    def limit_rate(self, index: int, bytes_per_s: float) -> None:
+        """Let a node's link carry no more than so many bytes a second each way; 0: as many as it can.
+
+        Raises:
+            MachineError: there is no tc here.
+
+        """
+        self._check(index)
+        if bytes_per_s < 0:
+            raise UsageError(
+                f"a link carries more than 0 bytes a second, or 0 for no limit; got {bytes_per_s}."
+            )
+        _run("tc", self._spaces[-1], [links.shape(f"n{index}", bytes_per_s)])
+        _run("tc", self._spaces[index], [links.shape(INTERFACE, bytes_per_s)])
+        self._narrow.add(index)
+
     def restore(self, index: int) -> None:
-        """Undo `cut` and every `cut_link` of a node; a partition stays."""
+        """Undo `cut`, every `cut_link`, loss and rate of a node; a partition stays."""
         self._check(index)
         self._cut.discard(index)
         self._links = {link for link in self._links if index not in link}
         self._apply()
+        self._clear([index])
 
     def cut_link(self, sender: int, receiver: int, *, one_way: bool = False) -> None:
         """Let what one node sends to another vanish; and, unless ``one_way``, what that sends back."""
@@ -188,11 +234,12 @@ class Namespaces:
         self._apply()
 
     def heal(self) -> None:
-        """Let every node reach every other again: no cut and no partition is left."""
+        """Let every node reach every other again: no cut, partition, loss or rate is left."""
         self._cut.clear()
         self._links.clear()
         self._side = [0] * len(self)
         self._apply()
+        self._clear(range(len(self)))
 
     def close(self) -> None:
         """End the processes that are left on the nodes, and the network. A second call does nothing."""
@@ -248,6 +295,21 @@ class Namespaces:
             _ip(self._spaces[sender], [self._route(to, lost=(sender, to) in wanted) for to in receivers])
         self._lost = wanted
 
+    def _apply_losses(self) -> None:
+        losses = {f"n{index}": loss for index, loss in self._losses.items()}
+        _run("nft", self._spaces[-1], links.filter_rules(losses))
+
+    def _clear(self, indices: Iterable[int]) -> None:
+        """Undo loss and rates of these nodes."""
+        for index in self._narrow.intersection(indices):
+            self.limit_rate(index, 0)
+        self._narrow.difference_update(indices)
+        lossy = self._losses.keys() & set(indices)
+        for index in lossy:
+            del self._losses[index]
+        if lossy:
+            self._apply_losses()
+
     def _is_lost(self, sender: int, receiver: int) -> bool:
         return (
             sender in self._cut
@@ -281,7 +343,16 @@ def _namespace() -> int:
 
 def _ip(namespace: int, lines: Iterable[str]) -> None:
     """Run lines of `ip` in a namespace, up to the first that fails."""
-    done = _call([str(_tool("nsenter")), f"--net={_path(namespace)}", str(_tool("ip")), "-batch", "-"], lines)
+    _run("ip", namespace, lines)
+
+
+def _run(tool: str, namespace: int, lines: Iterable[str]) -> None:
+    """Have a tool read lines in a namespace."""
+    found = _tool(tool)
+    if found is None:
+        raise MachineError(f"no {tool} on this machine: apt-get install {_PACKAGES[tool]}.")
+    command = [found, *_READS.get(tool, ["-batch", "-"])]
+    done = _call([str(_tool("nsenter")), f"--net={_path(namespace)}", *command], lines)
     if done.returncode:
         raise MachineError(f"the network of the simulated hosts cannot be changed: {done.stderr.strip()}.")
 

@@ -1,0 +1,126 @@
+"""Links of simulated hosts lose packets and are narrow, for real, and only those that are told to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Literal
+
+import pytest
+
+from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.faults.hosts import Namespaces
+
+PACKETS = 3000
+MB = 1 << 20
+
+COUNT = """
+import socket
+door = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+door.setsockopt(socket.SOL_SOCKET, 33, 8 << 20)  # SO_RCVBUFFORCE: room for all
+door.bind(("0.0.0.0", 9000))
+print("ready", flush=True)
+got = 0
+while (word := door.recv(100)) != b"end":
+    got += word != b"end"
+print(got)
+"""
+SEND = """
+import socket, sys
+line = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+there = (sys.argv[1], 9000)
+for number in range(int(sys.argv[2])):
+    line.sendto(b"packet", there)
+for _ in range(200):
+    line.sendto(b"end", there)  # one of them arrives
+"""
+TAKE = """
+import socket, time
+door = socket.create_server(("0.0.0.0", 9001))
+print("ready", flush=True)
+line, _ = door.accept()
+began, got = time.monotonic(), 0
+while data := line.recv(1 << 16):
+    got += len(data)
+print(round(got / (time.monotonic() - began)))
+"""
+GIVE = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 9001)) as line:
+    line.sendall(bytes(int(sys.argv[2])))
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Namespaces]:
+    """Three, for all tests; each puts right what it broke."""
+    with Namespaces(3) as made:
+        yield made
+
+
+def carried(hosts: Namespaces, sender: int, receiver: int, programs: tuple[str, str], size: int) -> int:
+    """What the second of two programs, one on each host, has seen of what the first one sent."""
+    there = hosts.command(receiver, [sys.executable, "-I", "-S", "-c", programs[1]])
+    here = hosts.command(sender, [sys.executable, "-I", "-S", "-c", programs[0]])
+    with subprocess.Popen(there, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        subprocess.run([*here, hosts.address(receiver), str(size)], check=True, timeout=60)
+        return int(process.stdout.read())
+
+
+def lost(hosts: Namespaces, sender: int, receiver: int) -> float:
+    """The share of the packets that did not arrive."""
+    return 1 - carried(hosts, sender, receiver, (SEND, COUNT), PACKETS) / PACKETS
+
+
+def rate(hosts: Namespaces, sender: int, receiver: int, size: int) -> int:
+    """Bytes a second of a TCP connection."""
+    return carried(hosts, sender, receiver, (GIVE, TAKE), size)
+
+
+@pytest.mark.parametrize(("one_way", "out", "back"), [(None, 0.3, 0.3), ("in", 0, 0.3), ("out", 0.3, 0)])
+def test_a_link_loses_the_share_of_packets_that_it_is_told_to(
+    hosts: Namespaces, one_way: Literal["in", "out"] | None, out: float, back: float
+) -> None:
+    """Both ways or one; what does not pass it loses none, and none is lost when it is restored."""
+    hosts.lose_packets(0, 30, one_way=one_way)
+    assert lost(hosts, 0, 1) == pytest.approx(out, abs=0.05)
+    assert lost(hosts, 1, 0) == pytest.approx(back, abs=0.05)
+    assert lost(hosts, 1, 2) == 0
+    hosts.restore(0)
+    assert lost(hosts, 0, 1) == 0
+
+
+def test_a_narrow_link_carries_no_more_than_it_is_told_to(hosts: Namespaces) -> None:
+    """Each way; not a time is asserted, but that it is never faster, and that others are."""
+    hosts.limit_rate(0, 100_000)
+    assert 0 < rate(hosts, 0, 1, 50_000) < 120_000
+    assert 0 < rate(hosts, 1, 0, 50_000) < 120_000
+    assert rate(hosts, 1, 2, 10 * MB) > 1_000_000
+    hosts.heal()
+    assert rate(hosts, 0, 1, 10 * MB) > 1_000_000
+
+
+def test_a_link_that_heals_is_neither_lossy_nor_narrow(hosts: Namespaces) -> None:
+    """`heal` undoes all of them, of all nodes; a cut beside a loss is still a cut."""
+    hosts.lose_packets(0, 100, one_way="out")
+    hosts.lose_packets(1, 100, one_way="out")
+    hosts.limit_rate(2, 1000)
+    hosts.cut_link(2, 1)
+    hosts.heal()
+    assert lost(hosts, 0, 1) == lost(hosts, 1, 2) == lost(hosts, 2, 1) == 0
+
+
+def test_what_no_link_can_be_is_refused(hosts: Namespaces, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares and rates out of range; and a missing tool is named with its package."""
+    with pytest.raises(UsageError, match="0 to 100 percent"):
+        hosts.lose_packets(0, 101)
+    with pytest.raises(UsageError, match="0 for no limit"):
+        hosts.limit_rate(0, -1)
+    monkeypatch.setattr("shutil.which", lambda name, **_: None if name == "nft" else f"/usr/sbin/{name}")
+    with pytest.raises(MachineError, match="apt-get install nftables"):
+        hosts.lose_packets(0, 1)
+    monkeypatch.undo()
+    hosts.heal()
