@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from elastic_resume.faults.brood import Forked
+from elastic_resume.faults import ending
 from elastic_resume.faults.lab import Cluster
 
 SCRIPT = Path(__file__).with_name("steps.py")
@@ -60,7 +60,7 @@ class Job(ABC):
         """Start a node."""
 
     @abstractmethod
-    def agent(self, index: int) -> subprocess.Popen[bytes] | Forked:
+    def agent(self, index: int) -> ending.Agent:
         """The agent of a node that was started."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Ours(Job):
     def start(self, index: int) -> None:
         self._cluster.start_node(index)
 
-    def agent(self, index: int) -> subprocess.Popen[bytes] | Forked:
+    def agent(self, index: int) -> ending.Agent:
         agent = self._cluster.nodes[index].agent
         if agent is None:
             raise RuntimeError(f"n{index} was not started.")

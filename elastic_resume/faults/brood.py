@@ -56,12 +56,14 @@ class Forked:
         self.pid = pid
         self.returncode: int | None = None
         self._reap = reap
+        self._lock = threading.Lock()  # it can be reaped once
 
     def poll(self) -> int | None:
         """Give the exit code, None while it runs."""
-        if self.returncode is None:
-            self.returncode = self._reap(self.pid)
-        return self.returncode
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = self._reap(self.pid)
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end.
@@ -193,17 +195,32 @@ def _serve(line: socket.socket, imported: dict[str, str]) -> Callable[[], None]:
         if "reap" in asked:
             send(line, {"code": reap(asked["reap"])})
             continue
-        pid = _fork()
+        pid = _fork_inside(asked["inside"]) if asked["inside"] else _fork()
         if pid == 0:
             line.close()
-            parent = _move_in(asked["beside"], asked["group"]) if asked["beside"] else nursery
+            parent = nursery
+            if asked["inside"]:
+                _enter(asked["inside"], asked["group"])
+                parent = 0  # which is what a process sees of a parent in another namespace
+            elif asked["beside"]:
+                parent = _move_in(asked["beside"], asked["group"])
             return _born(parent, asked, descriptors[0], imported)
         os.close(descriptors[0])
         send(line, {"pid": pid})
 
 
-def _move_in(first: int, group: str) -> int:
-    """Go to where another process is, the first of its namespace for process ids, and become its child."""
+def _fork_inside(first: int) -> int:
+    """Fork a child that is in another process's namespace for process ids; this one does not go there."""
+    space = os.open(f"/proc/{first}/ns/pid", os.O_RDONLY)
+    try:
+        with namespaces.children_in(space):
+            return _fork()
+    finally:
+        os.close(space)
+
+
+def _enter(first: int, group: str) -> None:
+    """Go to where another process is, the first of its namespace for process ids: there children begin."""
     if group:
         Path(group, "cgroup.procs").write_text("0")  # whoever writes
     kinds = ("net", "uts", "ipc", "pid", "mnt")
@@ -211,6 +228,11 @@ def _move_in(first: int, group: str) -> int:
     for space in spaces:
         namespaces.join(space)
         os.close(space)
+
+
+def _move_in(first: int, group: str) -> int:
+    """Go to where another process is, as `_enter` does, and become its child."""
+    _enter(first, group)
     inside = _fork()
     if inside:
         os.waitpid(inside, 0)

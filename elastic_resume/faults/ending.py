@@ -7,12 +7,31 @@ import ctypes
 import os
 import select
 import signal
+from pathlib import Path
+from typing import Protocol
 
 import psutil
 
 KILLED_S = 30.0  # one that sleeps in the kernel for longer is left to it
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
+
+
+class Agent(Protocol):
+    """A process of a simulated node, with the words that `subprocess.Popen` has for its end."""
+
+    @property
+    def pid(self) -> int:
+        """By which this machine knows it."""
+
+    def poll(self) -> int | None:
+        """Give the exit code, None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, at most so many seconds."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, unless it is known to have ended."""
 
 
 def die_with_parent() -> None:
@@ -38,3 +57,12 @@ def wait_for(process: psutil.Process) -> None:
             waiting.poll(KILLED_S * 1000)
         finally:
             os.close(descriptor)
+
+
+def own_pid(process: psutil.Process) -> int:
+    """The id by which a process knows itself, in its own namespace; 0 when it has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    return 0

@@ -59,8 +59,8 @@ class _Up:
     spaces: dict[str, int]
     hosts: int | None  # its file of names; None where it ended before that could be opened
     group: Path | None
-    entered: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    """What came from outside: process 1 ends only when their parent, this process, has waited for them."""
+    entered: list[ending.Agent] = field(default_factory=list)
+    """What came from outside: process 1 ends only when their parents have waited for them."""
 
 
 class Machines:
@@ -208,9 +208,7 @@ class Machines:
             UsageError: the machine is down.
 
         """
-        up = self._up.get(index)
-        if up is None or not self.is_up(index):
-            raise UsageError(f"{self.name(index)} is down: boot it before something runs there.")
+        up = self._running(index)
         # No Python runs between fork and exec: one fork in thousands of a process with threads would hang.
         nsenter, network, _ = self.hosts.command(index, [])
         doors = [f"--{_FLAGS[kind]}=/proc/{os.getpid()}/fd/{up.spaces[kind]}" for kind in _JOINED]
@@ -228,8 +226,23 @@ class Machines:
                 )
 
         up.entered = [each for each in up.entered if each.poll() is None]
-        up.entered.append(self._maker.submit(start).result())
-        return up.entered[-1]
+        started = self._maker.submit(start).result()
+        up.entered.append(started)
+        return started
+
+    def first(self, index: int) -> tuple[int, str]:
+        """Give the id of a machine's process 1, and its control group (or ""), for who enters by himself.
+
+        Raises:
+            UsageError: the machine is down.
+
+        """
+        up = self._running(index)
+        return up.first.pid, str(up.group or "")
+
+    def entered(self, index: int, process: ending.Agent) -> None:
+        """Take note of a process that somebody else has started on a machine, and can wait for."""
+        self._up[index].entered.append(process)
 
     def crash(self, *indices: int) -> None:
         """Let machines die at once: every process is killed, and peers see their connections end."""
@@ -320,6 +333,11 @@ class Machines:
         spaces = {kind: os.open(f"/proc/{first.pid}/ns/{kind}", os.O_RDONLY) for kind in (*_JOINED, "pid")}
         self._up[index] = _Up(first, spaces, _own_hosts(first), group)
         return first
+
+    def _running(self, index: int) -> _Up:
+        if not self.is_up(index):
+            raise UsageError(f"{self.name(index)} is down: boot it before something runs there.")
+        return self._up[index]
 
     def _bury(self, index: int) -> None:
         up = self._up.pop(index, None)

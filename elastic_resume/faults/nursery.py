@@ -51,15 +51,16 @@ class Nursery:
         output: int,
         *,
         cwd: Path,
-        network: str,
+        network: str = "",
+        inside: int = 0,
         beside: int = 0,
         group: str = "",
     ) -> brood.Forked:
         """Fork an agent.
 
-        Where there is a process ``beside`` which it is to be born, that is the first of a simulated machine:
-        the agent becomes its child, in its namespaces and in the control group ``group``; what is given back
-        then ends at once.
+        ``inside`` is the first process of a simulated machine: the agent is born in its namespaces and in the
+        control group ``group``, and what is given back is the agent. ``beside`` is one too, and is to look
+        after the agent, as its parent: what is given back then ends at once.
 
         Raises:
             OSError, EOFError: the process is gone.
@@ -72,6 +73,7 @@ class Nursery:
             },
             "cwd": str(cwd),
             "network": network,
+            "inside": inside,
             "beside": beside,
             "group": group,
         }
@@ -113,6 +115,8 @@ def start(
     *,
     cwd: Path | None = None,
     network: str = "",
+    inside: int = 0,
+    group: str = "",
 ) -> brood.Forked | None:
     """Fork ``command``, which is ``python -m …``; None where it has to be started as a new process.
 
@@ -122,6 +126,8 @@ def start(
         output: where it prints to.
         cwd: the folder in which it is to run; None: this process's.
         network: path of the network namespace in which it is to run; empty: this process's.
+        inside: the first process of the simulated machine on which it is to run.
+        group: the control group of that machine, where it has one.
 
     """
     heeded = {
@@ -138,5 +144,7 @@ def start(
             nursery = _nurseries[frozenset(heeded.items())] = Nursery(kept)
             atexit.register(nursery.close)
     with contextlib.suppress(OSError, EOFError):
-        return nursery.fork(command, env, output.fileno(), cwd=cwd or Path.cwd(), network=network)
+        return nursery.fork(
+            command, env, output.fileno(), cwd=cwd or Path.cwd(), network=network, inside=inside, group=group
+        )
     return None

@@ -1,0 +1,129 @@
+"""What is to happen to simulated nodes when a rank has finished a step: planned ahead, done at that moment.
+
+A thread looks at the pages on which ranks note each step (`store/board.py`), hundreds of times a second, and
+acts within milliseconds. So a test says what befalls whom, and then waits for the end. Promise: each thing
+happens once; what goes wrong in that thread, or never comes, is an error of the test (`Moments.complain`,
+`require_all`).
+
+Does not know nodes: what is done, and to whom, is given with the moment.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from elastic_resume.store.board import Line
+
+LOOK_S = 0.002  # a step of a small model takes a few milliseconds
+
+
+class MomentError(AssertionError):
+    """What was planned with `Cluster.at` could not be done, or its moment never came."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One thing that is to happen. ``act`` gets the node of the rank, and its line; False: not yet."""
+
+    what: str
+    step: int
+    rank: int | None
+    node: int | None
+    act: Callable[[int, Line], object] = field(repr=False)
+
+    def __str__(self) -> str:
+        whose = "" if self.rank is None else f" of rank {self.rank}"
+        on = "" if self.node is None else f" on n{self.node}"
+        return f"{self.what} at step {self.step}{whose}{on}"
+
+    def found(self, lines: Iterable[tuple[int, Line]]) -> tuple[int, Line] | None:
+        """The line that says that the moment has come: the newest, where a rank had several."""
+        fitting = [
+            (index, line)
+            for index, line in lines
+            if line.step >= self.step and self.rank in (None, line.worker.rank) and self.node in (None, index)
+        ]
+        return max(fitting, key=lambda one: (one[1].generation, one[1].step), default=None)
+
+
+class Moments:
+    """What is planned for one cluster."""
+
+    def __init__(self, lines: Callable[[], Iterable[tuple[int, Line]]]) -> None:
+        """``lines`` gives what each rank has noted, by node."""
+        self._lines = lines
+        self._pending: list[Planned] = []
+        self._error: MomentError | None = None
+        self._news = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def plan(self, planned: Planned) -> None:
+        """Take it, and look out for it from now on."""
+        with self._news:
+            self._pending = sorted([*self._pending, planned], key=lambda one: one.step)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="moments", daemon=True)
+                self._thread.start()
+            self._news.notify()
+
+    def complain(self) -> None:
+        """Raise what went wrong, once.
+
+        Raises:
+            MomentError: that.
+
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def require_all(self) -> None:
+        """Raise unless all that was planned has happened.
+
+        Raises:
+            MomentError: naming what has not.
+
+        """
+        left, self._pending = self._pending, []
+        if left:
+            names = ", ".join(map(str, left))
+            raise MomentError(f"the job was over before {names} came: plan it earlier, or train longer.")
+
+    def close(self) -> None:
+        """Forget what has not come, and end the thread. A second call does nothing."""
+        with self._news:
+            self._closed = True
+            self._pending = []
+            self._news.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._pending or self._closed)
+                if self._closed:
+                    return
+                pending = list(self._pending)
+            lines = list(self._lines())
+            for planned in pending:
+                self._act_if_due(planned, lines)
+            with self._news:
+                self._news.wait_for(lambda: self._closed, LOOK_S)
+
+    def _act_if_due(self, planned: Planned, lines: Iterable[tuple[int, Line]]) -> None:
+        found = planned.found(lines)
+        if found is None:
+            return
+        try:
+            done = planned.act(*found)
+        except Exception as error:  # noqa: BLE001  it is raised where the test waits
+            self._error = MomentError(f"{planned}: {error}")
+            self._error.__cause__ = error
+            done = True
+        if done is not False:
+            with self._news:
+                self._pending = [one for one in self._pending if one is not planned]
