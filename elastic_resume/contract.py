@@ -55,6 +55,8 @@ ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size that ENV_CKPT_DIR's 
 
 # ---- names on disk, under CKPT_DIR/RUN_ID/NODE/ -----------------------------------------------------
 EVENTS_FILE = "events.jsonl"  # appended by the agent, its stubs and its workers
+PEERS_FILE = "peers.jsonl"  # what a leader's agent keeps of the other nodes' events
+FAULTS_FILE = "faults.jsonl"  # beside the nodes' directories: what somebody broke on purpose, as events
 GENERATION_FILE = "generation.json"  # the greatest generation this node has been part of
 LOCK_FILE = "lock"  # held by the node's agent, or by its local rank 0 when there is no agent
 LOCK_OWNER_FILE = "lock-owner.json"  # who holds it, for the message to the second one

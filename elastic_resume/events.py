@@ -39,7 +39,8 @@ Kinds, who writes them, and their own fields::
                               source_generation, lacking,
                               rejected [{node, generation, step, reason}], lost_steps, seconds
     worker-start     worker   generation, rank, local_rank, world_size, step     state loaded, training starts
-    step             worker   generation, rank, step, epoch    at a bounded rate; always the first one
+    step             worker   generation, rank, step, epoch, stalled_s (what this rank waited for copies in
+                              this generation)                 at a bounded rate; always the first one
     commit           keeper   generation, step, bytes, seconds, path     (the agent, or a worker without one)
     commit-failed    keeper   generation, step, error
     prune            keeper   path
@@ -51,7 +52,8 @@ Kinds, who writes them, and their own fields::
     board-ignored    worker   reason             the page of last steps was damaged, and is cleared
     failure          worker   generation, rank, step, type, message, frame, at_fault, traceback
                               an exception ended it
-    run-end          worker   generation, rank, step, epoch    the script's epochs are done
+    fault            (none)   number, what, where, when, node, rank, message    injected; in faults.jsonl
+    run-end          worker   generation, rank, step, epoch, stalled_s    the script's epochs are done
 """
 
 from __future__ import annotations
@@ -62,6 +64,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from elastic_resume import contract
 
 Event = dict[str, Any]
 
@@ -133,8 +137,9 @@ def read(path: Path, offset: int = 0) -> Iterator[Event]:
 
 
 def read_run(run_dir: Path) -> list[Event]:
-    """All events of all nodes under ``CKPT_DIR/RUN_ID``, by time."""
-    merged = [event for path in sorted(run_dir.glob("*/events.jsonl")) for event in read(path)]
+    """All events of all nodes under ``CKPT_DIR/RUN_ID``, and of injected faults, by time."""
+    paths = [*sorted(run_dir.glob(f"*/{contract.EVENTS_FILE}")), run_dir / contract.FAULTS_FILE]
+    merged = [event for path in paths for event in read(path)]
     return sorted(merged, key=lambda event: event["t"])
 
 

@@ -46,7 +46,8 @@ def test_report_from_the_command_line(root: Path, below: str) -> None:
     """The table for a person."""
     done = run("report", str(root / below))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1].split() == ["1", "node-a", "node-b", "2", "1-10", "finished", "-", "-"]
+    assert done.stdout.startswith("Finished at step 10")
+    assert done.stdout.splitlines()[3].split() == ["1", "node-a", "node-b", "2", "1-10", "finished", "-", "-"]
 
 
 def test_report_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +64,7 @@ def test_report_of_torn_and_unreadable_logs(root: Path, capsys: pytest.CaptureFi
         file.write(b"\xff\xfe\n" + b"[" * 50_000 + b"\n" + b'{"t": 1, "event": "step"')
     (root / RUN / "node-c" / contract.EVENTS_FILE).mkdir(parents=True)
     assert main(["report", str(root / RUN)]) == 0
-    assert "1 generation, 0 incidents" in capsys.readouterr().out
+    assert "Finished at step 10" in capsys.readouterr().out
 
 
 def test_report_of_a_directory_without_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

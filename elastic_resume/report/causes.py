@@ -15,6 +15,7 @@ clocks, it says which signs are causes (`judged`).
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,16 +75,18 @@ class Span:
     until: float | None
 
 
-def fate_of(log: Collection[Seen], span: Span) -> Fate:
-    """Say what became of a node, whose events by time are ``log``, in the generation ``span``."""
-    events = list(log)
-    own = [index for index, one in enumerate(events) if one.generation == span.number]
-    seen_t = events[own[-1]].t if own else None
-    if own:
-        after = events[own[-1] + 1 :]
+def fate_of(log: Sequence[Seen], last: int | None, span: Span) -> Fate:
+    """Say what became of a node in the generation ``span``.
+
+    ``log`` are the node's events by time; ``last`` is the place of the last one that is of the generation.
+    """
+    seen_t = log[last].t if last is not None else None
+    if last is not None:
+        after = (log[place] for place in range(last + 1, len(log)))
     else:  # wiped: what an agent wrote after its return tells of this generation only until the next one
-        until = math.inf if span.until is None else span.until
-        after = [one for one in events if span.began < one.t < until]
+        first = bisect.bisect_right(log, span.began, key=_time)
+        stop = len(log) if span.until is None else bisect.bisect_left(log, span.until, key=_time)
+        after = (log[place] for place in range(first, stop))
     for one in after:
         if one.kind == "agent-end":
             outcome = one.text("outcome")
@@ -98,6 +101,10 @@ def fate_of(log: Collection[Seen], span: Span) -> Fate:
         if one.generation is not None and one.generation > span.number:
             return Fate("unknown")
     return Fate("unknown", seen_t)
+
+
+def _time(one: Seen) -> float:
+    return one.t
 
 
 def signs_of(events: Collection[Seen], fates: dict[str, Fate]) -> list[Sign]:

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_resume import contract, events
+from elastic_resume import contract
 from elastic_resume.errors import CheckpointError, UsageError
-from elastic_resume.events import Event
-from elastic_resume.report import checkpoints, incidents, places, render
+from elastic_resume.report import checkpoints, page, places, render, story
 from elastic_resume.report.checkpoints import Item
+from elastic_resume.report.gather import gather
+from elastic_resume.report.schema import as_json
 from elastic_resume.report.text import amount, seconds, size, wrap
 
 if TYPE_CHECKING:
@@ -30,8 +31,16 @@ EXIT_BAD = contract.EXIT_AT_FAULT
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the parsers of the four commands; each sets ``function``."""
     one = subparsers.add_parser("report", help="what befell a run: generations, causes, lost steps")
-    one.add_argument("path", type=Path, metavar="RUN_DIR", help="CKPT_DIR/RUN_ID")
-    one.add_argument("--json", action="store_true", help="everything that is known, as one JSON object")
+    one.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="CKPT_DIR/RUN_ID; or its parts",
+    )
+    how = one.add_mutually_exclusive_group()
+    how.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs nothing else")
+    how.add_argument("--json", action="store_true", help="everything that is known, as one JSON object")
     one.set_defaults(function=report)
 
     one = subparsers.add_parser("ls", help="checkpoints: node, step, size, age, valid or why not")
@@ -71,39 +80,26 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Print what befell a run; exit code 0 whatever that was."""
-    logs = list(_logs(args.path))
-    found: list[Event] = []
-    for log in logs:
-        try:
-            found += events.read(log)
-        except (OSError, RecursionError) as error:
-            print(f"{log}: left out: {error}", file=sys.stderr)
-    told = incidents.tell(found)
-    say(render.as_json(told) if args.json else render.as_text(told))
+    """Print what befell a run, or write the page of it; exit code 0 whatever that was."""
+    found = gather(args.paths)
+    told = story.tell(
+        found.events, items=found.items, stacks=found.stacks, problems=found.problems, now=time.time()
+    )
+    for problem in found.problems:
+        print(problem, file=sys.stderr)
+    if args.html is not None:
+        _write(args.html, page.of(told))
+        say("\n".join(wrap(told.verdict.text)) + f"\nwritten to {args.html}\n")
+    else:
+        say(as_json(told) if args.json else render.as_text(told))
     return EXIT_GOOD
 
 
-def _logs(path: Path) -> Iterator[Path]:
-    """The event files of a run, given its directory, a node's, or a root with one run in it."""
+def _write(path: Path, text: str) -> None:
     try:
-        own = path / contract.EVENTS_FILE
-        if own.is_file():
-            yield own
-            return
-        logs = sorted(log for log in path.glob(f"*/{contract.EVENTS_FILE}") if log.is_file())
-        deeper = sorted(log for log in path.glob(f"*/*/{contract.EVENTS_FILE}") if log.is_file())
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    if logs:
-        yield from logs
-        return
-    runs = sorted({log.parent.parent.name for log in deeper})
-    if len(runs) > 1:
-        raise UsageError(f"{path}: holds {len(runs)} runs; give one of them: {', '.join(runs[:20])}.")
-    if not runs:
-        raise UsageError(f"{path}: no events of a run here; give CKPT_DIR/RUN_ID.")
-    yield from deeper
+        raise UsageError(f"{path}: the page cannot be written: {error.strerror or error}.") from error
 
 
 # ---- ls, verify ----------------------------------------------------------------------------------------

@@ -9,49 +9,15 @@ Does not know how a report looks (`render`), nor what a node's disk holds now (`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic_resume.events import Event
 from elastic_resume.policy.failures import looks_like_echo
 from elastic_resume.report import timeline
-from elastic_resume.report.causes import (
-    ECHO,
-    Fate,
-    Sign,
-    Span,
-    fate_of,
-    judged,
-    signs_of,
-    worker_sign,
-)
+from elastic_resume.report.causes import ECHO, Sign, worker_sign
+from elastic_resume.report.endings import End, Facts, end_of, facts_of
 from elastic_resume.report.timeline import Seen, Timeline
-
-# Ends that are an observed failure. A node that joins, or a job that is stopped or done, is none.
-FAILURES = frozenset({"worker", "exception", "node", "job", "left", "unknown"})
-
-
-@dataclass(frozen=True)
-class End:
-    """Why a generation ended.
-
-    ``kind``: worker, exception, node (lost), left (a node was told to), job (all of it was killed), stopped
-    (all of it was told to), joined, finished, open (it runs, or was killed as a whole), or unknown.
-    ``node`` and ``rank`` were first. ``also``: other failures of their own; ``cascade``: what followed.
-    """
-
-    kind: str
-    text: str
-    t: float | None = None
-    node: str = ""
-    rank: int | None = None
-    also: tuple[str, ...] = ()
-    cascade: tuple[str, ...] = ()
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether this end counts as an incident."""
-        return self.kind in FAILURES
 
 
 @dataclass(frozen=True)
@@ -123,31 +89,14 @@ class Report:
     message: str
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What the events of one generation say by themselves."""
-
-    number: int
-    events: tuple[Seen, ...]
-    resume: Seen | None
-    nodes: tuple[str, ...]
-    world_size: int | None
-    began: float
-    start_step: int | None
-
-    @property
-    def announced_last(self) -> int | None:
-        """The last step of the generation before, as this one's resume found it."""
-        if self.resume is None or self.start_step is None:
-            return None
-        lost = self.resume.count("lost_steps")
-        return None if lost is None else self.start_step + lost
-
-
 def tell(events: Iterable[Event]) -> Report:
     """Make a report of the events of one run, in any order."""
-    line = timeline.build(events)
-    facts = [_facts(number, found) for number, found in line.generations.items()]
+    return of(timeline.build(events))
+
+
+def of(line: Timeline) -> Report:
+    """Make a report of what was seen."""
+    facts = facts_of(line)
     rows = tuple(
         _generation(line, one, following)
         for one, following in zip(facts, [*facts[1:], None])  # noqa: B905  strict is of no use here
@@ -165,24 +114,7 @@ def tell(events: Iterable[Event]) -> Report:
     )
 
 
-def _facts(number: int, events: tuple[Seen, ...]) -> _Facts:
-    starts = [one for one in events if one.kind == "worker-start"]
-    resume = next((one for one in reversed(events) if one.kind == "resume"), None)
-    told = [resume, *starts] if resume else starts
-    sizes = [size for one in told if (size := one.count("world_size")) is not None]
-    named = resume.names("nodes") if resume else ()
-    return _Facts(
-        number=number,
-        events=events,
-        resume=resume,
-        nodes=named or tuple(sorted({one.node for one in events})),
-        world_size=sizes[0] if sizes else None,
-        began=min(one.t for one in told or events),
-        start_step=next((one.step for one in told if one.step is not None), None),
-    )
-
-
-def _generation(line: Timeline, one: _Facts, following: _Facts | None) -> Generation:
+def _generation(line: Timeline, one: Facts, following: Facts | None) -> Generation:
     steps = [seen.step for seen in one.events if seen.step is not None]
     if following is not None and following.announced_last is not None:
         # A resume that takes another lineage up says nothing about this one.
@@ -190,7 +122,7 @@ def _generation(line: Timeline, one: _Facts, following: _Facts | None) -> Genera
     last = max(steps, default=None)
     start = one.start_step if one.start_step is not None else _first_mark(one)
     ran = start is not None and last is not None and last > start
-    end, signs = _end(line, one, following)
+    end, signs = end_of(line, one, following)
     lost = None
     if following is not None and following.start_step is not None:
         told = following.resume.count("lost_steps") if following.resume else None
@@ -215,7 +147,7 @@ def _generation(line: Timeline, one: _Facts, following: _Facts | None) -> Genera
     )
 
 
-def _first_mark(one: _Facts) -> int | None:
+def _first_mark(one: Facts) -> int | None:
     """The step before the first one marked: every worker marks the first step that it finishes."""
     marks = [seen.step for seen in one.events if seen.kind == "step" and seen.step]
     return min(marks) - 1 if marks else None
@@ -234,91 +166,10 @@ def _rejected(resume: Seen | None) -> tuple[RejectedCopy, ...]:
     return tuple(found)
 
 
-# ---- why it ended --------------------------------------------------------------------------------------
+# ---- what it cost --------------------------------------------------------------------------------------
 
 
-def _end(line: Timeline, one: _Facts, following: _Facts | None) -> tuple[End, list[Sign]]:
-    """Why generation ``one`` ended, and every sign of it."""
-    later = following.nodes if following else None
-    fates = _fates(line, one, following)
-    verdicts = [seen for seen in line.seen if seen.kind == "verdict" and seen.generation == one.number]
-    signs = judged(signs_of(one.events, fates), verdicts[0] if verdicts else None)
-    best = signs[0] if signs else None
-    hows = {fate.how for fate in fates.values()}
-    heavy = {sign.kind for sign in signs if sign.weight != ECHO}
-    joined = [name for name in later or () if name not in one.nodes]
-    if _is_finished(one, fates, signs):
-        end = End("finished", "finished")
-    elif hows and hows <= {"lost", "signalled"} and heavy <= {"node", "left"}:
-        end = _all_gone(fates, signs)
-    elif best is not None and best.weight != ECHO:
-        end = _from_sign(best, signs)
-    elif joined:
-        # Agents stop their workers one after the other: an echo is all that a join leaves.
-        end = End("joined", f"{_names(joined)} joined", cascade=tuple(sign.text for sign in signs))
-    elif best is not None:
-        end = _from_sign(best, signs)
-    elif following is None:
-        end = End("open", "still running, or killed as a whole")
-        failed = [fate for fate in fates.values() if fate.how == "failed"]
-        if failed:
-            end = End("unknown", failed[0].text or "the agents gave up", t=failed[0].t)
-    else:
-        end = End("unknown", "ended without a record of why")
-    return end, signs
-
-
-def _fates(line: Timeline, one: _Facts, following: _Facts | None) -> dict[str, Fate]:
-    """What became of each node. A silent one is lost if the others went on, or gave up, without it."""
-    span = Span(
-        number=one.number,
-        began=one.began,
-        until=following.began if following else None,
-    )
-    fates = {name: fate_of(line.nodes.get(name, ()), span) for name in one.nodes}
-    gave_up = following is None and any(fate.how == "failed" for fate in fates.values())
-    for name, fate in fates.items():
-        missing = following is not None and name not in following.nodes
-        if fate.how == "unknown" and (missing or gave_up):
-            fates[name] = Fate("lost", fate.t)
-    return fates
-
-
-def _is_finished(one: _Facts, fates: Mapping[str, Fate], signs: Sequence[Sign]) -> bool:
-    began = {seen.rank for seen in one.events if seen.kind == "worker-start"}
-    ended = {seen.rank for seen in one.events if seen.kind == "run-end"}
-    heavy = {sign.kind for sign in signs if sign.weight != ECHO}
-    if ended and ended >= began:
-        # All whose logs are left have finished. What was killed after its work was done ended nothing.
-        return len(ended) == one.world_size or not heavy & {"worker", "exception"}
-    return not heavy and (bool(ended) or any(fate.how == "done" for fate in fates.values()))
-
-
-def _all_gone(fates: Mapping[str, Fate], signs: Sequence[Sign]) -> End:
-    """Every node was told to stop, or died without a word: nobody was left to go on."""
-    times = [sign.t for sign in signs if sign.t is not None]
-    words = sorted({fate.text for fate in fates.values() if fate.how == "signalled" and fate.text})
-    cascade = tuple(sign.text for sign in signs if sign.weight == ECHO)
-    first = min(times, default=None)
-    if any(fate.how == "signalled" for fate in fates.values()):
-        return End("stopped", words[0].rstrip(".") if words else "stopped", t=first, cascade=cascade)
-    return End("job", "whole job killed", t=first, cascade=cascade)
-
-
-def _from_sign(best: Sign, signs: Sequence[Sign]) -> End:
-    others = [sign for sign in signs if sign is not best]
-    return End(
-        kind=best.kind,
-        text=best.text,
-        t=best.t,
-        node=best.node,
-        rank=best.rank,
-        also=tuple(sign.text for sign in others if sign.weight != ECHO),
-        cascade=tuple(sign.text for sign in others if sign.weight == ECHO),
-    )
-
-
-def _recovered_s(one: _Facts, following: _Facts | None, end: End, signs: Sequence[Sign]) -> float | None:
+def _recovered_s(one: Facts, following: Facts | None, end: End, signs: Sequence[Sign]) -> float | None:
     """Seconds from the first sign to the next generation's first step, on one clock where possible."""
     if following is None or end.kind == "finished":
         return None
@@ -349,7 +200,7 @@ def _outcome(line: Timeline, rows: Sequence[Generation]) -> tuple[str, str]:
     """How the run stands, and what its agents said about it."""
     if rows and rows[-1].end.kind == "finished":
         return "finished", ""
-    words = [one for one in line.seen if one.kind in {"agent-start", "round", "agent-end"}]
+    words = line.of_kind("agent-start", "round", "agent-end")
     if not words:
         last = rows[-1].end if rows else None
         if last is None:
@@ -371,15 +222,15 @@ def _outcome(line: Timeline, rows: Sequence[Generation]) -> tuple[str, str]:
     return "open", ""
 
 
-def _failed_starts(line: Timeline, facts: Sequence[_Facts]) -> tuple[FailedStart, ...]:
+def _failed_starts(line: Timeline, facts: Sequence[Facts]) -> tuple[FailedStart, ...]:
     messages = {
         (one.node, one.pid): ": ".join(filter(None, [one.text("type"), one.text("message")]))
-        for one in line.seen
-        if one.kind == "failure" and one.generation is None
+        for one in line.of_kind("failure")
+        if one.generation is None
     }
     found = []
-    for one in line.seen:
-        if one.kind != "worker-exit" or one.generation is not None or one.stopped or not one.at_fault:
+    for one in line.of_kind("worker-exit"):
+        if one.generation is not None or one.stopped or not one.at_fault:
             continue
         sign = worker_sign(one)
         said = messages.get((one.node, one.count("worker_pid")), "")
@@ -388,8 +239,3 @@ def _failed_starts(line: Timeline, facts: Sequence[_Facts]) -> tuple[FailedStart
         is_echo = sign.weight == ECHO or looks_like_echo(said)
         found.append(FailedStart(before, one.t, one.node, one.rank, text, is_echo))
     return tuple(found)
-
-
-def _names(names: Sequence[str]) -> str:
-    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return ("nodes " if len(names) > 1 else "node ") + listed

@@ -6,38 +6,49 @@ whatever the events hold is shown as text. Pure: events in, text out. Does not k
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from importlib import resources
 from string import Template
 
 from elastic_resume.events import Event
-from elastic_resume.report import incidents
-from elastic_resume.report import render as terminal
+from elastic_resume.report import story
 from elastic_resume.report.incidents import Generation
-from elastic_resume.report.markup import Markup, joined, tag
+from elastic_resume.report.markup import Markup, joined, tag, text
+from elastic_resume.report.story import Story
 from elastic_resume.report.text import folded, seconds
 
 _HEAD = ("generation", "nodes", "world", "steps", "ended because", "lost", "recovered in")
 
 
-def render(events: Iterable[Event], *, live_s: float | None = None, title: str = "elastic_resume") -> str:
-    """Give the page. With ``live_s`` a browser asks for it again after so many seconds."""
-    report = incidents.tell(events)
+def render(
+    events: Iterable[Event], *, live_s: float | None = None, now: float | None = None, title: str = ""
+) -> str:
+    """Give the page of a run from its events alone.
+
+    With ``live_s`` a browser asks for it again after so many seconds. ``now``: the present, in Unix seconds.
+    """
+    return of(story.tell(events, now=now), live_s=live_s, title=title)
+
+
+def of(told: Story, *, live_s: float | None = None, title: str = "") -> str:
+    """Give the page of a story."""
+    name = title or told.run_id or "a run"
     body = joined(
         [
-            tag("h1", title),
-            tag("p", terminal.summary(report)),
+            tag("h1", name),
+            tag("p", told.verdict.text),
             tag("h2", "Generations"),
             tag(
                 "table",
                 tag("tr", *(tag("th", name) for name in _HEAD)),
-                *(_row(one) for one in report.generations),
+                *(_row(one) for one in told.report.generations),
             ),
         ]
     )
     refresh = "" if live_s is None else tag("meta", http_equiv="refresh", content=f"{live_s:g}")
     return Template(_part("page.html")).substitute(
-        refresh=refresh, title=tag("title", title)[7:-8], style=_part("page.css"), body=body
+        refresh=refresh, title=text(f"{name} - elastic_resume"), style=_part("page.css"), body=body
     )
 
 
@@ -54,5 +65,6 @@ def _row(one: Generation) -> Markup:
     return tag("tr", *(tag("td", cell) for cell in cells))
 
 
+@functools.cache
 def _part(name: str) -> str:
     return resources.files("elastic_resume.report").joinpath(name).read_text(encoding="utf-8")

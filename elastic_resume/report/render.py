@@ -1,61 +1,63 @@
-"""A report as a person reads it in a terminal, and as a program reads it.
+"""A report as a person reads it in a terminal.
 
-The table has one row for each generation. Under it stand, in the order in which one asks: what was cut off
-in it, copies that were rejected, workers that never came to training, and one line on the whole.
+First the verdict and what to look at; then a row for each generation and what has no room there: what was cut
+off, copies that were rejected, workers that never came to training; then what went wrong besides, where the
+time went, and what there is of checkpoints.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
-from elastic_resume.report.incidents import FailedStart, Generation, Report
-from elastic_resume.report.text import amount, folded, seconds, table, wrap
+from elastic_resume.report import ledger
+from elastic_resume.report.incidents import FailedStart, Generation
+from elastic_resume.report.moments import NAMES, Phases
+from elastic_resume.report.story import Story
+from elastic_resume.report.text import amount, folded, percent, seconds, table, wrap
+from elastic_resume.report.troubles import NEWS, described
+from elastic_resume.report.verdict import PARTS
 
 _HEAD = ("gen", "nodes", "world", "steps", "ended because", "lost", "recovered in")
-_MAX_NOTES = 40
-_OUTCOMES = {
-    "finished": "finished",
-    "failed": "FAILED",
-    "stopped": "stopped",
-    "open": "still running, or killed as a whole",
+MAX_ROWS = 40
+MAX_NOTES = 40
+MAX_TROUBLES = 20
+PHASES = {
+    "noticed": "to notice it",
+    "stopped": "to stop workers",
+    "formed": "to form a world",
+    "started": "to start workers",
+    "restored": "to restore the state",
+    "step": "for a step",
 }
 
 
-def as_text(report: Report) -> str:
-    """Lines for a terminal, at most 120 columns wide."""
-    lines = []
-    if report.generations:
-        rows = [_row(one) for one in report.generations]
-        lines += table(_HEAD, rows, right=(0, 2, 3, 5, 6), elastic=4)
+def as_text(told: Story) -> str:
+    """Lines for a terminal, at most 100 columns wide."""
+    lines = wrap(told.verdict.text)
+    for look in told.verdict.look:
+        lines += wrap(f"look at: {look}")
+    rows = told.report.generations
+    if rows:
+        left_out = max(0, len(rows) - MAX_ROWS)
+        lines += ["", *([f"{left_out} generations before these: see --html or --json"] if left_out else [])]
+        lines += table(_HEAD, [_row(one) for one in rows[left_out:]], right=(0, 2, 3, 5, 6), elastic=4)
     shown = "\n".join(lines)
-    notes = [note for one in report.generations for note in _notes(one, shown)]
-    notes += _failed_starts(report.failed_starts)
-    left_out = len(notes) - _MAX_NOTES
-    for note in notes[:_MAX_NOTES]:
-        lines += wrap(note)
-    if left_out > 0:
-        lines.append(f"and {left_out} more notes: see --json")
-    return "\n".join([*lines, *wrap(summary(report))]) + "\n"
+    notes = [note for one in rows for note in _notes(one, shown)]
+    notes += _failed_starts(told.report.failed_starts)
+    lines += _some(notes, MAX_NOTES)
+    odd = [*_troubles(told), *_faults(told)]
+    lines += ["", *_some(odd, MAX_TROUBLES)] if odd else []
+    figures = [line for line in (_time(told), _recoveries(told.recoveries.values()), _copies(told)) if line]
+    lines += ["", *(part for line in figures for part in wrap(line))] if figures else []
+    return "\n".join(lines) + "\n"
 
 
-def as_json(report: Report) -> str:
-    """The whole report as one JSON object; its members are named as the fields of `incidents.Report`."""
-    return json.dumps(asdict(report), indent=1, allow_nan=False) + "\n"
-
-
-def summary(report: Report) -> str:
-    """The run in one sentence."""
-    outcome = _OUTCOMES.get(report.outcome, report.outcome or "never started")
-    outcome += f": {report.message}" if report.message else ""
-    at = f" at step {report.last_step}" if report.last_step is not None else ""
-    counts = [
-        amount(len(report.generations), "generation"),
-        amount(report.incidents, "incident"),
-        f"{amount(report.lost_steps, 'step')} lost",
-        f"{amount(report.wasted_steps, 'step')} wasted",
-    ]
-    return f"{', '.join(counts)}{at}; {outcome}"
+def _some(notes: Sequence[str], limit: int) -> list[str]:
+    lines = [line for note in notes[:limit] for line in wrap(note)]
+    left_out = len(notes) - limit
+    return [*lines, *([f"and {left_out} more: see --html or --json"] if left_out > 0 else [])]
 
 
 def _row(one: Generation) -> tuple[str, ...]:
@@ -63,14 +65,15 @@ def _row(one: Generation) -> tuple[str, ...]:
         str(one.number),
         folded(one.nodes),
         "-" if one.world_size is None else str(one.world_size),
-        _steps(one),
+        steps(one),
         one.end.text,
         "-" if one.lost_steps is None else str(one.lost_steps),
         seconds(one.recovered_s),
     )
 
 
-def _steps(one: Generation) -> str:
+def steps(one: Generation) -> str:
+    """The steps that a generation ran."""
     if one.first_step is not None and one.last_step is not None:
         return f"{one.first_step}-{one.last_step}"
     return "none" if one.start_step is not None else "?" if one.last_step is None else f"?-{one.last_step}"
@@ -102,3 +105,70 @@ def _failed_starts(starts: tuple[FailedStart, ...]) -> list[str]:
         where = "after the last generation" if before is None else f"before generation {before}"
         notes.append(f"{where} {amount(len(here), 'worker')} ended before training; first: {first.text}")
     return notes
+
+
+def since(told: Story, t: float) -> str:
+    """A time, counted from the run's first event."""
+    return seconds(max(0.0, t - told.began)) if told.began is not None else "-"
+
+
+def _troubles(told: Story) -> list[str]:
+    return [
+        f"at {since(told, one.t)}  {one.node or '-'}: {one.text}"
+        + (f" ({often})" if (often := described(one)) else "")
+        for one in told.troubles
+        if one.weight != NEWS
+    ]
+
+
+def _faults(told: Story) -> list[str]:
+    return [
+        f"at {since(told, one.t)}  injected: {one.what} {one.node or one.where}"
+        + (f", rank {one.rank}" if one.rank is not None else "")
+        + (f", in generation {one.generation}" if one.generation is not None else "")
+        for one in told.faults
+    ]
+
+
+def _time(told: Story) -> str:
+    whole = told.goodput.total_s
+    if whole <= 0:
+        return ""
+    told_of = [(name, value) for name, value in told.goodput.parts if value >= whole / 1e4]
+    spent = [f"{percent(value / whole)} {PARTS[name]}" for name, value in told_of]
+    return f"of {seconds(whole)}: {', '.join(spent)}"
+
+
+def typical(recoveries: Iterable[Phases]) -> list[tuple[str, float]]:
+    """The median of each phase of the recoveries, by name, where it is known."""
+    listed = list(recoveries)
+    found = []
+    for name in NAMES:
+        values = [value for one in listed if (value := getattr(one, f"{name}_s")) is not None]
+        if values:
+            found.append((name, statistics.median(values)))
+    return found
+
+
+def _recoveries(recoveries: Iterable[Phases]) -> str:
+    listed = list(recoveries)
+    spent = ", ".join(f"{seconds(value)} {PHASES[name]}" for name, value in typical(listed))
+    which = "the recovery took" if len(listed) == 1 else f"{len(listed)} recoveries took (medians)"
+    return f"{which}: {spent}" if spent else ""
+
+
+def _copies(told: Story) -> str:
+    on_disk = [one for one in told.copies if one.tier == ledger.DISK]
+    there = [one for one in on_disk if one.state in {ledger.COMMITTED, ledger.VALID}]
+    if not on_disk:
+        return ""
+    nodes = Counter(one.node for one in there)
+    newest = max(((one.generation, one.step) for one in there), default=None)
+    held = folded(sorted(nodes), 40) or "no node"
+    parts = [f"{amount(len(on_disk), 'checkpoint')} written, {len(there)} there now on {held}"]
+    if newest is not None:
+        parts.append(f"the newest of step {newest[1]}")
+    for state, word in ((ledger.BAD, "bad"), (ledger.QUARANTINED, "in quarantine")):
+        count = sum(one.state == state for one in on_disk)
+        parts += [f"{count} {word}"] if count else []
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Tables and figures for terminals: aligned plain text, at most 120 columns.
+"""Tables and figures for terminals: aligned plain text, at most 100 columns.
 
 Promise: what comes out is printable, one line for one row, whatever a log or a directory's name held.
 Knows no events, generations or checkpoints.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-WIDTH = 120  # the least that a split screen of today shows
+WIDTH = 100  # what half of a screen shows
 _GAP = "  "
 _NUMBERED = re.compile(r"(.*?)(\d{1,15})")
 
@@ -124,3 +124,13 @@ def _runs(numbers: Sequence[str]) -> list[str]:
         run = [text for _, text in group]
         runs.append(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}")
     return runs
+
+
+def percent(share: float) -> str:
+    """A share of 0 to 1 as ``96.4 %``; never 100 % for what is less, nor 0 % for what is more."""
+    value = 100 * share
+    if 0 < value < 0.1:
+        return "<0.1 %"
+    if 99.95 <= value < 100:
+        return ">99.9 %"
+    return f"{value:.1f} %" if 0 < value < 10 or 90 <= value < 100 else f"{value:.0f} %"

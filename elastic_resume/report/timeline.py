@@ -42,6 +42,13 @@ class Seen:
         """Return the field ``name`` if it is a count."""
         return _count(self.raw, name)
 
+    def seconds(self, name: str) -> float | None:
+        """Return the field ``name`` if it is a duration."""
+        value = self.raw.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_TIME_S:
+            return None
+        return float(value)
+
     def text(self, name: str) -> str:
         """Return the field ``name`` if it is text, else nothing."""
         return _text(self.raw, name)
@@ -64,11 +71,21 @@ class Seen:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Everything seen, by time; and the same by generation and by node."""
+    """Everything seen, by time; and the same by generation, by node and by kind.
+
+    ``last`` is the place, in a node's events, of the last one that names a generation.
+    """
 
     seen: tuple[Seen, ...]
     generations: Mapping[int, tuple[Seen, ...]]
     nodes: Mapping[str, tuple[Seen, ...]]
+    kinds: Mapping[str, tuple[Seen, ...]]
+    last: Mapping[tuple[str, int], int]
+
+    def of_kind(self, *names: str) -> list[Seen]:
+        """All events of these kinds, by time."""
+        found = [one for name in names for one in self.kinds.get(name, ())]
+        return sorted(found, key=lambda one: one.t) if len(names) > 1 else found
 
 
 def build(events: Iterable[Event]) -> Timeline:
@@ -78,14 +95,21 @@ def build(events: Iterable[Event]) -> Timeline:
     seen = _with_generations(seen)
     by_generation: dict[int, list[Seen]] = defaultdict(list)
     by_node: dict[str, list[Seen]] = defaultdict(list)
+    by_kind: dict[str, list[Seen]] = defaultdict(list)
+    last: dict[tuple[str, int], int] = {}
     for one in seen:
+        if one.generation is not None:
+            last[one.node, one.generation] = len(by_node[one.node])
         by_node[one.node].append(one)
+        by_kind[one.kind].append(one)
         if one.generation is not None and one.kind in OF_A_GENERATION:
             by_generation[one.generation].append(one)
     return Timeline(
         seen=tuple(seen),
         generations={number: tuple(by_generation[number]) for number in sorted(by_generation)},
         nodes={name: tuple(found) for name, found in by_node.items()},
+        kinds={name: tuple(found) for name, found in by_kind.items()},
+        last=last,
     )
 
 

@@ -189,7 +189,7 @@ class Run:
         now = time.monotonic()
         if now >= self._next_mark:
             self._next_mark = now + self._mark_every_s
-            self._place.events.write("step", **self._where(), epoch=position.epoch)
+            self._place.events.write("step", **self._where(), **self._spent())
         if self._progress.at_epochs_end:
             self._beat.end_epoch(position.step)
             self._saver.after_step(position, may_save=False)
@@ -333,6 +333,9 @@ class Run:
     def _where(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self.position.step}
 
+    def _spent(self) -> dict[str, float]:
+        return {"epoch": self.position.epoch, "stalled_s": round(self._saver.stalled_s, 3)}
+
     def _end(self) -> None:
         try:
             if not self._closed:
@@ -342,7 +345,7 @@ class Run:
 
     def _finish(self) -> None:
         self._save_end()
-        self._place.events.write("run-end", **self._where(), epoch=self.position.epoch)
+        self._place.events.write("run-end", **self._where(), **self._spent())
 
     def _save_end(self) -> None:
         """Commit the end state; a disk that refuses gets two more chances, a second apart."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class Saver:
         self.saved_step = saved_step  # of the newest copy that is on disk, or on its way
         self.path: Path | None = None  # of the last commit that this process has waited for
         self.snapshots = Snapshots(tracked, memory, place, plan.generation)
+        self.stalled_s = 0.0  # that training has waited for copies, in this generation
+        self._stall_seen = 0.0
         self._loaded_step = saved_step
         self._busy = busy
         self._place = place
@@ -101,6 +103,10 @@ class Saver:
             UntrackableError: an object has come to hold state that cannot be stored.
 
         """
+        with self._counted():
+            self._take_due(position, may_save=may_save, epoch_over=epoch_over)
+
+    def _take_due(self, position: Position, *, may_save: bool, epoch_over: bool) -> None:
         control, step = self._memory.control, position.step
         self._measure()
         if not self._memory.lead:
@@ -135,6 +141,10 @@ class Saver:
 
         None where the disk refuses, which is told, and where this generation has begun with that step.
         """
+        with self._counted():
+            return self._save(position, epoch_over=epoch_over)
+
+    def _save(self, position: Position, *, epoch_over: bool) -> Path | None:
         if position.step == self._loaded_step and not epoch_over:
             return None
         if self._memory.slots == 0 or not self._snapshot(position, epoch_over=epoch_over):
@@ -152,14 +162,26 @@ class Saver:
 
     def keep(self, position: Position, *, epoch_over: bool = False) -> None:
         """Hold the state of this step somewhere that outlives this process. For the lead."""
-        if self._memory.slots == 0 or not self._snapshot(position, epoch_over=epoch_over):
-            self._stream(position)
+        with self._counted():
+            if self._memory.slots == 0 or not self._snapshot(position, epoch_over=epoch_over):
+                self._stream(position)
 
     def close(self) -> None:
         """Finish what is being copied."""
         self.snapshots.close()
 
     # ---- inside ----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count what training waits here, and what it has waited before its optimizer since the last time."""
+        began = time.perf_counter()
+        self.stalled_s += max(0.0, self.snapshots.stall_s - self._stall_seen)
+        try:
+            yield
+        finally:
+            self._stall_seen = self.snapshots.stall_s
+            self.stalled_s += time.perf_counter() - began
 
     def _snapshot(self, position: Position, *, epoch_over: bool) -> bool:
         """Have a whole snapshot of this very step, taking one where there is none; whether there is."""

@@ -1,0 +1,128 @@
+"""From the paths that a person typed to the events that lie there: every log, each event once.
+
+A run's nodes may have left their logs in several places: directories of a shared disk, copies of disks of
+their own, lines that other nodes kept of them (`contract.PEERS_FILE`). Identical lines are one event. A
+node's own log keeps its order; what only others have of it is put in between by time.
+
+Promise: only reads; what cannot be read is a problem with its reason, and the rest is told all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastic_resume import contract, events
+from elastic_resume.errors import ElasticResumeError, UsageError
+from elastic_resume.events import Event
+from elastic_resume.report import checkpoints, places
+from elastic_resume.report.checkpoints import Item
+
+HANGS_DIR = "hangs"  # see agent.watch
+MAX_STACKS = 50  # files of hangs that are read, the newest
+MAX_STACKS_BYTES = 256 * 1024
+_LOGS = (contract.EVENTS_FILE, contract.PEERS_FILE)
+
+
+@dataclass
+class Gathered:
+    """What was found. ``stacks``: what nodes wrote of hangs, by NODE/FILE."""
+
+    events: list[Event] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    stacks: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def gather(paths: Sequence[Path]) -> Gathered:
+    """Read what lies at ``paths``: directories of a run, of its nodes, or roots with one run in them.
+
+    Raises:
+        UsageError: there are no events, or they are of several runs.
+
+    """
+    found = Gathered()
+    directories = [directory for path in paths for directory in _directories(path)]
+    logs = list(dict.fromkeys(log for directory in directories for log in _logs(directory)))
+    found.events = _merged(logs, found.problems)
+    for directory in dict.fromkeys(directories):
+        _stacks(directory, found)
+        try:
+            found.items += checkpoints.items(places.find(directory))
+        except (ElasticResumeError, OSError) as error:
+            found.problems.append(str(error))
+    return found
+
+
+def _directories(path: Path) -> list[Path]:
+    """The directories of a run, given one, a node's, or a root with one run in it."""
+    try:
+        if any((path / name).is_file() for name in _LOGS):
+            return [path]
+        if any(True for _ in _below(path)):
+            return [path]
+        runs = sorted(
+            child for child in path.iterdir() if child.is_dir() and any(True for _ in _below(child))
+        )
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    if len(runs) > 1:
+        names = ", ".join(run.name for run in runs[:20])
+        raise UsageError(f"{path}: holds {len(runs)} runs; give one of them: {names}.")
+    if not runs:
+        raise UsageError(f"{path}: no events of a run here; give CKPT_DIR/RUN_ID.")
+    return runs
+
+
+def _logs(directory: Path) -> list[Path]:
+    """The event files of a run or of a node, own logs first."""
+    here = [directory / name for name in (*_LOGS, contract.FAULTS_FILE) if (directory / name).is_file()]
+    beside = directory.parent / contract.FAULTS_FILE
+    of_node = any((directory / name).is_file() for name in _LOGS)
+    return [*here, *_below(directory), *([beside] if of_node and beside.is_file() else [])]
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    for name in _LOGS:
+        yield from sorted(path for path in directory.glob(f"*/{name}") if path.is_file())
+
+
+def _merged(logs: Iterable[Path], problems: list[str]) -> list[Event]:
+    """Each event once; each node's own in the order of its log."""
+    own: list[Event] = []
+    others: list[Event] = []
+    seen: set[str] = set()
+    for log in sorted(logs, key=lambda path: path.name == contract.PEERS_FILE):
+        second_hand = log.name == contract.PEERS_FILE
+        try:
+            for event in events.read(log):
+                line = repr(event)  # of the same line, the same
+                if line not in seen:
+                    seen.add(line)
+                    (others if second_hand else own).append(event)
+        except (OSError, RecursionError) as error:
+            problems.append(f"{log}: left out: {error}")
+    if not others:
+        return own
+    lacking = {event.get("node") for event in others}
+    mixed = [event for event in own if event.get("node") in lacking] + others
+    mixed.sort(key=lambda event: event["t"])
+    return [event for event in own if event.get("node") not in lacking] + mixed
+
+
+def _stacks(directory: Path, found: Gathered) -> None:
+    pattern = f"{HANGS_DIR}/*.txt" if (directory / HANGS_DIR).is_dir() else f"*/{HANGS_DIR}/*.txt"
+    try:
+        files = sorted(directory.glob(pattern), key=lambda path: path.stat().st_mtime)[-MAX_STACKS:]
+    except OSError as error:
+        found.problems.append(f"{directory}: {error}")
+        return
+    for path in files:
+        try:
+            with open(path, "rb") as file:
+                told = file.read(MAX_STACKS_BYTES)
+        except OSError as error:
+            found.problems.append(f"{path}: left out: {error.strerror or error}")
+            continue
+        found.stacks[f"{path.parent.parent.name}/{path.name}"] = told.decode(errors="replace")

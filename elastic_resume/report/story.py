@@ -1,0 +1,133 @@
+"""All that a report tells, put together once for the terminal, the page and programs. Pure.
+
+Promise: any list of events gives a story. Times are of clocks that were set right (`clocks`); what lies on
+disk, the texts of hangs and what could not be read are arguments, since events alone do not tell of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elastic_resume.events import Event
+from elastic_resume.report import clocks, goodput, incidents, ledger, timeline, troubles, verdict
+from elastic_resume.report.checkpoints import Item
+from elastic_resume.report.clocks import Clock
+from elastic_resume.report.goodput import Goodput, Slice
+from elastic_resume.report.incidents import Report
+from elastic_resume.report.ledger import Copy
+from elastic_resume.report.moments import Moments, Phases, moments, phases
+from elastic_resume.report.timeline import Timeline
+from elastic_resume.report.troubles import Trouble
+from elastic_resume.report.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An injected cause, as its maker tells it. ``generation``: the one that ran then.
+
+    It explains nothing by itself: why a generation ended is what its nodes saw.
+    """
+
+    number: int | None
+    what: str
+    where: str
+    when: str
+    node: str
+    rank: int | None
+    t: float
+    message: str
+    generation: int | None
+
+
+@dataclass(frozen=True)
+class Story:
+    """One run. ``recoveries``: the phases of the recovery after a generation, by its number.
+
+    ``stacks``: what a node wrote of a hang, by node and file name. ``problems``: what could not be read.
+    """
+
+    run_id: str
+    command: str
+    began: float | None
+    until: float | None
+    verdict: Verdict
+    report: Report
+    recoveries: Mapping[int, Phases]
+    goodput: Goodput
+    troubles: tuple[Trouble, ...]
+    faults: tuple[Fault, ...]
+    copies: tuple[Copy, ...]
+    clocks: tuple[Clock, ...]
+    stacks: Mapping[str, str]
+    problems: tuple[str, ...]
+    line: Timeline = field(repr=False)
+    slices: tuple[Slice, ...] = field(repr=False)
+    moments: tuple[Moments, ...] = field(repr=False)
+
+
+def tell(
+    events: Iterable[Event],
+    *,
+    items: Sequence[Item] = (),
+    stacks: Mapping[str, str] | None = None,
+    problems: Sequence[str] = (),
+    now: float | None = None,
+) -> Story:
+    """Put together what ``events`` tell, and what else is known.
+
+    ``items``: what lies on disk. ``now``: the present, in Unix seconds, where the run may still be going on.
+    """
+    straight, off = clocks.straighten(events)
+    line = timeline.build(straight)
+    report = incidents.of(line)
+    found = moments(line, report)
+    parts = goodput.slices(line, report, found)
+    spent = goodput.total(parts, found)
+    odd = troubles.find(line)
+    starts = line.of_kind("agent-start")
+    own = [one.t for one in line.seen if one.kind != "fault"]
+    recovered = ((before.number, phases(before, after)) for before, after in itertools.pairwise(found))
+    return Story(
+        run_id=next((one.text("run_id") for one in starts if one.text("run_id")), ""),
+        command=next((one.text("command") for one in reversed(starts) if one.text("command")), ""),
+        began=min(own, default=None),
+        until=max(own, default=None),
+        verdict=verdict.of(
+            report, spent, odd, off, silent_s=now - max(own) if now is not None and own else None
+        ),
+        report=report,
+        recoveries={number: one for number, one in recovered if one is not None},
+        goodput=spent,
+        troubles=odd,
+        faults=_faults(line, found),
+        copies=ledger.of(line, report, items),
+        clocks=off,
+        stacks=dict(stacks or {}),
+        problems=tuple(problems),
+        line=line,
+        slices=parts,
+        moments=found,
+    )
+
+
+def _faults(line: Timeline, found: Sequence[Moments]) -> tuple[Fault, ...]:
+    made = []
+    for one in line.of_kind("fault"):
+        running = [each.number for each in found if each.restored <= one.t]
+        number = one.raw.get("number")
+        made.append(
+            Fault(
+                number=number if type(number) is int else None,
+                what=one.text("what") or "fault",
+                where=str(one.raw.get("where") or ""),
+                when=str(one.raw.get("when") or ""),
+                node=one.node,
+                rank=one.rank,
+                t=one.t,
+                message=one.text("message"),
+                generation=running[-1] if running else None,
+            )
+        )
+    return tuple(made)
