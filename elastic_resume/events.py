@@ -106,6 +106,7 @@ class EventLog:
             self._torn = os.write(self._descriptor, line) < len(line)
         except OSError:
             self._lost += 1  # the disk's own failure is told by the checkpoint that cannot be written
+            self.close()  # a file of a disk that was mounted anew is lost for good: the next one may work
         return record
 
     @property

@@ -1,7 +1,8 @@
 """What simulated nodes stand on: how much of a machine each has for itself.
 
-`Loopback` gives a node a loopback address and nothing else, `Wired` an interface on a network whose links can
-be cut. Where a ground lacks what is asked of it, it says what that takes.
+`Loopback` gives a node a loopback address and nothing else, `Wired` an interface on a network whose links
+can be cut, `Housed` (`housed.py`) a machine with all of that and a disk. Where a ground lacks what is asked
+of it, it says what that takes.
 
 **Promises.** What an agent has started dies with its node, and all of that with the ground's maker.
 
@@ -15,16 +16,18 @@ import subprocess
 import weakref
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Literal
 
 import psutil
 
 from elastic_resume.errors import UsageError
 from elastic_resume.faults import ending, nursery
+from elastic_resume.faults.disks import Disk
 from elastic_resume.faults.hosts import INTERFACE, Namespaces
+from elastic_resume.faults.housed import PORT, Housed
 from elastic_resume.faults.ports import claim_network, free_port
 
-PORT = 29400  # where a node has a network of its own: there every port is free
+Hosts = Literal["loopback", "namespaces"]
 TAKES = 'these nodes are processes that share {}: make the Cluster with hosts="namespaces", which takes root.'
 
 
@@ -46,6 +49,9 @@ class Loopback:
     def port(self, index: int) -> int:
         """Where the node's agent may listen."""
         return free_port(self.address(index))
+
+    def boot(self, indices: Collection[int]) -> None:
+        """Start what is below these nodes, all at once."""
 
     def start(
         self, index: int, command: list[str], env: Mapping[str, str], log: IO[bytes], *, fresh: bool
@@ -152,30 +158,23 @@ class Wired(Loopback):
         return self._given.command(index, command)
 
 
-class Disk(Protocol):
-    """A node's own disk, and what befalls it; `root` is where this process finds what is on it."""
-
-    @property
-    def path(self) -> Path:
-        """Where this process finds what is on it."""
-
-    def fill(self) -> None:
-        """Leave no block free."""
-
-    def free(self) -> None:
-        """Undo `fill`."""
-
-    def fail(self) -> None:
-        """Let reads and writes fail with EIO."""
-
-    def mend(self) -> None:
-        """Undo `fail`."""
-
-    def slow(self, bytes_per_s: float) -> None:
-        """Let reads and writes take their time."""
-
-    def fast(self) -> None:
-        """Undo `slow`."""
+Ground = Loopback | Housed
 
 
-Ground = Loopback
+def ground(hosts: Hosts | Namespaces, directory: Path, nodes: int, **sizes: int) -> Ground:
+    """Make what is asked for.
+
+    Raises:
+        UsageError: there is no such ground, or it has no such sizes.
+        MachineError: it cannot be had here, and why.
+
+    """
+    if hosts == "namespaces":
+        return Housed(directory, nodes, **sizes)
+    if sizes:
+        raise UsageError(f'{", ".join(sizes)}: nodes have sizes of their own with hosts="namespaces".')
+    if isinstance(hosts, Namespaces):
+        return Wired(hosts)
+    if hosts != "loopback":
+        raise UsageError(f'hosts={hosts!r}: simulated hosts are "loopback" or "namespaces".')
+    return Loopback()

@@ -8,24 +8,25 @@ the cluster ends, in whatever way, the kernel ends the nodes.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
 from elastic_resume import contract
 from elastic_resume.errors import UsageError
-from elastic_resume.faults.grounds import Ground, Loopback, Wired
+from elastic_resume.faults.arming import Arming
+from elastic_resume.faults.grounds import Hosts, ground
 from elastic_resume.faults.hosts import Namespaces
+from elastic_resume.faults.housed import Housed
 from elastic_resume.faults.mishaps import Mishaps, Moment
 from elastic_resume.faults.moments import MomentError
 from elastic_resume.faults.nodes import ClusterTimeoutError, Node, Recovery
 
 __all__ = ["Cluster", "ClusterTimeoutError", "Moment", "MomentError", "Node", "Recovery"]
-
-Hosts = Literal["loopback", "namespaces"]
 
 
 class Cluster(Mishaps):
@@ -45,6 +46,9 @@ class Cluster(Mishaps):
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         hosts: Hosts | Namespaces = "loopback",
+        disk_bytes: int | None = None,
+        shm_bytes: int | None = None,
+        memory_bytes: int | None = None,
         fresh: bool = False,
     ) -> None:
         """Describe the cluster; nothing runs before `start`.
@@ -65,6 +69,9 @@ class Cluster(Mishaps):
             hosts: "loopback": nodes are processes with an address each. "namespaces": each has a network,
                 process ids, a host name, /dev/shm and a disk of its own; that takes root. Or networks that
                 somebody else has made and closes, after this cluster.
+            disk_bytes: size of each node's disk, with "namespaces"; default: 256 MB.
+            shm_bytes: size of its /dev/shm, likewise; default: 64 MB, as containers have it.
+            memory_bytes: what its processes may use together, likewise; default: no limit.
             fresh: start every agent as a new process, which imports torch for itself and for its zygote, as
                 on a node of its own. Else they are forked from one that has done so, which saves seconds.
 
@@ -75,23 +82,29 @@ class Cluster(Mishaps):
         directory = Path(directory).absolute()
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         (directory / "notices").mkdir(exist_ok=True)
-        ground = _ground(hosts)
-        super().__init__(directory, run_id, ground, workers_per_node)
+        sizes = {"disk_bytes": disk_bytes, "shm_bytes": shm_bytes, "memory_bytes": memory_bytes}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        below = ground(hosts, directory, nodes, **given)
+        super().__init__(directory, run_id, below, workers_per_node)
         self._fresh = fresh
+        self._remembered = {}
+        self.arming = Arming(directory / "armed")
+        """For what processes of the nodes do to themselves, with more conditions than `arm` has."""
         self.nodes = [self._node(index, shared_disk=shared_disk) for index in range(nodes)]
         low, high = min_nodes or nodes, max_nodes or nodes
         self._shape = f"{low}:{high}" if low != high else str(high)
         self._flags = list(flags)
         self.env = {  # of every node; what is changed holds for later starts
             **{k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "ELASTIC_RESUME_"))},
-            "GLOO_SOCKET_IFNAME": ground.interface,
+            "GLOO_SOCKET_IFNAME": below.interface,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             contract.ENV_STEP_MARK_S: "0.1",
+            **self.arming.env,
             **(env or {}),
         }
         self._endpoint = ",".join(
-            f"{one.address}:{ground.port(index)}" for index, one in enumerate(self.nodes[:candidates])
+            f"{one.address}:{below.port(index)}" for index, one in enumerate(self.nodes[:candidates])
         )
         self._script: list[str] = []
 
@@ -100,7 +113,9 @@ class Cluster(Mishaps):
     def start(self, script: str | Path, *args: str, only: Sequence[int] | None = None) -> None:
         """Start the job on every node (or on those of ``only``)."""
         self._script = [str(script), *args]
-        for index in range(len(self.nodes)) if only is None else only:
+        chosen = range(len(self.nodes)) if only is None else only
+        self._ground.boot(chosen)
+        for index in chosen:
             self.start_node(index)
 
     def start_node(self, index: int, env: Mapping[str, str] | None = None, flags: Sequence[str] = ()) -> None:
@@ -128,6 +143,8 @@ class Cluster(Mishaps):
         """Kill what is left of every node, and give back what they stood on. A second call does nothing."""
         self._moments.close()
         self.kill_nodes(range(len(self.nodes)))
+        if isinstance(self._ground, Housed):
+            self._keep()
         self._ground.close()
 
     def __enter__(self) -> Cluster:  # noqa: PYI034  typing.Self needs Python 3.11
@@ -155,10 +172,14 @@ class Cluster(Mishaps):
         log = self.directory / "logs" / f"{name}.log"
         return Node(name, self._ground.address(index), ckpt_dir, root / self.run_id / name, log)
 
-
-def _ground(hosts: Hosts | Namespaces) -> Ground:
-    if isinstance(hosts, Namespaces):
-        return Wired(hosts)
-    if hosts == "loopback":
-        return Loopback()
-    raise UsageError(f'hosts={hosts!r}: simulated hosts are "loopback" or "namespaces".')
+    def _keep(self) -> None:
+        """Copy what a report and a look at the newest checkpoints need from disks that are about to go."""
+        for index, node in enumerate(self.nodes):
+            seen = self.run_dir / node.name
+            if not seen.is_symlink():
+                continue
+            seen.unlink()
+            with contextlib.suppress(OSError, shutil.Error):  # wiped, broken, or never used
+                known = [entry.path.name for entry in self.checkpoints(index)]
+                shutil.copytree(node.directory, seen, ignore=shutil.ignore_patterns(*known[1:], ".tmp-*"))
+            node.directory = seen

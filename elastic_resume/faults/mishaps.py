@@ -7,6 +7,7 @@ lasts until its counterpart is called, or the node is started again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import psutil
 
 from elastic_resume import contract
 from elastic_resume.errors import UsageError
+from elastic_resume.faults.arming import Arming
 from elastic_resume.faults.hosts import Namespaces
 from elastic_resume.faults.moments import Planned
 from elastic_resume.faults.nodes import Nodes
@@ -26,6 +28,9 @@ from elastic_resume.store.catalog import Entry
 
 class Mishaps(Nodes):
     """Nodes, and what befalls them."""
+
+    arming: Arming
+    _remembered: dict[int, bytes]
 
     # ---- processes -----------------------------------------------------------------------------------
 
@@ -61,10 +66,12 @@ class Mishaps(Nodes):
         """Let a node lose its power: its link falls silent, then all its processes are gone.
 
         Its peers hear nothing, and have to find out by its silence. A disk of its own loses what was not
-        synced. Starting the node again gives it its link back.
+        synced, but for what it has told (its events). Starting the node again gives it its link back.
         """
         self.nodes[index].killed = True
+        self._remember(index)
         self._ground.poweroff([index])
+        self._remind(index)
 
     def give_notice(self, index: int) -> None:
         """Tell a node that it will be taken away, as a cloud does: it saves what it has, and leaves.
@@ -85,7 +92,7 @@ class Mishaps(Nodes):
         self.hosts.cut(index)
 
     def restore(self, index: int) -> None:
-        """Let a node's link work again, within its side of a partition."""
+        """Let a node's link work again, and fully, within its side of a partition."""
         self.hosts.restore(index)
 
     def cut_link(self, sender: int, receiver: int, *, one_way: bool = False) -> None:
@@ -97,16 +104,16 @@ class Mishaps(Nodes):
         self.hosts.partition(groups)
 
     def heal(self) -> None:
-        """Let every node reach every other: no cut and no partition is left."""
+        """Let every node reach every other: no cut, partition, loss or rate is left."""
         self.hosts.heal()
 
     def lose_packets(self, index: int, percent: float) -> None:
-        """Let so many of a hundred packets that a node sends or is sent vanish; 0: none."""
-        raise self._to_come("lose_packets", index, percent)
+        """Let so many of a hundred packets that a node sends or is sent vanish, by chance; 0: none."""
+        self.hosts.lose_packets(index, percent)
 
     def limit_rate(self, index: int, bytes_per_s: float) -> None:
         """Let a node's link carry so much, each way; 0: as much as it can."""
-        raise self._to_come("limit_rate", index, bytes_per_s)
+        self.hosts.limit_rate(index, bytes_per_s)
 
     # ---- disks ---------------------------------------------------------------------------------------
 
@@ -120,11 +127,14 @@ class Mishaps(Nodes):
 
     def break_disk(self, index: int) -> None:
         """Let all that a node asks of its disk fail with EIO, until `mend_disk`."""
-        self._ground.disk(index).fail()
+        disk = self._ground.disk(index)
+        self._remember(index)
+        disk.fail()
 
     def mend_disk(self, index: int) -> None:
         """Let a node's disk work again, with what had been synced; files that are open stay broken."""
         self._ground.disk(index).mend()
+        self._remind(index)
 
     def slow_disk(self, index: int, bytes_per_s: float) -> None:
         """Let a node's disk read and write no faster than this; 0: as fast as it can."""
@@ -166,9 +176,13 @@ class Mishaps(Nodes):
         """Let a node's wall clock go ahead by so much, or back; its other clocks go on."""
         raise self._to_come("jump_clock", index, seconds)
 
-    def arm(self, index: int, point: str) -> None:
-        """Let a process of a node do something to itself at a named point: see `failpoints.py`."""
-        raise self._to_come("arm", index, point)
+    def arm(self, index: int, point: str) -> str:
+        """Let a process of a node do something to itself at a named point; once, whichever comes first.
+
+        ``point`` is written as `failpoints.py` says: "commit.after-data=kill", "step=raise;step=20". Gives
+        the mark by which `arming` can be asked whether it has happened.
+        """
+        return self.arming.arm(point, node=self.nodes[index].name)
 
     def _to_come(self, what: str, index: int, *words: object) -> UsageError:
         return UsageError(f"{what} of {self.nodes[index].name} {words}: these hosts cannot do that.")
@@ -197,6 +211,20 @@ class Mishaps(Nodes):
         if not found:
             raise UsageError(f"node {self.nodes[index].name} has no checkpoint.")
         return found[0]
+
+    def _remember(self, index: int) -> None:
+        """Keep what a node has told so far: a report needs what no node syncs."""
+        with contextlib.suppress(OSError):
+            self._remembered[index] = (self.nodes[index].directory / contract.EVENTS_FILE).read_bytes()
+
+    def _remind(self, index: int) -> None:
+        """Write it down again where the disk has forgotten it; readers go by each event's time."""
+        path = self.nodes[index].directory / contract.EVENTS_FILE
+        told = self._remembered.pop(index, b"").splitlines(keepends=True)
+        with contextlib.suppress(OSError):  # not even the node's directory is left
+            there = set(path.read_bytes().splitlines(keepends=True)) if path.exists() else set()
+            with open(path, "ab") as log:
+                log.writelines(line for line in told if line not in there)
 
     def _notice(self, index: int) -> Path:
         """The file that is a node's notice of preemption."""

@@ -6,6 +6,7 @@ never a guess of time. Looking changes nothing, and goes on when nodes are dead.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -88,13 +89,21 @@ class Nodes:
     # ---- what can be seen ----------------------------------------------------------------------------
 
     def events(self, kind: str | None = None) -> list[Event]:
-        """All events of all nodes by time, or those of one kind."""
-        return [event for event in events.read_run(self.run_dir) if kind in (None, event["event"])]
+        """All events of all nodes by time, or those of one kind; without those on a disk that fails."""
+        try:
+            found = events.read_run(self.run_dir)
+        except OSError:
+            told = (event for index in range(len(self.nodes)) for event in self.events_of(index))
+            found = sorted(told, key=lambda event: event["t"])
+        return [event for event in found if kind in (None, event["event"])]
 
     def events_of(self, index: int, kind: str | None = None) -> list[Event]:
-        """One node's events in order, or those of one kind."""
-        path = self.nodes[index].directory / contract.EVENTS_FILE
-        return [event for event in events.read(path) if kind in (None, event["event"])]
+        """One node's events by time, or those of one kind; none while its disk fails."""
+        with contextlib.suppress(OSError):
+            found = events.read(self.nodes[index].directory / contract.EVENTS_FILE)
+            wanted = (event for event in found if kind in (None, event["event"]))
+            return sorted(wanted, key=lambda event: event["t"])
+        return []
 
     def checkpoints(self, index: int) -> list[Entry]:
         """A node's checkpoints, newest first, each with what is wrong with it, if anything."""

@@ -61,7 +61,8 @@ def make_root(told: dict[str, Any]) -> None:
     for target, descriptor in held.items():
         source = f"/proc/self/fd/{descriptor}"
         _stand_in(_STAGE + target, folder=Path(source).is_dir())
-        mount(source, _STAGE + target, flags=MS_BIND | MS_REC)
+        # With all that is mounted below it, but for this stage itself.
+        mount(source, _STAGE + target, flags=MS_BIND if told["bind"][target] == _STAGE else MS_BIND | MS_REC)
         os.close(descriptor)
     os.chdir(_STAGE)
     mount(".", "/", flags=MS_MOVE)
