@@ -225,6 +225,8 @@ def main() -> None:
     fuse, image, line = map(int, sys.argv[1:])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the maker's end decides
         signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(-15)  # hardware does not wait for a processor
     os.set_blocking(fuse, False)
     Drive(fuse, Media(image), socket.socket(fileno=line)).serve()
 
