@@ -189,7 +189,7 @@ def prove(stranger: socket.socket, token: bytes = TOKEN) -> None:
     try:
         side.send(read_line(stranger))
     except StopIteration as stop:
-        stranger.sendall(stop.value)
+        stranger.sendall(stop.value.last)
 
 
 def say(stranger: socket.socket, *messages: Message) -> None:

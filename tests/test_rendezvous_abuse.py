@@ -116,7 +116,7 @@ STRANGERS = {
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n", "not JSON"),
     "another job": (wire.greeting("another", NONCE), "belongs to job 'another'"),
     "another version": (b'{"elastic_resume":99,"run":"job","nonce":"00"}\n', "speaks version '99'"),
-    "a bad nonce": (b'{"elastic_resume":1,"run":"job","nonce":"00"}\n', "nonce"),
+    "a bad nonce": (b'{"elastic_resume":2,"run":"job","nonce":"00","looks":false}\n', "nonce"),
     "deep JSON": (b"[" * 4000 + b"\n", "not JSON"),
     "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "a line"),
     "no proof": (wire.greeting(RUN, NONCE) + b"{}\n", "fields proof"),

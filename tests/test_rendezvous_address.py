@@ -187,7 +187,7 @@ def agent_of(run_id: str, token: bytes, proven: list[bool] | None = None) -> Cal
     def talk(conn: socket.socket) -> None:
         ours = secrets.token_hex(32)
         with conn.makefile("rb") as file:
-            theirs = wire.read_greeting(file.readline()[:-1], run_id)
+            theirs, _ = wire.read_greeting(file.readline()[:-1], run_id)
             conn.sendall(wire.answer(token, run_id, theirs, ours))
             wire.read_proof(file.readline()[:-1], token, run_id, theirs, ours)
         if proven is not None:

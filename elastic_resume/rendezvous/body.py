@@ -6,7 +6,7 @@ Roles (`seeking`, `following`, `leading`) read and change it; it collects the ef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from elastic_resume.policy.divergence import Digest, rounder
@@ -14,6 +14,7 @@ from elastic_resume.policy.failures import lost
 from elastic_resume.rendezvous.ledger import Ledger, received
 from elastic_resume.rendezvous.link import NEVER, Link
 from elastic_resume.rendezvous.messages import (
+    Beat,
     Begin,
     Hello,
     JobEnd,
@@ -40,11 +41,13 @@ from elastic_resume.rendezvous.steps import (
     Settings,
     StopWorkers,
 )
+from elastic_resume.rendezvous.telling import Outbox, deputy
 
 NAMED = 5
 """So many candidates are named in one line."""
 LEFT_OUT = 1000
 """So many generations may have begun behind a cut, and ended with all who knew of them."""
+ECHO = Beat()
 KEPT_PRINTS = 256
 """Of the digests that this node has made: those that it may yet be asked about."""
 
@@ -76,6 +79,7 @@ class Body:
         """Why this node wants the job to end for all."""
         self.ended: JobEnd | None = None
         self.ledger = Ledger()
+        self.outbox = Outbox()
         self.report: Report | None = None
         """What this node has to tell of a worker of its own."""
         self._print: Print | None = None
@@ -313,6 +317,11 @@ class Body:
         """Return what is to be told of this node's state, once."""
         told, self._print = self._print, None
         return told
+
+    def echo(self, who: Incarnation, world: World | None, here: Collection[Incarnation]) -> Beat:
+        """Answer a follower's heartbeat; the deputy is told what this leader has to tell."""
+        told = self.outbox.take(who) if who == deputy(world, self.me, here) else None
+        return Beat(None, told) if told else ECHO
 
     def lost(self, who: Incarnation, reason: str) -> None:
         """Note that a member of the newest world is lost, or was asked to leave by a signal."""

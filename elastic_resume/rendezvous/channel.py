@@ -59,6 +59,8 @@ class Channel(asyncio.BufferedProtocol):
     def __init__(self, owner: Owner, handshake: wire.Handshake, patience_s: float, number: int = 0) -> None:
         self.number = number
         self.is_proven = False
+        self.looks = False
+        """The other side wants to be told how the job stands, and nothing else."""
         self.greeted = False
         """The other side has said something that belongs in a handshake of this job."""
         self.mute = 0
@@ -168,10 +170,12 @@ class Channel(asyncio.BufferedProtocol):
             self.write(self._handshake.send(line))
             self.greeted = True
         except StopIteration as stop:
-            self.write(stop.value)
+            proof: wire.Proof = stop.value
+            self.write(proof.last)
             self._patience.cancel()
-            self._lines.limit = wire.MAX_LINE_BYTES
-            self.is_proven = True
+            self.looks, self.is_proven = proof.looks, True
+            if not self.looks:
+                self._lines.limit = wire.MAX_LINE_BYTES
             self._owner.proven(self)
 
     def eof_received(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from elastic_resume.policy.divergence import MAX_GROUPS, Digest, Groups, are_groups, is_digest
 from elastic_resume.rendezvous import packing
 from elastic_resume.rendezvous.quorum import World
+from elastic_resume.rendezvous.telling import MAX_NEWS_BYTES, News, is_news
 
 _MAX_INT = 1 << 53
 _MAX_TEXT = 4096
@@ -60,6 +61,10 @@ def _put_text(value: str) -> str:
 def _read_text(value: Any, where: str) -> str:
     if not isinstance(value, str) or len(value) > _MAX_TEXT:
         raise WireError(f"{where}: not a text of at most {_MAX_TEXT} characters")
+    return _encodable(value, where)
+
+
+def _encodable(value: str, where: str) -> str:
     if not value.isascii():
         try:
             value.encode()
@@ -84,6 +89,12 @@ def _read_groups(value: Any, where: str) -> Groups:
     if not isinstance(value, list) or not are_groups(value):
         raise WireError(f"{where}: not at most {MAX_GROUPS} digests of 16 hexadecimal digits")
     return Groups(tuple(value))
+
+
+def _read_news(value: Any, where: str) -> News:
+    if not isinstance(value, list) or not is_news(value):
+        raise WireError(f"{where}: not lines of at most {MAX_NEWS_BYTES} characters together")
+    return News(tuple(_encodable(line, where) for line in value))
 
 
 _PLAIN: dict[Any, Decode] = {int: read_int, float: read_float, bool: _read_bool, Digest: _read_digest}
@@ -126,6 +137,8 @@ def _codec(kind: Any) -> tuple[Encode, Decode]:
         return packing.pack, _read_world
     if kind is Groups:
         return list, _read_groups
+    if kind is News:
+        return list, _read_news
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _dataclass_codec(kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

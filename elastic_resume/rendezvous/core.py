@@ -59,6 +59,7 @@ from elastic_resume.rendezvous.steps import (
     Persisted,
     SchedulerSays,
     Settings,
+    Telling,
     WorkerFailed,
     WorkersFinished,
 )
@@ -143,6 +144,8 @@ class Agent:
         elif isinstance(event, Explained):
             if isinstance(role, (Follower, Leader)):
                 role.explained(event)
+        elif isinstance(event, Telling):
+            body.outbox.put(event.pulse, event.lines)
         elif isinstance(event, SchedulerSays):
             if event.question == self.question:
                 body.bury(event)

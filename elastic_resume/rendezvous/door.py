@@ -29,6 +29,7 @@ class Limits:
     handshake_s: float = 5.0  # all of it
     backlog_bytes: int = 64 * 1024 * 1024  # queued to a peer that does not read
     mute_s: float = 30.0  # a peer that holds the token and never says anything
+    lookers: int = 32  # who look how the job stands, at one time
     notice_s: float = 10.0  # between two log lines about strangers
 
 

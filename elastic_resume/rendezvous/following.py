@@ -27,7 +27,7 @@ from elastic_resume.rendezvous.messages import (
     Welcome,
 )
 from elastic_resume.rendezvous.quorum import Incarnation, World
-from elastic_resume.rendezvous.steps import AskPrints, Explained, ReplicasDiffer
+from elastic_resume.rendezvous.steps import AskPrints, Explained, Heard, ReplicasDiffer
 
 
 class Follower:
@@ -67,7 +67,10 @@ class Follower:
 
     def _obey(self, stamp: Stamp, message: Message) -> None:
         body = self.body
-        if isinstance(message, Propose):
+        if isinstance(message, Beat):
+            if message.tidings:
+                body.effects.append(Heard(self.leader, message.tidings))
+        elif isinstance(message, Propose):
             body.learn(message.knowledge)
             body.believe(body.known.with_proposal(message.world))
             self.proposal, self.proposal_change = message.world, body.changes
@@ -205,7 +208,7 @@ class Follower:
             body.send(self.link, Acknowledge(self.proposal.generation))
             self.begun_next, self.proposal = self.proposal, None
         if body.now >= self.next_beat:
-            body.send(self.link, Beat(body.take_print()))
+            body.send(self.link, Beat(body.take_print(), body.outbox.take(self.leader)))
             self.next_beat = body.now + body.settings.beat_s
 
     def report(self) -> None:

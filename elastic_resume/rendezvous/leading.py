@@ -31,9 +31,7 @@ from elastic_resume.rendezvous.messages import (
 )
 from elastic_resume.rendezvous.quorum import World
 from elastic_resume.rendezvous.roster import Part, Roster
-from elastic_resume.rendezvous.steps import Explained
-
-ECHO = Beat()
+from elastic_resume.rendezvous.steps import Explained, Heard
 
 
 class Leader:
@@ -103,8 +101,10 @@ class Leader:
     def _heed(self, part: Part, message: Message) -> None:
         body = self.body
         if isinstance(message, Beat):
-            self._tell(part, ECHO)
+            self._tell(part, body.echo(part.who, self.world, self.roster.parts))
             self.comparer.told(part.who, message.told)
+            if message.tidings:
+                body.effects.append(Heard(part.who, message.tidings))
         elif isinstance(message, Prints):
             self.comparer.explained(part.who, message)
         elif isinstance(message, Ready):

@@ -34,6 +34,7 @@ from elastic_resume.rendezvous.steps import (
     EndJob,
     Explained,
     GiveUp,
+    Heard,
     JobFailed,
     JoinRequested,
     Leave,
@@ -42,10 +43,13 @@ from elastic_resume.rendezvous.steps import (
     RestartWorkers,
     SchedulerSays,
     StopWorkers,
+    Telling,
     WorkerFailed,
     WorkersFinished,
 )
+from elastic_resume.rendezvous.telling import Pulse
 from elastic_resume.rendezvous.terms import Terms
+from elastic_resume.rendezvous.view import View
 
 LINGER_S = 2.0
 """How long a node that ends the job for all waits at least for its leader's word that all have been told."""
@@ -81,14 +85,18 @@ class Member:
         fence: Fence,
         tell: Callable[[Log], None],
         home: str = "",
+        hear: Callable[[Heard], None] = lambda _: None,
+        show: Callable[[View], bytes] | None = None,
     ) -> None:
         """``seen`` is the greatest generation this node knows of; ``tell`` may block.
 
-        ``home``: what its scheduler knows this agent by (`cluster.gone`).
+        ``home``: what its scheduler knows this agent by (`cluster.gone`). ``hear`` gets what other nodes tell
+        people, and must not block; ``show`` answers those who look how the job stands (`Shell`).
         """
         self.run_id = terms.run_id
         self.node = node
         self._fence = fence
+        self._hear = hear
         self._lone = terms.alone
         # A leader that has fallen silent is noticed after a node timeout; the next may have to be found.
         self._linger_s = max(LINGER_S, 2 * terms.node_timeout_s + 1)
@@ -121,6 +129,7 @@ class Member:
             watch=self._watch,
             seen=seen,
             resolve=terms.resolve,
+            show=show,
         )
 
     def start(self) -> None:
@@ -230,6 +239,10 @@ class Member:
         """Tell what was answered to `question`; from any thread."""
         self._shell.submit(word)
 
+    def tell_people(self, pulse: Pulse | None, lines: Sequence[str]) -> None:
+        """Hand on what this node has to tell, with the next heartbeats; from any thread."""
+        self._shell.submit(Telling(pulse, tuple(lines)))
+
     def leave(self, reason: str) -> None:
         """Say goodbye, and end.
 
@@ -338,6 +351,9 @@ class Member:
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Log):
             self._news.put(effect)
+            return
+        if isinstance(effect, Heard):
+            self._hear(effect)
             return
         with self._change:
             if isinstance(effect, (AskPrints, ReplicasDiffer)):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from elastic_resume.policy.divergence import Digest, Groups
 from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.telling import Tidings
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +116,13 @@ class Print:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """I am alive. The stamp says the rest, and from a member `told` how its state looks."""
+    """I am alive. The stamp says the rest, and from a member `told` how its state looks.
+
+    `tidings` are for people: see `telling`.
+    """
 
     told: Print | None = None
+    tidings: Tidings | None = None
 
 
 @dataclass(frozen=True, slots=True)

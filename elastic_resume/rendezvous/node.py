@@ -46,6 +46,8 @@ from elastic_resume.rendezvous.steps import (
     Settings,
     Tick,
 )
+from elastic_resume.rendezvous.view import View, look
+from elastic_resume.rendezvous.window import Window
 
 BACKLOG = 1024
 """Members of a large job that call at once wait in the kernel, not in a time-out."""
@@ -77,6 +79,7 @@ class Node:
         watch: Callable[[Agent], None] | None = None,
         seen: int = 0,
         resolve: Resolve = lookup,
+        show: Callable[[View], bytes] | None = None,
     ) -> None:
         """See `Shell`."""
         self._resolve = resolve
@@ -95,6 +98,7 @@ class Node:
         self._last_freed = asyncio.Event()
         self._door = Door(self._limits.unproven)
         self._notices = Notices(self._limits.notice_s, self._tell_of_strangers, self._loop.call_later)
+        self._window = Window(self._limits, show)
         self._tasks: set[asyncio.Task[None]] = set()
         self._dials: dict[Channel, asyncio.Task[None]] = {}
         self._accepted = 0
@@ -129,6 +133,7 @@ class Node:
             channel.close() if channel.is_proven else channel.abort()
         for task in (*self._tasks, *self._dials.values()):
             task.cancel()
+        await self._window.close()
         await asyncio.gather(*self._tasks, *self._dials.values(), return_exceptions=True)
         await self._freed(linger_s)
         for channel in self._sockets:
@@ -281,8 +286,11 @@ class Node:
             self._door.enter(channel)
 
     def proven(self, channel: Channel) -> None:
-        """Tell the core, which knows the connection from now on."""
+        """Tell the core, which knows the connection from now on; but not of those who only look."""
         self._door.leave(channel)
+        if channel.looks:
+            self._window.enter(channel, look(self._agent))
+            return
         if channel.number == 0:
             self._accepted -= 1
             channel.number = self._accepted
@@ -291,6 +299,8 @@ class Node:
 
     def heard(self, channel: Channel, line: bytes) -> None:
         """Hand a message to the core."""
+        if channel.looks:
+            raise wire.WireError("it came to look, and goes on talking")
         stamp, message = wire.decode(line)
         self.happen(MessageArrived(channel.number, stamp, message))
 
@@ -310,6 +320,7 @@ class Node:
     def freed(self, channel: Channel) -> None:
         """Count it no more."""
         self._sockets.discard(channel)
+        self._window.leave(channel)
         if not self._sockets and self._closing:
             self._last_freed.set()
 

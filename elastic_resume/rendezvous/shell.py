@@ -23,6 +23,7 @@ from elastic_resume.rendezvous.node import Node
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.record import Record
 from elastic_resume.rendezvous.steps import Effect, Event, Settings
+from elastic_resume.rendezvous.view import View
 
 __all__ = ["Limits", "Shell"]
 
@@ -47,6 +48,7 @@ class Shell:
         watch: Callable[[Agent], None] | None = None,
         seen: int = 0,
         resolve: Resolve = lookup,
+        show: Callable[[View], bytes] | None = None,
     ) -> None:
         """Nothing runs before `start`.
 
@@ -62,6 +64,7 @@ class Shell:
             watch: called in the thread after every event, before its effects are carried out.
             seen: the greatest generation that this node knows of from elsewhere.
             resolve: gives the addresses of a name that is called; in threads.
+            show: makes a line of JSON of what this agent sees, for those who look; in a thread of its own.
 
         """
         self._limits = limits or Limits()
@@ -78,6 +81,7 @@ class Shell:
             watch=watch,
             seen=seen,
             resolve=resolve,
+            show=show,
         )
         self._listener = listener
         self._loop = asyncio.new_event_loop()

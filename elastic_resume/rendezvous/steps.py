@@ -13,6 +13,7 @@ from elastic_resume.policy.divergence import Groups
 from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.messages import Diverged, Join, Message, Print, Stamp
 from elastic_resume.rendezvous.quorum import ALL_RULES, Incarnation, Knowledge, Question, Rules
+from elastic_resume.rendezvous.telling import Pulse, Tidings
 
 FEW = 64
 """So many members are answered before any of them could get impatient."""
@@ -151,6 +152,14 @@ class Explained:
 
 
 @dataclass(frozen=True, slots=True)
+class Telling:
+    """What this node has to tell people, through whoever leads."""
+
+    pulse: Pulse | None
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """This node drains or fails for good; its workers are stopped."""
 
@@ -187,6 +196,7 @@ Event = (
     | JobFailed
     | Digested
     | Explained
+    | Telling
     | Leave
     | SchedulerSays
     | Persisted
@@ -283,6 +293,14 @@ class ReplicasDiffer:
 
 
 @dataclass(frozen=True, slots=True)
+class Heard:
+    """What another node tells people: hand it on."""
+
+    who: Incarnation
+    tidings: Tidings
+
+
+@dataclass(frozen=True, slots=True)
 class EndJob:
     """The job is over on every node: done, or `failed`."""
 
@@ -320,6 +338,7 @@ Effect = (
     | StopWorkers
     | AskPrints
     | ReplicasDiffer
+    | Heard
     | EndJob
     | GiveUp
     | Log

@@ -6,13 +6,14 @@ drops the connection, and the state machine never sees it.
 
 The handshake is mutual, before any message (HMAC-SHA256, RFC 2104; challenge and response as in RFC 2195)::
 
-    dialler   {"elastic_resume": 1, "run": RUN, "nonce": A}
-    acceptor  {"elastic_resume": 1, "nonce": B, "proof": HMAC(token, "acceptor" RUN A B)}
+    dialler   {"elastic_resume": 2, "run": RUN, "nonce": A, "looks": false}
+    acceptor  {"elastic_resume": 2, "nonce": B, "proof": HMAC(token, "acceptor" RUN A B)}
     dialler   {"proof": HMAC(token, "dialler" RUN A B)}
 
 Each side's nonce is in both proofs, so a recorded handshake proves nothing later; the words "acceptor" and
-"dialler" keep a proof from being sent back where it came from; the run's name keeps two jobs apart. What
-follows is neither encrypted nor signed: the token keeps out strays and strangers, not whoever can rewrite
+"dialler" keep a proof from being sent back where it came from; the run's name keeps two jobs apart. A dialler
+that *looks* wants to be told how the job stands, in one line, and to do nothing. It proves that it holds the
+key for that (`look_key`), which is made from the token and opens nothing else. What follows is neither encrypted nor signed: the token keeps out strays and strangers, not whoever can rewrite
 packets between two nodes.
 """
 
@@ -23,7 +24,7 @@ import hmac
 import json
 import typing
 from collections.abc import Generator, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from elastic_resume.rendezvous import messages
 from elastic_resume.rendezvous.codec import Decode, Encode, WireError, codec_of, dump, read_float, read_int
@@ -34,6 +35,7 @@ __all__ = [
     "MAX_LINE_BYTES",
     "Handshake",
     "Lines",
+    "Proof",
     "WireError",
     "accept",
     "answer",
@@ -44,13 +46,14 @@ __all__ = [
     "from_plain",
     "greeting",
     "line_of",
+    "look_key",
     "read_answer",
     "read_greeting",
     "read_proof",
     "to_plain",
 ]
 
-VERSION = 1
+VERSION = 2
 MAX_GREETING_BYTES = 4096  # a line of somebody who has proved nothing yet
 MAX_LINE_BYTES = 8 * 1024 * 1024  # what is known of worlds with 10,000 members
 NONCE_HEX = 64
@@ -96,45 +99,62 @@ class Lines:
 # ---- handshake ---------------------------------------------------------------------------------------
 
 
-Handshake = Generator[bytes, bytes, bytes]
-"""One side of a handshake: yields what to send, is sent the other's lines, and returns the last to send.
+class Proof(NamedTuple):
+    """The end of a handshake: what is still to be sent, and whether the dialler only looks."""
+
+    last: bytes
+    looks: bool = False
+
+
+Handshake = Generator[bytes, bytes, Proof]
+"""One side of a handshake: yields what to send, is sent the other's lines, and returns a `Proof`.
 
 It raises `WireError` when the other does not belong to this job.
 """
 
 
-def call(token: bytes, run_id: str, nonce: str) -> Handshake:
-    """Be the dialler, with a nonce of 32 random bytes in hexadecimal that was never used before."""
-    line = yield greeting(run_id, nonce)
-    return read_answer(line, token, run_id, nonce)
+def look_key(token: bytes) -> bytes:
+    """Give the key that lets its holder look at a job of this token, and do nothing else."""
+    return hmac.new(token, b"elastic_resume looks", hashlib.sha256).digest()
+
+
+def call(token: bytes, run_id: str, nonce: str, *, looks: bool = False) -> Handshake:
+    """Be the dialler, with a nonce of 32 random bytes in hexadecimal that was never used before.
+
+    Who ``looks`` gives the `look_key` as the token.
+    """
+    line = yield greeting(run_id, nonce, looks=looks)
+    return Proof(read_answer(line, token, run_id, nonce), looks)
 
 
 def accept(token: bytes, run_id: str, nonce: str) -> Handshake:
     """Be the acceptor, with a nonce of the same kind."""
     line = yield b""
-    theirs = read_greeting(line, run_id)
-    line = yield answer(token, run_id, theirs, nonce)
-    read_proof(line, token, run_id, theirs, nonce)
-    return b""
+    theirs, looks = read_greeting(line, run_id)
+    key = look_key(token) if looks else token
+    line = yield answer(key, run_id, theirs, nonce)
+    read_proof(line, key, run_id, theirs, nonce)
+    return Proof(b"", looks)
 
 
-def greeting(run_id: str, nonce: str) -> bytes:
+def greeting(run_id: str, nonce: str, *, looks: bool = False) -> bytes:
     """Give the dialler's first line."""
-    return _line({"elastic_resume": VERSION, "run": run_id, "nonce": nonce})
+    return _line({"elastic_resume": VERSION, "run": run_id, "nonce": nonce, "looks": looks})
 
 
-def read_greeting(line: bytes, run_id: str) -> str:
-    """Give the dialler's nonce.
+def read_greeting(line: bytes, run_id: str) -> tuple[str, bool]:
+    """Give the dialler's nonce, and whether it looks.
 
     Raises:
         WireError: another protocol, version or job.
 
     """
-    said = _object(line, {"elastic_resume", "run", "nonce"})
-    _check_version(said)
+    said = _object(line, {"elastic_resume", "run", "nonce", "looks"})
     if said["run"] != run_id:
         raise WireError(f"it belongs to job {str(said['run'])[:128]!r}, this is {run_id!r}")
-    return _nonce(said["nonce"])
+    if not isinstance(said["looks"], bool):
+        raise WireError("it does not say whether it looks")
+    return _nonce(said["nonce"]), said["looks"]
 
 
 def answer(token: bytes, run_id: str, theirs: str, ours: str) -> bytes:
@@ -151,7 +171,6 @@ def read_answer(line: bytes, token: bytes, run_id: str, ours: str) -> bytes:
 
     """
     said = _object(line, {"elastic_resume", "nonce", "proof"})
-    _check_version(said)
     theirs = _nonce(said["nonce"])
     _check_proof(said["proof"], _proof(token, "acceptor", run_id, ours, theirs))
     return _line({"proof": _proof(token, "dialler", run_id, ours, theirs)})
@@ -255,6 +274,8 @@ def _object(line: bytes, keys: set[str]) -> dict[str, Any]:
         said = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise WireError("a line that is not JSON") from error
+    if isinstance(said, dict) and "elastic_resume" in keys & said.keys():
+        _check_version(said)  # first: other versions have other fields
     if not isinstance(said, dict) or said.keys() != keys:
         raise WireError(f"a line without just the fields {', '.join(sorted(keys))}")
     return said
@@ -267,7 +288,7 @@ def _read_stamp(value: Any) -> Stamp:
     return Stamp(counts[0], counts[1], counts[2], read_float(value[3], "stamp"))
 
 
-_BEAT = b'"type":"Beat","body":[null]}'
+_BEAT = b'"type":"Beat","body":[null,null]}'
 _PLAIN_BEAT = messages.Beat()
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(messages.Message)}
 _CODECS: dict[type, tuple[Encode, Decode]] = {kind: codec_of(kind) for kind in _KINDS.values()}
