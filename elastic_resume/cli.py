@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     from elastic_resume.report import commands as looking  # noqa: PLC0415
     from elastic_resume.report import diff as differing  # noqa: PLC0415
     from elastic_resume.report import doctor  # noqa: PLC0415
+    from elastic_resume.report import status as telling  # noqa: PLC0415
 
     parser = Parser(
         prog=PROG, description="Wraps a PyTorch DDP job so that nothing is lost when a node dies."
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     differing.register(commands)
     manifest.register(commands)
     doctor.register(commands)
+    telling.register(commands)
     _add_simulate(commands)
     return parser
 

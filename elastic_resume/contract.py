@@ -33,6 +33,7 @@ ENV_ARRAY_ELEMENTS = "ELASTIC_RESUME_ARRAY_ELEMENTS"  # (user) Slurm: an array's
 ENV_SHARED_DIR = "ELASTIC_RESUME_SHARED_DIR"  # (user) Slurm: a directory that all nodes see, or off
 ENV_SCHEDULER_WORD = "ELASTIC_RESUME_SCHEDULER_WORD"  # (user) auto, down or off
 ENV_PREEMPTION_NOTICE = "ELASTIC_RESUME_PREEMPTION_NOTICE"  # (user) off, aws, file:PATH, … with commas
+ENV_HTTP = "ELASTIC_RESUME_HTTP"  # (user) [ADDRESS:]PORT at which an agent serves pages
 ENV_TOKEN = "ELASTIC_RESUME_TOKEN"  # noqa: S105 - (user) the secret that all nodes of a job share
 ENV_FAILPOINTS = "ELASTIC_RESUME_FAILPOINTS"  # tests: see failpoints.py
 ENV_FAULTS_DIR = "ELASTIC_RESUME_FAULTS_DIR"  # tests: where the laboratory arms them
@@ -55,7 +56,8 @@ ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size that ENV_CKPT_DIR's 
 
 # ---- names on disk, under CKPT_DIR/RUN_ID/NODE/ -----------------------------------------------------
 EVENTS_FILE = "events.jsonl"  # appended by the agent, its stubs and its workers
-PEERS_FILE = "peers.jsonl"  # what a leader's agent keeps of the other nodes' events
+PEERS_FILE = "peers.jsonl"  # what other nodes told this one of theirs, while it led or stood next to lead
+LOOK_FILE = "look.json"  # 0600: where this node's agent listens, and the key that lets one look, no more
 FAULTS_FILE = "faults.jsonl"  # beside the nodes' directories: what somebody broke on purpose, as events
 GENERATION_FILE = "generation.json"  # the greatest generation this node has been part of
 LOCK_FILE = "lock"  # held by the node's agent, or by its local rank 0 when there is no agent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import secrets
 import socket
@@ -26,6 +27,7 @@ from elastic_resume.rendezvous.steps import (
     Settings,
     StopWorkers,
 )
+from elastic_resume.rendezvous.view import View
 
 TOKEN = b"a token that nobody may read in a log"
 RUN = "job"
@@ -78,6 +80,7 @@ class Station:
             carry_out=self.carry_out,
             watch=self.watch,
             limits=limits,
+            show=self.show,
         )
 
     def start(self) -> None:
@@ -102,6 +105,11 @@ class Station:
     def watch(self, agent: Agent) -> None:
         """Keep what the agent's owner reads."""
         self.fence_at, self.leads, self.links = agent.fence_at, agent.leads, len(agent.body.links)
+
+    def show(self, view: View) -> bytes:
+        """Answer those who look."""
+        nodes = [one.node for one in view.world.members] if view.world else []
+        return json.dumps({"node": view.me.node, "leads": view.leads, "nodes": nodes}).encode()
 
     def told(self, kind: str, words: str = "") -> list[str]:
         """The log lines of a kind with these words."""

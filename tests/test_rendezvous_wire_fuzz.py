@@ -38,6 +38,7 @@ from elastic_resume.rendezvous.steps import (
     Settings,
     Tick,
 )
+from elastic_resume.rendezvous.telling import News
 from elastic_resume.rendezvous.wire import Lines, WireError
 
 CASES = int(os.environ.get("ELASTIC_RESUME_FUZZ_CASES", "600"))
@@ -63,6 +64,10 @@ st.register_type_strategy(float, st.floats(0, 1e9))
 st.register_type_strategy(Digest, st.sampled_from([Digest("ab" * 16), Digest("01" * 16)]))
 groups = st.lists(st.sampled_from(["0123456789abcdef", "f" * 16]), max_size=3).map(tuple)
 st.register_type_strategy(Groups, groups)
+news = st.lists(
+    st.text(st.characters(exclude_characters="\n", exclude_categories=["Cs"]), max_size=9), max_size=3
+)
+st.register_type_strategy(News, news.map(lambda lines: News(tuple(lines))))
 any_message = st.one_of([st.from_type(kind) for kind in get_args(Message)])
 stamps = st.builds(Stamp, numbers, numbers, numbers, st.floats(0, 100))
 json_values = st.recursive(

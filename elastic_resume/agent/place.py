@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from elastic_resume.agent.fence import Fence
+from elastic_resume.agent.telling import Teller
 from elastic_resume.cluster import gone
 from elastic_resume.cluster.node import Node
 from elastic_resume.rendezvous.address import take_seat
@@ -18,6 +19,7 @@ from elastic_resume.rendezvous.member import Member
 from elastic_resume.rendezvous.record import Record
 from elastic_resume.rendezvous.steps import Log
 from elastic_resume.rendezvous.terms import Terms
+from elastic_resume.rendezvous.wire import look_key
 from elastic_resume.store.node_dir import NodeDir
 
 
@@ -39,6 +41,7 @@ def taken(
     *,
     say: Callable[[str], None],
     tell: Callable[[Log], None],
+    teller: Teller | None = None,
 ) -> Iterator[Place]:
     """Take the place; say goodbye at the end, whatever ends it.
 
@@ -49,6 +52,7 @@ def taken(
         here: what the scheduler tells of this node.
         say: gets one line for people.
         tell: gets what the rendezvous does, in a thread of its own.
+        teller: tells people of this node, and those who look of the job, as long as the place is held.
 
     Raises:
         ConfigError: an address is wrong, or its port is held by another program.
@@ -81,12 +85,18 @@ def taken(
         fence=fence,
         tell=tell,
         home=gone.home(os.environ),
+        hear=teller.hear if teller else lambda _: None,
+        show=teller.show if teller else None,
     )
     member.start()
+    if teller:
+        teller.start(member, look_key(terms.token))
     try:
         yield Place(member, seat.host, here.order)
     except BaseException as end:
         member.leave((str(end) or type(end).__name__)[:200])
         raise
     finally:
+        if teller:
+            teller.close()
         member.close()

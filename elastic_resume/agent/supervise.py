@@ -21,8 +21,11 @@ from elastic_resume.agent import elastic, impatience, preemption, preflight, wor
 from elastic_resume.agent.ending import Ending
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.keeper import Kept, kept
+from elastic_resume.agent.news import Tail
 from elastic_resume.agent.place import taken
 from elastic_resume.agent.pressure import Gauge
+from elastic_resume.agent.pulse import Finger
+from elastic_resume.agent.telling import Teller
 from elastic_resume.agent.warm import Warmth
 from elastic_resume.agent.watch import patience_of, watched
 from elastic_resume.agent.witness import Witness
@@ -66,6 +69,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
         limits = replace(limits, min_nodes=config.min_nodes)
         witness = Witness(settings.node_name, log, events_path, fence, limits=limits, gauge=gauge)
         gauge.start()
+        tail = Tail(events_path)
         _begin(launch, args, log, witness, node_dir)
         watch = watched(node_dir.path, config.nproc_per_node, patience, say=witness.say, tell=witness.note)
         ending = Ending(here, mode=requeue, say=witness.say, tell=witness.note)
@@ -88,6 +92,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
                     fence,
                     snapshots,
                     here=here,
+                    teller=_teller(launch, node_dir, snapshots, gauge=gauge, tail=tail, witness=witness),
                     ending=ending,
                     warmth=warmth,
                     oracle=oracle,
@@ -172,6 +177,7 @@ def _run(
     snapshots: Kept,
     *,
     here: Node,
+    teller: Teller,
     ending: Ending,
     warmth: Warmth | None,
     oracle: Oracle | None,
@@ -189,7 +195,9 @@ def _run(
                 with elastic.stoppable(launch):
                     warmth.wait(launch.terms.join_timeout_s)
             with (
-                taken(launch.terms, node_dir, fence, here, say=witness.say, tell=witness.told) as place,
+                taken(
+                    launch.terms, node_dir, fence, here, say=witness.say, tell=witness.told, teller=teller
+                ) as place,
                 word.asked(oracle, place.member, say=witness.say, tell=witness.note),
             ):
                 snapshots.compare(place.member, say=witness.say, tell=witness.note)
@@ -206,6 +214,19 @@ def _run(
     except ElasticResumeError as error:
         return "failed", contract.EXIT_AT_FAULT if error.at_fault else contract.EXIT_REQUEUE, str(error)
     return "done", contract.EXIT_DONE, end
+
+
+def _teller(
+    launch: elastic.Launch, node_dir: NodeDir, snapshots: Kept, *, gauge: Gauge, tail: Tail, witness: Witness
+) -> Teller:
+    keeper = snapshots.keeper
+    finger = Finger(
+        node_dir.path,
+        launch.config.nproc_per_node,
+        states=keeper.rack.control.states,
+        trouble=lambda: keeper.problem or gauge.strain().pressed,
+    )
+    return Teller(node_dir.path, launch.config.run_id, finger, tail, say=witness.say)
 
 
 def _requeue(args: argparse.Namespace) -> str:

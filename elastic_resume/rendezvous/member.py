@@ -118,8 +118,11 @@ class Member:
         self._question_at = 0.0
         life = secrets.token_hex(8) + (f"@{home}" if home else "")
         me = Incarnation(node, life, seat.address, seat.candidate)
+        settings = terms.settings(seat.address)
+        self.address = seat.address
+        self.candidates = settings.candidates
         self._shell = Shell(
-            terms.settings(seat.address),
+            settings,
             me,
             listener=seat.listener,
             run_id=terms.run_id,

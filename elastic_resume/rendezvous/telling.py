@@ -4,8 +4,8 @@ It rides on heartbeats, to the leader; and from the leader to one other member, 
 leader saw is not lost with it. A `Pulse` replaces the one before. Lines are numbered through an agent's life:
 a receiver knows what it has already and what it missed. A new receiver is told again what is still kept.
 
-It promises that a heartbeat carries at most `MAX_NEWS_BYTES` of them, and that no more than `MAX_KEPT_BYTES` are
-kept, told or not; of what has to go unsaid the oldest goes first. Does not know what a line says.
+It promises that a heartbeat carries at most `MAX_NEWS_BYTES` of them, and that no more than `MAX_KEPT_BYTES`
+are kept, told or not; of what has to go unsaid the oldest goes first. Does not know what a line says.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Outbox:
 
 
 def deputy(world: World | None, me: Incarnation, here: Collection[Incarnation]) -> Incarnation | None:
-    """Who is told what this leader saw: the lowest rank besides it, who leads next if nothing else happens."""
+    """Who is told what this leader saw: the lowest rank besides it, who leads next if it dies."""
     members = world.members if world else ()
     return next((one for one in members if one != me and one in here), None)
 

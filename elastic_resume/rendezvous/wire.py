@@ -13,8 +13,10 @@ The handshake is mutual, before any message (HMAC-SHA256, RFC 2104; challenge an
 Each side's nonce is in both proofs, so a recorded handshake proves nothing later; the words "acceptor" and
 "dialler" keep a proof from being sent back where it came from; the run's name keeps two jobs apart. A dialler
 that *looks* wants to be told how the job stands, in one line, and to do nothing. It proves that it holds the
-key for that (`look_key`), which is made from the token and opens nothing else. What follows is neither encrypted nor signed: the token keeps out strays and strangers, not whoever can rewrite
-packets between two nodes.
+key for that (`look_key`), which is made from the token and opens nothing else.
+
+What follows a handshake is neither encrypted nor signed: the token keeps out strays and strangers, not
+whoever can rewrite packets between two nodes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,120 @@
+"""Lines of event logs on their way to people: this node's own out of its file, other nodes' into a file.
+
+So a report that is made on a node which led knows what befell nodes whose disks are gone. It promises that
+nothing here waits for a disk in the rendezvous' thread, that neither file costs more than its limit, and that
+a disk that refuses costs lines and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from elastic_resume.errors import MachineError
+from elastic_resume.events import MAX_LINE_BYTES, Event
+from elastic_resume.store.durable import DISK, Disk
+
+MAX_READ_BYTES = 1 << 20
+MAX_PEERS_BYTES = 16 << 20
+STEP_EVERY_S = 60.0
+# What a report cannot do without, and is told seldom.
+KINDS = frozenset({
+    "agent-start", "round", "rendezvous", "zygote-exit", "worker-exit", "hang", "hang-over", "drain",
+    "requeue", "scheduler-word", "preemption-notice", "verdict", "replicas-differ", "agent-end", "import",
+    "resume", "worker-start", "commit", "commit-failed", "prune", "snapshot-failed", "quarantine", "failure",
+    "run-end",
+})  # fmt: skip
+
+
+class Tail:
+    """Reads what is appended to one event file, from where it ends now."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = _size(path)
+
+    def read(self) -> list[str]:
+        """Give the whole lines that are new. Of more than `MAX_READ_BYTES` the oldest are passed over."""
+        try:
+            with open(self._path, "rb") as file:
+                end = os.fstat(file.fileno()).st_size
+                skips = end - self._offset > MAX_READ_BYTES
+                self._offset = end - MAX_READ_BYTES if skips else min(self._offset, end)
+                file.seek(self._offset)
+                data = file.read(MAX_READ_BYTES)
+        except OSError:
+            return []
+        whole = data.rfind(b"\n") + 1
+        self._offset += whole
+        lines = data[:whole].splitlines()[1 if skips else 0 :]
+        return [line.decode(errors="replace") for line in lines]
+
+
+class Picker:
+    """Picks the lines that others should hear of. Steps are many, and all nodes finish the same ones."""
+
+    def __init__(self) -> None:
+        self._generation: object = None
+        self._step_at = float("-inf")
+
+    def wants(self, event: Event) -> bool:
+        """Whether to tell this one: of steps the first of each generation, and one a minute."""
+        if event["event"] != "step":
+            return event["event"] in KINDS
+        if event.get("generation") == self._generation and event["t"] < self._step_at + STEP_EVERY_S:
+            return False
+        self._generation, self._step_at = event.get("generation"), event["t"]
+        return True
+
+
+class Peers:
+    """The file of what other nodes have told."""
+
+    def __init__(self, path: Path, limit: int = MAX_PEERS_BYTES, disk: Disk = DISK) -> None:
+        """Of a file that grows beyond ``limit`` bytes the older half is given up."""
+        self._path = path
+        self._limit = limit
+        self._disk = disk
+        self.lost = 0
+        """How many lines the disk refused."""
+
+    def append(self, lines: Iterable[str]) -> None:
+        """Write them behind what is there."""
+        written = [line.encode() + b"\n" for line in lines]
+        if not written:
+            return
+        try:
+            with open(self._path, "ab") as file:
+                file.write(b"".join(written))
+                size = file.tell()
+            if size > self._limit:
+                self._halve()
+        except (OSError, MachineError):
+            self.lost += len(written)
+
+    def _halve(self) -> None:
+        with open(self._path, "rb") as file:
+            file.seek(-self._limit // 2, os.SEEK_END)
+            data = file.read()
+        self._disk.write_atomic(self._path, data[data.find(b"\n") + 1 :])
+
+
+def parse(line: str) -> Event | None:
+    """Read a line as an event; None where it is none."""
+    event = None
+    if len(line) <= MAX_LINE_BYTES:
+        with contextlib.suppress(ValueError, RecursionError):
+            event = json.loads(line)
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    return event if isinstance(event.get("t"), (int, float)) else None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

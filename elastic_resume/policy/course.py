@@ -1,0 +1,188 @@
+"""The course of a job as its events tell it, one by one, while it runs: what ended each world, and its cost.
+
+For those who look on; a report, which has all events at once, knows more. Pure. It promises to take any event
+of any node in any order, to remember `KEPT` generations at most, and that its sums never forget.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import Any
+
+from elastic_resume.events import Event
+from elastic_resume.policy import failures
+from elastic_resume.policy.failures import Failure, describe
+
+KEPT = 64
+UNKNOWN = "unknown"
+BOUNDS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Of the histogram of recoveries, the last one open: from a warm restart to a large state sent anew."""
+GROWN = "newcomers are here"
+"""Why a leader ends a world that nothing befell (`rendezvous.leading`)."""
+_MAX_COUNT = 1 << 53
+_RESTART = re.compile(r"generation (\d{1,16}) is over: (.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """What ended a generation, and what that cost. Times are seconds, since the epoch where not a span."""
+
+    generation: int
+    kind: str
+    """Of `failures.KINDS`, or `UNKNOWN`."""
+    cause: str
+    t: float | None
+    lost_steps: int | None = None
+    recovered_s: float | None = None
+    """From the first sign to the first step of the next generation; None while that is to come."""
+
+
+@dataclass(slots=True)
+class Sums:
+    """Over all incidents. ``recoveries``: a count for each of `BOUNDS_S`, and one for what took longer."""
+
+    incidents: Counter[str] = field(default_factory=Counter)
+    lost_steps: int = 0
+    recoveries: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    recovery_s: float = 0.0
+
+    def add(self, one: Incident) -> None:
+        """Count one more."""
+        self.incidents[one.kind] += 1
+        self.lost_steps += one.lost_steps or 0
+        if one.recovered_s is not None:
+            place = sum(one.recovered_s > bound for bound in BOUNDS_S)
+            self.recoveries[place] += 1
+            self.recovery_s += one.recovered_s
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What is known of one generation."""
+
+    began: bool = False
+    reason: str = ""
+    cause: Failure | None = None
+    sign: float | None = None
+    first_step: float | None = None
+    lost_steps: int | None = None
+    counted: bool = False
+
+
+class Course:
+    """The course of one job, as far as one node hears of it."""
+
+    def __init__(self) -> None:
+        self._turns: dict[int, _Turn] = {}
+        self._at: dict[str, int] = {}
+        self._forgotten = Sums()
+
+    def take(self, event: Event) -> None:
+        """Take in one event; one of a kind or form that says nothing here changes nothing."""
+        kind, t = event.get("event"), _time(event.get("t"))
+        node, generation = str(event.get("node", "")), _count(event.get("generation"))
+        if t is None:
+            return
+        if kind == "round" and generation:
+            self._at[node] = generation
+            self._turn(generation).began = True
+        elif kind == "resume" and generation:
+            turn = self._turn(generation)
+            turn.began, turn.lost_steps = True, _count(event.get("lost_steps"))
+        elif kind == "step" and generation:
+            turn = self._turn(generation)
+            turn.first_step = min(t, turn.first_step or t)
+        elif kind == "verdict" and generation:
+            turn = self._turn(generation)
+            turn.cause = turn.cause or _first(event.get("causes"))
+        elif kind == "rendezvous" and event.get("what") == "restart":
+            told = _RESTART.fullmatch(str(event.get("message", "")))
+            if told:
+                turn = self._turn(int(told[1]))
+                turn.reason = told[2]
+                turn.sign = min(t, turn.sign or t)
+        elif _is_sign(event) and node in self._at:
+            turn = self._turn(self._at[node])
+            turn.sign = min(t, turn.sign or t)
+
+    def incidents(self) -> list[Incident]:
+        """Give those that are remembered, in order."""
+        known = sorted(number for number, turn in self._turns.items() if turn.began)
+        found = []
+        for number, following in pairwise(known):
+            incident = _incident(number, self._turns[number], self._turns[following])
+            if incident is not None:
+                found.append(incident)
+        return found
+
+    def sums(self) -> Sums:
+        """Sum up all incidents, those that are forgotten too."""
+        before = self._forgotten
+        sums = Sums(Counter(before.incidents), before.lost_steps, list(before.recoveries), before.recovery_s)
+        for incident in self.incidents():
+            sums.add(incident)
+        return sums
+
+    def _turn(self, number: int) -> _Turn:
+        if number not in self._turns:
+            self._turns[number] = _Turn()
+            if len(self._turns) > KEPT:
+                self._forget()
+        return self._turns[number]
+
+    def _forget(self) -> None:
+        """Sum the oldest up. Whatever is still told of it is too late."""
+        oldest = min(self._turns)
+        for incident in self.incidents()[:1]:
+            if incident.generation == oldest:
+                self._forgotten.add(incident)
+        del self._turns[oldest]
+
+
+def _incident(number: int, turn: _Turn, following: _Turn) -> Incident | None:
+    """What ended a generation; None where nothing befell it: nodes came."""
+    if turn.cause is None and turn.reason == GROWN:
+        return None
+    kind, cause = UNKNOWN, turn.reason or "no word of why"
+    if turn.cause is not None:
+        kind, cause = turn.cause.kind, describe(turn.cause, node=True)
+    recovered_s = None
+    if turn.sign is not None and following.first_step is not None:
+        recovered_s = max(0.0, following.first_step - turn.sign)
+    return Incident(number, kind, cause, turn.sign, following.lost_steps, recovered_s)
+
+
+def _is_sign(event: Event) -> bool:
+    """Whether something went wrong on the node that tells this."""
+    if event.get("event") == "worker-exit":
+        return not event.get("stopped") and bool(event.get("exit_code") or event.get("signal"))
+    return event.get("event") == "hang" or (
+        event.get("event") == "rendezvous" and event.get("what") == "leader-lost"
+    )
+
+
+def _first(causes: Any) -> Failure | None:
+    """The first failure of a verdict, as `agent.witness` wrote it."""
+    first = causes[0] if isinstance(causes, list) and causes else None
+    if not isinstance(first, Mapping) or first.get("kind") not in failures.KINDS:
+        return None
+    texts = {
+        one.name: str(first.get(one.name) or "")[: failures.MAX_TEXT]
+        for one in fields(Failure)
+        if one.type == "str"
+    }
+    counts = {name: _count(first.get(name)) for name in ("rank", "step")}
+    return Failure(**texts, **counts, nodes=_count(first.get("nodes")) or 1)  # type: ignore[arg-type]
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value <= _MAX_COUNT else None
+
+
+def _time(value: Any) -> float | None:
+    return float(value) if type(value) in {int, float} and math.isfinite(value) else None

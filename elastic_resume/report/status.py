@@ -1,0 +1,89 @@
+"""``elastic-resume status``: how a job that runs stands, on one screen, refreshed; or once, or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from elastic_resume import contract
+from elastic_resume.errors import RendezvousLostError, UsageError
+from elastic_resume.report import asking, status_screen
+from elastic_resume.report.commands import say
+
+LONGEST_S = 60.0
+"""After so long without an answer a job that was looked at counts as ended."""
+_CLEAR = "\x1b[H\x1b[J"
+
+
+def register(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser of the command."""
+    one = subparsers.add_parser("status", help="how a job that runs stands: world, steps, copies, incidents")
+    one.add_argument(
+        "path", type=Path, nargs="?", metavar="CKPT_DIR", help="or a run's or node's directory in it"
+    )
+    one.add_argument(
+        "--rdzv-endpoint", metavar="HOST,…", help="as for run: any agent of the job may be asked"
+    )
+    one.add_argument("--rdzv-id", metavar="NAME", help="as for run: the job's name")
+    one.add_argument(
+        "--rdzv-token-file", type=Path, metavar="FILE", help="as for run (or ELASTIC_RESUME_TOKEN)"
+    )
+    one.add_argument(
+        "--once", action="store_true", help="print it once; so it is where stdout is no terminal"
+    )
+    one.add_argument("--json", action="store_true", help="once, all that is known, as one JSON object")
+    one.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (default 1)"
+    )
+    one.set_defaults(function=status)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return value
+
+
+def status(args: argparse.Namespace) -> int:
+    """Show it; exit code 1 when nobody answers."""
+    job = asking.find(
+        args.path, endpoint=args.rdzv_endpoint, run_id=args.rdzv_id, token_file=args.rdzv_token_file
+    )
+    if args.json:
+        say(json.dumps(job.ask(), indent=2) + "\n")
+    elif args.once or not sys.stdout.isatty():
+        say(_text(job.ask()))
+    else:
+        _watch(job, args.interval)
+    return contract.EXIT_DONE
+
+
+def _watch(job: asking.Job, interval_s: float) -> None:
+    """Show it again and again, until Ctrl-C or until nobody has answered for long."""
+    text = _text(job.ask())
+    answered_at = time.monotonic()
+    while True:
+        silent_s = time.monotonic() - answered_at
+        note = f"\nno answer for {silent_s:.0f} s\n" if silent_s > interval_s + asking.PATIENCE_S else ""
+        say(f"{_CLEAR}{text}{note}")
+        time.sleep(interval_s)
+        try:
+            text, answered_at = _text(job.ask()), time.monotonic()
+        except RendezvousLostError:
+            if time.monotonic() > answered_at + LONGEST_S:
+                raise
+
+
+def _text(said: dict[str, Any]) -> str:
+    try:
+        return "\n".join(status_screen.screen(said)) + "\n"
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"an agent answered with a document that is not one of ours: {error!r}.") from error

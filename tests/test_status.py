@@ -1,0 +1,264 @@
+"""How a job stands, from events to a screen: pure parts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_resume import contract
+from elastic_resume.agent import document
+from elastic_resume.agent.document import Known
+from elastic_resume.agent.news import MAX_READ_BYTES, Peers, Picker, Tail, parse
+from elastic_resume.errors import RendezvousLostError, UsageError
+from elastic_resume.events import Event, EventLog
+from elastic_resume.policy.course import BOUNDS_S, KEPT, Course
+from elastic_resume.rendezvous.quorum import Incarnation, World
+from elastic_resume.rendezvous.telling import Pulse
+from elastic_resume.rendezvous.view import View
+from elastic_resume.report import asking
+from elastic_resume.report.status_screen import MAX_NODES, screen
+
+A, B, C = (Incarnation(name, "1", f"{name}:1", None) for name in "abc")
+
+
+def kill(generation: int, t: float, *, lost: int = 0, after_s: float = 0.4) -> list[Event]:
+    """What one node's log says of a worker of that generation that is killed, and of the next start."""
+    cause = {"kind": "signal", "node": "b", "rank": 1, "text": "was killed by SIGKILL", "step": 7}
+    told: list[Event] = [
+        {"event": "worker-exit", "t": t, "exit_code": -9, "signal": "SIGKILL", "stopped": False},
+        {
+            "event": "rendezvous",
+            "t": t + 0.1,
+            "what": "restart",
+            "message": f"generation {generation} is over: the workers of b stopped",
+        },
+        {"event": "verdict", "t": t + 0.2, "generation": generation, "causes": [cause], "cascade": []},
+        {"event": "round", "t": t + 0.2, "generation": generation + 1},
+        {"event": "resume", "t": t + 0.3, "generation": generation + 1, "lost_steps": lost},
+        {"event": "step", "t": t + after_s, "generation": generation + 1, "step": 8},
+        {"event": "step", "t": t + after_s + 9, "generation": generation + 1, "step": 9},
+    ]
+    return [{"node": "b", **one} for one in told]
+
+
+BEGUN: Event = {"event": "round", "node": "b", "t": 1.0, "generation": 1}
+
+
+def test_an_incident_has_cause_and_cost() -> None:
+    """From the first sign to the first step of the next generation."""
+    course = Course()
+    for event in [BEGUN, *kill(1, 100.0, lost=3)]:
+        course.take(event)
+    (one,) = course.incidents()
+    assert (one.generation, one.kind, one.t, one.lost_steps) == (1, "signal", 100.0, 3)
+    assert one.cause == "rank 1 on node b was killed by SIGKILL"
+    assert one.recovered_s == pytest.approx(0.4)
+
+
+def test_a_world_that_grew_is_no_incident_and_one_without_a_verdict_has_its_leaders_reason() -> None:
+    """What a leader says of a restart is all that is known where no worker failed."""
+    course = Course()
+    course.take(BEGUN)
+    for number, reason in ((1, "newcomers are here"), (2, "c is silent")):
+        text = f"generation {number} is over: {reason}"
+        course.take({"event": "rendezvous", "node": "b", "t": 5.0, "what": "restart", "message": text})
+        course.take({"event": "round", "node": "b", "t": 6.0, "generation": number + 1})
+    assert [(one.generation, one.kind, one.cause) for one in course.incidents()] == [
+        (2, "unknown", "c is silent")
+    ]
+
+
+def test_sums_count_what_is_no_longer_remembered() -> None:
+    """Of hundreds of incidents all are counted, and a bounded number kept."""
+    course = Course()
+    course.take(BEGUN)
+    for number in range(1, 3 * KEPT):
+        for event in kill(number, 100.0 * number, lost=2, after_s=number % 2 + 0.7):
+            course.take(event)
+    sums = course.sums()
+    assert sums.incidents == {"signal": 3 * KEPT - 1}
+    assert sums.lost_steps == 2 * (3 * KEPT - 1)
+    assert sum(sums.recoveries) == 3 * KEPT - 1
+    assert sums.recoveries[BOUNDS_S.index(1.0)] == KEPT * 3 // 2 - 1
+    assert len(course.incidents()) < KEPT
+
+
+def test_events_of_any_form_and_order_are_taken() -> None:
+    """They come from other nodes."""
+    course = Course()
+    odd: list[Any] = [None, -1, "x", [], {}, 1 << 60, float("nan"), [{"kind": "signal", "rank": "x"}], [[]]]
+    events = [*kill(1, 100.0), *kill(2, 200.0)]
+    for event, value in itertools.product(events, odd):
+        for key in event:
+            if key != "event":
+                course.take({**event, key: value})
+    course = Course()
+    random.Random(4).shuffle(events)
+    for event in [BEGUN, *events]:
+        course.take(event)
+    assert course.sums().incidents == {"signal": 2}
+
+
+# ---- lines on their way --------------------------------------------------------------------------------
+
+
+def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
+    """From where the file ended at first. Half a line waits for the rest; of too much the oldest is left."""
+    path = tmp_path / "events.jsonl"
+    path.write_text("before\n")
+    tail = Tail(path)
+    assert tail.read() == []
+    with open(path, "a") as file:
+        file.write("one\ntw")
+        file.flush()
+        assert tail.read() == ["one"]
+        file.write("o\n")
+        file.flush()
+        assert tail.read() == ["two"]
+        file.write("x" * 99 + "\n")
+        file.write("\n".join(["y" * 63] * (MAX_READ_BYTES // 64)) + "\nlast\n")
+    lines = tail.read()
+    assert set(lines) == {"y" * 63, "last"}
+    assert lines[-1] == "last"
+    assert Tail(tmp_path / "nowhere").read() == []
+
+
+def test_of_steps_the_first_of_a_generation_is_news_and_one_a_minute() -> None:
+    """All nodes finish the same ones."""
+    picker = Picker()
+    steps = [(g, t) for g in (1, 2) for t in (0, 30, 61, 90, 122)]
+    told = [(g, t) for g, t in steps if picker.wants({"event": "step", "generation": g, "t": 1000 * g + t})]
+    assert told == [(g, t) for g in (1, 2) for t in (0, 61, 122)]
+    assert picker.wants({"event": "verdict", "t": 0})
+    assert not picker.wants({"event": "zygote-ready", "t": 0})
+
+
+def test_the_file_of_others_lines_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
+    """Its older half is given up; a disk that refuses costs lines and is counted."""
+    log = EventLog(tmp_path / "events.jsonl", node="b")
+    path = tmp_path / contract.PEERS_FILE
+    peers = Peers(path, limit=2000)
+    for number in range(100):
+        log.write("commit", step=number)
+        peers.append((tmp_path / "events.jsonl").read_text().splitlines()[-1:])
+    kept = [parse(line) for line in path.read_text().splitlines()]
+    assert path.stat().st_size <= 2000
+    steps = [event["step"] for event in kept if event]
+    assert steps == list(range(100 - len(steps), 100))
+    assert len(steps) > 8
+    refused = Peers(tmp_path / "no" / "where")
+    refused.append(["x", "y"])
+    assert refused.lost == 2
+
+
+# ---- the document and its screen -----------------------------------------------------------------------
+
+
+def said(count: int = 2, *, view: View | None = None, trouble: int | None = None) -> dict[str, Any]:
+    """A document of a leader and as many nodes."""
+    members = tuple(Incarnation(f"n{i}", "1", f"n{i}:1") for i in range(count))
+    pulses = {
+        one.node: Known(
+            Pulse(
+                generation=3,
+                step=100 + (i == 1),
+                steps_per_s=2.5,
+                world_size=count,
+                snapshot_step=99,
+                trouble="disk full" if i == trouble else "",
+            ),
+            0.0,
+        )
+        for i, one in enumerate(members)
+    }
+    course = Course()
+    for event in [BEGUN, *kill(1, 100.0, lost=3), *kill(2, 200.0)]:
+        course.take(event)
+    seen = view or View(members[0], True, members[0], World(3, members, members[0]), 3, ("n9",))
+    made = document.make(seen, pulses, course, run_id="job", missed=0)
+    return dict(json.loads(json.dumps(made)))
+
+
+def test_a_screen_tells_what_somebody_asks_at_night() -> None:
+    """World, steps, copies, incidents with cause and cost."""
+    text = "\n".join(screen(said()))
+    for words in (
+        "job job: generation 3, 2 nodes, 2 ranks, led by n0",
+        "step 101, 2.5 steps/s",
+        "spares: n9",
+        "2 incidents (2 signal), 3 steps run again",
+        "rank 1 on node b was killed by SIGKILL",
+        "99, ",
+    ):
+        assert words in text
+
+
+def test_without_a_world_it_says_what_is_waited_for() -> None:
+    """And who is not here."""
+    view = View(A, True, A, None, 3, (), ("c",), "2 of 3 nodes are here")
+    text = "\n".join(screen(said(view=view)))
+    assert "no world runs, led by a" in text
+    assert "waiting: 2 of 3 nodes are here" in text
+    assert "not here: c" in text
+    alone = View(B, generation=3, waiting="it calls a:1")
+    assert "nobody leads" in "\n".join(screen(said(view=alone)))
+    assert "over for all" in "\n".join(screen(said(view=View(B, over="over for all"))))
+
+
+def test_of_a_thousand_nodes_those_in_trouble_are_shown() -> None:
+    """One screen is one screen."""
+    lines = screen(said(1000, trouble=777))
+    assert len(lines) < MAX_NODES + 20
+    assert any("n777" in line and "disk full" in line for line in lines)
+    assert f"and {1000 - MAX_NODES} more" in lines
+
+
+# ---- finding agents ------------------------------------------------------------------------------------
+
+
+def look_file(node_dir: Path, run_id: str) -> Path:
+    """What an agent leaves."""
+    node_dir.mkdir(parents=True)
+    path = node_dir / contract.LOOK_FILE
+    path.write_text(
+        json.dumps(
+            {"run_id": run_id, "address": "127.0.0.1:1", "endpoints": ["127.0.0.1:2"], "key": "00" * 32}
+        )
+    )
+    return path
+
+
+def find(path: Path | None, **more: Any) -> asking.Job:
+    """`asking.find` without flags."""
+    return asking.find(path, **{"endpoint": None, "run_id": None, "token_file": None, **more})
+
+
+def test_a_job_is_found_from_the_directories_it_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its root, a run's, a node's, or what the environment names; of several jobs the one that is named."""
+    for name in [one for one in os.environ if one.startswith(("ELASTIC_", "SLURM", "PET_"))]:
+        monkeypatch.delenv(name)
+    path = look_file(tmp_path / "one" / "n0", "one")
+    for place in (tmp_path, tmp_path / "one", tmp_path / "one" / "n0"):
+        job = find(place)
+        assert (job.run_id, job.addresses) == ("one", ["127.0.0.1:1", "127.0.0.1:2"])
+    monkeypatch.setenv(contract.ENV_CKPT_DIR, str(tmp_path))
+    assert find(None).run_id == "one"
+    look_file(tmp_path / "two" / "n0", "two")
+    with pytest.raises(UsageError, match=r"2 jobs run here \(one, two\): say which with --rdzv-id"):
+        find(tmp_path)
+    assert find(tmp_path, run_id="two").run_id == "two"
+    for damage in ("", "[]", "{}", "[" * 9999, '{"run_id": 1, "address": 2, "endpoints": [], "key": ""}'):
+        path.write_text(damage)
+        assert find(tmp_path).run_id == "two"
+    with pytest.raises(UsageError, match=r"--rdzv-endpoint and --rdzv-id"):
+        find(tmp_path / "one")
+    with pytest.raises(UsageError, match="add --rdzv-id"):
+        find(None, endpoint="127.0.0.1:1")
+    with pytest.raises(RendezvousLostError, match=r"127\.0\.0\.1:1: .*refused"):
+        find(None, endpoint="127.0.0.1:1", run_id="x").ask()
