@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["run"]:
             return run(words[1:])
+        if words[:1] == ["chaos"]:
+            return chaos(words[1:])
         args = _parser().parse_args(words)
         function: Callable[[argparse.Namespace], int] = args.function
         return function(args)
@@ -32,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         if words[:1] == ["run"]:  # on another machine it may do
             return contract.EXIT_MACHINE if isinstance(error, MachineError) else contract.EXIT_AT_FAULT
-        # As of `diff` itself: 1 says that two files differ.
-        return contract.EXIT_USAGE if words[:1] == ["diff"] else contract.EXIT_AT_FAULT
+        # As of these themselves: 1 says that two files differ, or that a job ended wrong.
+        return contract.EXIT_USAGE if words[:1] in (["diff"], ["chaos"]) else contract.EXIT_AT_FAULT
     except KeyboardInterrupt:
         return contract.EXIT_SIGNALLED + signal.SIGINT
 
@@ -53,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # Its flags are torchrun's: they are listed by `run --help`, because reading them imports torch.
     commands.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)
+    # What follows its own flags is for `run`, so it is taken apart by itself.
+    commands.add_parser("chaos", help="run a job on simulated nodes, break them by a plan", add_help=False)
     looking.register(commands)
     differing.register(commands)
     manifest.register(commands)
@@ -98,6 +102,16 @@ def simulate(args: argparse.Namespace) -> int:
         return simbatch.tell_one(args.seed, args.broken_rule)
     seeds = range(args.first, args.first + args.seeds)
     return simbatch.tell_many(seeds, args.broken_rule, args.jobs)
+
+
+# ---- chaos ---------------------------------------------------------------------------------------------
+
+
+def chaos(words: Sequence[str]) -> int:
+    """``elastic-resume chaos [flags] [flags of run] -- script args…``."""
+    from elastic_resume.faults import chaos as breaking  # noqa: PLC0415
+
+    return breaking.main(words)
 
 
 # ---- run -----------------------------------------------------------------------------------------------

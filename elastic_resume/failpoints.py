@@ -13,10 +13,10 @@
     do:NAME                what this process has offered by that name (`offer`)
 
 An action may carry ``@N``: only the N-th time this process passes (``kill@3``). And conditions, each after a
-semicolon: ``rank=1``, ``node=n2``, ``step=20`` (that step or a later one), ``once=NAME`` (never again, in no
-process: the file NAME.fired in ELASTIC_RESUME_FAULTS_DIR says so, and who it was), ``for=SECONDS`` (on
-and on for so long, in the process that was the first). With that directory set, the file ``armed`` in it is a
-list like the variable's, and may change at any time.
+semicolon: ``rank=1``, ``local=0``, ``node=n2``, ``step=20`` (that step or a later one), ``once=NAME`` (never
+again, in no process: the file NAME.fired in ELASTIC_RESUME_FAULTS_DIR says so, and who it was),
+``for=SECONDS`` (on and on for so long, in the process that was the first). With that directory set, the file
+``armed`` in it is a list like the variable's, and may change at any time.
 
 With neither variable set, `hit` is one dictionary look-up.
 """
@@ -46,7 +46,7 @@ from elastic_resume.errors import ConfigError
 Data = TypeVar("Data", bytes, memoryview)
 
 VERBS = ("kill", "stop", "exit", "raise", "delay", "hold-gil", "out-of-memory", "flip", "wait", "do")
-CONDITIONS = ("rank", "node", "step", "once", "for")
+CONDITIONS = ("rank", "local", "node", "step", "once", "for")
 ARMED_FILE = "armed"
 FIRED, REACHED, DONE = ".fired", ".reached", ".done"
 WAIT_S = 10.0  # a laboratory that has died holds nobody for longer
@@ -64,6 +64,7 @@ class _Point:
     value: str = ""
     nth: int = 0
     rank: str = ""
+    local: str = ""
     node: str = ""
     step: int = 0
     once: str = ""
@@ -82,7 +83,8 @@ def _parse(text: str) -> dict[str, list[_Point]]:
         told = dict(condition.partition("=")[::2] for condition in conditions)
         readable = bool(equals) and verb in VERBS and set(told) <= set(CONDITIONS)
         try:
-            numbers = float(value or 0) if verb in _NUMBERS else 0.0, float(told.get("for", 0))
+            float(value or 0) if verb in _NUMBERS else 0
+            for_s = float(told.get("for", 0))
             counts = int(nth or 0), int(told.get("step", 0))
         except ValueError:
             readable = False
@@ -92,8 +94,8 @@ def _parse(text: str) -> dict[str, list[_Point]]:
                 f"commit.before-rename=kill, with one of {', '.join(VERBS)}, :VALUE where it takes one, and "
                 f"optionally @N and ;{'=…;'.join(CONDITIONS)}=…"
             )
-        rank, node, once = (told.get(key, "") for key in ("rank", "node", "once"))
-        point = _Point(verb, value, counts[0], rank, node, counts[1], once, numbers[1])
+        rank, local, node, once = (told.get(key, "") for key in ("rank", "local", "node", "once"))
+        point = _Point(verb, value, counts[0], rank, local, node, counts[1], once, for_s)
         points.setdefault(name, []).append(point)
     return points
 
@@ -167,12 +169,24 @@ def _look() -> None:
 
 
 def _key(name: str, point: _Point) -> tuple[object, ...]:
-    return name, point.verb, point.value, point.nth, point.rank, point.node, point.step, point.once
+    return (
+        name,
+        point.verb,
+        point.value,
+        point.nth,
+        point.rank,
+        point.local,
+        point.node,
+        point.step,
+        point.once,
+    )
 
 
 def _is_due(point: _Point, step: int) -> bool:
     # Forked before they were known: not read when the list is.
     if point.rank and point.rank != os.environ.get("RANK"):
+        return False
+    if point.local and point.local != os.environ.get(contract.ENV_LOCAL_RANK, os.environ.get("LOCAL_RANK")):
         return False
     if point.node and point.node != os.environ.get(contract.ENV_NODE_NAME):
         return False

@@ -72,7 +72,7 @@ def test_an_action_is_done_to_whom_it_concerns(
 ) -> None:
     """At step 19, by rank 1 on node n2, in a process of its own; from variable and list alike."""
     failpoints.offer("end", lambda: os._exit(5))
-    mark = arming.arm(f"step={action}", again=True)
+    mark = arming.arm(f"step={action}", once="")
     assert status_of(lambda: failpoints.hit("step", 19)) == status
     assert status_of(lambda: failpoints.hit("other", 19)) == 0
     arming.disarm(mark)

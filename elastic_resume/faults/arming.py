@@ -1,8 +1,8 @@
 """Arms failpoints of processes that run: the other side of `elastic_resume.failpoints`.
 
 All nodes of a job are given one directory. What is armed is a list in it that is replaced in one piece; what
-has fired, and what waits at its point, are files that outlive whoever made them. Who is armed does it once,
-whichever process comes first, unless ``again`` is said.
+has fired, and what waits at its point, are files that outlive whoever made them. An action is done
+once, by whichever process comes first, unless ``once=""`` is said.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ class Arming:
         """What the job's processes find the directory by."""
         return {contract.ENV_FAULTS_DIR: str(self.directory)}
 
-    def arm(self, point: str, *, again: bool = False, **conditions: object) -> str:
+    def arm(self, point: str, **conditions: object) -> str:
         """Arm ``NAME=ACTION`` with conditions (see `failpoints`); give the mark by which to ask for it."""
         self._count += 1
         mark = f"f{self._count}"
-        told = {key.rstrip("_"): value for key, value in conditions.items() if value not in (None, "")}
-        if not again:
-            told["once"] = mark
-        self._entries[mark] = ";".join([point, *(f"{key}={value}" for key, value in told.items())])
+        told = {"once": mark, **{key.rstrip("_"): value for key, value in conditions.items()}}
+        self._entries[mark] = ";".join([point, *(f"{k}={v}" for k, v in told.items() if v not in (None, ""))])
         self._write()
         return mark
 

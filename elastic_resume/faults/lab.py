@@ -26,7 +26,7 @@ from elastic_resume.faults.mishaps import Mishaps, Moment
 from elastic_resume.faults.moments import MomentError
 from elastic_resume.faults.nodes import ClusterTimeoutError, Node, Recovery
 
-__all__ = ["Cluster", "ClusterTimeoutError", "Moment", "MomentError", "Node", "Recovery"]
+__all__ = ["Cluster", "ClusterTimeoutError", "Hosts", "Moment", "MomentError", "Node", "Recovery"]
 
 
 class Cluster(Mishaps):
@@ -103,9 +103,9 @@ class Cluster(Mishaps):
             **self.arming.env,
             **(env or {}),
         }
-        self._endpoint = ",".join(
+        self.endpoints = [
             f"{one.address}:{below.port(index)}" for index, one in enumerate(self.nodes[:candidates])
-        )
+        ]
         self._script: list[str] = []
 
     # ---- life ----------------------------------------------------------------------------------------
@@ -126,8 +126,15 @@ class Cluster(Mishaps):
         self._notice(index).unlink(missing_ok=True)
         command = [
             *(sys.executable, "-m", "elastic_resume", "run"),
-            *("--nnodes", self._shape, "--nproc-per-node", str(self._workers), "--rdzv-id", self.run_id),
-            *("--rdzv-endpoint", self._endpoint),
+            *(
+                "--nnodes",
+                self._shape,
+                "--nproc-per-node",
+                str(self.workers_per_node),
+                "--rdzv-id",
+                self.run_id,
+            ),
+            *("--rdzv-endpoint", ",".join(self.endpoints)),
             *("--local-addr", node.address, "--node-name", node.name, "--ckpt-dir", str(node.ckpt_dir)),
             *self._flags,
             *flags,

@@ -22,7 +22,7 @@ from elastic_resume.events import Event
 from elastic_resume.faults import ending
 from elastic_resume.faults.grounds import Ground
 from elastic_resume.faults.moments import Moments
-from elastic_resume.report import incidents, render
+from elastic_resume.report import incidents, render, story
 from elastic_resume.store import board
 from elastic_resume.store.catalog import Catalog, Entry
 
@@ -83,7 +83,7 @@ class Nodes:
         self.run_dir = self.ckpt_dir / run_id
         self.nodes: list[Node] = []
         self._ground = ground
-        self._workers = workers_per_node
+        self.workers_per_node = workers_per_node
         self._moments = Moments(self.lines)
 
     # ---- what can be seen ----------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Nodes:
     def lines(self) -> Iterator[tuple[int, board.Line]]:
         """What each rank has noted of the step that it finished last: node, and line of its board."""
         for index, node in enumerate(self.nodes):
-            for line in board.read_lines(node.directory / contract.BOARD_FILE, self._workers):
+            for line in board.read_lines(node.directory / contract.BOARD_FILE, self.workers_per_node):
                 yield index, line
 
     @property
@@ -145,7 +145,7 @@ class Nodes:
 
     def table(self) -> str:
         """What `elastic-resume report` tells of the run so far."""
-        return render.as_text(incidents.tell(self.events()))
+        return render.as_text(story.tell(self.events()))
 
     def tails(self) -> str:
         """What each node has printed last."""

@@ -1,0 +1,303 @@
+"""``elastic-resume chaos``: a job on simulated nodes under a plan of faults, and what came of it.
+
+Promise: what cannot be done on these nodes is refused before anything starts; each fault and each recovery
+is told when it happens; at the end there are the report's table, the fate of each fault and one sentence.
+When it is over, in whatever way, no process, namespace or mount is left, and no file outside its directory.
+
+Exit codes: 0 the job ended right; 1 it ended wrong, or stood still; 2 nothing was started; 3 it ended right,
+but a fault that the plan names never came, so that less is proven than was asked for; 128 + n signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import math
+import secrets
+import shlex
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from elastic_resume import contract, values
+from elastic_resume.config import Parser
+from elastic_resume.errors import ConfigError
+from elastic_resume.faults import hosts, kinds, plan_text
+from elastic_resume.faults.course import DONE, Fate
+from elastic_resume.faults.lab import Hosts
+from elastic_resume.faults.plan import Every, Plan
+from elastic_resume.faults.trial import PATIENCE_S, Interrupted, Job, Outcome, run
+from elastic_resume.report import render
+from elastic_resume.report.incidents import Generation
+from elastic_resume.report.text import amount, seconds, table, wrap
+
+PROG = "elastic-resume chaos"
+MTBF_S = 15.0
+OWN: dict[Hosts, tuple[str, ...]] = {
+    "loopback": (),
+    "namespaces": (kinds.NETWORK, kinds.DISK, kinds.CLOCK),
+}
+EXIT_NOT_REACHED = 3
+OURS = {
+    "--nnodes": "--nodes and --min-nodes",
+    "--nproc-per-node": "--workers-per-node",
+    "--nproc_per_node": "--workers-per-node",
+    "--ckpt-dir": "--dir",
+    "--rdzv-id": "--dir",
+    "--run-id": "--dir",
+    "--rdzv-endpoint": "--nodes",
+    "--node-name": "--nodes",
+    "--local-addr": "--nodes",
+}
+
+
+# ---- the command ---------------------------------------------------------------------------------------
+
+
+def main(words: Sequence[str]) -> int:
+    """``elastic-resume chaos [flags] [flags of run] -- script args…``; see the module for its exit codes.
+
+    Raises:
+        ConfigError: the command, or the plan, is wrong.
+        MachineError: these hosts cannot be had here.
+
+    """
+    job, saved = parse(words)
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        for at, line in enumerate(wrap(text, indent=" " * 10)):
+            print(line if at else f"{time.monotonic() - began:7.1f} s  {line}", flush=True)
+
+    if saved is not None:
+        _write(saved, plan_text.to_text(job.plan))
+    print(f"{shlex.join(job.script)} on {_where(job)}; seed {job.plan.seed}", flush=True)
+    try:
+        with _signals():
+            outcome = run(job, say)
+    except Interrupted as ended:
+        print("\n" + told(job, ended.outcome), flush=True)
+        return contract.EXIT_SIGNALLED + ended.number
+    print("\n" + told(job, outcome), flush=True)
+    if outcome.why:
+        return contract.EXIT_AT_FAULT
+    return EXIT_NOT_REACHED if outcome.not_reached else contract.EXIT_DONE
+
+
+def parse(words: Sequence[str]) -> tuple[Job, Path | None]:
+    """Read the command: the job, and where its plan is to be saved."""
+    before, after = _split(words)
+    parser = _parser()
+    args, flags = parser.parse_known_args(before)
+    if not after:
+        parser.error("write the script behind --, as in: chaos --nodes 4 --mtbf 15s -- train.py --epochs 3")
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if name in OURS:
+            raise ConfigError(
+                f"{name} is not for chaos to pass on: it decides that itself; see {OURS[name]}."
+            )
+    plan = _plan(args)
+    chosen: Hosts = args.hosts or ("loopback" if hosts.available() else "namespaces")
+    shape = {"nodes": args.nodes, "workers_per_node": args.workers_per_node}
+    plan.refuse(**shape, own=OWN[chosen])
+    if not 1 <= args.min_nodes <= args.nodes:
+        raise ConfigError(f"--min-nodes is {args.min_nodes}: write 1 to {args.nodes}.")
+    directory = args.dir.absolute()
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if any(directory.iterdir()):
+            raise ConfigError(f"{directory} is not empty: name another --dir, or remove what is there.")
+    job = Job(
+        directory,
+        **shape,
+        min_nodes=args.min_nodes,
+        hosts=chosen,
+        flags=tuple(flags),
+        script=tuple(after),
+        plan=plan,
+        own=OWN[chosen],
+        disk_bytes=args.disk,
+        memory_bytes=args.memory,
+        for_s=args.for_s,
+        drain=args.drain,
+        patience_s=args.patience,
+    )
+    return job, args.save_plan
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    listed = list(words)
+    if "--" not in listed:
+        return listed, []
+    at = listed.index("--")
+    return listed[:at], listed[at + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog=PROG,
+        usage=f"{PROG} [flags] [flags of `elastic-resume run`] -- script [its arguments]",
+        description="Run a training script on simulated nodes, break them by a plan, tell what came of it.",
+        epilog="Exit codes: 0 the job ended right, 1 wrong, 2 nothing was started, 3 right, but a fault that "
+        "the plan names never came.",
+    )
+
+    def add(flag: str, what: str, **more: object) -> None:
+        parser.add_argument(flag, help=what, **more)  # type: ignore[arg-type]
+
+    add("--nodes", "simulated nodes, n0 to n{N-1} (default 3)", type=_count, default=3, metavar="N")
+    add("--min-nodes", "fewest that train on (default 1)", type=_count, default=1, metavar="N")
+    add("--workers-per-node", "ranks on each (default 1)", type=_count, default=1, metavar="N")
+    add("--plan", "what befalls whom and when: see docs/chaos.md", type=Path, metavar="FILE.yaml")
+    add("--seed", "decides all that the plan leaves open, or all of it", type=int, metavar="N")
+    add("--mtbf", "mean time between faults that are drawn (default 15s without a plan)", type=_seconds,
+        metavar="TIME")  # fmt: skip
+    add("--for", "no fault comes later than this after the first step", dest="for_s", type=_seconds,
+        metavar="TIME")  # fmt: skip
+    add("--drain", "then drain the job, whose script has no end", action="store_true")
+    add("--hosts", "namespaces: an address, a disk and a /dev/shm for each node, as root (default where that "
+        "can be); loopback: processes only", choices=sorted(OWN))  # fmt: skip
+    add("--disk", "size of each node's disk, in namespaces (default 256MB)", type=_size, metavar="SIZE")
+    add("--memory", "what its processes may use, likewise (default: no limit)", type=_size, metavar="SIZE")
+    add("--dir", "logs, checkpoints and events go there (default ./chaos-run)", type=Path,
+        default=Path("chaos-run"))  # fmt: skip
+    add("--save-plan", "write the plan that is carried out", type=Path, metavar="FILE.yaml")
+    add("--patience", "a job without a step for so long stands still (default 5m)", type=_seconds,
+        default=PATIENCE_S, metavar="TIME")  # fmt: skip
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= hosts.MAX_NODES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {hosts.MAX_NODES}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return values.seconds("it", text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _size(text: str) -> int:
+    try:
+        return values.size("it", text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """The plan of the command line: of a file, drawn, or both."""
+    plan = plan_text.read(args.plan) if args.plan else Plan(seed=secrets.randbelow(1 << 31))
+    if args.seed is not None:
+        plan = replace(plan, seed=args.seed)
+    if args.mtbf is not None or args.plan is None:
+        mtbf_s = MTBF_S if args.mtbf is None else args.mtbf
+        plan = replace(plan, every=replace(plan.every or Every(mtbf_s), mtbf_s=mtbf_s))
+    return plan
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--save-plan {path}: cannot be written: {error.strerror}.") from error
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """Let SIGTERM end it as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ---- what is told at the end ---------------------------------------------------------------------------
+
+
+def told(job: Job, outcome: Outcome) -> str:
+    """The report's table, the fate of each fault, and what it all means."""
+    lines = [render.as_text(outcome.story).rstrip(), "", *_fates(outcome), ""]
+    lines += wrap(_verdict(job, outcome))
+    why, *tails = outcome.why.splitlines() or [""]
+    del why
+    lines += tails
+    again = f"the same faults again: {PROG} --seed {job.plan.seed} with the same flags and plan"
+    return "\n".join([*lines, *wrap(f"{again}; what the nodes wrote is in {job.directory}")])
+
+
+def _fates(outcome: Outcome) -> list[str]:
+    followed = _followed(outcome)
+    rows = []
+    for fate in outcome.fates:
+        if fate.state == DONE:
+            then = followed.get(fate.number, "training went on")
+        elif fate.is_drawn:
+            continue  # those go on beyond any job's end
+        else:
+            then = f"never came: {fate.why or 'the job was over'}"
+        what = f"{fate.fault.what} {fate.whom or fate.fault.whom}"
+        rows.append((str(fate.number), what, _came(outcome, fate), then))
+    return table(("no", "fault", "at", "what followed"), rows, right=(0, 2), elastic=3) if rows else []
+
+
+def _came(outcome: Outcome, fate: Fate) -> str:
+    if fate.t is None or outcome.story.began is None:
+        return "-"
+    return seconds(max(0.0, fate.t - outcome.story.began))
+
+
+def _followed(outcome: Outcome) -> dict[int, str]:
+    """What each fault led to: the incidents after it, before the next one that hit the same node."""
+    done = sorted((fate for fate in outcome.fates if fate.t is not None), key=lambda fate: fate.t or 0.0)
+    rows = outcome.story.report.generations
+    found: dict[int, list[str]] = {}
+    for row, following in itertools.zip_longest(rows, rows[1:]):
+        until = following.began if following else math.inf
+        before = [fate for fate in done if (fate.t or 0.0) <= until]
+        same = [fate for fate in before if row.end.node and row.end.node in fate.nodes]
+        if row.end.is_failure and before:
+            found.setdefault((same or before)[-1].number, []).append(_incident(row))
+    return {number: "; ".join(texts) for number, texts in found.items()}
+
+
+def _incident(row: Generation) -> str:
+    lost = f", {row.lost_steps} lost" if row.lost_steps else ""
+    back = f", back in {seconds(row.recovered_s)}" if row.recovered_s is not None else ""
+    return f"{row.end.text}{back}{lost}"
+
+
+def _verdict(job: Job, outcome: Outcome) -> str:
+    report = outcome.story.report
+    came = sum(fate.state == DONE for fate in outcome.fates)
+    cost = (
+        f"{amount(came, 'fault')} came, {amount(report.incidents, 'incident')} followed, "
+        f"{amount(report.lost_steps, 'step')} run again"
+    )
+    if outcome.why:
+        return f"WRONG: {outcome.why.splitlines()[0]} ({cost})"
+    how = "was drained" if job.drain and job.for_s is not None else "ended right"
+    left = len(outcome.not_reached)
+    never = f"; {amount(left, 'fault')} of the plan never came" if left else ""
+    return f"The job {how}, at step {report.last_step}: {cost}{never}."
+
+
+def _where(job: Job) -> str:
+    own: dict[Hosts, str] = {
+        "loopback": "processes only",
+        "namespaces": "each with a network and a disk of its own",
+    }
+    workers = "" if job.workers_per_node == 1 else f" with {job.workers_per_node} workers each"
+    return f"{amount(job.nodes, 'node')}{workers} ({own[job.hosts]})"

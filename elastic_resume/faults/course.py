@@ -1,0 +1,287 @@
+"""The course of a job under a plan: which fault is due, what ends, who is started again.
+
+`Course.look` is called often, by the thread that owns the cluster, and never waits for anything longer than
+a death. A fault of a step is due when any rank has finished it, one of a time so long after the first step,
+one of a phase when a process stands at its point; and it waits for whom it is to hit. What died of a fault,
+or left, is started again after its time, as a cluster would; so is an agent that ended by itself.
+
+Promise: each fault is told (`faults.jsonl`, `say`) in the moment it is done, its fate is in `fates`, and
+`close` ends all that lasts. Does not know why the job does what it does after a fault: its events tell that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from elastic_resume import contract
+from elastic_resume.errors import ElasticResumeError
+from elastic_resume.events import EventLog
+from elastic_resume.faults import strike
+from elastic_resume.faults.arming import Arming
+from elastic_resume.faults.fault import Fault, duration
+from elastic_resume.faults.lab import Cluster
+from elastic_resume.faults.strike import NotNowError
+from elastic_resume.store.board import Line
+
+AGAIN_S = 2.0  # as long as a scheduler takes, at the least, to start a node again that ended by itself
+MAX_STARTS = 1000  # of one node: a job that ends at each start would be started for ever
+WAITING, ARMED, DONE, FAILED = "waiting", "armed", "done", "failed"
+
+
+@dataclass
+class Fate:
+    """What became of one fault. ``t``: when it was done first, in seconds since the epoch."""
+
+    number: int
+    fault: Fault
+    is_drawn: bool = False  # and not written in the plan
+    state: str = WAITING
+    times: int = 0
+    t: float | None = None
+    whom: str = ""
+    nodes: tuple[str, ...] = ()  # that it hit, by name; none of several
+    why: str = ""  # it has not come, or could not be done
+    generation: int = 0  # that it hit last
+    marks: list[str] = field(default_factory=list)  # of what is armed for it
+
+
+@dataclass(frozen=True)
+class _Later:
+    """What is to be done at a time."""
+
+    at: float
+    what: str
+    act: Callable[[], object]
+
+
+class Course:
+    """One job, and the faults that are still to come."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        schedule: Sequence[Fault],
+        arming: Arming,
+        say: Callable[[str], None] = lambda _: None,
+        written: int | None = None,
+    ) -> None:
+        """``arming``: of the nodes' environment, for faults within processes; ``written``: so many are."""
+        last = len(schedule) if written is None else written
+        self.fates = [Fate(number, fault, number > last) for number, fault in enumerate(schedule, 1)]
+        self._cluster = cluster
+        self._arming = arming
+        self._say = say
+        self._log = EventLog(cluster.run_dir / contract.FAULTS_FILE)
+        self._first_step: float | None = None
+        self._generation = 0
+        self._later: list[_Later] = []
+        self._back: dict[int, float] = {}  # node → seconds that it stays down, once it is
+        self._down: dict[int, float] = {}  # node → since when
+        self._starts = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the job's first step; 0 before it."""
+        return 0.0 if self._first_step is None else time.monotonic() - self._first_step
+
+    @property
+    def pending(self) -> list[Fate]:
+        """Faults that are still to come."""
+        return [fate for fate in self.fates if fate.state in {WAITING, ARMED}]
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way: no fault lasts, and nobody is about to be started again."""
+        return not self._later and not self._back
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no agent runs, and none will."""
+        return not any(node.alive for node in self._cluster.nodes) and not self._returning()
+
+    def look(self) -> None:
+        """Do what is due."""
+        lines = [line for _, line in self._cluster.lines()]
+        self._generation = max((line.generation for line in lines), default=0)
+        if self._first_step is None and any(line.step > 0 for line in lines):
+            self._first_step = time.monotonic()
+        for later in [one for one in self._later if time.monotonic() >= one.at]:
+            self._later.remove(later)
+            self._say(later.what)
+            self._try(later)
+        self._tend()
+        for fate in self.fates:
+            if fate.state == DONE and fate.fault.repeat and self._generation > fate.generation:
+                fate.state = WAITING
+            if fate.state == WAITING and self._is_due(fate.fault, lines):
+                self._begin(fate)
+            if fate.state == ARMED:
+                self._look_at_armed(fate)
+
+    def finish(self) -> None:
+        """Let no further fault come, and start nobody again but who is down because of one."""
+        for fate in self.pending:
+            self._disarm(fate)
+            fate.state, fate.why = FAILED, fate.why or "its time had not come"
+
+    def dismiss(self) -> None:
+        """Start nobody again from now on."""
+        self._starts = MAX_STARTS
+
+    def close(self) -> None:
+        """End what lasts."""
+        self.finish()
+        for later in self._later:
+            self._try(later)
+        self._later = []
+        self._log.close()
+
+    # ---- when ----------------------------------------------------------------------------------------
+
+    def _is_due(self, fault: Fault, lines: Sequence[Line]) -> bool:
+        if fault.step is not None:
+            # Those that are armed look at the step themselves, and hit that very one.
+            return bool(strike.entry(fault)) or any(line.step >= fault.step for line in lines)
+        if fault.at_s is not None:
+            return self._first_step is not None and self.elapsed_s >= fault.at_s
+        return True
+
+    def _begin(self, fate: Fate) -> None:
+        """Do it, or let the process that it hits do it."""
+        fault = fate.fault
+        entry = strike.entry(fault)
+        fate.generation = self._generation
+        if entry:
+            for conditions in _conditions(fault, len(self._cluster.nodes), self._cluster.workers_per_node):
+                mark = self._arming.arm(entry, step=fault.step, for_=_lasting(fault), **conditions)
+                fate.marks.append(mark)
+            fate.state = ARMED
+        elif fault.phase:
+            where: dict[str, object] = (
+                {"node": self._cluster.nodes[fault.node].name} if fault.node is not None else {}
+            )
+            fate.marks.append(self._arming.arm(f"{fault.point}=wait", **where))
+            fate.state = ARMED
+        else:
+            self._strike(fate)
+
+    def _look_at_armed(self, fate: Fate) -> None:
+        for mark in list(fate.marks):
+            if strike.entry(fate.fault):
+                who = self._arming.fired(mark)
+                if who is not None:
+                    self._disarm(fate)
+                    rank = int(who["rank"]) if str(who.get("rank", "")).isdecimal() else None
+                    node = str(who.get("node", ""))
+                    self._done(fate, f"rank {rank} on {node}" if rank is not None else node, (node,), rank)
+                    return
+            elif self._arming.waits(mark):
+                self._strike(fate)
+                if fate.state != ARMED:
+                    self._arming.release(mark)
+                    self._disarm(fate)
+
+    def _disarm(self, fate: Fate) -> None:
+        for mark in fate.marks:
+            self._arming.disarm(mark)
+        fate.marks = []
+
+    # ---- what ----------------------------------------------------------------------------------------
+
+    def _strike(self, fate: Fate) -> None:
+        fault = fate.fault
+        try:
+            targets = strike.aim(self._cluster, fault)
+            undos = [strike.strike(self._cluster, fault, target) for target in targets]
+        except NotNowError as error:
+            fate.why = str(error)
+            return
+        except ElasticResumeError as error:
+            fate.state, fate.why = FAILED, str(error)
+            self._say(f"fault {fate.number}: {fault.what} could not be done: {error}")
+            return
+        if fault.back_after_s is not None:
+            self._back.update({target.index: fault.back_after_s for target in targets})
+        if fault.for_s is not None:
+            at = time.monotonic() + fault.for_s
+            what = f"fault {fate.number} is over: {fault.what} {' and '.join(map(str, targets))}"
+            self._later += [_Later(at, what, undo) for undo in undos if undo is not None]
+        names = [self._cluster.nodes[one.node].name for one in targets if one.node is not None]
+        self._done(fate, ", ".join(map(str, targets)), tuple(names), targets[0].rank)
+
+    def _done(self, fate: Fate, whom: str, nodes: tuple[str, ...], rank: int | None) -> None:
+        fault = fate.fault
+        fate.state, fate.why = DONE, ""
+        fate.times += 1
+        fate.generation = self._generation
+        fate.whom = whom if fault.groups == () else fault.whom
+        fate.t, fate.nodes = fate.t or time.time(), nodes
+        set_to = strike.told(fault)
+        message = f"{fault.what} {fate.whom}" + (f" ({set_to})" if set_to else "")
+        self._say(f"fault {fate.number}: {message}" + ("" if fault.at_s is not None else fault.when))
+        self._log.write(
+            "fault",
+            number=fate.number,
+            what=fault.what,
+            where=fate.whom,
+            when=fault.when.strip(),
+            node=nodes[0] if len(nodes) == 1 else "",
+            rank=rank,
+            message=message,
+        )
+
+    def _try(self, later: _Later) -> None:
+        try:
+            later.act()
+        except ElasticResumeError as error:
+            self._say(f"{later.what}: {error}")
+
+    # ---- who is started again ------------------------------------------------------------------------
+
+    def _returning(self) -> bool:
+        return any(self._wants_to_return(index) for index in range(len(self._cluster.nodes)))
+
+    def _wants_to_return(self, index: int) -> bool:
+        if any(self._code(other) == contract.EXIT_DONE for other in range(len(self._cluster.nodes))):
+            return False  # the job is over, and would be another one
+        code = self._code(index)
+        if code is None or self._starts >= MAX_STARTS:
+            return False
+        return index in self._back or code not in {contract.EXIT_AT_FAULT, contract.EXIT_USAGE}
+
+    def _code(self, index: int) -> int | None:
+        """How a node's agent ended; None while it runs, or where it has not been started."""
+        agent = self._cluster.nodes[index].agent
+        return None if agent is None else agent.poll()
+
+    def _tend(self) -> None:
+        """Start again who has been down for its time."""
+        for index, node in enumerate(self._cluster.nodes):
+            if not self._wants_to_return(index):
+                self._down.pop(index, None)
+                continue
+            since = self._down.setdefault(index, time.monotonic())
+            wait_s = self._back.get(index, AGAIN_S)
+            if time.monotonic() >= since + wait_s:
+                self._starts += 1
+                self._back.pop(index, None)
+                self._down.pop(index, None)
+                self._say(f"{node.name} is started again, {duration(wait_s)} after its end")
+                self._cluster.start_node(index)
+
+
+def _conditions(fault: Fault, nodes: int, workers: int) -> list[dict[str, object]]:
+    """Whose failpoint is armed: one entry for each that is to be hit."""
+    if fault.kind.hits != "worker":
+        return [{"node": f"n{node}"} for node in ([fault.node] if fault.node is not None else range(nodes))]
+    if fault.role == "all":
+        return [{"rank": rank} for rank in range(nodes * workers)]
+    if fault.node is not None:
+        return [{"node": f"n{fault.node}", "local": 0}]
+    return [{"rank": 0 if fault.role == "rank-0" else fault.rank}]
+
+
+def _lasting(fault: Fault) -> float | None:
+    return fault.for_s if fault.what == "slow-rank" else None

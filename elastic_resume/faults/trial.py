@@ -1,0 +1,273 @@
+"""One trial: a job on simulated nodes under a plan, from its start to its end.
+
+The thread that calls `run` looks every few milliseconds: what is due (`course.py`), what the nodes have told,
+and whether the job still gets on. Promise: when `run` has returned, or raised, the nodes are gone with all
+that they stood on. What they have written stays below the job's directory.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_resume import contract
+from elastic_resume.events import Event
+from elastic_resume.faults.arming import Arming
+from elastic_resume.faults.course import DONE, Course, Fate
+from elastic_resume.faults.lab import Cluster, Hosts
+from elastic_resume.faults.plan import Plan
+from elastic_resume.report import story
+from elastic_resume.report.story import Story
+
+RUN_ID = "chaos"
+LOOK_S, NEWS_S = 0.02, 0.25
+LONGEST_S = 86400.0  # of what is drawn where nobody says for how long
+PATIENCE_S = 300.0
+ENDING_S = 30.0  # for who was just being started again when the job ended on the others
+MARK_S = 1.0  # a step of each rank in its events
+MAX_NEWS_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run, where, and for how long it is disturbed."""
+
+    directory: Path
+    nodes: int
+    min_nodes: int
+    workers_per_node: int
+    hosts: Hosts
+    flags: tuple[str, ...]
+    script: tuple[str, ...]
+    plan: Plan
+    own: tuple[str, ...] = ()  # what each node has of its own, of `kinds.Kind.needs`
+    disk_bytes: int | None = None
+    memory_bytes: int | None = None
+    for_s: float | None = None
+    drain: bool = False
+    patience_s: float = PATIENCE_S
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it.
+
+    ``why``: it ended wrong; empty: right. ``codes``: how the nodes' agents ended (None: they did not).
+    """
+
+    why: str
+    codes: tuple[int | None, ...]
+    fates: tuple[Fate, ...]
+    story: Story
+
+    @property
+    def not_reached(self) -> list[Fate]:
+        """Faults that the plan names and that never came; those that are drawn go on beyond any job's end."""
+        return [fate for fate in self.fates if fate.state != DONE and not fate.is_drawn]
+
+
+class Interrupted(Exception):  # noqa: N818  as KeyboardInterrupt, it is no error
+    """Somebody wants an end, at once. ``outcome``: what is known so far."""
+
+    def __init__(self, number: int, outcome: Outcome) -> None:
+        super().__init__(number)
+        self.number, self.outcome = number, outcome
+
+
+def run(job: Job, say: Callable[[str], None]) -> Outcome:
+    """Run the job to its end, and tell what happens as it happens.
+
+    Raises:
+        MachineError: these hosts cannot be had here.
+        UsageError: they have no disk or memory of a size of their own.
+        Interrupted: by SIGINT or SIGTERM.
+
+    """
+    with Cluster(
+        job.directory,
+        nodes=job.nodes,
+        min_nodes=job.min_nodes,
+        workers_per_node=job.workers_per_node,
+        run_id=RUN_ID,
+        candidates=job.nodes,
+        hosts=job.hosts,
+        disk_bytes=job.disk_bytes,
+        memory_bytes=job.memory_bytes,
+        flags=job.flags,
+        env={contract.ENV_STEP_MARK_S: str(MARK_S)},
+    ) as cluster:
+        trial = _Trial(job, cluster, say)
+        try:
+            why = trial.follow()
+        except KeyboardInterrupt:
+            raise Interrupted(signal.SIGINT, trial.outcome("it was interrupted")) from None
+        finally:
+            trial.close()
+        return trial.outcome(why)
+
+
+class _Trial:
+    """A job as it goes."""
+
+    def __init__(self, job: Job, cluster: Cluster, say: Callable[[str], None]) -> None:
+        self._job, self._cluster, self._say = job, cluster, say
+        arming = Arming(job.directory / "armed")
+        cluster.env.update(arming.env)
+        size = {"nodes": job.nodes, "workers_per_node": job.workers_per_node}
+        until_s = LONGEST_S if job.for_s is None else job.for_s
+        schedule = job.plan.schedule(**size, until_s=until_s, own=job.own)
+        self._course = Course(cluster, schedule, arming, say, written=len(job.plan.faults))
+        self._tails = [_Tail(node.directory / contract.EVENTS_FILE) for node in cluster.nodes]
+        self._moved = time.monotonic()
+        self._furthest = (0, 0)
+        self._ended: float | None = None
+        self._drained = False
+
+    def follow(self) -> str:
+        """Start the job, and return at its end: why that is wrong, or nothing."""
+        script, *words = self._job.script
+        self._say(f"{self._job.nodes} nodes start")
+        self._cluster.start(script, *words)
+        next_news = 0.0
+        while not self._course.is_over:
+            self._course.look()
+            now = time.monotonic()
+            if now >= next_news:
+                next_news = now + NEWS_S
+                self._tell_news()
+                why = self._stands_still(now)
+                if why:
+                    return why
+                self._end_faults()
+                self._end_late(now)
+            time.sleep(LOOK_S)
+        self._tell_news()
+        return self._judge()
+
+    def outcome(self, why: str) -> Outcome:
+        """All that is known now."""
+        codes = tuple(node.agent.poll() if node.agent else None for node in self._cluster.nodes)
+        return Outcome(why, codes, tuple(self._course.fates), story.tell(self._cluster.events()))
+
+    def close(self) -> None:
+        """End what lasts."""
+        self._course.close()
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _tell_news(self) -> None:
+        for tail in self._tails:
+            for event in tail.fresh():
+                said = _news(event)
+                if said:
+                    self._say(said)
+
+    def _stands_still(self, now: float) -> str:
+        furthest = max(((line.generation, line.step) for _, line in self._cluster.lines()), default=(0, 0))
+        if furthest != self._furthest:
+            self._furthest, self._moved = furthest, now
+        if now < self._moved + self._job.patience_s:
+            return ""
+        return (
+            f"no rank finished a step for {self._job.patience_s:.0f} s (generation {furthest[0]}, step "
+            f"{furthest[1]}).\n{self._cluster.tails()}"
+        )
+
+    def _end_faults(self) -> None:
+        for_s = self._job.for_s
+        if for_s is None or self._course.elapsed_s < for_s:
+            return
+        if self._course.pending:
+            self._course.finish()
+        if self._job.drain and not self._drained and self._course.is_quiet:
+            self._drained = True
+            self._course.dismiss()
+            self._say("all faults have come: the job is drained")
+            for index in range(self._job.nodes):
+                self._cluster.kill_agent(index, signal.SIGTERM)
+
+    def _end_late(self, now: float) -> None:
+        """End nodes that were being started again when the job ended: nobody is left for them to join."""
+        if not any(code == contract.EXIT_DONE for code in self._codes()):
+            return
+        self._ended = self._ended or now
+        for index, node in enumerate(self._cluster.nodes):
+            if now > self._ended + ENDING_S and node.alive:
+                self._say(f"{node.name} came back when the job had ended, and is stopped")
+                self._cluster.kill_node(index)
+
+    def _codes(self) -> list[int | None]:
+        return [node.agent.poll() if node.agent else None for node in self._cluster.nodes]
+
+    def _judge(self) -> str:
+        """Why this end is wrong; nothing if it is right."""
+        codes = self._codes()
+        gave_up = [node.name for node, code in zip(self._cluster.nodes, codes, strict=True) if code == 1]
+        if contract.EXIT_DONE in codes and not gave_up:
+            return ""
+        if self._drained and contract.EXIT_AT_FAULT not in codes:
+            return ""
+        told = f"exit codes {', '.join(str(code) for code in codes)}"
+        return f"the job did not get to its end: {told}.\n{self._cluster.tails()}"
+
+
+class _Tail:
+    """Reads what a node's event file has gained."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def fresh(self) -> Iterator[Event]:
+        """Give each event that was not there at the last call."""
+        try:
+            with open(self._path, "rb") as file:
+                if file.seek(0, 2) < self._offset:  # the disk was wiped
+                    self._offset = 0
+                file.seek(self._offset)
+                data = file.read(MAX_NEWS_BYTES)
+        except OSError:  # the disk is broken, or not there yet
+            return
+        whole = data.rfind(b"\n") + 1
+        self._offset += whole
+        for line in data[:whole].splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                yield event
+
+
+def _news(event: Event) -> str:
+    """What people are told of an event while the job runs; nothing of most."""
+    kind, node = event.get("event"), event.get("node")
+    if kind == "resume":
+        lacking = event.get("lacking") or []
+        sent = f", sent by {event.get('source_node')} to {', '.join(lacking)}" if lacking else ""
+        lost = event.get("lost_steps")
+        again = f"; {lost} steps are run again" if lost else ""
+        step = int(event.get("step", 0)) + 1
+        ranks = event.get("world_size")
+        return f"generation {event.get('generation')}: {ranks} ranks train from step {step} on{sent}{again}"
+    if kind == "hang":
+        return f"{node}: a hang at step {event.get('step')}, suspected: {_ranks(event.get('suspects'))}"
+    if kind == "commit-failed":
+        return f"{node}: {event.get('error')}"
+    if kind == "replicas-differ":
+        return (
+            f"replicas differ at step {event.get('step')}: wrong on {', '.join(event.get('wrong') or ['?'])}"
+        )
+    if kind == "quarantine":
+        return f"{node}: {event.get('path')} is set aside: {event.get('reason')}"
+    if kind == "agent-end":
+        return f"{node} has ended: {event.get('outcome')} {event.get('message') or ''}".rstrip()
+    return ""
+
+
+def _ranks(suspects: Sequence[object] | None) -> str:
+    found = [str(one.get("rank")) for one in suspects or () if isinstance(one, dict)]
+    return f"rank {', '.join(found)}" if found else "nobody here"
