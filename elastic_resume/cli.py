@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from elastic_resume.cluster import manifest  # noqa: PLC0415
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
+    from elastic_resume.faults import advice_flags  # noqa: PLC0415
     from elastic_resume.report import commands as looking  # noqa: PLC0415
     from elastic_resume.report import diff as differing  # noqa: PLC0415
     from elastic_resume.report import doctor  # noqa: PLC0415
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.register(commands)
     telling.register(commands)
     _add_simulate(commands)
+    advice_flags.register(commands)
     return parser
 
 
