@@ -173,7 +173,7 @@ def _scalar(node: yaml.Node, where: str) -> str:
 
 def _whole(node: yaml.Node, where: str) -> int:
     text = _scalar(node, where)
-    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+    if not text.isascii() or not text.isdecimal() or len(text) > 19:
         raise ConfigError(f"{where} is {text[:100]!r}: write a whole number.")
     return int(text)
 
