@@ -32,7 +32,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 check: lint
-	ELASTIC_RESUME_SIMULATE_SEEDS=800 $(BIN)/python -m pytest -q $(TWO) -m 'not cluster and not slow'
+	$(BIN)/python -m pytest -q $(TWO) -m 'not cluster and not slow'
 
 # For tests that break the links and disks of simulated nodes. What cannot be installed here, those tests name.
 network-tools:

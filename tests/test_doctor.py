@@ -18,6 +18,7 @@ from tests.test_node import OF_ONE_JOB, POD, STEP
 def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ELASTIC_RESUME_TOKEN", "ELASTIC_RESUME_CKPT_DIR", "ELASTIC_RESUME_SHARED_DIR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "")  # a squeue without its controller takes four seconds to say so
 
 
 def told(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *flags: str) -> int:
