@@ -1,8 +1,8 @@
 """A training script in which somebody dies at a told moment of a told step; and a diary of finished steps.
 
-``--plan`` is a JSON list of ``{"step", "rank", "moment", "who"}``: at that moment of that step, or of the first
-one after it that has such a moment, that rank kills its worker (itself), its agent, or both (the node). An
-entry that was carried out leaves a file.
+``--plan`` is a JSON list of ``{"step", "rank", "moment", "who"}``: at that moment of that step, or of the
+first one after it that has such a moment, that rank kills its worker (itself), its agent, or both (the node).
+An entry that was carried out leaves a file.
 """
 
 from __future__ import annotations
