@@ -1,35 +1,141 @@
 """What a test of a training script needs: simulated nodes, and the proof that a killed run is the same run.
 
-`assert_same_run` runs a script undisturbed and with kills, and fails unless both end bit for bit alike::
-
-    def test_my_training_survives():
-        assert_same_run("train.py", "--epochs", "2", kills=["worker 1 at step 20", "node 2 at step 35"])
-
-The ``cluster`` fixture comes with the package (a pytest plugin)::
+The package is a pytest plugin, so ``cluster`` is there as a fixture: three nodes that can be killed, cut off,
+and started again, each step with a snapshot::
 
     def test_my_training_survives(cluster):
         cluster.start("train.py", "--epochs", "2")
-        cluster.wait_step(20)
-        cluster.kill_node(2)
-        cluster.wait_generation(2)
+        cluster.at(step=20, rank=1).kill()
+        cluster.at(step=35, node=2).kill()
         assert cluster.wait_exit() == [0, 0]
+        assert cluster.lost_steps == 0
+
+Other nodes are asked for with a mark, ``@pytest.mark.elastic_resume(nodes=4, hosts="namespaces")``, whose
+arguments are those of `Cluster`; several clusters with the fixture ``make_cluster``. `assert_same_run` runs a
+script undisturbed and with faults, and fails unless both end bit for bit alike. docs/testing.md has more.
+
+Promise: tests side by side (pytest-xdist) never meet, and nothing is left of a test's nodes however it ends.
+A test run that uses none of this pays for no import but this module's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import importlib
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elastic_resume.faults.lab import Cluster, ClusterTimeoutError, Node
-from elastic_resume.faults.same_run import Kill, assert_same_run
+if TYPE_CHECKING:
+    from elastic_resume.faults.lab import Cluster, ClusterTimeoutError, Moment, MomentError, Node, Recovery
+    from elastic_resume.faults.same_run import Kill, assert_same_run
 
-__all__ = ["Cluster", "ClusterTimeoutError", "Kill", "Node", "assert_same_run", "cluster"]
+_LAB, _SAME_RUN = "elastic_resume.faults.lab", "elastic_resume.faults.same_run"
+_HOMES = {
+    "Cluster": _LAB,
+    "ClusterTimeoutError": _LAB,
+    "Kill": _SAME_RUN,
+    "Moment": _LAB,
+    "MomentError": _LAB,
+    "Node": _LAB,
+    "Recovery": _LAB,
+    "assert_same_run": _SAME_RUN,
+}
+
+__all__ = [
+    "Cluster",
+    "ClusterTimeoutError",
+    "Kill",
+    "Moment",
+    "MomentError",
+    "Node",
+    "Recovery",
+    "assert_same_run",
+    "cluster",
+    "make_cluster",
+]
+
+MARK = "elastic_resume"
+EVERY_STEP = ("--snapshot-every", "1")
+TAIL_LINES = 40  # of each node's output, beside a test that failed
+_FAILED = pytest.StashKey[bool]()
+_CLUSTERS = pytest.StashKey[list["Cluster"]]()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known."""
+    words = f'{MARK}(nodes=3, min_nodes=2, hosts="loopback", …): the nodes of the fixture `cluster`'
+    config.addinivalue_line("markers", words)
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """Three simulated nodes, two of which suffice; nothing runs before `Cluster.start`."""
-    with Cluster(tmp_path, nodes=3, min_nodes=2) as made:
-        yield made
+def make_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """Make simulated nodes, with the arguments of `Cluster` but its directory; they end with the test."""
+    made: list[Cluster] = []
+    request.node.stash[_CLUSTERS], request.node.stash[_FAILED] = made, False
+
+    def make(**options: Any) -> Cluster:
+        directory = tmp_path / ("cluster" if not made else f"cluster-{len(made) + 1}")
+        made.append(_made(directory, options))
+        return made[-1]
+
+    with contextlib.ExitStack() as stack:
+        yield make
+        for one in made:
+            if request.node.stash[_FAILED]:
+                stack.callback(one.stop)
+            else:
+                stack.push(one)  # which minds whether all that was planned has come
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest, make_cluster: Callable[..., Cluster]) -> Cluster:
+    """Three simulated nodes, two of which suffice, or those of the mark; nothing runs before `start`."""
+    options: dict[str, Any] = {}
+    for mark in reversed(list(request.node.iter_markers(MARK))):  # the nearest is the last word
+        if mark.args:
+            pytest.fail(f"@pytest.mark.{MARK}: give names: nodes=4, hosts='namespaces'.", pytrace=False)
+        options.update(mark.kwargs)
+    return make_cluster(**options)
+
+
+def _made(directory: Path, options: Mapping[str, Any]) -> Cluster:
+    import inspect  # noqa: PLC0415
+
+    from elastic_resume.faults import housed  # noqa: PLC0415
+    from elastic_resume.faults.lab import Cluster  # noqa: PLC0415
+
+    known = [name for name in inspect.signature(Cluster).parameters if name != "directory"]
+    strange = sorted(set(options) - set(known))
+    if strange:
+        pytest.fail(f"a cluster has no {', '.join(strange)}; it has {', '.join(known)}.", pytrace=False)
+    if options.get("hosts") == "namespaces" and (why := housed.available()):
+        pytest.skip(f'hosts="namespaces": {why}')
+    nodes = options.get("nodes", 3)
+    defaults = {"nodes": nodes, "min_nodes": max(1, nodes - 1), "flags": EVERY_STEP}
+    return Cluster(directory, **{**defaults, **options})
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
+    """Show what befell the nodes, and what they printed last, beside a test that failed."""
+    report: pytest.TestReport = (yield).get_result()
+    if not report.failed:
+        return
+    item.stash[_FAILED] = True
+    for one in item.stash.get(_CLUSTERS, []):
+        report.sections.append((f"elastic-resume report {one.run_dir}", one.table()))
+        # A wait that timed out has told the rest.
+        shown = call.excinfo is not None and call.excinfo.typename == "ClusterTimeoutError"
+        for index, node in enumerate(one.nodes if not shown else ()):
+            lines = one.output(index).splitlines()
+            text = "\n".join(lines[-TAIL_LINES:])
+            report.sections.append((f"node {node.name}: its last lines, of {len(lines)}", text))

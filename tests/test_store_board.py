@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -153,6 +155,21 @@ def test_a_page_that_is_missing_or_short_has_no_lines(tmp_path: Path, size: int 
         Board(path).begin(0, generation=1, step=0, world_size=1, worker=WORKER)
         os.truncate(path, size)
     assert read_lines(path, 3) == []
+
+
+def test_a_page_that_is_just_being_made_has_no_lines_yet(tmp_path: Path) -> None:
+    """It may grow between two looks of one reading."""
+    path = tmp_path / "board"
+    Board(path)
+    code = "import os, sys\nwhile 1: os.truncate(sys.argv[1], 0); os.truncate(sys.argv[1], int(sys.argv[2]))"
+    words = [str(path), str(path.stat().st_size)]
+    with subprocess.Popen([sys.executable, "-IS", "-c", code, *words]) as making:
+        try:
+            while path.stat().st_size:
+                pass
+            assert not any(read_lines(path, 3) for _ in range(20_000))
+        finally:
+            making.kill()
 
 
 @given(st.binary(min_size=1, max_size=160 * 4), st.integers(0, 1 << 15))

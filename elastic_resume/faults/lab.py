@@ -30,7 +30,10 @@ __all__ = ["Cluster", "ClusterTimeoutError", "Hosts", "Moment", "MomentError", "
 
 
 class Cluster(Mishaps):
-    """Several nodes on this machine that run one job. Use it as a context manager, or call `stop`."""
+    """Several nodes on this machine that run one job. Use it as a context manager, or call `stop`.
+
+    As a context manager it raises a `MomentError` at its end if something that was planned never came.
+    """
 
     def __init__(
         self,
@@ -106,6 +109,7 @@ class Cluster(Mishaps):
         self.endpoints = [
             f"{one.address}:{below.port(index)}" for index, one in enumerate(self.nodes[:candidates])
         ]
+        """Where the candidates' agents listen."""
         self._script: list[str] = []
 
     # ---- life ----------------------------------------------------------------------------------------
@@ -160,9 +164,12 @@ class Cluster(Mishaps):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
-        if kind is None:
-            self._moments.complain()
+        try:
+            if kind is None:
+                self._moments.complain()
+                self._moments.require_all()
+        finally:
+            self.stop()
 
     # ---- inside --------------------------------------------------------------------------------------
 

@@ -240,7 +240,11 @@ class Moment:
 
     def do(self, act: Callable[..., object], *words: object) -> None:
         """Call ``act(*words)``, in a thread of its own: any method of the cluster, or what you like."""
-        self._plan(getattr(act, "__name__", str(act)), lambda _, __: act(*words) and None)
+
+        def do(*_: object) -> None:
+            act(*words)
+
+        self._plan(getattr(act, "__name__", str(act)), do)
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
         """Kill: with ``rank=`` that rank's worker (by this signal), with ``node=`` the whole node."""
@@ -278,7 +282,11 @@ class Moment:
     def _on_node(self, what: str, act: Callable[[int], object]) -> None:
         if self._rank is None and self._node is None:
             raise UsageError(f"at(…).{what}() takes the rank= or the node= that it befalls.")
-        self._plan(what, lambda index, _: act(index) and None)
+
+        def do(index: int, _: Line) -> None:
+            act(index)
+
+        self._plan(what, do)
 
     def _signal(self, index: int, line: Line, sig: signal.Signals) -> bool:
         """Send a signal to a worker; False: it is just ending, and the next one of its rank is meant."""

@@ -90,7 +90,9 @@ class Moments:
         left, self._pending = self._pending, []
         if left:
             names = ", ".join(map(str, left))
-            raise MomentError(f"the job was over before {names} came: plan it earlier, or train longer.")
+            raise MomentError(
+                f"{names}: never came. Plan it earlier, train longer, or wait for it (wait_exit)."
+            )
 
     def close(self) -> None:
         """Forget what has not come, and end the thread. A second call does nothing."""
@@ -108,22 +110,21 @@ class Moments:
                 if self._closed:
                     return
                 pending = list(self._pending)
-            lines = list(self._lines())
-            for planned in pending:
-                self._act_if_due(planned, lines)
+            self._act(pending)
             with self._news:
                 self._news.wait_for(lambda: self._closed, LOOK_S)
 
-    def _act_if_due(self, planned: Planned, lines: Iterable[tuple[int, Line]]) -> None:
-        found = planned.found(lines)
-        if found is None:
-            return
-        try:
-            done = planned.act(*found)
-        except Exception as error:  # noqa: BLE001  it is raised where the test waits
-            self._error = MomentError(f"{planned}: {error}")
-            self._error.__cause__ = error
-            done = True
-        if done is not False:
-            with self._news:
-                self._pending = [one for one in self._pending if one is not planned]
+    def _act(self, pending: Iterable[Planned]) -> None:
+        """Do all whose moment has come; errors are raised where the test waits."""
+        lines = list(self._lines())
+        for planned in pending:
+            found = planned.found(lines)
+            try:
+                done = found is not None and planned.act(*found) is not False
+            except Exception as error:  # noqa: BLE001
+                self._error = MomentError(f"{planned}: {error}")
+                self._error.__cause__ = error
+                done = True
+            if done:
+                with self._news:
+                    self._pending = [one for one in self._pending if one is not planned]

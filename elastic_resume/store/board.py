@@ -200,7 +200,7 @@ def read_lines(path: Path, local_ranks: int) -> list[Line]:
             second = os.pread(descriptor, count * _MORE_WORDS * 8, _MORE_START * 8)
         finally:
             os.close(descriptor)
-        if len(second) == count * _MORE_WORDS * 8:
+        if len(first) == count * _WORDS * 8 and len(second) == count * _MORE_WORDS * 8:
             lines = (_line(rank, first, second) for rank in range(count))
             return [line for line in lines if line is not None]
     return []
