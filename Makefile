@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Much of a test of real processes is waiting: two at a time took 669 s where one at a time took 933 s.
 TWO := -n 2 --dist worksteal
 
-.PHONY: demo test test-slurm test-rest lint check nightly soak bench clean network-tools slurm-tools
+.PHONY: demo test test-slurm test-rest lint check nightly soak bench clean network-tools slurm-tools browser-tools
 .DEFAULT_GOAL := help
 
 help:
@@ -48,15 +48,22 @@ slurm-tools: network-tools
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; \
 	fi
 
+# For tests that look at the page of a report.
+browser-tools:
+	-@if ! sh -c 'command -v chromium || command -v google-chrome' >/dev/null \
+	&& [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; \
+	fi
+
 # One cluster for all of its tests, so they are one process of their own.
 test-slurm: $(READY) slurm-tools
 	$(BIN)/python -m pytest -q tests/slurm --durations=5
 
-test-rest: $(READY) network-tools
+test-rest: $(READY) network-tools browser-tools
 	$(BIN)/python -m pytest -q $(TWO) --durations=25 --ignore=tests/slurm
 
 # Slurm's tests wait nearly all of their time: beside the others they cost next to none.
-test: $(READY) slurm-tools
+test: $(READY) slurm-tools browser-tools
 	@slurm_log=$$(mktemp); trap 'rm -f $$slurm_log' EXIT; trap 'kill $$slurm' INT TERM; \
 	$(MAKE) --no-print-directory test-slurm >$$slurm_log 2>&1 & slurm=$$!; \
 	$(MAKE) --no-print-directory test-rest; status=$$?; \

@@ -82,6 +82,8 @@ def test_the_phases_of_a_recovery() -> None:
         ("step", 1.0),
     ]
     assert phases.total_s == pytest.approx(5.0)
+    # What that cost is another thing: two steps and a half were lost too, and a step is no loss.
+    assert told.costs == {1: pytest.approx(5.0 + 2.0 + 0.5 - 0.5 - 1.0)}
 
 
 def test_waiting_for_copies_is_no_training() -> None:

@@ -117,6 +117,28 @@ def slices(line: Timeline, report: Report, found: Sequence[Moments]) -> tuple[Sl
     return writer.slices(max(own))
 
 
+def costs(parts: Sequence[Slice], report: Report, found: Sequence[Moments]) -> dict[int, float]:
+    """Seconds that each failure cost, by the generation that it ended.
+
+    All that was not training that counts, from that generation's first step to the next one's; without the
+    length of a step, which `incidents.Generation.recovered_s` includes.
+    """
+    spent: dict[int, float] = {}
+    place = 0
+    for before, row, after in zip(found, report.generations, found[1:], strict=False):
+        if before.stepped is None or after.stepped is None or not row.end.is_failure:
+            continue
+        while place < len(parts) and parts[place].until <= before.stepped:
+            place += 1
+        total_s, one = 0.0, place
+        while one < len(parts) and parts[one].began < after.stepped:
+            if parts[one].what != PRODUCTIVE:
+                total_s += parts[one].until - max(parts[one].began, before.stepped)
+            one += 1
+        spent[row.number] = round(total_s, 3)
+    return spent
+
+
 def _kept(report: Report) -> list[int]:
     """For each generation the last of its steps that no later one ran again."""
     floor = 1 << 62

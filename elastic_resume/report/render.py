@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from elastic_resume.report import ledger
+from elastic_resume.report.clocks import Clock
 from elastic_resume.report.incidents import FailedStart, Generation
 from elastic_resume.report.moments import NAMES, Phases
 from elastic_resume.report.story import Story
@@ -47,7 +48,7 @@ def as_text(told: Story) -> str:
     notes = [note for one in rows for note in _notes(one, shown)]
     notes += _failed_starts(told.report.failed_starts)
     lines += _some(notes, MAX_NOTES)
-    odd = [*_troubles(told), *_faults(told)]
+    odd = [*_troubles(told), *_faults(told), *map(clock, told.clocks)]
     lines += ["", *_some(odd, MAX_TROUBLES)] if odd else []
     figures = [line for line in (_time(told), _recoveries(told.recoveries.values()), _copies(told)) if line]
     lines += ["", *(part for line in figures for part in wrap(line))] if figures else []
@@ -128,6 +129,14 @@ def _faults(told: Story) -> list[str]:
         + (f", in generation {one.generation}" if one.generation is not None else "")
         for one in told.faults
     ]
+
+
+def clock(one: Clock) -> str:
+    """Whose clock was off, as a sentence."""
+    how = "jumped, and was" if one.jumped else "was"
+    where = "ahead of" if one.ahead_s > 0 else "behind"
+    off = seconds(abs(one.ahead_s))
+    return f"the clock of {one.node} {how} {off} {where} the others'; that is set right here"
 
 
 def _time(told: Story) -> str:

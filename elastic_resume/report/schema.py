@@ -26,6 +26,7 @@ def as_dict(told: Story) -> dict[str, Any]:
     for row in report["generations"]:
         phases = told.recoveries.get(row["number"])
         row["recovery"] = asdict(phases) if phases is not None else None
+        row["cost_s"] = told.costs.get(row["number"])
     return {
         "schema": SCHEMA,
         "run_id": told.run_id,

@@ -43,7 +43,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Story:
-    """One run. ``recoveries``: the phases of the recovery after a generation, by its number.
+    """One run.
+
+    ``recoveries``: the phases of the recovery after a generation, by its number. ``costs``: the seconds of
+    training that its end took, if that was a failure.
 
     ``stacks``: what a node wrote of a hang, by node and file name. ``problems``: what could not be read.
     """
@@ -55,6 +58,7 @@ class Story:
     verdict: Verdict
     report: Report
     recoveries: Mapping[int, Phases]
+    costs: Mapping[int, float]
     goodput: Goodput
     troubles: tuple[Trouble, ...]
     faults: tuple[Fault, ...]
@@ -85,6 +89,7 @@ def tell(
     found = moments(line, report)
     parts = goodput.slices(line, report, found)
     spent = goodput.total(parts, found)
+    price = goodput.costs(parts, report, found)
     odd = troubles.find(line)
     starts = line.of_kind("agent-start")
     own = [one.t for one in line.seen if one.kind != "fault"]
@@ -95,10 +100,16 @@ def tell(
         began=min(own, default=None),
         until=max(own, default=None),
         verdict=verdict.of(
-            report, spent, odd, off, silent_s=now - max(own) if now is not None and own else None
+            report,
+            spent,
+            sum(price.values()),
+            odd,
+            off,
+            silent_s=now - max(own) if now is not None and own else None,
         ),
         report=report,
         recoveries={number: one for number, one in recovered if one is not None},
+        costs=price,
         goodput=spent,
         troubles=odd,
         faults=_faults(line, found),

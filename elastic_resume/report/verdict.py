@@ -29,14 +29,18 @@ class Verdict:
 def of(
     report: Report,
     goodput: Goodput,
+    cost_s: float,
     troubles: Sequence[Trouble],
     clocks: Sequence[Clock],
     *,
     silent_s: float | None = None,
 ) -> Verdict:
-    """Judge a run. ``silent_s``: since when no event has come, where the present is known."""
+    """Judge a run.
+
+    ``cost_s`` is what its failures cost. ``silent_s``: since when no event has come, where that is known.
+    """
     return Verdict(
-        " ".join(filter(None, [_stands(report, goodput), _cost(report, goodput)])),
+        " ".join(filter(None, [_stands(report, goodput), _cost(report, goodput, cost_s)])),
         tuple(
             [*_of_end(report, silent_s), *_of_troubles(troubles), *_of_rest(report, goodput, clocks)][
                 :MAX_LOOK
@@ -61,16 +65,14 @@ def _stands(report: Report, goodput: Goodput) -> str:
     return f"Running, or killed as a whole,{at}{after}."
 
 
-def _cost(report: Report, goodput: Goodput) -> str:
+def _cost(report: Report, goodput: Goodput, cost_s: float) -> str:
     if not report.generations:
         return ""
     share = "" if goodput.share is None else f"{percent(goodput.share)} of the time was training that counts"
     if not report.incidents:
         return f"No failure{f'; {share}' if share else ''}."
-    failed = [one.recovered_s for one in report.generations if one.end.is_failure]
-    spent = sum(value for value in failed if value is not None)
     again = f"{amount(report.lost_steps, 'step')} run again" if report.lost_steps else "no step run again"
-    price = f"{amount(report.incidents, 'failure')} cost {seconds(spent)}, {again}"
+    price = f"{amount(report.incidents, 'failure')} cost {seconds(cost_s)}, {again}"
     return f"{price}; {share}." if share else f"{price}."
 
 
