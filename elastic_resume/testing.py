@@ -29,14 +29,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from elastic_resume.faults.fault import Fault
     from elastic_resume.faults.lab import Cluster, ClusterTimeoutError, Moment, MomentError, Node, Recovery
-    from elastic_resume.faults.same_run import Kill, assert_same_run
+    from elastic_resume.faults.plan import Plan
+    from elastic_resume.faults.same_run import assert_same_run
 
 _LAB, _SAME_RUN = "elastic_resume.faults.lab", "elastic_resume.faults.same_run"
 _HOMES = {
     "Cluster": _LAB,
+    "Fault": "elastic_resume.faults.fault",
+    "Plan": "elastic_resume.faults.plan",
     "ClusterTimeoutError": _LAB,
-    "Kill": _SAME_RUN,
     "Moment": _LAB,
     "MomentError": _LAB,
     "Node": _LAB,
@@ -47,10 +50,11 @@ _HOMES = {
 __all__ = [
     "Cluster",
     "ClusterTimeoutError",
-    "Kill",
+    "Fault",
     "Moment",
     "MomentError",
     "Node",
+    "Plan",
     "Recovery",
     "assert_same_run",
     "cluster",

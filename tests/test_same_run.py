@@ -17,7 +17,7 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.faults.same_run import FOLLOWS, SEEDS, End, lines_unlike, unlike
 from elastic_resume.store import checkpoint
 from elastic_resume.store.manifest import Manifest, Position
-from elastic_resume.testing import Kill, assert_same_run
+from elastic_resume.testing import Fault, Plan, assert_same_run
 from elastic_resume.worker import state
 from tests.images import capture
 
@@ -58,28 +58,29 @@ def net(bump: float = 0.0) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("text", ["worker 1 at step 20", "node 0 at step 1", "agent 12 at step 350"])
-def test_a_kill_reads_as_it_is_written(text: str) -> None:
-    """Plans of faults may hold it as text."""
-    kill = Kill.parse(text)
-    assert str(kill) == text
-    assert Kill(kill.what, kill.where, kill.step) == kill
-
-
 @pytest.mark.parametrize(
-    "text", ["worker 1", "rank 1 at step 5", "node -1 at step 5", "node 1 at step 0", "worker 1 at step 20 "]
+    ("kill", "told"),
+    [
+        ("worker 1", "say when"),
+        ("rank 1 at step 5", "no fault 'rank'"),
+        ("node -1 at step 5", "cannot read"),
+        ("node 1 at 5s", "no kill at a step"),
+        ("cut node 1 at step 5", "no kill at a step"),
+        ("node 3 at step 5", "no node 3"),
+        (Fault("kill-worker", rank=6, step=5), "no rank 6"),
+    ],
 )
-def test_what_is_no_kill_is_refused(text: str) -> None:
-    """With an example of one that is."""
-    with pytest.raises(ConfigError, match=r"kill|Kill"):
-        Kill.parse(text)
+def test_a_kill_that_cannot_come_is_refused_before_anything_runs(kill: str | Fault, told: str) -> None:
+    """What is no kill, and what hits nobody among three nodes and six workers."""
+    with pytest.raises(ConfigError, match=told):
+        assert_same_run("no-script.py", kills=[kill], workers_per_node=2)
 
 
-def test_a_kill_that_hits_nobody_is_refused_before_anything_runs() -> None:
-    """There is no node 3 among three, and no worker 6 among six."""
-    for kill in ("node 3 at step 5", Kill("worker", 6, 5)):
-        with pytest.raises(ConfigError, match="hits nobody"):
-            assert_same_run("no-script.py", kills=[kill], workers_per_node=2)
+def test_a_plan_may_stand_among_the_scripts_words_and_needs_its_hosts() -> None:
+    """Links and disks are a matter of namespaces."""
+    for plan in (Plan.of("cut node 1 at step 5"), Plan.of("disk-full node 0 at 3s")):
+        with pytest.raises(ConfigError, match="of their own"):
+            assert_same_run("no-script.py", "--epochs", plan, "2")
 
 
 def test_equal_ends_differ_in_nothing(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_what_differs_is_told_in_the_order_of_the_tracked_objects(tmp_path: Path
         "notes/value/a/1: 2.0, undisturbed 2",
         "notes/value/gone: is there only undisturbed",
         "data/value: 2, undisturbed 1",
-        "notes/value/new: is there only after the kills",
+        "notes/value/new: is there only under faults",
     ]
     assert unlike(one, other, ["notes", "*running_*", "model/0.b?as", "position", "data"]) == [SEEDS]
 

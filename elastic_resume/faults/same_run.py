@@ -1,4 +1,4 @@
-"""Whether a script that is killed ends as it does undisturbed: both runs on simulated nodes, side by side.
+"""Whether a script ends under faults as it does undisturbed: both runs on simulated nodes, one by one.
 
 A run's end is the newest checkpoint of rank 0's node: position, tensors bit for bit, and all else that is
 tracked. Where the script prints what happened at each step (which samples, which loss), so is that.
@@ -10,26 +10,26 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
-from elastic_resume import contract
 from elastic_resume.errors import ConfigError
 from elastic_resume.events import Event
-from elastic_resume.faults.lab import Cluster
-from elastic_resume.store import board
+from elastic_resume.faults import kinds
+from elastic_resume.faults.course import DONE, Course, Fate
+from elastic_resume.faults.fault import Fault
+from elastic_resume.faults.lab import Cluster, Hosts
+from elastic_resume.faults.plan import Plan
 from elastic_resume.store.manifest import Manifest
 
 if TYPE_CHECKING:
     from elastic_resume.worker.difference import Difference
 
-TARGETS = ("worker", "agent", "node")
+KILLS = ("kill-worker", "kill-agent", "kill-node")
 LOOK_S = 0.001  # a step of a small model takes a few milliseconds
 IDLE_S, EVENTS_S = 0.05, 0.5
 OURS, SEED = "elastic_resume.", "elastic_resume.seed"
@@ -37,38 +37,7 @@ SEEDS = "the seed that random numbers come from: give er.resume() a seed, or tor
 FOLLOWS = " (follows rank 0, and may be another rank's after its node is gone)"
 SHOWN = 8  # differences in an error
 TAIL = 4000  # characters of each node's output in an error
-_KILL = re.compile(rf"({'|'.join(TARGETS)}) (\d+) at step (\d+)")
 _PRINTED = re.compile(r"\[n\d+:\d+ \S+\] (.*)")  # what --log-prefix makes of a worker's line
-
-
-@dataclass(frozen=True)
-class Kill:
-    """One SIGKILL, once: to ``what`` number ``where``, as soon as any rank has finished ``step``.
-
-    A worker's number is its rank; nodes, and agents, are n0, n1, … A killed node or agent is started again at
-    once, with its disk. As text: "worker 1 at step 20".
-    """
-
-    what: str
-    where: int
-    step: int
-
-    def __post_init__(self) -> None:
-        if self.what not in TARGETS or type(self.where) is not int or type(self.step) is not int:
-            raise ConfigError(f"{self!r}: what is worker, agent or node; where and step are numbers.")
-        if self.where < 0 or self.step < 1:
-            raise ConfigError(f"{self!r}: where begins with 0, and steps with 1.")
-
-    @classmethod
-    def parse(cls, text: str) -> Kill:
-        """Read "worker 1 at step 20"."""
-        match = _KILL.fullmatch(text)
-        if match is None:
-            raise ConfigError(f"cannot read the kill {text!r}: write 'worker 1 at step 20', agent or node.")
-        return cls(match[1], int(match[2]), int(match[3]))
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.where} at step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -89,13 +58,14 @@ class Job:
     words: tuple[str, ...]
     nodes: int
     workers_per_node: int
+    hosts: Hosts
     flags: tuple[str, ...]
     env: Mapping[str, str]
     lines: str | None
     timeout_s: float
 
-    def run(self, directory: Path, kills: Sequence[Kill]) -> End:
-        """Run it to its end, with these kills.
+    def run(self, directory: Path, faults: Sequence[Fault]) -> End:
+        """Run it to its end, under these faults.
 
         Raises:
             AssertionError: it failed, or ended in a way that says nothing.
@@ -109,15 +79,17 @@ class Job:
             run_id="same-run",
             flags=flags,
             env=self.env,
+            hosts=self.hosts,
         ) as cluster:
             cluster.start(self.script, *self.words)
-            _Course(self, cluster, kills).follow()
+            _Run(self, cluster, faults).follow()
+            cluster.stop()  # what is left to be read then stays
             return self._end_of(cluster)
 
     def _end_of(self, cluster: Cluster) -> End:
         resumes = tuple(cluster.events("resume"))
         if not resumes:
-            raise fault(cluster, f"{self.script.name} never called er.resume(): there is nothing to compare")
+            raise wrong(cluster, f"{self.script.name} never called er.resume(): there is nothing to compare")
         found = [
             (entry.path, entry.manifest)
             for index in range(self.nodes)
@@ -127,7 +99,7 @@ class Job:
         # Ranks may have moved; BatchNorm's buffers are those of rank 0, wherever it runs.
         newest = max(found, key=lambda one: (one[1].order, one[1].rank == 0), default=None)
         if newest is None:
-            raise fault(
+            raise wrong(
                 cluster,
                 f"{self.script.name} ended without a checkpoint: its last step is saved where the loop is "
                 "`for epoch in run.epochs(EPOCHS)`, or by run.close()",
@@ -144,78 +116,41 @@ class Job:
         return tuple(dict.fromkeys(line for line in printed if wanted.search(line)))
 
 
-class _Course:
-    """One run as it goes: who is killed when, and whether it still makes sense."""
+class _Run:
+    """One run as it goes: what befalls it when (`course.py`), and whether it still makes sense."""
 
-    def __init__(self, job: Job, cluster: Cluster, kills: Sequence[Kill]) -> None:
-        self._job, self._cluster = job, cluster
-        self._name = job.script.name
-        self._kills = kills
-        self._pending = sorted(kills, key=lambda kill: kill.step)
-        self._struck = 0  # generation that the last kill hit
+    def __init__(self, job: Job, cluster: Cluster, faults: Sequence[Fault]) -> None:
+        self._job, self._cluster, self._faults = job, cluster, faults
+        self._course = Course(cluster, faults, cluster.arming)
         self._deadline = time.monotonic() + job.timeout_s
         self._next_look = 0.0
 
     def follow(self) -> None:
-        """Kill what is to be killed; return when all nodes have ended well."""
-        while any(node.alive for node in self._cluster.nodes):
-            if self._pending:
-                self._strike_if_due()
-            if time.monotonic() > self._next_look:
-                self._next_look = time.monotonic() + EVENTS_S
-                self._look()
-            time.sleep(LOOK_S if self._pending else IDLE_S)
+        """Do to it what is to be done; return when all nodes have ended well."""
+        try:
+            while not self._course.is_over:
+                self._course.look()
+                if time.monotonic() > self._next_look:
+                    self._next_look = time.monotonic() + EVENTS_S
+                    self._look()
+                time.sleep(LOOK_S if self._course.pending else IDLE_S)
+        finally:
+            fates = [replace(fate) for fate in self._course.fates]
+            self._course.close()
         codes = self._cluster.wait_exit(only=range(self._job.nodes))
         if any(codes):
-            raise self._fault(f"ended with exit codes {codes}")
-        if self._pending:
-            raise self._fault(f"was over before the kill of {self._pending[0]} came: kill earlier")
-        if self._kills:
-            self._require_resumes()
-
-    def _strike_if_due(self) -> None:
-        lines = list(self._lines())
-        kill = self._pending[0]
-        if not any(line.step >= kill.step for _, line in lines):
-            return
-        self._struck = max(line.generation for _, line in lines)
-        if kill.what == "worker":
-            found = [
-                (line.generation, index, line.worker.pid)
-                for index, line in lines
-                if line.worker.rank == kill.where
-            ]
-            if not found or not self._kill_process(*max(found)[1:]):
-                return  # it is just dying of the kill before: the next one of that rank is meant
-        elif kill.what == "agent":
-            self._cluster.kill_agent(kill.where)
-            self._cluster.wait_exit(only=[kill.where])
-            self._cluster.start_node(kill.where)
-        else:
-            self._cluster.kill_node(kill.where)
-            self._cluster.start_node(kill.where)
-        self._pending.pop(0)
-
-    def _lines(self) -> Iterator[tuple[int, board.Line]]:
-        for index, node in enumerate(self._cluster.nodes):
-            for line in board.read_lines(node.directory / contract.BOARD_FILE, self._job.workers_per_node):
-                yield index, line
-
-    def _kill_process(self, index: int, pid: int) -> bool:
-        for process in self._cluster.processes(index):
-            if process.pid == pid:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    return False
-                return True
-        return False
+            raise self._wrong(f"ended with exit codes {codes}")
+        for fate in fates:
+            if fate.state != DONE:
+                why = f" ({fate.why})" if fate.why else ""
+                raise self._wrong(f"was over before this came: {fate.fault}{why}; let it come earlier")
+        self._require_resumes([fate for fate in fates if fate.fault.what in KILLS])
 
     def _look(self) -> None:
         """End at once what waits for nothing: an error of the script itself would be tried again."""
         if time.monotonic() > self._deadline:
-            raise self._fault(f"did not end within {self._job.timeout_s:.0f} s")
-        if not self._kills:
+            raise self._wrong(f"did not end within {self._job.timeout_s:.0f} s")
+        if not self._faults:
             self._require_no_failure()
 
     def _require_no_failure(self) -> None:
@@ -225,23 +160,24 @@ class _Course:
             how = failed[0].get("signal") or f"exit code {failed[0].get('exit_code')}"
             told = next(iter(self._cluster.events("failure")), {})
             why = str(told.get("traceback") or told.get("message") or "")
-            raise self._fault(f"failed undisturbed: rank {failed[0].get('rank')} ended with {how}\n{why}")
+            raise self._wrong(f"failed undisturbed: rank {failed[0].get('rank')} ended with {how}\n{why}")
 
-    def _require_resumes(self) -> None:
+    def _require_resumes(self, kills: Sequence[Fate]) -> None:
         later = [event for event in self._cluster.events("resume") if event["generation"] > 1]
-        if not later or later[-1]["generation"] <= self._struck:
-            raise self._fault(f"was over before it noticed the kill of {self._kills[-1]}: kill earlier")
+        last = max(kills, key=lambda fate: fate.generation, default=None)
+        if last is not None and (not later or later[-1]["generation"] <= last.generation):
+            raise self._wrong(f"was over before it noticed {last.fault}: let it come earlier")
         if any(event["kind"] != "checkpoint" for event in later):
-            raise self._fault(
-                "began anew after a kill: there was no copy to go on from, so nothing is proven"
+            raise self._wrong(
+                "began anew after a fault: there was no copy to go on from, so nothing is proven"
             )
 
-    def _fault(self, what: str) -> AssertionError:
-        killed = f" (killed: {', '.join(map(str, self._kills))})" if self._kills else ""
-        return fault(self._cluster, f"{self._name} {what}{killed}")
+    def _wrong(self, what: str) -> AssertionError:
+        under = f" (under: {', '.join(map(str, self._faults))})" if self._faults else ""
+        return wrong(self._cluster, f"{self._job.script.name} {what}{under}")
 
 
-def fault(cluster: Cluster, what: str) -> AssertionError:
+def wrong(cluster: Cluster, what: str) -> AssertionError:
     """Make the error that says ``what``, and what the nodes printed."""
     tails = "\n".join(
         f"--- {node.name}\n{cluster.output(index)[-TAIL:]}" for index, node in enumerate(cluster.nodes)
@@ -251,57 +187,81 @@ def fault(cluster: Cluster, what: str) -> AssertionError:
 
 def assert_same_run(
     script: Path | str,
-    *words: str,
-    kills: Sequence[Kill | str],
+    *words: str | Plan,
+    plan: Plan | None = None,
+    kills: Sequence[Fault | str] = (),
     nodes: int = 3,
     workers_per_node: int = 1,
+    hosts: Hosts = "loopback",
     flags: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     lines: str | None = None,
     ignore: Sequence[str] = (),
     timeout_s: float = 300.0,
 ) -> None:
-    """Run a script undisturbed, and again with kills; fail unless both end with the same state, bit for bit.
+    """Run a script undisturbed and under faults; fail unless both end with the same state, bit for bit.
+
+    With no fault at all: two undisturbed runs, which must be equal too.
 
     Args:
         script: what ``elastic-resume run`` starts; it runs to its end twice.
-        *words: its arguments.
-        kills: whom to kill at which step: `Kill`, or text like "worker 1 at step 20", "node 2 at step 35".
-            None at all: two undisturbed runs, which must be equal too.
-        nodes: simulated nodes, n0 to n{nodes-1}.
+        *words: its arguments. A plan among them is ``plan``.
+        plan: what befalls it: ``Plan.of("worker 1 at step 20", "cut node 2 at step 35 for 5s")``.
+        kills: more of it, in short: "worker 1 at step 20", "agent 0 at step 9", "node 2 at step 35". A node
+            or agent that is killed so is started again at once, with its disk.
+        nodes: simulated nodes, n0 to n{nodes-1}; it trains on all, and waits for those that are down.
         workers_per_node: ranks on each.
+        hosts: "namespaces" (as root) for faults of links and disks; see `Cluster`.
         flags: more flags of ``elastic-resume run``; each step has a snapshot unless they say otherwise.
         env: added to the environment.
         lines: regular expression. Each line that the script prints and in which it is found must be one that
             the undisturbed run printed; so print the step's number with the loss, say, or the samples read:
             ``print(f"step {run.position.step + 1}: {loss.item()}")``. A step that is run again prints again
-            what it printed, and each kill may cost each rank a line.
+            what it printed, and each fault may cost each rank a line.
         ignore: names of what need not be equal, with * and ?: ``"*running_*"``; ``"timer"`` is all of that.
         timeout_s: limit for each of the two runs.
 
     Raises:
         AssertionError: naming the first difference; or the script failed, with what it printed.
-        ConfigError: a kill that cannot come.
+        ConfigError: a fault that cannot come.
 
     """
-    plan = [Kill.parse(kill) if isinstance(kill, str) else kill for kill in kills]
+    plans = [one for one in (plan, *words) if isinstance(one, Plan)]
+    own = () if hosts == "loopback" else (kinds.NETWORK, kinds.DISK, kinds.CLOCK)
+    faults = _schedule([*plans, Plan(tuple(map(_kill, kills)))], nodes, workers_per_node, own)
     size = nodes * workers_per_node
-    for kill in plan:
-        if kill.where >= (size if kill.what == "worker" else nodes):
-            raise ConfigError(f"the kill of {kill} hits nobody: {nodes} nodes, {size} workers.")
-    job = Job(Path(script), words, nodes, workers_per_node, tuple(flags), dict(env or {}), lines, timeout_s)
+    texts = tuple(word for word in words if not isinstance(word, Plan))
+    job = Job(
+        *(Path(script), texts, nodes, workers_per_node, hosts),
+        *(tuple(flags), dict(env or {}), lines, timeout_s),
+    )
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="same-run-")))
         undisturbed = job.run(directory / "undisturbed", [])
         steps = undisturbed.manifest.step
-        late = [kill for kill in plan if kill.step >= steps]
+        late = [fault for fault in faults if fault.step is not None and fault.step >= steps]
         if late:
-            raise ConfigError(f"the kill of {late[0]} cannot come: {job.script.name} ends with step {steps}.")
-        disturbed = job.run(directory / "disturbed", plan)
-        found = lines_unlike(undisturbed.lines, disturbed.lines, may_miss=len(plan) * size)
+            raise ConfigError(f"{late[0]} cannot come: {job.script.name} ends with step {steps}.")
+        disturbed = job.run(directory / "disturbed", faults)
+        found = lines_unlike(undisturbed.lines, disturbed.lines, may_miss=len(faults) * size)
         found += unlike(undisturbed, disturbed, ignore)
     if found:
-        raise AssertionError(_tell(job, plan, disturbed, found))
+        raise AssertionError(_tell(job, faults, disturbed, found))
+
+
+def _schedule(plans: Sequence[Plan], nodes: int, workers: int, own: Sequence[str]) -> tuple[Fault, ...]:
+    for plan in plans:
+        plan.refuse(nodes=nodes, workers_per_node=workers, own=own)
+    made = [plan.schedule(nodes=nodes, workers_per_node=workers, own=own) for plan in plans]
+    return tuple(fault for faults in made for fault in faults)
+
+
+def _kill(given: Fault | str) -> Fault:
+    """Read a kill."""
+    fault = Fault.parse(given) if isinstance(given, str) else given
+    if fault.what not in KILLS or fault.step is None:
+        raise ConfigError(f"{fault} is no kill at a step, as 'node 2 at step 35' is: give it in a plan.")
+    return fault if fault.what == "kill-worker" else replace(fault, back_after_s=0.0)
 
 
 def lines_unlike(undisturbed: Sequence[str], disturbed: Sequence[str], *, may_miss: int) -> list[str]:
@@ -339,31 +299,31 @@ def _is_meant(name: str, pattern: str) -> bool:
 
 def _in_words(one: Difference) -> str:
     if one.kind.startswith("only"):
-        return f"{one.name}: is there only {'undisturbed' if one.kind == 'only in A' else 'after the kills'}"
+        return f"{one.name}: is there only {'undisturbed' if one.kind == 'only in A' else 'under faults'}"
     if one.kind == "values":
         return f"{one.name} {one.a}: {one.elements} of {one.of} numbers differ, by {one.max_abs:.3g} at most"
     return f"{one.name}: {one.b}, undisturbed {one.a}"
 
 
-def _tell(job: Job, kills: Sequence[Kill], end: End, found: Sequence[str]) -> str:
-    killed = ", ".join(map(str, kills)) or "nothing was killed"
+def _tell(job: Job, faults: Sequence[Fault], end: End, found: Sequence[str]) -> str:
+    under = ", ".join(map(str, faults)) or "nothing befell it"
     went = "".join(
         f"\n  generation {event['generation']} went on after step {event['step']}"
         for event in end.resumes[1:]
     )
     more = f"\n  … and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     listed = "".join(f"\n  {one}" for one in found[:SHOWN])
-    head = f"{job.script.name} does not end as it ends undisturbed ({killed}):"
-    return f"{head}{listed}{more}{went}\n{_advice(kills)}"
+    head = f"{job.script.name} does not end as it ends undisturbed ({under}):"
+    return f"{head}{listed}{more}{went}\n{_advice(faults)}"
 
 
-def _advice(kills: Sequence[Kill]) -> str:
-    if not kills:
+def _advice(faults: Sequence[Fault]) -> str:
+    if not faults:
         return (
             "Two undisturbed runs differ, so a resumed one cannot be equal: seed what is random, and let no "
             "clock, thread or process number decide what is computed."
         )
     return (
         "What er.resume() was not given is not restored; random numbers that are not torch's, numpy's or "
-        "random's are not drawn again. With kills=[] two undisturbed runs are compared."
+        "random's are not drawn again. Without kills and plan two undisturbed runs are compared."
     )
