@@ -149,6 +149,8 @@ class Cluster(Mishaps):
             environ = {**notice, **self.env, **(env or {})}
             node.agent = self._ground.start(index, command, environ, log, fresh=self._fresh)
         node.killed = False
+        if node.ahead_s:
+            self._set_clock(index)
 
     def stop(self) -> None:
         """Kill what is left of every node, and give back what they stood on. A second call does nothing."""

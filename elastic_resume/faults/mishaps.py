@@ -18,6 +18,7 @@ import psutil
 
 from elastic_resume import contract
 from elastic_resume.errors import UsageError
+from elastic_resume.faults import clocks
 from elastic_resume.faults.arming import Arming
 from elastic_resume.faults.hosts import Namespaces
 from elastic_resume.faults.moments import Planned
@@ -173,8 +174,12 @@ class Mishaps(Nodes):
     # ---- the rest ------------------------------------------------------------------------------------
 
     def jump_clock(self, index: int, seconds: float) -> None:
-        """Let a node's wall clock go ahead by so much, or back; its other clocks go on."""
-        raise self._to_come("jump_clock", index, seconds)
+        """Let a node's wall clock jump ahead by so many whole seconds, or back; its other clocks go on.
+
+        The agent, all that it has started and what it forks later see it, also after another start.
+        """
+        self.nodes[index].ahead_s += round(seconds)
+        self._set_clock(index)
 
     def arm(self, index: int, point: str) -> str:
         """Let a process of a node do something to itself at a named point; once, whichever comes first.
@@ -183,9 +188,6 @@ class Mishaps(Nodes):
         the mark by which `arming` can be asked whether it has happened.
         """
         return self.arming.arm(point, node=self.nodes[index].name)
-
-    def _to_come(self, what: str, index: int, *words: object) -> UsageError:
-        return UsageError(f"{what} of {self.nodes[index].name} {words}: these hosts cannot do that.")
 
     # ---- at a step -----------------------------------------------------------------------------------
 
@@ -225,6 +227,12 @@ class Mishaps(Nodes):
             there = set(path.read_bytes().splitlines(keepends=True)) if path.exists() else set()
             with open(path, "ab") as log:
                 log.writelines(line for line in told if line not in there)
+
+    def _set_clock(self, index: int) -> None:
+        for _ in range(2):  # who was forked by one that had not been told yet
+            for process in self._ground.processes(index):
+                with contextlib.suppress(ProcessLookupError):
+                    clocks.set_ahead(process.pid, self.nodes[index].ahead_s)
 
     def _notice(self, index: int) -> Path:
         """The file that is a node's notice of preemption."""

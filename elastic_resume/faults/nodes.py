@@ -51,6 +51,7 @@ class Node:
     log: Path
     agent: ending.Agent | None = None
     killed: bool = False  # by whoever simulates it, since its last start
+    ahead_s: int = 0  # its wall clock, of the true time
 
     @property
     def alive(self) -> bool:

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from elastic_resume import contract
 from elastic_resume.errors import CheckpointError, ElasticResumeError, ForeignError, RecordError
 from elastic_resume.policy.source import DISK, MEMORY, Copy, Inventory, Rejected
@@ -22,6 +20,7 @@ from elastic_resume.store.reading import located
 from elastic_resume.worker import contents
 from elastic_resume.worker.place import Place
 
+_START_FIELD = 19  # of /proc/PID/stat, counted from behind the name: proc(5) calls it starttime
 LISTED_COPIES = 64  # of one directory, newest first: older ones would be taken after 64 corrupt ones only
 
 
@@ -97,12 +96,17 @@ def from_json(told: Mapping[str, Any]) -> Inventory:
 
 
 def supervisor() -> str:
-    """Name the process whose life is "this start of the job": the node's agent, torchrun, or this one."""
+    """Name the process whose life is "this start of the job": the node's agent, torchrun, or this one.
+
+    By its start in ticks since the boot, and by that boot: a time of day would be another one after the wall
+    clock was set, and what this start has saved would be set aside as an earlier one's.
+    """
     agent = os.environ.get(contract.ENV_AGENT_PID)
     pid = int(agent) if agent else os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
-        return f"{pid} {psutil.Process(pid).create_time()}"
-    except psutil.Error:
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_FIELD]
+        return f"{pid} {started} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    except OSError:
         return str(pid)
 
 

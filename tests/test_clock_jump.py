@@ -1,0 +1,85 @@
+"""A wall clock that jumps by hours costs a job nothing: whatever lasts is measured by another clock."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.faults import clocks
+from elastic_resume.testing import Cluster
+from tests.test_end_to_end import SCRIPT, check_end
+
+HOUR_S = 3600
+EPOCHS = 8  # of ten steps
+
+
+def in_child(ahead_s: int) -> list[float]:
+    """What a process whose clock is set so reads, beside what this one does then."""
+    ours, its = os.pipe()
+    go, gone = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(go, 1)
+        if os.fork() == 0:  # inherited
+            said = [time.time(), dt.datetime.now(dt.timezone.utc).timestamp(), time.monotonic()]
+            os.write(its, repr(said).encode())
+        os._exit(0)
+    for seconds in (12345, ahead_s):
+        clocks.set_ahead(pid, seconds)
+    now = [time.time(), time.time(), time.monotonic()]
+    os.write(gone, b"x")
+    os.waitpid(pid, 0)
+    read = [float(word) for word in os.read(ours, 1000).decode().strip("[]").split(",")]
+    for descriptor in (ours, its, go, gone):
+        os.close(descriptor)
+    return [theirs - mine for theirs, mine in zip(read, now, strict=True)]
+
+
+@pytest.mark.parametrize("ahead_s", [HOUR_S, -HOUR_S, 0, 10**9])
+def test_a_process_reads_another_time_of_day_and_no_other_monotonic_clock(ahead_s: int) -> None:
+    """And so does what it forks; the process that set the clock keeps its own."""
+    before = time.time() - time.monotonic()
+    wall, also_wall, monotonic = in_child(ahead_s)
+    assert wall == pytest.approx(ahead_s, abs=60)
+    assert also_wall == pytest.approx(ahead_s, abs=60)
+    assert monotonic == pytest.approx(0, abs=60)
+    assert time.time() - time.monotonic() == pytest.approx(before, abs=60)
+
+
+def test_a_clock_that_cannot_be_set_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process, a thread of the kernel, no such time, another machine."""
+    with pytest.raises(ProcessLookupError):
+        clocks.set_ahead(2**22 + 1, 1)
+    with pytest.raises(UsageError, match="at most"):
+        clocks.set_ahead(os.getpid(), 2**40)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(MachineError, match="x86-64, and this is Linux on aarch64"):
+        clocks.set_ahead(os.getpid(), 1)
+
+
+@pytest.mark.cluster
+def test_a_node_whose_clock_jumps_loses_no_step(tmp_path: Path) -> None:
+    """An hour back and two ahead: nobody is taken for dead, saves go on, the newest copy is still that."""
+    flags = ["--save-every", "0.3s", "--snapshot-every", "1", "--node-timeout", "3"]
+    with Cluster(tmp_path, nodes=3, flags=flags) as cluster:
+        kept = tmp_path / "diary"
+        cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", "0.03")
+        cluster.wait_commit(1, 5)
+        for seconds in (-HOUR_S, 2 * HOUR_S):
+            cluster.jump_clock(1, seconds)
+            step = max(event["step"] for event in cluster.events("commit"))
+            cluster.wait_commit(1, step + 10)  # a cadence of seconds is not stuck
+        assert {event["generation"] for event in cluster.events("step")} == {1}
+        true_s, told_s = time.time(), cluster.events_of(1)[-1]["t"]
+        assert told_s - true_s == pytest.approx(HOUR_S, abs=60)  # else nothing was tested
+        cluster.jump_clock(1, -3 * HOUR_S)
+        cluster.kill_worker(0)
+        cluster.wait_generation(2)
+        assert cluster.wait_exit() == [0, 0, 0], cluster.output(1)
+        assert cluster.lost_steps == 0
+        check_end(kept, world_size=3, epochs=EPOCHS)
