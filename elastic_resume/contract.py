@@ -58,6 +58,7 @@ ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size that ENV_CKPT_DIR's 
 EVENTS_FILE = "events.jsonl"  # appended by the agent, its stubs and its workers
 PEERS_FILE = "peers.jsonl"  # what other nodes told this one of theirs, while it led or stood next to lead
 LOOK_FILE = "look.json"  # 0600: where this node's agent listens, and the key that lets one look, no more
+HTTP_KEY_FILE = "http-token"  # 0600: what opens a node's pages where its job has no secret of its own
 FAULTS_FILE = "faults.jsonl"  # beside the nodes' directories: what somebody broke on purpose, as events
 GENERATION_FILE = "generation.json"  # the greatest generation this node has been part of
 LOCK_FILE = "lock"  # held by the node's agent, or by its local rank 0 when there is no agent

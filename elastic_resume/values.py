@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import ipaddress
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -33,6 +34,19 @@ def near(name: str, known: Iterable[str]) -> str:
     """`` Did you mean …?``, or nothing when no known name is like ``name``."""
     found = list(dict.fromkeys(n.replace("_", "-") for n in difflib.get_close_matches(name, list(known), 6)))
     return f" Did you mean {' or '.join(found[:3])}?" if found else ""
+
+
+def listening(what: str, text: str) -> tuple[str, int]:
+    """``[ADDRESS:]PORT`` as address and port: loopback where none is given, any port with 0."""
+    host, _, port = text.strip().rpartition(":")
+    address = host.strip("[]") or "127.0.0.1"
+    with contextlib.suppress(ValueError):
+        if re.fullmatch(r"\d{1,5}", port) and int(port) < 1 << 16:
+            return str(ipaddress.ip_address(address)), int(port)
+    raise ConfigError(
+        f"--{what} is {text[:100]!r}: write PORT (of 127.0.0.1), or ADDRESS:PORT with a number for the "
+        "address; 0.0.0.0:9400 is every network of this machine."
+    )
 
 
 def directory_name(what: str, name: object) -> str:

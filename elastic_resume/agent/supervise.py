@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume import contract, events, values
-from elastic_resume.agent import elastic, impatience, preemption, preflight, word
+from elastic_resume.agent import elastic, impatience, pages, preemption, preflight, word
 from elastic_resume.agent.ending import Ending
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.keeper import Kept, kept
@@ -56,6 +56,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
     requeue = _requeue(args)
     sources = notices.sources(args.preemption_notice or os.environ.get(contract.ENV_PREEMPTION_NOTICE))
     oracle = _oracle(args, here)
+    pages_wanted = pages.wanted(args.http, os.environ, metrics=args.metrics)
     with (
         elastic.prepared(args, given, settings.run_id, here) as launch,
         _claimed(settings, here) as node_dir,
@@ -96,6 +97,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
                     ending=ending,
                     warmth=warmth,
                     oracle=oracle,
+                    pages_wanted=pages_wanted,
                 )
             if outcome in {"failed", "left"}:
                 witness.explain_end(args.log_dir or "")
@@ -181,11 +183,14 @@ def _run(
     ending: Ending,
     warmth: Warmth | None,
     oracle: Oracle | None,
+    pages_wanted: pages.Wanted | None,
 ) -> tuple[str, int, str]:
     """Give outcome, exit code and message for people."""
     end = ""
     try:
         if launch.terms is None:
+            if pages_wanted is not None:
+                witness.say("no pages: --http needs a rendezvous of ours, and --rdzv-backend names another.")
             fence.set(math.inf)  # there is no lease: a stock rendezvous never says who is lost
             os.environ[contract.ENV_CHECK_REPLICAS] = "off"  # nor carries anything of ours
             elastic.launch(launch, witness, None)
@@ -199,6 +204,12 @@ def _run(
                     launch.terms, node_dir, fence, here, say=witness.say, tell=witness.told, teller=teller
                 ) as place,
                 word.asked(oracle, place.member, say=witness.say, tell=witness.note),
+                pages.served(
+                    pages_wanted,
+                    node_dir.path,
+                    launch.terms.token if launch.terms.secret else None,
+                    say=witness.say,
+                ),
             ):
                 snapshots.compare(place.member, say=witness.say, tell=witness.note)
                 try:

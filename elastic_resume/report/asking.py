@@ -62,6 +62,19 @@ class Job:
         told = "; ".join(f"{address}: {reason}" for address, reason in list(why.items())[:_NAMED])
         raise RendezvousLostError(f"no agent of job {self.run_id!r} answers ({told}).")
 
+    def ask_first(self) -> dict[str, Any]:
+        """Give the document of the agent that was named first, whoever leads.
+
+        Raises:
+            RendezvousLostError: it does not answer.
+
+        """
+        why: dict[str, str] = {}
+        said = self._ask(self.addresses[0], why)
+        if said is None:
+            raise RendezvousLostError(f"the agent does not answer ({'; '.join(why.values())}).")
+        return said
+
     def _ask(self, address: str, why: dict[str, str]) -> dict[str, Any] | None:
         try:
             line = looking.ask(address, self.run_id, self.key, patience_s=PATIENCE_S)

@@ -1,0 +1,189 @@
+"""Pages over HTTP about a job that runs: a small process beside the agent serves them (`report.serve`).
+
+The agent listens, so that a page is at the same address however often that process is started, and hands it
+the socket, what it may not know from elsewhere, and a pipe whose end is its own. Only the run's token, or one
+made for this where the job has no secret, opens pages; that process gets no more than a digest of it.
+
+Promise: whatever becomes of pages, training does not notice. A port that is taken, or a process that dies,
+costs a line, and is tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_resume import contract, values
+from elastic_resume.errors import ConfigError
+from elastic_resume.rendezvous.token import read_token
+
+SERVER = "elastic_resume.report.serve"
+AGAIN_S = 10.0
+CLOSE_S = 2.0
+BACKLOG = 16
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Where pages are to be served, and whether metrics are among them."""
+
+    address: str
+    port: int
+    metrics: bool = False
+
+
+def wanted(http: str | None, environ: Mapping[str, str], *, metrics: bool) -> Wanted | None:
+    """Read ``--http`` and ``--metrics``; None where there are to be no pages.
+
+    Raises:
+        ConfigError: a value is wrong, or what metrics are written with is not installed.
+
+    """
+    text = http if http is not None else environ.get(contract.ENV_HTTP)
+    if not text:
+        if metrics:
+            raise ConfigError("--metrics are served beside the other pages: add --http [ADDRESS:]PORT.")
+        return None
+    address, port = values.listening("http", text)
+    if metrics and importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigError(
+            "--metrics needs prometheus-client, which is not installed: "
+            "pip install 'elastic-resume[metrics]'."
+        )
+    return Wanted(address, port, metrics)
+
+
+@contextlib.contextmanager
+def served(
+    asked: Wanted | None, node_dir: Path, token: bytes | None, *, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Serve pages within the context, where they are asked for.
+
+    Args:
+        asked: of `wanted`.
+        node_dir: of this node, where the process finds events, and its agent (``look.json``).
+        token: the run's, where that is a secret.
+        say: gets lines for people.
+
+    """
+    if asked is None:
+        yield
+        return
+    pages = Pages(asked, node_dir, token, say=say)
+    pages.start()
+    try:
+        yield
+    finally:
+        pages.close()
+
+
+class Pages:
+    """The pages of one agent, from `start` to `close`."""
+
+    def __init__(
+        self, asked: Wanted, node_dir: Path, token: bytes | None, *, say: Callable[[str], None]
+    ) -> None:
+        """See `served`."""
+        self._asked = asked
+        self._node_dir = node_dir
+        self._token = token
+        self._say = say
+        self._said = ""
+        self._listener: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closing = threading.Event()
+        # The kernel kills the process when the thread that started it ends: this one lives as long as we do.
+        self._thread = threading.Thread(target=self._live, name="elastic-resume-pages", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it."""
+        self._closing.set()
+        process = self._process
+        if process is not None:
+            process.kill()
+        self._thread.join(CLOSE_S)
+
+    def _live(self) -> None:
+        with contextlib.ExitStack() as stack:
+            while not self._closing.is_set():
+                try:
+                    if self._listener is None:
+                        self._listener = stack.enter_context(self._listen())
+                        self._tell()
+                    self._serve(self._listener)
+                    why = "the process that serves pages has ended"
+                except (OSError, ConfigError) as error:
+                    why = f"no pages at {self._asked.address}:{self._asked.port}: {error}"
+                if not self._closing.is_set() and why != self._said:
+                    self._said = why
+                    self._say(f"{why}; trying again every {AGAIN_S:g} s. Training goes on.")
+                self._closing.wait(AGAIN_S)
+
+    def _listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._asked.address else socket.AF_INET
+        return socket.create_server((self._asked.address, self._asked.port), family=family, backlog=BACKLOG)
+
+    def _tell(self) -> None:
+        assert self._listener is not None  # noqa: S101 - for the type checker
+        host, port = self._listener.getsockname()[:2]
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        key = "the run's token" if self._token else f"the text of {own_token(self._node_dir)}"
+        self._say(f"status and report at http://{where}/ (any user name, the password is {key}).")
+
+    def _serve(self, listener: socket.socket) -> None:
+        """Have a process serve until it ends."""
+        password = self._token or own_token(self._node_dir).read_bytes().strip()
+        told = {
+            "descriptor": listener.fileno(),
+            "node_dir": str(self._node_dir),
+            "password": hashlib.sha256(password).hexdigest(),
+            "metrics": self._asked.metrics,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(listener.fileno(),),
+            start_new_session=True,
+        )
+        self._process = process
+        with process:
+            if self._closing.is_set():
+                process.kill()
+            assert process.stdin is not None  # noqa: S101 - for the type checker
+            process.stdin.write(json.dumps(told).encode() + b"\n")
+            process.stdin.flush()  # and left open: its end tells the process of ours
+            process.wait()
+
+
+def own_token(node_dir: Path) -> Path:
+    """Give the file of a token that opens this node's pages and nothing else; made where it is missing.
+
+    Raises:
+        ConfigError: others may read what stands there, or it holds nothing.
+        OSError: it cannot be made.
+
+    """
+    path = node_dir / contract.HTTP_KEY_FILE
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(24) + "\n")
+    read_token(path, {}, "")
+    return path

@@ -1,0 +1,145 @@
+"""What is scraped is what Prometheus reads, under names that stay, and what the dashboard asks for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_resume import contract
+from elastic_resume.agent import pages
+from elastic_resume.errors import ConfigError
+from elastic_resume.policy.failures import KINDS
+from elastic_resume.report import metrics
+from tests.test_status import said
+
+ROOT = Path(__file__).parents[1]
+DASHBOARD = ROOT / "deploy" / "grafana" / "elastic-resume.json"
+
+
+def scrape(document: dict[str, Any]) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Read a document's exposition as Prometheus would: name and values of labels -> value."""
+    text, kind = metrics.exposition(document, {"productive": 5.0, "waiting": 1.0})
+    assert kind.startswith("text/plain; version=")
+    families = text_string_to_metric_families(text.decode())
+    return {
+        (one.name, tuple(one.labels.values())): one.value for family in families for one in family.samples
+    }
+
+
+def test_a_scrape_tells_of_job_and_nodes() -> None:
+    """Each figure of the document, by name."""
+    found = scrape(said(trouble=1))
+    for name, labels, value in (
+        ("step", (), 101),
+        ("steps_per_second", (), 2.5),
+        ("generation", (), 3),
+        ("world_nodes", (), 2),
+        ("world_ranks", (), 2),
+        ("spares", (), 1),
+        ("leads", (), 1),
+        ("incidents_total", ("signal",), 2),
+        ("incidents_total", ("oom",), 0),
+        ("lost_steps_total", (), 3),
+        ("recovery_seconds_bucket", ("0.25",), 0),
+        ("recovery_seconds_bucket", ("0.5",), 2),
+        ("recovery_seconds_bucket", ("+Inf",), 2),
+        ("recovery_seconds_count", (), 2),
+        ("recovery_seconds_sum", (), 0.8),
+        ("node_step", ("n0",), 100),
+        ("snapshot_step", ("n1",), 99),
+        ("node_trouble", ("n0",), 0),
+        ("node_trouble", ("n1",), 1),
+        ("commits_total", ("n0",), 0),
+        ("time_seconds", ("productive",), 5),
+    ):
+        assert found["elastic_resume_" + name, labels] == pytest.approx(value), name
+    assert ("elastic_resume_checkpoint_step", ("n0",)) not in found, "there is none"
+
+
+def test_there_are_as_many_series_as_nodes_and_kinds() -> None:
+    """Another incident or step makes no new one."""
+    few, many = (len(scrape(said(count))) for count in (20, 30))
+    assert (many - few) % 10 == 0
+    assert few < 400
+    document = said()
+    document["sums"]["incidents"]["of a kind that somebody made up"] = 5
+    kinds = {labels for name, labels in scrape(document) if name == "elastic_resume_incidents_total"}
+    assert kinds == {(kind,) for kind in (*KINDS, "unknown")}
+
+
+def test_who_does_not_lead_tells_nothing_of_the_whole() -> None:
+    """Or sums over all agents would count it twice."""
+    document = {**said(), "leads": False}
+    names = {name for name, _ in scrape(document)}
+    assert "elastic_resume_node_step" in names
+    assert (
+        not {f"elastic_resume_{name}" for name in (*metrics.JOB_GAUGES, "incidents_total", "time_seconds")}
+        & names
+    )
+
+
+def test_the_dashboard_asks_for_nothing_that_is_not_there() -> None:
+    """Its JSON is whole, and each metric that it names is exposed; so is what the docs list."""
+    dashboard = json.loads(DASHBOARD.read_text())
+    asked = " ".join(
+        target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
+    ) + " ".join(str(one.get("expr")) for one in dashboard["annotations"]["list"])
+    document = said()
+    document["nodes"][0].update(checkpoint_step=1, checkpoint_age_s=2.0)
+    exposed = {name for name, _ in scrape(document)}
+    names = set(re.findall(r"elastic_resume_\w+", asked))
+    assert len(names) > 15
+    assert names <= exposed
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    listed = {
+        name for row in page.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row)
+    }
+    plain = {re.sub(r"_(bucket|count|sum)$", "", name).removeprefix("elastic_resume_") for name in exposed}
+    assert listed - {"status"} == plain
+
+
+def test_the_scrape_is_of_the_flags_that_it_speaks_of() -> None:
+    """Prometheus would refuse a file that is not YAML."""
+    text = (DASHBOARD.parent / "prometheus.yml").read_text()
+    (job,) = yaml.safe_load(text)["scrape_configs"]
+    (flag,) = re.findall(r"--http \S+:(\d+) --metrics", text)
+    assert job["static_configs"][0]["targets"][0].endswith(f":{flag}")
+    assert job["authorization"]["type"] == "Bearer"
+
+
+def test_pages_are_asked_for_in_words_that_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loopback unless an address is given; what is missing for metrics is said only to who wants them."""
+    assert pages.wanted(None, {}, metrics=False) is None
+    assert pages.wanted("9400", {}, metrics=False) == pages.Wanted("127.0.0.1", 9400)
+    assert pages.wanted(None, {contract.ENV_HTTP: "[::1]:0"}, metrics=True) == pages.Wanted("::1", 0, True)
+    assert pages.wanted("0.0.0.0:80", {}, metrics=False) == pages.Wanted("0.0.0.0", 80)  # noqa: S104
+    for text in ("x", "localhost:80", "1.2.3:80", "70000", ":", "-1", "80:80:80:80:1"):
+        with pytest.raises(ConfigError, match=r"--http is .*write PORT \(of 127\.0\.0\.1\)"):
+            pages.wanted(text, {}, metrics=False)
+    with pytest.raises(ConfigError, match="add --http"):
+        pages.wanted(None, {}, metrics=True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert pages.wanted("9400", {}, metrics=False) is not None
+    with pytest.raises(ConfigError, match=r"pip install 'elastic-resume\[metrics\]'"):
+        pages.wanted("9400", {}, metrics=True)
+
+
+def test_the_password_of_a_job_without_a_secret_is_this_users_alone(tmp_path: Path) -> None:
+    """Made once, and kept over restarts; one that others may read is refused."""
+    path = pages.own_token(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    text = path.read_text()
+    assert len(text) > 30
+    assert pages.own_token(tmp_path).read_text() == text
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        pages.own_token(tmp_path)

@@ -1,0 +1,245 @@
+"""One job of three real agents, looked at in every way while strangers knock and its leader dies."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import pty
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_resume import contract
+from elastic_resume.report.gather import gather
+from elastic_resume.report.incidents import tell
+from elastic_resume.testing import Cluster
+from tests.stations import descriptors, dropped, until
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = Path(__file__).parent / "jobs" / "train.py"
+TOKEN = "a secret with a : in it, and ümlauts"  # noqa: S105 - of this test alone
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Three nodes with a worker each; n0 has a disk that goes with it."""
+    directory = tmp_path_factory.mktemp("looked-at")
+    flags = ["--snapshot-every", "1", "--save-every", "10", "--http", "0", "--metrics"]
+    env = {contract.ENV_TOKEN: TOKEN}
+    with Cluster(directory, nodes=3, min_nodes=2, flags=flags, env=env) as made:
+        made.start(SCRIPT, "--diary", str(directory), "--epochs", "1000")
+        made.wait_step(10)
+        yield made
+
+
+def status(*words: str, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
+    """Run the command."""
+    return subprocess.run(
+        [sys.executable, "-m", "elastic_resume", "status", *words],
+        env={**os.environ, contract.ENV_TOKEN: token},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def by_name(cluster: Cluster, index: int) -> list[str]:
+    """Flags that name one node, as somebody elsewhere would."""
+    look = json.loads((cluster.nodes[index].directory / contract.LOOK_FILE).read_text())
+    return ["--rdzv-endpoint", look["address"], "--rdzv-id", cluster.run_id]
+
+
+def url(cluster: Cluster, index: int) -> str:
+    """Where a node serves its pages."""
+
+    def said() -> str | None:
+        found = re.search(
+            r"status and report at (http://\S+/) .*the password is the run's token", cluster.output(index)
+        )
+        return found[1] if found else None
+
+    return cluster.wait(said, f"pages of n{index}")
+
+
+def get(address: str, authorization: str | None, method: str = "GET") -> tuple[int, str, dict[str, str]]:
+    """Ask for a page; give status, text and headers."""
+    request = urllib.request.Request(address, method=method)  # noqa: S310 - of our own node
+    if authorization is not None:
+        request.add_header("Authorization", authorization)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310
+            return answer.status, answer.read().decode(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), dict(error.headers)
+
+
+def bearer(token: str) -> str:
+    """As Prometheus says it."""
+    return f"Bearer {token.encode().decode('latin-1')}"
+
+
+def basic(token: str) -> str:
+    """As a browser says it."""
+    return f"Basic {base64.b64encode(b'me:' + token.encode()).decode()}"
+
+
+def figures(text: str) -> dict[str, float]:
+    """What a scrape tells, by the name of the metric and a node."""
+    families = text_string_to_metric_families(text)
+    return {
+        f"{one.name}{one.labels.get('node', '')}{one.labels.get('kind', '')}": one.value
+        for family in families
+        for one in family.samples
+    }
+
+
+def test_status_tells_the_same_whoever_is_asked(cluster: Cluster) -> None:
+    """By a directory of this machine, or by any agent's address; a wrong token is refused in words."""
+
+    def settled() -> dict[str, Any] | None:
+        said: dict[str, Any] = json.loads(status(str(cluster.run_dir), "--json").stdout)
+        return said if all(one["checkpoint_step"] for one in said["nodes"]) else None
+
+    said = cluster.wait(settled, "all nodes have told of a checkpoint")
+    assert said["leads"]
+    assert (said["world"]["nodes"], said["world"]["ranks"]) == (["n0", "n1", "n2"], 3)
+    assert said["steps_per_s"] > 0
+    screens = [status(*by_name(cluster, index), "--once").stdout for index in (0, 2)]
+    for text in screens:
+        assert "generation 1, 3 nodes, 3 ranks, led by n0" in text
+        assert re.search(r"\n +2  n2 +\d+ +[\d.]+  \d+, [\d.]+ s old  \d+, [\d.]+ s old  ", text)
+    wrong = status(*by_name(cluster, 0), token="another")  # noqa: S106
+    assert wrong.returncode == 1
+    assert "it does not hold the run's token (--rdzv-token-file, ELASTIC_RESUME_TOKEN)" in wrong.stderr
+    assert "another" not in wrong.stderr.replace("another job", "")
+    modes = {path.stat().st_mode & 0o777 for path in cluster.run_dir.glob(f"*/{contract.LOOK_FILE}")}
+    assert modes == {0o600}
+    assert not any(TOKEN in path.read_text() for path in cluster.run_dir.glob(f"*/{contract.LOOK_FILE}"))
+
+
+def test_pages_open_to_the_token_and_to_nothing_else(cluster: Cluster) -> None:
+    """Page, document and metrics; as a browser and as Prometheus ask; on nodes that lead and that do not."""
+    pages = [url(cluster, index) for index in (0, 1)]
+    for page in ("", "status.json", "metrics", "nowhere"):
+        for authorization in (
+            None,
+            bearer("another"),
+            basic(""),
+            basic(TOKEN)[:-8],
+            "Basic \xff",
+            f"Digest {TOKEN[:8]}",
+        ):
+            code, text, headers = get(pages[0] + page, authorization)
+            assert (code, text) == (401, "The run's token, please.\n")
+            assert headers["WWW-Authenticate"].startswith("Basic realm=")
+        assert get(f"{pages[0]}{page}?token=x", None)[0] == 401
+    leads, follows = (figures(get(f"{page}metrics", bearer(TOKEN))[1]) for page in pages)
+    assert (leads["elastic_resume_leads"], follows["elastic_resume_leads"]) == (1, 0)
+    assert leads["elastic_resume_world_ranks"] == 3
+    assert leads["elastic_resume_node_stepn2"] > 0
+    assert "elastic_resume_world_ranks" not in follows
+    assert follows["elastic_resume_node_stepn1"] > 0
+    assert json.loads(get(f"{pages[1]}status.json", basic(TOKEN))[1])["leader"]["node"] == "n0"
+    code, text, headers = get(pages[0], basic(TOKEN))
+    assert (code, headers["Cache-Control"]) == (200, "no-store")
+    assert "generation 1, 3 nodes, 3 ranks, led by n0" in text
+    assert 'http-equiv="refresh"' in text
+    code, text, _ = get(pages[1], basic(TOKEN))
+    assert code == 200
+    assert "n0 leads and knows of all nodes: <a href=" in text
+    assert get(f"{pages[0]}nowhere", bearer(TOKEN))[0] == 404
+    assert get(pages[0], bearer(TOKEN), "HEAD")[:2] == (200, "")
+    assert get(pages[0], bearer(TOKEN), "POST")[0] == 501
+
+
+def test_strangers_cost_pages_little_and_training_nothing(cluster: Cluster) -> None:
+    """Garbage, a head that never ends, one of many megabytes, a crowd that says nothing."""
+    host, port = re.findall(r"//(.*):(\d+)/", url(cluster, 0))[0]
+    before = descriptors()
+    generation = cluster.events("round")[-1]["generation"]
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(socket.create_connection((host, int(port)), 20)) for _ in range(40)]
+        crowd[0].sendall(b"GET / HTTP/1.1\r\nX: ")
+        assert sum(dropped(one) for one in crowd[30:]) == 10, (
+            "more than there is room for are sent away at once"
+        )
+    for data in (secrets.token_bytes(4096), b"GET / HTTP/1.1\r\n" + b"A: " + b"x" * 4_000_000):
+        with socket.create_connection((host, int(port)), 20) as stranger:
+            with contextlib.suppress(OSError):
+                stranger.sendall(data)
+            assert dropped(stranger)
+    until(lambda: get(f"http://{host}:{port}/status.json", bearer(TOKEN))[0] == 200, "it serves again")
+    assert descriptors() <= before
+    assert cluster.events("round")[-1]["generation"] == generation
+    step = max(event["step"] for event in cluster.events("step"))
+    cluster.wait_step(step + 20)
+
+
+def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:
+    """The next one is asked; what the dead one had seen is told by who is left, though its disk is gone."""
+    master, slave = pty.openpty()
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "elastic_resume", "status", *by_name(cluster, 0), "--interval", "0.2"],
+        env={**os.environ, contract.ENV_TOKEN: TOKEN, "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=subprocess.STDOUT,
+    )
+    os.close(slave)
+    seen = bytearray()
+
+    def shows(words: str) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(master, 65536):
+                seen.extend(data)
+        return re.search(words, seen.decode(errors="replace")) is not None
+
+    os.set_blocking(master, False)
+    try:
+        cluster.wait(lambda: shows("led by n0"), "the screen is there")
+        own = cluster.nodes[0].directory / contract.EVENTS_FILE
+        started = own.read_text().splitlines()[0]
+        kept = cluster.nodes[1].directory / contract.PEERS_FILE
+        cluster.wait(
+            lambda: kept.exists() and started in kept.read_text(), "the deputy knows what the leader saw"
+        )
+        cluster.kill_node(0)
+        cluster.wipe(0)
+        cluster.wait(
+            lambda: shows(r"(?s)generation 2, 2 nodes, 2 ranks, led by n1.*node n0 died"), "the next leads"
+        )
+        assert "\x1b[H\x1b[J" in seen.decode(errors="replace")
+    finally:
+        watching.kill()
+        watching.wait()
+        os.close(master)
+    found = gather([cluster.run_dir])
+    assert {"n0", "n1", "n2"} <= {event["node"] for event in found.events}
+    assert "node n0" in tell(found.events).generations[0].end.text
+    after = figures(get(f"{url(cluster, 1)}metrics", bearer(TOKEN))[1])
+    assert after["elastic_resume_leads"] == 1
+    assert after["elastic_resume_incidents_totalnode-lost"] == 1
+
+
+def test_pages_end_with_their_agent(cluster: Cluster) -> None:
+    """No process outlives its agent, and nobody answers at its address."""
+    address = url(cluster, 2)
+    (served,) = [one for one in cluster.processes(2) if "elastic_resume.report.serve" in one.cmdline()]
+    cluster.kill_node(2)
+    until(lambda: not served.is_running(), "it ends with its agent")
+    with pytest.raises(urllib.error.URLError):
+        get(address, bearer(TOKEN))
