@@ -215,7 +215,7 @@ def finished_and_run_again() -> Job:
         (worker_killed, ("worker", "rank 1 on n1: SIGKILL"), ("n1", 1), (1, 5.3)),
         (node_killed, ("node", "node n2 lost"), ("n2", 2), (2, 5.5)),
         (agent_killed, ("node", "node n2 lost"), ("n2", 2), (0, 5.4)),
-        (node_killed_and_wiped, ("node", "node n2 lost"), ("n2", None), (2, 5.2)),
+        (node_killed_and_wiped, ("node", "node n2 lost"), ("n2", None), (2, 5.5)),
         (exception, ("exception", "rank 2 on n2: ValueError: loss is nan"), ("n2", 2), (1, 5.6)),
         (node_returns, ("joined", "node n2 joined"), ("", None), (0, 2.35)),
         (job_killed, ("job", "whole job killed"), ("", None), (3, 3600.5)),

@@ -121,7 +121,7 @@ def signs_of(events: Collection[Seen], fates: dict[str, Fate]) -> list[Sign]:
             signs.append(worker_sign(one))
     for name, fate in fates.items():
         if fate.how == "lost":
-            signs.append(_loss(name, fate, [one for one in events if one.node == name]))
+            signs.append(_loss(name, fate, events))
         elif fate.how == "signalled":
             text = f"node {name} left: {fate.text or 'stopped by a signal.'}"
             signs.append(Sign(DEFINITE, fate.t, name, None, "left", text))
@@ -188,14 +188,17 @@ def _exception(one: Seen) -> Sign:
     return Sign(weight, one.t, one.node, one.rank, "exception", text)
 
 
-def _loss(name: str, fate: Fate, own: Collection[Seen]) -> Sign:
+def _loss(name: str, fate: Fate, events: Collection[Seen]) -> Sign:
+    own = [one for one in events if one.node == name]
     # A stub sees its agent die and ends the worker: the only one who can tell the moment.
     kills = [one for one in own if one.kind == "worker-exit" and one.text("signal") == "SIGKILL"]
     ranks = sorted({one.rank for one in own if one.rank is not None})
     rank = ranks[0] if ranks else None
     if kills:
         return Sign(DEFINITE, kills[0].t, name, rank, "node", f"node {name} lost")
-    return Sign(SILENT, fate.t, name, rank, "node", f"node {name} lost")
+    # Nobody steps without it, so it lived when the others did that last, whatever is left of its log.
+    alive = [one.t for one in events if one.kind == "step"] + ([fate.t] if fate.t is not None else [])
+    return Sign(SILENT, max(alive, default=None), name, rank, "node", f"node {name} lost")
 
 
 def _who(one: Seen) -> str:

@@ -17,6 +17,7 @@ from elastic_resume.policy.failures import looks_like_echo
 from elastic_resume.report import timeline
 from elastic_resume.report.causes import ECHO, Sign, worker_sign
 from elastic_resume.report.endings import End, Facts, end_of, facts_of
+from elastic_resume.report.text import without_path
 from elastic_resume.report.timeline import Seen, Timeline
 
 
@@ -160,7 +161,7 @@ def _rejected(resume: Seen | None) -> tuple[RejectedCopy, ...]:
         if isinstance(item, dict):
             one = Seen(0.0, "", "", None, None, None, None, item)
             copy = RejectedCopy(
-                one.text("node"), one.count("generation"), one.count("step"), one.text("reason")
+                one.text("node"), one.count("generation"), one.count("step"), without_path(one.text("reason"))
             )
             found.append(copy)
     return tuple(found)

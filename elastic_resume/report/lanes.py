@@ -143,8 +143,7 @@ def _marks(told: Story) -> dict[str, list[Mark]]:
                     Mark(INCIDENT, t, f"generation {row.number}: {row.end.text}")
                 )
     for fault in told.faults:
-        where = fault.node or fault.where
-        text = f"injected: {fault.what} {where}" + (f" ({fault.message})" if fault.message else "")
+        text = f"injected: {fault.text}"
         marks.setdefault(fault.node, []).append(Mark(FAULT, fault.t, text))
     return marks
 

@@ -124,8 +124,7 @@ def _troubles(told: Story) -> list[str]:
 
 def _faults(told: Story) -> list[str]:
     return [
-        f"at {since(told, one.t)}  injected: {one.what} {one.node or one.where}"
-        + (f", rank {one.rank}" if one.rank is not None else "")
+        f"at {since(told, one.t)}  injected: {one.text}"
         + (f", in generation {one.generation}" if one.generation is not None else "")
         for one in told.faults
     ]

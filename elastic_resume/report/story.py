@@ -40,6 +40,16 @@ class Fault:
     message: str
     generation: int | None
 
+    @property
+    def text(self) -> str:
+        """What was broken, in words."""
+        where = self.node or self.where
+        rank = f" rank {self.rank}" if self.rank is not None else ""
+        name = f"{self.what}{f' {where}' if where else ''}{rank}"
+        if self.message.startswith(self.what):
+            return self.message
+        return f"{name}: {self.message}" if self.message else name
+
 
 @dataclass(frozen=True)
 class Story:

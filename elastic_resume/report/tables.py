@@ -111,7 +111,7 @@ def _phases(phases: Phases) -> str:
 
 def _details(one: Generation, injected: Sequence[Fault]) -> list[Markup]:
     """What followed, what was sent and refused, and what somebody had broken."""
-    told = [f"injected: {_fault_name(fault)}" for fault in injected]
+    told = [f"injected: {fault.text}" for fault in injected]
     told += [f"also: {text}" for text in one.end.also[:MAX_ALSO]]
     told += [f"and {len(one.end.also) - MAX_ALSO} more"] if len(one.end.also) > MAX_ALSO else []
     if one.resumed == "checkpoint" and one.source_node:
@@ -172,16 +172,10 @@ def faults(told: Story) -> Markup | None:
         then = ends.get(one.generation, "") if one.generation is not None else ""
         when = since(told, one.t)
         follows = f"generation {one.generation} ended: {then}" if then else "-"
-        rows.append(tag("tr", *(tag("td", cell) for cell in (when, _fault_name(one), follows))))
+        rows.append(tag("tr", *(tag("td", cell) for cell in (when, one.text, follows))))
     note = "Broken on purpose. What each generation ended of is what its nodes saw, not what is listed here."
     names = [f"faults {first + 1} and later" for first in range(0, len(rows), SECTION)]
     return section("Injected faults", _cut(rows, "faults", ("after", "fault", "then"), names), note=note)
-
-
-def _fault_name(one: Fault) -> str:
-    where = one.node or one.where
-    rank = f" rank {one.rank}" if one.rank is not None else ""
-    return f"{one.what}{f' {where}' if where else ''}{rank}" + (f": {one.message}" if one.message else "")
 
 
 def hangs(told: Story) -> Markup | None:

@@ -91,6 +91,11 @@ def size(count: int | None) -> str:
     return f"{value:.3g} TB"
 
 
+def without_path(reason: str) -> str:
+    """An error's text without the path before it, which stands beside it anyway."""
+    return re.sub(r"^/\S+: ", "", reason)
+
+
 def amount(count: int, noun: str, plural: str = "") -> str:
     """``1 step``, ``2 steps``."""
     return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"

@@ -23,6 +23,7 @@ MAX_TIME_S = 1e12  # the year 33658: what is beyond is no time
 OF_A_GENERATION = frozenset(
     {"resume", "worker-start", "step", "commit", "commit-failed", "busy", "failure", "run-end", "worker-exit"}
 )
+_BY_WORKERS = frozenset({"resume", "worker-start", "step", "busy", "failure", "run-end", "worker-exit"})
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Seen:
 class Timeline:
     """Everything seen, by time; and the same by generation, by node and by kind.
 
-    ``last`` is the place, in a node's events, of the last one that names a generation.
+    ``last`` is the place, in a node's events, of what its workers did last in a generation. A keeper commits
+    copies of generations that are over, in another life of its agent too.
     """
 
     seen: tuple[Seen, ...]
@@ -98,7 +100,7 @@ def build(events: Iterable[Event]) -> Timeline:
     by_kind: dict[str, list[Seen]] = defaultdict(list)
     last: dict[tuple[str, int], int] = {}
     for one in seen:
-        if one.generation is not None:
+        if one.generation is not None and one.kind in _BY_WORKERS:
             last[one.node, one.generation] = len(by_node[one.node])
         by_node[one.node].append(one)
         by_kind[one.kind].append(one)

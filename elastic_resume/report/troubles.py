@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from elastic_resume.report.text import amount, seconds
+from elastic_resume.report.text import amount, seconds, without_path
 from elastic_resume.report.timeline import Seen, Timeline
 
 BAD, NOTE, NEWS = "bad", "note", "news"
@@ -45,10 +45,11 @@ class Trouble:
 def find(line: Timeline) -> tuple[Trouble, ...]:
     """All troubles of a run, by the time at which they began."""
     found: list[Trouble] = []
-    for kind, (weight, sentence) in _SENTENCES.items():
+    for kind, (usual, sentence) in _SENTENCES.items():
         for seen in line.of_kind(kind):
             said = sentence(seen)
             if said:
+                weight = NOTE if seen.raw.get("elsewhere") is True else usual  # a hang that another node made
                 made = Trouble(kind, weight, seen.node, seen.t, seen.t, 1, said, seen.generation, seen.step)
                 found.append(made)
     found += [one for one in map(_of_rendezvous, line.of_kind("rendezvous")) if one is not None]
@@ -113,7 +114,7 @@ def _slow(commits: list[Seen]) -> list[Trouble]:
 
 
 def _said(one: Seen, *names: str) -> str:
-    return next((text for name in names if (text := one.text(name))), "no reason is told")
+    return next((without_path(text) for name in names if (text := one.text(name))), "no reason is told")
 
 
 def _quarantine(one: Seen) -> str:
@@ -129,8 +130,8 @@ def _differ(one: Seen) -> str:
 
 
 def _drain(one: Seen) -> str:
-    alone = "this node saves and leaves" if one.raw.get("alone") is True else "all nodes save and leave"
-    return f"{_said(one, 'cause')}: {alone}"
+    others = ", the others go on" if one.raw.get("alone") is True else ""
+    return f"{_said(one, 'cause')}: this node saves and leaves{others}"
 
 
 def _notice(one: Seen) -> str:
