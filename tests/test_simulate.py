@@ -15,8 +15,8 @@ from elastic_resume import cli
 from elastic_resume.errors import ConfigError
 from elastic_resume.faults import expected, rates, simulate_job
 from elastic_resume.faults.rates import KINDS, Strike
-from elastic_resume.faults.simulate import JOINED, Outcome, play
-from elastic_resume.faults.simulate_job import Course, Job, course
+from elastic_resume.faults.simulate import Outcome, play
+from elastic_resume.faults.simulate_job import JOINED, Course, Job, course
 from elastic_resume.policy.cadence import Every
 from elastic_resume.worker import saver
 
@@ -75,7 +75,7 @@ def test_a_job_that_never_fails_loses_its_start_and_its_copies() -> None:
         # All at once: back to the newest checkpoint. 1000.5 s are 987 steps, after settling and starting.
         (JOB, [strike(1000.5, "cluster", 0, 1, 2, 3)], [87], ["disk"]),
         # A worker of a world of one dies while it copies its newest step.
-        (replace(JOB, nodes=1), [strike(1000.3, "worker", 0)], [1], ["memory"]),
+        (replace(JOB, nodes=1), [strike(1000.25, "worker", 0)], [1], ["memory"]),
         (replace(JOB, nodes=1), [strike(1000.6, "worker", 0)], [0], ["memory"]),
         # Snapshots at every 50th step: what comes after them is lost, but not to a newcomer.
         (replace(JOB, snapshot_every=Every(steps=50)), [strike(1000.5, "agent", 1)], [37, 0], ["memory"] * 2),

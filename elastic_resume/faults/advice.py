@@ -136,7 +136,10 @@ def _cadences(job: Job, site: Site) -> Iterator[tuple[str, Job]]:
             changed = replace(job, snapshot_every=Every(steps=count), save_every=Every(steps=saved))
             yield f"--snapshot-every {count} --save-every {saved}", changed
         if job.snapshot_every != AUTO or job.save_every != AUTO:
-            yield "both auto", replace(job, snapshot_every=AUTO, save_every=AUTO)
+            yield (
+                "--snapshot-every auto --save-every auto",
+                replace(job, snapshot_every=AUTO, save_every=AUTO),
+            )
         yield (
             "--snapshot-every off --save-every auto",
             replace(job, snapshot_every=Every(off=True), save_every=AUTO),

@@ -10,10 +10,11 @@ from typing import Any
 
 from elastic_resume.faults import simulate_job
 from elastic_resume.faults.advice import Answer, Variant
-from elastic_resume.faults.simulate import PARTS, Recovery
+from elastic_resume.faults.simulate import PARTS
 from elastic_resume.report.text import amount, seconds, size, table, wrap
 
 TELLING = 0.003  # a difference between simulation and closed form that is worth a sentence
+_ONLY = ("missing", "fewer", "ended")  # told where there is any
 _SAYS = {
     "productive": "training that counts",
     "starting": "starting workers",
@@ -23,6 +24,7 @@ _SAYS = {
     "waiting": "noticing failures, forming worlds",
     "missing": "waiting for nodes",
     "fewer": "longer steps on fewer nodes",
+    "ended": "after giving up",
 }
 
 
@@ -33,10 +35,9 @@ def tell(answer: Answer) -> Iterator[str]:
     yield ""
     yield from wrap(_use(answer))
     yield from wrap(_expect(best))
-    for one in best.outcomes:
-        if one.gave_up:
-            yield from wrap(f"A job gave up after {seconds(_ended_s(one.recoveries))}: {one.gave_up}")
-            break
+    for sentence in _numbers(answer):
+        yield from wrap(sentence)
+    yield from _gave_up(best)
     yield ""
     yield from _parts(answer)
     yield ""
@@ -47,6 +48,17 @@ def tell(answer: Answer) -> Iterator[str]:
     yield from wrap(_assumed(answer))
     if site.mtbf_node_s < math.inf and not any(one.recoveries for one in best.outcomes):
         yield from wrap("No failure came in that time. A longer --duration says more.")
+
+
+def _gave_up(best: Variant) -> Iterator[str]:
+    ended = [one for one in best.outcomes if one.gave_up]
+    if ended:
+        first = ended[0]
+        yield from wrap(
+            f"In {len(ended)} of {amount(len(best.outcomes), 'run')} the job gave up, in the first after "
+            f"{seconds(first.total_s - first.ended_s)}: {first.gave_up} What comes after counts as lost. A "
+            "greater --max-no-progress makes that rarer, where chance alone is to blame."
+        )
 
 
 def _what(answer: Answer) -> str:
@@ -116,6 +128,18 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1], ordered[-1]
 
 
+def _numbers(answer: Answer) -> Iterator[str]:
+    """What other numbers of nodes would change, of the first run, whose failures they share."""
+    usual = answer.best.outcomes[0].goodput
+    for one in answer.others:
+        if one.job.spares != answer.best.job.spares or one.job.min_nodes != answer.best.job.min_nodes:
+            gain = 100 * (one.outcomes[0].goodput - usual)
+            told = (
+                f"{abs(gain):.1f} points {'more' if gain > 0 else 'less'}" if abs(gain) >= 0.1 else "the same"
+            )
+            yield f"With {one.flags} the same failures leave {one.outcomes[0].goodput:.1%}: {told}."
+
+
 # ---- the table, and why its columns differ ----------------------------------------------------------------
 
 
@@ -125,7 +149,8 @@ def shares(one: Variant) -> dict[str, float]:
     for name in PARTS:
         found[name] = statistics.fmean(o.spent_s[name] / o.total_s for o in one.outcomes)
     found["missing"] = statistics.fmean(o.missing_s / o.total_s for o in one.outcomes)
-    found["waiting"] -= found["missing"]
+    found["ended"] = statistics.fmean(o.ended_s / o.total_s for o in one.outcomes)
+    found["waiting"] -= found["missing"] + found["ended"]
     return found
 
 
@@ -138,8 +163,8 @@ def _parts(answer: Answer) -> Iterator[str]:
         "repeated": (formula.repeated, classic.repeated),
     }
     rows = []
-    for name in ("productive", "starting", "restoring", "waiting", "stalled", "repeated", "missing", "fewer"):
-        if name in {"missing", "fewer"} and abs(found[name]) < 0.00005:
+    for name in ("productive", "starting", "restoring", "waiting", "stalled", "repeated", *_ONLY):
+        if name in _ONLY and abs(found[name]) < 0.00005:
             continue
         cells = [f"{share:.2%}" for share in columns.get(name, ())]
         cells = cells or (['"', '"'] if name in {"restoring", "waiting"} else ["-", "-"])
@@ -173,6 +198,9 @@ def why(answer: Answer) -> Iterator[str]:
     outcomes = answer.best.outcomes
     joined = sum(len(o.recoveries) - len(o.failures) for o in outcomes)
     failed = sum(len(o.failures) for o in outcomes)
+    if found["ended"] > 0:
+        yield f"{found['ended']:.1%}: it knows no job that gives up. What else differs is hidden behind that."
+        return
     if found["missing"] > TELLING:
         yield (
             f"{found['missing']:.1%}: it knows no lack of nodes. Too few of them were up; spares, or a lower "
@@ -204,7 +232,7 @@ def why(answer: Answer) -> Iterator[str]:
             "the steps since the last save."
         )
     elif again < -TELLING:
-        yield f"{-again:.1%} less is run again: a save between two snapshots is one more."
+        yield f"{-again:.1%} less is run again: a failure during a recovery costs no further steps."
 
 
 # ---- what else, and what it stands on ---------------------------------------------------------------------
@@ -229,16 +257,17 @@ def _variants(answer: Answer) -> Iterator[str]:
 def _assumed(answer: Answer) -> str:
     job = answer.best.job
     return (
-        f"Played with steps of {seconds(job.step_s)}, {seconds(job.snapshot_s)} of training for a snapshot, "
-        f"{seconds(job.commit_s)} for a commit, {seconds(job.start_s)} for a restart, nodes back after "
+        f"Played with steps of {_brief(job.step_s)}, {_brief(job.snapshot_s)} of training for a snapshot, "
+        f"{_brief(job.commit_s)} for a commit, {seconds(job.start_s)} for a restart, nodes back after "
         f"{seconds(job.away_s['reboot'])} or replaced after {seconds(job.away_s['replacement'])}. What is "
         "assumed of your cluster can be said by flags (--help); `elastic-resume report` tells what it was "
         "in a run."
     )
 
 
-def _ended_s(recoveries: Sequence[Recovery]) -> float:
-    return recoveries[-1].at_s if recoveries else 0.0
+def _brief(value: float) -> str:
+    """``3 ms``, and what is longer as anywhere."""
+    return f"{1000 * value:.3g} ms" if value < 0.1 else seconds(value)
 
 
 def as_json(answer: Answer) -> dict[str, Any]:

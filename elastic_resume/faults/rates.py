@@ -42,11 +42,15 @@ MIX: Mapping[str, float] = {"worker": 46.0, "node": 36.0, "hang": 10.0, "gone": 
 
 @dataclass(frozen=True)
 class Strike:
-    """One failure: when, which kind, and which machines (numbers from 0) it hits."""
+    """One failure: when, which kind, and which machines (numbers from 0) it hits.
+
+    ``away_s``: how long those are away, where that is known of this very failure.
+    """
 
     at_s: float
     kind: str
     nodes: Sequence[int]
+    away_s: float | None = None
 
 
 def parse_mix(text: str) -> dict[str, float]:

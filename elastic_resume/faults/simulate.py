@@ -24,11 +24,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from elastic_resume.faults.rates import KINDS, Strike
-from elastic_resume.faults.simulate_job import FORM_S, SETTLE_S, Course, Job, course, load_s
+from elastic_resume.faults.simulate_job import DRAINED, FORM_S, JOINED, SETTLE_S, Course, Job, course, load_s
 from elastic_resume.faults.simulate_nodes import Copies, Machines
 from elastic_resume.policy import cadence, failures, restart, source
 
-JOINED = "joined"
 PARTS = ("productive", "starting", "restoring", "stalled", "repeated", "waiting", "fewer")
 
 
@@ -50,13 +49,14 @@ class Recovery:
 class Outcome:
     """What came of it: seconds of the job's time by `PARTS`, which add up to ``total_s``.
 
-    ``missing_s``: as much of the waiting was for nodes, too few of which were up. ``struck``: failures that
-    hit a machine that was up, by kind. ``gave_up``: why the job ended by itself.
+    ``missing_s`` of the waiting was for nodes, too few of which were up; ``ended_s`` came after the job had
+    given up, for the reason ``gave_up``. ``struck``: failures that hit a machine that was up, by kind.
     """
 
     total_s: float
     spent_s: dict[str, float]
     missing_s: float
+    ended_s: float
     steps: int
     struck: dict[str, int]
     recoveries: tuple[Recovery, ...]
@@ -111,7 +111,7 @@ class _Play:
         self._generation = 0
         self._step = 0
         self._top = 0
-        self._limits = restart.Limits(min_nodes=job.min_nodes)
+        self._limits = restart.Limits(job.max_no_progress, min_nodes=job.min_nodes)
         self._history: list[restart.Round] = []  # since the last progress
         self._failed_rounds = 0
         self._stop = _Stop(0.0, "", SETTLE_S)
@@ -127,7 +127,8 @@ class _Play:
                     self._train()
         except _EndError:
             pass
-        self._spent["waiting"] += self._end_s - self._now_s  # of a job that gave up
+        ended_s = self._end_s - self._now_s  # of a job that gave up
+        self._spent["waiting"] += ended_s
         behind_s = (self._top - self._step) * self._job.step_on(self._job.nodes)
         self._spent["productive"] -= behind_s
         self._spent["repeated"] += behind_s
@@ -135,6 +136,7 @@ class _Play:
             self._end_s,
             self._spent,
             self._missing_s,
+            ended_s,
             self._step,
             dict(self._struck),
             tuple(self._recoveries),
@@ -171,8 +173,9 @@ class _Play:
         self._hit = [node for node in struck.nodes if node in machines.world]
         if self._hit or (away and any(node in machines.idle for node in struck.nodes)):
             self._struck[struck.kind] += 1
+        away_s = self._job.away_s[away] if away and struck.away_s is None else struck.away_s or 0.0
         for node in struck.nodes if away else ():
-            machines.go(node, self._now_s + self._job.away_s[away], silently=away != "agent")
+            machines.go(node, self._now_s + away_s, silently=away != "agent")
             self._copies.leave(node, self._now_s, wiped=away == "replacement")
         return bool(self._hit)
 
@@ -274,7 +277,7 @@ class _Play:
         if self._now_s >= self._end_s:
             raise _EndError
         self._note(kind, steps)
-        known_s = self._now_s + (0.0 if drained else self._job.noticed_after_s(kind))
+        known_s = self._now_s + self._job.noticed_after_s(DRAINED if drained else kind)
         self._stop = _Stop(self._now_s, kind, known_s)
 
     def _account(self, one: Course, steps: int, took_s: float, *, cut_off: bool) -> None:

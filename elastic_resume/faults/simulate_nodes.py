@@ -18,11 +18,11 @@ Held = tuple[int, int]  # generation and step of a copy
 
 
 class Machines:
-    """Numbers from 0 on. ``world``: who trains; ``idle``: who is up beside it, in order of arrival."""
+    """Numbers from 0 on. ``world``: who trains; ``idle``: who is up beside it."""
 
     def __init__(self, count: int) -> None:
         self.world: set[int] = set()
-        self.idle: dict[int, None] = dict.fromkeys(range(count))
+        self.idle = set(range(count))
         self.silent: set[int] = set()  # of the last world: gone, which nobody can know before they come back
         self._away: dict[int, float] = {}
         self._returns: list[tuple[float, int]] = []
@@ -44,7 +44,7 @@ class Machines:
         _, node = heapq.heappop(self._returns)
         del self._away[node]
         self.silent.discard(node)
-        self.idle[node] = None
+        self.idle.add(node)
 
     def go(self, node: int, back_s: float, *, silently: bool) -> None:
         """Let one go; one that is on its way back begins anew."""
@@ -52,7 +52,7 @@ class Machines:
             self.world.discard(node)
             if silently:
                 self.silent.add(node)
-        self.idle.pop(node, None)
+        self.idle.discard(node)
         self._away[node] = back_s
         heapq.heappush(self._returns, (back_s, node))
 
@@ -64,10 +64,9 @@ class Machines:
         return members > silent or not silent or (members == silent and min(self.world) < min(self.silent))
 
     def form(self, most: int) -> list[int]:
-        """Form a world of those that are up; give the newcomers."""
-        new = list(itertools.islice(self.idle, max(0, most - len(self.world))))
-        for node in new:
-            del self.idle[node]
+        """Form a world of those that are up; give the newcomers, which come in order of their names."""
+        new = heapq.nsmallest(most - len(self.world), self.idle)
+        self.idle.difference_update(new)
         self.world.update(new)
         self.silent.clear()
         return new
