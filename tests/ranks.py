@@ -54,9 +54,17 @@ def environment(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
 
 
 def run(
-    size: int, script: Path | str, *args: str, env: Sequence[Mapping[str, str]] = (), timeout_s: float = 120
+    size: int,
+    script: Path | str,
+    *args: str,
+    env: Sequence[Mapping[str, str]] = (),
+    stderr: Mapping[int, int] | None = None,
+    timeout_s: float = 120,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run ``script`` on every rank to its end; give what each printed. ``env``: more for each rank."""
+    """Run ``script`` on every rank to its end; give what each printed.
+
+    ``env``: more for each rank; ``stderr``: a descriptor in the place of a rank's, which is not read then.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -68,7 +76,7 @@ def run(
                 contract.ENV_ZYGOTE: zygote(),
             },
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=(stderr or {}).get(rank, subprocess.PIPE),
             text=True,
         )
         for rank in range(size)

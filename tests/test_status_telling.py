@@ -110,7 +110,7 @@ def test_news_of_another_form_are_refused(news: object) -> None:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Station]]:
     """Two nodes with a world, which no test may disturb."""
-    stations = Stations(tmp_path_factory.mktemp("pair"), Limits(handshake_s=0.5, lookers=3))
+    stations = Stations(tmp_path_factory.mktemp("pair"), Limits(handshake_s=1.0, lookers=3))
     made = stations.build(2)
     for one in made:
         one.worlds.get(timeout=30)
@@ -157,7 +157,7 @@ def test_the_key_for_looking_makes_nobody_a_member(pair: list[Station]) -> None:
 
 
 def test_those_who_look_and_do_not_read_cost_little_and_not_for_long(pair: list[Station]) -> None:
-    """Three at a time, half a second each; the oldest goes when more come, and others are answered."""
+    """Three at a time, a second each; the oldest goes when more come, and others are answered."""
     undisturbed(pair)
     before = descriptors()
     with contextlib.ExitStack() as stack:

@@ -58,7 +58,8 @@ class Teller:
         self._missed = 0
         self._shown: tuple[float, bytes] = (float("-inf"), b"")
         self._said = ""
-        self._lock = threading.Lock()  # of what the rendezvous' thread and those who look touch as well
+        self._lock = threading.Lock()  # of what the rendezvous' thread touches too: never held for long
+        self._showing = threading.Lock()  # of the course, and of what was shown last
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._live, name="elastic-resume-teller", daemon=True)
 
@@ -107,13 +108,13 @@ class Teller:
 
     def show(self, view: View) -> bytes:
         """Give the document for those who look; see `document.make`."""
-        with self._lock:
+        with self._showing:
             made_at, shown = self._shown
             if time.monotonic() < made_at + FRESH_S:
                 return shown
-            made = document.make(
-                view, self._nodes, self._course, run_id=self._run_id, missed=self._missed + self._peers.lost
-            )
+            with self._lock:
+                nodes, missed = dict(self._nodes), self._missed + self._peers.lost
+            made = document.make(view, nodes, self._course, run_id=self._run_id, missed=missed)
             shown = json.dumps(made, separators=(",", ":")).encode()
             self._shown = (time.monotonic(), shown)
             return shown
@@ -136,7 +137,8 @@ class Teller:
         own = [(line, event) for line in self._tail.read() if (event := parse(line)) is not None]
         with self._lock:
             heard, self._heard, self._heard_bytes = self._heard, deque(), 0
-            told = [(line, event) for line in heard if (event := parse(line)) is not None]
+        told = [(line, event) for line in heard if (event := parse(line)) is not None]
+        with self._showing:
             for _, event in (*own, *told):
                 self._course.take(event)
             incidents = len(self._course.incidents())

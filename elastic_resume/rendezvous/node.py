@@ -289,7 +289,7 @@ class Node:
         """Tell the core, which knows the connection from now on; but not of those who only look."""
         self._door.leave(channel)
         if channel.looks:
-            self._window.enter(channel, look(self._agent))
+            self._window.enter(channel, functools.partial(look, self._agent))
             return
         if channel.number == 0:
             self._accepted -= 1

@@ -110,7 +110,9 @@ def find(path: Path | None, *, endpoint: str | None, run_id: str | None, token_f
     name = run_id or os.environ.get(contract.ENV_RUN_ID)
     if endpoint is None:
         root = path or Path(os.environ.get(contract.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
-        found = _jobs_in(root, name or ("" if path else here.job))
+        found = [job for job in _jobs_in(root) if name in {None, job.run_id}]
+        if not name and not path:  # in Slurm a run is named after job and script
+            found = [job for job in found if job.run_id.startswith(here.job)]
         if len(found) == 1:
             return found[0]
         if found:
@@ -130,8 +132,8 @@ def find(path: Path | None, *, endpoint: str | None, run_id: str | None, token_f
     return Job(name, look_key(token), addresses)
 
 
-def _jobs_in(root: Path, name: str) -> list[Job]:
-    """The jobs whose agents have left word there; of one with that name, or that begins so, no other."""
+def _jobs_in(root: Path) -> list[Job]:
+    """The jobs whose agents have left word there."""
     jobs: dict[str, Job] = {}
     for depth in ("", "*/", "*/*/"):
         try:
@@ -144,9 +146,7 @@ def _jobs_in(root: Path, name: str) -> list[Job]:
                 continue
             known = jobs.setdefault(job.run_id, job)
             known.addresses = list(dict.fromkeys([*known.addresses, *job.addresses]))
-    if name in jobs:
-        return [jobs[name]]
-    return [job for run_id, job in sorted(jobs.items()) if run_id.startswith(name)]
+    return [job for _, job in sorted(jobs.items())]
 
 
 def read_look(path: Path) -> Job | None:
