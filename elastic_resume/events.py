@@ -58,9 +58,11 @@ Kinds, who writes them, and their own fields::
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,18 +72,24 @@ from elastic_resume import contract
 Event = dict[str, Any]
 
 MAX_LINE_BYTES = 64 * 1024  # a traceback's last lines fit; a line is never the place for more
+MOST_WAITING = 1000  # lines, of some hundred bytes each
 _START = b'{"t":'  # of every event, whoever writes it; inside a JSON text the quotes would be escaped
 
 
 class EventLog:
-    """Appends events of one process. Losing the disk never stops training: `write` does not raise OSError."""
+    """Appends events of one process. Losing the disk never stops training: `write` does not raise OSError.
+
+    What a disk refuses (it is full, it fails) waits in memory, and is written before the next event that it
+    takes; the newest `MOST_WAITING` are kept. So it can be told afterwards what went wrong with the disk.
+    """
 
     def __init__(self, path: Path, **fixed: Any) -> None:
         """``fixed`` goes into every event, before its own fields."""
         self._path = path
         self._fixed = fixed
         self._descriptor = -1
-        self._lost = 0
+        self._waiting: deque[bytes] = deque()
+        self._dropped = 0
         self._torn = False  # whether the file ends within a line
 
     def write(self, event: str, /, **fields: Any) -> Event:
@@ -97,6 +105,25 @@ class EventLog:
         if len(line) > MAX_LINE_BYTES:
             record = {k: v if len(str(v)) < 1024 else str(v)[:1024] for k, v in record.items()}
             line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
+        self._waiting.append(line)
+        with contextlib.suppress(IndexError):  # another thread has taken the last one
+            while self._waiting:
+                first = self._waiting.popleft()
+                if not self._append(first):
+                    self._waiting.appendleft(first)
+                    break
+            while len(self._waiting) > MOST_WAITING:
+                self._waiting.popleft()
+                self._dropped += 1
+        return record
+
+    @property
+    def lost(self) -> int:
+        """How many events are not on the disk."""
+        return self._dropped + len(self._waiting)
+
+    def _append(self, line: bytes) -> bool:
+        """Write a line; whether the disk has taken all of it."""
         try:
             if self._descriptor < 0:
                 flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -105,14 +132,9 @@ class EventLog:
             line = b"\n" * self._torn + line
             self._torn = os.write(self._descriptor, line) < len(line)
         except OSError:
-            self._lost += 1  # the disk's own failure is told by the checkpoint that cannot be written
             self.close()  # a file of a disk that was mounted anew is lost for good: the next one may work
-        return record
-
-    @property
-    def lost(self) -> int:
-        """How many events could not be written."""
-        return self._lost
+            return False
+        return not self._torn
 
     def close(self) -> None:
         """Release the descriptor; a later `write` opens the file again."""

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -79,8 +80,8 @@ def memory_of(generation: int) -> Memory:
 
 
 def tell(*words: object) -> None:
-    """Say that this is so, whatever happens to the power from here on."""
-    os.write(1, (json.dumps(words) + "\n").encode())
+    """Say that this is so, whatever happens to the power from this moment on."""
+    os.write(1, (json.dumps([time.monotonic(), *words]) + "\n").encode())
 
 
 def live(asked: dict[str, Any]) -> None:

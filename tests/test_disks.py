@@ -14,7 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elastic_resume import events
 from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.events import EventLog
 from elastic_resume.faults import disks
 from elastic_resume.faults.disks import MB, Disk, Kind
 from elastic_resume.faults.machines import Machines
@@ -239,3 +241,16 @@ def test_who_cannot_make_a_disk_is_told_why(tmp_path: Path, monkeypatch: pytest.
         Disk(tmp_path / "missing")
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     assert "apt-get install xfsprogs" in disks.available("xfs")
+
+
+def test_events_that_a_disk_refuses_are_told_when_it_takes_them_again(disk: Disk) -> None:
+    """In their order, each once; what went wrong with the disk is in the log then."""
+    log = EventLog(disk.path / "events.jsonl")
+    disk.fill()
+    for number in range(200):  # the first ones find room in a block that is theirs already
+        log.write("commit-failed", step=number, error="no space left" * 10)
+    assert log.lost > 0
+    disk.free()
+    log.write("commit", step=200)
+    assert log.lost == 0
+    assert [event["step"] for event in events.read(disk.path / "events.jsonl")] == list(range(201))

@@ -45,17 +45,19 @@ def test_an_event_glued_to_a_torn_one_is_found(tmp_path: Path, torn: bytes) -> N
 def test_after_a_short_write_the_next_event_gets_a_line_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk takes a part of a line and no error is raised."""
+    """A full disk takes a part of a line and no error is raised; that event is written again."""
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
     log.write("first")
     whole = os.write
     with monkeypatch.context() as full:
         full.setattr(os, "write", lambda descriptor, line: whole(descriptor, line[:9]))
-        log.write("lost")
+        log.write("cut")
+        assert log.lost == 1
     log.write("second")
-    assert kinds(path) == ["first", "second"]
-    assert path.read_bytes().count(b"\n") == 3
+    assert kinds(path) == ["first", "cut", "second"]
+    assert path.read_bytes().count(b"\n") == 4
+    assert log.lost == 0
 
 
 def test_a_new_log_begins_without_an_empty_line(tmp_path: Path) -> None:

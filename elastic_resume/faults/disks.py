@@ -28,6 +28,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,7 @@ class Disk:
         self._places: list[_Place] = []
         self._drive: subprocess.Popen[bytes] | None = None
         self._line, line = socket.socketpair()
+        self._lock = threading.Lock()  # one command at a time
         # Descriptors: the drive's file system, with the disk as its root; the device; the mount.
         self._hardware = self._device = self._mount = -1
         with line, self._told("made"):
@@ -311,8 +313,9 @@ class Disk:
         """Give the drive a command, and return its answer."""
         self._check()
         try:
-            self._line.sendall(" ".join(words).encode())
-            answer = self._line.recv(64)
+            with self._lock:
+                self._line.sendall(" ".join(words).encode())
+                answer = self._line.recv(64)
         except OSError:
             answer = b""
         if not answer:

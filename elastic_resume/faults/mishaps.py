@@ -137,6 +137,12 @@ class Mishaps(Nodes):
         self._ground.disk(index).mend()
         self._remind(index)
 
+    def turn_disk_read_only(self, index: int) -> None:
+        """Let a node's file system go read-only (EROFS), as after an error it found, until `mend_disk`."""
+        disk = self._ground.disk(index)
+        self._remember(index)
+        disk.turn_read_only()
+
     def slow_disk(self, index: int, bytes_per_s: float) -> None:
         """Let a node's disk read and write no faster than this; 0: as fast as it can."""
         disk = self._ground.disk(index)

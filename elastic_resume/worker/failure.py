@@ -82,7 +82,7 @@ class _Hook:
             self.events.write("failure", **said)
         if isinstance(error, ElasticResumeError):
             print(f"elastic_resume: error: {error}", file=sys.stderr, flush=True)
-        elif issubclass(kind, Exception) and self._is_told_by_agent() and self.events.lost == lost:
+        elif issubclass(kind, Exception) and self._is_told_by_agent() and self.events.lost <= lost:
             rank = os.environ.get("RANK", "?")
             what = ": ".join(filter(None, [said["type"], said["message"]]))
             where = f" ({said['frame']})" if said["frame"] else ""
