@@ -7,8 +7,7 @@ Jobs and kills are those of `goodput.py`: three nodes on this machine's loopback
 worker, a node or an agent killed every so many seconds by a seeded plan, and started again at once.
 Calibration kills one after another, waits until all train again, and notes
 
-    the length of a step before the first kill; then with three nodes, with two while the third starts, and
-    with one while two do;
+    the length of a step with three nodes, with two while the third starts, and with one while two do;
     from a kill to the next world's first step, for a worker, and for a node or its agent;
     from the start of a node's agent until the others stop to let it in;
     from that stop to the next world's first step.
@@ -61,10 +60,9 @@ KILLS = {"worker": (0,), "node": (1,), "agent": (2,), "two nodes": (0, 1)}
 class Calibration:
     """What was measured, in seconds: means, but ``away_s``, which is every one.
 
-    ``step_s`` is by number of nodes, once something had been killed.
+    ``step_s`` is by number of nodes.
     """
 
-    undisturbed_s: float
     step_s: dict[int, float]
     worker_s: float
     node_s: float
@@ -130,7 +128,7 @@ def measured(steps: list[Step], kills: list[Kill]) -> Calibration:
         if len(late := world[FIRST_STEPS:-1]) > FIRST_STEPS
     ]
     step_s = {
-        nodes: statistics.fmean(length for ranks, length in lengths[1:] if ranks == nodes)
+        nodes: statistics.fmean(length for ranks, length in lengths if ranks == nodes)
         for nodes in range(1, NODES + 1)
     }
     seen: dict[str, list[float]] = {name: [] for name in ("worker", "node", "join", "away")}
@@ -144,7 +142,6 @@ def measured(steps: list[Step], kills: list[Kill]) -> Calibration:
             seen["away"].append(joined_at - one.at - simulate_job.DEBOUNCE_S)
             seen["join"].append(begins(worlds[new + 1], step_s) - joined_at)
     return Calibration(
-        lengths[0][1],
         step_s,
         statistics.fmean(seen["worker"]),
         statistics.fmean(seen["node"]),
@@ -207,7 +204,7 @@ def simulated(found: Calibration, kills: list[dict[str, Any]], seconds: float) -
         ]
         plays.append(play(job, strikes, BEFORE_S + seconds))
     steps = statistics.fmean(one.steps - before.steps for one in plays)
-    return steps * found.undisturbed_s / seconds, statistics.fmean(len(one.recoveries) for one in plays)
+    return steps * job.step_s / seconds, statistics.fmean(len(one.recoveries) for one in plays)
 
 
 def closed_form(found: Calibration, kills: list[dict[str, Any]], every_s: float) -> float:
