@@ -7,6 +7,7 @@ the descriptors 3 and 4: https://chromedevtools.github.io/devtools-protocol/.
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -117,15 +118,23 @@ class Browser:
         return told
 
 
+def _high(*descriptors: int) -> list[int]:
+    """The same, where they are not in the way of 3 and 4."""
+    moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in descriptors]
+    for one in descriptors:
+        os.close(one)
+    return moved
+
+
 @contextmanager
 def started(directory: Path) -> Iterator[Browser]:
     """Start a browser whose profile lies in ``directory``, and end it."""
     path = installed()
     assert path is not None, "no Chromium: run `make browser-tools`, or install chromium"
-    commands, from_us = os.pipe()
-    to_us, answers = os.pipe()
+    commands, from_us = _high(*os.pipe())
+    to_us, answers = _high(*os.pipe())
     command = [path, *_FLAGS, f"--user-data-dir={directory}", "about:blank"]
-    placed = ["sh", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "sh", *command]
+    placed = ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "bash", *command]  # sh knows one digit
     log = open(directory / "browser.log", "wb")  # noqa: SIM115  closed below, with the process
     process = subprocess.Popen(
         placed, pass_fds=(commands, answers), stdin=subprocess.DEVNULL, stdout=log, stderr=log

@@ -192,14 +192,14 @@ def items(job: Job) -> list[Item]:
     return found
 
 
-def long(generations: int, nodes: int = 4, seed: int = 0) -> Story:
+def long(generations: int, nodes: int = 3, seed: int = 0) -> Story:
     """A month of kills."""
     random = Random(seed)
     every = tuple(f"n{index}" for index in range(nodes))
     job = Story(*every)
     job.form(*every, kind="cold")
     for index in range(generations - 1):
-        job.train(random.randrange(2, 9), random.choice((10.0, 60.0, 100.0)))
+        job.train(random.randrange(1, 4), random.choice((10.0, 60.0, 100.0)))
         if index % 7 == 3:
             job.fail(job.t + 0.1, 1, "ValueError", f"loss is nan in batch {random.randrange(999)}")
         if index % 5 == 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -373,3 +374,24 @@ def test_the_end_state_is_on_disk_though_its_step_was_saved_before(begin: Begin)
     again = begin(data=None, save_every=2)
     assert (again.run.position.epoch, again.run.position.step) == (1, 4)
     assert again.scheduler.last_epoch == 1
+
+
+def test_what_training_waits_for_copies_is_told(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each mark of a step has it, added up; a save that waits for the disk is in it."""
+    monkeypatch.setenv("ELASTIC_RESUME_STEP_MARK_S", "0")
+    script = begin(snapshot_every=1, save_every=1000)
+    script.step()
+    script.step()
+    commit = Keeper._commit
+
+    def late(*args: Any) -> Path | None:
+        time.sleep(0.3)
+        return commit(*args)
+
+    monkeypatch.setattr(Keeper, "_commit", late)
+    script.run.save()
+    script.step()
+    told = [e["stalled_s"] for e in events.read_run(tmp_path / "job") if e["event"] == "step"]
+    assert 0 <= told[0] <= told[1] < told[1] + 0.3 <= told[2]
