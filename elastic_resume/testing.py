@@ -124,8 +124,9 @@ def _made(directory: Path, options: Mapping[str, Any]) -> Cluster:
     if options.get("hosts") == "namespaces" and (why := housed.available()):
         pytest.skip(f'hosts="namespaces": {why}')
     nodes = options.get("nodes", 3)
-    defaults = {"nodes": nodes, "min_nodes": max(1, nodes - 1), "flags": EVERY_STEP}
-    return Cluster(directory, **{**defaults, **options})
+    defaults = {"nodes": nodes, "min_nodes": max(1, nodes - 1)}
+    flags = [*EVERY_STEP, *options.get("flags", ())]  # of two that say the same the last one counts
+    return Cluster(directory, **{**defaults, **options, "flags": flags})
 
 
 @pytest.hookimpl(hookwrapper=True)

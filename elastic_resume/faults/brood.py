@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -256,6 +257,7 @@ def _born(parent: int, asked: dict[str, Any], output: int, imported: dict[str, s
     os.close(empty)
     os.close(output)
     _take_environment({**imported, **asked["env"]})
+    tempfile.tempdir = None  # which follows the environment
     failpoints.arm()
     if asked["network"]:
         _enter_network(asked["network"])

@@ -111,6 +111,13 @@ class Loopback:
         del index
         return ckpt_dir
 
+    def temporary(self, directory: Path) -> str:
+        """Where nodes keep temporary files: in ``directory``, by a path short enough for sockets in it."""
+        directory.mkdir(exist_ok=True)
+        held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        self._held = weakref.finalize(self, os.close, held)
+        return f"/proc/{os.getpid()}/fd/{held}"
+
     def close(self) -> None:
         """Give back what the nodes stood on; they are dead."""
         self._release()

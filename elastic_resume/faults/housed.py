@@ -26,6 +26,7 @@ from elastic_resume.faults.machines import MB, Machines
 PORT = 29400  # each machine has all ports for itself
 SHM_BYTES = 64 * MB  # of /dev/shm, as containers have it
 DISK_BYTES = 256 * MB
+TEMPORARY = "/node-tmp"
 
 
 def available() -> str:
@@ -58,7 +59,7 @@ class Housed:
             self._machines = stack.enter_context(
                 Machines(
                     names,
-                    disks={"/dev/shm": shm_bytes},  # noqa: S108  the machine's own
+                    disks={"/dev/shm": shm_bytes, TEMPORARY: DISK_BYTES},  # noqa: S108  the machine's own
                     bind={"/tmp": "/tmp", str(directory): directory},  # noqa: S108  where tests lay scripts
                 )
             )
@@ -83,12 +84,17 @@ class Housed:
         self._places[index] = ckpt_dir
         return self._disks[index].path
 
+    def temporary(self, directory: Path) -> str:
+        """Where nodes keep temporary files: in their machine's memory."""
+        del directory
+        return TEMPORARY
+
     def boot(self, indices: Collection[int]) -> None:
         """Start the machines that are down, each with its link and its disk."""
         down = [index for index in indices if not self._machines.is_up(index)]
         if down:
             self._machines.boot(*down, memory_bytes=self._memory_bytes)
-        for index in down:
+        for index in down if self._places else ():  # else they share a folder of the host
             self._disks[index].put(self._machines.first(index)[0], str(self._places[index]))
 
     def start(

@@ -18,7 +18,6 @@ from types import TracebackType
 
 from elastic_resume import contract
 from elastic_resume.errors import UsageError
-from elastic_resume.faults.arming import Arming
 from elastic_resume.faults.grounds import Hosts, ground
 from elastic_resume.faults.hosts import Namespaces
 from elastic_resume.faults.housed import Housed
@@ -90,9 +89,6 @@ class Cluster(Mishaps):
         below = ground(hosts, directory, nodes, **given)
         super().__init__(directory, run_id, below, workers_per_node)
         self._fresh = fresh
-        self._remembered = {}
-        self.arming = Arming(directory / "armed")
-        """For what processes of the nodes do to themselves, with more conditions than `arm` has."""
         self.nodes = [self._node(index, shared_disk=shared_disk) for index in range(nodes)]
         low, high = min_nodes or nodes, max_nodes or nodes
         self._shape = f"{low}:{high}" if low != high else str(high)
@@ -102,6 +98,7 @@ class Cluster(Mishaps):
             "GLOO_SOCKET_IFNAME": below.interface,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
+            "TMPDIR": below.temporary(directory / "tmp"),
             contract.ENV_STEP_MARK_S: "0.1",
             **self.arming.env,
             **(env or {}),
@@ -177,11 +174,11 @@ class Cluster(Mishaps):
 
     def _node(self, index: int, *, shared_disk: bool) -> Node:
         name = f"n{index}"
-        ckpt_dir, seen = self.ckpt_dir, self.run_dir / name
+        ckpt_dir = root = self.ckpt_dir
         if not shared_disk:
             ckpt_dir = self.directory / "disks" / name
-        root = self._ground.root(index, ckpt_dir)
-        if root != self.ckpt_dir:
+            root = self._ground.root(index, ckpt_dir)
+            seen = self.run_dir / name
             seen.parent.mkdir(parents=True, exist_ok=True)
             if not seen.is_symlink():
                 seen.symlink_to(root / self.run_id / name)
@@ -195,6 +192,9 @@ class Cluster(Mishaps):
             if not seen.is_symlink():
                 continue
             seen.unlink()
+            self.slow_disk(index, 0)
+            if index in self._remembered:  # it fails
+                self.mend_disk(index)
             with contextlib.suppress(OSError, shutil.Error):  # wiped, broken, or never used
                 known = [entry.path.name for entry in self.checkpoints(index)]
                 shutil.copytree(node.directory, seen, ignore=shutil.ignore_patterns(*known[1:], ".tmp-*"))

@@ -20,6 +20,7 @@ from elastic_resume import contract
 from elastic_resume.errors import UsageError
 from elastic_resume.faults import clocks
 from elastic_resume.faults.arming import Arming
+from elastic_resume.faults.grounds import Ground
 from elastic_resume.faults.hosts import Namespaces
 from elastic_resume.faults.moments import Planned
 from elastic_resume.faults.nodes import Nodes
@@ -30,8 +31,12 @@ from elastic_resume.store.catalog import Entry
 class Mishaps(Nodes):
     """Nodes, and what befalls them."""
 
-    arming: Arming
-    _remembered: dict[int, bytes]
+    def __init__(self, directory: Path, run_id: str, ground: Ground, workers_per_node: int) -> None:
+        """See `Nodes`."""
+        super().__init__(directory, run_id, ground, workers_per_node)
+        self.arming = Arming(directory / "armed")
+        """For what processes of the nodes do to themselves, with more conditions than `arm` has."""
+        self._remembered: dict[int, bytes] = {}
 
     # ---- processes -----------------------------------------------------------------------------------
 

@@ -140,7 +140,8 @@ def start(
         if nursery is None or not nursery.alive:
             if nursery is None and len(_nurseries) >= MOST:
                 return None
-            kept = {k: v for k, v in env.items() if not k.startswith("ELASTIC_RESUME_")}
+            kept = {k: v for k, v in env.items() if not k.startswith("ELASTIC_RESUME_") and k != "TMPDIR"}
+            kept.update({k: v for k, v in os.environ.items() if k == "TMPDIR"})  # it outlives those nodes
             nursery = _nurseries[frozenset(heeded.items())] = Nursery(kept)
             atexit.register(nursery.close)
     with contextlib.suppress(OSError, EOFError):

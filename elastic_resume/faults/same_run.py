@@ -2,16 +2,19 @@
 
 A run's end is the newest checkpoint of rank 0's node: position, tensors bit for bit, and all else that is
 tracked. Where the script prints what happened at each step (which samples, which loss), so is that.
-Promise: all nodes are gone and all files removed when `assert_same_run` is over, in whatever way.
+Promise: all nodes are gone and all files removed when `assert_same_run` is over, in whatever way; but where
+its process was killed the next one removes the files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,6 +38,7 @@ IDLE_S, EVENTS_S = 0.05, 0.5
 OURS, SEED = "elastic_resume.", "elastic_resume.seed"
 SEEDS = "the seed that random numbers come from: give er.resume() a seed, or torch.manual_seed one"
 FOLLOWS = " (follows rank 0, and may be another rank's after its node is gone)"
+PREFIX = "same-run-"  # and the number of the process that compares
 SHOWN = 8  # differences in an error
 TAIL = 4000  # characters of each node's output in an error
 _PRINTED = re.compile(r"\[n\d+:\d+ \S+\] (.*)")  # what --log-prefix makes of a worker's line
@@ -235,8 +239,9 @@ def assert_same_run(
         *(Path(script), texts, nodes, workers_per_node, hosts),
         *(tuple(flags), dict(env or {}), lines, timeout_s),
     )
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="same-run-")))
+    _remove_what_the_dead_left()
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder:
+        directory = Path(folder)
         undisturbed = job.run(directory / "undisturbed", [])
         steps = undisturbed.manifest.step
         late = [fault for fault in faults if fault.step is not None and fault.step >= steps]
@@ -247,6 +252,15 @@ def assert_same_run(
         found += unlike(undisturbed, disturbed, ignore)
     if found:
         raise AssertionError(_tell(job, faults, disturbed, found))
+
+
+def _remove_what_the_dead_left() -> None:
+    """Remove the folders of runs whose process was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+        maker = folder.name.removeprefix(PREFIX).split("-")[0]
+        with contextlib.suppress(FileNotFoundError):  # another was faster
+            if not Path("/proc", maker).exists() and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _schedule(plans: Sequence[Plan], nodes: int, workers: int, own: Sequence[str]) -> tuple[Fault, ...]:

@@ -1,0 +1,120 @@
+"""Simulated nodes as tests use them: machines, what befalls them, and what is planned for a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.errors import UsageError
+from elastic_resume.faults.moments import Moments, Planned
+from elastic_resume.faults.nodes import Recovery
+from elastic_resume.store.board import Line, Worker
+from elastic_resume.testing import Cluster, MomentError
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "digits.py"
+MB = 1 << 20
+
+
+def line(step: int, *, rank: int = 0, generation: int = 1) -> Line:
+    """What a rank has noted."""
+    worker = Worker(rank=rank, agent_pid=1, round=1, pid=2, start_ticks=3, stacks_fd=4, bell_fd=5)
+    return Line(0, generation, step, 2, False, worker, 0, 0, 0, 0, 0)
+
+
+def test_what_is_planned_comes_once_for_whom_it_is_meant_and_its_errors_come_up() -> None:
+    """Of two lines of one rank the newer counts; what cannot be done yet is tried again."""
+    lines = [(0, line(9, rank=1)), (1, line(4, rank=1, generation=2)), (2, line(30))]
+    moments, done = Moments(lambda: list(lines)), Counter[tuple[str, int, int]]()
+
+    def plan(what: str, step: int, rank: int | None = None, node: int | None = None) -> None:
+        def act(index: int, found: Line) -> bool:
+            done[what, index, found.step] += 1
+            if what == "breaks":
+                raise UsageError("there is none")
+            return done[what, index, found.step] == 2  # not yet, the first time
+
+        moments.plan(Planned(what, step, rank, node, act))
+
+    plan("any", 20)
+    plan("rank", 4, rank=1)
+    plan("node", 9, node=0)
+    plan("never", 31)
+    plan("breaks", 30, node=2)
+    with pytest.raises(MomentError, match="breaks at step 30 on n2: there is none"):
+        for _ in range(5000):
+            moments.complain()
+            time.sleep(0.001)
+    lines.append((3, line(40, generation=3)))
+    plan("last", 40)
+    while done["last", 3, 40] < 2:
+        time.sleep(0.001)
+    assert done == {
+        ("any", 2, 30): 2,
+        ("rank", 1, 4): 2,
+        ("node", 0, 9): 2,
+        ("breaks", 2, 30): 1,
+        ("never", 3, 40): 2,
+        ("last", 3, 40): 2,
+    }
+    moments.complain()
+    plan("late", 41)
+    with pytest.raises(MomentError, match="late at step 41: never came"):
+        moments.require_all()
+    moments.close()
+
+
+def test_a_moment_needs_whom_it_befalls(tmp_path: Path) -> None:
+    """And a plan whose moment never came is an error where the cluster ends."""
+    with pytest.raises(MomentError, match="cut at step 5 on n1: never came"), Cluster(tmp_path) as cluster:
+        with pytest.raises(UsageError, match="takes the rank= or the node="):
+            cluster.at(step=3).corrupt()
+        with pytest.raises(UsageError, match="or all of node="):
+            cluster.at(step=3, node=1).kill(signal.SIGSTOP)
+        with pytest.raises(UsageError, match="wait for step="):
+            cluster.wait(step=1, commit=2)
+        cluster.at(step=5, node=1).cut()
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_nodes_that_are_machines_lose_what_a_machine_loses(tmp_path: Path) -> None:
+    """A worker, the power, a disk; what they told is there in the end, and the newest checkpoints."""
+    flags = ["--snapshot-every", "1", "--save-every", "5", "--node-timeout", "1"]
+    with Cluster(
+        tmp_path, min_nodes=2, hosts="namespaces", flags=flags, disk_bytes=32 * MB, shm_bytes=8 * MB
+    ) as cluster:
+        cluster.start(SCRIPT, "--epochs", "100000", "--step-delay", "0.01")
+        cluster.at(step=10, rank=1).kill()
+        cluster.wait(generation=2)
+        agent = cluster.nodes[0].agent
+        assert agent is not None
+        own = Path(f"/proc/{agent.pid}/root")
+        assert os.statvfs(own / "dev/shm").f_blocks * 4096 == 8 * MB
+        disk = os.statvfs(own / str(cluster.nodes[0].ckpt_dir).lstrip("/"))
+        assert 24 * MB < disk.f_blocks * disk.f_frsize < 32 * MB
+        cluster.kill_worker(0)
+        cluster.wait(generation=3)
+        cluster.at(step=cluster.events("step")[-1]["step"] + 5, node=2).poweroff()
+        cluster.wait(generation=4)
+        assert cluster.nodes[2].killed
+        assert cluster.events_of(2, "step")
+        assert [entry.problem for entry in cluster.checkpoints(2)][:1] == [None]
+        cluster.break_disk(0)
+        cluster.wait(step=cluster.events_of(1, "step")[-1]["step"] + 20, node=1)
+        cluster.mend_disk(0)
+        step = cluster.events_of(1, "step")[-1]["step"]
+        cluster.wait(commit=step, node=0)
+        cluster.kill_nodes([0, 1])
+        recoveries = cluster.recoveries
+    causes = ["rank 1 on n1: SIGKILL", "rank 0 on n0: SIGKILL", "node n2 lost"]
+    assert [one.cause for one in recoveries] == causes
+    assert [(one.generation, one.lost_steps) for one in recoveries] == [(2, 0), (3, 0), (4, 0)]
+    assert all(isinstance(one, Recovery) for one in recoveries)
+    assert [one.cause for one in cluster.recoveries][:3] == causes
+    assert max(entry.manifest.step for entry in cluster.checkpoints(0) if entry.manifest) >= step
+    assert not (tmp_path / "checkpoints" / "job" / "n0").is_symlink()
