@@ -299,6 +299,33 @@ def test_a_cause_whose_log_is_lost_is_known_from_the_verdict() -> None:
     assert "node n2 died" in end.also
 
 
+def test_what_a_silent_nodes_worker_said_last_is_not_why_it_was_silent() -> None:
+    """Its peers were ended first: an agent that was stopped comes back and was there all the time."""
+    job = Job().begun()
+    job.fail(110.3, 0, "RuntimeError", GLOO)
+    job.stop(110.4, 0, 1, 2)
+    job.add(
+        111, "verdict", "n1", generation=1, causes=[cause("node-lost", "n0", None, "is silent")], cascade=[]
+    )
+    job.begin(113, 11, "n1", "n2")
+    job.add(115, "round", "n0", round=9)
+    end = incidents.tell(job.events).generations[0].end
+    assert (end.kind, end.node, end.text) == ("node", "n0", "node n0 is silent")
+    assert "RuntimeError" in end.cascade[0]
+
+
+def test_a_node_that_said_goodbye_left_though_its_log_is_lost() -> None:
+    """Its disk was wiped later on; the others have heard it."""
+    job = Job().begun()
+    job.stop(110.4, 1, 2)
+    job.events = [one for one in job.events if one["node"] != "n0"]
+    told = cause("preempted", "n0", None, "left (SIGUSR1)")
+    job.add(111, "verdict", "n1", generation=1, causes=[told], cascade=[])
+    job.begin(113, 11, "n1", "n2")
+    end = incidents.tell(job.events).generations[0].end
+    assert (end.kind, end.text, end.also) == ("left", "node n0 left (SIGUSR1)", ())
+
+
 def test_a_node_that_left_of_itself_is_not_lost() -> None:
     """It says why."""
     job = Job().begun()

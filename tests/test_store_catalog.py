@@ -136,6 +136,15 @@ def test_a_writer_in_this_process_is_not_swept(tmp_path: Path) -> None:
         assert Catalog(tmp_path, RUN).sweep() == []
 
 
+def test_what_its_writer_finishes_while_a_sweep_looks_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent replaces its small files while a worker of its node starts: that ended the whole job once."""
+    gone = tmp_path / temporary_name("rendezvous.json")
+    monkeypatch.setattr(Catalog, "_children", lambda _: [gone])
+    assert Catalog(tmp_path, RUN).sweep() == []
+
+
 def test_a_catalog_of_nothing_is_empty(tmp_path: Path) -> None:
     """No directory yet is no error."""
     catalog = Catalog(tmp_path / "none", RUN)

@@ -287,6 +287,25 @@ def test_between_rounds_and_while_it_is_paused_nobody_is_judged(
     assert (stage.killed, stage.events) == (False, [])
 
 
+def test_a_page_that_takes_the_place_of_the_workers_own_proves_no_hang(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fails and is mounted anew has the page of before; workers write on where nobody sees it."""
+    stage.hang(looks=2)
+    path = stage.path / contract.BOARD_FILE
+    copy = stage.path / "copy"
+    copy.write_bytes(path.read_bytes())
+    copy.replace(path)
+    for _ in range(8):
+        stage.watch.look(1.0)
+    assert (stage.killed, stage.events) == (False, [])
+    assert stage.said == [f"{path} is another file now. Until the next restart nobody looks for hangs here."]
+    monkeypatch.setenv(contract.ENV_ROUND, "8")
+    stage.board = Board(path)
+    stage.hang(looks=5, round=8)
+    wait_for(lambda: stage.killed, "the next round is watched")
+
+
 def test_a_signal_that_asks_for_the_end_pauses_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,8 @@ class Watch:
         self._pulses: dict[int, Pulse] = {}
         self._handled: set[tuple[int, ...]] = set()  # lives that were told of; what became of them is known
         self._left_alone: _LeftAlone | None = None
+        self._page = (0, 0, 0)  # the board of the round: its file
+        self._page_is_lost = False
         self._writing: threading.Thread | None = None
         self._closing = threading.Event()
         self._paused = threading.Event()
@@ -170,11 +172,28 @@ class Watch:
         """The lines of this round's workers."""
         text, agent = os.environ.get(contract.ENV_ROUND, ""), os.getpid()  # what new workers are told
         this_round = int(text) if text.isdigit() else 0
+        path = self._node_dir / contract.BOARD_FILE
+        if not this_round or not self._is_their_page(path, this_round):
+            return []
         return [
             line
-            for line in read_lines(self._node_dir / contract.BOARD_FILE, self._local_ranks)
-            if this_round and line.worker.round == this_round and line.worker.agent_pid == agent
+            for line in read_lines(path, self._local_ranks)
+            if line.worker.round == this_round and line.worker.agent_pid == agent
         ]
+
+    def _is_their_page(self, path: Path, this_round: int) -> bool:
+        """Whether this round's workers write there: a disk that is mounted anew has the page of before."""
+        try:
+            status = path.stat()
+        except OSError:
+            return False
+        page = (this_round, status.st_dev, status.st_ino)
+        if self._page[0] != this_round:
+            self._page = page
+        elif self._page != page and not self._page_is_lost:
+            self._say(f"{path} is another file now. Until the next restart nobody looks for hangs here.")
+        self._page_is_lost = self._page != page
+        return not self._page_is_lost
 
     def _without_the_dead(self, lines: Sequence[Line]) -> Judgement:
         """Judge anew those that live and were not told of. To ask the kernel at every look would be dear."""

@@ -140,10 +140,11 @@ def judged(signs: Sequence[Sign], verdict: Seen | None) -> list[Sign]:
     for cause in _listed(verdict, "causes"):
         kind = cause.text("kind")
         of_node = kind in failures.OF_NODES
-        sign = next(
-            (one for one in left if one.node == cause.node and (of_node or one.rank == cause.rank)), None
-        )
-        if sign is None or kind in _MORE_THAN_AN_EXIT:
+        # What a worker of a silent node says of its peers' end tells nothing of its own node's.
+        sign = next((one for one in left if one.node == cause.node and _is_about(one, cause, of_node)), None)
+        # A log that was lost is no loss of its node, where the others heard the node say goodbye.
+        guessed = sign is not None and kind == failures.PREEMPTED and sign.kind == "node"
+        if sign is None or guessed or kind in _MORE_THAN_AN_EXIT:
             who = f"node {cause.node}" if of_node else _who(cause)
             said = ": ".join(filter(None, [cause.text("type"), cause.text("message")]))
             text = f"{who} {cause.text('text')}" + (f": {said}" if said else "")
@@ -156,6 +157,10 @@ def judged(signs: Sequence[Sign], verdict: Seen | None) -> list[Sign]:
     followed = {(one.node, one.rank) for one in _listed(verdict, "cascade")}
     rest = [replace(one, weight=ECHO) if (one.node, one.rank) in followed else one for one in left]
     return causes + sorted(rest, key=lambda sign: sign.order)
+
+
+def _is_about(sign: Sign, cause: Seen, of_node: bool) -> bool:
+    return sign.kind in {"node", "left"} if of_node else sign.rank == cause.rank
 
 
 def _listed(verdict: Seen, name: str) -> list[Seen]:

@@ -121,7 +121,9 @@ class Catalog:
         """Remove what dead writers left unfinished; return it. Only for the owner of the node's lock."""
         swept = []
         for path in self._children():
-            if path.name.startswith(contract.TEMPORARY_PREFIX) and not _has_live_writer(path):
+            if not path.name.startswith(contract.TEMPORARY_PREFIX) or _has_live_writer(path):
+                continue
+            if not _is_gone(path):  # its writer, our agent, may have finished it since it was listed
                 self._disk.remove_tree(path)
                 swept.append(path)
         return swept
