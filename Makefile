@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 # Much of a test of real processes is waiting: two at a time took 669 s where one at a time took 933 s.
-TWO := -n 2 --dist worksteal
+PARALLEL := -n 3 --dist worksteal
 
 .PHONY: demo test test-slurm test-rest lint check nightly soak bench clean network-tools slurm-tools browser-tools
 .DEFAULT_GOAL := help
@@ -32,7 +32,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/python -m pytest -q $(TWO) -m 'not cluster and not slow'
+	$(BIN)/python -m pytest -q $(PARALLEL) -m 'not cluster and not slow'
 
 # For tests that break the links and disks of simulated nodes. What cannot be installed here, those tests name.
 network-tools:
@@ -60,7 +60,7 @@ test-slurm: $(READY) slurm-tools
 	$(BIN)/python -m pytest -q tests/slurm --durations=5
 
 test-rest: $(READY) network-tools browser-tools
-	$(BIN)/python -m pytest -q $(TWO) --durations=25 --ignore=tests/slurm
+	$(BIN)/python -m pytest -q $(PARALLEL) --durations=25 --ignore=tests/slurm
 
 # Slurm's tests wait nearly all of their time: beside the others they cost next to none.
 test: $(READY) slurm-tools browser-tools

@@ -236,8 +236,7 @@ def test_the_end_state_is_tried_again_when_the_disk_refuses_once(
 ) -> None:
     """One EIO at the end of the job does not lose the result."""
     script = begin(save_every=1000)
-    monkeypatch.setitem(failpoints._points, "commit.before-rename", ("raise", "", 1))
-    monkeypatch.setattr(failpoints, "_passes", {})
+    monkeypatch.setattr(failpoints, "_points", failpoints._parse("commit.before-rename=raise@1"))
     for _ in script.run.epochs(1):
         for _ in script.loader:
             script.run.step()
@@ -252,7 +251,7 @@ def test_when_the_only_node_cannot_save_the_end_state_the_job_fails(
 ) -> None:
     """Exit code 0 with nothing on disk would be a lie."""
     script = begin(save_every=1000)
-    monkeypatch.setitem(failpoints._points, "commit.before-rename", ("raise", "", 0))
+    monkeypatch.setattr(failpoints, "_points", failpoints._parse("commit.before-rename=raise"))
     with pytest.raises(ElasticResumeError, match="end state"):
         for _ in script.run.epochs(1):
             for _ in script.loader:
