@@ -14,7 +14,7 @@ help:
 	@echo "make test-slurm  those that run on a real Slurm, which they bring up themselves"
 	@echo "make check    lint, types and the pure tests (under a minute)"
 	@echo "make nightly  100,000 schedules of faults against the rendezvous, new ones every day, and longer fuzzing"
-	@echo "make soak     a hundred kills of all kinds in one job, two thousand power cuts, and nothing left behind"
+	@echo "make soak     a hundred kills of all kinds in one job, two thousand power cuts, ten minutes of mixed faults, and nothing left behind"
 	@echo "make bench    speed, as ratios measured side by side"
 
 $(READY): pyproject.toml constraints.txt
@@ -76,8 +76,9 @@ nightly: $(READY)
 	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/test_rendezvous_wire_fuzz.py
 
 SOAK_KILLS ?= 100
+CHAOS_S ?= 600
 soak: $(READY)
-	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) ELASTIC_RESUME_POWER_CUTS=2000 $(BIN)/python -m pytest -q tests/test_soak.py tests/test_no_step_lost.py tests/test_matrix.py tests/test_power_loss.py --timeout 3600
+	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) ELASTIC_RESUME_POWER_CUTS=2000 ELASTIC_RESUME_CHAOS_S=$(CHAOS_S) $(BIN)/python -m pytest -q tests/test_soak.py tests/test_no_step_lost.py tests/test_matrix.py tests/test_power_loss.py tests/test_chaos.py --timeout 3600
 
 bench: $(READY)
 	$(BIN)/python benchmarks/recovery.py --kills 2 --only ours,tuned

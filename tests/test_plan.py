@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_resume.errors import ConfigError
 from elastic_resume.faults import kinds, plan_text
-from elastic_resume.faults.fault import KEYS, Fault
+from elastic_resume.faults.fault import KEYS, Fault, key_of
 from elastic_resume.faults.kinds import KINDS, NODES, PHASES, WORKER
 from elastic_resume.faults.plan import Every, Plan, mix
 
@@ -146,6 +146,13 @@ def test_all_kinds_are_named_alike() -> None:
         (drawn,) = Plan((Fault(what, step=2),)).schedule(nodes=3, own=ALL)
         assert not drawn.is_drawn, what
     assert all(kinds.point_of(phase) for phase in PHASES)
+
+
+def test_the_docs_name_every_kind_role_and_phase() -> None:
+    """And what each kind has to be set, by the word that a plan uses."""
+    page = (Path(__file__).parents[1] / "docs" / "chaos.md").read_text()
+    for name in (*KINDS, *kinds.ROLES, *PHASES, *map(key_of, kinds.SETTINGS)):
+        assert name in page, name
 
 
 def test_a_mix_that_nobody_wrote_holds_what_the_nodes_can_do_and_a_job_survives() -> None:

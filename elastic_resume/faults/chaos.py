@@ -77,11 +77,11 @@ def main(words: Sequence[str]) -> int:
         _write(saved, plan_text.to_text(job.plan))
     print(f"{shlex.join(job.script)} on {_where(job)}; seed {job.plan.seed}", flush=True)
     try:
-        with _signals():
+        with _signals() as caught:
             outcome = run(job, say)
     except Interrupted as ended:
         print("\n" + told(job, ended.outcome), flush=True)
-        return contract.EXIT_SIGNALLED + ended.number
+        return contract.EXIT_SIGNALLED + (caught[0] if caught else signal.SIGINT)
     print("\n" + told(job, outcome), flush=True)
     if outcome.why:
         return contract.EXIT_AT_FAULT
@@ -210,16 +210,18 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """Let SIGTERM end it as Ctrl-C does."""
+def _signals() -> Iterator[list[int]]:
+    """Let SIGTERM end it as Ctrl-C does, and give a list that then holds its number."""
+    caught: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        del number, frame
+        del frame
+        caught.append(number)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        yield caught
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -247,7 +249,7 @@ def _fates(outcome: Outcome) -> list[str]:
         elif fate.is_drawn:
             continue  # those go on beyond any job's end
         else:
-            then = f"never came: {fate.why or 'the job was over'}"
+            then = f"never came: {fate.why}"
         what = f"{fate.fault.what} {fate.whom or fate.fault.whom}"
         rows.append((str(fate.number), what, _came(outcome, fate), then))
     return table(("no", "fault", "at", "what followed"), rows, right=(0, 2), elastic=3) if rows else []
@@ -276,7 +278,7 @@ def _followed(outcome: Outcome) -> dict[int, str]:
 def _incident(row: Generation) -> str:
     lost = f", {row.lost_steps} lost" if row.lost_steps else ""
     back = f", back in {seconds(row.recovered_s)}" if row.recovered_s is not None else ""
-    return f"{row.end.text}{back}{lost}"
+    return f"{row.end.text.rstrip('.')}{back}{lost}"
 
 
 def _verdict(job: Job, outcome: Outcome) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from elastic_resume import contract
 from elastic_resume.errors import ElasticResumeError
@@ -26,6 +27,7 @@ from elastic_resume.faults.strike import NotNowError
 from elastic_resume.store.board import Line
 
 AGAIN_S = 2.0  # as long as a scheduler takes, at the least, to start a node again that ended by itself
+ALL_S = 5.0  # within which all ranks have come to a point that one has passed
 MAX_STARTS = 1000  # of one node: a job that ends at each start would be started for ever
 WAITING, ARMED, DONE, FAILED = "waiting", "armed", "done", "failed"
 
@@ -79,6 +81,7 @@ class Course:
         self._later: list[_Later] = []
         self._back: dict[int, float] = {}  # node → seconds that it stays down, once it is
         self._down: dict[int, float] = {}  # node → since when
+        self._standing: list[str] = []  # marks of what hits every process that comes by
         self._starts = 0
 
     @property
@@ -113,18 +116,22 @@ class Course:
             self._try(later)
         self._tend()
         for fate in self.fates:
-            if fate.state == DONE and fate.fault.repeat and self._generation > fate.generation:
+            again = fate.fault.repeat and not strike.entry(fate.fault)  # those that are armed stay so
+            if fate.state == DONE and again and self._generation > fate.generation:
                 fate.state = WAITING
             if fate.state == WAITING and self._is_due(fate.fault, lines):
                 self._begin(fate)
             if fate.state == ARMED:
                 self._look_at_armed(fate)
 
-    def finish(self) -> None:
-        """Let no further fault come, and start nobody again but who is down because of one."""
+    def finish(self, why: str) -> None:
+        """Let no further fault come; who is down because of one is still started again."""
+        while self._standing:
+            self._arming.disarm(self._standing.pop())
         for fate in self.pending:
             self._disarm(fate)
-            fate.state, fate.why = FAILED, fate.why or "its time had not come"
+            # One that repeats has come; it is the next time that does not.
+            fate.state, fate.why = (DONE, "") if fate.times else (FAILED, fate.why or why)
 
     def dismiss(self) -> None:
         """Start nobody again from now on."""
@@ -132,7 +139,7 @@ class Course:
 
     def close(self) -> None:
         """End what lasts."""
-        self.finish()
+        self.finish("the job was over")
         for later in self._later:
             self._try(later)
         self._later = []
@@ -142,8 +149,8 @@ class Course:
 
     def _is_due(self, fault: Fault, lines: Sequence[Line]) -> bool:
         if fault.step is not None:
-            # Those that are armed look at the step themselves, and hit that very one.
-            return bool(strike.entry(fault)) or any(line.step >= fault.step for line in lines)
+            # A worker looks at its steps itself, and hits that very one.
+            return _at_step(fault) or any(line.step >= fault.step for line in lines)
         if fault.at_s is not None:
             return self._first_step is not None and self.elapsed_s >= fault.at_s
         return True
@@ -155,8 +162,11 @@ class Course:
         fate.generation = self._generation
         if entry:
             for conditions in _conditions(fault, len(self._cluster.nodes), self._cluster.workers_per_node):
-                mark = self._arming.arm(entry, step=fault.step, for_=_lasting(fault), **conditions)
+                step = fault.step if _at_step(fault) else None
+                mark = self._arming.arm(entry, step=step, for_=_lasting(fault), **conditions)
                 fate.marks.append(mark)
+                if fault.repeat:
+                    self._standing.append(self._arming.arm(entry, step=step, once="", **conditions))
             fate.state = ARMED
         elif fault.phase:
             where: dict[str, object] = (
@@ -172,7 +182,7 @@ class Course:
             if strike.entry(fate.fault):
                 who = self._arming.fired(mark)
                 if who is not None:
-                    self._disarm(fate)
+                    self._disarm_later(fate)
                     rank = int(who["rank"]) if str(who.get("rank", "")).isdecimal() else None
                     node = str(who.get("node", ""))
                     self._done(fate, f"rank {rank} on {node}" if rank is not None else node, (node,), rank)
@@ -182,6 +192,16 @@ class Course:
                 if fate.state != ARMED:
                     self._arming.release(mark)
                     self._disarm(fate)
+
+    def _disarm_later(self, fate: Fate) -> None:
+        """What has begun goes on for its time; and where all are meant, the others are hit as well."""
+        lasts_s = _lasting(fate.fault) or (ALL_S if fate.fault.role == "all" else 0.0)
+        if lasts_s:
+            marks, fate.marks = fate.marks, []
+            what = f"fault {fate.number} is over: {fate.fault.what}"
+            acts = (partial(self._arming.disarm, mark) for mark in marks)
+            self._later += [_Later(time.monotonic() + lasts_s, what, act) for act in acts]
+        self._disarm(fate)
 
     def _disarm(self, fate: Fate) -> None:
         for mark in fate.marks:
@@ -208,7 +228,8 @@ class Course:
             at = time.monotonic() + fault.for_s
             what = f"fault {fate.number} is over: {fault.what} {' and '.join(map(str, targets))}"
             self._later += [_Later(at, what, undo) for undo in undos if undo is not None]
-        names = [self._cluster.nodes[one.node].name for one in targets if one.node is not None]
+        hit = [one.node for one in targets if one.node is not None]
+        names = [node.name for index, node in enumerate(self._cluster.nodes) if index in hit or not hit]
         self._done(fate, ", ".join(map(str, targets)), tuple(names), targets[0].rank)
 
     def _done(self, fate: Fate, whom: str, nodes: tuple[str, ...], rank: int | None) -> None:
@@ -281,6 +302,11 @@ def _conditions(fault: Fault, nodes: int, workers: int) -> list[dict[str, object
     if fault.node is not None:
         return [{"node": f"n{fault.node}", "local": 0}]
     return [{"rank": 0 if fault.role == "rank-0" else fault.rank}]
+
+
+def _at_step(fault: Fault) -> bool:
+    """Whether it is armed for a step, and not for another point."""
+    return strike.entry(fault).startswith("step=")
 
 
 def _lasting(fault: Fault) -> float | None:

@@ -141,9 +141,12 @@ class Cluster(Mishaps):
             *flags,
             *self._script,
         ]
-        notice = {contract.ENV_PREEMPTION_NOTICE: f"file:{self._notice(index)}"}
+        its = {
+            contract.ENV_PREEMPTION_NOTICE: f"file:{self._notice(index)}",
+            contract.ENV_NODE_NAME: node.name,  # an agent's failpoints go by it too
+        }
         with open(node.log, "ab") as log:
-            environ = {**notice, **self.env, **(env or {})}
+            environ = {**its, **self.env, **(env or {})}
             node.agent = self._ground.start(index, command, environ, log, fresh=self._fresh)
         node.killed = False
         if node.ahead_s:

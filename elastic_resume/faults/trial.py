@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_resume import contract
+from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
-from elastic_resume.faults.arming import Arming
 from elastic_resume.faults.course import DONE, Course, Fate
 from elastic_resume.faults.lab import Cluster, Hosts
 from elastic_resume.faults.plan import Plan
 from elastic_resume.report import story
+from elastic_resume.report.gather import gather
 from elastic_resume.report.story import Story
 
 RUN_ID = "chaos"
@@ -73,9 +74,9 @@ class Outcome:
 class Interrupted(Exception):  # noqa: N818  as KeyboardInterrupt, it is no error
     """Somebody wants an end, at once. ``outcome``: what is known so far."""
 
-    def __init__(self, number: int, outcome: Outcome) -> None:
-        super().__init__(number)
-        self.number, self.outcome = number, outcome
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__("interrupted")
+        self.outcome = outcome
 
 
 def run(job: Job, say: Callable[[str], None]) -> Outcome:
@@ -84,7 +85,7 @@ def run(job: Job, say: Callable[[str], None]) -> Outcome:
     Raises:
         MachineError: these hosts cannot be had here.
         UsageError: they have no disk or memory of a size of their own.
-        Interrupted: by SIGINT or SIGTERM.
+        Interrupted: by a KeyboardInterrupt.
 
     """
     with Cluster(
@@ -104,7 +105,7 @@ def run(job: Job, say: Callable[[str], None]) -> Outcome:
         try:
             why = trial.follow()
         except KeyboardInterrupt:
-            raise Interrupted(signal.SIGINT, trial.outcome("it was interrupted")) from None
+            raise Interrupted(trial.outcome("it was interrupted")) from None
         finally:
             trial.close()
         return trial.outcome(why)
@@ -115,12 +116,10 @@ class _Trial:
 
     def __init__(self, job: Job, cluster: Cluster, say: Callable[[str], None]) -> None:
         self._job, self._cluster, self._say = job, cluster, say
-        arming = Arming(job.directory / "armed")
-        cluster.env.update(arming.env)
         size = {"nodes": job.nodes, "workers_per_node": job.workers_per_node}
         until_s = LONGEST_S if job.for_s is None else job.for_s
         schedule = job.plan.schedule(**size, until_s=until_s, own=job.own)
-        self._course = Course(cluster, schedule, arming, say, written=len(job.plan.faults))
+        self._course = Course(cluster, schedule, cluster.arming, say, written=len(job.plan.faults))
         self._tails = [_Tail(node.directory / contract.EVENTS_FILE) for node in cluster.nodes]
         self._moved = time.monotonic()
         self._furthest = (0, 0)
@@ -151,7 +150,11 @@ class _Trial:
     def outcome(self, why: str) -> Outcome:
         """All that is known now."""
         codes = tuple(node.agent.poll() if node.agent else None for node in self._cluster.nodes)
-        return Outcome(why, codes, tuple(self._course.fates), story.tell(self._cluster.events()))
+        try:
+            events = gather([self._cluster.run_dir]).events
+        except UsageError:  # no agent has got so far as to write one
+            events = []
+        return Outcome(why, codes, tuple(self._course.fates), story.tell(events))
 
     def close(self) -> None:
         """End what lasts."""
@@ -182,7 +185,7 @@ class _Trial:
         if for_s is None or self._course.elapsed_s < for_s:
             return
         if self._course.pending:
-            self._course.finish()
+            self._course.finish("faults were to come no longer")
         if self._job.drain and not self._drained and self._course.is_quiet:
             self._drained = True
             self._course.dismiss()
@@ -220,13 +223,14 @@ class _Tail:
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
+        self._told = self._newest = 0.0  # in the file's own time
 
     def fresh(self) -> Iterator[Event]:
         """Give each event that was not there at the last call."""
         try:
             with open(self._path, "rb") as file:
-                if file.seek(0, 2) < self._offset:  # the disk was wiped
-                    self._offset = 0
+                if file.seek(0, 2) < self._offset:  # the disk was wiped, or has lost what was not synced
+                    self._offset, self._told = 0, self._newest
                 file.seek(self._offset)
                 data = file.read(MAX_NEWS_BYTES)
         except OSError:  # the disk is broken, or not there yet
@@ -238,7 +242,12 @@ class _Tail:
                 event = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(event, dict):
+            if (
+                isinstance(event, dict)
+                and isinstance(event.get("t"), (int, float))
+                and event["t"] > self._told
+            ):
+                self._newest = max(self._newest, event["t"])
                 yield event
 
 

@@ -1,0 +1,253 @@
+"""`elastic-resume chaos`: what it refuses, what it tells, how it ends, and that it leaves nothing behind.
+
+ELASTIC_RESUME_CHAOS_S is for how long faults come in the last test (`make soak`: ten minutes), with
+ELASTIC_RESUME_CHAOS_SEED for another night.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import cli, contract
+from elastic_resume.errors import ConfigError
+from elastic_resume.events import read_run
+from elastic_resume.faults import chaos, hosts, plan_text
+from elastic_resume.faults.trial import RUN_ID
+from elastic_resume.testing import Cluster
+from elastic_resume.worker import difference
+from tests.test_end_to_end import SCRIPT, check_end
+from tests.test_soak import left_behind
+from tests.test_stub import wait_for
+
+SOAK = "ELASTIC_RESUME_CHAOS_S" in os.environ
+SECONDS = float(os.environ.get("ELASTIC_RESUME_CHAOS_S", "8"))
+SEED = int(os.environ.get("ELASTIC_RESUME_CHAOS_SEED", "9"))
+FAULTS = max(4, round(SECONDS / 15))
+QUICK = ["--snapshot-every", "1", "--settle", "0.5", "--node-timeout", "1"]
+PAGE = Path(__file__).parents[1] / "docs" / "chaos.md"
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only looked at
+
+
+def words(directory: Path, *flags: str, epochs: int = 3, step_s: float = 0.02) -> list[str]:
+    """A command of chaos, in ``directory``."""
+    script = [str(SCRIPT), "--diary", str(directory / "diary"), "--epochs", str(epochs)]
+    return [*flags, "--dir", str(directory / "run"), "--", *script, "--step-delay", str(step_s)]
+
+
+# ---- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--plan", "none.yaml"], "none.yaml cannot be read"),
+        (
+            ["--plan", "cut.yaml", "--hosts", "loopback"],
+            "fault 2 (cut node 1 at 3s): it takes nodes that",
+        ),
+        (["--plan", "far.yaml", "--nodes", "2"], "fault 1 (kill-node node 7 at step 1): there is no node 7"),
+        (["--nnodes", "4"], "--nnodes is not for chaos to pass on: it decides that itself; see --nodes and"),
+        (["--ckpt-dir=x"], "--ckpt-dir is not for chaos to pass on"),
+        (["--min-nodes", "4"], "--min-nodes is 4: write 1 to 3"),
+        (["--mtbf", "15"], "it is '15': write a time with its unit"),
+        (["--nodes", "0"], "'0' is not a number from 1"),
+        (["--save-plan", "none/x.yaml"], "--save-plan none/x.yaml: cannot be written"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    said: str,
+) -> None:
+    """With exit code 2, one line, and no directory made."""
+    monkeypatch.chdir(tmp_path)
+    Path("cut.yaml").write_text("faults: [worker 0 at step 1, cut 1 at 3s]")
+    Path("far.yaml").write_text("faults: [node 7 at step 1]")
+    assert code_of(["chaos", *flags, "--", "train.py"]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("chaos-run").exists()
+
+
+def code_of(command: Sequence[str]) -> int:
+    """How the command ends in this process."""
+    try:
+        return cli.main(command)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_a_script_is_written_behind_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its flags could not be told from those of `run` otherwise."""
+    assert code_of(["chaos", "--nodes", "3", "train.py"]) == 2
+    assert "write the script behind --" in capsys.readouterr().err
+
+
+def test_a_directory_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    """Two runs would be told as one."""
+    (tmp_path / "kept").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        chaos.parse(["--dir", str(tmp_path), "--", "train.py"])
+
+
+def test_flags_of_run_are_passed_on_and_the_rest_is_chaos_own(tmp_path: Path) -> None:
+    """As they stand, in their order; a seed and a rate make a plan, or change that of the file."""
+    file = tmp_path / "plan.yaml"
+    file.write_text("seed: 3\nfaults: [worker 1 at step 20]\nevery: {mtbf: 1m, kinds: [raise]}")
+    line = ["--nodes", "4", "--save-every", "10", "--dir", str(tmp_path / "new"), "--log-prefix"]
+    job, saved = chaos.parse([*line, "--hosts", "loopback", "--", "train.py", "--", "--nodes", "9"])
+    assert (job.flags, job.script, job.nodes) == (
+        ("--save-every", "10", "--log-prefix"), ("train.py", "--", "--nodes", "9"), 4
+    )  # fmt: skip
+    assert saved is None
+    assert job.plan.every is not None
+    assert (job.plan.every.mtbf_s, job.plan.faults) == (15, ())
+    asked = ["--plan", str(file), "--seed", "8", "--mtbf", "20s", "--hosts", "loopback"]
+    plan = chaos.parse([*asked, "--dir", str(tmp_path / "new"), "--", "train.py"])[0].plan
+    assert plan.every is not None
+    assert (plan.seed, str(plan.faults[0]), plan.every.mtbf_s) == (8, "kill-worker rank 1 at step 20", 20)
+    assert plan.every.kinds == (("raise", 1.0),)
+
+
+# ---- jobs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cluster
+def test_the_plan_of_the_docs_is_carried_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With deaths in a rendezvous and in a resume too; what never comes is named, by exit code 3."""
+    found = re.search(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    every = found[1].index("every:")
+    more = """\
+  - {what: kill-agent, node: 2, phase: in rendezvous, step: 12, back-after: 100ms}
+  - {what: kill-worker, rank: 1, phase: in resume, step: 14}
+  - worker 2 at step 1000
+"""
+    plan, saved = tmp_path / "plan.yaml", tmp_path / "saved.yaml"
+    plan.write_text(found[1][:every] + more + found[1][every:])
+    shape = ["--min-nodes", "2", "--hosts", "loopback", "--save-plan", str(saved), "--save-every", "5"]
+    before = set(SHARED_MEMORY.iterdir())
+    assert chaos.main(words(tmp_path, "--plan", str(plan), *shape, *QUICK, epochs=30)) == 3
+    told = capsys.readouterr().out
+    for number in (1, 2, 3, 4, 5, 6, 7):
+        assert re.search(rf"\d s  fault {number}: ", told), told
+    assert re.search(r"n2 is started again, 1s after its end", told)
+    assert re.search(r"8  kill-worker rank 2 +-  never came: the job was over", told)
+    assert re.search(r"The job ended right, at step 300: \d+ faults came, .*, 0\s+steps\s+run\s+again", told)
+    assert re.search(r"1 fault\s+of the\s+plan\s+never\s+came", told)
+    assert plan_text.read(saved) == plan_text.read(plan)
+    numbers = [
+        event["number"]
+        for event in read_run(tmp_path / "run/checkpoints" / RUN_ID)
+        if event["event"] == "fault"
+    ]
+    assert sorted(numbers)[:7] == [1, 2, 3, 4, 5, 6, 7]
+    wait_for(lambda: not list(left_behind(tmp_path)), "all processes to end")
+    wait_for(lambda: set(SHARED_MEMORY.iterdir()) <= before, "shared memory to be given back", 60)
+
+
+@pytest.mark.cluster
+def test_a_job_that_ends_wrong_is_told_as_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No generation gets through its resume any more: the job gives up, which is told with exit code 1."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("""
+faults:
+  - worker 0 at step 4
+  - {what: raise, rank: 1, phase: in resume, step: 4, error: ValueError, repeat: true}
+""")
+    flags = ["--plan", str(plan), "--nodes", "2", "--min-nodes", "2", "--hosts", "loopback"]
+    assert chaos.main(words(tmp_path, *flags, *QUICK, epochs=30)) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"WRONG: the job did not get to its end: exit codes 1, 1", told)
+    assert re.search(r"starts in a row failed without progress.*ValueError", told, re.DOTALL)
+
+
+@pytest.mark.cluster
+def test_a_job_without_an_end_is_drained_when_the_faults_are_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It saves, and nobody is started again; that is no wrong end."""
+    (tmp_path / "plan.yaml").write_text("faults: [worker 1 at step 5]")
+    flags = ["--plan", str(tmp_path / "plan.yaml"), "--nodes", "2", "--for", "2s", "--drain"]
+    assert chaos.main(words(tmp_path, *flags, "--hosts", "loopback", *QUICK, epochs=10_000)) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"The job was drained, at step \d+: 1 fault came, 1 incident followed, 0 steps", told)
+    assert "is started again" not in told
+
+
+@pytest.mark.cluster
+def test_a_signal_ends_all_at_once_and_tells_what_there_is(tmp_path: Path) -> None:
+    """In the midst of faults; nothing stays, and the exit code says which signal it was."""
+    flags = ["--seed", "1", "--mtbf", "1s", "--hosts", "loopback", *QUICK]
+    command = [sys.executable, "-m", "elastic_resume", "chaos", *words(tmp_path, *flags, epochs=1000)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        told = []
+        for line in process.stdout:
+            told.append(line)
+            if "fault 1:" in line:
+                process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM, "".join(told)
+    assert re.search(r"WRONG: it was interrupted \(\d+ fault", "".join(told))
+    assert "gen  nodes" in "".join(told)
+    wait_for(lambda: not list(left_behind(tmp_path)), "all processes to end")
+
+
+@pytest.mark.cluster
+def test_mixed_faults_leave_the_right_weights_and_nothing_else(tmp_path: Path) -> None:
+    """On four machines, a snapshot at every step: no step is lost, and the end is that of a quiet run."""
+    own = "loopback" if hosts.available() else "namespaces"
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"seed: {SEED}\nevery: {{mtbf: {SECONDS / FAULTS:.1f}s, count: {FAULTS}}}\n")
+    epochs = max(10, round(SECONDS * 0.75))  # of ten steps, a tenth of a second each
+    kept, undisturbed = quiet_run(tmp_path / "quiet", epochs)
+    before = traces()
+    flags = ["--plan", str(plan), "--for", f"{SECONDS:.0f}s", "--hosts", own, *QUICK]
+    line = [sys.executable, "-m", "elastic_resume", "chaos", "--nodes", "4", "--min-nodes", "4"]
+    line += words(tmp_path, *flags, epochs=epochs, step_s=0.1)
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    right = rf"The job ended right, at step {10 * epochs}: [1-9]\d* faults? came, .*, 0\s+steps\s+run\s+again"
+    assert re.search(right, done.stdout)
+    assert check_end(tmp_path / "diary", world_size=4, epochs=epochs) == undisturbed
+    found = difference.compare(kept, newest(tmp_path / "run")).differences
+    # BatchNorm's statistics are those of one rank, and another's when its node is gone: README.
+    assert not [one for one in found if "running_" not in one.name], found
+    wait_for(lambda: not list(left_behind(tmp_path)), "all processes to end")
+    wait_for(lambda: traces() <= before, "mounts, devices and shared memory to be given back", 60)
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_socket()]
+
+
+def quiet_run(directory: Path, epochs: int) -> tuple[Path, str]:
+    """The newest checkpoint of four nodes that nothing befalls, and the digest of what they end with."""
+    with Cluster(directory, nodes=4, flags=["--save-every", "1000", "--settle", "0.5"]) as cluster:
+        kept = directory / "diary"
+        cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(epochs), "--step-delay", "0")
+        assert cluster.wait_exit(600) == [0, 0, 0, 0], cluster.tails()
+        return newest(directory), check_end(kept, world_size=4, epochs=epochs)
+
+
+def newest(directory: Path) -> Path:
+    """The newest checkpoint of any node of the run below."""
+    found = [path.parent for path in directory.rglob(contract.MANIFEST_FILE)]
+    return max((path for path in found if path.parent.name != "quarantine"), key=lambda path: path.name)
+
+
+def traces() -> set[str]:
+    """What a laboratory might leave on this machine: mounts, namespaces by name, memory, loop devices."""
+    mounts = Path("/proc/self/mounts").read_text().splitlines()
+    # Tests that run beside have disks too.
+    devices = Path("/sys/block").glob("loop*/loop/backing_file") if SOAK else []
+    return {*mounts, *map(str, [*Path("/run/netns").glob("*"), *SHARED_MEMORY.iterdir(), *devices])}

@@ -1,0 +1,213 @@
+"""Each kind of fault that a plan may name, done for real to one job after the other.
+
+What the job does then is what the design says: it goes on without having lost a step, or ends with the error
+that is promised; and the report, which knows only what the nodes saw, names the cause.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.faults.course import DONE, Course
+from elastic_resume.faults.fault import Fault
+from elastic_resume.faults.kinds import KINDS
+from elastic_resume.report import story
+from elastic_resume.report.gather import gather
+from elastic_resume.report.story import Story
+from elastic_resume.store.board import Line
+from elastic_resume.testing import Cluster
+from tests.test_end_to_end import SCRIPT
+
+pytestmark = pytest.mark.cluster
+
+STEADY = 4  # steps of a whole world after a fault: then it is over
+PATIENCE_S = 60.0
+EPOCHS = 10_000  # nobody waits for them: the job is drained
+FLAGS = ["--snapshot-every", "1", "--save-every", "25", "--node-timeout", "1", "--hang-timeout", "2"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault, and what the report says of it: why a generation ended, or what went wrong besides."""
+
+    fault: Fault
+    ended: str = ""
+    trouble: str = ""
+
+
+def case(what: str, ended: str = "", trouble: str = "", **more: object) -> Case:
+    """Make a case of a fault that comes at once."""
+    return Case(Fault(what, at_s=0.0, **more), ended, trouble)  # type: ignore[arg-type]
+
+
+OF_PROCESSES = [
+    case("kill-worker", r"rank 1 on n1: SIGKILL", rank=1),
+    case("raise", r"rank 2 on n2.*RuntimeError: failpoint step", rank=2),
+    case("exit", r"rank 0 on n0: exit code 9", rank=0),
+    case("out-of-memory", r"rank 1 on n1", rank=1),
+    case("stop-worker", r"rank 0 on n\d .*(hung|no step)", rank=0),
+    case("hold-gil", r"rank 1 on n\d .*(hung|no step)", rank=1),
+    case("slow-rank", rank=2, delay_s=0.1, for_s=0.5),
+    case("corrupt-message", trouble=r"n0: a connection was dropped: .*", node=1, sender="peer"),
+    case("corrupt-message", trouble=r"n2: a connection was dropped: .*", node=2, sender="stranger"),
+    case("kill-agent", r"node n1 (lost|died)", node=1, back_after_s=0.2),
+    case("kill-agent", r"node n\d (lost|died)", role="leader", phase="in commit", back_after_s=0.2),
+    case("kill-node", r"node n2 (lost|died)", node=2, back_after_s=0.2),
+    case("preemption", r"node n1 left: stopped by a preemption notice", node=1, back_after_s=0.2),
+    case("stop-agent", r"node n0 is silent", node=0, for_s=1.6),
+]
+
+
+OF_MACHINES = [
+    case("out-of-memory", r"rank 1 on n1 .*for want of memory", rank=1),
+    case("packet-loss", node=0, percent=2.0, for_s=1.0),
+    case("slow-link", node=1, for_s=1.0),
+    case("disk-full", trouble=r"n0: no checkpoint could be written: .*No space left", node=0, for_s=1.0),
+    case("disk-error", trouble=r"n2: no checkpoint .*Input/output error", node=2, for_s=1.0),
+    case("slow-disk", node=1, for_s=1.0),
+    case("clock-jump", node=0),
+    case("wipe-disk", r"node n2 (lost|died)", node=2, back_after_s=0.2),
+    case("poweroff", r"node n1 (lost|is silent)", node=1, back_after_s=1.5),
+    case("cut", r"node n2 (lost|is silent)", node=2, for_s=1.6),
+    case("cut-out", r"node n1 (lost|is silent)", node=1, for_s=1.6),
+    case("cut-in", r"node n2 (lost|is silent)", node=2, for_s=1.6),
+    case("partition", r"node n0 (lost|is silent)", groups=((0,), (1, 2)), for_s=1.6),
+]
+
+
+AT_LAST = {"torn-write", "bit-flip", "skip-collective"}  # of which two end what the others need
+
+
+def test_no_kind_of_fault_is_left_out() -> None:
+    """What a plan may name is done here."""
+    assert {one.fault.what for one in (*OF_PROCESSES, *OF_MACHINES)} | AT_LAST == set(KINDS)
+
+
+def start(cluster: Cluster) -> None:
+    """Start a job without an end."""
+    words = ["--diary", str(cluster.directory / "diary"), "--epochs", str(EPOCHS), "--step-delay", "0.01"]
+    cluster.start(SCRIPT, *words)
+
+
+def told_of(cluster: Cluster) -> Story:
+    """What a report tells; the logs of disks that were wiped were handed to others in time."""
+    return story.tell(gather([cluster.run_dir]).events)
+
+
+def disturb(cluster: Cluster, cases: Sequence[Case]) -> dict[Case, tuple[int, int]]:
+    """Do one after the other, each to a whole world; give the generations before and after each."""
+    spans = {}
+    for one in cases:
+        before = settle(cluster)
+        course = Course(cluster, [one.fault], cluster.arming)
+        follow(cluster, course)
+        assert course.fates[0].state == DONE, course.fates[0]
+        spans[one] = (before, settle(cluster))
+        course.close()
+    return spans
+
+
+def follow(cluster: Cluster, course: Course, *, ends: bool = False) -> None:
+    """Let faults come, and end; who died of them is back, unless the job ``ends``."""
+    until = time.monotonic() + PATIENCE_S
+    while course.pending or not (ends or (course.is_quiet and all(node.alive for node in cluster.nodes))):
+        course.look()
+        assert time.monotonic() < until, f"{course.fates[0]}\n{cluster.tails()}"
+        time.sleep(0.01)
+
+
+def settle(cluster: Cluster) -> int:
+    """Wait until all nodes have taken steps in one world, and give its generation."""
+    at_first = {line.worker.pid: line.step for _, line in cluster.lines()}
+
+    def look() -> int | None:
+        # Ranks of a world take each step together: one of them will do, where the page of another is lost.
+        lines = [line for _, line in cluster.lines() if line.world_size == len(cluster.nodes)]
+        newest = max((line.generation for line in lines), default=0)
+        return newest if any(is_steady(line) for line in lines if line.generation == newest) else None
+
+    def is_steady(line: Line) -> bool:
+        return line.step >= at_first.get(line.worker.pid, line.first_step) + STEADY
+
+    return cluster.wait(look, "a steady world of all nodes", PATIENCE_S)
+
+
+def wrong(told: Story, spans: dict[Case, tuple[int, int]]) -> list[str]:
+    """What the report does not say of these cases."""
+    found = []
+    rows = {row.number: row for row in told.report.generations}
+    for one, (before, after) in spans.items():
+        ends = [row.end.text for number, row in rows.items() if before <= number < after]
+        if one.ended and not any(re.search(one.ended, text) for text in ends):
+            found.append(f"{one.fault}: ended because {one.ended!r}, not {ends}")
+        if not one.ended and after != before:
+            found.append(f"{one.fault}: cost generations {before} to {after}: {ends}")
+        troubles = [f"{trouble.node}: {trouble.text}" for trouble in told.troubles]
+        if one.trouble and not any(re.search(one.trouble, text) for text in troubles):
+            found.append(f"{one.fault}: {one.trouble!r} is not among {troubles}")
+    return found
+
+
+def test_every_fault_is_survived_and_named(tmp_path: Path) -> None:
+    """Two jobs at the same time, since each waits most of the time."""
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(job, tmp_path / job.__name__) for job in (of_processes, of_machines)]
+    for job in jobs:
+        job.result()
+
+
+def of_processes(tmp_path: Path) -> None:
+    """Killed, stopped, wedged, spoilt: three nodes, two of which suffice. At last replicas differ."""
+    flags = [*FLAGS, "--check-replicas", "1"]
+    with Cluster(tmp_path, nodes=3, min_nodes=2, flags=flags) as cluster:
+        start(cluster)
+        spans = disturb(cluster, OF_PROCESSES)
+        lost = cluster.lost_steps
+        before = settle(cluster)
+        ruin(cluster)
+        ruined = settle(cluster)
+        follow(
+            cluster, Course(cluster, [Fault("skip-collective", rank=1, at_s=0.0)], cluster.arming), ends=True
+        )
+        assert cluster.wait_exit(only=range(3)) == [1, 1, 1]
+        told = told_of(cluster)
+    found = wrong(told, spans)
+    assert not found, "\n".join(found)
+    assert lost == 0
+    rows = {row.number: row for row in told.report.generations}
+    assert rows[before].end.text == "whole job killed"
+    reasons = {copy.node: copy.reason for copy in rows[ruined].rejected}
+    assert re.search(r"has \d+ bytes of \d+", reasons["n1"])
+    assert "digest" in reasons["n0"]
+    assert told.report.outcome == "failed"
+    assert re.search(r"replicas differ|DivergenceError", told.report.message)
+
+
+def ruin(cluster: Cluster) -> None:
+    """Damage the newest copies of two nodes in two ways, all being equally new, and let all nodes die."""
+    cluster.wait(
+        lambda: len({cluster.checkpoints(index)[0].path.name for index in range(3)}) == 1, "equal copies"
+    )
+    faults = [Fault("torn-write", node=1, at_s=0.0), Fault("bit-flip", node=0, at_s=0.0)]
+    follow(cluster, Course(cluster, [*faults, Fault("kill-node", role="all", at_s=0.0)], cluster.arming))
+
+
+def of_machines(tmp_path: Path) -> None:
+    """Links, disks, memory, power and clocks: three nodes that have each their own."""
+    flags = [*FLAGS, "--hang-timeout", "20"]  # nothing hangs, and it takes a while to use memory up
+    with Cluster(
+        tmp_path, nodes=3, min_nodes=2, flags=flags, hosts="namespaces", memory_bytes=300 << 20
+    ) as cluster:
+        start(cluster)
+        spans = disturb(cluster, OF_MACHINES)
+        told = told_of(cluster)
+    found = wrong(told, spans)
+    assert not found, "\n".join(found)
+    assert told.report.lost_steps == 0
