@@ -454,6 +454,7 @@ _ODD = st.one_of(
     st.booleans(),
     st.integers(-2, 4),
     st.integers(),
+    st.sampled_from([10**400, -(10**400), 10**30]),  # JSON has integers of any size
     st.floats(),
     st.text(max_size=8),
     st.lists(

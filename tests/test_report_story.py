@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -243,12 +244,31 @@ def test_logs_of_several_places_are_one_run(apart: tuple[Path, Path, list[Event]
 
 
 def test_torn_and_unreadable_logs_cost_themselves_only(apart: tuple[Path, Path, list[Event]]) -> None:
-    """A line that a crash tore, and a log that is a directory."""
+    """A line that a crash tore, one of no time at all, and a log that is a directory."""
     here, there, every = apart
     log = there / contract.EVENTS_FILE
     log.write_bytes(log.read_bytes().replace(b"\n", b'\n{"t":1.0,"event":"st', 1) + b'{"t": 1')
     (here / "n9" / contract.EVENTS_FILE).mkdir(parents=True)
     assert len(gather([here, there]).events) == len(every)
+    odd = [{"t": 10**400, "event": "step", "node": "n0", "generation": 1, "step": 5}]
+    write(here / "n8" / contract.EVENTS_FILE, odd)
+    assert story.tell(gather([here, there]).events).report == story.tell(every).report
+
+
+def test_what_only_looks_like_a_hang_is_not_read(apart: tuple[Path, Path, list[Event]]) -> None:
+    """A link shows the reader's files to whoever gets the page; a pipe would be waited for without end."""
+    here, _, _ = apart
+    hangs = here / "n0" / "hangs"
+    hangs.mkdir()
+    (hangs / "a.txt").symlink_to("/proc/self/environ")
+    (hangs / "b.txt").symlink_to("nowhere")
+    os.mkfifo(hangs / "c.txt")
+    (hangs / "d.txt").write_text("SUSPECT rank 2")
+    (here / "n1").mkdir()
+    (here / "n1" / "hangs").symlink_to(hangs)
+    found = gather([here])
+    assert found.stacks == {"n0/d.txt": "SUSPECT rank 2"}
+    assert sum("left out: not a plain file" in problem for problem in found.problems) == 7
 
 
 def test_faults_are_events_of_a_run(apart: tuple[Path, Path, list[Event]]) -> None:

@@ -11,16 +11,15 @@ on it (`causes`).
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic_resume.events import Event
+from elastic_resume.report.timeline import time_of
 
 VISIBLE_S = 1.0
 _ALIKE_S = 0.5  # two differences of one clock
-_MAX_T = 1e12
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def straighten(events: Iterable[Event]) -> tuple[list[Event], tuple[Clock, ...]]
             ahead_of[node] = left[node].pop(0)[1]
         off = ahead_of.get(node, 0.0)
         moved.append(
-            {**event, "t": round(event["t"] - off, 3)} if off and _time(event) is not None else event
+            {**event, "t": round(event["t"] - off, 3)} if off and time_of(event) is not None else event
         )
     return moved, tuple(sorted(told, key=lambda clock: clock.t))
 
@@ -71,7 +70,7 @@ def _changes(events: Sequence[Event]) -> dict[str, list[tuple[int, float, float,
     """For each node the places from which on its clock is off, by how much, when, and whether from a jump."""
     marks: dict[tuple[int, int], dict[str, tuple[int, float]]] = defaultdict(dict)
     for index, event in enumerate(events):
-        key, t, node = _key(event), _time(event), event.get("node")
+        key, t, node = _key(event), time_of(event), event.get("node")
         if key is not None and t is not None and isinstance(node, str):
             marks[key].setdefault(node, (index, t))
     ahead: dict[str, float] = {}  # of each node whose marks have been seen
@@ -106,10 +105,3 @@ def _key(event: Event) -> tuple[int, int] | None:
     if event.get("event") == "round":
         return (generation, -1)
     return (generation, step) if event.get("event") == "step" and type(step) is int else None
-
-
-def _time(event: Event) -> float | None:
-    t = event.get("t")
-    if isinstance(t, bool) or not isinstance(t, (int, float)) or math.isnan(t) or abs(t) > _MAX_T:
-        return None
-    return float(t)

@@ -4,11 +4,14 @@ A run's nodes may have left their logs in several places: directories of a share
 their own, lines that other nodes kept of them (`contract.PEERS_FILE`). Identical lines are one event. A
 node's own log keeps its order; what only others have of it is put in between by time.
 
-Promise: only reads; what cannot be read is a problem with its reason, and the rest is told all the same.
+Promise: only reads, of hangs nothing that is a link or waits; what cannot be read is a problem with its
+reason, and the rest is told all the same.
 """
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,15 +117,22 @@ def _merged(logs: Iterable[Path], problems: list[str]) -> list[Event]:
 def _stacks(directory: Path, found: Gathered) -> None:
     pattern = f"{HANGS_DIR}/*.txt" if (directory / HANGS_DIR).is_dir() else f"*/{HANGS_DIR}/*.txt"
     try:
-        files = sorted(directory.glob(pattern), key=lambda path: path.stat().st_mtime)[-MAX_STACKS:]
+        files = sorted(directory.glob(pattern), key=lambda path: path.lstat().st_mtime)[-MAX_STACKS:]
     except OSError as error:
         found.problems.append(f"{directory}: {error}")
         return
     for path in files:
         try:
-            with open(path, "rb") as file:
-                told = file.read(MAX_STACKS_BYTES)
+            told = _plain(path)
         except OSError as error:
             found.problems.append(f"{path}: left out: {error.strerror or error}")
             continue
         found.stacks[f"{path.parent.parent.name}/{path.name}"] = told.decode(errors="replace")
+
+
+def _plain(path: Path) -> bytes:
+    """What a file of a hang holds. A link may point at any file of the reader's, and pages are shared."""
+    if path.parent.is_symlink() or not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError("not a plain file")
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        return file.read(MAX_STACKS_BYTES)

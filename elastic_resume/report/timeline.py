@@ -9,7 +9,6 @@ Times are of many nodes' clocks; the order of events of different nodes is only 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -135,14 +134,20 @@ def _with_generations(seen: list[Seen]) -> list[Seen]:
     return complete
 
 
+def time_of(event: Event) -> float | None:
+    """When it happened, if that is a time."""
+    t = event.get("t")
+    if isinstance(t, bool) or not isinstance(t, (int, float)) or not abs(t) <= MAX_TIME_S:
+        return None  # NaN too, and an int of any size
+    return float(t)
+
+
 def _parse(event: Event) -> Seen | None:
-    t, kind = event.get("t"), event.get("event")
-    if not isinstance(kind, str) or isinstance(t, bool) or not isinstance(t, (int, float)):
-        return None
-    if abs(t) > MAX_TIME_S or math.isnan(t):  # in this order: isnan() cannot take an int of any size
+    t, kind = time_of(event), event.get("event")
+    if t is None or not isinstance(kind, str):
         return None
     return Seen(
-        t=float(t),
+        t=t,
         kind=kind,
         node=_text(event, "node"),
         generation=_count(event, "generation"),
