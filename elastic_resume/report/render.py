@@ -132,10 +132,7 @@ def _faults(told: Story) -> list[str]:
 
 def clock(one: Clock) -> str:
     """Whose clock was off, as a sentence."""
-    how = "jumped, and was" if one.jumped else "was"
-    where = "ahead of" if one.ahead_s > 0 else "behind"
-    off = seconds(abs(one.ahead_s))
-    return f"the clock of {one.node} {how} {off} {where} the others'; that is set right here"
+    return f"{one.text}; that is set right here"
 
 
 def _time(told: Story) -> str:

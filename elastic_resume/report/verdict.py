@@ -117,12 +117,8 @@ def _of_rest(report: Report, goodput: Goodput, clocks: Sequence[Clock]) -> list[
         if count >= _OFTEN and count * 2 >= len(failures):
             look.append(f"node {node} was first in {count} of {len(failures)} failures")
     for clock in clocks[:1]:
-        which = "ahead of" if clock.ahead_s > 0 else "behind"
-        how = "jumped, and is now" if clock.jumped else "is"
         more = f" (and {len(clocks) - 1} more)" if len(clocks) > 1 else ""
-        look.append(
-            f"the clock of {clock.node} {how} {seconds(abs(clock.ahead_s))} {which} the others'{more}"
-        )
+        look.append(f"{clock.text}{more}")
     if goodput.total_s >= _LONG_S and goodput.productive_s < _LITTLE * goodput.total_s:
         rest = [part for part in goodput.parts if part[0] != "productive"]
         name, spent = max(rest, key=lambda part: part[1])
