@@ -74,6 +74,15 @@ def test_there_are_as_many_series_as_nodes_and_kinds() -> None:
     assert kinds == {(kind,) for kind in (*KINDS, "unknown")}
 
 
+def test_a_node_that_was_not_heard_of_yet_has_no_samples() -> None:
+    """A new leader's zeros would count all that it ever committed once more."""
+    document = said()
+    document["nodes"][1].update(heard_s=None)
+    found = scrape(document)
+    assert ("elastic_resume_commits_total", ("n0",)) in found
+    assert not [name for name, labels in found if labels == ("n1",)]
+
+
 def test_who_does_not_lead_tells_nothing_of_the_whole() -> None:
     """Or sums over all agents would count it twice."""
     document = {**said(), "leads": False}

@@ -96,6 +96,8 @@ def metrics(said: Mapping[str, Any], parts: Mapping[str, float] | None) -> Itera
 def _of_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
 
+    # Of the others a new leader does not know yet: a counter that falls to 0 would count all of it anew.
+    nodes = [one for one in nodes if one["heard_s"] is not None]
     for name, (text, key) in NODE_GAUGES.items():
         gauge = GaugeMetricFamily(PREFIX + name, text, labels=["node"])
         for one in nodes:
