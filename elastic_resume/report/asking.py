@@ -165,9 +165,20 @@ def read_look(path: Path) -> Job | None:
 
 
 def _document(line: bytes) -> dict[str, Any]:
-    said = json.loads(line)
+    try:
+        said = json.loads(line)
+    except RecursionError:
+        said = None
     if not isinstance(said, dict) or "error" in said:
         raise WireError(str(said.get("error"))[:500] if isinstance(said, dict) else "not a document")
     if said.get("version") != VERSION:
         raise WireError(f"it tells in version {str(said.get('version'))[:16]!r}, this is version {VERSION}")
+    leader, world = said.get("leader"), said.get("world")
+    who = [said, *([leader] if leader is not None else [])]
+    places = [one.get("address") if isinstance(one, dict) else None for one in who]
+    if world is not None:
+        members = world.get("addresses") if isinstance(world, dict) else None
+        places += members if isinstance(members, list) else [None]
+    if not all(isinstance(one, str) for one in places) or not isinstance(said.get("leads"), bool):
+        raise WireError("it answers with a document that is not one of ours")
     return said

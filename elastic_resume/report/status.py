@@ -85,5 +85,5 @@ def _watch(job: asking.Job, interval_s: float) -> None:
 def _text(said: dict[str, Any]) -> str:
     try:
         return "\n".join(status_screen.screen(said)) + "\n"
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise UsageError(f"an agent answered with a document that is not one of ours: {error!r}.") from error
