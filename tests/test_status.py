@@ -15,14 +15,19 @@ from elastic_resume import contract
 from elastic_resume.agent import document
 from elastic_resume.agent.document import Known
 from elastic_resume.agent.news import MAX_READ_BYTES, Peers, Picker, Tail, parse
-from elastic_resume.errors import RendezvousLostError, UsageError
+from elastic_resume.agent.pulse import Finger
+from elastic_resume.agent.telling import Teller
+from elastic_resume.errors import MachineError, RendezvousLostError, UsageError
 from elastic_resume.events import Event, EventLog
 from elastic_resume.policy.course import BOUNDS_S, KEPT, Course
+from elastic_resume.rendezvous import looking
 from elastic_resume.rendezvous.quorum import Incarnation, World
-from elastic_resume.rendezvous.telling import Pulse
+from elastic_resume.rendezvous.steps import Heard
+from elastic_resume.rendezvous.telling import News, Pulse, Tidings
 from elastic_resume.rendezvous.view import View
 from elastic_resume.report import asking
 from elastic_resume.report.status_screen import MAX_NODES, screen
+from elastic_resume.store.durable import Disk
 
 A, B, C = (Incarnation(name, "1", f"{name}:1", None) for name in "abc")
 
@@ -92,7 +97,19 @@ def test_sums_count_what_is_no_longer_remembered() -> None:
 def test_events_of_any_form_and_order_are_taken() -> None:
     """They come from other nodes."""
     course = Course()
-    odd: list[Any] = [None, -1, "x", [], {}, 1 << 60, float("nan"), [{"kind": "signal", "rank": "x"}], [[]]]
+    odd: list[Any] = [
+        None,
+        -1,
+        "x",
+        [],
+        {},
+        1 << 60,
+        10**400,
+        1e300,
+        float("nan"),
+        [{"kind": "signal", "rank": "x"}],
+        [[]],
+    ]
     events = [*kill(1, 100.0), *kill(2, 200.0)]
     for event, value in itertools.product(events, odd):
         for key in event:
@@ -103,6 +120,26 @@ def test_events_of_any_form_and_order_are_taken() -> None:
     for event in [BEGUN, *events]:
         course.take(event)
     assert course.sums().incidents == {"signal": 2}
+
+
+def test_another_node_that_tells_all_of_it_again_changes_nothing() -> None:
+    """A new leader is told by every node of generations that it has summed up by then."""
+    course = Course()
+    told = [BEGUN, *(event for number in range(1, 2 * KEPT) for event in kill(number, 100.0 * number))]
+    for event in [*told, *told]:
+        course.take(event)
+    assert course.sums().incidents == {"signal": 2 * KEPT - 1}
+
+
+def test_generations_that_cannot_have_begun_push_none_out() -> None:
+    """One broken member would have the whole course forgotten."""
+    course = Course()
+    for event in [BEGUN, *kill(1, 100.0)]:
+        course.take(event, 2)
+    for number in range(9 * 10**15, 9 * 10**15 + 2 * KEPT):
+        for event in kill(number, 100.0):
+            course.take(event, 10)
+    assert [one.generation for one in course.incidents()] == [1]
 
 
 # ---- lines on their way --------------------------------------------------------------------------------
@@ -155,6 +192,54 @@ def test_the_file_of_others_lines_is_bounded_and_keeps_the_newest(tmp_path: Path
     refused = Peers(tmp_path / "no" / "where")
     refused.append(["x", "y"])
     assert refused.lost == 2
+
+
+class Full(Disk):
+    """A disk without room for another file."""
+
+    def write_atomic(self, path: Path, data: bytes | memoryview) -> None:
+        """Refuse it."""
+        raise MachineError(f"{path}: no space for {len(data)} bytes")
+
+
+def test_the_file_of_others_lines_does_not_grow_on_a_full_disk(tmp_path: Path) -> None:
+    """It cannot be halved then; lines count as lost that were not written, and no others."""
+    path = tmp_path / contract.PEERS_FILE
+    peers = Peers(path, limit=2000, disk=Full())
+    for _ in range(100):
+        peers.append(["x" * 99])
+    assert path.stat().st_size == 2000
+    assert peers.lost == 80
+    peers.append(["x" * 99] * 100)
+    assert (path.stat().st_size, peers.lost) == (2000, 180)
+
+
+@pytest.mark.parametrize("t", ["1" + "0" * 400, "1e300", "-1", "true", "NaN", '"1"'])
+def test_a_line_without_a_time_is_no_event(t: str) -> None:
+    """Nobody who reckons with it has to look again."""
+    assert parse(f'{{"event":"x","t":{t}}}') is None
+
+
+class Silent(Finger):
+    """Feels nothing."""
+
+    def __init__(self) -> None:
+        """Of no node."""
+
+    def note(self, event: Event) -> None:
+        """Take it in."""
+
+    def take(self, incidents: int) -> Pulse:
+        """Give one that says how many incidents there were."""
+        return Pulse(incidents=incidents)
+
+
+def test_a_new_leader_misses_only_what_it_was_not_told(tmp_path: Path) -> None:
+    """What a node told the one before it, and keeps no more, is not missing; a gap after that is."""
+    teller = Teller(tmp_path, "job", Silent(), Tail(tmp_path / "none"), say=print)
+    for first, lines in ((5000, 3), (5001, 3), (5010, 1)):
+        teller.hear(Heard(B, Tidings(None, first, News(("x",) * lines)), 1))
+    assert json.loads(teller.show(View(A, True, A)))["missed_lines"] == 6
 
 
 # ---- the document and its screen -----------------------------------------------------------------------
@@ -262,3 +347,26 @@ def test_a_job_is_found_from_the_directories_it_uses(tmp_path: Path, monkeypatch
         find(None, endpoint="127.0.0.1:1")
     with pytest.raises(RendezvousLostError, match=r"127\.0\.0\.1:1: .*refused"):
         find(None, endpoint="127.0.0.1:1", run_id="x").ask()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"leader": 5},
+        {"leader": {}},
+        {"address": None},
+        {"world": []},
+        {"world": {"addresses": [1]}},
+        {"leads": None},
+        {"version": []},
+    ],
+)
+def test_a_document_of_another_form_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, odd: dict[str, Any]
+) -> None:
+    """Whoever gives it holds the key, and is asked no further."""
+    monkeypatch.setattr(looking, "ask", lambda *_, **__: json.dumps({**said(), **odd}).encode())
+    with pytest.raises(RendezvousLostError, match=r"not one of ours|in version"):
+        asking.Job("job", b"", ["a:1"]).ask()
+    monkeypatch.setattr(looking, "ask", lambda *_, **__: json.dumps(said()).encode())
+    assert asking.Job("job", b"", ["a:1"]).ask()["leads"]

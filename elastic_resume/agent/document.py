@@ -2,14 +2,14 @@
 
 ``elastic-resume status --json`` prints it, and metrics are made of it, so names stay once they are there:
 `VERSION` counts what is not merely added. A leader's document tells of all nodes; another's of itself, and
-who leads. Pure but for the clocks.
+who leads. Pure but for the clocks. It takes time in proportion to the number of nodes: there may be 10,000.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from elastic_resume.policy.course import BOUNDS_S, Course
@@ -21,6 +21,8 @@ VERSION = 1
 MAX_INCIDENTS = 10
 STALE_S = 60.0
 """A node that is in no world, no spare, and has told nothing for so long is left out."""
+_TOLD = [one.name for one in fields(Pulse)]
+_SILENT = Pulse()
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ def make(
 ) -> dict[str, Any]:
     """Make the document. ``missed``: lines of other nodes' logs that did not come through."""
     world, sums = view.world, course.sums()
-    nodes = [_node(one, view, known) for one in _names(view, known)]
+    ranks = {one.node: rank for rank, one in enumerate(world.members)} if world else {}
+    nodes = [_node(one, ranks.get(one), known.get(one)) for one in _names(view, known)]
     running = [one for one in nodes if world and one["generation"] == world.generation]
     furthest = max(running, key=lambda one: int(one["step"]), default=None)
     return {
@@ -91,11 +94,10 @@ def _names(view: View, known: Mapping[str, Known]) -> list[str]:
     return [*members, *sorted(others - set(members))]
 
 
-def _node(name: str, view: View, known: Mapping[str, Known]) -> dict[str, Any]:
+def _node(name: str, rank: int | None, one: Known | None) -> dict[str, Any]:
     """One node's part. Ages are as of now: those that it told, and how long ago that was."""
-    members = [one.node for one in view.world.members] if view.world else []
-    one = known.get(name)
-    pulse = asdict(one.pulse if one else Pulse())
+    told = one.pulse if one else _SILENT
+    pulse = {field: getattr(told, field) for field in _TOLD}
     heard_s = time.monotonic() - one.heard_at if one else None
     for what in ("snapshot", "checkpoint"):
         age_s = pulse.pop(f"{what}_age_s")
@@ -103,7 +105,7 @@ def _node(name: str, view: View, known: Mapping[str, Known]) -> dict[str, Any]:
         pulse[f"{what}_age_s"] = round(age_s + (heard_s or 0.0), 3) if there else None
     return {
         "node": name,
-        "node_rank": members.index(name) if name in members else None,
+        "node_rank": rank,
         "heard_s": round(heard_s, 3) if heard_s is not None else None,
         **pulse,
     }

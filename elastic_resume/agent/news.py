@@ -10,16 +10,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
 from elastic_resume.errors import MachineError
 from elastic_resume.events import MAX_LINE_BYTES, Event
+from elastic_resume.policy.course import MAX_TIME_S
 from elastic_resume.store.durable import DISK, Disk
 
 MAX_READ_BYTES = 1 << 20
 MAX_PEERS_BYTES = 16 << 20
 STEP_EVERY_S = 60.0
+AGAIN_S = 30.0
+"""So long a disk that refused is left alone."""
 # What a report cannot do without, and is told seldom.
 KINDS = frozenset({
     "agent-start", "round", "rendezvous", "zygote-exit", "worker-exit", "hang", "hang-over", "drain",
@@ -74,31 +79,40 @@ class Peers:
     """The file of what other nodes have told."""
 
     def __init__(self, path: Path, limit: int = MAX_PEERS_BYTES, disk: Disk = DISK) -> None:
-        """Of a file that grows beyond ``limit`` bytes the older half is given up."""
+        """Of a file that would grow beyond ``limit`` bytes the older half is given up."""
         self._path = path
         self._limit = limit
         self._disk = disk
+        self._again_at = float("-inf")
         self.lost = 0
-        """How many lines the disk refused."""
+        """How many lines were not written: too many at once, or the disk refused."""
 
     def append(self, lines: Iterable[str]) -> None:
         """Write them behind what is there."""
-        written = [line.encode() + b"\n" for line in lines]
+        written = deque(line.encode(errors="replace") + b"\n" for line in lines)
+        count = sum(map(len, written))
+        while count > self._limit // 2:
+            count -= len(written.popleft())
+            self.lost += 1
         if not written:
             return
+        if time.monotonic() < self._again_at:
+            self.lost += len(written)
+            return
         try:
+            size = _size(self._path)
+            if size + count > self._limit:
+                self._halve(size)
             with open(self._path, "ab") as file:
                 file.write(b"".join(written))
-                size = file.tell()
-            if size > self._limit:
-                self._halve()
         except (OSError, MachineError):
+            self._again_at = time.monotonic() + AGAIN_S
             self.lost += len(written)
 
-    def _halve(self) -> None:
+    def _halve(self, size: int) -> None:
         with open(self._path, "rb") as file:
-            file.seek(-self._limit // 2, os.SEEK_END)
-            data = file.read()
+            file.seek(size - self._limit // 2)
+            data = file.read(self._limit // 2)
         self._disk.write_atomic(self._path, data[data.find(b"\n") + 1 :])
 
 
@@ -110,7 +124,8 @@ def parse(line: str) -> Event | None:
             event = json.loads(line)
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return None
-    return event if isinstance(event.get("t"), (int, float)) else None
+    t = event.get("t")
+    return event if isinstance(t, (int, float)) and type(t) is not bool and 0 <= t <= MAX_TIME_S else None
 
 
 def _size(path: Path) -> int:

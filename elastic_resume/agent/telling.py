@@ -23,6 +23,7 @@ from elastic_resume import contract
 from elastic_resume.agent import document
 from elastic_resume.agent.news import Peers, Picker, Tail, parse
 from elastic_resume.agent.pulse import Finger
+from elastic_resume.events import Event
 from elastic_resume.policy.course import Course
 from elastic_resume.rendezvous.member import Member
 from elastic_resume.rendezvous.steps import Heard
@@ -31,6 +32,9 @@ from elastic_resume.rendezvous.view import View
 EVERY_S = 1.0
 FRESH_S = 0.3
 """So long who looks gets the same document as the one before."""
+CLOSE_S = 2.0
+SLACK = 8
+"""So far beyond the newest world that this agent knows of may be one that another tells of."""
 MAX_HEARD_BYTES = 8 << 20
 """Of lines that wait to be written to a slow disk."""
 
@@ -54,6 +58,7 @@ class Teller:
         self._nodes: dict[str, document.Known] = {}
         self._heard: deque[str] = deque()
         self._heard_bytes = 0
+        self._newest = 0  # generation that the rendezvous knows of
         self._next: dict[str, int] = {}  # number of the line that each life of a node tells next
         self._missed = 0
         self._shown: tuple[float, bytes] = (float("-inf"), b"")
@@ -79,12 +84,10 @@ class Teller:
         self._thread.start()
 
     def close(self) -> None:
-        """End it."""
+        """End it; no later than `CLOSE_S` from now, though a disk hangs."""
         self._closing.set()
         if self._thread.is_alive():
-            self._thread.join()
-        with contextlib.suppress(OSError):
-            self._look_file.unlink(missing_ok=True)
+            self._thread.join(CLOSE_S)
 
     # ---- the rendezvous' thread ----------------------------------------------------------------------
 
@@ -94,7 +97,8 @@ class Teller:
         with self._lock:
             if tidings.pulse is not None:
                 self._nodes[node] = document.Known(tidings.pulse, time.monotonic())
-            expected = self._next.get(life, 0)
+            self._newest = max(self._newest, heard.newest)
+            expected = self._next.get(life, tidings.first)  # a leader before this one may have heard the rest
             self._missed += max(0, tidings.first - expected)
             new = tidings.news[max(0, expected - tidings.first) :]
             self._next[life] = max(expected, tidings.first + len(tidings.news))
@@ -131,16 +135,27 @@ class Teller:
                     self._said = repr(error)
                     self._say(f"status: a fault of elastic_resume itself: {error!r:.500}. Training goes on.")
             if ends:
+                with contextlib.suppress(OSError):
+                    self._look_file.unlink(missing_ok=True)
                 return
 
     def _turn(self) -> None:
         own = [(line, event) for line in self._tail.read() if (event := parse(line)) is not None]
         with self._lock:
             heard, self._heard, self._heard_bytes = self._heard, deque(), 0
+            newest = self._newest + SLACK
         told = [(line, event) for line in heard if (event := parse(line)) is not None]
+        try:
+            self._tell(own, [event for _, event in told], newest)
+        finally:  # whatever it was, they are told once
+            self._peers.append(line for line, _ in told)
+
+    def _tell(self, own: list[tuple[str, Event]], heard: list[Event], newest: int) -> None:
         with self._showing:
-            for _, event in (*own, *told):
+            for _, event in own:
                 self._course.take(event)
+            for event in heard:
+                self._course.take(event, newest)
             incidents = len(self._course.incidents())
         for _, event in own:
             self._finger.note(event)
@@ -150,7 +165,6 @@ class Teller:
             with self._lock:
                 self._nodes[member.node] = document.Known(pulse, time.monotonic())
             member.tell_people(pulse, [line for line, event in own if self._picker.wants(event)])
-        self._peers.append(line for line, _ in told)
 
 
 def _write_private(path: Path, said: dict[str, object]) -> None:

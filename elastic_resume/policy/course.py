@@ -1,12 +1,11 @@
 """The course of a job as its events tell it, one by one, while it runs: what ended each world, and its cost.
 
 For those who look on; a report, which has all events at once, knows more. Pure. It promises to take any event
-of any node in any order, to remember `KEPT` generations at most, and that its sums never forget.
+of any node in any order, to remember the newest `KEPT` generations, and that its sums never forget.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ BOUNDS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Of the histogram of recoveries, the last one open: from a warm restart to a large state sent anew."""
 GROWN = "newcomers are here"
 """Why a leader ends a world that nothing befell (`rendezvous.leading`)."""
+MAX_TIME_S = 1e12  # the year 33658: what is beyond is no time
 _MAX_COUNT = 1 << 53
 _RESTART = re.compile(r"generation (\d{1,16}) is over: (.*)", re.DOTALL)
 
@@ -82,11 +82,15 @@ class Course:
         self._at: dict[str, int] = {}
         self._forgotten = Sums()
 
-    def take(self, event: Event) -> None:
-        """Take in one event; one of a kind or form that says nothing here changes nothing."""
+    def take(self, event: Event, newest: int = _MAX_COUNT) -> None:
+        """Take in one event; one of a kind or form that says nothing here changes nothing.
+
+        ``newest``: no generation beyond it can have begun. One that a broken node made up would have those
+        forgotten that have.
+        """
         kind, t = event.get("event"), _time(event.get("t"))
         node, generation = str(event.get("node", "")), _count(event.get("generation"))
-        if t is None:
+        if t is None or (generation or 0) > newest:
             return
         if kind == "round" and generation:
             self._at[node] = generation
@@ -102,7 +106,7 @@ class Course:
             turn.cause = turn.cause or _first(event.get("causes"))
         elif kind == "rendezvous" and event.get("what") == "restart":
             told = _RESTART.fullmatch(str(event.get("message", "")))
-            if told:
+            if told and int(told[1]) <= newest:
                 turn = self._turn(int(told[1]))
                 turn.reason = told[2]
                 turn.sign = min(t, turn.sign or t)
@@ -129,10 +133,13 @@ class Course:
         return sums
 
     def _turn(self, number: int) -> _Turn:
+        """The turn of that number; of one that is older than all that are remembered none that counts."""
         if number not in self._turns:
-            self._turns[number] = _Turn()
-            if len(self._turns) > KEPT:
+            if len(self._turns) == KEPT:
+                if number < min(self._turns):
+                    return _Turn()
                 self._forget()
+            self._turns[number] = _Turn()
         return self._turns[number]
 
     def _forget(self) -> None:
@@ -185,4 +192,4 @@ def _count(value: Any) -> int | None:
 
 
 def _time(value: Any) -> float | None:
-    return float(value) if type(value) in {int, float} and math.isfinite(value) else None
+    return float(value) if type(value) in {int, float} and 0 <= value <= MAX_TIME_S else None

@@ -190,6 +190,11 @@ class Body:
             self.effects.append(Persist(self.changes, Memory(self.me, self.known, self.seen)))
 
     @property
+    def newest(self) -> int:
+        """Generation of the newest world that is known to have begun."""
+        return self.known.begun.generation if self.known.begun else 0
+
+    @property
     def disk_is_late(self) -> bool:
         """Whether a write has taken so long that nobody should have to wait for the next one."""
         if self.settings.max_nodes == 1:

@@ -69,7 +69,7 @@ class Follower:
         body = self.body
         if isinstance(message, Beat):
             if message.tidings:
-                body.effects.append(Heard(self.leader, message.tidings))
+                body.effects.append(Heard(self.leader, message.tidings, body.newest))
         elif isinstance(message, Propose):
             body.learn(message.knowledge)
             body.believe(body.known.with_proposal(message.world))

@@ -104,7 +104,7 @@ class Leader:
             self._tell(part, body.echo(part.who, self.world, self.roster.parts))
             self.comparer.told(part.who, message.told)
             if message.tidings:
-                body.effects.append(Heard(part.who, message.tidings))
+                body.effects.append(Heard(part.who, message.tidings, body.newest))
         elif isinstance(message, Prints):
             self.comparer.explained(part.who, message)
         elif isinstance(message, Ready):

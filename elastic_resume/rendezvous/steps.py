@@ -294,10 +294,11 @@ class ReplicasDiffer:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What another node tells people: hand it on."""
+    """What another node tells people: hand it on. ``newest``: generation that is known to have begun."""
 
     who: Incarnation
     tidings: Tidings
+    newest: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,7 @@ class View:
 def look(agent: Agent) -> View:
     """Take the view of an agent."""
     body, role = agent.body, agent.role
-    begun = body.known.begun
-    generation = begun.generation if begun else 0
+    generation = body.newest
     if isinstance(role, Leader):
         members = role.world.members if role.world else ()
         here = {body.me, *role.roster.parts}
