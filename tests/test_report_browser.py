@@ -59,6 +59,8 @@ def test_everything_is_there(chromium: Browser, written: Path, told: Story) -> N
     assert len(told.troubles) > 10
     for trouble in told.troubles:
         assert trouble.text in said
+    sizes = "[...document.querySelectorAll('tbody td')].map(one => getComputedStyle(one).fontSize)"
+    assert len(set(chromium.value(sizes))) == 1
     assert len(texts(chromium, ".faults tbody tr")) == 3
     assert len(texts(chromium, "use[href='#incident'] title")) == told.report.incidents
     assert "The clock of n1 was 7.5 s ahead" in texts(chromium, "main")[0]

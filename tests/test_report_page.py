@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from elastic_resume.report import page
+import pytest
+
+from elastic_resume.report import page, render, story
 from tests.test_report_incidents import Job
 
 HOSTILE = "</script><script>alert(1)</script>\x00\"'<!-- <img src=x onerror=alert(2)>"
@@ -48,3 +50,39 @@ def test_a_live_page_asks_for_itself_again() -> None:
     events = Job().begun().events
     assert '<meta http-equiv="refresh" content="2.5"/>' in page.render(events, live_s=2.5)
     assert "refresh" not in page.render(events)
+
+
+@pytest.mark.parametrize(
+    ("died", "now", "word"),
+    [(False, 111, "running?"), (False, 1e6, "silent"), (True, 111, "down"), (True, 1e6, "down")],
+)
+def test_the_word_beside_the_name_is_the_verdicts(died: bool, now: float, word: str) -> None:
+    """A run that nobody hears of, or whose last generation died, is not said to run."""
+    job = Job().begun()
+    if died:
+        job.exit(110.2, 1, signal="SIGKILL")
+    assert f">{word}</span>" in page.render(job.events, now=now)
+
+
+def test_a_fault_after_which_nothing_ended_harmed_nobody() -> None:
+    """Each incident stands beside the last fault of its node, or the last of all; each fault is told once."""
+    job = Job().begun()
+    slow = {"number": 1, "what": "slow-link", "where": "n2", "when": "", "rank": None}
+    job.add(104, "fault", "n2", **slow, message="slow-link n2 (for 5s)")
+    kill = {**slow, "number": 2, "what": "kill-worker", "where": "n1"}
+    job.add(110.1, "fault", "n1", **kill, message="kill-worker n1")
+    job.exit(110.2, 1, signal="SIGKILL")
+    job.begin(115, 10, "n0", "n1", "n2")
+    job.add(116, "fault", "n1", **{**kill, "number": 3}, message="kill-worker n1")
+    told = page.render(job.events)
+    rows = told[told.index("Injected faults") :].split("<tr>")[2:5]
+    followed = ["training went on", "generation 1 ended: rank 1 on n1: SIGKILL", "training went on"]
+    assert [words in row for words, row in zip(followed, rows, strict=True)] == [True] * 3
+    assert "slow-link n2: slow-link" not in told
+
+
+def test_a_terminal_gets_the_beginning_of_what_an_exception_said() -> None:
+    """A page shows more of it, and JSON all."""
+    job = Job().begun()
+    job.fail(110.2, 1, "ValueError", "x" * 35_000)
+    assert len(render.as_text(story.tell(job.events))) < 4000

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
-import math
 import secrets
 import shlex
 import signal
@@ -31,7 +29,7 @@ from elastic_resume.faults.course import DONE, Fate
 from elastic_resume.faults.lab import Hosts
 from elastic_resume.faults.plan import Every, Plan
 from elastic_resume.faults.trial import PATIENCE_S, Interrupted, Job, Outcome, run
-from elastic_resume.report import render
+from elastic_resume.report import aftermath, render
 from elastic_resume.report.incidents import Generation
 from elastic_resume.report.text import amount, seconds, table, wrap
 
@@ -262,17 +260,12 @@ def _came(outcome: Outcome, fate: Fate) -> str:
 
 
 def _followed(outcome: Outcome) -> dict[int, str]:
-    """What each fault led to: the incidents after it, before the next one that hit the same node."""
-    done = sorted((fate for fate in outcome.fates if fate.t is not None), key=lambda fate: fate.t or 0.0)
-    rows = outcome.story.report.generations
-    found: dict[int, list[str]] = {}
-    for row, following in itertools.zip_longest(rows, rows[1:]):
-        until = following.began if following else math.inf
-        before = [fate for fate in done if (fate.t or 0.0) <= until]
-        same = [fate for fate in before if row.end.node and row.end.node in fate.nodes]
-        if row.end.is_failure and before:
-            found.setdefault((same or before)[-1].number, []).append(_incident(row))
-    return {number: "; ".join(texts) for number, texts in found.items()}
+    """What each fault led to, where it led to anything."""
+    done = [fate for fate in outcome.fates if fate.t is not None]
+    found = aftermath.of([(fate.t or 0.0, fate.nodes) for fate in done], outcome.story.report.generations)
+    return {
+        fate.number: "; ".join(map(_incident, rows)) for fate, rows in zip(done, found, strict=True) if rows
+    }
 
 
 def _incident(row: Generation) -> str:

@@ -21,17 +21,16 @@ from elastic_resume.report.markup import Markup, joined, tag, text
 from elastic_resume.report.story import Story
 from elastic_resume.report.tables import PHASES, section
 from elastic_resume.report.text import percent, seconds
-from elastic_resume.report.verdict import PARTS
+from elastic_resume.report.verdict import PARTS, SILENT_S
 
 _OUTCOMES = {
     "finished": ("good", "finished"),
     "failed": ("bad", "failed"),
     "stopped": ("other", "stopped"),
-    "open": ("other", "running?"),
 }
 _KEYS = (
     ("productive", "training that counts"),
-    ("repeated", "steps run again"),
+    ("repeated", PARTS["repeated"]),
     ("starting", "starting"),
     ("restoring", "restoring"),
     ("waiting", "waiting"),
@@ -85,9 +84,7 @@ def _sections(told: Story) -> Iterable[Markup | None]:
 
 
 def _header(told: Story, name: str, live_s: float | None) -> Markup:
-    kind, word = _OUTCOMES.get(told.report.outcome, ("other", "not begun"))
-    if live_s is not None and told.report.outcome == "open":
-        kind, word = "live", "running"
+    kind, word = _state(told, live=live_s is not None)
     when = ""
     if told.began is not None and told.until is not None:
         when = f"{_utc(told.began)} to {_utc(told.until)} UTC"
@@ -97,6 +94,18 @@ def _header(told: Story, name: str, live_s: float | None) -> Markup:
         tag("p", when, class_="note") if when else None,
         tag("code", told.command, class_="command") if told.command else None,
     )
+
+
+def _state(told: Story, *, live: bool) -> tuple[str, str]:
+    """How the run stands, in a word and its colour; as the verdict has it."""
+    rows = told.report.generations
+    if told.report.outcome != "open" or not rows:
+        return _OUTCOMES.get(told.report.outcome, ("other", "not begun"))
+    if rows[-1].end.is_failure:
+        return "bad", "down"
+    if told.silent_s is not None and told.silent_s > SILENT_S:
+        return "other", "silent"
+    return ("live", "running") if live else ("other", "running?")
 
 
 def _verdict(told: Story) -> Markup:

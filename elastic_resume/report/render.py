@@ -16,7 +16,7 @@ from elastic_resume.report.clocks import Clock
 from elastic_resume.report.incidents import FailedStart, Generation
 from elastic_resume.report.moments import NAMES, Phases
 from elastic_resume.report.story import Story
-from elastic_resume.report.text import amount, folded, percent, seconds, table, wrap
+from elastic_resume.report.text import amount, cut, folded, percent, seconds, table, wrap
 from elastic_resume.report.troubles import NEWS, described
 from elastic_resume.report.verdict import PARTS
 
@@ -24,6 +24,7 @@ _HEAD = ("gen", "nodes", "world", "steps", "ended because", "lost", "recovered i
 MAX_ROWS = 40
 MAX_NOTES = 40
 MAX_TROUBLES = 20
+MAX_CHARS = 600  # of one note: an exception may have said anything; --json has all of it
 PHASES = {
     "noticed": "to notice it",
     "stopped": "to stop workers",
@@ -38,7 +39,7 @@ def as_text(told: Story) -> str:
     """Lines for a terminal, at most 100 columns wide."""
     lines = wrap(told.verdict.text)
     for look in told.verdict.look:
-        lines += wrap(f"look at: {look}")
+        lines += wrap(cut(f"look at: {look}", MAX_CHARS))
     rows = told.report.generations
     if rows:
         left_out = max(0, len(rows) - MAX_ROWS)
@@ -56,7 +57,7 @@ def as_text(told: Story) -> str:
 
 
 def _some(notes: Sequence[str], limit: int) -> list[str]:
-    lines = [line for note in notes[:limit] for line in wrap(note)]
+    lines = [line for note in notes[:limit] for line in wrap(cut(note, MAX_CHARS))]
     left_out = len(notes) - limit
     return [*lines, *([f"and {left_out} more: see --html or --json"] if left_out > 0 else [])]
 

@@ -55,6 +55,7 @@ class Fault:
 class Story:
     """One run.
 
+    ``silent_s``: for how long nothing has been written, where the present is known.
     ``recoveries``: the phases of the recovery after a generation, by its number. ``costs``: the seconds of
     training that its end took, if that was a failure.
 
@@ -65,6 +66,7 @@ class Story:
     command: str
     began: float | None
     until: float | None
+    silent_s: float | None
     verdict: Verdict
     report: Report
     recoveries: Mapping[int, Phases]
@@ -103,19 +105,21 @@ def tell(
     odd = troubles.find(line)
     starts = line.of_kind("agent-start")
     own = [one.t for one in line.seen if one.kind != "fault"]
+    silent_s = now - max(own) if now is not None and own else None
     recovered = ((before.number, phases(before, after)) for before, after in itertools.pairwise(found))
     return Story(
         run_id=next((one.text("run_id") for one in starts if one.text("run_id")), ""),
         command=next((one.text("command") for one in reversed(starts) if one.text("command")), ""),
         began=min(own, default=None),
         until=max(own, default=None),
+        silent_s=silent_s,
         verdict=verdict.of(
             report,
             spent,
             sum(price.values()),
             odd,
             off,
-            silent_s=now - max(own) if now is not None and own else None,
+            silent_s=silent_s,
         ),
         report=report,
         recoveries={number: one for number, one in recovered if one is not None},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_resume.report import ledger
+from elastic_resume.report import aftermath, ledger
 from elastic_resume.report.incidents import FailedStart, Generation
 from elastic_resume.report.ledger import Copy
 from elastic_resume.report.markup import Markup, joined, lines, tag
@@ -166,13 +166,12 @@ def faults(told: Story) -> Markup | None:
     """What was broken on purpose, beside what followed."""
     if not told.faults:
         return None
-    ends = {one.number: one.end.text for one in told.report.generations}
+    hits = [(one.t, (one.node,) if one.node else ()) for one in told.faults]
     rows = []
-    for one in told.faults:
-        then = ends.get(one.generation, "") if one.generation is not None else ""
-        when = since(told, one.t)
-        follows = f"generation {one.generation} ended: {then}" if then else "-"
-        rows.append(tag("tr", *(tag("td", cell) for cell in (when, one.text, follows))))
+    for one, ended in zip(told.faults, aftermath.of(hits, told.report.generations), strict=True):
+        then = [tag("div", f"generation {row.number} ended: {row.end.text}") for row in ended]
+        cells = (since(told, one.t), one.text, joined(then) if then else "training went on")
+        rows.append(tag("tr", *(tag("td", cell) for cell in cells)))
     note = "Broken on purpose. What each generation ended of is what its nodes saw, not what is listed here."
     names = [f"faults {first + 1} and later" for first in range(0, len(rows), SECTION)]
     return section("Injected faults", _cut(rows, "faults", ("after", "fault", "then"), names), note=note)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from elastic_resume.report.clocks import Clock
 from elastic_resume.report.goodput import Goodput
 from elastic_resume.report.incidents import Report
-from elastic_resume.report.text import amount, percent, seconds
+from elastic_resume.report.text import amount, cut, percent, seconds
 from elastic_resume.report.troubles import BAD, Trouble
 
 MAX_LOOK = 6
+MAX_SAID = 500  # characters of what an exception said, in a sentence
 _OFTEN = 3  # failures of one node, from which on it is worth a look
 _LITTLE, _LONG_S = 0.9, 600.0  # of the time in training: what is below asks why, where a run is that long
-_SILENT_S = 60.0
+SILENT_S = 60.0  # a run that still goes on has marked a step since
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ def _stands(report: Report, goodput: Goodput) -> str:
     if report.outcome == "finished":
         return f"Finished{at}{after}."
     if report.outcome == "failed":
-        return f"FAILED{at}{after}: {report.message.rstrip('.') or 'no reason was left'}."
+        return f"FAILED{at}{after}: {cut(report.message.rstrip('.'), MAX_SAID) or 'no reason was left'}."
     if report.outcome == "stopped":
-        return f"Stopped{at}{after}: {report.message.rstrip('.') or 'it was told to'}."
+        return f"Stopped{at}{after}: {cut(report.message.rstrip('.'), MAX_SAID) or 'it was told to'}."
     if not report.generations:
         return f"No training yet{after}."
     if report.generations[-1].end.is_failure:
-        return f"Down{at}{after}, and not back yet: {report.generations[-1].end.text}."
+        return f"Down{at}{after}, and not back yet: {cut(report.generations[-1].end.text, MAX_SAID)}."
     return f"Running, or killed as a whole,{at}{after}."
 
 
@@ -81,7 +82,7 @@ def _of_end(report: Report, silent_s: float | None) -> list[str]:
     last = report.generations[-1] if report.generations else None
     if report.outcome == "failed" and last is not None and last.end.is_failure:
         look.append(f"what ended generation {last.number}: {last.end.text}")
-    if report.outcome == "open" and silent_s is not None and silent_s > _SILENT_S:
+    if report.outcome == "open" and silent_s is not None and silent_s > SILENT_S:
         look.append(f"no node has written anything for {seconds(silent_s)}: does the job still run?")
     starts = [one for one in report.failed_starts if not one.is_echo]
     if starts:
@@ -133,6 +134,6 @@ PARTS = {
     "starting": "starting workers",
     "restoring": "restoring the state",
     "stalled": "waiting for copies",
-    "repeated": "steps that were run again",
+    "repeated": "steps run again, or cut off",
     "waiting": "waiting for a world",
 }
