@@ -4,8 +4,8 @@ The agent listens, so that a page is at the same address however often that proc
 the socket, what it may not know from elsewhere, and a pipe whose end is its own. Only the run's token, or one
 made for this where the job has no secret, opens pages; that process gets no more than a digest of it.
 
-Promise: whatever becomes of pages, training does not notice. A port that is taken, or a process that dies,
-costs a line, and is tried again.
+Promise: whatever becomes of pages, training does not notice. A port that is taken, or a process that dies or
+hangs, costs a line, and is tried again. Modules in the directory where a job is started are not imported.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
@@ -28,8 +29,16 @@ from elastic_resume import contract, values
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.token import read_token
 
-SERVER = "elastic_resume.report.serve"
+# Python 3.10 has no -P: the empty word is the working directory. Ours goes last, should it be in there.
+SERVER = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
+    "from elastic_resume.report.serve import main; main()"
+)
+PACKAGES = Path(__file__).parents[2]
 AGAIN_S = 10.0
+HUNG_S = 60.0
+"""A process that serves says so twice a second."""
+MAX_WHY_BYTES = 4096
 CLOSE_S = 2.0
 BACKLOG = 16
 
@@ -125,8 +134,7 @@ class Pages:
                     if self._listener is None:
                         self._listener = stack.enter_context(self._listen())
                         self._tell()
-                    self._serve(self._listener)
-                    why = "the process that serves pages has ended"
+                    why = f"the process that serves pages {self._serve(self._listener)}"
                 except (OSError, ConfigError) as error:
                     why = f"no pages at {self._asked.address}:{self._asked.port}: {error}"
                 if not self._closing.is_set() and why != self._said:
@@ -145,8 +153,8 @@ class Pages:
         key = "the run's token" if self._token else f"the text of {own_token(self._node_dir)}"
         self._say(f"status and report at http://{where}/ (any user name, the password is {key}).")
 
-    def _serve(self, listener: socket.socket) -> None:
-        """Have a process serve until it ends."""
+    def _serve(self, listener: socket.socket) -> str:
+        """Have a process serve until it ends; say how it did."""
         password = self._token or own_token(self._node_dir).read_bytes().strip()
         told = {
             "descriptor": listener.fileno(),
@@ -154,22 +162,39 @@ class Pages:
             "password": hashlib.sha256(password).hexdigest(),
             "metrics": self._asked.metrics,
         }
-        process = subprocess.Popen(
-            [sys.executable, "-m", SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(listener.fileno(),),
-            start_new_session=True,
-        )
-        self._process = process
-        with process:
-            if self._closing.is_set():
-                process.kill()
-            assert process.stdin is not None  # noqa: S101 - for the type checker
-            process.stdin.write(json.dumps(told).encode() + b"\n")
-            process.stdin.flush()  # and left open: its end tells the process of ours
-            process.wait()
+        with open(os.memfd_create("stderr"), "rb+") as wrong:
+            process = subprocess.Popen(
+                [sys.executable, "-c", SERVER, str(PACKAGES)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=wrong,
+                pass_fds=(listener.fileno(),),
+                start_new_session=True,
+            )
+            self._process = process
+            with process:
+                if self._closing.is_set():
+                    process.kill()
+                assert process.stdin is not None  # noqa: S101 - for the type checker
+                assert process.stdout is not None  # noqa: S101
+                with contextlib.suppress(BrokenPipeError):  # it has ended already, and said why
+                    process.stdin.write(json.dumps(told).encode() + b"\n")
+                    process.stdin.flush()  # and left open: its end tells the process of ours
+                while beat := _beat(process.stdout.fileno()):
+                    pass
+                if beat is None:
+                    process.kill()
+                    return f"does nothing any more since {HUNG_S:g} s, and was killed"
+            wrong.seek(max(0, wrong.seek(0, os.SEEK_END) - MAX_WHY_BYTES))
+            said = wrong.read().decode(errors="replace").strip().splitlines()
+            return f"has ended with exit code {process.returncode}{f' ({said[-1]:.300})' if said else ''}"
+
+
+def _beat(pipe: int) -> bytes | None:
+    """What the process at the other end says next, nothing at its end; None where that takes too long."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return os.read(pipe, 4096) if poll.poll(HUNG_S * 1000) else None
 
 
 def own_token(node_dir: Path) -> Path:

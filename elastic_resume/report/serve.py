@@ -5,8 +5,8 @@
     /metrics      for Prometheus, where that was asked for
 
 Every page asks for the password: as a bearer token, or as HTTP basic's with any user name, so that a browser
-can ask for it. Promise: it changes nothing. Connections, their time and what they may send are bounded, and
-the process ends with its agent.
+can ask for it. Promise: it changes nothing. Connections, their time and what they may send are bounded; those
+who have shown no password make room for others. The process ends with its agent.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import hmac
 import http.server
 import json
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from io import BufferedIOBase
 from pathlib import Path
@@ -38,8 +39,11 @@ from elastic_resume.report import asking, live, metrics
 MAX_CONNECTIONS = 16
 MAX_HEAD_BYTES = 16 * 1024
 READ_S = 5.0
+"""So long may a visitor take to show the password."""
 WHOLE_S = 30.0
-"""So long may a connection last in all."""
+"""So long may a connection last from then on."""
+MAX_MEMORY_BYTES = 768 << 20
+STACK_BYTES = 2 << 20
 NICENESS = 10
 PR_SET_PDEATHSIG = 1
 
@@ -49,43 +53,67 @@ class Server(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, listener: socket.socket, password: str, pages: Pages) -> None:
-        """``password`` is the hexadecimal SHA-256 of what opens the pages."""
+    def __init__(
+        self, listener: socket.socket, password: str, pages: Pages, beat: Callable[[], object]
+    ) -> None:
+        """``password``: the hexadecimal SHA-256 of what opens the pages; ``beat``: called twice a second."""
         super().__init__(listener.getsockname(), Visit, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.password = password
         self.pages = pages
-        self._open: dict[Any, float] = {}
+        self._beat = beat
+        self._strangers: dict[Any, float] = {}  # and until when each may stay, the oldest first
+        self._guests: dict[Any, float] = {}
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Take one more, if there are not too many."""
+        """Take one more; where there is no room the oldest goes that has not shown the password."""
         with self._lock:
-            is_room = len(self._open) < MAX_CONNECTIONS
+            is_room = len(self._guests) < MAX_CONNECTIONS
+            if is_room and len(self._guests) + len(self._strangers) >= MAX_CONNECTIONS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                _hang_up(oldest)
             if is_room:
-                self._open[request] = time.monotonic() + WHOLE_S
+                self._strangers[request] = time.monotonic() + READ_S
         if is_room:
             super().process_request(request, client_address)
         else:
             super().shutdown_request(request)
 
+    def trust(self, request: Any) -> None:
+        """It has shown the password."""
+        with self._lock:
+            if self._strangers.pop(request, None) is not None:
+                self._guests[request] = time.monotonic() + WHOLE_S
+
     def shutdown_request(self, request: Any) -> None:
         """Close one."""
         with self._lock:
-            self._open.pop(request, None)
+            self._strangers.pop(request, None)
+            self._guests.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End those that last too long, twice a second: a peer may send a byte now and then for ever."""
+        """Twice a second tell the agent that we live, and end those that last too long.
+
+        A peer may send a byte now and then for ever.
+        """
+        self._beat()
+        now = time.monotonic()
         with self._lock:
-            late = [request for request, until in self._open.items() if time.monotonic() > until]
-        for request in late:
-            with contextlib.suppress(OSError):
-                request.shutdown(socket.SHUT_RDWR)
+            everybody = (*self._strangers.items(), *self._guests.items())
+        for request in [request for request, until in everybody if now > until]:
+            _hang_up(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A visitor that hangs up, or a fault of ours, is told to nobody: there is no log to fill."""
+
+
+def _hang_up(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class Visit(http.server.BaseHTTPRequestHandler):
@@ -106,6 +134,7 @@ class Visit(http.server.BaseHTTPRequestHandler):
         if not self._may():
             self._send(HTTPStatus.UNAUTHORIZED, b"The run's token, please.\n", "text/plain; charset=utf-8")
             return
+        self.server.trust(self.request)
         page = self.path.partition("?")[0]
         try:
             status, body, kind = self.server.pages.get(page)
@@ -220,18 +249,24 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # what a scheduler sends to all processes; the agent heeds it
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     os.nice(NICENESS)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # before training
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    threading.stack_size(STACK_BYTES)  # of up to `MAX_CONNECTIONS` threads: all of it counts
     told: Mapping[str, Any] = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_agent, daemon=True).start()
     listener = socket.socket(fileno=told["descriptor"])
     port = listener.getsockname()[1]
     pages = Pages(Path(told["node_dir"]), port=port, with_metrics=told["metrics"])
-    Server(listener, told["password"], pages).serve_forever()
+    os.set_blocking(sys.stdout.fileno(), False)
+    Server(listener, told["password"], pages, _beat).serve_forever()
+
+
+def _beat() -> None:
+    with contextlib.suppress(OSError):
+        os.write(sys.stdout.fileno(), b".")
 
 
 def _end_with_agent() -> None:
     sys.stdin.read()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
