@@ -61,7 +61,7 @@ BEHIND = """
 import pathlib
 go = pathlib.Path(sys.argv[0]).with_name("go")
 
-def until_go(name):
+def until_go(name, *_):
     while name == "snapshot.copying" and not go.exists():
         time.sleep(0.01)
 

@@ -19,13 +19,16 @@ from elastic_resume.faults.nursery import Nursery
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 SHIM = """#!{python} -IS
-import json, os, signal, socket, sys
+import json, os, signal, socket, sys, time
 group = next(line.split(":")[2].strip() for line in open("/proc/self/cgroup") if ":freezer:" in line)
 told = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "group": group}}
 passed_on = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
 line = socket.socket(socket.AF_UNIX)
-line.connect("{socket}")
+for _ in range(600):  # a node that has just booted may have jobs before it has this
+    if line.connect_ex("{socket}") == 0:
+        break
+    time.sleep(0.05)
 data = json.dumps(told).encode()
 socket.send_fds(line, [len(data).to_bytes(4, "big")], [1])
 line.sendall(data)
