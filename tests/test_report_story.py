@@ -199,10 +199,14 @@ def test_a_dead_node_is_gone_until_its_agent_is_back() -> None:
 
 
 def test_a_lane_never_has_more_than_can_be_seen() -> None:
-    """Spans are merged by what fills most of each dot; no mark is lost, they are counted."""
+    """Spans become columns that are split by what fills them; no mark is lost, they are counted."""
     spans = [lanes.Span("training" if i % 3 else "gone", i, i + 1, "") for i in range(9000)]
-    thin = lanes.thinned(spans, 0, 9000, 100)
-    assert [(one.what, one.began, one.until) for one in thin] == [("training", 0, 9000)]
+    (column,) = lanes.columns(spans, 0, 9000, 100)
+    assert (column.began, column.until) == (0, 9000)
+    assert column.shares == (("training", 0.667), ("gone", 0.333))
+    first, second = lanes.columns(spans[:5250], 0, 9000, 6)  # of the last that is not empty, half is
+    assert (first.until, second.until) == (4500, 6000)
+    assert sum(share for _, share in second.shares) == pytest.approx(0.5)
     marks = [lanes.Mark("incident", t, "died") for t in range(9000)]
     few = lanes.clustered(marks, 0, 9000, 60)
     assert len(few) == 60

@@ -14,9 +14,10 @@ from elastic_resume.report import lanes
 from elastic_resume.report.lanes import CHECKPOINT, FAULT, INCIDENT, TROUBLE, Lane, Mark, Span
 from elastic_resume.report.markup import Markup, tag
 from elastic_resume.report.story import Story
-from elastic_resume.report.text import amount, cut, seconds
+from elastic_resume.report.text import amount, cut, percent, seconds
 
-SPANS = 1000  # of one lane
+SPANS = 1000  # of one lane; more are drawn in columns
+COLUMNS = 200
 MARKS = 60  # of one kind in one lane
 MAX_LANES = 64
 _AXIS, _WORLD, _ROOMY, _TIGHT = 20, 40, 52, 34
@@ -111,8 +112,7 @@ def _world(told: Story, frame: _Frame) -> Iterable[Markup]:
         Span(one.what, one.began, one.until, f"{one.what} for {seconds(one.until - one.began)}")
         for one in told.slices
     ]
-    for span in lanes.thinned(spans, frame.began, frame.until, SPANS):
-        yield _bar(span, frame, _AXIS + 17, 14, f"s-{span.what}")
+    yield from _bars(spans, frame, _AXIS + 17, 14, COLUMNS)
     ends = [one.formed if one.formed is not None else one.restored for one in told.moments[1:]]
     free = 0.0  # from where on there is room for a number
     for one, until in zip(told.moments, [*ends, frame.until], strict=False):
@@ -132,12 +132,34 @@ def _lane(lane: Lane, frame: _Frame, y: int, *, roomy: bool) -> Markup:
     parts: list[Markup] = [
         tag("text", cut(lane.node, 40), x=0, y=y + 12, class_="name"),
     ]
-    spans = lanes.thinned(lane.spans, frame.began, frame.until, SPANS)
-    parts += [_bar(span, frame, bar_y, bar, f"s-{span.what}") for span in spans]
+    parts += _bars(lane.spans, frame, bar_y, bar, COLUMNS if roomy else COLUMNS // 4)
     marks = lanes.clustered(lane.marks, frame.began, frame.until, MARKS)
     for what in (CHECKPOINT, TROUBLE, FAULT, INCIDENT):  # the last lies on top
         parts += [_mark(mark, frame, bar_y, bar) for mark in marks if mark.what == what]
     return tag("g", *parts)
+
+
+def _bars(spans: Sequence[Span], frame: _Frame, y: int, height: int, dots: int) -> Iterable[Markup]:
+    """One rectangle for each span; of too many, columns that are split by what filled their time."""
+    if len(spans) <= SPANS:
+        yield from (_bar(span, frame, y, height, f"s-{span.what}") for span in spans)
+        return
+    for column in lanes.columns(spans, frame.began, frame.until, dots):
+        parts = [tag("title", ", ".join(f"{percent(share)} {what}" for what, share in column.shares))]
+        bottom = float(y + height)
+        for what, share in column.shares:
+            bottom -= share * height
+            parts.append(
+                tag(
+                    "rect",
+                    x=frame.x(column.began),
+                    y=f"{bottom:.2f}",
+                    width=frame.width(column.began, column.until),
+                    height=f"{share * height:.2f}",
+                    class_=f"s-{what}",
+                )
+            )
+        yield tag("g", *parts)
 
 
 def _bar(span: Span, frame: _Frame, y: int, height: int, kind: str) -> Markup:

@@ -1,13 +1,13 @@
 """What each node of a run did when: the timeline, before it is drawn. Pure.
 
 A node's lane is made of the generations that it took part in and of its agent's comings and goings; a node
-whose own log is lost has the former. Where a run has more of them than a screen has dots, `thinned` and
-`clustered` keep what a person could still see, and lose no incident.
+whose own log is lost has the former. Where a run has more of them than a screen has dots, `columns` and
+`clustered` keep what a person could still see, and lose no share and no incident.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -151,28 +151,37 @@ def _marks(told: Story) -> dict[str, list[Mark]]:
 # ---- no more than can be seen --------------------------------------------------------------------------
 
 
-def thinned(spans: Sequence[Span], began: float, until: float, dots: int) -> list[Span]:
-    """At most ``dots`` spans: where there are more, each dot shows what filled most of it."""
-    if len(spans) <= dots or until <= began:
-        return list(spans)
+@dataclass(frozen=True)
+class Column:
+    """A piece of a bar, and what shares of its time were spent on what; the rest on nothing."""
+
+    began: float
+    until: float
+    shares: tuple[tuple[str, float], ...]
+
+
+def columns(spans: Iterable[Span], began: float, until: float, dots: int) -> list[Column]:
+    """At most ``dots`` columns for any number of spans. None hides what filled the lesser part of it."""
     width = (until - began) / dots
-    filled: list[Counter[str]] = [Counter() for _ in range(dots)]
+    filled: list[dict[str, float]] = [defaultdict(float) for _ in range(dots)]
+    whole: dict[str, float] = defaultdict(float)
     for span in spans:
+        whole[span.what] += span.until - span.began
         first = max(0, int((span.began - began) / width))
         for dot in range(first, min(dots, int((span.until - began) / width) + 1)):
             low, high = began + dot * width, began + (dot + 1) * width
-            filled[dot][span.what] += max(0.0, min(span.until, high) - max(span.began, low))  # type: ignore[assignment]
-    merged: list[Span] = []
-    for dot, counts in enumerate(filled):
-        what = counts.most_common(1)[0][0] if counts else ""
+            filled[dot][span.what] += max(0.0, min(span.until, high) - max(span.began, low))
+    order = sorted(whole, key=lambda what: -whole[what])
+    made: list[Column] = []
+    for dot, spent in enumerate(filled):
         low, high = began + dot * width, began + (dot + 1) * width
-        if not what:
-            continue
-        if merged and merged[-1].what == what and merged[-1].until >= low - width / 2:
-            merged[-1] = Span(what, merged[-1].began, high, f"mostly {what}")
-        else:
-            merged.append(Span(what, low, high, f"mostly {what}"))
-    return merged
+        found = ((what, round(spent.get(what, 0.0) / width, 3)) for what in order)
+        shares = tuple((what, share) for what, share in found if share)
+        if made and made[-1].shares == shares and made[-1].until > low - width / 2:
+            made[-1] = Column(made[-1].began, high, shares)
+        elif shares:
+            made.append(Column(low, high, shares))
+    return made
 
 
 def clustered(marks: Iterable[Mark], began: float, until: float, dots: int) -> list[Mark]:

@@ -198,7 +198,10 @@ def _timeline(told: Story) -> Markup | None:
     seen |= {span.what for lane in every for span in lane.spans}
     seen |= {mark.what for lane in every for mark in lane.marks}
     keys = [tag("li", drawing.swatch(kind), tag("span", word)) for kind, word in _KEYS if kind in seen]
-    notes = [tag("p", _sentence(terminal.clock(one)), class_="note") for one in told.clocks[:5]]
+    crowded = len(told.slices) > drawing.SPANS
+    note = "Too much to draw one by one: each column of a bar is split by what its time went into."
+    notes = [tag("p", note, class_="note")] if crowded else []
+    notes += [tag("p", _sentence(terminal.clock(one)), class_="note") for one in told.clocks[:5]]
     return section("Timeline", drawn, tag("ul", *keys, class_="keys"), *notes)
 
 
