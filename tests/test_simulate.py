@@ -42,7 +42,8 @@ def strike(at_s: float, kind: str, *nodes: int) -> Strike:
 def failing(job: Job, mtbf_node_s: float, seconds: float, seed: str = "0", **mix: float) -> Outcome:
     """What becomes of a job whose nodes fail so often."""
     strikes = rates.strikes(
-        machines=job.nodes + job.spares,
+        nodes=job.nodes,
+        spares=job.spares,
         mtbf_node_s=mtbf_node_s,
         mix=mix or rates.MIX,
         rack_nodes=2,
@@ -262,7 +263,7 @@ def test_failures_come_at_their_rate_and_in_their_mix() -> None:
         list(
             itertools.takewhile(
                 lambda one: one.at_s < 100 * DAY,
-                rates.strikes(machines=1000, mtbf_node_s=100 * DAY, mix=kinds, rack_nodes=4, seed=seed),
+                rates.strikes(nodes=1000, mtbf_node_s=100 * DAY, mix=kinds, rack_nodes=4, seed=seed),
             )
         )
         for seed in ("a", "a", "b")
@@ -272,6 +273,28 @@ def test_failures_come_at_their_rate_and_in_their_mix() -> None:
     racks = [one for one in drawn[0] if one.kind == "rack"]
     assert len(racks) == pytest.approx(300, rel=0.2)
     assert all(len(one.nodes) == 4 and one.nodes[0] % 4 == 0 for one in racks)
+
+
+def test_spares_change_no_failure_of_the_others_and_cause_none_of_many() -> None:
+    """More of them fail themselves, each at its rate; power cuts and racks come as often as without."""
+    kinds = {"worker": 50.0, "rack": 25.0, "cluster": 25.0}
+    end_s = 100 * DAY
+    drawn = {}
+    for spares in (0, 5, 8, 100):
+        found = rates.strikes(
+            nodes=99, spares=spares, mtbf_node_s=10 * DAY, mix=kinds, rack_nodes=2, seed="a"
+        )
+        drawn[spares] = list(itertools.takewhile(lambda one: one.at_s < end_s, found))
+    plain = {spares: [s for s in found if s.nodes[0] < 99] for spares, found in drawn.items()}
+    for found in plain.values():
+        assert [(s.at_s, s.kind, s.nodes[0]) for s in found] == [
+            (s.at_s, s.kind, s.nodes[0]) for s in plain[0]
+        ]
+    eight = {s.at_s: s.nodes for s in drawn[8] if s.kind == "worker"}
+    assert {s.at_s: s.nodes for s in drawn[5] if s.kind == "worker"}.items() <= eight.items()
+    assert all(max(s.nodes) == 98 + spares for spares in drawn for s in drawn[spares] if s.kind == "cluster")
+    # A spare beside the last node shares its rack; the 99 others have racks that fail too, but no cluster.
+    assert len(drawn[100]) - len(drawn[0]) == pytest.approx(0.75 * 1000, rel=0.15)
 
 
 # ---- the command -----------------------------------------------------------------------------------------

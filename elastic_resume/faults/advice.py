@@ -114,7 +114,8 @@ def _play(job: Job, site: Site, run: int) -> Outcome:
     if site.mtbf_node_s == math.inf:
         return play(job, (), site.duration_s)
     strikes = rates.strikes(
-        machines=job.nodes + job.spares,
+        nodes=job.nodes,
+        spares=job.spares,
         mtbf_node_s=site.mtbf_node_s,
         mix=site.mix,
         rack_nodes=site.rack_nodes,

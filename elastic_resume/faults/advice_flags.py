@@ -55,7 +55,8 @@ FLAGS: tuple[tuple[str, str, str | None, str], ...] = (
     ("nodes", "MIN:MAX", None, "as --nnodes of run: MAX train, and go on as long as MIN are there"),
     ("state", "SIZE", None, "model, optimizer and average, as 30GB: what a checkpoint takes on disk"),
     ("spares", "N", "0", "nodes beyond these that stand by"),
-    ("mtbf-node", "TIME", "263d", "mean time between failures of one node, or never; 263d: Llama 3"),
+    ("mtbf-node", "TIME", "263d",
+     "mean time between failures per node, one of several nodes counted once; or never; 263d: Llama 3"),
     ("mix", "KIND=N,…", ",".join(f"{kind}={weight:g}" for kind, weight in rates.MIX.items()),
      f"how often each kind comes, beside the others: {', '.join(rates.KINDS)}"),
     ("rack-nodes", "N", "2", "how many nodes a failure of the kind rack hits"),
@@ -154,6 +155,8 @@ def _refuse(job: Job, site: Site) -> None:
         )
     if job.state_bytes < 1000:
         raise ConfigError(f"state is {job.state_bytes} bytes: write its size with its unit, as 30GB.")
+    if job.spares > MAX_NODES:
+        raise ConfigError(f"spares is {job.spares}, which is more than any job has.")
     if job.min_nodes > job.nodes:
         raise ConfigError(
             f"nodes: at least {job.min_nodes} of {job.nodes} nodes: write MIN:MAX, as 900:1000."

@@ -9,6 +9,8 @@ not come back is an assumption.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,24 +82,39 @@ def parse_mix(text: str) -> dict[str, float]:
 
 
 def strikes(
-    *, machines: int, mtbf_node_s: float, mix: Mapping[str, float], rack_nodes: int, seed: str
+    *, nodes: int, spares: int = 0, mtbf_node_s: float, mix: Mapping[str, float], rack_nodes: int, seed: str
 ) -> Iterator[Strike]:
-    """Yield failures without end, by time: so many machines, each of which fails every ``mtbf_node_s``.
+    """Yield failures without end, by time: one every ``mtbf_node_s`` for each machine.
+
+    One that hits several machines counts once, and spares make it no more frequent: a power cut does not come
+    twice as often because more machines stand by. The same nodes meet the same failures, whatever the spares.
 
     Of machines that are away when they are hit the schedule knows nothing; whoever plays it lets that pass,
     and those that are up still fail at their rate.
     """
-    chance = random.Random(seed)  # noqa: S311  no secret
-    kinds, weights = list(mix), list(mix.values())
-    at_s = 0.0
-    while True:
-        at_s += chance.expovariate(machines / mtbf_node_s)
-        kind = chance.choices(kinds, weights)[0]
-        first = chance.randrange(machines)
-        nodes = range(first, first + 1)
-        if KINDS[kind].several == "cluster":
-            nodes = range(machines)
-        elif KINDS[kind].several:
-            first -= first % rack_nodes
-            nodes = range(first, min(first + rack_nodes, machines))
-        yield Strike(at_s, kind, nodes)
+    machines = nodes + spares
+    blocks = [range(nodes)]
+    # Each twice as wide as the one before, with a chance of its own: one more spare changes nothing for
+    # those before it.
+    while blocks[-1].stop < machines:
+        blocks.append(range(blocks[-1].stop, blocks[-1].stop + (1 << len(blocks) - 1)))
+
+    def drawn(number: int, block: range) -> Iterator[Strike]:
+        chance = random.Random(f"{seed} {number}" if number else seed)  # noqa: S311  no secret
+        kinds, weights = list(mix), list(mix.values())
+        at_s = 0.0
+        while True:
+            at_s += chance.expovariate(len(block) / mtbf_node_s)
+            kind = chance.choices(kinds, weights)[0]
+            machine = first = chance.choice(block)
+            end = first + 1
+            if KINDS[kind].several == "cluster":
+                first, end = 0, machines
+            elif KINDS[kind].several:
+                first -= first % rack_nodes
+                end = min(first + rack_nodes, machines)
+            counts = machine < machines and (number == 0 or first >= nodes)
+            yield Strike(at_s, kind, range(first, end) if counts else ())
+
+    merged = heapq.merge(*itertools.starmap(drawn, enumerate(blocks)), key=lambda one: one.at_s)
+    return (one for one in merged if one.nodes)
