@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 
 from elastic_resume.faults import expected, rates, simulate_job
 from elastic_resume.faults.expected import Expected
-from elastic_resume.faults.simulate import Outcome, play
+from elastic_resume.faults.simulate import PARTS, Outcome, play
 from elastic_resume.faults.simulate_job import Job
 from elastic_resume.policy import cadence
 from elastic_resume.policy.cadence import AUTO, Every
 
 WORTH = 0.001  # of goodput: below it, what needs no flag is better
+LEVER = 0.01  # of goodput: from it on, other numbers of nodes are worth the first sentence
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,34 @@ class Variant:
         """The mean of its runs."""
         return statistics.fmean(one.goodput for one in self.outcomes)
 
+    @property
+    def gave_up(self) -> tuple[Outcome, ...]:
+        """The runs that ended before their time."""
+        return tuple(one for one in self.outcomes if one.gave_up)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Where the time went, by the report's words, with nodes that are missing and the end apart."""
+        found = {}
+        for name in PARTS:
+            found[name] = statistics.fmean(o.spent_s[name] / o.total_s for o in self.outcomes)
+        found["missing"] = statistics.fmean(o.missing_s / o.total_s for o in self.outcomes)
+        found["ended"] = statistics.fmean(o.ended_s / o.total_s for o in self.outcomes)
+        found["waiting"] -= found["missing"] + found["ended"]
+        return found
+
 
 @dataclass(frozen=True)
 class Answer:
-    """All that was found. ``best``: the cadence to use; ``others``: what else was tried."""
+    """All that was found. ``best``: the cadence to use; ``others``: what else was tried.
+
+    ``lever``: of those the number of nodes that is worth more than any cadence.
+    """
 
     site: Site
     asked: Variant
     best: Variant
+    lever: Variant | None
     others: tuple[Variant, ...]
     formula: Expected
     classic: Expected
@@ -66,21 +87,29 @@ class Answer:
 
 def ask(job: Job, site: Site) -> Answer:
     """Play what was asked, and what else could be done."""
-    asked = Variant("", job, tuple(_play(job, site, run) for run in range(site.runs)))
-    cadences = [asked, *(_one(flags, other, site) for flags, other in _cadences(job, site))]
-    top = max(cadences, key=lambda one: one.outcomes[0].goodput)
-    # Runs of one seed meet the same failures: so the first ones can be compared.
-    best = asked if top.outcomes[0].goodput < asked.outcomes[0].goodput + WORTH else top
-    if best is not asked:
-        best = Variant(best.flags, best.job, tuple(_play(best.job, site, run) for run in range(site.runs)))
-    others = [one for one in cadences if one is not asked and one is not top]
-    others += [_one(flags, other, site) for flags, other in _sizes(best.job, site, asked)]
+    asked = _whole(_one("", job, site), site)
+    cadences = [_one(flags, other, site) for flags, other in _cadences(job, site)]
+    # Runs of one seed meet the same failures, so the first ones say which are worth the others.
+    cadences.sort(key=_first, reverse=True)
+    cadences[:2] = [_whole(one, site) for one in cadences[:2]]
+    best = max(cadences[:2], key=lambda one: one.goodput, default=asked)
+    if best.goodput < asked.goodput + WORTH:
+        best = asked
+    sizes = [_one(flags, other, site) for flags, other in _sizes(best.job, site, asked)]
+    more = [i for i, one in enumerate(sizes) if one.job.spares >= best.job.spares]
+    lever = None
+    if more and _first(sizes[top := max(more, key=lambda i: _first(sizes[i]))]) >= _first(best) + LEVER:
+        lever = sizes[top] = _whole(sizes[top], site)
+        if lever.goodput < best.goodput + max(LEVER, best.goodput - asked.goodput):
+            lever = None
+    others = [*(one for one in cadences if one is not best), *sizes]
     cost_s, mtbf_s = best.job.commit_s, site.mtbf_s(job)
     blocking_s = expected.best_interval_s(cost_s, mtbf_s) if mtbf_s < math.inf else math.inf
     return Answer(
         site,
         asked,
         best,
+        lever,
         tuple(others),
         formula_of(best.job, site),
         _formula(best.job, site, interval_s=blocking_s, cost_s=cost_s),
@@ -108,6 +137,16 @@ def _formula(job: Job, site: Site, *, interval_s: float, cost_s: float) -> Expec
 
 def _one(flags: str, job: Job, site: Site) -> Variant:
     return Variant(flags, job, (_play(job, site, 0),))
+
+
+def _whole(one: Variant, site: Site) -> Variant:
+    """The same with all its runs. Where nothing fails they are all alike."""
+    runs = site.runs if site.mtbf_node_s < math.inf else 1
+    return replace(one, outcomes=one.outcomes + tuple(_play(one.job, site, run) for run in range(1, runs)))
+
+
+def _first(one: Variant) -> float:
+    return one.outcomes[0].goodput
 
 
 def _play(job: Job, site: Site, run: int) -> Outcome:

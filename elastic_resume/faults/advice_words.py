@@ -10,10 +10,9 @@ from typing import Any
 
 from elastic_resume.faults import simulate_job
 from elastic_resume.faults.advice import Answer, Variant
-from elastic_resume.faults.simulate import PARTS
-from elastic_resume.report.text import amount, seconds, size, table, wrap
+from elastic_resume.faults.advice_why import why
+from elastic_resume.report.text import amount, percent, seconds, size, table, wrap
 
-TELLING = 0.003  # a difference between simulation and closed form that is worth a sentence
 _ONLY = ("missing", "fewer", "ended")  # told where there is any
 _SAYS = {
     "productive": "training that counts",
@@ -31,13 +30,13 @@ _SAYS = {
 def tell(answer: Answer) -> Iterator[str]:
     """Yield the lines."""
     best, site = answer.best, answer.site
-    yield from wrap(_what(answer))
+    yield from wrap(_headline(answer))
     yield ""
-    yield from wrap(_use(answer))
-    yield from wrap(_expect(best))
-    for sentence in _numbers(answer):
+    yield from wrap(_what(answer))
+    if not _lost(best):
+        yield from wrap(_use(answer))
+    for sentence in (*_costs(best), *_numbers(answer)):
         yield from wrap(sentence)
-    yield from _gave_up(best)
     yield ""
     yield from _parts(answer)
     yield ""
@@ -46,19 +45,58 @@ def tell(answer: Answer) -> Iterator[str]:
     yield from _variants(answer)
     yield ""
     yield from wrap(_assumed(answer))
-    if site.mtbf_node_s < math.inf and not any(one.recoveries for one in best.outcomes):
+    if site.mtbf_node_s < math.inf and not _struck(best):
         yield from wrap("No failure came in that time. A longer --duration says more.")
 
 
-def _gave_up(best: Variant) -> Iterator[str]:
-    ended = [one for one in best.outcomes if one.gave_up]
-    if ended:
-        first = ended[0]
-        yield from wrap(
-            f"In {len(ended)} of {amount(len(best.outcomes), 'run')} the job gave up, in the first after "
-            f"{seconds(first.total_s - first.ended_s)}: {first.gave_up} What comes after counts as lost. A "
-            "greater --max-no-progress makes that rarer, where chance alone is to blame."
+def _headline(answer: Answer) -> str:
+    """The one thing that matters most, with the goodput to be expected."""
+    best, lever, count = answer.best, answer.lever, len(answer.best.outcomes)
+    share = percent(best.goodput)
+    ends = sorted(one.goodput for one in best.outcomes)
+    between = f" ({percent(ends[0])} to {percent(ends[-1])} in {count} runs)" if ends[0] < ends[-1] else ""
+    if best.gave_up:
+        first = best.gave_up[0]
+        text = f"The job gives up in {len(best.gave_up)} of {amount(count, 'run')}"
+        text += f", even with {best.flags}" if best is not answer.asked else ""
+        text += (
+            f", in the first of them after {seconds(first.total_s - first.ended_s)}: {first.gave_up} With "
+            f"what comes after counted as lost, {share} of the time is training that counts{between}."
         )
+        if lever:
+            ended = f"it gives up in {len(lever.gave_up)}" if lever.gave_up else "it does not give up"
+            return f"{text} With {lever.flags} {ended}: {percent(lever.goodput)}."
+        return f"{text} A greater --max-no-progress makes that rarer, where chance alone is to blame."
+    missing = f"nodes are missing for {percent(best.shares['missing'])} of it."
+    if lever:
+        more = lever.job.spares - best.job.spares
+        text = f"Going on with {lever.job.min_nodes} of {amount(lever.job.nodes, 'node')} is"
+        if more:
+            text = amount(more, "more spare node" if best.job.spares else "spare node") + (
+                " is" if more == 1 else " are"
+            )
+        return (
+            f"{text} worth more than any cadence: {percent(lever.goodput)} of the time is training that "
+            f"counts instead of {share}{between}. Without, {missing}"
+        )
+    if _lost(best):
+        return (
+            f"Training never goes on after a failure: {share} of the time is training that counts; {missing}"
+        )
+    gain = 100 * (best.goodput - answer.asked.goodput)
+    by = f"; {gain:.1f} points of it come of the cadence below" if best is not answer.asked else ""
+    return f"Expect {share} of the time to be training that counts{between}{by}."
+
+
+def _struck(one: Variant) -> int:
+    """How many failures hit a machine that was up."""
+    return sum(sum(outcome.struck.values()) for outcome in one.outcomes)
+
+
+def _lost(one: Variant) -> bool:
+    """Whether no cadence helps: it gave up, or lost most of its time and never trained after a failure."""
+    never = _struck(one) and not any(outcome.recoveries for outcome in one.outcomes)
+    return bool(one.gave_up or (never and one.goodput < 1 / 2))
 
 
 def _what(answer: Answer) -> str:
@@ -96,31 +134,27 @@ def _cadence(one: Variant) -> str:
     snapshots = "no snapshots in memory"
     if course.gap:
         snapshots = (
-            f"a snapshot in memory every {amount(course.gap, 'step')} ({seconds(course.gap * course.step_s)})"
+            f"a snapshot in memory every {amount(course.gap, 'step')} ({_brief(course.gap * course.step_s)})"
         )
-    return f"{snapshots}, a checkpoint on disk every {seconds(course.save_gap * course.step_s)}"
+    return f"{snapshots}, a checkpoint on disk every {_brief(course.save_gap * course.step_s)}"
 
 
-def _expect(one: Variant) -> str:
+def _costs(one: Variant) -> Iterator[str]:
+    """What a failure costs, where there was any."""
     found = [recovery for outcome in one.outcomes for recovery in outcome.failures]
-    goodputs = sorted(outcome.goodput for outcome in one.outcomes)
-    between = (
-        f" ({goodputs[0]:.1%} to {goodputs[-1]:.1%} in {len(goodputs)} runs)" if len(goodputs) > 1 else ""
-    )
-    text = f"Expect {one.goodput:.1%} of the time to be training that counts{between}."
     if not found:
-        return text
+        return
     took, lost = _spread([r.seconds for r in found]), _spread([r.lost for r in found])
     from_disk = sum(r.tier != "memory" for r in found)
-    text += (
-        f" A failure costs {seconds(took[0])} until the next step (one in twenty {seconds(took[1])} or more, "
+    text = (
+        f"A failure costs {seconds(took[0])} until the next step (one in twenty {seconds(took[1])} or more, "
         f"at most {seconds(took[2])}) and {amount(round(lost[0]), 'finished step')} (one in twenty "
         f"{lost[1]:.0f} or more, at most {lost[2]:.0f})."
     )
     if from_disk:
-        share = from_disk / len(found)
-        text += f" In {share:.1%} of them no copy in memory was left, and a disk's was taken."
-    return text
+        share = percent(from_disk / len(found))
+        text += f" In {share} of them no copy in memory was left, and a disk's was taken."
+    yield text
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -137,25 +171,15 @@ def _numbers(answer: Answer) -> Iterator[str]:
             told = (
                 f"{abs(gain):.1f} points {'more' if gain > 0 else 'less'}" if abs(gain) >= 0.1 else "the same"
             )
-            yield f"With {one.flags} the same failures leave {one.outcomes[0].goodput:.1%}: {told}."
+            left = percent(one.outcomes[0].goodput)
+            yield f"With {one.flags} the same failures leave {left}: {told} (first run)."
 
 
 # ---- the table, and why its columns differ ----------------------------------------------------------------
 
 
-def shares(one: Variant) -> dict[str, float]:
-    """Where the time of a variant went, by the report's words, with nodes that are missing apart."""
-    found = {}
-    for name in PARTS:
-        found[name] = statistics.fmean(o.spent_s[name] / o.total_s for o in one.outcomes)
-    found["missing"] = statistics.fmean(o.missing_s / o.total_s for o in one.outcomes)
-    found["ended"] = statistics.fmean(o.ended_s / o.total_s for o in one.outcomes)
-    found["waiting"] -= found["missing"] + found["ended"]
-    return found
-
-
 def _parts(answer: Answer) -> Iterator[str]:
-    found, formula, classic = shares(answer.best), answer.formula, answer.classic
+    found, formula, classic = answer.best.shares, answer.formula, answer.classic
     columns = {
         "productive": (formula.productive, classic.productive),
         "starting": (formula.down, classic.down),  # and the two below
@@ -166,9 +190,9 @@ def _parts(answer: Answer) -> Iterator[str]:
     for name in ("productive", "starting", "restoring", "waiting", "stalled", "repeated", *_ONLY):
         if name in _ONLY and abs(found[name]) < 0.00005:
             continue
-        cells = [f"{share:.2%}" for share in columns.get(name, ())]
+        cells = [_hundredths(share) for share in columns.get(name, ())]
         cells = cells or (['"', '"'] if name in {"restoring", "waiting"} else ["-", "-"])
-        rows.append([name, _SAYS[name], f"{found[name]:.2%}", *cells])
+        rows.append([name, _SAYS[name], _hundredths(found[name]), *cells])
     head = ["", "", "simulated", "closed form", "blocking saves"]
     yield from table(head, rows, right=(2, 3, 4))
     if answer.classic_interval_s < math.inf:
@@ -178,61 +202,27 @@ def _parts(answer: Answer) -> Iterator[str]:
         )
 
 
+def _hundredths(share: float) -> str:
+    """Two digits for a table; never 100 % for what is less, nor 0 for what is more."""
+    if 0 < share < 0.00005:
+        return "<0.01%"
+    return ">99.99%" if 0.99995 <= share < 1 - 1e-9 else f"{share:.2%}"
+
+
 def _differences(answer: Answer) -> Iterator[str]:
     """Say where the two differ, and why."""
     reasons = list(why(answer))
-    gap = shares(answer.best)["productive"] - answer.formula.productive
+    gap = answer.best.shares["productive"] - answer.formula.productive
     if not reasons:
-        yield from wrap(f"Simulation and closed form agree within {max(0.001, abs(gap)):.1%}.")
+        yield from wrap(
+            f"Simulation and closed form agree within {max(0.001, math.ceil(abs(gap) * 1000) / 1000):.1%}."
+        )
         return
     yield from wrap(
         f"The simulation gives {abs(gap):.1%} {'more' if gap > 0 else 'less'} than the closed form:"
     )
     for reason in reasons:
         yield from wrap(f"- {reason}", indent="  ")
-
-
-def why(answer: Answer) -> Iterator[str]:
-    """Each reason for which simulation and closed form differ, greatest share first said by part."""
-    found, formula = shares(answer.best), answer.formula
-    outcomes = answer.best.outcomes
-    joined = sum(len(o.recoveries) - len(o.failures) for o in outcomes)
-    failed = sum(len(o.failures) for o in outcomes)
-    if found["ended"] > 0:
-        yield f"{found['ended']:.1%}: it knows no job that gives up. What else differs is hidden behind that."
-        return
-    if found["missing"] > TELLING:
-        yield (
-            f"{found['missing']:.1%}: it knows no lack of nodes. Too few of them were up; spares, or a lower "
-            "MIN, help."
-        )
-    if abs(found["fewer"]) > TELLING:
-        yield f"{found['fewer']:.1%}: it knows no smaller world, whose steps take longer."
-    copies = found["stalled"] - formula.copies
-    if copies > TELLING:
-        yield (
-            f"{copies:.1%}: a generation begins with {simulate_job.WARM_SNAPSHOTS} snapshots, and a save "
-            "between two of them takes one of its own."
-        )
-    elif copies < -TELLING:
-        yield f"{-copies:.1%} less for copies: none are made while nobody trains."
-    down = found["starting"] + found["restoring"] + found["waiting"] - formula.down
-    if down > TELLING:
-        yield (
-            f"{down:.1%}: it knows neither the first start nor the {amount(joined, 'restart')} for nodes "
-            f"that came back (beside {amount(failed, 'failure')}), nor the way of the state to who lacks it."
-        )
-    elif down < -TELLING:
-        yield f"{-down:.1%} less for recoveries: failures that come during one share it, and spares fail too."
-    again = found["repeated"] - formula.repeated
-    deep = [r for o in outcomes for r in o.failures if r.tier != "memory"]
-    if again > TELLING:
-        yield (
-            f"{again:.1%}: {amount(len(deep), 'failure')} took all copies in memory along, and cost "
-            "the steps since the last save."
-        )
-    elif again < -TELLING:
-        yield f"{-again:.1%} less is run again: a failure during a recovery costs no further steps."
 
 
 # ---- what else, and what it stands on ---------------------------------------------------------------------
@@ -245,10 +235,18 @@ def _variants(answer: Answer) -> Iterator[str]:
     rows = []
     for one in tried:
         first = one.outcomes[0]
-        name = names.get(id(one), one.flags) + (" (use this)" if one is answer.best else "")
+        name = names.get(id(one), one.flags) + (
+            " (use this)" if one is answer.best and not _lost(one) else ""
+        )
         lost = sum(r.lost for r in first.recoveries)
         rows.append(
-            [name, f"{first.goodput:.2%}", str(lost), seconds(first.missing_s), str(len(first.recoveries))]
+            [
+                name,
+                _hundredths(first.goodput),
+                str(lost),
+                seconds(first.missing_s),
+                str(len(first.recoveries)),
+            ]
         )
     head = ["the same failures (first run), and", "goodput", "steps lost", "waited for nodes", "restarts"]
     yield from table(head, rows, right=(1, 2, 3, 4), elastic=0)
@@ -286,7 +284,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
             "spares": one.job.spares,
             "goodput": one.goodput,
             "goodput_by_run": [o.goodput for o in one.outcomes],
-            "shares": shares(one),
+            "shares": one.shares,
             "steps_by_run": [o.steps for o in one.outcomes],
             "struck_by_run": [o.struck for o in one.outcomes],
             "recovery_s": _quantiles([r.seconds for r in recoveries if r.kind != "joined"]),

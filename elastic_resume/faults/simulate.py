@@ -247,7 +247,8 @@ class _Play:
         held = (plan.source_generation, plan.step) if plan.kind == "checkpoint" else None
         self._copies.loaded(held, world)
         if self._stop.kind:
-            lost, seconds = self._step - plan.step, self._now_s - self._stop.began_s
+            # A node that comes back after a cold start may hold more than was trained since.
+            lost, seconds = max(0, self._step - plan.step), self._now_s - self._stop.began_s
             one = Recovery(self._stop.began_s, self._stop.kind, seconds, lost, plan.source_tier)
             self._recoveries.append(one)
         self._step = plan.step

@@ -162,6 +162,8 @@ class Copies:
         for node in sorted(strangers):
             by_disk.setdefault(self._own[node], []).append(node)
         found += [(nodes, None, held) for held, nodes in by_disk.items()]
+        if not any(memory or disk for _, memory, disk in found):
+            return [_inventory(min(world), None, None, reached)]  # a cold start, whoever else holds nothing
         return [_inventory(node, memory, disk, reached) for nodes, memory, disk in found for node in nodes]
 
 
