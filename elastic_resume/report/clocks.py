@@ -81,13 +81,12 @@ def straighten(events: Iterable[Event]) -> tuple[list[Event], tuple[Clock, ...]]
     Events of a node are expected in the order in which it wrote them, as far as that is known.
     """
     listed = list(events)
-    changes, shared = _by_marks(listed, _stretches(listed))
-    moved = _moved(listed, changes)
-    rest = {
-        node: _joined(parts, shared.get(node, ()))
-        for node, parts in _stretches(moved).items()
-        if len(parts) > 1
-    }
+    stretches = _stretches(listed)
+    changes, shared = _by_marks(listed, stretches)
+    if changes:
+        listed = _moved(listed, changes)
+        stretches = _stretches(listed)
+    rest = {node: _joined(parts, shared.get(node, ())) for node, parts in stretches.items() if len(parts) > 1}
     told = [
         Clock(node, round(one.ahead, 3), round(one.t - one.ahead, 3), one.jumped, alone)
         for of_nodes, alone in ((changes, False), (rest, True))
@@ -95,7 +94,7 @@ def straighten(events: Iterable[Event]) -> tuple[list[Event], tuple[Clock, ...]]
         for one in found
         if abs(one.ahead) > VISIBLE_S
     ]
-    return _moved(moved, rest), tuple(sorted(told, key=lambda clock: clock.t))
+    return _moved(listed, rest) if rest else listed, tuple(sorted(told, key=lambda clock: clock.t))
 
 
 def _moved(listed: Sequence[Event], changes: _Changes) -> list[Event]:

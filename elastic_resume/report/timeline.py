@@ -125,8 +125,8 @@ def _with_generations(seen: list[Seen]) -> list[Seen]:
     for one in seen:
         if one.pid is not None and one.generation is not None:
             newest[one.node, one.pid] = one.generation
-        worker = one.count("worker_pid")
-        if one.kind == "worker-exit" and worker is not None:
+        worker = one.count("worker_pid") if one.kind == "worker-exit" else None
+        if worker is not None:
             life = (one.node, worker)
             complete.append(replace(one, generation=newest.get(life, first.get(life)), pid=worker))
         else:
