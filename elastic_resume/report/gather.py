@@ -21,6 +21,7 @@ from elastic_resume.errors import ElasticResumeError, UsageError
 from elastic_resume.events import Event
 from elastic_resume.report import checkpoints, places
 from elastic_resume.report.checkpoints import Item
+from elastic_resume.report.thinning import thin
 
 HANGS_DIR = "hangs"  # see agent.watch
 MAX_STACKS = 50  # files of hangs that are read, the newest
@@ -38,8 +39,10 @@ class Gathered:
     problems: list[str] = field(default_factory=list)
 
 
-def gather(paths: Sequence[Path]) -> Gathered:
+def gather(paths: Sequence[Path], *, most_bytes: int | None = None) -> Gathered:
     """Read what lies at ``paths``: directories of a run, of its nodes, or roots with one run in them.
+
+    Of logs that hold more than ``most_bytes`` some steps are left out (`thinning`).
 
     Raises:
         UsageError: there are no events, or they are of several runs.
@@ -48,7 +51,13 @@ def gather(paths: Sequence[Path]) -> Gathered:
     found = Gathered()
     directories = [directory for path in paths for directory in _directories(path)]
     logs = list(dict.fromkeys(log for directory in directories for log in _logs(directory)))
-    found.events = _merged(logs, found.problems)
+    one_in = 1
+    if most_bytes is not None:
+        size = sum(_size(log) for log in logs)
+        one_in += size // most_bytes
+        if one_in > 1:
+            found.problems.append(f"logs of {size >> 20} MB: of steps about one in {one_in} was read")
+    found.events = _merged(logs, found.problems, one_in)
     for directory in dict.fromkeys(directories):
         _stacks(directory, found)
         try:
@@ -91,7 +100,14 @@ def _below(directory: Path) -> Iterator[Path]:
         yield from sorted(path for path in directory.glob(f"*/{name}") if path.is_file())
 
 
-def _merged(logs: Iterable[Path], problems: list[str]) -> list[Event]:
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _merged(logs: Iterable[Path], problems: list[str], one_in: int) -> list[Event]:
     """Each event once; each node's own in the order of its log."""
     own: list[Event] = []
     others: list[Event] = []
@@ -99,7 +115,7 @@ def _merged(logs: Iterable[Path], problems: list[str]) -> list[Event]:
     for log in sorted(logs, key=lambda path: path.name == contract.PEERS_FILE):
         second_hand = log.name == contract.PEERS_FILE
         try:
-            for event in events.read(log):
+            for event in thin(events.read(log), one_in):
                 line = repr(event)  # of the same line, the same
                 if line not in seen:
                     seen.add(line)

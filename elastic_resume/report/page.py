@@ -62,6 +62,15 @@ def of(told: Story, *, live_s: float | None = None, title: str = "") -> str:
             tag("footer", f"elastic_resume {__version__}. Times count from the run's first event, in UTC."),
         ]
     )
+    return _whole(name, body, live_s)
+
+
+def without(why: str, live_s: float) -> str:
+    """Give a page that says why there is no story yet."""
+    return _whole("a run", tag("main", tag("p", why)), live_s)
+
+
+def _whole(name: str, body: Markup, live_s: float | None) -> str:
     refresh = "" if live_s is None else tag("meta", http_equiv="refresh", content=f"{live_s:g}")
     return Template(_part("page.html")).substitute(
         refresh=refresh, title=text(f"{name} - elastic_resume"), style=_part("page.css"), body=body
