@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from elastic_resume.faults import simulate_job
-from elastic_resume.faults.advice import Answer, Variant
+from elastic_resume.faults.advice import LEVER, Answer, Variant
 from elastic_resume.faults.advice_why import why
 from elastic_resume.report.text import amount, percent, seconds, size, table, wrap
 
@@ -67,7 +67,8 @@ def _headline(answer: Answer) -> str:
             ended = f"it gives up in {len(lever.gave_up)}" if lever.gave_up else "it does not give up"
             return f"{text} With {lever.flags} {ended}: {percent(lever.goodput)}."
         return f"{text} A greater --max-no-progress makes that rarer, where chance alone is to blame."
-    missing = f"nodes are missing for {percent(best.shares['missing'])} of it."
+    lacking = best.shares["missing"]
+    missing = f", as nodes are missing for {percent(lacking)} of it" if lacking > LEVER else ""
     if lever:
         more = lever.job.spares - best.job.spares
         text = f"Going on with {lever.job.min_nodes} of {amount(lever.job.nodes, 'node')} is"
@@ -77,15 +78,15 @@ def _headline(answer: Answer) -> str:
             )
         return (
             f"{text} worth more than any cadence: {percent(lever.goodput)} of the time is training that "
-            f"counts instead of {share}{between}. Without, {missing}"
+            f"counts instead of {share}{between}{missing}."
         )
     if _lost(best):
         return (
-            f"Training never goes on after a failure: {share} of the time is training that counts; {missing}"
+            f"Training never goes on after a failure: {share} of the time is training that counts{missing}."
         )
     gain = 100 * (best.goodput - answer.asked.goodput)
     by = f"; {gain:.1f} points of it come of the cadence below" if best is not answer.asked else ""
-    return f"Expect {share} of the time to be training that counts{between}{by}."
+    return f"Expect {share} of the time to be training that counts{between}{by}{missing}."
 
 
 def _struck(one: Variant) -> int:
