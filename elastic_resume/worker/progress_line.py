@@ -1,9 +1,9 @@
 """A line for people who wait while many bytes come or go: how many, how fast, how much longer.
 
-Nothing for `FIRST_S`: most restores are over by then. After that the line is drawn again and again where
-standard error is a terminal, and taken away at the end, since what came of it is told anyway. In a log that
-is none there is one line every `LINE_EVERY_S`. Workers inherit the agent's standard error, so whoever starts
-a job by hand sees it. A terminal or a pipe that is gone costs the line and nothing else.
+Nothing for `FIRST_S`: most restores are over by then. After that the line is drawn again and again, and taken
+away at the end, since what came of it is told anyway. Where standard error is no terminal there is nothing.
+Workers inherit the agent's, so whoever starts a job by hand sees it. A terminal that is gone costs the line
+and nothing else.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from elastic_resume.worker.telling import say
-
 FIRST_S = 2.0
 REDRAW_S = 0.2
-LINE_EVERY_S = 30.0
 WINDOW_S = 3.0
 """A rate is one over so many seconds: what a person sees should be what happens now."""
 CLOSE_S = 1.0
@@ -78,7 +75,7 @@ def shown(what: str, total: int, done: Callable[[], int]) -> Iterator[None]:
         done: tells how many; where it raises there is nothing to show any more. Called in a thread.
 
     """
-    if total <= 0:
+    if total <= 0 or not _is_terminal():
         yield
         return
     over = threading.Event()
@@ -93,25 +90,17 @@ def shown(what: str, total: int, done: Callable[[], int]) -> Iterator[None]:
 
 def _show(what: str, total: int, done: Callable[[], int], over: threading.Event) -> None:
     pace = Pace(total)
-    draws = False
-    said_at = time.monotonic()
+    drawn = False
     with contextlib.suppress(Exception):  # whatever it is, it is told by who meets it too
-        pace.note(said_at, done())
+        pace.note(time.monotonic(), done())
         if over.wait(FIRST_S):
             return
-        draws = _is_terminal()
-        while True:
-            now = time.monotonic()
-            pace.note(now, done())
-            text = f"elastic_resume: {what}: {pace.text}"
-            if draws:
-                _draw(text)
-            elif now >= said_at + LINE_EVERY_S:
-                said_at = now
-                say(f"{what}: {pace.text}")
-            if over.wait(REDRAW_S):
-                break
-    if draws:
+        while not over.is_set():
+            pace.note(time.monotonic(), done())
+            drawn = True
+            _draw(f"elastic_resume: {what}: {pace.text}")
+            over.wait(REDRAW_S)
+    if drawn:
         with contextlib.suppress(OSError, ValueError):
             _draw("")
 
