@@ -251,7 +251,8 @@ def main() -> None:
     os.nice(NICENESS)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # before training
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    with contextlib.suppress(ValueError, OSError):  # a hard limit that is lower does as well
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)  # of up to `MAX_CONNECTIONS` threads: all of it counts
     told: Mapping[str, Any] = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_agent, daemon=True).start()
