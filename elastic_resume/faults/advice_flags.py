@@ -17,6 +17,7 @@ from elastic_resume.faults.advice import Site
 from elastic_resume.faults.simulate_job import Job
 from elastic_resume.policy import budget, restart
 from elastic_resume.policy.cadence import Every
+from elastic_resume.report.commands import say
 
 MAX_NODES = 1_000_000
 MAX_STRIKES = 200_000  # of all runs: minutes
@@ -86,9 +87,9 @@ def plan(args: argparse.Namespace) -> int:
     job, site = read(args)
     answer = advice.ask(job, site)
     if args.json:
-        print(json.dumps(advice_words.as_json(answer), indent=1, allow_nan=False))
+        say(json.dumps(advice_words.as_json(answer), indent=1, allow_nan=False) + "\n")
     else:
-        print("\n".join(advice_words.tell(answer)))
+        say("\n".join(advice_words.tell(answer)) + "\n")
     return contract.EXIT_DONE
 
 
