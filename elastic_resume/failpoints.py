@@ -186,7 +186,7 @@ def _is_due(point: _Point, step: int) -> bool:
     # Forked before they were known: not read when the list is.
     if point.rank and point.rank != os.environ.get("RANK"):
         return False
-    if point.local and point.local != os.environ.get(contract.ENV_LOCAL_RANK, os.environ.get("LOCAL_RANK")):
+    if point.local and point.local != _local():
         return False
     if point.node and point.node != os.environ.get(contract.ENV_NODE_NAME):
         return False
@@ -204,6 +204,10 @@ def _is_due(point: _Point, step: int) -> bool:
     return True
 
 
+def _local() -> str:
+    return os.environ.get(contract.ENV_LOCAL_RANK, os.environ.get("LOCAL_RANK", ""))
+
+
 def _is_first(once: str) -> bool:
     """Whether no process was here before; from now on, one was."""
     if not _directory:
@@ -213,6 +217,7 @@ def _is_first(once: str) -> bool:
         "pid": os.getpid(),
         "node": os.environ.get(contract.ENV_NODE_NAME, ""),
         "rank": os.environ.get("RANK", ""),
+        "local": _local(),
     }
     try:
         descriptor = os.open(Path(_directory) / (once + FIRED), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)

@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,12 @@ from elastic_resume import cli, contract
 from elastic_resume.errors import ConfigError
 from elastic_resume.events import read_run
 from elastic_resume.faults import chaos, hosts, plan_text
-from elastic_resume.faults.trial import RUN_ID
+from elastic_resume.faults.course import DONE, Fate
+from elastic_resume.faults.fault import Fault
+from elastic_resume.faults.trial import RUN_ID, Outcome
+from elastic_resume.report import story
+from elastic_resume.report.endings import End
+from elastic_resume.report.incidents import Generation, RejectedCopy, Report
 from elastic_resume.testing import Cluster
 from elastic_resume.worker import difference
 from tests.test_end_to_end import SCRIPT, check_end
@@ -28,9 +35,9 @@ from tests.test_soak import left_behind
 from tests.test_stub import wait_for
 
 SOAK = "ELASTIC_RESUME_CHAOS_S" in os.environ
-SECONDS = float(os.environ.get("ELASTIC_RESUME_CHAOS_S", "8"))
+SECONDS = float(os.environ.get("ELASTIC_RESUME_CHAOS_S", "4"))
 SEED = int(os.environ.get("ELASTIC_RESUME_CHAOS_SEED", "9"))
-FAULTS = max(4, round(SECONDS / 15))
+FAULTS = max(3, round(SECONDS / 15))
 QUICK = ["--snapshot-every", "1", "--settle", "0.5", "--node-timeout", "1"]
 PAGE = Path(__file__).parents[1] / "docs" / "chaos.md"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only looked at
@@ -118,6 +125,38 @@ def test_flags_of_run_are_passed_on_and_the_rest_is_chaos_own(tmp_path: Path) ->
     assert plan.every.kinds == (("raise", 1.0),)
 
 
+def fate_of(number: int, what: str, node: int, t: float) -> Fate:
+    """A fault that came."""
+    return Fate(number, Fault(what, node=node, at_s=0), state=DONE, t=t, nodes=(f"n{node}",))
+
+
+def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
+    """Not of the one that came while the job was down, nor what no fault did, nor how it was drained."""
+    ends = [("worker", "n1", 3.0), ("worker", "n2", 12.0), ("node", "n0", 15.0), ("left", "n0", 22.0)]
+    rows = []
+    for began, (kind, node, t) in zip((0.0, 9.0, 13.0, 18.0), ends, strict=True):
+        found: dict[str, Any] = dict.fromkeys((field.name for field in fields(Generation)), None)
+        copies = (RejectedCopy("n0", 1, 5, "digest"),) if node == "n2" else ()
+        end = End(kind, f"{kind} {node} at {t:.0f}", t=t, node=node)
+        rows.append(Generation(**{**found, "began": began, "end": end, "rejected": copies}))
+    fates = (
+        *(fate_of(1, "bit-flip", 0, 1.0), fate_of(2, "kill-node", 1, 2.0), fate_of(3, "kill-node", 1, 5.0)),
+        *(fate_of(4, "kill-node", 0, 16.0), Fate(5, Fault("kill-node", node=0, at_s=90))),
+    )
+    report = Report(tuple(rows), (), 4, 0, 0, 7, "stopped", "")
+    told = replace(story.tell([]), began=0.0, report=report)
+    outcome = Outcome("", (0, 0, 0), fates, told, drained=21.0)
+    text = " ".join("\n".join(chaos._fates(outcome)).split())
+    assert "nothing of the plan - worker n2 at 12" in text
+    assert "1 bit-flip node 0 1.0 s a copy of n0 was set aside: digest" in text
+    assert "2 kill-node node 1 2.0 s worker n1 at 3" in text
+    assert "3 kill-node node 1 5.0 s training went on" in text
+    assert "4 kill-node node 0 16 s node n0 at 15" in text  # which it told last, a second before
+    assert "n0 at 22" not in text
+    wrong = " ".join("\n".join(chaos._fates(replace(outcome, why="it stood still", fates=fates[:3]))).split())
+    assert "3 kill-node node 1 5.0 s see below" in wrong
+
+
 # ---- jobs ----------------------------------------------------------------------------------------------
 
 
@@ -138,13 +177,13 @@ def test_the_plan_of_the_docs_is_carried_out_and_told(
     plan.write_text(found[1][:every] + more + found[1][every:])
     shape = ["--min-nodes", "2", "--hosts", "loopback", "--save-plan", str(saved), "--save-every", "5"]
     before = set(SHARED_MEMORY.iterdir())
-    assert chaos.main(words(tmp_path, "--plan", str(plan), *shape, *QUICK, epochs=30)) == 3
+    assert chaos.main(words(tmp_path, "--plan", str(plan), *shape, *QUICK, epochs=16)) == 3
     told = capsys.readouterr().out
     for number in (1, 2, 3, 4, 5, 6, 7):
         assert re.search(rf"\d s  fault {number}: ", told), told
     assert re.search(r"n2 is started again, 1s after its end", told)
     assert re.search(r"8  kill-worker rank 2 +-  never came: the job was over", told)
-    assert re.search(r"The job ended right, at step 300: \d+ faults came, .*, 0\s+steps\s+run\s+again", told)
+    assert re.search(r"The job ended right, at step 160: \d+ faults came, .*, 0\s+steps\s+run\s+again", told)
     assert re.search(r"1 fault\s+of the\s+plan\s+never\s+came", told)
     assert plan_text.read(saved) == plan_text.read(plan)
     numbers = [
@@ -210,7 +249,7 @@ def test_mixed_faults_leave_the_right_weights_and_nothing_else(tmp_path: Path) -
     own = "loopback" if hosts.available() else "namespaces"
     plan = tmp_path / "plan.yaml"
     plan.write_text(f"seed: {SEED}\nevery: {{mtbf: {SECONDS / FAULTS:.1f}s, count: {FAULTS}}}\n")
-    epochs = max(10, round(SECONDS * 0.75))  # of ten steps, a tenth of a second each
+    epochs = max(6, round(SECONDS * 0.75))  # of ten steps, a tenth of a second each
     kept, undisturbed = quiet_run(tmp_path / "quiet", epochs)
     before = traces()
     flags = ["--plan", str(plan), "--for", f"{SECONDS:.0f}s", "--hosts", own, *QUICK]

@@ -86,6 +86,13 @@ every: {mtbf: 15s, kinds: [cut, kill-node], until: 10m, count: 40}
         ("faults: [{what: kill-worker, rank: 1, node: 1, at: 20s}]", ["one of node, rank and role"]),
         ("faults: [{what: exit, percent: 3, step: 2}]", ["exit has no percent", "It has: code"]),
         ("faults: [{what: exit, code: 0, step: 2}]", ["code is 0", "1 to 255"]),
+        ("faults: [{what: kill-worker, signal: SIGFOO, step: 2}]", ["signal is 'SIGFOO'", "as SIGSEGV"]),
+        ("faults: [{what: raise, error: FooError, step: 2}]", ["error is 'FooError'", "as ValueError"]),
+        ("faults: [{what: raise, error: KeyboardInterrupt, step: 2}]", ["error is", "as ValueError"]),
+        ("faults: [{what: raise, error: UnicodeDecodeError, step: 2}]", ["error is", "as ValueError"]),
+        ("faults: [{what: clock-jump, offset: 100000000000s, step: 2}]", ["offset is", "either way"]),
+        ("faults: [{what: clock-jump, offset: 300ms, step: 2}]", ["offset is", "1s to"]),
+        ("faults: [kill-worker leader at step 2]", ["the leader is an agent", "give a rank"]),
         ("faults: [{what: cut, for: 0s, step: 2}]", ["for is 0", "above 0"]),
         ("faults: [{what: packet-loss, percent: 101, step: 2}]", ["percent is 101"]),
         ("faults: [{what: corrupt-message, from: friend, step: 2}]", ["peer or stranger"]),
@@ -175,6 +182,8 @@ def test_faults_are_drawn_as_often_as_was_said_and_within_their_bounds() -> None
     assert times[-1] <= 20_000
     assert {fault.node for fault in drawn if fault.what == "kill-node"} == {0, 1, 2, 3}
     assert {fault.rank for fault in drawn if fault.what == "raise"} == {0, 1, 2, 3}
+    late = Fault("kill-node", node=0, at_s=30_000)  # what is written is not dropped without a word
+    assert late in Plan((late,), every).schedule(nodes=4, until_s=20_000)
     with pytest.raises(ConfigError, match="without an end"):
         Plan(every=every).schedule(nodes=4)
 

@@ -45,7 +45,7 @@ class Arming:
             self._write()
 
     def fired(self, mark: str) -> dict[str, Any] | None:
-        """Who was hit first: t, pid, node and rank, as far as known; None: nobody yet."""
+        """Who was hit first: t, pid, node, rank and local rank, as far as known; None: nobody yet."""
         try:
             told = json.loads((self.directory / (mark + FIRED)).read_bytes())
         except (FileNotFoundError, ValueError):  # being written

@@ -5,13 +5,15 @@ is told when it happens; at the end there are the report's table, the fate of ea
 When it is over, in whatever way, no process, namespace or mount is left, and no file outside its directory.
 
 Exit codes: 0 the job ended right; 1 it ended wrong, or stood still; 2 nothing was started; 3 it ended right,
-but a fault that the plan names never came, so that less is proven than was asked for; 128 + n signal n.
+but a fault that the plan names never came, or none of those that it wants drawn, so that less is proven than
+was asked for; 128 + n signal n.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import secrets
 import shlex
 import signal
@@ -83,7 +85,7 @@ def main(words: Sequence[str]) -> int:
     print("\n" + told(job, outcome), flush=True)
     if outcome.why:
         return contract.EXIT_AT_FAULT
-    return EXIT_NOT_REACHED if outcome.not_reached else contract.EXIT_DONE
+    return EXIT_NOT_REACHED if outcome.not_reached or _never_drawn(job, outcome) else contract.EXIT_DONE
 
 
 def parse(words: Sequence[str]) -> tuple[Job, Path | None]:
@@ -240,10 +242,12 @@ def told(job: Job, outcome: Outcome) -> str:
 
 def _fates(outcome: Outcome) -> list[str]:
     followed = _followed(outcome)
-    rows = []
+    rows = [("", "nothing of the plan", "-", followed[None])] if None in followed else []
+    last = max((fate for fate in outcome.fates if fate.t is not None), key=_when, default=None)
     for fate in outcome.fates:
         if fate.state == DONE:
-            then = followed.get(fate.number, "training went on")
+            ended_wrong = outcome.why and fate is last
+            then = followed.get(fate.number, "see below" if ended_wrong else "training went on")
         elif fate.is_drawn:
             continue  # those go on beyond any job's end
         else:
@@ -259,13 +263,42 @@ def _came(outcome: Outcome, fate: Fate) -> str:
     return seconds(max(0.0, fate.t - outcome.story.began))
 
 
-def _followed(outcome: Outcome) -> dict[int, str]:
-    """What each fault led to, where it led to anything."""
-    done = [fate for fate in outcome.fates if fate.t is not None]
-    found = aftermath.of([(fate.t or 0.0, fate.nodes) for fate in done], outcome.story.report.generations)
-    return {
-        fate.number: "; ".join(map(_incident, rows)) for fate, rows in zip(done, found, strict=True) if rows
-    }
+def _followed(outcome: Outcome) -> dict[int | None, str]:
+    """What each fault led to, where it led to anything; None: what followed of no fault."""
+    done = sorted((fate for fate in outcome.fates if fate.t is not None), key=_when)
+    rows = outcome.story.report.generations
+    found: dict[int | None, list[str]] = {}
+    spoilt = [fate for fate in done if fate.fault.what in kinds.SPOIL]
+    for row in rows:
+        for copy in row.rejected:
+            by = [one for one in spoilt if copy.node in one.nodes and _when(one) <= row.began]
+            what = f"a copy of {copy.node} was set aside: {copy.reason}"
+            found.setdefault(by[-1].number if by else None, []).append(what)
+    rest = [row for row in rows if _is_incident(row, outcome)]
+    done = [fate for fate in done if fate not in spoilt]  # a damaged copy ends nothing
+    hits = [(_when(fate), fate.nodes) for fate in done]
+    for fate, of_it in zip(done, aftermath.of(hits, rows), strict=True):
+        for row in [one for one in of_it if one in rest]:
+            rest.remove(row)
+            found.setdefault(fate.number, []).append(_incident(row))
+    for row in rest:
+        found.setdefault(None, []).append(_incident(row))
+    return {number: "; ".join(texts) for number, texts in found.items()}
+
+
+def _when(fate: Fate) -> float:
+    return fate.t or 0.0
+
+
+def _is_incident(row: Generation, outcome: Outcome) -> bool:
+    """Whether a failure ended it, and not that the job was drained."""
+    drained = math.inf if outcome.drained is None else outcome.drained
+    return row.end.is_failure and (row.end.t is None or row.end.t < drained - aftermath.SLACK_S)
+
+
+def _never_drawn(job: Job, outcome: Outcome) -> bool:
+    """Whether faults were to be drawn, and the job was over, or had time for none, before the first."""
+    return job.plan.every is not None and outcome.is_undisturbed
 
 
 def _incident(row: Generation) -> str:
@@ -277,8 +310,9 @@ def _incident(row: Generation) -> str:
 def _verdict(job: Job, outcome: Outcome) -> str:
     report = outcome.story.report
     came = sum(fate.state == DONE for fate in outcome.fates)
+    incidents = sum(_is_incident(row, outcome) for row in report.generations)
     cost = (
-        f"{amount(came, 'fault')} came, {amount(report.incidents, 'incident')} followed, "
+        f"{amount(came, 'fault')} came, {amount(incidents, 'incident')} followed, "
         f"{amount(report.lost_steps, 'step')} run again"
     )
     if outcome.why:
@@ -286,6 +320,8 @@ def _verdict(job: Job, outcome: Outcome) -> str:
     how = "was drained" if job.drain and job.for_s is not None else "ended right"
     left = len(outcome.not_reached)
     never = f"; {amount(left, 'fault')} of the plan never came" if left else ""
+    if not left and _never_drawn(job, outcome):
+        never = "; no fault came: train for longer, or give a shorter --mtbf"
     return f"The job {how}, at step {report.last_step}: {cost}{never}."
 
 

@@ -11,10 +11,13 @@ Promise: each fault is told (`faults.jsonl`, `say`) in the moment it is done, it
 
 from __future__ import annotations
 
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+
+import psutil
 
 from elastic_resume import contract
 from elastic_resume.errors import ElasticResumeError
@@ -22,13 +25,15 @@ from elastic_resume.events import EventLog
 from elastic_resume.faults import strike
 from elastic_resume.faults.arming import Arming
 from elastic_resume.faults.fault import Fault, duration
+from elastic_resume.faults.kinds import IN_WORKER, NODES, WORKER
 from elastic_resume.faults.lab import Cluster
-from elastic_resume.faults.strike import NotNowError
+from elastic_resume.faults.strike import NotNowError, Target
 from elastic_resume.store.board import Line
 
 AGAIN_S = 2.0  # as long as a scheduler takes, at the least, to start a node again that ended by itself
 ALL_S = 5.0  # within which all ranks have come to a point that one has passed
 MAX_STARTS = 1000  # of one node: a job that ends at each start would be started for ever
+FAILURES = (ElasticResumeError, OSError, subprocess.SubprocessError, psutil.Error)
 WAITING, ARMED, DONE, FAILED = "waiting", "armed", "done", "failed"
 
 
@@ -56,6 +61,7 @@ class _Later:
     at: float
     what: str
     act: Callable[[], object]
+    ends: tuple[object, ...] = ()  # what, and on whom: until the last fault of the same is over
 
 
 class Course:
@@ -112,8 +118,10 @@ class Course:
             self._first_step = time.monotonic()
         for later in [one for one in self._later if time.monotonic() >= one.at]:
             self._later.remove(later)
+            if later.ends and any(one.ends == later.ends for one in self._later):
+                continue
             self._say(later.what)
-            self._try(later)
+            self._try(later.what, later.act)
         self._tend()
         for fate in self.fates:
             again = fate.fault.repeat and not strike.entry(fate.fault)  # those that are armed stay so
@@ -141,7 +149,7 @@ class Course:
         """End what lasts."""
         self.finish("the job was over")
         for later in self._later:
-            self._try(later)
+            self._try(later.what, later.act)
         self._later = []
         self._log.close()
 
@@ -169,10 +177,8 @@ class Course:
                     self._standing.append(self._arming.arm(entry, step=step, once="", **conditions))
             fate.state = ARMED
         elif fault.phase:
-            where: dict[str, object] = (
-                {"node": self._cluster.nodes[fault.node].name} if fault.node is not None else {}
-            )
-            fate.marks.append(self._arming.arm(f"{fault.point}=wait", **where))
+            places = _places(fault, len(self._cluster.nodes))
+            fate.marks += [self._arming.arm(f"{fault.point}=wait", **place) for place in places]
             fate.state = ARMED
         else:
             self._strike(fate)
@@ -185,13 +191,17 @@ class Course:
                     self._disarm_later(fate)
                     rank = int(who["rank"]) if str(who.get("rank", "")).isdecimal() else None
                     node = str(who.get("node", ""))
-                    self._done(fate, f"rank {rank} on {node}" if rank is not None else node, (node,), rank)
+                    whom = f"rank {rank} on {node}" if rank is not None else node
+                    self._done(fate, whom, (node,), rank, float(who.get("t", time.time())))
                     return
             elif self._arming.waits(mark):
-                self._strike(fate)
-                if fate.state != ARMED:
-                    self._arming.release(mark)
-                    self._disarm(fate)
+                self._strike(fate, self._arming.fired(mark))
+                for one in fate.marks:  # who stands at another by now, too
+                    self._arming.release(one)
+                self._disarm(fate)
+                if fate.state == ARMED:  # not now: nobody is held for it, and the next time may be
+                    fate.state = WAITING
+                return
 
     def _disarm_later(self, fate: Fate) -> None:
         """What has begun goes on for its time; and where all are meant, the others are hit as well."""
@@ -210,35 +220,49 @@ class Course:
 
     # ---- what ----------------------------------------------------------------------------------------
 
-    def _strike(self, fate: Fate) -> None:
-        fault = fate.fault
+    def _strike(self, fate: Fate, who: Mapping[str, object] | None = None) -> None:
+        """Hit whom it names, as far as they are there; ``who`` waits for it, where it is of a phase."""
+        fault, now = fate.fault, time.time()
         try:
-            targets = strike.aim(self._cluster, fault)
-            undos = [strike.strike(self._cluster, fault, target) for target in targets]
-        except NotNowError as error:
+            targets = strike.aim_at(self._cluster, fault, who) if who else strike.aim(self._cluster, fault)
+        except (NotNowError, *FAILURES) as error:
             fate.why = str(error)
             return
-        except ElasticResumeError as error:
+        hit = [target for target in targets if self._hit(fate, target)]
+        if hit:
+            indices = [one.node for one in hit if one.node is not None]
+            nodes = [
+                node.name for index, node in enumerate(self._cluster.nodes) if index in indices or not indices
+            ]
+            self._done(fate, ", ".join(map(str, hit)), tuple(nodes), hit[0].rank, now)
+
+    def _hit(self, fate: Fate, target: Target) -> bool:
+        """Do it to one of those whom it hits; False: not now, or it cannot be done."""
+        fault = fate.fault
+        try:
+            undo = strike.strike(self._cluster, fault, target)
+        except NotNowError as error:
+            fate.why = str(error)
+            return False
+        except FAILURES as error:
             fate.state, fate.why = FAILED, str(error)
             self._say(f"fault {fate.number}: {fault.what} could not be done: {error}")
-            return
+            return False
         if fault.back_after_s is not None:
-            self._back.update({target.index: fault.back_after_s for target in targets})
-        if fault.for_s is not None:
-            at = time.monotonic() + fault.for_s
-            what = f"fault {fate.number} is over: {fault.what} {' and '.join(map(str, targets))}"
-            self._later += [_Later(at, what, undo) for undo in undos if undo is not None]
-        hit = [one.node for one in targets if one.node is not None]
-        names = [node.name for index, node in enumerate(self._cluster.nodes) if index in hit or not hit]
-        self._done(fate, ", ".join(map(str, targets)), tuple(names), targets[0].rank)
+            self._back[target.index] = fault.back_after_s
+        if fault.for_s is not None and undo is not None:
+            what = f"fault {fate.number} is over: {fault.what} {target}"
+            ends = (strike.end_of(fault), target)
+            self._later.append(_Later(time.monotonic() + fault.for_s, what, undo, ends))
+        return True
 
-    def _done(self, fate: Fate, whom: str, nodes: tuple[str, ...], rank: int | None) -> None:
+    def _done(self, fate: Fate, whom: str, nodes: tuple[str, ...], rank: int | None, t: float) -> None:
         fault = fate.fault
         fate.state, fate.why = DONE, ""
         fate.times += 1
         fate.generation = self._generation
         fate.whom = whom if fault.groups == () else fault.whom
-        fate.t, fate.nodes = fate.t or time.time(), nodes
+        fate.t, fate.nodes = fate.t or t, nodes
         set_to = strike.told(fault)
         message = f"{fault.what} {fate.whom}" + (f" ({set_to})" if set_to else "")
         self._say(f"fault {fate.number}: {message}" + ("" if fault.at_s is not None else fault.when))
@@ -253,11 +277,12 @@ class Course:
             message=message,
         )
 
-    def _try(self, later: _Later) -> None:
+    def _try(self, what: str, act: Callable[[], object]) -> None:
+        """Do it; that it fails is told, and is no reason to leave a job alone in the midst of it."""
         try:
-            later.act()
-        except ElasticResumeError as error:
-            self._say(f"{later.what}: {error}")
+            act()
+        except FAILURES as error:
+            self._say(f"{what}: {error}")
 
     # ---- who is started again ------------------------------------------------------------------------
 
@@ -290,12 +315,21 @@ class Course:
                 self._back.pop(index, None)
                 self._down.pop(index, None)
                 self._say(f"{node.name} is started again, {duration(wait_s)} after its end")
-                self._cluster.start_node(index)
+                self._try(f"{node.name} could not be started", partial(self._cluster.start_node, index))
+
+
+def _places(fault: Fault, nodes: int) -> list[dict[str, object]]:
+    """Whose passing of the point of its phase is its moment: one entry for each that may be meant."""
+    if fault.role == "all" or fault.kind.hits == NODES:
+        return [{}]
+    if fault.kind.hits == WORKER and fault.point in IN_WORKER:
+        return _conditions(fault, nodes, 0)
+    return [{"node": f"n{node}"} for node in ([fault.node] if fault.node is not None else range(nodes))]
 
 
 def _conditions(fault: Fault, nodes: int, workers: int) -> list[dict[str, object]]:
     """Whose failpoint is armed: one entry for each that is to be hit."""
-    if fault.kind.hits != "worker":
+    if fault.kind.hits != WORKER:
         return [{"node": f"n{node}"} for node in ([fault.node] if fault.node is not None else range(nodes))]
     if fault.role == "all":
         return [{"rank": rank} for rank in range(nodes * workers)]

@@ -8,8 +8,10 @@ Pure. Does not know how it is done (`strike.py`).
 
 from __future__ import annotations
 
+import builtins
 import math
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -27,6 +29,8 @@ _TEXT = re.compile(
     r"(?: for (?P<for>\d\S*))?"
 )
 GROUPS = "groups are lists of nodes that reach each other: [[0], [1, 2]], each node once"
+
+MOST_OFFSET_S = 10**9  # thirty years; more is no clock that a machine comes up with
 
 
 @dataclass(frozen=True)
@@ -211,6 +215,8 @@ def _check_where(fault: Fault) -> None:
         raise ConfigError(f"{fault.what} hits a node: give its number as node, or role: rank-0.")
     if fault.role == "lead" and hits != WORKER:
         raise ConfigError(f"{fault.what} hits a node, and the lead is a rank of each.")
+    if fault.role == "leader" and hits == WORKER:
+        raise ConfigError(f"{fault.what} hits a worker, and the leader is an agent: give a rank.")
     if fault.groups:
         flat = [node for group in fault.groups for node in group]
         if any(type(node) is not int or node < 0 for node in flat) or len(set(flat)) < len(flat):
@@ -256,9 +262,23 @@ def _check_settings(fault: Fault) -> None:
     require("percent", 0 < (fault.percent or 0) <= 100, "a share above 0 and up to 100")
     require("fraction", 0 <= (fault.fraction or 0) < 1, "a share of the file, from 0 to below 1")
     require("code", type(fault.code) is int and 0 < fault.code < 256, "an exit code, 1 to 255")
-    require("signal", bool(re.fullmatch(r"SIG[A-Z0-9]{2,10}", str(fault.signal))), "a name, as SIGSEGV")
-    require("error", bool(re.fullmatch(r"[A-Z][A-Za-z]{2,40}", str(fault.error))), "an exception's name")
+    require("signal", fault.signal in signal.Signals.__members__, "a signal's name, as SIGSEGV")
+    require("error", _is_error(fault.error), "a built-in exception that takes one text, as ValueError")
+    longest = f"a time of 1s to {MOST_OFFSET_S}s, either way"
+    require("offset_s", 1 <= abs(fault.offset_s or 0) <= MOST_OFFSET_S, longest)
     require("sender", fault.sender in {"peer", "stranger"}, "peer or stranger")
+
+
+def _is_error(name: str | None) -> bool:
+    """Whether a worker can raise it as `failpoints` does."""
+    kind = getattr(builtins, name or "", None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return False
+    try:
+        kind("text")
+    except TypeError:  # UnicodeDecodeError has five things to say
+        return False
+    return True
 
 
 def _known_settings(what: str) -> str:

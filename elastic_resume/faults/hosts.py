@@ -203,13 +203,14 @@ class Namespaces:
         _run("tc", self._spaces[index], [links.shape(INTERFACE, bytes_per_s)])
         self._narrow.add(index)
 
-    def restore(self, index: int) -> None:
-        """Undo `cut`, every `cut_link`, loss and rate of a node; a partition stays."""
+    def restore(self, index: int, *, link_only: bool = False) -> None:
+        """Undo `cut`, every `cut_link` and, unless ``link_only``, loss and rate; a partition stays."""
         self._check(index)
         self._cut.discard(index)
         self._links = {link for link in self._links if index not in link}
         self._apply()
-        self._clear([index])
+        if not link_only:
+            self._clear([index])
 
     def cut_link(self, sender: int, receiver: int, *, one_way: bool = False) -> None:
         """Let what one node sends to another vanish; and, unless ``one_way``, what that sends back."""

@@ -45,9 +45,13 @@ class Mishaps(Nodes):
         starts = [e for e in self.events_of(index, "worker-start") if e.get("local_rank") == local_rank]
         if not starts:
             raise UsageError(f"node {self.nodes[index].name} has not started a worker {local_rank} yet.")
-        process = self.process(index, int(starts[-1]["pid"]))
+        return self.signal_process(index, int(starts[-1]["pid"]), sig)
+
+    def signal_process(self, index: int, pid: int, sig: signal.Signals) -> int:
+        """Send ``sig`` to a process that its node knows by this id; give the id that we know it by."""
+        process = self.process(index, pid)
         if process is None:
-            raise UsageError(f"worker {local_rank} of node {self.nodes[index].name} has ended already.")
+            raise UsageError(f"process {pid} of node {self.nodes[index].name} has ended already.")
         process.send_signal(sig)
         return process.pid
 
@@ -189,8 +193,14 @@ class Mishaps(Nodes):
 
         The agent, all that it has started and what it forks later see it, also after another start.
         """
-        self.nodes[index].ahead_s += round(seconds)
-        self._set_clock(index)
+        node = self.nodes[index]
+        before = node.ahead_s
+        node.ahead_s += round(seconds)
+        try:
+            self._set_clock(index)
+        except UsageError:  # what is refused now would be refused at each later start as well
+            node.ahead_s = before
+            raise
 
     def arm(self, index: int, point: str) -> str:
         """Let a process of a node do something to itself at a named point; once, whichever comes first.

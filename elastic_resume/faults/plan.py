@@ -91,13 +91,12 @@ class Plan:
     ) -> tuple[Fault, ...]:
         """All faults, those written and then those drawn. Who has a role is all that is still open.
 
-        ``until_s`` bounds both; a fault of a step or a phase is never beyond it.
+        ``until_s`` bounds what is drawn; what is written and cannot come by then is for `Course` to tell.
         """
         chance = random.Random(self.seed)  # noqa: S311  no secret
         written = [_draw(fault, nodes, nodes * workers_per_node, chance) for fault in self.faults]
-        drawn = list(self._drawn(nodes, nodes * workers_per_node, until_s, {kinds.PROCESSES, *own}, chance))
-        bound = float("inf") if until_s is None else until_s
-        return tuple(one for one in written + drawn if one.at_s is None or one.at_s <= bound)
+        drawn = self._drawn(nodes, nodes * workers_per_node, until_s, {kinds.PROCESSES, *own}, chance)
+        return (*written, *drawn)
 
     def _drawn(
         self, nodes: int, size: int, until_s: float | None, able: set[str], chance: random.Random

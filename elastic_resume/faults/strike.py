@@ -16,15 +16,20 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import psutil
+
 from elastic_resume.errors import UsageError
 from elastic_resume.faults.fault import Fault, duration
-from elastic_resume.faults.kinds import NODES, WORKER
+from elastic_resume.faults.kinds import IN_WORKER, NODES, WORKER
 from elastic_resume.faults.lab import Cluster
 
 Undo = Callable[[], object]
 GARBAGE_BYTES = 4096
 GARBAGE_S = 2.0
 _CALL = "import socket,sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), {s}).sendall({junk})"
+
+
+_SAME_END = {"cut-out": "cut", "cut-in": "cut"}  # what one undo ends
 
 
 class NotNowError(Exception):
@@ -38,6 +43,7 @@ class Target:
     node: int | None
     local_rank: int | None = None
     rank: int | None = None
+    pid: int | None = None  # as its node knows it, of a worker that stands at a point
 
     def __str__(self) -> str:
         if self.node is None:
@@ -78,6 +84,28 @@ def aim(cluster: Cluster, fault: Fault) -> tuple[Target, ...]:
     if not nodes or not all(cluster.nodes[index].alive for index in nodes):
         raise NotNowError(f"{fault.whom} is down")
     return tuple(Target(index) for index in nodes)
+
+
+def aim_at(cluster: Cluster, fault: Fault, who: Mapping[str, object]) -> tuple[Target, ...]:
+    """Whom ``fault`` hits when ``who``, as `Arming.fired` has it, stands at the point of its phase.
+
+    Raises:
+        NotNowError: it is not whom it names who stands there.
+
+    """
+    found = [index for index, node in enumerate(cluster.nodes) if node.name == who.get("node")]
+    if fault.kind.hits == WORKER and fault.point in IN_WORKER and fault.role != "all" and found:
+        local, rank, pid = (int(str(who[name] or 0)) for name in ("local", "rank", "pid"))
+        return (Target(found[0], local, rank, pid),)
+    targets = aim(cluster, fault)
+    if fault.kind.hits != NODES and fault.role != "all" and targets[0].node not in found:
+        raise NotNowError(f"{fault.whom} was not {fault.phase}")
+    return targets
+
+
+def end_of(fault: Fault) -> str:
+    """What ends with it: of two faults on one node that have this in common, the end is that of the later."""
+    return _SAME_END.get(fault.what, fault.what)
 
 
 def strike(cluster: Cluster, fault: Fault, target: Target) -> Undo | None:
@@ -159,8 +187,11 @@ def _leader(cluster: Cluster) -> int:
 
 def _signal_worker(cluster: Cluster, target: Target, name: str) -> None:
     try:
-        cluster.kill_worker(target.index, target.local_rank or 0, signal.Signals[name])
-    except (UsageError, OSError) as error:  # it is dying of something else
+        if target.pid is None:
+            cluster.kill_worker(target.index, target.local_rank or 0, signal.Signals[name])
+        else:
+            cluster.signal_process(target.index, target.pid, signal.Signals[name])
+    except (UsageError, OSError, psutil.NoSuchProcess) as error:  # it is dying of something else
         raise NotNowError(str(error)) from error
 
 
@@ -199,7 +230,7 @@ def _cut(cluster: Cluster, fault: Fault, target: Target) -> Undo:
             if other != target.index:
                 ends = (target.index, other) if fault.what == "cut-out" else (other, target.index)
                 cluster.cut_link(*ends, one_way=True)
-    return lambda: cluster.restore(target.index)
+    return lambda: cluster.hosts.restore(target.index, link_only=True)
 
 
 def _part(cluster: Cluster, fault: Fault, target: Target) -> Undo:

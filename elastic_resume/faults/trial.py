@@ -58,17 +58,24 @@ class Outcome:
     """What came of it.
 
     ``why``: it ended wrong; empty: right. ``codes``: how the nodes' agents ended (None: they did not).
+    ``drained``: since when the job was made to end, in seconds since the epoch.
     """
 
     why: str
     codes: tuple[int | None, ...]
     fates: tuple[Fate, ...]
     story: Story
+    drained: float | None = None
 
     @property
     def not_reached(self) -> list[Fate]:
         """Faults that the plan names and that never came; those that are drawn go on beyond any job's end."""
         return [fate for fate in self.fates if fate.state != DONE and not fate.is_drawn]
+
+    @property
+    def is_undisturbed(self) -> bool:
+        """Whether no fault came at all."""
+        return not any(fate.state == DONE for fate in self.fates)
 
 
 class Interrupted(Exception):  # noqa: N818  as KeyboardInterrupt, it is no error
@@ -124,7 +131,7 @@ class _Trial:
         self._moved = time.monotonic()
         self._furthest = (0, 0)
         self._ended: float | None = None
-        self._drained = False
+        self._drained: float | None = None
 
     def follow(self) -> str:
         """Start the job, and return at its end: why that is wrong, or nothing."""
@@ -154,7 +161,10 @@ class _Trial:
             events = gather([self._cluster.run_dir]).events
         except UsageError:  # no agent has got so far as to write one
             events = []
-        return Outcome(why, codes, tuple(self._course.fates), story.tell(events))
+        told = story.tell(events)
+        if not why and told.report.last_step is None:
+            why = "no rank finished a step: does the script call er.resume() and run.step()?"
+        return Outcome(why, codes, tuple(self._course.fates), told, self._drained)
 
     def close(self) -> None:
         """End what lasts."""
@@ -186,8 +196,8 @@ class _Trial:
             return
         if self._course.pending:
             self._course.finish("faults were to come no longer")
-        if self._job.drain and not self._drained and self._course.is_quiet:
-            self._drained = True
+        if self._job.drain and self._drained is None and self._course.is_quiet:
+            self._drained = time.time()
             self._course.dismiss()
             self._say("all faults have come: the job is drained")
             for index in range(self._job.nodes):
@@ -212,7 +222,7 @@ class _Trial:
         gave_up = [node.name for node, code in zip(self._cluster.nodes, codes, strict=True) if code == 1]
         if contract.EXIT_DONE in codes and not gave_up:
             return ""
-        if self._drained and contract.EXIT_AT_FAULT not in codes:
+        if self._drained is not None and contract.EXIT_AT_FAULT not in codes:
             return ""
         told = f"exit codes {', '.join(str(code) for code in codes)}"
         return f"the job did not get to its end: {told}.\n{self._cluster.tails()}"

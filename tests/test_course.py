@@ -1,0 +1,181 @@
+"""The course of faults, on processes that this one stands for: whom they hit, how often and for how long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elastic_resume import contract, failpoints
+from elastic_resume.errors import UsageError
+from elastic_resume.faults.arming import Arming
+from elastic_resume.faults.course import DONE, WAITING, Course
+from elastic_resume.faults.fault import Fault
+from elastic_resume.faults.lab import Cluster
+
+
+class Nodes:
+    """Three nodes with a rank each, at step 9; the middle one has no checkpoint, and n0 leads."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run_dir = directory
+        self.nodes = [SimpleNamespace(name=f"n{index}", alive=True, agent=None) for index in range(3)]
+        self.workers_per_node = 1
+        self.arming = Arming(directory / "armed")
+        self.done: list[tuple[object, ...]] = []
+        self.hosts = SimpleNamespace(
+            restore=lambda index, *, link_only: self.done.append(("join", index, link_only))
+        )
+
+    def lines(self) -> list[tuple[int, Any]]:
+        """Tell that each rank has finished step 9."""
+        worker = [SimpleNamespace(rank=index, pid=index) for index in range(3)]
+        return [
+            (index, SimpleNamespace(generation=1, step=9, worker=worker[index], local_rank=0))
+            for index in range(3)
+        ]
+
+    def events(self, _: str) -> list[dict[str, str]]:
+        """Tell who leads."""
+        return [{"what": "leading", "node": "n0"}]
+
+    def flip_bit_newest(self, index: int, at: float) -> None:
+        """Note it."""
+        if index == 1:
+            raise UsageError("n1 has no checkpoint.")
+        self.done.append(("flip", index, at))
+
+    def kill_agent(self, index: int) -> None:
+        """Note it."""
+        self.done.append(("kill", index))
+
+    def cut(self, index: int) -> None:
+        """Note it."""
+        self.done.append(("cut", index))
+
+    def wipe(self, index: int) -> None:
+        """Fail as a disk that is gone does."""
+        raise FileNotFoundError(f"no disk {index}")
+
+    def kill_node(self, index: int) -> None:
+        """Note it."""
+        self.done.append(("kill", index))
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    """Nodes, of which this process is rank 1 on n1."""
+    made = Nodes(tmp_path)
+    known = {"RANK": "1", contract.ENV_LOCAL_RANK: "0", contract.ENV_NODE_NAME: "n1"}
+    for name, value in {**made.arming.env, **known}.items():
+        monkeypatch.setenv(name, value)
+    failpoints.arm()
+    yield made
+    monkeypatch.undo()
+    failpoints.arm()
+
+
+def course_of(nodes: Nodes, *faults: Fault) -> Course:
+    """Begin a course of ``faults``."""
+    course = Course(cast("Cluster", nodes), faults, nodes.arming)
+    course.look()
+    return course
+
+
+def test_a_slow_rank_is_slow_for_its_time(nodes: Nodes) -> None:
+    """At each step, also when it has been seen that it is."""
+    course = course_of(nodes, Fault("slow-rank", rank=1, step=5, delay_s=0.02, for_s=0.2))
+    slow = []
+    for step in range(5, 9):
+        began = time.monotonic()
+        failpoints.hit("step", step)
+        slow.append(time.monotonic() - began >= 0.02)
+        course.look()
+    assert slow == [True] * 4
+    assert not course.is_quiet
+    time.sleep(0.2)
+    course.look()
+    assert course.is_quiet
+
+
+@pytest.mark.parametrize(
+    ("fault", "point"),
+    [
+        (Fault("corrupt-message", node=1, sender="peer", step=5), "wire.line"),
+        (Fault("raise", rank=1, phase="in copy", step=5), "snapshot.copying"),
+    ],
+)
+def test_what_has_a_step_comes_at_points_that_know_of_none(nodes: Nodes, fault: Fault, point: str) -> None:
+    """As soon as the job has come so far."""
+    course = course_of(nodes, fault)
+    try:
+        spoilt = failpoints.passing(point, b"abc") != b"abc"
+    except RuntimeError:
+        spoilt = True
+    course.look()
+    assert spoilt
+    assert course.fates[0].state == DONE
+
+
+def test_all_are_hit_once_but_those_that_are_not_there(nodes: Nodes) -> None:
+    """Else the first would be hit again in each look, until the last one is there."""
+    course = course_of(nodes, Fault("bit-flip", role="all", step=3))
+    for _ in range(5):
+        course.look()
+    assert [done[:2] for done in nodes.done] == [("flip", 0), ("flip", 2)]
+    assert (course.fates[0].state, course.fates[0].nodes) == (DONE, ("n0", "n2"))
+
+
+def test_a_fault_that_fails_ends_nothing(nodes: Nodes) -> None:
+    """It is told, and the next one comes."""
+    course = course_of(nodes, Fault("wipe-disk", node=0, step=1), Fault("kill-agent", node=2, step=1))
+    assert "no disk 0" in course.fates[0].why
+    assert course.fates[1].state == DONE
+
+
+def at(point: str, meanwhile: Callable[[], object]) -> None:
+    """Pass a point, in a thread, while something else is done again and again."""
+    thread = threading.Thread(target=failpoints.hit, args=(point,))
+    thread.start()
+    while thread.is_alive():
+        meanwhile()
+        time.sleep(0.001)
+
+
+def test_who_is_not_meant_is_not_held_at_the_point_of_a_phase(nodes: Nodes) -> None:
+    """The leader in a commit is not somebody else in one; and nobody waits ten seconds for another to be."""
+    course = course_of(nodes, Fault("kill-agent", role="leader", phase="in commit"))
+    began = time.monotonic()
+    at("commit.after-data", course.look)
+    assert time.monotonic() - began < failpoints.WAIT_S
+    assert (course.fates[0].state, nodes.done) == (WAITING, [])
+    course = course_of(nodes, Fault("bit-flip", node=1, phase="in commit"))
+    at("commit.after-data", course.look)
+    assert (course.fates[0].state, course.fates[0].why) == (WAITING, "n1 has no checkpoint.")
+
+
+def test_a_rank_is_hit_in_its_own_phase(nodes: Nodes) -> None:
+    """And not when any other comes by."""
+    course = course_of(nodes, Fault("kill-worker", rank=2, phase="in copy"))
+    failpoints.hit("snapshot.copying")
+    course.look()
+    assert nodes.arming.fired("f1") is None
+    assert course.fates[0].state != DONE
+
+
+def test_of_two_cuts_the_later_end_counts(nodes: Nodes) -> None:
+    """A link works again when all that silences it is over, and stays slow if it was."""
+    course = course_of(
+        nodes, Fault("cut", node=1, at_s=0, for_s=0.02), Fault("cut", node=1, at_s=0, for_s=0.1)
+    )
+    time.sleep(0.03)
+    course.look()
+    assert nodes.done == [("cut", 1), ("cut", 1)]
+    while not course.is_quiet:
+        course.look()
+    assert nodes.done[2:] == [("join", 1, True)]
