@@ -43,8 +43,9 @@ def stop() -> None:
 
 
 def hold_gil() -> None:
-    """A native call through PyDLL keeps the GIL."""
-    ctypes.PyDLL(None).sleep(PAUSE_S)
+    """A native call through PyDLL keeps the GIL, and again when a signal that asks for stacks has ended it."""
+    while True:
+        ctypes.PyDLL(None).sleep(PAUSE_S)
 
 
 def hold_gil_in_a_thread() -> None:
