@@ -43,7 +43,7 @@ def stop() -> None:
 
 
 def hold_gil() -> None:
-    """A native call through PyDLL keeps the GIL, and again when a signal that asks for stacks has ended it."""
+    """A native call through PyDLL keeps the GIL, and again when a question for stacks has ended it."""
     while True:
         ctypes.PyDLL(None).sleep(PAUSE_S)
 
