@@ -63,7 +63,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,10 @@ class EventLog:
     takes; the newest `MOST_WAITING` are kept. So it can be told afterwards what went wrong with the disk.
     """
 
-    def __init__(self, path: Path, **fixed: Any) -> None:
-        """``fixed`` goes into every event, before its own fields."""
+    def __init__(self, path: Path, *, hear: Callable[[str], None] | None = None, **fixed: Any) -> None:
+        """``fixed`` goes into every event, first. ``hear`` gets each line, whatever the disk does with it."""
         self._path = path
+        self._hear = hear
         self._fixed = fixed
         self._descriptor = -1
         self._waiting: deque[bytes] = deque()
@@ -105,6 +106,8 @@ class EventLog:
         if len(line) > MAX_LINE_BYTES:
             record = {k: v if len(str(v)) < 1024 else str(v)[:1024] for k, v in record.items()}
             line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
+        if self._hear is not None:
+            self._hear(line[:-1].decode())
         self._waiting.append(line)
         with contextlib.suppress(IndexError):  # another thread has taken the last one
             while self._waiting:

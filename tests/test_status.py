@@ -148,22 +148,42 @@ def test_generations_that_cannot_have_begun_push_none_out() -> None:
 def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
     """From where the file ended at first. Half a line waits for the rest; of too much the oldest is left."""
     path = tmp_path / "events.jsonl"
-    path.write_text("before\n")
+
+    def line(event: str, pid: int = 1) -> str:
+        return json.dumps({"t": 1.0, "event": event, "pid": pid})
+
+    path.write_text(line("before") + "\n")
     tail = Tail(path)
     assert tail.read() == []
     with open(path, "a") as file:
-        file.write("one\ntw")
+        file.write(line("one") + "\n" + line("two")[:9])
         file.flush()
-        assert tail.read() == ["one"]
-        file.write("o\n")
+        assert tail.read() == [(line("one"), json.loads(line("one")))]
+        file.write(line("two")[9:] + "\nno event\n")
         file.flush()
-        assert tail.read() == ["two"]
+        assert [event["event"] for _, event in tail.read()] == ["two"]
         file.write("x" * 99 + "\n")
-        file.write("\n".join(["y" * 63] * (MAX_READ_BYTES // 64)) + "\nlast\n")
-    lines = tail.read()
-    assert set(lines) == {"y" * 63, "last"}
-    assert lines[-1] == "last"
+        many = line("many")
+        file.write("\n".join([many] * (MAX_READ_BYTES // (len(many) + 1))) + "\n" + line("last") + "\n")
+    found = [event["event"] for _, event in tail.read()]
+    assert set(found) == {"many", "last"}
+    assert found[-1] == "last"
     assert Tail(tmp_path / "nowhere").read() == []
+
+
+def test_the_agents_own_lines_are_told_once_whatever_becomes_of_its_disk(tmp_path: Path) -> None:
+    """A disk that fails may take a line and lose it, and with it what was wrong."""
+    path = tmp_path / "node" / "events.jsonl"
+    tail = Tail(path)
+    log = EventLog(path, hear=tail.hear, node="a")
+    written = [log.write("commit-failed", error="Input/output error")]  # there is no such directory
+    assert [event for _, event in tail.read()] == written
+    path.parent.mkdir()
+    other = {**log.write("commit", step=7), "pid": 1}
+    with open(path, "a") as file:
+        file.write(json.dumps(other) + "\n")
+    assert [event.get("step") for _, event in tail.read()] == [7, 7]
+    assert tail.read() == []
 
 
 def test_of_steps_the_first_of_a_generation_is_news_and_one_a_minute() -> None:

@@ -22,6 +22,8 @@ from elastic_resume.store.durable import DISK, Disk
 
 MAX_READ_BYTES = 1 << 20
 MAX_PEERS_BYTES = 16 << 20
+MOST_OWN = 1000
+"""Lines of the agent's own that wait for the next look; it writes a few in a second."""
 STEP_EVERY_S = 60.0
 AGAIN_S = 30.0
 """So long a disk that refused is left alone."""
@@ -35,14 +37,30 @@ KINDS = frozenset({
 
 
 class Tail:
-    """Reads what is appended to one event file, from where it ends now."""
+    """Gives what is new in a node's events: of other processes as their file has it, of this one as it comes.
+
+    A disk that fails takes lines without a word and loses them: the agent's own, which tell of that, do not
+    take the way over the disk.
+    """
 
     def __init__(self, path: Path) -> None:
+        """Begin where the file ends now."""
         self._path = path
         self._offset = _size(path)
+        self._own: deque[str] = deque(maxlen=MOST_OWN)
 
-    def read(self) -> list[str]:
-        """Give the whole lines that are new. Of more than `MAX_READ_BYTES` the oldest are passed over."""
+    def hear(self, line: str) -> None:
+        """Take in an event that this process writes. From any thread."""
+        self._own.append(line)
+
+    def read(self) -> list[tuple[str, Event]]:
+        """Give the lines that are new, and what they say, by time."""
+        of_others = [found for found in map(_parsed, self._appended()) if found[1].get("pid") != os.getpid()]
+        own = [_parsed(self._own.popleft()) for _ in range(len(self._own))]
+        return sorted((found for found in of_others + own if found[1]), key=lambda found: found[1]["t"])
+
+    def _appended(self) -> list[str]:
+        """Give the file's new lines. Of more than `MAX_READ_BYTES` the oldest are passed over."""
         try:
             with open(self._path, "rb") as file:
                 end = os.fstat(file.fileno()).st_size
@@ -126,6 +144,10 @@ def parse(line: str) -> Event | None:
         return None
     t = event.get("t")
     return event if isinstance(t, (int, float)) and type(t) is not bool and 0 <= t <= MAX_TIME_S else None
+
+
+def _parsed(line: str) -> tuple[str, Event]:
+    return line, parse(line) or {}
 
 
 def _size(path: Path) -> int:

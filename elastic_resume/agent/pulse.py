@@ -19,6 +19,7 @@ from elastic_resume.store import slots
 from elastic_resume.store.board import read_lines
 from elastic_resume.store.slots import SlotState, order_of
 
+LOOKS = 3
 WINDOW_S = 10.0
 """A rate of steps is one over so many seconds of one generation."""
 
@@ -69,7 +70,8 @@ class Finger:
         ]
         generation = max((line.generation for line in lines), default=0)
         step = min((line.step for line in lines if line.generation == generation), default=0)
-        newest = slots.newest(self._states())
+        # Words are read one after the other while training goes on: at times no slot seems to be whole.
+        newest = next((one for _ in range(LOOKS) if (one := slots.newest(self._states())) is not None), None)
         if newest is not None and (self._snapshot is None or newest.target != self._snapshot[0]):
             self._snapshot = (newest.target, now)
         held = self._snapshot if newest is not None else None

@@ -65,12 +65,12 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
     ):
         events_path = node_dir.path / contract.EVENTS_FILE
         _set_environment(settings, args, events_path, fence)
-        log = events.EventLog(events_path, node=settings.node_name)
+        tail = Tail(events_path)
+        log = events.EventLog(events_path, hear=tail.hear, node=settings.node_name)
         config = launch.config
         limits = replace(limits, min_nodes=config.min_nodes)
         witness = Witness(settings.node_name, log, events_path, fence, limits=limits, gauge=gauge)
         gauge.start()
-        tail = Tail(events_path)
         _begin(launch, args, log, witness, node_dir)
         watch = watched(node_dir.path, config.nproc_per_node, patience, say=witness.say, tell=witness.note)
         ending = Ending(here, mode=requeue, say=witness.say, tell=witness.note)

@@ -140,7 +140,7 @@ class Teller:
                 return
 
     def _turn(self) -> None:
-        own = [(line, event) for line in self._tail.read() if (event := parse(line)) is not None]
+        own = self._tail.read()
         with self._lock:
             heard, self._heard, self._heard_bytes = self._heard, deque(), 0
             newest = self._newest + SLACK

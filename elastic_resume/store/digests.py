@@ -80,7 +80,7 @@ class Digester:
             if state is None:
                 return
             if state.whole:
-                with self._rack.held(state) as slot:
+                with self._rack.held(state, firmly=False) as slot:
                     if slot is not None:
                         self._digest_slot(slot, mark)
                 return

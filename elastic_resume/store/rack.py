@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_resume.cluster import memory
 from elastic_resume.policy import budget
@@ -22,7 +23,7 @@ from elastic_resume.store.slots import Control, Slot, SlotState
 class _Kept:
     descriptor: int
     slot: Slot
-    readers: int = 0
+    readers: Counter[str] = field(default_factory=Counter)  # by the word that says so
 
 
 class Rack:
@@ -85,23 +86,27 @@ class Rack:
             return kept.descriptor if kept is not None and kept.slot.serial == serial else None
 
     @contextlib.contextmanager
-    def held(self, state: SlotState) -> Iterator[Slot | None]:
-        """Keep the lead from overwriting that slot meanwhile; None where it has been already."""
+    def held(self, state: SlotState, *, firmly: bool = True) -> Iterator[Slot | None]:
+        """Keep the lead from overwriting that slot meanwhile; None where it has been already.
+
+        Not ``firmly``: it may, where it has no other. Then the slot stays mapped, and counts no more.
+        """
+        word = "held" if firmly else "read"
         with self._lock:
             kept = self._kept.get(state.index)
             if kept is None or kept.slot.serial != state.serial:
                 kept = None
             else:
-                kept.readers += 1
-                kept.slot.record.set("held", state.target)
+                kept.readers[word] += 1
+                kept.slot.record.set(word, state.target)
         try:
             yield kept.slot if kept is not None and kept.slot.record.counts() == state.target else None
         finally:
             if kept is not None:
                 with self._lock:
-                    kept.readers -= 1
-                    if kept.readers == 0:
-                        kept.slot.record.set("held", 0)
+                    kept.readers[word] -= 1
+                    if not kept.readers[word]:
+                        kept.slot.record.set(word, 0)
 
     def distrust(self, generation: int, step: int) -> None:
         """Let no snapshot of that generation count that is of a later step."""
@@ -169,7 +174,7 @@ class Rack:
         states = self.control.states()
         newest = slots.newest(states)
         for state in states:
-            if state.capacity < capacity and state is not newest and not state.held:
+            if state.capacity < capacity and state is not newest and not (state.held or state.read):
                 self._drop(state.index)
 
     def _add(self, capacity: int) -> bool:

@@ -44,10 +44,10 @@ _HEAD_WORDS = 16  # of the control block: see `_HEAD`
 _HEAD = ("decided", "next_step", "commits", "commit_us", "commit_cpu_us", "digest_cpu_us")
 _FIELDS = (
     "serial", "capacity", "target", "parts", "image_bytes", "static_at", "static_bytes", "dynamic_at",
-    "dynamic_bytes", "layout", "arrived", "want", "held", "saved", "static_digest", "dynamic_digest",
+    "dynamic_bytes", "layout", "arrived", "want", "held", "saved", "static_digest", "dynamic_digest", "read",
 )  # fmt: skip
 _AT = {name: at for at, name in enumerate(_FIELDS)}
-_MARKS = 16  # of a record: behind its fields
+_MARKS = len(_FIELDS)  # of a record: behind its fields
 _RECORD_WORDS = _MARKS + MAX_LOCAL_RANKS
 # Local ranks say here that they are copying: a guard reads it at this place, so that it lets them finish.
 COPYING_AT = _HEAD_WORDS
@@ -86,7 +86,10 @@ def order_of(mark: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SlotState:
-    """What the control block says of one slot at one moment. ``whole``: it counts."""
+    """What the control block says of one slot at one moment.
+
+    ``whole``: it counts. ``held``: it is being committed, or sent. ``read``: it is being compared, no more.
+    """
 
     index: int
     serial: int
@@ -96,6 +99,7 @@ class SlotState:
     want: int = 0
     held: int = 0
     saved: int = 0
+    read: int = 0
 
     @property
     def wanted(self) -> bool:
@@ -112,18 +116,24 @@ def choose(states: Sequence[SlotState], *, only: bool = False) -> SlotState | No
     """The slot that the lead may overwrite, of those that are large enough; None: none just now.
 
     Never the newest one that counts, except where it is the only slot and is on disk, or where there will be
-    no other (``only``); never one that the keeper reads or is still to commit.
+    no other (``only``); never one that the keeper holds or is still to commit. One that is only compared goes
+    last, where there are three: else a commit, a comparison and the newest would cost the next step its copy.
+    Of two, a step now and then may lack a copy, or nothing of a large state would ever be compared.
     """
     last = newest(states)
+    gives_way = len(states) > 2
     free = [
         state
         for state in states
         if not state.held
         and not state.wanted
+        and (gives_way or not state.read)
         and (state is not last or (len(states) == 1 and (only or state.saved == state.target)))
     ]
     # What counts for nothing goes first, then the oldest.
-    return min(free, key=lambda state: (state.whole, state.target, state.index), default=None)
+    return min(
+        free, key=lambda state: (state.read != 0, state.whole, state.target, state.index), default=None
+    )
 
 
 def to_commit(states: Sequence[SlotState]) -> SlotState | None:
@@ -232,6 +242,7 @@ class Record:
             want=self.get("want"),
             held=self.get("held"),
             saved=self.get("saved"),
+            read=self.get("read"),
         )
 
     def clear(self) -> None:
