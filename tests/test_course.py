@@ -17,6 +17,7 @@ from elastic_resume.faults.arming import Arming
 from elastic_resume.faults.course import DONE, WAITING, Course
 from elastic_resume.faults.fault import Fault
 from elastic_resume.faults.lab import Cluster
+from elastic_resume.faults.links import Pair, Silence
 
 
 class Nodes:
@@ -28,9 +29,8 @@ class Nodes:
         self.workers_per_node = 1
         self.arming = Arming(directory / "armed")
         self.done: list[tuple[object, ...]] = []
-        self.hosts = SimpleNamespace(
-            restore=lambda index, *, link_only: self.done.append(("join", index, link_only))
-        )
+        self.silence = Silence([0] * 3)
+        self.hosts = SimpleNamespace(silence=self.hold)
 
     def lines(self) -> list[tuple[int, Any]]:
         """Tell that each rank has finished step 9."""
@@ -54,9 +54,20 @@ class Nodes:
         """Note it."""
         self.done.append(("kill", index))
 
-    def cut(self, index: int) -> None:
+    def hold(self, pairs: set[Pair]) -> Callable[[], None]:
+        """Silence links as `Namespaces` does."""
+        held = frozenset(pairs)
+        self.silence.held.append(held)
+        return lambda: self.silence.held.remove(held)
+
+    def limit_rate(self, index: int, bytes_per_s: float) -> None:
         """Note it."""
-        self.done.append(("cut", index))
+        self.done.append(("rate", index, bytes_per_s))
+
+    def start_node(self, index: int) -> None:
+        """Let it be up again."""
+        self.nodes[index].agent = None
+        self.done.append(("start", index))
 
     def wipe(self, index: int) -> None:
         """Fail as a disk that is gone does."""
@@ -168,14 +179,34 @@ def test_a_rank_is_hit_in_its_own_phase(nodes: Nodes) -> None:
     assert course.fates[0].state != DONE
 
 
-def test_of_two_cuts_the_later_end_counts(nodes: Nodes) -> None:
-    """A link works again when all that silences it is over, and stays slow if it was."""
+def test_a_link_works_when_all_that_silences_it_is_over(nodes: Nodes) -> None:
+    """Cuts of both of its ends, and a partition between them."""
     course = course_of(
-        nodes, Fault("cut", node=1, at_s=0, for_s=0.02), Fault("cut", node=1, at_s=0, for_s=0.1)
+        nodes,
+        Fault("cut-out", node=1, at_s=0, for_s=0.02),
+        Fault("partition", groups=((0, 1), (2,)), at_s=0, for_s=0.04),
+        Fault("cut", node=0, at_s=0, for_s=10),
     )
-    time.sleep(0.03)
+    cut = {(0, 1), (1, 0), (0, 2), (2, 0)}
+    assert nodes.silence.pairs() == cut | {(1, 2), (2, 1)}
+    time.sleep(0.04)
     course.look()
-    assert nodes.done == [("cut", 1), ("cut", 1)]
-    while not course.is_quiet:
+    assert nodes.silence.pairs() == cut
+    course.close()
+    assert nodes.silence.pairs() == set()
+
+
+def test_a_link_stays_slow_for_as_long_as_any_says(nodes: Nodes) -> None:
+    """As slow as the newest of those that last says; also when its node has been started again."""
+    course = course_of(
+        nodes,
+        Fault("slow-link", node=1, at_s=0, bytes_per_s=5, for_s=10),
+        Fault("slow-link", node=1, at_s=0, bytes_per_s=7, for_s=0.02),
+        Fault("kill-node", node=1, at_s=0, back_after_s=0.03),
+    )
+    nodes.nodes[1].agent = SimpleNamespace(poll=lambda: -9)
+    while nodes.done[-1] != ("rate", 1, 5) or ("start", 1) not in nodes.done:
         course.look()
-    assert nodes.done[2:] == [("join", 1, True)]
+    course.close()
+    rates = [("rate", 1, rate) for rate in (5, 7, 5, 5, 0)]
+    assert nodes.done == [*rates[:2], ("kill", 1), rates[2], ("start", 1), *rates[3:]]

@@ -94,6 +94,21 @@ def test_a_broken_disk_gives_eio_and_a_mended_one_what_it_held(disk: Disk) -> No
     assert (disk.path / "kept").read_bytes() == b"k" * MB
 
 
+def test_a_disk_can_be_full_and_broken_and_each_ends_for_itself(disk: Disk) -> None:
+    """Neither ends the other; and one that works already is not mended under those who use it."""
+    disk.fail()
+    disk.fill()
+    disk.mend()
+    assert error_of(lambda: write(disk.path / "more", bytes(100_000))) == "ENOSPC"
+    disk.fail()
+    disk.free()
+    assert error_of(lambda: write(disk.path / "more", bytes(100_000))) != ""
+    disk.mend()
+    with (disk.path / "more").open("wb", buffering=0) as held:
+        disk.mend()
+        assert held.write(bytes(100_000)) == 100_000
+
+
 def test_a_disk_may_fail_in_one_direction_only(disk: Disk) -> None:
     """What is written while only reads fail is there."""
     write(disk.path / "kept", b"k" * MB)

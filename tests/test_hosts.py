@@ -257,6 +257,23 @@ def test_a_link_can_be_cut_in_one_direction(five: Namespaces, shouts: Shouts) ->
     assert everybody - heard["another"] == {(2, 3), (3, 2)}
 
 
+def test_of_two_who_silence_a_link_each_lets_go_for_itself(five: Namespaces, shouts: Shouts) -> None:
+    """The link of 1 to 2 is held by both; what makes all others right leaves both."""
+    one = five.silence({(1, 0), (1, 2)})
+    other = five.silence({(1, 2), (3, 2)})
+    five.restore(1)
+    one()
+    shouts.shout("one")
+    five.cut(3)
+    other()
+    other()
+    shouts.shout("cut")
+    heard = shouts.heard()
+    everybody = within({0, 1, 2, 3, 4})
+    assert everybody - heard["one"] == {(1, 2), (3, 2)}
+    assert heard["cut"] == within({0, 1, 2, 4})
+
+
 @pytest.mark.parametrize("groups", [[{0, 1}, {2, 3, 4}], [{0, 3}, {1, 4}, {2}], [{0}, {1}, {2}, {3}, {4}]])
 def test_a_partition_lets_only_its_groups_talk(
     five: Namespaces, shouts: Shouts, groups: Sequence[set[int]]

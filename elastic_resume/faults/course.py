@@ -61,7 +61,9 @@ class _Later:
     at: float
     what: str
     act: Callable[[], object]
-    ends: tuple[object, ...] = ()  # what, and on whom: until the last fault of the same is over
+    shared: tuple[object, ...] = ()  # until the last of those that have this in common is over
+    node: int | None = None
+    renew: Callable[[], object] = lambda: None
 
 
 class Course:
@@ -118,10 +120,10 @@ class Course:
             self._first_step = time.monotonic()
         for later in [one for one in self._later if time.monotonic() >= one.at]:
             self._later.remove(later)
-            if later.ends and any(one.ends == later.ends for one in self._later):
-                continue
-            self._say(later.what)
-            self._try(later.what, later.act)
+            still = [one for one in self._later if later.shared and one.shared == later.shared]
+            if not still:
+                self._say(later.what)
+            self._try(later.what, still[-1].renew if still else later.act)
         self._tend()
         for fate in self.fates:
             again = fate.fault.repeat and not strike.entry(fate.fault)  # those that are armed stay so
@@ -252,8 +254,9 @@ class Course:
             self._back[target.index] = fault.back_after_s
         if fault.for_s is not None and undo is not None:
             what = f"fault {fate.number} is over: {fault.what} {target}"
-            ends = (strike.end_of(fault), target)
-            self._later.append(_Later(time.monotonic() + fault.for_s, what, undo, ends))
+            shared = strike.shared(fault, target)
+            renew = partial(strike.renew, self._cluster, fault, target)
+            self._later.append(_Later(time.monotonic() + fault.for_s, what, undo, shared, target.node, renew))
         return True
 
     def _done(self, fate: Fate, whom: str, nodes: tuple[str, ...], rank: int | None, t: float) -> None:
@@ -316,6 +319,8 @@ class Course:
                 self._down.pop(index, None)
                 self._say(f"{node.name} is started again, {duration(wait_s)} after its end")
                 self._try(f"{node.name} could not be started", partial(self._cluster.start_node, index))
+                for later in [one for one in self._later if one.node == index]:  # a start mends the link
+                    self._try(later.what, later.renew)
 
 
 def _places(fault: Fault, nodes: int) -> list[dict[str, object]]:

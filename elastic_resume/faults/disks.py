@@ -103,6 +103,8 @@ class Disk:
         self._drive: subprocess.Popen[bytes] | None = None
         self._line, line = socket.socketpair()
         self._lock = threading.Lock()  # one command at a time
+        self._is_broken = False
+        self._keep_free: int | None = None  # of a disk that is to be full, whether or not it can be just now
         # Descriptors: the drive's file system, with the disk as its root; the device; the mount.
         self._hardware = self._device = self._mount = -1
         with line, self._told("made"):
@@ -151,7 +153,11 @@ class Disk:
     # ---- what befalls it -----------------------------------------------------------------------------
 
     def fill(self, keep_free: int = 0) -> None:
-        """Fill it, up to so many bytes: who writes more gets ENOSPC."""
+        """Fill it, up to so many bytes: who writes more gets ENOSPC. A broken one is full when mended."""
+        self._check()
+        self._keep_free = keep_free
+        if self._is_broken:
+            return
         with self._told("filled"):
             ballast = os.open(self.path / _BALLAST, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -170,13 +176,18 @@ class Disk:
                 os.close(ballast)
 
     def free(self) -> None:
-        """Undo `fill`."""
+        """Undo `fill`. A broken one has room when mended."""
+        self._check()
+        self._keep_free = None
+        if self._is_broken:
+            return
         with self._told("freed"):
             (self.path / _BALLAST).unlink(missing_ok=True)
 
     def fail(self, *, reads: bool = True, writes: bool = True) -> None:
         """Let what is asked of it fail with EIO from now on; what memory holds of its files is forgotten."""
         self._forget()
+        self._is_broken = True
         self._tell("fail", *(["read"] if reads else []), *(["write"] if writes else []))
 
     def turn_read_only(self) -> None:
@@ -185,6 +196,7 @@ class Disk:
             raise UsageError(
                 f"{self.kind} does not go read-only after an error, it shuts down: `fail` does that."
             )
+        self._is_broken = True
         with self._told("turned read-only"):
             name = f"loop{os.minor(os.fstat(self._device).st_rdev)}"
             Path("/sys/fs/ext4", name, "trigger_fs_error").write_text("a simulated error")
@@ -206,6 +218,7 @@ class Disk:
         flush some are lost, from none to all as ``seed`` says: a write in flight is there, is not, or is
         torn. Gives how many were lost.
         """
+        self._is_broken = True
         lost = self._tell("off", str(seed))
         self._shut_down()
         return lost
@@ -213,8 +226,11 @@ class Disk:
     def mend(self) -> None:
         """Put it right, and mount its file system anew with what is durable; `fill` and `slow` stay.
 
-        Who has a file of the former mount open gets errors from it for ever.
+        Who has a file of the former mount open gets errors from it for ever. One that works is left alone.
         """
+        self._check()
+        if not self._is_broken:
+            return
         self._tell("swap")
         self._shut_down()
         with self._told("mounted again"):
@@ -224,6 +240,8 @@ class Disk:
             self._places = [place for place in self._places if place.is_there()]
             for place in self._places:
                 self._put(place)
+        self._is_broken = False
+        self.free() if self._keep_free is None else self.fill(self._keep_free)
 
     def close(self) -> None:
         """Take it away; what is still used of it fails. A second call does nothing."""

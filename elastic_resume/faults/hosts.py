@@ -26,14 +26,13 @@ process on the host cannot reach a node.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import secrets
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -42,7 +41,7 @@ import psutil
 
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.faults import links
-from elastic_resume.faults.links import Loss
+from elastic_resume.faults.links import Loss, Pair, Silence
 
 INTERFACE = "net0"  # not eth0: /sys still shows the host's interfaces, and one name must not mean two things
 MAX_NODES = 250
@@ -90,10 +89,8 @@ class Namespaces:
         self._numbers = list(range(1, nodes + 1))  # the last part of each node's address
         self._unused = nodes + 1
         self._spaces: list[int] = []  # one for each node, then the bridge's
-        self._cut: set[int] = set()
-        self._links: set[tuple[int, int]] = set()
-        self._side: list[int] = [0] * nodes
-        self._lost: set[tuple[int, int]] = set()
+        self._silence = Silence([0] * nodes)
+        self._lost: set[Pair] = set()  # which the kernel has been told
         self._losses: dict[int, Loss] = {}
         self._narrow: set[int] = set()
         try:
@@ -104,7 +101,7 @@ class Namespaces:
             raise
 
     def __len__(self) -> int:
-        return len(self._side)
+        return len(self._numbers)
 
     def __enter__(self) -> Namespaces:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
@@ -163,7 +160,7 @@ class Namespaces:
     def cut(self, index: int) -> None:
         """Let all that a node sends and all that is sent to it vanish."""
         self._check(index)
-        self._cut.add(index)
+        self._silence.cut.add(index)
         self._apply()
 
     def lose_packets(
@@ -203,21 +200,37 @@ class Namespaces:
         _run("tc", self._spaces[index], [links.shape(INTERFACE, bytes_per_s)])
         self._narrow.add(index)
 
-    def restore(self, index: int, *, link_only: bool = False) -> None:
-        """Undo `cut`, every `cut_link` and, unless ``link_only``, loss and rate; a partition stays."""
-        self._check(index)
-        self._cut.discard(index)
-        self._links = {link for link in self._links if index not in link}
+    def silence(self, pairs: Iterable[Pair]) -> Callable[[], None]:
+        """Let what is sent from one node to another vanish, by pairs, until what is given back is called.
+
+        Whatever else silences one of these links, and whatever `restore` does, the other goes on.
+        """
+        held = frozenset(pairs)
+        self._check(*{index for pair in held for index in pair})
+        self._silence.held.append(held)
         self._apply()
-        if not link_only:
-            self._clear([index])
+
+        def let_go() -> None:
+            if held in self._silence.held:  # else `heal` was before it
+                self._silence.held.remove(held)
+                self._apply()
+
+        return let_go
+
+    def restore(self, index: int) -> None:
+        """Undo `cut`, every `cut_link`, loss and rate; a partition stays, and what `silence` holds."""
+        self._check(index)
+        self._silence.cut.discard(index)
+        self._silence.links = {link for link in self._silence.links if index not in link}
+        self._apply()
+        self._clear([index])
 
     def cut_link(self, sender: int, receiver: int, *, one_way: bool = False) -> None:
         """Let what one node sends to another vanish; and, unless ``one_way``, what that sends back."""
         self._check(sender, receiver)
-        self._links.add((sender, receiver))
+        self._silence.links.add((sender, receiver))
         if not one_way:
-            self._links.add((receiver, sender))
+            self._silence.links.add((receiver, sender))
         self._apply()
 
     def partition(self, groups: Sequence[Collection[int]]) -> None:
@@ -227,18 +240,12 @@ class Namespaces:
             UsageError: a node is in no group, or in two.
 
         """
-        if sorted(itertools.chain(*groups)) != list(range(len(self))):
-            raise UsageError(f"a partition of nodes 0 to {len(self) - 1} names each once; got {groups}.")
-        for side, group in enumerate(groups):
-            for index in group:
-                self._side[index] = side
+        self._silence.side = links.sides(groups, len(self))
         self._apply()
 
     def heal(self) -> None:
         """Let every node reach every other again: no cut, partition, loss or rate is left."""
-        self._cut.clear()
-        self._links.clear()
-        self._side = [0] * len(self)
+        self._silence = Silence([0] * len(self))
         self._apply()
         self._clear(range(len(self)))
 
@@ -289,7 +296,7 @@ class Namespaces:
 
     def _apply(self) -> None:
         """Make the network lose what the cuts, links and groups say, and nothing else."""
-        wanted = {pair for pair in itertools.permutations(range(len(self)), 2) if self._is_lost(*pair)}
+        wanted = self._silence.pairs()
         changed = wanted ^ self._lost
         for sender in sorted({pair[0] for pair in changed}):
             receivers = sorted(pair[1] for pair in changed if pair[0] == sender)
@@ -310,14 +317,6 @@ class Namespaces:
             del self._losses[index]
         if lossy:
             self._apply_losses()
-
-    def _is_lost(self, sender: int, receiver: int) -> bool:
-        return (
-            sender in self._cut
-            or receiver in self._cut
-            or (sender, receiver) in self._links
-            or self._side[sender] != self._side[receiver]
-        )
 
     def _check(self, *indices: int) -> None:
         if not self._spaces:

@@ -1,19 +1,57 @@
-"""Links that lose packets or are narrow: what is told to the kernel's packet filter and traffic control.
+"""Links: which of them are silent, and what the kernel is told of those that lose packets or are narrow.
 
-Pure text: `hosts.Namespaces` has it carried out, on the bridge that joins the nodes. Packets are lost there,
+Pure: `hosts.Namespaces` has it carried out, on the bridge that joins the nodes. Packets are lost there,
 as in a switch: a sender whose own machine dropped them would be told (EPERM). A packet is what the kernel
 hands over at once, which for TCP is up to 64 kB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elastic_resume.errors import UsageError
+
+Pair = tuple[int, int]  # of nodes: who sends, and to whom
 
 _PARTS = 100_000  # chances are counted in these
 _BURST_S = 0.02
 _LEAST_BURST = 3200  # two packets of Ethernet
 _QUEUE_MS = 400  # what waits for longer than that is dropped, as a router does
+
+
+@dataclass
+class Silence:
+    """What silences links. Each of these ends for itself: a link works when none of them names it."""
+
+    side: list[int]  # of a partition, by node
+    cut: set[int] = field(default_factory=set)  # nodes
+    links: set[Pair] = field(default_factory=set)
+    held: list[frozenset[Pair]] = field(default_factory=list)  # by whoever lets go of it later
+
+    def pairs(self) -> set[Pair]:
+        """Between whom nothing arrives."""
+        named = self.links.union(*self.held)
+        return {
+            (sender, receiver)
+            for sender, receiver in itertools.permutations(range(len(self.side)), 2)
+            if (sender, receiver) in named
+            or self.cut.intersection((sender, receiver))
+            or self.side[sender] != self.side[receiver]
+        }
+
+
+def sides(groups: Sequence[Collection[int]], nodes: int) -> list[int]:
+    """In which of these groups each node is.
+
+    Raises:
+        UsageError: one is in none, or in two.
+
+    """
+    if sorted(itertools.chain(*groups)) != list(range(nodes)):
+        raise UsageError(f"a partition of nodes 0 to {nodes - 1} names each once; got {groups}.")
+    return [next(side for side, group in enumerate(groups) if node in group) for node in range(nodes)]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import psutil
 
 from elastic_resume.errors import UsageError
+from elastic_resume.faults import links
 from elastic_resume.faults.fault import Fault, duration
 from elastic_resume.faults.kinds import IN_WORKER, NODES, WORKER
 from elastic_resume.faults.lab import Cluster
@@ -29,7 +30,8 @@ GARBAGE_S = 2.0
 _CALL = "import socket,sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), {s}).sendall({junk})"
 
 
-_SAME_END = {"cut-out": "cut", "cut-in": "cut"}  # what one undo ends
+_SILENCES = ("cut", "cut-out", "cut-in", "partition")  # each ends for itself
+_SETTINGS = ("packet-loss", "slow-link", "slow-disk")  # a node has one at a time
 
 
 class NotNowError(Exception):
@@ -103,9 +105,15 @@ def aim_at(cluster: Cluster, fault: Fault, who: Mapping[str, object]) -> tuple[T
     return targets
 
 
-def end_of(fault: Fault) -> str:
-    """What ends with it: of two faults on one node that have this in common, the end is that of the later."""
-    return _SAME_END.get(fault.what, fault.what)
+def shared(fault: Fault, target: Target) -> tuple[object, ...]:
+    """What one undo ends for all: of faults that have this in common, the last to be over calls it."""
+    return () if fault.what in _SILENCES else (fault.what, target)
+
+
+def renew(cluster: Cluster, fault: Fault, target: Target) -> None:
+    """Have what still lasts hold again, when the end of another or a start of its node has undone it."""
+    if fault.what in _SETTINGS:
+        strike(cluster, fault, target)
 
 
 def strike(cluster: Cluster, fault: Fault, target: Target) -> Undo | None:
@@ -223,20 +231,15 @@ def _wipe(cluster: Cluster, fault: Fault, target: Target) -> None:
 
 
 def _cut(cluster: Cluster, fault: Fault, target: Target) -> Undo:
-    if fault.what == "cut":
-        cluster.cut(target.index)
-    else:
-        for other in range(len(cluster.nodes)):
-            if other != target.index:
-                ends = (target.index, other) if fault.what == "cut-out" else (other, target.index)
-                cluster.cut_link(*ends, one_way=True)
-    return lambda: cluster.hosts.restore(target.index, link_only=True)
+    others = [other for other in range(len(cluster.nodes)) if other != target.index]
+    sent = {(target.index, other) for other in others} if fault.what != "cut-in" else set()
+    received = {(other, target.index) for other in others} if fault.what != "cut-out" else set()
+    return cluster.hosts.silence(sent | received)
 
 
 def _part(cluster: Cluster, fault: Fault, target: Target) -> Undo:
     del target
-    cluster.partition(*fault.groups)
-    return lambda: cluster.partition(range(len(cluster.nodes)))
+    return cluster.hosts.silence(links.Silence(links.sides(fault.groups, len(cluster.nodes))).pairs())
 
 
 def _lose_packets(cluster: Cluster, fault: Fault, target: Target) -> Undo:
