@@ -63,7 +63,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,8 @@ from elastic_resume import contract
 Event = dict[str, Any]
 
 MAX_LINE_BYTES = 64 * 1024  # a traceback's last lines fit; a line is never the place for more
+MAX_COUNT = 1 << 53
+MAX_TIME_S = 1e12  # the year 33658: what is beyond is no time
 MOST_WAITING = 1000  # lines, of some hundred bytes each
 _START = b'{"t":'  # of every event, whoever writes it; inside a JSON text the quotes would be escaped
 
@@ -155,11 +157,36 @@ def read(path: Path, offset: int = 0) -> Iterator[Event]:
         with open(path, "rb") as file:
             file.seek(offset)
             for line in file:
-                event = _parse(line)
+                event = _whole(line)
                 if event is not None:
                     yield event
     except FileNotFoundError:
         return
+
+
+def parse(line: str | bytes) -> Event | None:
+    """Read one line; None where it is no object with a kind and a time. Its other fields may be anything."""
+    if len(line) > MAX_LINE_BYTES:
+        return None
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    return event if time_of(event) is not None else None
+
+
+def time_of(event: Mapping[str, Any], name: str = "t") -> float | None:
+    """The field ``name`` where that is a time in seconds, or a span; not NaN, nor an int of any size."""
+    value: Any = event.get(name)
+    return float(value) if type(value) in {int, float} and abs(value) <= MAX_TIME_S else None
+
+
+def count_of(event: Mapping[str, Any], name: str) -> int | None:
+    """The field ``name`` where that is a count."""
+    value: Any = event.get(name)
+    return value if type(value) is int and 0 <= value <= MAX_COUNT else None
 
 
 def read_run(run_dir: Path) -> list[Event]:
@@ -174,21 +201,12 @@ def _ends_torn(descriptor: int) -> bool:
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
 
-def _parse(line: bytes) -> Event | None:
+def _whole(line: bytes) -> Event | None:
+    """Read a line that its writer has finished, or the event that was glued to the rest of a torn one."""
     if not line.endswith(b"\n"):
         return None
-    event = _load(line) if len(line) <= MAX_LINE_BYTES else None
+    event = parse(line)
     if event is None:
         glued = line.rfind(_START, max(1, len(line) - MAX_LINE_BYTES))
-        event = _load(line[glued:]) if glued > 0 else None
+        event = parse(line[glued:]) if glued > 0 else None
     return event
-
-
-def _load(line: bytes) -> Event | None:
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return None
-    return event if isinstance(event.get("t"), (int, float)) else None

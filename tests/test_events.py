@@ -42,6 +42,12 @@ def test_an_event_glued_to_a_torn_one_is_found(tmp_path: Path, torn: bytes) -> N
     assert kinds(path) == ["worker-exit", "b"]
 
 
+@pytest.mark.parametrize("t", ["1" + "0" * 400, "1e300", "true", "NaN", '"1"'])
+def test_a_line_without_a_time_is_no_event(t: str) -> None:
+    """Nobody who reckons with it has to look again."""
+    assert events.parse(f'{{"event":"x","t":{t}}}') is None
+
+
 def test_after_a_short_write_the_next_event_gets_a_line_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,17 +7,14 @@ a disk that refuses costs lines and nothing else.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from elastic_resume.errors import MachineError
-from elastic_resume.events import MAX_LINE_BYTES, Event
-from elastic_resume.policy.course import MAX_TIME_S
+from elastic_resume.events import Event, parse
 from elastic_resume.store.durable import DISK, Disk
 
 MAX_READ_BYTES = 1 << 20
@@ -55,9 +52,9 @@ class Tail:
 
     def read(self) -> list[tuple[str, Event]]:
         """Give the lines that are new, and what they say, by time."""
-        of_others = [found for found in map(_parsed, self._appended()) if found[1].get("pid") != os.getpid()]
-        own = [_parsed(self._own.popleft()) for _ in range(len(self._own))]
-        return sorted((found for found in of_others + own if found[1]), key=lambda found: found[1]["t"])
+        of_others = [found for found in parsed(self._appended()) if found[1].get("pid") != os.getpid()]
+        own = parsed([self._own.popleft() for _ in range(len(self._own))])
+        return sorted([*of_others, *own], key=lambda found: found[1]["t"])
 
     def _appended(self) -> list[str]:
         """Give the file's new lines. Of more than `MAX_READ_BYTES` the oldest are passed over."""
@@ -134,20 +131,12 @@ class Peers:
         self._disk.write_atomic(self._path, data[data.find(b"\n") + 1 :])
 
 
-def parse(line: str) -> Event | None:
-    """Read a line as an event; None where it is none."""
-    event = None
-    if len(line) <= MAX_LINE_BYTES:
-        with contextlib.suppress(ValueError, RecursionError):
-            event = json.loads(line)
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return None
-    t = event.get("t")
-    return event if isinstance(t, (int, float)) and type(t) is not bool and 0 <= t <= MAX_TIME_S else None
-
-
-def _parsed(line: str) -> tuple[str, Event]:
-    return line, parse(line) or {}
+def parsed(lines: Iterable[str]) -> Iterator[tuple[str, Event]]:
+    """Give the lines that are events, each with what it says."""
+    for line in lines:
+        event = parse(line)
+        if event is not None:
+            yield line, event
 
 
 def _size(path: Path) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from elastic_resume import contract
 from elastic_resume.agent import document
-from elastic_resume.agent.news import Peers, Picker, Tail, parse
+from elastic_resume.agent.news import Peers, Picker, Tail, parsed
 from elastic_resume.agent.pulse import Finger
 from elastic_resume.events import Event
 from elastic_resume.policy.course import Course
@@ -144,7 +144,7 @@ class Teller:
         with self._lock:
             heard, self._heard, self._heard_bytes = self._heard, deque(), 0
             newest = self._newest + SLACK
-        told = [(line, event) for line in heard if (event := parse(line)) is not None]
+        told = list(parsed(heard))
         try:
             self._tell(own, [event for _, event in told], newest)
         finally:  # whatever it was, they are told once

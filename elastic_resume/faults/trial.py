@@ -7,7 +7,6 @@ that they stood on. What they have written stays below the job's directory.
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from elastic_resume import contract
 from elastic_resume.errors import UsageError
-from elastic_resume.events import Event
+from elastic_resume.events import Event, parse
 from elastic_resume.faults.course import DONE, Course, Fate
 from elastic_resume.faults.lab import Cluster, Hosts
 from elastic_resume.faults.plan import Plan
@@ -248,15 +247,8 @@ class _Tail:
         whole = data.rfind(b"\n") + 1
         self._offset += whole
         for line in data[:whole].splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if (
-                isinstance(event, dict)
-                and isinstance(event.get("t"), (int, float))
-                and event["t"] > self._told
-            ):
+            event = parse(line)
+            if event is not None and event["t"] > self._told:
                 self._newest = max(self._newest, event["t"])
                 yield event
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
-from elastic_resume.events import Event
+from elastic_resume.events import MAX_COUNT, Event, count_of, time_of
 from elastic_resume.policy import failures
 from elastic_resume.policy.failures import Failure, describe
 
@@ -23,8 +23,6 @@ BOUNDS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Of the histogram of recoveries, the last one open: from a warm restart to a large state sent anew."""
 GROWN = "newcomers are here"
 """Why a leader ends a world that nothing befell (`rendezvous.leading`)."""
-MAX_TIME_S = 1e12  # the year 33658: what is beyond is no time
-_MAX_COUNT = 1 << 53
 _RESTART = re.compile(r"generation (\d{1,16}) is over: (.*)", re.DOTALL)
 
 
@@ -82,14 +80,14 @@ class Course:
         self._at: dict[str, int] = {}
         self._forgotten = Sums()
 
-    def take(self, event: Event, newest: int = _MAX_COUNT) -> None:
+    def take(self, event: Event, newest: int = MAX_COUNT) -> None:
         """Take in one event; one of a kind or form that says nothing here changes nothing.
 
         ``newest``: no generation beyond it can have begun. One that a broken node made up would have those
         forgotten that have.
         """
-        kind, t = event.get("event"), _time(event.get("t"))
-        node, generation = str(event.get("node", "")), _count(event.get("generation"))
+        kind, t = event.get("event"), time_of(event)
+        node, generation = str(event.get("node", "")), count_of(event, "generation")
         if t is None or (generation or 0) > newest:
             return
         if kind == "round" and generation:
@@ -97,7 +95,7 @@ class Course:
             self._turn(generation).began = True
         elif kind == "resume" and generation:
             turn = self._turn(generation)
-            turn.began, turn.lost_steps = True, _count(event.get("lost_steps"))
+            turn.began, turn.lost_steps = True, count_of(event, "lost_steps")
         elif kind == "step" and generation:
             turn = self._turn(generation)
             turn.first_step = min(t, turn.first_step or t)
@@ -183,13 +181,5 @@ def _first(causes: Any) -> Failure | None:
         for one in fields(Failure)
         if one.type == "str"
     }
-    counts = {name: _count(first.get(name)) for name in ("rank", "step")}
-    return Failure(**texts, **counts, nodes=_count(first.get("nodes")) or 1)  # type: ignore[arg-type]
-
-
-def _count(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value <= _MAX_COUNT else None
-
-
-def _time(value: Any) -> float | None:
-    return float(value) if type(value) in {int, float} and 0 <= value <= MAX_TIME_S else None
+    counts = {name: count_of(first, name) for name in ("rank", "step")}
+    return Failure(**texts, **counts, nodes=count_of(first, "nodes") or 1)  # type: ignore[arg-type]

@@ -20,9 +20,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_resume.events import Event
+from elastic_resume.events import Event, time_of
 from elastic_resume.report.text import seconds
-from elastic_resume.report.timeline import time_of
 
 VISIBLE_S = 1.0
 _ALIKE_S = 0.5  # two differences of one clock

@@ -14,10 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic_resume.events import Event
+from elastic_resume.events import Event, count_of, time_of
 
-MAX_COUNT = 1 << 53
-MAX_TIME_S = 1e12  # the year 33658: what is beyond is no time
 # What tells that a generation was there. A number in any other kind of event proves nothing.
 OF_A_GENERATION = frozenset(
     {"resume", "worker-start", "step", "commit", "commit-failed", "busy", "failure", "run-end", "worker-exit"}
@@ -40,14 +38,12 @@ class Seen:
 
     def count(self, name: str) -> int | None:
         """Return the field ``name`` if it is a count."""
-        return _count(self.raw, name)
+        return count_of(self.raw, name)
 
     def seconds(self, name: str) -> float | None:
         """Return the field ``name`` if it is a duration."""
-        value = self.raw.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_TIME_S:
-            return None
-        return float(value)
+        value = time_of(self.raw, name)
+        return value if value is not None and value >= 0 else None
 
     def text(self, name: str) -> str:
         """Return the field ``name`` if it is text, else nothing."""
@@ -134,14 +130,6 @@ def _with_generations(seen: list[Seen]) -> list[Seen]:
     return complete
 
 
-def time_of(event: Event) -> float | None:
-    """When it happened, if that is a time."""
-    t = event.get("t")
-    if isinstance(t, bool) or not isinstance(t, (int, float)) or not abs(t) <= MAX_TIME_S:
-        return None  # NaN too, and an int of any size
-    return float(t)
-
-
 def _parse(event: Event) -> Seen | None:
     t, kind = time_of(event), event.get("event")
     if t is None or not isinstance(kind, str):
@@ -150,17 +138,12 @@ def _parse(event: Event) -> Seen | None:
         t=t,
         kind=kind,
         node=_text(event, "node"),
-        generation=_count(event, "generation"),
-        rank=_count(event, "rank"),
-        step=_count(event, "step"),
-        pid=_count(event, "pid"),
+        generation=count_of(event, "generation"),
+        rank=count_of(event, "rank"),
+        step=count_of(event, "step"),
+        pid=count_of(event, "pid"),
         raw=event,
     )
-
-
-def _count(raw: Mapping[str, Any], name: str) -> int | None:
-    value = raw.get(name)
-    return value if type(value) is int and 0 <= value <= MAX_COUNT else None
 
 
 def _text(raw: Mapping[str, Any], name: str) -> str:
