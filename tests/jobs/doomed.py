@@ -1,8 +1,7 @@
 """A training script in which somebody dies at a told moment of a told step; and a diary of finished steps.
 
-``--plan`` is a JSON list of ``{"step", "rank", "moment", "who"}``: at that moment of that step, or of the
-first one after it that has such a moment, that rank kills its worker (itself), its agent, or both (the node).
-An entry that was carried out leaves a file.
+``--plan`` is a JSON list of ``{"step", "rank", "moment", "who"}``: at that moment of that step that rank
+kills its worker (itself), its agent, or both (the node). An entry that was carried out leaves a file.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class Doom:
     def _due(self, moment: str, step: int) -> dict[str, Any] | None:
         for entry in self._plan:
             done = self._directory / f"done-{entry['step']}-{entry['rank']}"
-            # A step may have no copy: all slots are in use while a slow disk and a comparison read two.
-            if entry["step"] <= step and entry["moment"] == moment and not done.exists():
+            if (entry["step"], entry["moment"]) == (step, moment) and not done.exists():
                 return entry
         return None
 
