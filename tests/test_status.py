@@ -197,7 +197,7 @@ def test_of_steps_the_first_of_a_generation_is_news_and_one_a_minute() -> None:
 
 
 def test_the_file_of_others_lines_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
-    """Its older half is given up; a disk that refuses costs lines and is counted."""
+    """Its older half is given up; what a disk refuses is counted, and written when it takes it again."""
     log = EventLog(tmp_path / "events.jsonl", node="b")
     path = tmp_path / contract.PEERS_FILE
     peers = Peers(path, limit=2000)
@@ -212,6 +212,10 @@ def test_the_file_of_others_lines_is_bounded_and_keeps_the_newest(tmp_path: Path
     refused = Peers(tmp_path / "no" / "where")
     refused.append(["x", "y"])
     assert refused.lost == 2
+    (tmp_path / "no").mkdir()
+    refused.append([])
+    assert refused.lost == 0
+    assert (tmp_path / "no" / "where").read_text() == "x\ny\n"
 
 
 class Full(Disk):

@@ -8,7 +8,6 @@ a disk that refuses costs lines and nothing else.
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,8 +21,6 @@ MAX_PEERS_BYTES = 16 << 20
 MOST_OWN = 1000
 """Lines of the agent's own that wait for the next look; it writes a few in a second."""
 STEP_EVERY_S = 60.0
-AGAIN_S = 30.0
-"""So long a disk that refused is left alone."""
 # What a report cannot do without, and is told seldom.
 KINDS = frozenset({
     "agent-start", "round", "rendezvous", "zygote-exit", "worker-exit", "hang", "hang-over", "drain",
@@ -91,38 +88,45 @@ class Picker:
 
 
 class Peers:
-    """The file of what other nodes have told."""
+    """The file of what other nodes have told. What the disk refuses waits in memory for the next lines."""
 
     def __init__(self, path: Path, limit: int = MAX_PEERS_BYTES, disk: Disk = DISK) -> None:
-        """Of a file that would grow beyond ``limit`` bytes the older half is given up."""
+        """Of a file that would grow beyond ``limit`` bytes the older half is given up, of what waits too."""
         self._path = path
         self._limit = limit
         self._disk = disk
-        self._again_at = float("-inf")
-        self.lost = 0
-        """How many lines were not written: too many at once, or the disk refused."""
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._dropped = 0
+
+    @property
+    def lost(self) -> int:
+        """How many lines are not on the disk: too many at once, or it refuses them."""
+        return self._dropped + len(self._waiting)
 
     def append(self, lines: Iterable[str]) -> None:
         """Write them behind what is there."""
-        written = deque(line.encode(errors="replace") + b"\n" for line in lines)
-        count = sum(map(len, written))
-        while count > self._limit // 2:
-            count -= len(written.popleft())
-            self.lost += 1
-        if not written:
+        for line in lines:
+            self._waiting.append(line.encode(errors="replace") + b"\n")
+            self._waiting_bytes += len(self._waiting[-1])
+        while self._waiting_bytes > self._limit // 2:
+            self._waiting_bytes -= len(self._waiting.popleft())
+            self._dropped += 1
+        if not self._waiting:
             return
-        if time.monotonic() < self._again_at:
-            self.lost += len(written)
-            return
+        size = _size(self._path)
         try:
-            size = _size(self._path)
-            if size + count > self._limit:
+            if size + self._waiting_bytes > self._limit:
                 self._halve(size)
+                size = _size(self._path)
             with open(self._path, "ab") as file:
-                file.write(b"".join(written))
+                file.write(b"".join(self._waiting))
         except (OSError, MachineError):
-            self._again_at = time.monotonic() + AGAIN_S
-            self.lost += len(written)
+            with contextlib.suppress(OSError):  # of a part that it has taken
+                os.truncate(self._path, size)
+        else:
+            self._waiting.clear()
+            self._waiting_bytes = 0
 
     def _halve(self, size: int) -> None:
         with open(self._path, "rb") as file:
