@@ -1,7 +1,8 @@
 """The command ``elastic-resume``: one function per subcommand, each importing what it needs when called.
 
-Promise: an error made by the user is one line on stderr and exit code 1, without a traceback. Only ``run``
-imports torch.
+Promise: an error made by the user is one line on stderr and exit code 1 (of ``diff`` and ``chaos`` 2, of
+``run`` on a machine that is unfit 74), without a traceback. ``ls``, ``verify``, ``report`` and ``status`` do
+not import torch.
 """
 
 from __future__ import annotations
@@ -44,35 +45,29 @@ def _parser() -> argparse.ArgumentParser:
     from elastic_resume.cluster import manifest  # noqa: PLC0415
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
     from elastic_resume.faults import advice_flags  # noqa: PLC0415
-    from elastic_resume.report import commands as looking  # noqa: PLC0415
-    from elastic_resume.report import diff as differing  # noqa: PLC0415
-    from elastic_resume.report import doctor  # noqa: PLC0415
-    from elastic_resume.report import status as telling  # noqa: PLC0415
+    from elastic_resume.report import commands, diff, doctor, status  # noqa: PLC0415
 
     parser = Parser(
         prog=PROG, description="Wraps a PyTorch DDP job so that nothing is lost when a node dies."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # Its flags are torchrun's: they are listed by `run --help`, because reading them imports torch.
-    commands.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)
+    subparsers.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)
     # What follows its own flags is for `run`, so it is taken apart by itself.
-    commands.add_parser("chaos", help="run a job on simulated nodes, break them by a plan", add_help=False)
-    looking.register(commands)
-    differing.register(commands)
-    manifest.register(commands)
-    doctor.register(commands)
-    telling.register(commands)
-    _add_simulate(commands)
-    advice_flags.register(commands)
+    subparsers.add_parser("chaos", help="run a job on simulated nodes, break them by a plan", add_help=False)
+    for part in (commands, diff, manifest, doctor, status):
+        part.register(subparsers)
+    _add_simulate(subparsers)
+    advice_flags.register(subparsers)
     return parser
 
 
 # ---- simulate ------------------------------------------------------------------------------------------
 
 
-def _add_simulate(commands: argparse._SubParsersAction[Any]) -> None:
-    one = commands.add_parser("simulate", help="play random schedules of faults against the rendezvous")
+def _add_simulate(subparsers: argparse._SubParsersAction[Any]) -> None:
+    one = subparsers.add_parser("simulate", help="play random schedules of faults against the rendezvous")
     parts = one.add_subparsers(title="what to simulate", metavar="PART", required=True)
     one = parts.add_parser("rendezvous", help="the core of the rendezvous, in simulated time")
     one.add_argument("--seeds", type=_count, default=2000, metavar="N", help="how many (default %(default)s)")

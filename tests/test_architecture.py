@@ -27,7 +27,7 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 MAY_IMPORT_TORCH = {"worker", "agent/elastic.py", "agent/handler.py", "agent/zygote.py"}
 ROLES = (
     "admitting body calling codec comparing core following forming leading ledger "
-    "link messages packing quorum roster seeking steps telling view wire"
+    "link messages packing quorum roster seeking steps tidings view wire"
 )
 PURE = ["policy", *(f"rendezvous/{role}.py" for role in ROLES.split())]
 MAX_FUNCTION_LINES = 70

@@ -38,7 +38,7 @@ from elastic_resume.rendezvous.steps import (
     Settings,
     Tick,
 )
-from elastic_resume.rendezvous.telling import News
+from elastic_resume.rendezvous.tidings import News
 from elastic_resume.rendezvous.wire import Lines, WireError
 
 CASES = int(os.environ.get("ELASTIC_RESUME_FUZZ_CASES", "600"))

@@ -17,7 +17,7 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.faults import expected, rates, simulate_job
 from elastic_resume.faults.rates import KINDS, Strike
 from elastic_resume.faults.simulate import Outcome, play
-from elastic_resume.faults.simulate_job import JOINED, Course, Job, course
+from elastic_resume.faults.simulate_job import JOINED, Job, Pace, pace
 from elastic_resume.policy.cadence import Every
 from elastic_resume.worker import saver
 
@@ -183,8 +183,8 @@ def test_the_parts_of_the_time_add_up_and_no_step_counts_twice(
     assert play(job, strikes, 3000.0) == out
 
 
-COURSES = st.builds(
-    Course,
+PACES = st.builds(
+    Pace,
     start=st.integers(0, 1000),
     step_s=st.sampled_from([0.25, 2.0]),
     gap=st.integers(0, 40),
@@ -197,8 +197,8 @@ COURSES = st.builds(
 )
 
 
-@given(COURSES, st.integers(0, 300))
-def test_a_course_counted_at_once_is_the_one_counted_step_by_step(one: Course, steps: int) -> None:
+@given(PACES, st.integers(0, 300))
+def test_a_pace_counted_at_once_is_the_one_counted_step_by_step(one: Pace, steps: int) -> None:
     """Copies, stalls, and how far it is at any moment."""
     took, newest, saved = 0.0, 0, 0
     for step in range(1, steps + 1):
@@ -217,9 +217,9 @@ def test_a_generation_begins_with_the_snapshots_that_its_saver_takes() -> None:
     """The number is the saver's own; and `auto` then comes to what `policy/cadence.py` says."""
     assert simulate_job.WARM_SNAPSHOTS == saver.WARM_UP + 1
     job = replace(JOB, snapshot_every=Every(), save_every=Every(), snapshot_s=0.05)
-    one = course(job, start=0, nodes=4, mtbf_s=4 * 3600.0)
+    one = pace(job, start=0, nodes=4, mtbf_s=4 * 3600.0)
     assert (one.gap, one.first_save, one.save_gap) == (8, 1, 5)  # 1 %, and a tenth of the disk's time
-    assert course(replace(job, save_every=Every(steps=1)), start=0, nodes=4, mtbf_s=1e6).save_gap == 1
+    assert pace(replace(job, save_every=Every(steps=1)), start=0, nodes=4, mtbf_s=1e6).save_gap == 1
 
 
 # ---- the closed form -------------------------------------------------------------------------------------

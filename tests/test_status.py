@@ -19,11 +19,11 @@ from elastic_resume.agent.pulse import Finger
 from elastic_resume.agent.telling import Teller
 from elastic_resume.errors import MachineError, RendezvousLostError, UsageError
 from elastic_resume.events import Event, EventLog, parse
-from elastic_resume.policy.course import BOUNDS_S, KEPT, Course
+from elastic_resume.policy.tally import BOUNDS_S, KEPT, Tally
 from elastic_resume.rendezvous import looking
 from elastic_resume.rendezvous.quorum import Incarnation, World
 from elastic_resume.rendezvous.steps import Heard
-from elastic_resume.rendezvous.telling import News, Pulse, Tidings
+from elastic_resume.rendezvous.tidings import News, Pulse, Tidings
 from elastic_resume.rendezvous.view import View
 from elastic_resume.report import asking
 from elastic_resume.report.status_screen import MAX_NODES, screen
@@ -57,10 +57,10 @@ BEGUN: Event = {"event": "round", "node": "b", "t": 1.0, "generation": 1}
 
 def test_an_incident_has_cause_and_cost() -> None:
     """From the first sign to the first step of the next generation."""
-    course = Course()
+    tally = Tally()
     for event in [BEGUN, *kill(1, 100.0, lost=3)]:
-        course.take(event)
-    (one,) = course.incidents()
+        tally.take(event)
+    (one,) = tally.incidents()
     assert (one.generation, one.kind, one.t, one.lost_steps) == (1, "signal", 100.0, 3)
     assert one.cause == "rank 1 on node b was killed by SIGKILL"
     assert one.recovered_s == pytest.approx(0.4)
@@ -68,35 +68,35 @@ def test_an_incident_has_cause_and_cost() -> None:
 
 def test_a_world_that_grew_is_no_incident_and_one_without_a_verdict_has_its_leaders_reason() -> None:
     """What a leader says of a restart is all that is known where no worker failed."""
-    course = Course()
-    course.take(BEGUN)
+    tally = Tally()
+    tally.take(BEGUN)
     for number, reason in ((1, "newcomers are here"), (2, "c is silent")):
         text = f"generation {number} is over: {reason}"
-        course.take({"event": "rendezvous", "node": "b", "t": 5.0, "what": "restart", "message": text})
-        course.take({"event": "round", "node": "b", "t": 6.0, "generation": number + 1})
-    assert [(one.generation, one.kind, one.cause) for one in course.incidents()] == [
+        tally.take({"event": "rendezvous", "node": "b", "t": 5.0, "what": "restart", "message": text})
+        tally.take({"event": "round", "node": "b", "t": 6.0, "generation": number + 1})
+    assert [(one.generation, one.kind, one.cause) for one in tally.incidents()] == [
         (2, "unknown", "c is silent")
     ]
 
 
 def test_sums_count_what_is_no_longer_remembered() -> None:
     """Of hundreds of incidents all are counted, and a bounded number kept."""
-    course = Course()
-    course.take(BEGUN)
+    tally = Tally()
+    tally.take(BEGUN)
     for number in range(1, 3 * KEPT):
         for event in kill(number, 100.0 * number, lost=2, after_s=number % 2 + 0.7):
-            course.take(event)
-    sums = course.sums()
+            tally.take(event)
+    sums = tally.sums()
     assert sums.incidents == {"signal": 3 * KEPT - 1}
     assert sums.lost_steps == 2 * (3 * KEPT - 1)
     assert sum(sums.recoveries) == 3 * KEPT - 1
     assert sums.recoveries[BOUNDS_S.index(1.0)] == KEPT * 3 // 2 - 1
-    assert len(course.incidents()) < KEPT
+    assert len(tally.incidents()) < KEPT
 
 
 def test_events_of_any_form_and_order_are_taken() -> None:
     """They come from other nodes."""
-    course = Course()
+    tally = Tally()
     odd: list[Any] = [
         None,
         -1,
@@ -114,32 +114,32 @@ def test_events_of_any_form_and_order_are_taken() -> None:
     for event, value in itertools.product(events, odd):
         for key in event:
             if key != "event":
-                course.take({**event, key: value})
-    course = Course()
+                tally.take({**event, key: value})
+    tally = Tally()
     random.Random(4).shuffle(events)
     for event in [BEGUN, *events]:
-        course.take(event)
-    assert course.sums().incidents == {"signal": 2}
+        tally.take(event)
+    assert tally.sums().incidents == {"signal": 2}
 
 
 def test_another_node_that_tells_all_of_it_again_changes_nothing() -> None:
     """A new leader is told by every node of generations that it has summed up by then."""
-    course = Course()
+    tally = Tally()
     told = [BEGUN, *(event for number in range(1, 2 * KEPT) for event in kill(number, 100.0 * number))]
     for event in [*told, *told]:
-        course.take(event)
-    assert course.sums().incidents == {"signal": 2 * KEPT - 1}
+        tally.take(event)
+    assert tally.sums().incidents == {"signal": 2 * KEPT - 1}
 
 
 def test_generations_that_cannot_have_begun_push_none_out() -> None:
-    """One broken member would have the whole course forgotten."""
-    course = Course()
+    """One broken member would have the whole tally forgotten."""
+    tally = Tally()
     for event in [BEGUN, *kill(1, 100.0)]:
-        course.take(event, 2)
+        tally.take(event, 2)
     for number in range(9 * 10**15, 9 * 10**15 + 2 * KEPT):
         for event in kill(number, 100.0):
-            course.take(event, 10)
-    assert [one.generation for one in course.incidents()] == [1]
+            tally.take(event, 10)
+    assert [one.generation for one in tally.incidents()] == [1]
 
 
 # ---- lines on their way --------------------------------------------------------------------------------
@@ -280,11 +280,11 @@ def said(count: int = 2, *, view: View | None = None, trouble: int | None = None
         )
         for i, one in enumerate(members)
     }
-    course = Course()
+    tally = Tally()
     for event in [BEGUN, *kill(1, 100.0, lost=3), *kill(2, 200.0)]:
-        course.take(event)
+        tally.take(event)
     seen = view or View(members[0], True, members[0], World(3, members, members[0]), 3, ("n9",))
-    made = document.make(seen, pulses, course, run_id="job", missed=0)
+    made = document.make(seen, pulses, tally, run_id="job", missed=0)
     return dict(json.loads(json.dumps(made)))
 
 

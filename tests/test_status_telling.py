@@ -16,7 +16,7 @@ from elastic_resume.rendezvous import looking, wire
 from elastic_resume.rendezvous.messages import Beat, Hello, Stamp
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge
 from elastic_resume.rendezvous.shell import Limits
-from elastic_resume.rendezvous.telling import (
+from elastic_resume.rendezvous.tidings import (
     MAX_KEPT_BYTES,
     MAX_NEWS_BYTES,
     News,

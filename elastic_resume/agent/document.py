@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from elastic_resume.policy.course import BOUNDS_S, Course
+from elastic_resume.policy.tally import BOUNDS_S, Tally
 from elastic_resume.rendezvous.quorum import Incarnation
-from elastic_resume.rendezvous.telling import Pulse
+from elastic_resume.rendezvous.tidings import Pulse
 from elastic_resume.rendezvous.view import View
 
 VERSION = 1
@@ -33,11 +33,9 @@ class Known:
     heard_at: float
 
 
-def make(
-    view: View, known: Mapping[str, Known], course: Course, *, run_id: str, missed: int
-) -> dict[str, Any]:
+def make(view: View, known: Mapping[str, Known], tally: Tally, *, run_id: str, missed: int) -> dict[str, Any]:
     """Make the document. ``missed``: lines of other nodes' logs that did not come through."""
-    world, sums = view.world, course.sums()
+    world, sums = view.world, tally.sums()
     ranks = {one.node: rank for rank, one in enumerate(world.members)} if world else {}
     nodes = [_node(one, ranks.get(one), known.get(one)) for one in _names(view, known)]
     running = [one for one in nodes if world and one["generation"] == world.generation]
@@ -66,7 +64,7 @@ def make(
         "step": furthest["step"] if furthest else max((int(one["step"]) for one in nodes), default=0),
         "steps_per_s": furthest["steps_per_s"] if furthest else 0.0,
         "nodes": nodes,
-        "incidents": [asdict(one) for one in course.incidents()[-MAX_INCIDENTS:]],
+        "incidents": [asdict(one) for one in tally.incidents()[-MAX_INCIDENTS:]],
         "sums": {
             "incidents": dict(sums.incidents),
             "lost_steps": sums.lost_steps,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elastic_resume import contract
 from elastic_resume.events import Event
-from elastic_resume.rendezvous.telling import Pulse
+from elastic_resume.rendezvous.tidings import Pulse
 from elastic_resume.store import slots
 from elastic_resume.store.board import read_lines
 from elastic_resume.store.slots import SlotState, order_of

@@ -24,7 +24,7 @@ from elastic_resume.agent import document
 from elastic_resume.agent.news import Peers, Picker, Tail, parsed
 from elastic_resume.agent.pulse import Finger
 from elastic_resume.events import Event
-from elastic_resume.policy.course import Course
+from elastic_resume.policy.tally import Tally
 from elastic_resume.rendezvous.member import Member
 from elastic_resume.rendezvous.steps import Heard
 from elastic_resume.rendezvous.view import View
@@ -54,7 +54,7 @@ class Teller:
         self._tail = tail
         self._picker = Picker()
         self._peers = Peers(node_dir / contract.PEERS_FILE)
-        self._course = Course()
+        self._tally = Tally()
         self._nodes: dict[str, document.Known] = {}
         self._heard: deque[str] = deque()
         self._heard_bytes = 0
@@ -64,7 +64,7 @@ class Teller:
         self._shown: tuple[float, bytes] = (float("-inf"), b"")
         self._said = ""
         self._lock = threading.Lock()  # of what the rendezvous' thread touches too: never held for long
-        self._showing = threading.Lock()  # of the course, and of what was shown last
+        self._showing = threading.Lock()  # of the tally, and of what was shown last
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._live, name="elastic-resume-teller", daemon=True)
 
@@ -118,7 +118,7 @@ class Teller:
                 return shown
             with self._lock:
                 nodes, missed = dict(self._nodes), self._missed + self._peers.lost
-            made = document.make(view, nodes, self._course, run_id=self._run_id, missed=missed)
+            made = document.make(view, nodes, self._tally, run_id=self._run_id, missed=missed)
             shown = json.dumps(made, separators=(",", ":")).encode()
             self._shown = (time.monotonic(), shown)
             return shown
@@ -153,10 +153,10 @@ class Teller:
     def _tell(self, own: list[tuple[str, Event]], heard: list[Event], newest: int) -> None:
         with self._showing:
             for _, event in own:
-                self._course.take(event)
+                self._tally.take(event)
             for event in heard:
-                self._course.take(event, newest)
-            incidents = len(self._course.incidents())
+                self._tally.take(event, newest)
+            incidents = len(self._tally.incidents())
         for _, event in own:
             self._finger.note(event)
         pulse = self._finger.take(incidents)

@@ -119,7 +119,7 @@ def ask(job: Job, site: Site) -> Answer:
 
 def formula_of(job: Job, site: Site) -> Expected:
     """The closed form for this job's own cadence; for saves where it takes no snapshots."""
-    one = simulate_job.course(job, start=0, nodes=job.nodes, mtbf_s=site.mtbf_s(job))
+    one = simulate_job.pace(job, start=0, nodes=job.nodes, mtbf_s=site.mtbf_s(job))
     if one.gap:
         return _formula(job, site, interval_s=one.gap * one.step_s, cost_s=one.snapshot_s)
     return _formula(job, site, interval_s=one.save_gap * one.step_s, cost_s=one.save_s)

@@ -49,7 +49,7 @@ def _copies(answer: Answer) -> str:
         idle = 1 - found["productive"] - found["stalled"] - found["fewer"]
         cause = f", and none are made in the {idle:.1%} of the time in which nothing new is trained"
         return f"{-more:.1%} less for copies: there are fewer{cause if idle > TELLING else ''}."
-    one = simulate_job.course(best.job, start=0, nodes=best.job.nodes, mtbf_s=answer.site.mtbf_s(best.job))
+    one = simulate_job.pace(best.job, start=0, nodes=best.job.nodes, mtbf_s=answer.site.mtbf_s(best.job))
     begun = sum(1 + len(o.recoveries) for o in best.outcomes)
     causes = []
     if one.gap > 1 and begun * one.warm * one.snapshot_s > more / 4 * sum(o.total_s for o in best.outcomes):
@@ -85,7 +85,7 @@ def _again(answer: Answer) -> str:
     text = f"{abs(more):.1%} {'more' if more > 0 else 'less'} is run again"
     if not failed:
         return f"{text}: no failure cost a recovery, of {_expected(answer)} that it counts."
-    one = simulate_job.course(best.job, start=0, nodes=best.job.nodes, mtbf_s=answer.site.mtbf_s(best.job))
+    one = simulate_job.pace(best.job, start=0, nodes=best.job.nodes, mtbf_s=answer.site.mtbf_s(best.job))
     half = (one.gap or one.save_gap) / 2
     lost = statistics.fmean(r.lost for r in failed)
     text += (

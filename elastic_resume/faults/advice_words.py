@@ -131,13 +131,13 @@ def _use(answer: Answer) -> str:
 
 def _cadence(one: Variant) -> str:
     """What the settings come to in a world of all nodes that has not failed yet."""
-    course = simulate_job.course(one.job, start=0, nodes=one.job.nodes, mtbf_s=4 * 3600.0)
+    pace = simulate_job.pace(one.job, start=0, nodes=one.job.nodes, mtbf_s=4 * 3600.0)
     snapshots = "no snapshots in memory"
-    if course.gap:
+    if pace.gap:
         snapshots = (
-            f"a snapshot in memory every {amount(course.gap, 'step')} ({_brief(course.gap * course.step_s)})"
+            f"a snapshot in memory every {amount(pace.gap, 'step')} ({_brief(pace.gap * pace.step_s)})"
         )
-    return f"{snapshots}, a checkpoint on disk every {_brief(course.save_gap * course.step_s)}"
+    return f"{snapshots}, a checkpoint on disk every {_brief(pace.save_gap * pace.step_s)}"
 
 
 def _costs(one: Variant) -> Iterator[str]:
@@ -273,14 +273,14 @@ def as_json(answer: Answer) -> dict[str, Any]:
     """Everything, in plain types."""
 
     def variant(one: Variant) -> dict[str, Any]:
-        course = simulate_job.course(one.job, start=0, nodes=one.job.nodes, mtbf_s=4 * 3600.0)
+        pace = simulate_job.pace(one.job, start=0, nodes=one.job.nodes, mtbf_s=4 * 3600.0)
         recoveries = [r for o in one.outcomes for r in o.recoveries]
         return {
             "flags": one.flags,
             "snapshot_every": str(one.job.snapshot_every),
             "save_every": str(one.job.save_every),
-            "snapshot_gap_steps": course.gap or None,
-            "save_gap_steps": course.save_gap,
+            "snapshot_gap_steps": pace.gap or None,
+            "save_gap_steps": pace.save_gap,
             "nodes": [one.job.min_nodes, one.job.nodes],
             "spares": one.job.spares,
             "goodput": one.goodput,

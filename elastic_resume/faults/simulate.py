@@ -2,7 +2,7 @@
 
 Discrete events: between two of them nothing happens that has to be looked at, so a month of ten thousand
 nodes takes seconds. The project's own policy decides: `policy/cadence.py` when copies are made (through
-`simulate_job.course`), `policy/source.py` what a resume finds on those that are left and who sends it to
+`simulate_job.pace`), `policy/source.py` what a resume finds on those that are left and who sends it to
 whom, `policy/restart.py` whether the job goes on, pauses, or leaves a node out. The rendezvous is not
 played but stated: a world forms of all that are up, up to ``nodes``, when they are ``min_nodes`` and have a
 quorum; who is beyond that is a spare, and steps in with the next restart; one who comes while there is room
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from elastic_resume.faults.rates import KINDS, Strike
-from elastic_resume.faults.simulate_job import DRAINED, FORM_S, JOINED, SETTLE_S, Course, Job, course, load_s
+from elastic_resume.faults.simulate_job import DRAINED, FORM_S, JOINED, SETTLE_S, Job, Pace, load_s, pace
 from elastic_resume.faults.simulate_nodes import Copies, Machines
 from elastic_resume.policy import cadence, failures, restart, source
 
@@ -259,7 +259,7 @@ class _Play:
     def _train(self) -> None:
         """Train until something happens."""
         mtbf_s = cadence.mtbf_s(self._failed_rounds, self._now_s)
-        one = course(self._job, start=self._step, nodes=len(self._machines.world), mtbf_s=mtbf_s)
+        one = pace(self._job, start=self._step, nodes=len(self._machines.world), mtbf_s=mtbf_s)
         began_s = self._now_s
         self._copies.train(one, self._generation, began_s)
         kind = self._until(self._end_s, room=True)
@@ -281,7 +281,7 @@ class _Play:
         known_s = self._now_s + self._job.noticed_after_s(DRAINED if drained else kind)
         self._stop = _Stop(self._now_s, kind, known_s)
 
-    def _account(self, one: Course, steps: int, took_s: float, *, cut_off: bool) -> None:
+    def _account(self, one: Pace, steps: int, took_s: float, *, cut_off: bool) -> None:
         full_s = self._job.step_on(self._job.nodes)
         again = min(steps, self._top - self._step)
         under_way_s = took_s - one.time_of(steps)

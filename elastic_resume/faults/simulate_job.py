@@ -87,7 +87,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Course:
+class Pace:
     """One generation, from the moment it trains: which steps it copies, and how long its first n take.
 
     ``start``: the step that it resumed from. ``gap``: steps from one snapshot to the next, after the first
@@ -154,7 +154,7 @@ def snapshot_cost_s(state_bytes: int, *, copy_bytes_per_s: float, cores: int, st
     return copy_s / cores + max(0.0, copy_s - step_s)
 
 
-def course(job: Job, *, start: int, nodes: int, mtbf_s: float) -> Course:
+def pace(job: Job, *, start: int, nodes: int, mtbf_s: float) -> Pace:
     """Ask the policy when copies are made, in a generation of so many nodes."""
     step_s = job.step_on(nodes)
     gap = warm = 0
@@ -183,7 +183,7 @@ def course(job: Job, *, start: int, nodes: int, mtbf_s: float) -> Course:
         save_gap = _least(lambda after: is_due(after, first))
     if gap and job.save_every.steps is not None and save_gap % gap == 0:
         save_s = 0.0  # each save finds a snapshot that is due anyway
-    return Course(start, step_s, gap, warm, job.snapshot_s, first, save_gap, save_s, job.commit_s)
+    return Pace(start, step_s, gap, warm, job.snapshot_s, first, save_gap, save_s, job.commit_s)
 
 
 def _least(holds: Callable[[int], bool]) -> int:

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable
 
-from elastic_resume.faults.simulate_job import Course
+from elastic_resume.faults.simulate_job import Pace
 from elastic_resume.policy.source import DISK, MEMORY, Copy, Inventory
 
 Held = tuple[int, int]  # generation and step of a copy
@@ -86,45 +86,45 @@ class Copies:
             None  # what agents commit at a generation's end, and until when
         )
         self._own: dict[int, Held | None] = dict.fromkeys(range(count))  # disks of those that do not train
-        self._course: tuple[Course, int, float] | None = None
+        self._pace: tuple[Pace, int, float] | None = None
 
-    def train(self, course: Course, generation: int, began_s: float) -> None:
+    def train(self, pace: Pace, generation: int, began_s: float) -> None:
         """A generation begins to train."""
-        self._course = (course, generation, began_s)
+        self._pace = (pace, generation, began_s)
 
     def stop(self, now_s: float, steps: int, *, torn: Collection[int], left: int, drained: bool) -> None:
         """It has ended after so many steps.
 
         ``torn``: whose worker failed, of ``left`` nodes; ``drained``: all have copied the last step.
         """
-        if self._course is None:
+        if self._pace is None:
             return
         self.disk(now_s)
-        course, generation, began_s = self._course
-        self._course = None
-        newest = steps if drained else course.newest_snapshot(steps)
+        pace, generation, began_s = self._pace
+        self._pace = None
+        newest = steps if drained else pace.newest_snapshot(steps)
         if newest and self._slots:
-            if now_s - began_s - course.time_of(newest) < self._copy_s and not drained:
-                before = course.newest_snapshot(newest - 1)
+            if now_s - began_s - pace.time_of(newest) < self._copy_s and not drained:
+                before = pace.newest_snapshot(newest - 1)
                 self._torn = set(torn)
-                self._older = (generation, course.start + before) if before else self._memory
-            self._memory = (generation, course.start + newest)
+                self._older = (generation, pace.start + before) if before else self._memory
+            self._memory = (generation, pace.start + newest)
             if len(self._torn) == left:  # nobody else has it
                 self._memory = self._older
                 self._torn.clear()
             self._coming = (now_s + self._commit_s, self._memory) if self._memory else None
         elif drained and newest:
-            self._disk = (generation, course.start + newest)
+            self._disk = (generation, pace.start + newest)
 
     def disk(self, now_s: float) -> Held | None:
         """What the disks of those that train hold by now."""
         if self._coming and self._coming[0] <= now_s:
             self._disk, self._coming = self._coming[1], None
-        if self._course is not None:
-            course, generation, began_s = self._course
-            newest = course.newest_commit(now_s - began_s)
+        if self._pace is not None:
+            pace, generation, began_s = self._pace
+            newest = pace.newest_commit(now_s - began_s)
             if newest:
-                self._disk = (generation, course.start + newest)
+                self._disk = (generation, pace.start + newest)
         return self._disk
 
     def leave(self, node: int, now_s: float, *, wiped: bool) -> None:

@@ -41,7 +41,7 @@ from elastic_resume.rendezvous.steps import (
     Settings,
     StopWorkers,
 )
-from elastic_resume.rendezvous.telling import Outbox, deputy
+from elastic_resume.rendezvous.tidings import Outbox, deputy
 
 NAMED = 5
 """So many candidates are named in one line."""

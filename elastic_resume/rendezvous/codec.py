@@ -17,7 +17,7 @@ from typing import Any
 from elastic_resume.policy.divergence import MAX_GROUPS, Digest, Groups, are_groups, is_digest
 from elastic_resume.rendezvous import packing
 from elastic_resume.rendezvous.quorum import World
-from elastic_resume.rendezvous.telling import MAX_NEWS_BYTES, News, is_news
+from elastic_resume.rendezvous.tidings import MAX_NEWS_BYTES, News, is_news
 
 _MAX_INT = 1 << 53
 _MAX_TEXT = 4096

@@ -47,8 +47,8 @@ from elastic_resume.rendezvous.steps import (
     WorkerFailed,
     WorkersFinished,
 )
-from elastic_resume.rendezvous.telling import Pulse
 from elastic_resume.rendezvous.terms import Terms
+from elastic_resume.rendezvous.tidings import Pulse
 from elastic_resume.rendezvous.view import View
 
 LINGER_S = 2.0

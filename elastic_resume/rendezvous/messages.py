@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from elastic_resume.policy.divergence import Digest, Groups
 from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
-from elastic_resume.rendezvous.telling import Tidings
+from elastic_resume.rendezvous.tidings import Tidings
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Print:
 class Beat:
     """I am alive. The stamp says the rest, and from a member `told` how its state looks.
 
-    `tidings` are for people: see `telling`.
+    `tidings` are for people: see `tidings.py`.
     """
 
     told: Print | None = None

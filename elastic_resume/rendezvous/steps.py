@@ -13,7 +13,7 @@ from elastic_resume.policy.divergence import Groups
 from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.messages import Diverged, Join, Message, Print, Stamp
 from elastic_resume.rendezvous.quorum import ALL_RULES, Incarnation, Knowledge, Question, Rules
-from elastic_resume.rendezvous.telling import Pulse, Tidings
+from elastic_resume.rendezvous.tidings import Pulse, Tidings
 
 FEW = 64
 """So many members are answered before any of them could get impatient."""

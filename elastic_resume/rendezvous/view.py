@@ -1,6 +1,6 @@
 """How the job looks from one agent, for people: plain data, taken from the core and changing nothing in it.
 
-Pure. What nodes tell of themselves is not in it: that is `telling`'s, and its receiver's.
+Pure. What nodes tell of themselves is not in it: that is `tidings.py`'s, and its receiver's.
 """
 
 from __future__ import annotations

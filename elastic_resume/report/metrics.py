@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_resume.policy.course import UNKNOWN
 from elastic_resume.policy.failures import KINDS
+from elastic_resume.policy.tally import UNKNOWN
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

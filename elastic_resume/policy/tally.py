@@ -1,4 +1,4 @@
-"""The course of a job as its events tell it, one by one, while it runs: what ended each world, and its cost.
+"""What ended each world of a job, and its cost, as its events tell it one by one while it runs.
 
 For those who look on; a report, which has all events at once, knows more. Pure. It promises to take any event
 of any node in any order, to remember the newest `KEPT` generations, and that its sums never forget.
@@ -72,8 +72,8 @@ class _Turn:
     counted: bool = False
 
 
-class Course:
-    """The course of one job, as far as one node hears of it."""
+class Tally:
+    """The incidents of one job, as far as one node hears of them."""
 
     def __init__(self) -> None:
         self._turns: dict[int, _Turn] = {}
