@@ -7,6 +7,7 @@ a disk that refuses costs lines and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
