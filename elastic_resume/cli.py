@@ -132,14 +132,7 @@ def run(words: Sequence[str]) -> int:
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
 
-    parser = config.Parser(
-        prog=f"{PROG} run",
-        description="Run a training script on this node, as torchrun does, and survive what dies around it.",
-        parents=[elastic.torchrun_parser()],
-        add_help=False,  # torchrun's own -h comes with its flags
-    )
-    config.add_flags(parser)
-    args, given = config.parse_layers(parser, words)
+    args, given = config.parse_layers(elastic.parser(), words)
     if args.array_elements is not None:
         os.environ[contract.ENV_ARRAY_ELEMENTS] = values.array_elements(args.array_elements)
     here = node.read(os.environ)

@@ -67,6 +67,13 @@ def words(directory: Path, *flags: str, epochs: int = 3, step_s: float = 0.02) -
         (["--mtbf", "15"], "it is '15': write a time with its unit"),
         (["--nodes", "0"], "'0' is not a number from 1"),
         (["--save-plan", "none/x.yaml"], "--save-plan none/x.yaml: cannot be written"),
+        (["--dir", "train.py"], "train.py: cannot be used: Not a directory"),
+        (["--dir", "/proc/none"], "--dir /proc/none: cannot be made: No such file"),
+        (["--disk", "1GB", "--hosts", "loopback"], "--disk takes nodes that are machines (--hosts namesp"),
+        (["--disk", "1KB", "--hosts", "namespaces"], "--disk is 1000 bytes: a file system takes 16777216"),
+        (["--keep", "none"], "keep is 'none'"),
+        (["--max-restarts", "1", "--checkpoint-evry", "2"], "unknown flag --checkpoint-evry"),
+        (["--no-python"], "there is no program 'train.py'"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_starts(
@@ -78,6 +85,7 @@ def test_what_cannot_be_done_is_refused_before_anything_starts(
 ) -> None:
     """With exit code 2, one line, and no directory made."""
     monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     Path("cut.yaml").write_text("faults: [worker 0 at step 1, cut 1 at 3s]")
     Path("far.yaml").write_text("faults: [node 7 at step 1]")
     assert code_of(["chaos", *flags, "--", "train.py"]) == 2
@@ -99,11 +107,17 @@ def test_a_script_is_written_behind_two_dashes(capsys: pytest.CaptureFixture[str
     assert "write the script behind --" in capsys.readouterr().err
 
 
+def test_a_script_that_is_not_there_is_refused_before_nodes_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """And not by each of them."""
+    assert code_of(["chaos", "--", "none.py"]) == 2
+    assert capsys.readouterr().err.startswith("elastic-resume: error: there is no training script 'none.py'")
+
+
 def test_a_directory_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     """Two runs would be told as one."""
     (tmp_path / "kept").touch()
     with pytest.raises(ConfigError, match="is not empty"):
-        chaos.parse(["--dir", str(tmp_path), "--", "train.py"])
+        chaos.parse(["--dir", str(tmp_path), "--", str(SCRIPT)])
 
 
 def test_flags_of_run_are_passed_on_and_the_rest_is_chaos_own(tmp_path: Path) -> None:
@@ -111,15 +125,15 @@ def test_flags_of_run_are_passed_on_and_the_rest_is_chaos_own(tmp_path: Path) ->
     file = tmp_path / "plan.yaml"
     file.write_text("seed: 3\nfaults: [worker 1 at step 20]\nevery: {mtbf: 1m, kinds: [raise]}")
     line = ["--nodes", "4", "--save-every", "10", "--dir", str(tmp_path / "new"), "--log-prefix"]
-    job, saved = chaos.parse([*line, "--hosts", "loopback", "--", "train.py", "--", "--nodes", "9"])
+    job, saved = chaos.parse([*line, "--hosts", "loopback", "--", str(SCRIPT), "--", "--nodes", "9"])
     assert (job.flags, job.script, job.nodes) == (
-        ("--save-every", "10", "--log-prefix"), ("train.py", "--", "--nodes", "9"), 4
+        ("--save-every", "10", "--log-prefix"), (str(SCRIPT), "--", "--nodes", "9"), 4
     )  # fmt: skip
     assert saved is None
     assert job.plan.every is not None
     assert (job.plan.every.mtbf_s, job.plan.faults) == (15, ())
     asked = ["--plan", str(file), "--seed", "8", "--mtbf", "20s", "--hosts", "loopback"]
-    plan = chaos.parse([*asked, "--dir", str(tmp_path / "new"), "--", "train.py"])[0].plan
+    plan = chaos.parse([*asked, "--dir", str(tmp_path / "new"), "--", str(SCRIPT)])[0].plan
     assert plan.every is not None
     assert (plan.seed, str(plan.faults[0]), plan.every.mtbf_s) == (8, "kill-worker rank 1 at step 20", 20)
     assert plan.every.kinds == (("raise", 1.0),)

@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args, get_args_parser
 
-from elastic_resume import contract
+from elastic_resume import config, contract
 from elastic_resume.agent import preflight
 from elastic_resume.agent.ahead import ahead
 from elastic_resume.agent.handler import BACKEND, Observer, OwnRendezvous, StockRendezvous
@@ -80,12 +80,20 @@ class Launch:
     shared: SharedDir | None = None
 
 
-def torchrun_parser() -> argparse.ArgumentParser:
-    """Give torchrun's own flags; their defaults come from PET_* variables."""
+def parser() -> config.Parser:
+    """Give the flags of ``elastic-resume run``: torchrun's, with PET_* variables for defaults, and ours."""
     try:
-        return get_args_parser()
+        stock = get_args_parser()
     except ValueError as error:
         raise ConfigError(f"a PET_* variable of the environment is wrong: {error}") from error
+    found = config.Parser(
+        prog="elastic-resume run",
+        description="Run a training script on this node, as torchrun does, and survive what dies around it.",
+        parents=[stock],
+        add_help=False,  # torchrun's own -h comes with its flags
+    )
+    config.add_flags(found)
+    return found
 
 
 @contextlib.contextmanager

@@ -24,9 +24,10 @@ from pathlib import Path
 from types import FrameType
 
 from elastic_resume import contract, values
-from elastic_resume.config import Parser
+from elastic_resume.agent import preflight
+from elastic_resume.config import Parser, Settings, add_flags, parse_layers
 from elastic_resume.errors import ConfigError
-from elastic_resume.faults import hosts, kinds, plan_text
+from elastic_resume.faults import disks, hosts, kinds, plan_text
 from elastic_resume.faults.course import DONE, Fate
 from elastic_resume.faults.lab import Hosts
 from elastic_resume.faults.plan import Every, Plan
@@ -75,6 +76,10 @@ def main(words: Sequence[str]) -> int:
 
     if saved is not None:
         _write(saved, plan_text.to_text(job.plan))
+    try:
+        job.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--dir {job.directory}: cannot be made: {error.strerror}.") from error
     print(f"{shlex.join(job.script)} on {_where(job)}; seed {job.plan.seed}", flush=True)
     try:
         with _signals() as caught:
@@ -107,12 +112,15 @@ def parse(words: Sequence[str]) -> tuple[Job, Path | None]:
     plan.refuse(**shape, own=OWN[chosen])
     if not 1 <= args.min_nodes <= args.nodes:
         raise ConfigError(f"--min-nodes is {args.min_nodes}: write 1 to {args.nodes}.")
-    directory = args.dir.absolute()
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if any(directory.iterdir()):
-            raise ConfigError(f"{directory} is not empty: name another --dir, or remove what is there.")
+    for flag, size in (("--disk", args.disk), ("--memory", args.memory)):
+        if size is not None and chosen != "namespaces":
+            why = hosts.available() or "nodes share what is here with --hosts loopback"
+            raise ConfigError(f"{flag} takes nodes that are machines (--hosts namespaces): {why}.")
+    if args.disk is not None and args.disk < disks.LEAST_BYTES["ext4"]:
+        raise ConfigError(f"--disk is {args.disk} bytes: a file system takes {disks.LEAST_BYTES['ext4']}.")
+    _check_run(flags, after)
     job = Job(
-        directory,
+        _empty(args.dir.absolute()),
         **shape,
         min_nodes=args.min_nodes,
         hosts=chosen,
@@ -127,6 +135,34 @@ def parse(words: Sequence[str]) -> tuple[Job, Path | None]:
         patience_s=args.patience,
     )
     return job, args.save_plan
+
+
+def _check_run(flags: Sequence[str], script: Sequence[str]) -> None:
+    """Refuse what each agent would refuse for itself. Only flags of torchrun's take an import of torch."""
+    ours = Parser(prog="elastic-resume run", add_help=False)
+    add_flags(ours)
+    args, others = ours.parse_known_args(flags)
+    if others or args.config is not None:
+        from elastic_resume.agent import elastic  # noqa: PLC0415
+
+        args, _ = parse_layers(elastic.parser(), [*flags, *script])
+    else:
+        plain = {"module": False, "no_python": False, "run_path": False, "rdzv_id": "none", "run_id": None}
+        args = argparse.Namespace(**vars(args), training_script=script[0], **plain)
+    preflight.check_script(args)
+    Settings.for_agent(args, {})
+
+
+def _empty(directory: Path) -> Path:
+    try:
+        full = any(directory.iterdir())
+    except FileNotFoundError:
+        return directory
+    except OSError as error:
+        raise ConfigError(f"--dir {directory}: cannot be used: {error.strerror}.") from error
+    if full:
+        raise ConfigError(f"{directory} is not empty: name another --dir, or remove what is there.")
+    return directory
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
