@@ -109,7 +109,8 @@ every: {mtbf: 15s, kinds: [cut, kill-node], until: 10m, count: 40}
         ("seed: -1", ["seed is '-1'"]),
         ("seed: [", ["not YAML"]),
         ("- a\n", ["NAME: VALUE"]),
-        ("faults: [&a [*a]]", ["NAME: VALUE"]),
+        ("faults: [&a [*a]]", ["line 1: *a stands for", "write it out"]),
+        ("faults:\n- &a {what: exit, step: 2}\n- *a", ["line 3: *a stands for"]),
     ],
 )
 def test_what_is_wrong_in_a_plan_is_named_with_what_to_write(text: str, words: list[str]) -> None:
