@@ -66,6 +66,7 @@ LOCK_OWNER_FILE = "lock-owner.json"  # who holds it, for the message to the seco
 IDENTITY_FILE = "identity.json"  # a random id: tells this directory from another node's of the same name
 BOARD_FILE = "board"  # memory-mapped: the last step each local rank finished
 QUARANTINE_DIR = "quarantine"  # what failed verification, kept for a human
+HANGS_DIR = "hangs"  # where every rank of the node stood in a hang, a file for each
 TEMPORARY_PREFIX = ".tmp-"  # a checkpoint being written; never read, swept by the next owner
 STATE_FILE = "state.safetensors"
 MANIFEST_FILE = "manifest.json"

@@ -18,7 +18,7 @@ import pytest
 
 from elastic_resume import contract
 from elastic_resume.agent import impatience, stacks
-from elastic_resume.agent.watch import MAX_REPORTS, REPORTS_DIR, Watch, patience_of, watched
+from elastic_resume.agent.watch import MAX_REPORTS, Watch, patience_of, watched
 from elastic_resume.errors import ConfigError, MachineError
 from elastic_resume.events import Event
 from elastic_resume.faults.lab import Cluster
@@ -258,7 +258,7 @@ def test_a_worker_of_this_round_that_hangs_is_killed_once_and_told_of(stage: Sta
     """Also one that cannot be asked for its stacks: a signal that it does not expect would kill it."""
     stage.hang()
     wait_for(lambda: stage.killed, "it is dead")
-    report = stage.path / REPORTS_DIR / "g3-s11.txt"
+    report = stage.path / contract.HANGS_DIR / "g3-s11.txt"
     wait_for(report.exists, "the report is there")
     ((kind, fields),) = stage.events
     assert (kind, fields["suspects"][0]["worker_pid"]) == ("hang", stage.pid)
@@ -360,7 +360,7 @@ def test_a_report_that_cannot_be_written_is_said(stage: Stage) -> None:
 
 def test_the_newest_reports_are_kept_and_nothing_else_is_touched(stage: Stage) -> None:
     """By generation and step, which are no texts to be sorted."""
-    directory = stage.path / REPORTS_DIR
+    directory = stage.path / contract.HANGS_DIR
     directory.mkdir()
     (directory / "notes.txt").touch()
     for number in range(MAX_REPORTS + 5):

@@ -13,7 +13,7 @@ import math
 import os
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_resume import contract, events, values
@@ -35,7 +35,20 @@ from elastic_resume.cluster.verdict import Oracle
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError, NodeTakenError, NodeUnfitError
 from elastic_resume.policy import restart
+from elastic_resume.policy.health import Patience
 from elastic_resume.store.node_dir import NodeDir
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a user asked for of the parts below, by flag or environment; checked."""
+
+    limits: restart.Limits
+    patience: Patience | None
+    requeue: str
+    notice_sources: list[notices.Source]
+    oracle: Oracle | None
+    pages_wanted: pages.Wanted | None
 
 
 def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], here: Node) -> int:
@@ -51,12 +64,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
         ElasticResumeError: nothing was started.
 
     """
-    limits = _limits(args, given)
-    patience = patience_of(args.hang_timeout)
-    requeue = _requeue(args)
-    sources = notices.sources(args.preemption_notice or os.environ.get(contract.ENV_PREEMPTION_NOTICE))
-    oracle = _oracle(args, here)
-    pages_wanted = pages.wanted(args.http, os.environ, metrics=args.metrics)
+    asked = _asked(args, given, here)
     with (
         elastic.prepared(args, given, settings.run_id, here) as launch,
         _claimed(settings, here) as node_dir,
@@ -68,26 +76,26 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
         tail = Tail(events_path)
         log = events.EventLog(events_path, hear=tail.hear, node=settings.node_name)
         config = launch.config
-        limits = replace(limits, min_nodes=config.min_nodes)
+        limits = replace(asked.limits, min_nodes=config.min_nodes)
         witness = Witness(settings.node_name, log, events_path, fence, limits=limits, gauge=gauge)
         gauge.start()
         _begin(launch, args, log, witness, node_dir)
-        watch = watched(node_dir.path, config.nproc_per_node, patience, say=witness.say, tell=witness.note)
-        ending = Ending(here, mode=requeue, say=witness.say, tell=witness.note)
+        say, tell = witness.say, witness.note
+        watch = watched(node_dir.path, config.nproc_per_node, asked.patience, say=say, tell=tell)
+        ending = Ending(here, mode=asked.requeue, say=say, tell=tell)
         with ending.heeded():
             with (
-                kept(node_dir.path, settings, say=witness.say, tell=witness.note) as snapshots,
+                kept(node_dir.path, settings, say=say, tell=tell) as snapshots,
                 _warmth(launch, args, witness) as warmth,
                 watch as pause,
                 impatience.heeded(witness.round_over, pause, ending.heard),
-                preemption.watched(sources, say=witness.say, tell=witness.note, drain=ending.drain_alone),
+                preemption.watched(asked.notice_sources, say=say, tell=tell, drain=ending.drain_alone),
             ):
                 witness.between = snapshots.keeper.between
                 ending.commit_s = lambda: snapshots.keeper.rack.control.get("commit_us") / 1e6
                 terms = launch.terms and replace(launch.terms, on_divergence=settings.on_divergence)
-                job = replace(launch, terms=terms)
                 outcome, code, message = _run(
-                    job,
+                    replace(launch, terms=terms),
                     witness,
                     node_dir,
                     fence,
@@ -96,23 +104,35 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
                     teller=_teller(launch, node_dir, snapshots, gauge=gauge, tail=tail, witness=witness),
                     ending=ending,
                     warmth=warmth,
-                    oracle=oracle,
-                    pages_wanted=pages_wanted,
+                    asked=asked,
                 )
             if outcome in {"failed", "left"}:
                 witness.explain_end(args.log_dir or "")
-            idle = witness.idle_lives(here.restarts)
-            decision, code = ending.decide(
-                outcome, code, rank=witness.rank, idle=idle, stands_by=witness.stands_by
-            )
-            log.write("agent-end", outcome=outcome, exit_code=code, message=message)
-            if message:
-                witness.say(f"{outcome}: {message}")
-            code = ending.act(decision, code)
+            code = _end(outcome, code, message, witness=witness, ending=ending, log=log, here=here)
         if outcome == "done" and launch.shared is not None:
             launch.shared.finish(remember=here.element is not None)
         log.close()
         return code
+
+
+def _asked(args: argparse.Namespace, given: set[str], here: Node) -> _Asked:
+    """Read it.
+
+    Raises:
+        ConfigError: a value is wrong.
+
+    """
+    requeue = args.requeue or os.environ.get(contract.ENV_REQUEUE) or "auto"
+    notice = args.preemption_notice or os.environ.get(contract.ENV_PREEMPTION_NOTICE)
+    scheduler_word = gone.mode_of(args.scheduler_word or os.environ.get(contract.ENV_SCHEDULER_WORD))
+    return _Asked(
+        limits=_limits(args, given),
+        patience=patience_of(args.hang_timeout),
+        requeue=values.choice("requeue", requeue, values.REQUEUE_MODES),
+        notice_sources=notices.sources(notice),
+        oracle=gone.oracle(os.environ, scheduler_word, array_is_job=here.element is not None),
+        pages_wanted=pages.wanted(args.http, os.environ, metrics=args.metrics),
+    )
 
 
 def _begin(
@@ -149,11 +169,6 @@ def _claimed(settings: Settings, here: Node, timeout_s: float = 2.0) -> NodeDir:
         ) from error
 
 
-def _oracle(args: argparse.Namespace, here: Node) -> Oracle | None:
-    mode = gone.mode_of(args.scheduler_word or os.environ.get(contract.ENV_SCHEDULER_WORD))
-    return gone.oracle(os.environ, mode, array_is_job=here.element is not None)
-
-
 @contextlib.contextmanager
 def _warmth(launch: elastic.Launch, args: argparse.Namespace, witness: Witness) -> Iterator[Warmth | None]:
     """Have a zygote where there can be one."""
@@ -182,14 +197,13 @@ def _run(
     teller: Teller,
     ending: Ending,
     warmth: Warmth | None,
-    oracle: Oracle | None,
-    pages_wanted: pages.Wanted | None,
+    asked: _Asked,
 ) -> tuple[str, int, str]:
     """Give outcome, exit code and message for people."""
     end = ""
     try:
         if launch.terms is None:
-            if pages_wanted is not None:
+            if asked.pages_wanted is not None:
                 witness.say("no pages: --http needs a rendezvous of ours, and --rdzv-backend names another.")
             fence.set(math.inf)  # there is no lease: a stock rendezvous never says who is lost
             os.environ[contract.ENV_CHECK_REPLICAS] = "off"  # nor carries anything of ours
@@ -203,9 +217,9 @@ def _run(
                 taken(
                     launch.terms, node_dir, fence, here, say=witness.say, tell=witness.told, teller=teller
                 ) as place,
-                word.asked(oracle, place.member, say=witness.say, tell=witness.note),
+                word.asked(asked.oracle, place.member, say=witness.say, tell=witness.note),
                 pages.served(
-                    pages_wanted,
+                    asked.pages_wanted,
                     node_dir.path,
                     launch.terms.token if launch.terms.secret else None,
                     say=witness.say,
@@ -227,6 +241,25 @@ def _run(
     return "done", contract.EXIT_DONE, end
 
 
+def _end(
+    outcome: str,
+    code: int,
+    message: str,
+    *,
+    witness: Witness,
+    ending: Ending,
+    log: events.EventLog,
+    here: Node,
+) -> int:
+    """Tell how it ended, have the job run again where it should, and give the exit code."""
+    idle = witness.idle_lives(here.restarts)
+    decision, code = ending.decide(outcome, code, rank=witness.rank, idle=idle, stands_by=witness.stands_by)
+    log.write("agent-end", outcome=outcome, exit_code=code, message=message)
+    if message:
+        witness.say(f"{outcome}: {message}")
+    return ending.act(decision, code)
+
+
 def _teller(
     launch: elastic.Launch, node_dir: NodeDir, snapshots: Kept, *, gauge: Gauge, tail: Tail, witness: Witness
 ) -> Teller:
@@ -238,11 +271,6 @@ def _teller(
         trouble=lambda: keeper.problem or gauge.strain().pressed,
     )
     return Teller(node_dir.path, launch.config.run_id, finger, tail, say=witness.say)
-
-
-def _requeue(args: argparse.Namespace) -> str:
-    given = args.requeue or os.environ.get(contract.ENV_REQUEUE) or "auto"
-    return values.choice("requeue", given, values.REQUEUE_MODES)
 
 
 def _limits(args: argparse.Namespace, given: set[str]) -> restart.Limits:

@@ -38,7 +38,6 @@ LOOK_EVERY_S = 0.25
 LEAST_WAIT_S = 0.02
 TELL_S = 0.5  # how long a kill waits for the event to be written
 CLOSE_S = 2.0  # and the agent's end for the report
-REPORTS_DIR = "hangs"
 MAX_REPORTS = 20
 MAX_REPORT_BYTES = 1 << 20
 MAX_REASON = 300  # characters
@@ -254,7 +253,7 @@ class Watch:
 
     def _tell_of(self, hang: Hang) -> None:
         """Write event, line and report in a thread: a disk that hangs must not keep us from the kill."""
-        path = self._node_dir / REPORTS_DIR / f"g{hang.generation}-s{hang.step}.txt"
+        path = self._node_dir / contract.HANGS_DIR / f"g{hang.generation}-s{hang.step}.txt"
         told = threading.Event()
 
         def write() -> None:

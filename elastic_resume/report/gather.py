@@ -23,7 +23,6 @@ from elastic_resume.report import checkpoints, places
 from elastic_resume.report.checkpoints import Item
 from elastic_resume.report.thinning import thin
 
-HANGS_DIR = "hangs"  # see agent.watch
 MAX_STACKS = 50  # files of hangs that are read, the newest
 MAX_STACKS_BYTES = 256 * 1024
 _LOGS = (contract.EVENTS_FILE, contract.PEERS_FILE)
@@ -131,7 +130,8 @@ def _merged(logs: Iterable[Path], problems: list[str], one_in: int) -> list[Even
 
 
 def _stacks(directory: Path, found: Gathered) -> None:
-    pattern = f"{HANGS_DIR}/*.txt" if (directory / HANGS_DIR).is_dir() else f"*/{HANGS_DIR}/*.txt"
+    here = (directory / contract.HANGS_DIR).is_dir()
+    pattern = f"{contract.HANGS_DIR}/*.txt" if here else f"*/{contract.HANGS_DIR}/*.txt"
     try:
         files = sorted(directory.glob(pattern), key=lambda path: path.lstat().st_mtime)[-MAX_STACKS:]
     except OSError as error:

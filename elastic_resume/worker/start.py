@@ -116,15 +116,19 @@ def resume(
     node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
     events = EventLog(node_dir / contract.EVENTS_FILE, node=settings.node_name, rank=world.rank)
     failure.report_to(events)
-    if rng == SAVED and world.size > 1:
-        raise ConfigError(
-            f"rng='saved' needs a world of one, and this is one of {world.size} ranks: a copy of the state "
-            "has to stand for every rank, and their generators differ. rng='derived' (the default) resumes "
-            "exactly, with any number of ranks."
-        )
+    _check_world(rng, world.size)
     if batches is None:
         sampler.refuse_own_place(data, world.size)
     return Run(Place(world, settings, events), tracked, batches, options)
+
+
+def _check_world(rng: str, size: int) -> None:
+    if rng == SAVED and size > 1:
+        raise ConfigError(
+            f"rng='saved' needs a world of one, and this is one of {size} ranks: a copy of the state has to "
+            "stand for every rank, and their generators differ. rng='derived' (the default) resumes exactly, "
+            "with any number of ranks."
+        )
 
 
 def _check(seed: object, rng: object, accumulate: object) -> None:
