@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime as dt
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elastic_resume.errors import MachineError, UsageError
@@ -49,6 +54,56 @@ def test_a_process_reads_another_time_of_day_and_no_other_monotonic_clock(ahead_
     assert also_wall == pytest.approx(ahead_s, abs=60)
     assert monotonic == pytest.approx(0, abs=60)
     assert time.time() - time.monotonic() == pytest.approx(before, abs=60)
+
+
+READER = """
+import time
+print(flush=True)
+while True:
+    time.time()
+"""
+ATTACH, STEP, PEEK, DETACH = 16, 9, 3, 17  # sys/ptrace.h
+RIP_AT = 128  # sys/user.h: of the program counter
+
+
+def stop_within(pid: int, place: range) -> None:
+    """Have a child stopped, by SIGSTOP, where it comes to this."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.restype = ctypes.c_long
+
+    def trace(request: int, at: int = 0, word: int = 0) -> int:
+        ctypes.set_errno(0)
+        found = int(libc.ptrace(request, pid, ctypes.c_void_p(at), ctypes.c_void_p(word)))
+        assert ctypes.get_errno() == 0
+        return found
+
+    trace(ATTACH)
+    os.waitpid(pid, 0)
+    while trace(PEEK, RIP_AT) not in place:
+        trace(STEP)
+        os.waitpid(pid, 0)
+    trace(DETACH, word=signal.SIGSTOP)
+
+
+def test_no_code_is_replaced_under_a_thread_that_is_within_it() -> None:
+    """It would go on in the midst of an instruction. If it was stopped there it is left so."""
+    start, end = clocks._vdso(os.getpid()) or (0, 0)
+    (entry, *_) = clocks._code(end - start)[1]
+    with subprocess.Popen([sys.executable, "-S", "-c", READER], stdout=subprocess.PIPE) as reader:
+        try:
+            assert reader.stdout is not None
+            reader.stdout.readline()
+            start, _ = clocks._vdso(reader.pid) or (0, 0)
+            stop_within(reader.pid, range(start + entry + 1, start + entry + 8))
+            with pytest.raises(MachineError, match="stands where it is read"):
+                clocks.set_ahead(reader.pid, 1)
+            assert psutil.Process(reader.pid).status() == psutil.STATUS_STOPPED
+            reader.send_signal(signal.SIGCONT)
+            clocks.set_ahead(reader.pid, 1)
+            assert psutil.Process(reader.pid).status() != psutil.STATUS_STOPPED
+            assert reader.poll() is None
+        finally:
+            reader.kill()
 
 
 def test_a_clock_that_cannot_be_set_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

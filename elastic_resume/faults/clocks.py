@@ -8,7 +8,8 @@ for CLOCK_REALTIME and its coarse twin, gettimeofday, time. So Python, C and tor
 what the process forks from then on inherits it. CLOCK_MONOTONIC and all others stay true.
 
 **Promises.** Nothing but that process is changed, and nothing is left when it ends. A clock may be set again
-at any time. Each change that a running thread can see is one of eight aligned bytes.
+at any time. While code is replaced the process stands still, for milliseconds, and none of its threads is
+within what is replaced. One that was stopped stays so.
 
 **Does not know** nodes. Linux on x86-64. A program that the process executes begins with the true time; the
 times of files are the kernel's, as on a file server. Any clock then takes a system call, 1 us for 0.1 here.
@@ -16,9 +17,13 @@ times of files are the kernel's, as on a file server. Any clock then takes a sys
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
+import signal
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from elastic_resume.errors import MachineError, UsageError
@@ -27,6 +32,10 @@ MOST_S = 1 << 31
 _MARK = b"ER clock"
 _ROOM = 192  # at the end of the vDSO's last page, which no section fills
 _CODE_AT = 16  # behind the mark and the number of seconds
+_ENTRY = 8  # bytes of a function that are replaced
+_STAND_S = 10.0  # for who sleeps in the kernel, on a slow disk
+_TRIES = 100
+_LOOK_S = 0.0005
 # Two bytes and a distance behind "mov rcx, [rip+…]" or "add rax, [rip+…]" lead to the number.
 _FUNCTIONS = {
     "__vdso_clock_gettime": (
@@ -72,7 +81,7 @@ def set_ahead(pid: int, seconds: int) -> None:
     Raises:
         ProcessLookupError: the process has ended.
         UsageError: so many seconds are no time of day.
-        MachineError: it may not be touched, and why.
+        MachineError: it may not be touched, or does not come to stand, and why.
 
     """
     if abs(seconds) > MOST_S:
@@ -80,6 +89,8 @@ def set_ahead(pid: int, seconds: int) -> None:
     why = available()
     if why:
         raise MachineError(f"the clock of process {pid} cannot be set: {why}.")
+    if pid == os.getpid():
+        raise UsageError("a process does not set its own clock.")
     place = _vdso(pid)
     if place is None:
         raise ProcessLookupError(pid, "it has ended")
@@ -95,13 +106,70 @@ def set_ahead(pid: int, seconds: int) -> None:
             if there != _image():
                 raise MachineError(f"the clock of process {pid} cannot be set: its vDSO is another one.")
             code, entries = _code(end - start)
-            os.pwrite(memory.fileno(), _MARK + number + code, room)
-            for at, jump in entries.items():
-                os.pwrite(memory.fileno(), jump, start + at)
+            replaced = [range(start + at + 1, start + at + _ENTRY) for at in entries]
+            with _standing(pid, replaced):
+                os.pwrite(memory.fileno(), _MARK + number + code, room)
+                for at, jump in entries.items():
+                    os.pwrite(memory.fileno(), jump, start + at)
     except FileNotFoundError:
         raise ProcessLookupError(pid, "it has ended") from None
     except OSError as error:
         raise MachineError(f"the clock of process {pid} cannot be set: {error.strerror}.") from error
+
+
+@contextlib.contextmanager
+def _standing(pid: int, shunned: Collection[range]) -> Iterator[None]:
+    """Have a process stand, with no thread about to go on in one of these ranges, and then go on."""
+    was_stopped = _where(pid) is not None
+    for _ in range(_TRIES):
+        if not was_stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            where = _wait_where(pid)
+            if not any(at in each for at in where for each in shunned):
+                yield
+                return
+        finally:
+            if not was_stopped:
+                os.kill(pid, signal.SIGCONT)
+        time.sleep(_LOOK_S)
+    raise MachineError(f"the clock of process {pid} cannot be set: a thread of it stands where it is read.")
+
+
+def _wait_where(pid: int) -> list[int]:
+    """Where the threads of a process that was told to stand go on, when they do."""
+    deadline = time.monotonic() + _STAND_S
+    while True:
+        where = _where(pid)
+        if where is not None:
+            return where
+        if time.monotonic() > deadline:
+            raise MachineError(f"the clock of process {pid} cannot be set: it does not come to stand.")
+        time.sleep(_LOOK_S)
+
+
+def _where(pid: int) -> list[int] | None:
+    """Where the threads of a process that stands go on; None: it does not.
+
+    When one has stopped, the others have been told to: none that is in the kernel goes on from there.
+    """
+    states = {line.rpartition(") ")[2][:1] for line in _of_threads(pid, "stat")}
+    if states <= {"Z", "X"}:
+        raise ProcessLookupError(pid, "it has ended")
+    if not states & {"T", "t"}:
+        return None
+    told = [line.split() for line in _of_threads(pid, "syscall")]  # linux/proc.rst: the last word is where
+    if any(words == ["running"] for words in told):
+        return None
+    return [int(words[-1], 16) for words in told if words]
+
+
+def _of_threads(pid: int, name: str) -> list[str]:
+    found = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            found.append((thread / name).read_text())
+    return found
 
 
 def _code(size: int) -> tuple[bytes, dict[int, bytes]]:
@@ -117,7 +185,7 @@ def _code(size: int) -> tuple[bytes, dict[int, bytes]]:
         code += bytes.fromhex(text.format(seconds=distance.to_bytes(4, "little", signed=True).hex()))
         at = (ctypes.cast(library[name], ctypes.c_void_p).value or 0) - start
         jump = b"\xe9" + (begin - (at + 5)).to_bytes(4, "little", signed=True)
-        entries[at] = jump + _image()[at + len(jump) : at + 8]
+        entries[at] = jump + _image()[at + len(jump) : at + _ENTRY]
     return code, entries
 
 
