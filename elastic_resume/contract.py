@@ -6,13 +6,14 @@ place. They meet only here and in `store`. Nothing in this module does anything.
 
 from __future__ import annotations
 
-# ---- exit codes of `elastic-resume run` (also what schedulers' rules match on) ----------------------
+# ---- exit codes, above all of `elastic-resume run` (what schedulers' rules match on) ----------------------
 EXIT_DONE = 0
 EXIT_AT_FAULT = 1  # the job itself is wrong: do not requeue
 EXIT_USAGE = 2  # argparse's own code for a malformed command line
 EXIT_MACHINE = (
     74  # EX_IOERR: nothing was started, for want of a disk, a directory or the like on this machine
 )
+EXIT_NOT_REACHED = 3  # of chaos: the job ended right, but not all that was asked for came
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: run the same job again
 EXIT_SIGNALLED = 128  # plus the signal's number: 143 after SIGTERM
 

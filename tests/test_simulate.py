@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from dataclasses import replace
 
@@ -420,4 +419,3 @@ def test_speeds_are_read_in_bytes_and_bits() -> None:
     assert found == {"2GB/s": 2e9, "1.5GiB/s": 1.5 * 2**30, "10Gbit/s": 1.25e9, "800Mbit/s": 1e8}
     with pytest.raises(ConfigError):
         values.speed("disk", "2GB")
-    assert math.isfinite(rates.MTBF_NODE_S)

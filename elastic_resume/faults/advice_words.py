@@ -11,6 +11,8 @@ from typing import Any
 from elastic_resume.faults import simulate_job
 from elastic_resume.faults.advice import LEVER, Answer, Variant
 from elastic_resume.faults.advice_why import why
+from elastic_resume.faults.simulate_job import Pace
+from elastic_resume.policy import cadence
 from elastic_resume.report.text import amount, percent, seconds, size, table, wrap
 
 _ONLY = ("missing", "fewer", "ended")  # told where there is any
@@ -130,14 +132,19 @@ def _use(answer: Answer) -> str:
 
 
 def _cadence(one: Variant) -> str:
-    """What the settings come to in a world of all nodes that has not failed yet."""
-    pace = simulate_job.pace(one.job, start=0, nodes=one.job.nodes, mtbf_s=4 * 3600.0)
+    """What the settings come to, in words."""
+    pace = _pace(one)
     snapshots = "no snapshots in memory"
     if pace.gap:
         snapshots = (
             f"a snapshot in memory every {amount(pace.gap, 'step')} ({_brief(pace.gap * pace.step_s)})"
         )
     return f"{snapshots}, a checkpoint on disk every {_brief(pace.save_gap * pace.step_s)}"
+
+
+def _pace(one: Variant) -> Pace:
+    """That of a world of all nodes which has not failed yet."""
+    return simulate_job.pace(one.job, start=0, nodes=one.job.nodes, mtbf_s=cadence.ASSUMED_MTBF_S)
 
 
 def _costs(one: Variant) -> Iterator[str]:
@@ -273,7 +280,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
     """Everything, in plain types."""
 
     def variant(one: Variant) -> dict[str, Any]:
-        pace = simulate_job.pace(one.job, start=0, nodes=one.job.nodes, mtbf_s=4 * 3600.0)
+        pace = _pace(one)
         recoveries = [r for o in one.outcomes for r in o.recoveries]
         return {
             "flags": one.flags,

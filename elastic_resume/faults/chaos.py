@@ -38,11 +38,6 @@ from elastic_resume.report.text import amount, seconds, table, wrap
 
 PROG = "elastic-resume chaos"
 MTBF_S = 15.0
-OWN: dict[Hosts, tuple[str, ...]] = {
-    "loopback": (),
-    "namespaces": (kinds.NETWORK, kinds.DISK, kinds.CLOCK),
-}
-EXIT_NOT_REACHED = 3
 OURS = {
     "--nnodes": "--nodes and --min-nodes",
     "--nproc-per-node": "--workers-per-node",
@@ -90,7 +85,9 @@ def main(words: Sequence[str]) -> int:
     print("\n" + told(job, outcome), flush=True)
     if outcome.why:
         return contract.EXIT_AT_FAULT
-    return EXIT_NOT_REACHED if outcome.not_reached or _never_drawn(job, outcome) else contract.EXIT_DONE
+    if outcome.not_reached or _never_drawn(job, outcome):
+        return contract.EXIT_NOT_REACHED
+    return contract.EXIT_DONE
 
 
 def parse(words: Sequence[str]) -> tuple[Job, Path | None]:
@@ -109,7 +106,7 @@ def parse(words: Sequence[str]) -> tuple[Job, Path | None]:
     plan = _plan(args)
     chosen: Hosts = args.hosts or ("loopback" if hosts.available() else "namespaces")
     shape = {"nodes": args.nodes, "workers_per_node": args.workers_per_node}
-    plan.refuse(**shape, own=OWN[chosen])
+    plan.refuse(**shape, own=kinds.OWN[chosen])
     if not 1 <= args.min_nodes <= args.nodes:
         raise ConfigError(f"--min-nodes is {args.min_nodes}: write 1 to {args.nodes}.")
     for flag, size in (("--disk", args.disk), ("--memory", args.memory)):
@@ -127,7 +124,7 @@ def parse(words: Sequence[str]) -> tuple[Job, Path | None]:
         flags=tuple(flags),
         script=tuple(after),
         plan=plan,
-        own=OWN[chosen],
+        own=kinds.OWN[chosen],
         disk_bytes=args.disk,
         memory_bytes=args.memory,
         for_s=args.for_s,
@@ -196,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TIME")  # fmt: skip
     add("--drain", "then drain the job, whose script has no end", action="store_true")
     add("--hosts", "namespaces: an address, a disk and a /dev/shm for each node, as root (default where that "
-        "can be); loopback: processes only", choices=sorted(OWN))  # fmt: skip
+        "can be); loopback: processes only", choices=sorted(kinds.OWN))  # fmt: skip
     add("--disk", "size of each node's disk, in namespaces (default 256MB)", type=_size, metavar="SIZE")
     add("--memory", "what its processes may use, likewise (default: no limit)", type=_size, metavar="SIZE")
     add("--dir", "logs, checkpoints and events go there (default ./chaos-run)", type=Path,

@@ -31,7 +31,7 @@ CACHE_SECTORS = 16384  # 64 MB: a cache that is full is written out without bein
 MOST_BYTES = 1 << 20  # of one request
 BURST_S = 0.02  # a paced disk is ahead of its pace by so much at most
 
-FORGET, GETATTR, SETATTR, OPEN, READ, WRITE, STATFS, RELEASE = 2, 3, 4, 14, 15, 16, 17, 18
+FORGET, GETATTR, SETATTR, OPEN, READ, WRITE, RELEASE = 2, 3, 4, 14, 15, 16, 18
 FSYNC, FLUSH, INIT, ACCESS, INTERRUPT, DESTROY, BATCH_FORGET = 20, 25, 26, 34, 36, 38, 42
 UNANSWERED = {FORGET, BATCH_FORGET, INTERRUPT}
 BIG_WRITES, MAX_PAGES, DIRECT_IO = 1 << 5, 1 << 22, 1 << 0

@@ -11,6 +11,8 @@ from typing import Any
 
 WORKER, NODE, NODES = "worker", "node", "nodes"
 PROCESSES, NETWORK, DISK, CLOCK = "", "a network", "a disk", "a clock"
+OWN = {"loopback": (), "namespaces": (NETWORK, DISK, CLOCK)}
+"""What each node has of its own, by `grounds.Hosts`."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Kind:
     """One kind of fault.
 
     ``hits``: a worker, a node, or several nodes. ``needs``: what each node must have of its own; loopback
-    nodes have none of it. ``settings``: what can be set, by field of `plan.Fault`, each with its default
+    nodes have none of it. ``settings``: what can be set, by field of `fault.Fault`, each with its default
     (None: for ever, or never). ``weight``: how often a mix that nobody wrote draws it; 0: never, since a job
     need not survive it, or shows nothing when it does.
     """

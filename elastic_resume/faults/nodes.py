@@ -29,7 +29,7 @@ from elastic_resume.store.catalog import Catalog, Entry
 T = TypeVar("T")
 
 POLL_S = 0.02
-TAIL = 3000  # characters of each node's output in an error
+TAIL = 4000  # characters of each node's output in an error
 
 
 class ClusterTimeoutError(AssertionError):

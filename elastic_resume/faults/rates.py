@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from elastic_resume import values
 from elastic_resume.errors import ConfigError
 
-MTBF_NODE_S = 1000 / 3.8 * 86400.0
-
 
 @dataclass(frozen=True)
 class Kind:

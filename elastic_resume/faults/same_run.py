@@ -40,7 +40,6 @@ SEEDS = "the seed that random numbers come from: give er.resume() a seed, or tor
 FOLLOWS = " (follows rank 0, and may be another rank's after its node is gone)"
 PREFIX = "same-run-"  # and the number of the process that compares
 SHOWN = 8  # differences in an error
-TAIL = 4000  # characters of each node's output in an error
 _PRINTED = re.compile(r"\[n\d+:\d+ \S+\] (.*)")  # what --log-prefix makes of a worker's line
 
 
@@ -183,10 +182,7 @@ class _Run:
 
 def wrong(cluster: Cluster, what: str) -> AssertionError:
     """Make the error that says ``what``, and what the nodes printed."""
-    tails = "\n".join(
-        f"--- {node.name}\n{cluster.output(index)[-TAIL:]}" for index, node in enumerate(cluster.nodes)
-    )
-    return AssertionError(f"{what}.\n{tails}")
+    return AssertionError(f"{what}.\n{cluster.tails()}")
 
 
 def assert_same_run(
@@ -231,8 +227,8 @@ def assert_same_run(
 
     """
     plans = [one for one in (plan, *words) if isinstance(one, Plan)]
-    own = () if hosts == "loopback" else (kinds.NETWORK, kinds.DISK, kinds.CLOCK)
-    faults = _schedule([*plans, Plan(tuple(map(_kill, kills)))], nodes, workers_per_node, own)
+    kills_too = Plan(tuple(map(_kill, kills)))
+    faults = _schedule([*plans, kills_too], nodes, workers_per_node, kinds.OWN[hosts])
     size = nodes * workers_per_node
     texts = tuple(word for word in words if not isinstance(word, Plan))
     job = Job(

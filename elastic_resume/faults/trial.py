@@ -155,7 +155,6 @@ class _Trial:
 
     def outcome(self, why: str) -> Outcome:
         """All that is known now."""
-        codes = tuple(node.agent.poll() if node.agent else None for node in self._cluster.nodes)
         try:
             events = gather([self._cluster.run_dir]).events
         except UsageError:  # no agent has got so far as to write one
@@ -163,7 +162,7 @@ class _Trial:
         told = story.tell(events)
         if not why and told.report.last_step is None:
             why = "no rank finished a step: does the script call er.resume() and run.step()?"
-        return Outcome(why, codes, tuple(self._course.fates), told, self._drained)
+        return Outcome(why, tuple(self._codes()), tuple(self._course.fates), told, self._drained)
 
     def close(self) -> None:
         """End what lasts."""
@@ -218,10 +217,8 @@ class _Trial:
     def _judge(self) -> str:
         """Why this end is wrong; nothing if it is right."""
         codes = self._codes()
-        gave_up = [node.name for node, code in zip(self._cluster.nodes, codes, strict=True) if code == 1]
-        if contract.EXIT_DONE in codes and not gave_up:
-            return ""
-        if self._drained is not None and contract.EXIT_AT_FAULT not in codes:
+        drained = self._drained is not None
+        if (contract.EXIT_DONE in codes or drained) and contract.EXIT_AT_FAULT not in codes:
             return ""
         told = f"exit codes {', '.join(str(code) for code in codes)}"
         return f"the job did not get to its end: {told}.\n{self._cluster.tails()}"
