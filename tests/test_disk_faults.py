@@ -54,7 +54,9 @@ def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
         assert cluster.lost_steps == 0
         check_end(kept, world_size=3, epochs=EPOCHS)
         told = render.as_text(story.tell(gather([cluster.run_dir]).events)).replace("\n  ", " ")
-        for index, reason in enumerate(["No space left", "Input/output error", "Read-only file system"]):
+        # Where the kernel's own writing meets the error first, ext4 is read-only by the time of a commit.
+        failing = "(?:Input/output error|Read-only file system)"
+        for index, reason in enumerate(["No space left", failing, "Read-only file system"]):
             said = cluster.output(index)
             assert len(re.findall(rf"was not saved: .*{reason}.*Training goes on", said)) == 1, said
             assert len(re.findall("checkpoints are saved again", said)) == 1, said
