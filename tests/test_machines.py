@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elastic_resume.cluster.memory import Group
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.faults import ending
 from elastic_resume.faults.hosts import available
@@ -42,7 +43,9 @@ import signal, sys
 from elastic_resume.faults.machines import Machines
 machines = Machines()
 machines.boot(memory_bytes=64 << 20)
-print(machines.run(0, ["sleep", "600"]).pid, *(up.first.pid for up in machines._up.values()), flush=True)
+ups = machines._up.values()
+print(machines.run(0, ["sleep", "600"]).pid, *(up.first.pid for up in ups), flush=True)
+print(*(up.limit.group for up in ups), flush=True)
 signal.pause()
 """
 
@@ -206,12 +209,25 @@ def test_what_would_have_to_be_made_on_the_hosts_disk_is_refused() -> None:
 
 
 def test_when_the_owner_is_killed_its_machines_end() -> None:
-    """All processes, by the kernel's hand."""
+    """All processes, by the kernel's hand; and then their control groups, by that of a shell."""
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         inside = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
         assert len(inside) == 4
+        groups = [Path(word) for word in owner.stdout.readline().split()]
+        assert [group.is_dir() for group in groups] == [True] * 3
         owner.kill()
         for each in inside:
             ending.wait_for(each)
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in inside)
+    until(lambda: not any(group.exists() for group in groups), "the control groups to go")
+
+
+def test_of_a_machine_that_does_not_start_no_control_group_is_left() -> None:
+    """Its memory is too small for its first process; the other one of that start ends with all."""
+    own = Group.of_this_process()
+    assert own is not None
+    with Machines(["n0", "n1"]) as two:
+        with pytest.raises(MachineError, match="n0 does not start"):
+            two.boot(memory_bytes=4096)
+        assert not list(own.directory.glob(f"*-{os.getpid()}-*"))

@@ -9,9 +9,8 @@ A machine sees the host's files under the same names, as nodes see a shared file
 /proc. The interpreter's folder and this package's are put back where they lie below one of those.
 
 **Promises.** Nothing on the host is edited, mounted or named, but for a control group where a memory limit
-is asked for; one that is left by a maker that was killed is removed by the next. When the maker ends, in
-whatever way, the kernel ends all processes of its machines, and everything else goes with them. Three are
-up in 0.3 s.
+is asked for. When the maker ends, in whatever way, the kernel ends all processes of its machines, and
+everything else goes with them. Three are up in 0.3 s.
 
 **Does not know** agents, jobs or schedulers. Takes root, as `hosts.py` does. Clocks, users and the kernel are
 the host's; a process on the host cannot reach a machine's network.
@@ -58,7 +57,7 @@ class _Up:
     first: subprocess.Popen[bytes]
     spaces: dict[str, int]
     hosts: int | None  # its file of names; None where it ended before that could be opened
-    group: Path | None
+    limit: namespaces.Limit
     entered: list[ending.Agent] = field(default_factory=list)
     """What came from outside: process 1 ends only when their parents have waited for them."""
 
@@ -152,10 +151,10 @@ class Machines:
             stderr: likewise.
 
         Raises:
-            MachineError: what could not be made, and why.
+            MachineError: what could not be made, and why; the others are up.
 
         """
-        started = []
+        started, found, failures = [], [], []
         for index in indices or range(len(self)):
             if self.is_up(index):
                 raise UsageError(f"{self.name(index)} is up: crash it or switch it off before it boots.")
@@ -172,14 +171,18 @@ class Machines:
                 "cwd": str(cwd or Path.cwd()),
                 "name": self.name(index),
             }
-            group = namespaces.make_group(index, memory_bytes) if memory_bytes else None
             files = (stdout, stderr) if argv else (subprocess.DEVNULL, None)
-            made = self._maker.submit(self._start, index, told, group, files, env)
-            started.append((index, group, made))
-        found = [self._arrived(index, group, *future.result()) for index, group, future in started]
+            started.append((index, self._maker.submit(self._start, index, told, memory_bytes, files, env)))
+        for index, future in started:
+            try:
+                found.append(self._arrived(index, *future.result()))
+            except MachineError as error:
+                failures.append(error)
         if name or new_address:
             for index in self._up:
                 self._tell_names(index)
+        if failures:
+            raise failures[0]
         return found
 
     def run(
@@ -212,7 +215,7 @@ class Machines:
         # No Python runs between fork and exec: one fork in thousands of a process with threads would hang.
         nsenter, network, _ = self.hosts.command(index, [])
         doors = [f"--{_FLAGS[kind]}=/proc/{os.getpid()}/fd/{up.spaces[kind]}" for kind in _JOINED]
-        words = [str(cwd or Path.cwd()), str(up.group or ""), *argv]
+        words = [str(cwd or Path.cwd()), up.limit.group, *argv]
 
         def start() -> subprocess.Popen[bytes]:
             with namespaces.children_in(up.spaces["pid"]):
@@ -238,7 +241,7 @@ class Machines:
 
         """
         up = self._running(index)
-        return up.first.pid, str(up.group or "")
+        return up.first.pid, up.limit.group
 
     def entered(self, index: int, process: ending.Agent) -> None:
         """Take note of a process that somebody else has started on a machine, and can wait for."""
@@ -262,10 +265,6 @@ class Machines:
         """Let a machine's link go silent."""
         self.hosts.cut(index)
 
-    def heal(self, index: int) -> None:
-        """Let a machine's link work again."""
-        self.hosts.restore(index)
-
     def path(self, index: int, inside: str) -> Path:
         """Where the maker finds a file of a machine that is up: on its disks too."""
         if not self.is_up(index):
@@ -275,7 +274,7 @@ class Machines:
     def kills(self, index: int) -> int:
         """How many processes of a machine with a memory limit the kernel has killed for exceeding it."""
         up = self._up.get(index)
-        return namespaces.kills(up.group) if up is not None and up.group is not None else 0
+        return up.limit.kills() if up is not None else 0
 
     def name_service(self, index: int, names: Mapping[str, str]) -> None:
         """Let a machine know these names (name -> address) and no others, from now on and after it boots."""
@@ -294,13 +293,14 @@ class Machines:
         self,
         index: int,
         told: dict[str, object],
-        group: Path | None,
+        memory_bytes: int,
         files: tuple[_File, _File],
         env: Mapping[str, str] | None,
-    ) -> tuple[subprocess.Popen[bytes], int]:
-        """Start process 1; give it, and where it tells how that went."""
+    ) -> tuple[subprocess.Popen[bytes], int, namespaces.Limit]:
+        """Start process 1; give it, where it tells how that went, and its limit."""
+        limit = namespaces.Limit(memory_bytes)
         here, there = os.pipe()
-        told = {**told, "line": there, "hosts": self._hosts_file(index), "group": str(group or "")}
+        told = {**told, "line": there, "hosts": self._hosts_file(index), "group": limit.group}
         unshare = ["unshare", *(f"--{_FLAGS[kind]}" for kind in _JOINED), "--propagation", "unchanged"]
         python = [sys.executable, "-I", "-S", str(_PID1), json.dumps(told)]
         try:
@@ -316,22 +316,24 @@ class Machines:
                 )
         except (OSError, subprocess.SubprocessError) as error:
             os.close(here)
+            limit.close()
             raise MachineError(f"{self.name(index)} does not start: {error}.") from error
         finally:
             os.close(there)
-        return first, here
+        return first, here, limit
 
     def _arrived(
-        self, index: int, group: Path | None, first: subprocess.Popen[bytes], line: int
+        self, index: int, first: subprocess.Popen[bytes], line: int, limit: namespaces.Limit
     ) -> subprocess.Popen[bytes]:
         with open(line, "rb") as said:
             word = said.readline().decode().strip()
         if word != "ready":
             first.kill()
             first.wait()
+            limit.close()
             raise MachineError(f"{self.name(index)} does not start: {word or 'its first process died'}.")
         spaces = {kind: os.open(f"/proc/{first.pid}/ns/{kind}", os.O_RDONLY) for kind in (*_JOINED, "pid")}
-        self._up[index] = _Up(first, spaces, _own_hosts(first), group)
+        self._up[index] = _Up(first, spaces, _own_hosts(first), limit)
         return first
 
     def _running(self, index: int) -> _Up:
@@ -352,8 +354,7 @@ class Machines:
             ) from None
         for descriptor in (*up.spaces.values(), *([] if up.hosts is None else [up.hosts])):
             os.close(descriptor)
-        if up.group is not None:
-            up.group.rmdir()
+        up.limit.close()
 
     def _tell_names(self, index: int) -> None:
         """Write what a machine knows, if it runs."""

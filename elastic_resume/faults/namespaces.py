@@ -1,7 +1,8 @@
 """What the kernel has for making one machine look like several: namespaces, and groups with limits.
 
 The thread that calls is the one that is changed; `machines.py` has one for it. Nothing here outlives its
-process but a control group. Does not know machines.
+process but a control group, for as long as there is somebody in it: the kernel takes none down by itself, so
+each has a shell that waits for its maker's end. Does not know machines.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +21,16 @@ from elastic_resume.errors import MachineError
 
 CLONE_NEWPID = 0x20000000  # linux/sched.h
 _GROUP_PREFIX = "elastic-resume-machine-"
+# Its input ends with its maker.
+_SWEEP = """
+trap '' INT TERM HUP
+cat > /dev/null
+for _ in $(seq 600); do
+    rmdir "$1"
+    [ -d "$1" ] || exit 0
+    sleep 0.1
+done
+"""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -50,35 +63,53 @@ def children_in(space: int | None) -> Iterator[None]:
         join_path("/proc/self/ns/pid")
 
 
-def make_group(index: int, limit_bytes: int) -> Path:
-    """Make a control group, below that of this process, whose processes may use so much memory together.
+class Limit:
+    """What the processes of a control group, below that of this process, may use of memory together."""
 
-    Raises:
-        MachineError: it cannot be made, and why.
+    def __init__(self, limit_bytes: int) -> None:
+        """Make the group; of 0 bytes: none.
 
-    """
-    own = Group.of_this_process()
-    if own is None:
-        raise MachineError("no memory limit can be set: this process sees no control group for memory.")
-    group = own.directory / f"{_GROUP_PREFIX}{os.getpid()}-{index}"
-    try:
-        group.mkdir()
-        (group / own.limit).write_text(str(limit_bytes))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            group.rmdir()
-        raise MachineError(f"no memory limit can be set in {own.directory}: {error.strerror}.") from error
-    return group
+        Raises:
+            MachineError: it cannot be made, and why.
 
+        """
+        self.group = ""
+        """Where it is; empty where there is none."""
+        if not limit_bytes:
+            return
+        own = Group.of_this_process()
+        if own is None:
+            raise MachineError("no memory limit can be set: this process sees no control group for memory.")
+        directory = own.directory / f"{_GROUP_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        self.group, self._told = str(directory), replace(own, directory=directory)
+        # Before the group is there: from then on it is removed, whatever becomes of this process.
+        self._sweeper = subprocess.Popen(
+            ["/bin/sh", "-c", _SWEEP, "sh", self.group],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+        try:
+            directory.mkdir()
+            (directory / own.limit).write_text(str(limit_bytes))
+        except OSError as error:
+            self.close()
+            raise MachineError(f"no memory limit can be set in {own.directory}: {error.strerror}.") from error
 
-def kills(group: Path) -> int:
-    """How many processes of that group the kernel has killed for want of memory."""
-    own = Group.of_this_process()
-    return replace(own, directory=group).kills() if own else 0
+    def kills(self) -> int:
+        """How many of its processes the kernel has killed for want of memory."""
+        return self._told.kills() if self.group else 0
+
+    def close(self) -> None:
+        """Remove the group. Its processes have ended; if not, they have a minute. Again: nothing."""
+        if self.group:
+            self._sweeper.communicate()
 
 
 def remove_groups_of_the_dead() -> None:
-    """Remove what makers that were killed have left."""
+    """Remove what makers have left that were killed together with those who sweep behind them."""
     own = Group.of_this_process()
     for group in own.directory.glob(f"{_GROUP_PREFIX}*") if own else ():
         maker = group.name.removeprefix(_GROUP_PREFIX).split("-")[0]
