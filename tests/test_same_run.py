@@ -150,7 +150,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_mistake_is_found(mistake: str, kills: list[str], told: list[str], place: Path) -> None:
     """An optimizer that is not restored; a seed that is another one at each start."""
     with pytest.raises(AssertionError) as caught:
-        assert_same_run(SCRIPT, mistake, kills=kills, nodes=1, flags=["--no-warm"], lines="^step")
+        assert_same_run(SCRIPT, mistake, kills=kills, nodes=1, lines="^step")
     for text in told:
         assert text in str(caught.value)
     assert place.exists()
@@ -173,6 +173,6 @@ def test_a_script_that_cannot_be_compared_is_told_at_once(script: str, told: lis
     path = place / "script.py"
     path.write_text(script)
     with pytest.raises(AssertionError) as caught:
-        assert_same_run(path, kills=["worker 0 at step 9"], nodes=1, flags=["--no-warm"])
+        assert_same_run(path, kills=["worker 0 at step 9"], nodes=1)
     for text in told:
         assert text in str(caught.value)

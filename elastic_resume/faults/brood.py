@@ -96,13 +96,18 @@ class Forked:
 
 
 def _sleep_until_end(pid: int, limit_s: float | None) -> None:
+    if ended(pid, limit_s) is None:
+        time.sleep(WAIT_S)
+
+
+def ended(pid: int, within_s: float | None = 0.0) -> bool | None:
+    """Whether a process that nobody has reaped ends within this time; None: the kernel has no pidfd."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
-        time.sleep(WAIT_S)
-        return
+        return None
     try:
-        select.select([descriptor], [], [], limit_s)
+        return bool(select.select([descriptor], [], [], within_s)[0])
     finally:
         os.close(descriptor)
 

@@ -83,6 +83,8 @@ class Nursery:
         return brood.Forked(int(told["pid"]), self._reap)
 
     def _reap(self, pid: int) -> int | None:
+        if self.alive and brood.ended(pid) is False:  # a thousand looks need not be answered over there
+            return None
         with self._lock:
             try:
                 brood.send(self._line, {"reap": pid})

@@ -15,12 +15,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
+# torch is imported where it is used: the process that `spawn` starts imports this file once more.
 
 
-class Squares(Dataset[int]):
+class Squares:
     """Of small numbers."""
 
     def __len__(self) -> int:
@@ -56,12 +54,17 @@ def spawned(method: str) -> Any:
 
 def loaded() -> list[list[int]]:
     """Two epochs from two persistent workers."""
-    loader = DataLoader(Squares(), batch_size=4, num_workers=2, persistent_workers=True)
+    from torch.utils.data import DataLoader  # noqa: PLC0415
+
+    squares: Any = Squares()
+    loader: Any = DataLoader(squares, batch_size=4, num_workers=2, persistent_workers=True)
     return [batch.tolist() for _ in range(2) for batch in loader]
 
 
 def facts() -> dict[str, Any]:
     """All that must be the same whoever started us."""
+    import torch  # noqa: PLC0415
+
     main = sys.modules["__main__"]
     compiled = torch.compile(lambda x: x * 2 + 1, backend="eager")
     return {
@@ -105,6 +108,8 @@ def facts() -> dict[str, Any]:
 
 def main() -> None:
     """Print it, and end with a word at exit, after a thread that is still at work."""
+    import numpy as np  # noqa: PLC0415
+
     print(json.dumps(facts()))
     chance = [random.random(), float(np.random.rand())]  # noqa: NPY002
     Path(sys.argv[1]).write_text(json.dumps(chance))
