@@ -49,6 +49,8 @@ def test_what_is_planned_comes_once_for_whom_it_is_meant_and_its_errors_come_up(
         for _ in range(5000):
             moments.complain()
             time.sleep(0.001)
+    while done["any", 2, 30] < 2:
+        time.sleep(0.001)
     lines.append((3, line(40, generation=3)))
     plan("last", 40)
     while done["last", 3, 40] < 2:
