@@ -8,10 +8,11 @@ who leads. Pure but for the clocks. It takes time in proportion to the number of
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from elastic_resume.policy.stragglers import Straggler
 from elastic_resume.policy.tally import BOUNDS_S, Tally
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.tidings import Pulse
@@ -33,7 +34,15 @@ class Known:
     heard_at: float
 
 
-def make(view: View, known: Mapping[str, Known], tally: Tally, *, run_id: str, missed: int) -> dict[str, Any]:
+def make(
+    view: View,
+    known: Mapping[str, Known],
+    tally: Tally,
+    slow: Sequence[Straggler] = (),
+    *,
+    run_id: str,
+    missed: int,
+) -> dict[str, Any]:
     """Make the document. ``missed``: lines of other nodes' logs that did not come through."""
     world, sums = view.world, tally.sums()
     ranks = {one.node: rank for rank, one in enumerate(world.members)} if world else {}
@@ -64,6 +73,7 @@ def make(view: View, known: Mapping[str, Known], tally: Tally, *, run_id: str, m
         "step": furthest["step"] if furthest else max((int(one["step"]) for one in nodes), default=0),
         "steps_per_s": furthest["steps_per_s"] if furthest else 0.0,
         "nodes": nodes,
+        "stragglers": [asdict(one) for one in slow],
         "incidents": [asdict(one) for one in tally.incidents()[-MAX_INCIDENTS:]],
         "sums": {
             "incidents": dict(sums.incidents),

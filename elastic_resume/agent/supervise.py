@@ -270,7 +270,7 @@ def _teller(
         states=keeper.rack.control.states,
         trouble=lambda: keeper.problem or gauge.strain().pressed,
     )
-    return Teller(node_dir.path, launch.config.run_id, finger, tail, say=witness.say)
+    return Teller(node_dir.path, launch.config.run_id, finger, tail, say=witness.say, tell=witness.note)
 
 
 def _limits(args: argparse.Namespace, given: set[str]) -> restart.Limits:

@@ -24,6 +24,7 @@ from elastic_resume.agent import document
 from elastic_resume.agent.news import Peers, Picker, Tail, parsed
 from elastic_resume.agent.pulse import Finger
 from elastic_resume.events import Event
+from elastic_resume.policy.stragglers import Pace, Straggler, Stragglers, describe
 from elastic_resume.policy.tally import Tally
 from elastic_resume.rendezvous.member import Member
 from elastic_resume.rendezvous.steps import Heard
@@ -43,18 +44,30 @@ class Teller:
     """The teller of one agent, from `start` to `close`."""
 
     def __init__(
-        self, node_dir: Path, run_id: str, finger: Finger, tail: Tail, *, say: Callable[[str], None]
+        self,
+        node_dir: Path,
+        run_id: str,
+        finger: Finger,
+        tail: Tail,
+        *,
+        say: Callable[[str], None],
+        tell: Callable[..., None],
     ) -> None:
-        """``finger`` takes the node's pulse, ``tail`` reads its events; ``say`` gets a line for people."""
+        """``finger`` takes the node's pulse, ``tail`` reads its events.
+
+        ``say`` gets a line for people, ``tell`` an event's kind and fields.
+        """
         self._run_id = run_id
         self._look_file = node_dir / contract.LOOK_FILE
         self._finger = finger
         self._say = say
+        self._write = tell
         self._member: Member | None = None
         self._tail = tail
         self._picker = Picker()
         self._peers = Peers(node_dir / contract.PEERS_FILE)
         self._tally = Tally()
+        self._stragglers = Stragglers()
         self._nodes: dict[str, document.Known] = {}
         self._heard: deque[str] = deque()
         self._heard_bytes = 0
@@ -118,7 +131,8 @@ class Teller:
                 return shown
             with self._lock:
                 nodes, missed = dict(self._nodes), self._missed + self._peers.lost
-            made = document.make(view, nodes, self._tally, run_id=self._run_id, missed=missed)
+            slow = self._stragglers.slow if view.leads else []
+            made = document.make(view, nodes, self._tally, slow, run_id=self._run_id, missed=missed)
             shown = json.dumps(made, separators=(",", ":")).encode()
             self._shown = (time.monotonic(), shown)
             return shown
@@ -165,6 +179,40 @@ class Teller:
             with self._lock:
                 self._nodes[member.node] = document.Known(pulse, time.monotonic())
             member.tell_people(pulse, [line for line, event in own if self._picker.wants(event)])
+            self._compare(leads=member.leads)
+
+    def _compare(self, *, leads: bool) -> None:
+        """Tell of ranks that have become slow, or are so no more; who leads alone can say so."""
+        with self._lock:
+            told = {node: one.pulse for node, one in self._nodes.items()} if leads else {}
+        paces = {
+            node: Pace(one.generation, one.step, one.workers, one.slowest, one.own_s, one.rest_s)
+            for node, one in told.items()
+            if one.slowest is not None and one.own_s is not None
+        }
+        with self._showing:
+            news = self._stragglers.take(paces, time.monotonic())
+        for one in news:
+            self._tell_of(one)
+
+    def _tell_of(self, one: Straggler) -> None:
+        self._write(
+            "slow-rank",
+            generation=one.generation,
+            step=one.step,
+            slow_node=one.node,
+            slow_rank=one.rank,
+            own_s=round(one.own_s, 4),
+            others_s=round(one.others_s, 4),
+            steps=one.steps,
+            cost_s=round(one.cost_s, 3),
+            is_over=one.is_over,
+        )
+        said = describe(one.rank, one.node, one.own_s, one.others_s)
+        over = (
+            f"; that is over, {one.steps} steps took {one.cost_s:.2g} s longer for it" if one.is_over else ""
+        )
+        self._say(f"{said}{over}.")
 
 
 def _write_private(path: Path, said: dict[str, object]) -> None:

@@ -116,6 +116,7 @@ class Member:
         self.question: Question | None = None
         """Whose death would let this agent, which leads, go on: not older than `ASKING_S`."""
         self._question_at = 0.0
+        self.leads = False
         life = secrets.token_hex(8) + (f"@{home}" if home else "")
         me = Incarnation(node, life, seat.address, seat.candidate)
         settings = terms.settings(seat.address)
@@ -342,7 +343,7 @@ class Member:
 
     def _watch(self, agent: Agent) -> None:
         """Move the fence before anything else is done about an event."""
-        self._is_heard = agent.is_heard
+        self._is_heard, self.leads = agent.is_heard, agent.leads
         if time.monotonic() >= self._question_at:
             self._question_at = time.monotonic() + ASKING_S
             self.question = agent.question

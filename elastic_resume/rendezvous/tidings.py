@@ -47,6 +47,12 @@ class Pulse:
     incidents: int = 0
     trouble: str = ""
     """What is wrong with its disk or memory; empty while nothing is."""
+    slowest: int | None = None
+    """Which of its ranks takes longest for a step, waiting for no other; None: that is not measured."""
+    own_s: float | None = None
+    """What a step has taken that rank by itself, lately."""
+    rest_s: float | None = None
+    """What it takes its other ranks mostly; None where it has one."""
 
 
 @dataclass(frozen=True, slots=True)

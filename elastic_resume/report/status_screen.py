@@ -6,10 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from elastic_resume.policy.stragglers import describe
 from elastic_resume.report.text import amount, clean, cut, seconds, table, wrap
 
 MAX_NODES = 24
 MAX_INCIDENTS = 5
+MAX_STRAGGLERS = 5
 _HEAD = ("rank", "node", "step", "steps/s", "snapshot", "checkpoint", "heard", "")
 
 
@@ -23,6 +25,7 @@ def screen(said: Mapping[str, Any]) -> list[str]:
     return [
         *_headline(said),
         "",
+        *_stragglers(said),
         *_nodes(said),
         *(["", f"spares: {', '.join(map(clean, said['spares']))}"] if said["spares"] else []),
         "",
@@ -47,6 +50,15 @@ def _headline(said: Mapping[str, Any]) -> list[str]:
     if not said["leads"]:
         lines.append(f"(as {clean(said['node'])} knows it: who leads did not answer)")
     return [*lines, f"step {said['step']}, {said['steps_per_s']:.3g} steps/s"]
+
+
+def _stragglers(said: Mapping[str, Any]) -> list[str]:
+    slow = sorted(said["stragglers"], key=lambda one: -one["own_s"])
+    told = [
+        describe(one["rank"], one["node"], one["own_s"], one["others_s"]) for one in slow[:MAX_STRAGGLERS]
+    ]
+    more = [f"and {len(slow) - len(told)} more"] if len(slow) > len(told) else []
+    return [*(line for text in [*told, *more] for line in wrap(text)), ""] if slow else []
 
 
 def _nodes(said: Mapping[str, Any]) -> list[str]:

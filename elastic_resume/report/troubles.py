@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from elastic_resume.policy import stragglers
 from elastic_resume.report.text import amount, seconds, without_path
 from elastic_resume.report.timeline import Seen, Timeline
 
@@ -54,6 +55,7 @@ def find(line: Timeline) -> tuple[Trouble, ...]:
                 found.append(made)
     found += [one for one in map(_of_rendezvous, line.of_kind("rendezvous")) if one is not None]
     found += _slow(line.of_kind("commit"))
+    found += _stragglers(line)
     return tuple(sorted(_folded(found, line), key=lambda trouble: (trouble.t, trouble.node)))
 
 
@@ -108,6 +110,40 @@ def _slow(commits: list[Seen]) -> list[Trouble]:
                 )
                 found.append(slow)
     return found
+
+
+def _stragglers(line: Timeline) -> list[Trouble]:
+    """Ranks that the others waited for, each from when it was found slow until it was so no more.
+
+    Where nobody told the end of it the generation's is: whoever is slow in the next one is told anew.
+    """
+    found: dict[tuple[str, int | None, int | None], Trouble] = {}
+    told: list[Trouble] = []
+    for one in line.of_kind("slow-rank"):
+        key = (one.text("slow_node"), one.count("slow_rank"), one.generation)
+        began = found.pop(key, None)
+        if began is not None:
+            told.append(replace(_straggler(one, one.count("steps")), t=began.t, until=one.t))
+        elif one.raw.get("is_over") is not True:
+            last = [each for each in line.generations.get(one.generation or 0, ()) if each.step is not None]
+            later = max((each.step or 0 for each in last), default=0) - (one.step or 0)
+            steps = (one.count("steps") or 0) + max(later, 0)
+            until = max((each.t for each in last), default=one.t)
+            is_over = max(line.generations, default=0) > (one.generation or 0) or bool(
+                line.of_kind("run-end")
+            )
+            found[key] = replace(_straggler(one, steps), until=max(until, one.t), is_over=is_over)
+    return [*told, *found.values()]
+
+
+def _straggler(one: Seen, steps: int | None) -> Trouble:
+    own_s, others_s = one.seconds("own_s") or 0.0, one.seconds("others_s") or 0.0
+    said = stragglers.describe(one.count("slow_rank"), "", own_s, others_s)
+    told_s = one.seconds("cost_s") if one.raw.get("is_over") is True else None
+    cost_s = (own_s - others_s) * (steps or 0) if told_s is None else told_s
+    about = "" if told_s is not None else "about "
+    text = f"{said}; {amount(steps or 0, 'step')} took {about}{seconds(cost_s)} longer for it"
+    return Trouble("slow-rank", BAD, one.text("slow_node"), one.t, one.t, 1, text, one.generation, one.step)
 
 
 # ---- one sentence for each kind ------------------------------------------------------------------------

@@ -1,0 +1,333 @@
+"""Who is slow: found by each rank's own time of a step, and told by status and report; and nobody else is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from elastic_resume import contract
+from elastic_resume.agent.pulse import Finger
+from elastic_resume.faults.course import Course
+from elastic_resume.faults.fault import Fault
+from elastic_resume.policy.stragglers import LEAST_S, LOOKS, SHARE, TIMES, Pace, Straggler, Stragglers
+from elastic_resume.report import story
+from elastic_resume.report.gather import gather
+from elastic_resume.report.status_screen import screen
+from elastic_resume.report.troubles import Trouble
+from elastic_resume.store.board import Board, Worker
+from elastic_resume.testing import Cluster
+from elastic_resume.worker.own_time import CALIBRATION_STEPS, OwnTime
+
+TRAIN = Path(__file__).parent / "jobs" / "train.py"
+EVERY_S = 1.0
+Own = Mapping[str, float]
+
+
+# ---- the decision --------------------------------------------------------------------------------------
+
+
+def look(found: Stragglers, number: int, own: Own, *, steps: int = 5, generation: int = 1) -> list[Straggler]:
+    """Let it look once at nodes of one rank each; ``own`` is in seconds."""
+    paces = {
+        node: Pace(generation, number * steps, 1, rank, own_s)
+        for rank, (node, own_s) in enumerate(own.items())
+    }
+    return found.take(paces, number * EVERY_S)
+
+
+def looks(*owns: Own) -> list[tuple[int, str, bool]]:
+    """What is told in so many looks: in which, of which node, whether that it is over."""
+    found = Stragglers()
+    return [
+        (number, one.node, one.is_over) for number, own in enumerate(owns) for one in look(found, number, own)
+    ]
+
+
+EVEN = {"a": 0.01, "b": 0.012, "c": 0.011}
+SLOW = {**EVEN, "b": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("owns", "told"),
+    [
+        ([EVEN] * 20, []),
+        ([SLOW] * 20, [(LOOKS, "b", False)]),
+        ([{"a": 0.01, "b": 0.2}] * 20, [(LOOKS, "b", False)]),
+        ([{"a": 0.2}] * 20, []),
+        ([{"a": 0.2, "b": 0.2, "c": 0.01}] * 20, []),
+        ([EVEN, SLOW, EVEN, SLOW, SLOW, EVEN] * 5, []),
+        ([EVEN] + [SLOW] * LOOKS + [EVEN] * 9, [(LOOKS, "b", False), (2 * LOOKS, "b", True)]),
+        ([EVEN] + [SLOW] * 6 + [EVEN] * (LOOKS - 1) + [SLOW] * 9, [(LOOKS, "b", False)]),
+        ([{"a": 0.001, "b": 0.001 + 0.9 * LEAST_S}] * 20, []),
+        ([{"a": 1.0, "b": 1.0 + 2 * SHARE}] * 20, []),
+        ([{"a": 0.1, "b": TIMES * 0.1, "c": 0.1}] * 20, [(LOOKS, "b", False)]),
+        ([{"a": 0.01, "b": 0.01 + 0.9 * SHARE * EVERY_S / 5}] * 20, []),
+    ],
+    ids=[
+        "nobody differs",
+        "one does",
+        "of two the slower one",
+        "who is alone",
+        "the larger part",
+        "now and then",
+        "it is over",
+        "it was not over",
+        "by little",
+        "by a small part of what it does",
+        "by half",
+        "by a small part of a step",
+    ],
+)
+def test_who_is_told_and_when(owns: list[Own], told: list[tuple[int, str, bool]]) -> None:
+    """Once when it begins and once when it is over; the first look has nothing to compare with."""
+    assert looks(*owns) == told
+
+
+def test_a_look_without_a_new_step_counts_for_nothing() -> None:
+    """Of steps that take ten seconds one slow one is not seen ten times."""
+    found = Stragglers()
+    assert not any(look(found, number // 10, SLOW, steps=1) for number in range(10 * LOOKS))
+    assert look(found, LOOKS, SLOW, steps=1)
+
+
+def test_a_new_generation_begins_anew() -> None:
+    """Who has resumed warms up; what was told of the generation before is no more."""
+    found = Stragglers()
+    for number in range(LOOKS + 1):
+        look(found, number, SLOW)
+    assert [one.node for one in found.slow] == ["b"]
+    assert look(found, LOOKS + 1, EVEN, generation=2) == []
+    assert found.slow == []
+
+
+def test_a_node_with_several_ranks_is_told_of_as_one_where_all_are_slow() -> None:
+    """Else its slowest is, by the rank that it has in the job."""
+    for rest_s, rank in ((0.19, None), (0.01, 7)):
+        found = Stragglers()
+        told = []
+        for number in range(9):
+            slow = Pace(1, number, 4, 7, 0.2, rest_s)
+            told += found.take({"a": Pace(1, number, 4, 0, 0.02, 0.01), "b": slow}, number * EVERY_S)
+        assert [(one.node, one.rank) for one in told] == [("b", rank)]
+
+
+def test_another_slow_rank_at_each_look_is_nobody() -> None:
+    """A machine with more to do than processors has one that came off badly, at any time."""
+    found = Stragglers()
+    for number in range(40):
+        slow = Pace(1, number, 4, 4 + number % 3, 0.2, 0.01)
+        assert not found.take({"a": Pace(1, number, 4, 0, 0.02, 0.01), "b": slow}, number * EVERY_S)
+
+
+def test_what_it_cost_is_counted() -> None:
+    """Steps since it began, and what they took longer; its own time is their mean."""
+    found = Stragglers()
+    owns = [EVEN, *[SLOW] * 5, {**EVEN, "b": 0.111}, *[EVEN] * LOOKS]
+    (_, over) = [one for number, own in enumerate(owns) for one in look(found, number, own)]
+    assert (over.step, over.steps, over.is_over) == (30, 30, True)
+    assert over.cost_s == pytest.approx(25 * (0.2 - 0.011) + 5 * 0.1)
+    assert over.own_s == pytest.approx(0.011 + over.cost_s / 30)
+
+
+_NEARLY = st.floats(1.0, TIMES * 0.99)
+
+
+@given(st.floats(0.0001, 10.0), st.lists(st.lists(_NEARLY, min_size=5, max_size=5), max_size=20))
+def test_ranks_that_differ_by_little_name_nobody(base_s: float, rounds: list[list[float]]) -> None:
+    """However long a step takes, and whoever is the slowest of them in which look."""
+    assert not looks(*({str(at): base_s * part for at, part in enumerate(one)} for one in rounds))
+
+
+@given(
+    st.integers(2, 9),
+    st.floats(0.001, 0.1),
+    st.lists(st.sets(st.integers(0, 8), max_size=1), min_size=LOOKS + 1, max_size=30),
+)
+def test_the_slow_one_is_named_and_those_who_stumble_are_not(
+    count: int, base_s: float, stumbles: list[set[int]]
+) -> None:
+    """A collection of garbage lasts longer than a step of the slow one, and befalls each once in a while."""
+    slow = count - 1
+    rounds = [
+        {str(at): 5.0 if at in fall and number % 2 else base_s for at in range(slow)}
+        | {str(slow): base_s + 0.3}
+        for number, fall in enumerate(stumbles)
+    ]
+    told = looks(*rounds)
+    assert {node for _, node, _ in told} <= {str(slow)}
+    if count > 3:  # with one that stumbles the larger part is as before
+        assert told == [(LOOKS, str(slow), False)]
+
+
+# ---- measured by the rank, told by the node ------------------------------------------------------------
+
+
+def train(own: OwnTime, model: nn.Module, optimizer: Any, steps: int, *, sleep_s: float = 0.0) -> int:
+    """Train, with a pause of its own before each forward pass; give what was measured."""
+    before = own.total_ns
+    for _ in range(steps):
+        time.sleep(sleep_s)
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        time.sleep(sleep_s)  # as in an all-reduce: not this rank's
+        optimizer.step()
+        own.end_step()
+    return own.total_ns - before
+
+
+def test_own_time_is_what_lies_before_the_first_gradient() -> None:
+    """And that of the first steps is not."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = OwnTime({"model": model, "optimizer": optimizer})
+    assert train(own, model, optimizer, CALIBRATION_STEPS) == 0
+    began = time.perf_counter_ns()
+    measured = train(own, model, optimizer, 10, sleep_s=0.005)
+    whole = time.perf_counter_ns() - began
+    assert 9 * 5_000_000 <= measured <= whole - 10 * 5_000_000
+    own.close()
+    assert train(own, model, optimizer, 3) == 0
+
+
+def test_where_nothing_can_be_measured_nothing_is() -> None:
+    """Without an optimizer, with one whose last parameter gets no gradient, with one that trains nothing."""
+    model, unused = nn.Linear(4, 4), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([*model.parameters(), unused], lr=0.1)
+    for tracked in ({"model": model}, {"model": model, "optimizer": optimizer}):
+        assert train(OwnTime(tracked), model, optimizer, 2 * CALIBRATION_STEPS) == 0
+    frozen = torch.optim.SGD([nn.Parameter(torch.ones(1), requires_grad=False)], lr=0.1)
+    assert OwnTime({"optimizer": frozen}).total_ns == 0
+
+
+def test_several_backward_passes_for_a_step_count_to_the_first() -> None:
+    """What follows waits for others, where each pass is reduced."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = OwnTime({"optimizer": optimizer})
+    train(own, model, optimizer, CALIBRATION_STEPS + 1)
+    before = own.total_ns
+    model(torch.ones(2, 4)).sum().backward()
+    first = own.total_ns
+    time.sleep(0.01)
+    model(torch.ones(2, 4)).sum().backward()
+    assert before < first == own.total_ns
+
+
+def test_a_pulse_tells_the_slowest_rank_of_a_node(tmp_path: Path) -> None:
+    """By the steps since the pulse before; a worker that has just come has told nothing yet."""
+    board = Board(tmp_path / contract.BOARD_FILE)
+    for local_rank in range(3):
+        me = Worker(4 + local_rank, os.getpid(), 1, 100 + local_rank, 7, 0, 0)
+        board.begin(local_rank, generation=2, step=10, world_size=8, worker=me)
+    finger = Finger(tmp_path, 3, states=list, trouble=lambda: "")
+
+    def pulse(step: int, *own_ms: int) -> tuple[int | None, float | None, float | None]:
+        for local_rank, own in enumerate(own_ms):
+            board.finish_step(local_rank, step, own_ns=own * 1_000_000)
+        told = finger.take(0)
+        return told.slowest, told.own_s, told.rest_s
+
+    assert pulse(11, 0, 0, 0) == (None, None, None), "calibration"
+    assert pulse(20, 50, 50, 50) == (None, None, None)
+    assert pulse(30, 150, 1050, 250) == (5, 0.1, 0.01)
+    assert pulse(30, 150, 1050, 250) == (5, 0.1, 0.01), "no step since"
+    assert pulse(32, 190, 1060, 260) == (4, 0.02, 0.005)
+    me = Worker(4, os.getpid(), 1, 200, 7, 0, 0)
+    board.begin(0, generation=2, step=32, world_size=8, worker=me)
+    assert pulse(34, 10, 1080, 300) == (6, 0.02, 0.01)
+
+
+# ---- in a report ---------------------------------------------------------------------------------------
+
+
+def told_of(*events: dict[str, Any]) -> list[Trouble]:
+    """The stragglers that a report tells of."""
+    base = {"node": "n0", "pid": 1, "generation": 1, "rank": 0}
+    first = [
+        {**base, "t": 100.0, "event": "resume", "kind": "cold", "step": 0, "world_size": 3},
+        *({**base, "t": 100.0 + step, "event": "step", "step": step} for step in (1, 20, 60)),
+    ]
+    slow = ({"node": "n0", "pid": 9, "event": "slow-rank", "generation": 1, **one} for one in events)
+    return [one for one in story.tell([*first, *slow]).troubles if one.kind == "slow-rank"]
+
+
+BEGAN = {
+    "t": 120.0,
+    "step": 20,
+    "slow_node": "n2",
+    "slow_rank": 2,
+    "own_s": 0.21,
+    "others_s": 0.01,
+    "steps": 5,
+}
+OVER = {**BEGAN, "t": 140.0, "step": 40, "steps": 25, "cost_s": 4.0, "is_over": True}
+
+
+def test_a_report_names_who_was_slow_for_how_long_and_what_it_cost() -> None:
+    """On the node that was, whoever told it; two events are one trouble."""
+    (one,) = told_of(BEGAN, OVER)
+    assert (one.node, one.t, one.until, one.is_over) == ("n2", 120.0, 140.0, True)
+    assert one.text == (
+        "rank 2 is slow: 0.21 s of its own per step, others 0.01 s; 25 steps took 4.0 s longer for it"
+    )
+
+
+def test_one_whose_end_nobody_told_was_slow_to_its_generations_end() -> None:
+    """By the steps that were run since; while that generation runs it is not over."""
+    (one,) = told_of(BEGAN)
+    assert (one.until, one.is_over) == (160.0, False)
+    assert one.text.endswith("; 45 steps took about 9.0 s longer for it")
+    later = {"node": "n0", "pid": 1, "t": 170.0, "event": "step", "generation": 2, "step": 61, "rank": 0}
+    (one,) = told_of(BEGAN, {**later, "event": "step"})
+    assert one.is_over
+
+
+@pytest.mark.parametrize("odd", [{"own_s": "x"}, {"steps": None}, {"slow_rank": -1}, {"generation": "1"}])
+def test_what_makes_no_sense_raises_nothing(odd: dict[str, Any]) -> None:
+    """A log may hold anything."""
+    assert len(told_of({**BEGAN, **odd})) == 1
+
+
+# ---- for real ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cluster
+def test_a_job_names_its_slow_rank_and_nobody_else(tmp_path: Path) -> None:
+    """Its model has buffers, which DDP sends around before each forward pass: the others wait there too."""
+    with Cluster(tmp_path, nodes=3, min_nodes=2) as cluster:
+        words = ["--diary", str(tmp_path / "diary"), "--epochs", "10000", "--step-delay", "0.01"]
+        cluster.start(TRAIN, *words)
+        cluster.wait_step(1)
+        slow = Fault("slow-rank", rank=0, at_s=0.0, delay_s=0.1, for_s=60.0)
+        course = Course(cluster, [slow], cluster.arming)
+        course.look()
+
+        def told() -> list[dict[str, Any]]:
+            course.look()
+            return cluster.events("slow-rank")
+
+        cluster.wait(told, "somebody is slow")
+        command = [sys.executable, "-m", "elastic_resume", "status", str(cluster.run_dir), "--json"]
+        said = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+        course.close()
+        found = story.tell(gather([cluster.run_dir]).events)
+    assert [(one["node"], one["rank"]) for one in said["stragglers"]] == [("n0", 0)]
+    assert re.search(
+        r"\nrank 0 on n0 is slow: 0\.\d+ s of its own per step, others 0\.\d+ s\n", "\n".join(screen(said))
+    )
+    (trouble,) = (one for one in found.troubles if one.kind == "slow-rank")
+    assert trouble.node == "n0"
+    assert re.match(r"rank 0 is slow: .* s of its own per step, others .* steps took about", trouble.text)
