@@ -86,6 +86,22 @@ def test_the_phases_of_a_recovery() -> None:
     assert told.costs == {1: pytest.approx(5.0 + 2.0 + 0.5 - 0.5 - 1.0)}
 
 
+def test_failures_without_a_step_between_them_cost_until_the_next_step() -> None:
+    """The first of them is charged with it all."""
+    job = run(*range(1, 11))
+    job.exit(110, 1, signal="SIGKILL")
+    job.stop(110.2, 0, 2)
+    begin(job, 111, 114, 10, seconds=1.0)
+    job.exit(115, 1, signal="SIGKILL")
+    job.stop(115.2, 0, 2)
+    begin(job, 116, 119, 10, seconds=1.0)
+    march(job, 120, *range(11, 21))
+    job.finish(130, 20)
+    told = story.tell(job.events)
+    assert told.costs == {1: pytest.approx(119.0 - 110.0)}
+    assert "2 failures cost 9.0 s" in told.verdict.text
+
+
 def test_waiting_for_copies_is_no_training() -> None:
     """Workers say how long they waited; the one that waited longest kept the others."""
     job = killed()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 from elastic_resume.events import Event
 from elastic_resume.report import clocks, timeline
@@ -120,22 +121,25 @@ def slices(line: Timeline, report: Report, found: Sequence[Moments]) -> tuple[Sl
 def costs(parts: Sequence[Slice], report: Report, found: Sequence[Moments]) -> dict[int, float]:
     """Seconds that each failure cost, by the generation that it ended.
 
-    All that was not training that counts, from that generation's first step to the next one's; without the
-    length of a step, which `incidents.Generation.recovered_s` includes.
+    All that was not training that counts, from that generation's first step to that of the next one which
+    came to a step (those between them failed as well, at its cost); without the length of a step, which
+    `incidents.Generation.recovered_s` includes.
     """
     spent: dict[int, float] = {}
+    trained = [(at, one.stepped) for at, one in enumerate(found) if one.stepped is not None]
     place = 0
-    for before, row, after in zip(found, report.generations, found[1:], strict=False):
-        if before.stepped is None or after.stepped is None or not row.end.is_failure:
-            continue
-        while place < len(parts) and parts[place].until <= before.stepped:
+    for (first, since), (following, until) in pairwise(trained):
+        failed = [row for row in report.generations[first:following] if row.end.is_failure]
+        while place < len(parts) and parts[place].until <= since:
             place += 1
+        if not failed:
+            continue
         total_s, one = 0.0, place
-        while one < len(parts) and parts[one].began < after.stepped:
+        while one < len(parts) and parts[one].began < until:
             if parts[one].what != PRODUCTIVE:
-                total_s += parts[one].until - max(parts[one].began, before.stepped)
+                total_s += parts[one].until - max(parts[one].began, since)
             one += 1
-        spent[row.number] = round(total_s, 3)
+        spent[failed[0].number] = round(total_s, 3)
     return spent
 
 
