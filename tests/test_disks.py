@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -26,9 +27,13 @@ KINDS: tuple[Kind, ...] = ("ext4", "xfs")
 
 @pytest.fixture(params=KINDS)
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
-    """One of each kind."""
+    """One of each kind. Its device is given back: no test keeps a file open there, which nobody would see."""
     with Disk(tmp_path, disks.LEAST_BYTES[request.param], request.param) as made:
         yield made
+        device = os.fstat(made._device).st_rdev
+    for opened in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor that lists them
+            assert os.fstat(int(opened.name)).st_dev != device
 
 
 def write(path: Path, data: bytes, *, sync: bool = True) -> None:
@@ -260,12 +265,12 @@ def test_who_cannot_make_a_disk_is_told_why(tmp_path: Path, monkeypatch: pytest.
 
 def test_events_that_a_disk_refuses_are_told_when_it_takes_them_again(disk: Disk) -> None:
     """In their order, each once; what went wrong with the disk is in the log then."""
-    log = EventLog(disk.path / "events.jsonl")
-    disk.fill()
-    for number in range(200):  # the first ones find room in a block that is theirs already
-        log.write("commit-failed", step=number, error="no space left" * 10)
-    assert log.lost > 0
-    disk.free()
-    log.write("commit", step=200)
-    assert log.lost == 0
+    with contextlib.closing(EventLog(disk.path / "events.jsonl")) as log:
+        disk.fill()
+        for number in range(200):  # the first ones find room in a block that is theirs already
+            log.write("commit-failed", step=number, error="no space left" * 10)
+        assert log.lost > 0
+        disk.free()
+        log.write("commit", step=200)
+        assert log.lost == 0
     assert [event["step"] for event in events.read(disk.path / "events.jsonl")] == list(range(201))
