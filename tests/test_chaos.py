@@ -25,7 +25,7 @@ from elastic_resume.faults import chaos, hosts, plan_text
 from elastic_resume.faults.course import DONE, Fate
 from elastic_resume.faults.fault import Fault
 from elastic_resume.faults.trial import RUN_ID, Outcome
-from elastic_resume.report import story
+from elastic_resume.report import aftermath, story
 from elastic_resume.report.endings import End
 from elastic_resume.report.incidents import Generation, RejectedCopy, Report
 from elastic_resume.testing import Cluster
@@ -144,15 +144,28 @@ def fate_of(number: int, what: str, node: int, t: float) -> Fate:
     return Fate(number, Fault(what, node=node, at_s=0), state=DONE, t=t, nodes=(f"n{node}",))
 
 
+def row_of(began: float, end: End, rejected: tuple[RejectedCopy, ...] = ()) -> Generation:
+    """A generation of which nothing else is known."""
+    unknown: dict[str, Any] = dict.fromkeys((field.name for field in fields(Generation)), None)
+    return Generation(**{**unknown, "began": began, "end": end, "rejected": rejected})
+
+
+def test_of_two_faults_in_one_moment_the_one_that_hit_the_rank_is_to_blame() -> None:
+    """A disk that turns slow just before a worker's death kills nobody; nor does what hit it long before."""
+    rows = [row_of(0.0, End("worker", "rank 1 on n1: SIGKILL", t=10.0, node="n1", rank=1))]
+    disk = aftermath.Hit(9.99, ["n1"])
+    assert aftermath.of([aftermath.Hit(9.96, ["n1"], 1), disk], rows) == [rows, []]
+    assert aftermath.of([aftermath.Hit(9.96, ["n1"], 0), disk], rows) == [[], rows]
+    assert aftermath.of([aftermath.Hit(5.0, ["n1"], 1), disk], rows) == [[], rows]
+
+
 def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
     """Not of the one that came while the job was down, nor what no fault did, nor how it was drained."""
     ends = [("worker", "n1", 3.0), ("worker", "n2", 12.0), ("node", "n0", 15.0), ("left", "n0", 22.0)]
     rows = []
     for began, (kind, node, t) in zip((0.0, 9.0, 13.0, 18.0), ends, strict=True):
-        found: dict[str, Any] = dict.fromkeys((field.name for field in fields(Generation)), None)
         copies = (RejectedCopy("n0", 1, 5, "digest"),) if node == "n2" else ()
-        end = End(kind, f"{kind} {node} at {t:.0f}", t=t, node=node)
-        rows.append(Generation(**{**found, "began": began, "end": end, "rejected": copies}))
+        rows.append(row_of(began, End(kind, f"{kind} {node} at {t:.0f}", t=t, node=node), copies))
     fates = (
         *(fate_of(1, "bit-flip", 0, 1.0), fate_of(2, "kill-node", 1, 2.0), fate_of(3, "kill-node", 1, 5.0)),
         *(fate_of(4, "kill-node", 0, 16.0), Fate(5, Fault("kill-node", node=0, at_s=90))),
