@@ -102,6 +102,14 @@ def test_failures_without_a_step_between_them_cost_until_the_next_step() -> None
     assert "2 failures cost 9.0 s" in told.verdict.text
 
 
+def test_a_failure_after_which_nobody_trained_costs_until_the_end() -> None:
+    """A job that gives up, or is drained while it is down."""
+    job = run(*range(1, 11))
+    job.exit(110, 1, signal="SIGKILL")
+    job.stop(130.0, 0, 2)
+    assert story.tell(job.events).costs == {1: pytest.approx(130.0 - 110.0)}
+
+
 def test_waiting_for_copies_is_no_training() -> None:
     """Workers say how long they waited; the one that waited longest kept the others."""
     job = killed()

@@ -122,11 +122,12 @@ def costs(parts: Sequence[Slice], report: Report, found: Sequence[Moments]) -> d
     """Seconds that each failure cost, by the generation that it ended.
 
     All that was not training that counts, from that generation's first step to that of the next one which
-    came to a step (those between them failed as well, at its cost); without the length of a step, which
-    `incidents.Generation.recovered_s` includes.
+    came to a step (those between them failed as well, at its cost), or to the end; without the length of a
+    step, which `incidents.Generation.recovered_s` includes.
     """
     spent: dict[int, float] = {}
     trained = [(at, one.stepped) for at, one in enumerate(found) if one.stepped is not None]
+    trained.append((len(found), max((one.until for one in parts), default=0.0)))
     place = 0
     for (first, since), (following, until) in pairwise(trained):
         failed = [row for row in report.generations[first:following] if row.end.is_failure]
