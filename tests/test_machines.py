@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from elastic_resume.cluster.memory import Group
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.faults import ending
 from elastic_resume.faults.hosts import available
+from elastic_resume.faults.housed import Housed
 from elastic_resume.faults.machines import DISKS, MB, Machines
 from tests.stations import until
 
@@ -231,3 +233,14 @@ def test_of_a_machine_that_does_not_start_no_control_group_is_left() -> None:
         with pytest.raises(MachineError, match="n0 does not start"):
             two.boot(memory_bytes=4096)
         assert not list(own.directory.glob(f"*-{os.getpid()}-*"))
+
+
+def test_a_machine_whose_disk_cannot_be_put_in_place_is_down(tmp_path: Path) -> None:
+    """It would write to the host's disk in the place of its own."""
+    with contextlib.closing(Housed(tmp_path, 1)) as ground:
+        ground.root(0, tmp_path / "n0")
+        ground.disk(0).close()
+        for _ in range(2):
+            with pytest.raises(UsageError, match="closed"):
+                ground.boot([0])
+        assert ground.processes(0) == []

@@ -90,12 +90,16 @@ class Housed:
         return TEMPORARY
 
     def boot(self, indices: Collection[int]) -> None:
-        """Start the machines that are down, each with its link and its disk."""
+        """Start the machines that are down, each with its link and its disk, or not at all."""
         down = [index for index in indices if not self._machines.is_up(index)]
-        if down:
-            self._machines.boot(*down, memory_bytes=self._memory_bytes)
-        for index in down if self._places else ():  # else they share a folder of the host
-            self._disks[index].put(self._machines.first(index)[0], str(self._places[index]))
+        try:
+            if down:
+                self._machines.boot(*down, memory_bytes=self._memory_bytes)
+            for index in down if self._places else ():  # else they share a folder of the host
+                self._disks[index].put(self._machines.first(index)[0], str(self._places[index]))
+        except BaseException:  # older kernels put no disk in place that has failed, and the host's is none
+            self._machines.crash(*down)
+            raise
 
     def start(
         self, index: int, command: list[str], env: Mapping[str, str], log: IO[bytes], *, fresh: bool
