@@ -28,7 +28,7 @@ def measure(megabytes: int, slots: int, base: Path) -> str:
     flags = ["--snapshot-every", "1", "--save-every", str(SAVE_EVERY), "--snapshot-memory", allowed]
     with Cluster(base / str(slots), nodes=1, flags=flags, env={"PYTHONPATH": str(HERE)}) as cluster:
         cluster.start(SCRIPT, str(megabytes), str(STEPS))
-        cluster.wait_step(KILL_AT, timeout_s=600)
+        cluster.wait(step=KILL_AT, timeout_s=600)
         cluster.kill_worker(0)
         (end,) = cluster.wait_exit(timeout_s=900)
         resumed = cluster.events("resume")[-1]

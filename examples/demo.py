@@ -48,17 +48,17 @@ def break_things(cluster: Cluster) -> None:
     say("three nodes start: n0, n1, n2, one worker each")
     generation = int(wait_world(cluster, 3, 0)["generation"])
 
-    step = int(cluster.wait_step(20)["step"])
+    step = int(cluster.wait(step=20)["step"])
     say(f"step {step}: kill -9 of the worker on n1")
     cluster.kill_worker(1)
     generation = int(wait_world(cluster, 3, generation)["generation"])
 
-    step = int(cluster.wait_step(step + 15, generation)["step"])
+    step = int(cluster.wait(step=step + 15, generation=generation)["step"])
     say(f"step {step}: kill -9 of node n2, agent and worker")
     cluster.kill_node(2)
     generation = int(wait_world(cluster, 2, generation)["generation"])
 
-    step = int(cluster.wait_step(step + 15, generation)["step"])
+    step = int(cluster.wait(step=step + 15, generation=generation)["step"])
     say(f"step {step}: node n2 is back, its disk is empty")
     cluster.wipe(2)
     cluster.start_node(2)

@@ -124,17 +124,17 @@ def test_a_node_whose_clock_jumps_loses_no_step(tmp_path: Path) -> None:
     with Cluster(tmp_path, nodes=3, flags=flags) as cluster:
         kept = tmp_path / "diary"
         cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", "0.03")
-        cluster.wait_commit(1, 5)
+        cluster.wait(commit=5, node=1)
         for seconds in (-HOUR_S, 2 * HOUR_S):
             cluster.jump_clock(1, seconds)
             step = max(event["step"] for event in cluster.events("commit"))
-            cluster.wait_commit(1, step + 10)  # a cadence of seconds is not stuck
+            cluster.wait(commit=step + 10, node=1)  # a cadence of seconds is not stuck
         assert {event["generation"] for event in cluster.events("step")} == {1}
         true_s, told_s = time.time(), cluster.events_of(1)[-1]["t"]
         assert told_s - true_s == pytest.approx(HOUR_S, abs=60)  # else nothing was tested
         cluster.jump_clock(1, -3 * HOUR_S)
         cluster.kill_worker(0)
-        cluster.wait_generation(2)
+        cluster.wait(generation=2)
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(1)
         assert cluster.lost_steps == 0
         check_end(kept, world_size=3, epochs=EPOCHS)

@@ -44,7 +44,7 @@ class Nodes:
         """Tell who leads."""
         return [{"what": "leading", "node": "n0"}]
 
-    def flip_bit_newest(self, index: int, at: float) -> None:
+    def corrupt(self, index: int, at: float) -> None:
         """Note it."""
         if index == 1:
             raise UsageError("n1 has no checkpoint.")

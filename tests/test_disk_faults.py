@@ -27,9 +27,9 @@ def newest_step(cluster: Cluster) -> int:
 def befall(cluster: Cluster, index: int, wrong: Callable[[], object], right: Callable[[], object]) -> None:
     """Let a disk go wrong, train on, put it right, and see that it takes a checkpoint again."""
     wrong()
-    cluster.wait_step(newest_step(cluster) + AHEAD)
+    cluster.wait(step=newest_step(cluster) + AHEAD)
     right()
-    cluster.wait_commit(index, newest_step(cluster) + 1)
+    cluster.wait(commit=newest_step(cluster) + 1, node=index)
 
 
 def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
     with Cluster(tmp_path, nodes=3, min_nodes=2, hosts="namespaces", flags=flags) as cluster:
         kept = tmp_path / "diary"
         cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", "0.05")
-        cluster.wait_commit(0, 3)
+        cluster.wait(commit=3, node=0)
         befall(cluster, 0, lambda: cluster.fill_disk(0), lambda: cluster.free_disk(0))
         befall(cluster, 1, lambda: cluster.break_disk(1), lambda: cluster.mend_disk(1))
         befall(cluster, 2, lambda: cluster.slow_disk(2, 20_000), lambda: cluster.slow_disk(2, 0))
@@ -46,10 +46,10 @@ def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
         assert {event["generation"] for event in cluster.events("step")} == {1}  # nobody was held up for long
         held = {entry.order for entry in cluster.checkpoints(2)}
         cluster.poweroff(2)
-        cluster.wait_generation(2)
+        cluster.wait(generation=2)
         assert held & {entry.order for entry in cluster.checkpoints(2)}  # what had been synced is there
         cluster.start_node(2)
-        cluster.wait_generation(3)
+        cluster.wait(generation=3)
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
         assert cluster.lost_steps == 0
         check_end(kept, world_size=3, epochs=EPOCHS)

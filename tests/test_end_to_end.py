@@ -79,10 +79,10 @@ def test_a_killed_worker_costs_only_the_steps_since_the_last_save(make: Make, un
     """Kill -9 of one worker: same weights, bit for bit, as if nothing had happened."""
     cluster = make()
     kept = start(cluster)
-    cluster.wait_commit(1, 10)
+    cluster.wait(commit=10, node=1)
     before = newest(cluster)
     cluster.kill_worker(1)
-    resumed = cluster.wait_generation(before + 1)
+    resumed = cluster.wait(generation=before + 1)
     assert resumed["kind"] == "checkpoint"
     assert resumed["step"] >= 10
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
@@ -96,12 +96,12 @@ def test_a_killed_node_returns_with_an_empty_disk(make: Make, undisturbed: str) 
     """Kill -9 of agent and worker of a node: the job waits for it, sends it a copy, and ends the same."""
     cluster = make()
     kept = start(cluster)
-    cluster.wait_commit(0, 10)
+    cluster.wait(commit=10, node=0)
     before = newest(cluster)
     cluster.kill_node(2)
     cluster.wipe(2)
     cluster.start_node(2)
-    resumed = cluster.wait_generation(before + 1)
+    resumed = cluster.wait(generation=before + 1)
     assert "n2" in resumed["lacking"]
     assert resumed["source_node"] == "n0"
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
@@ -116,7 +116,7 @@ def test_a_node_that_dies_during_a_resume_does_not_hold_the_others(make: Make, u
     cluster = make()
     cluster.env[contract.ENV_FAILPOINTS] = "resume.planned=delay:1"
     kept = start(cluster)
-    cluster.wait_commit(2, 10)
+    cluster.wait(commit=10, node=2)
     before = len(cluster.events_of(2, "round"))
     cluster.kill_worker(1)
     cluster.wait(lambda: len(cluster.events_of(2, "round")) > before, "n2 to enter the next world")
@@ -133,7 +133,7 @@ def test_two_nodes_go_on_without_the_third_and_take_it_back(make: Make, tmp_path
     third_is_back = tmp_path / "third-is-back"
     kept = start(cluster, slow_until=third_is_back)
     cluster.wait(lambda: [e for e in cluster.events("resume") if e["world_size"] == 3], "a world of 3")
-    cluster.wait_commit(0, 5)
+    cluster.wait(commit=5, node=0)
     cluster.kill_node(2)
     shrunk = cluster.wait(
         lambda: [e for e in cluster.events("resume") if e["world_size"] == 2], "a world of 2"
@@ -161,7 +161,7 @@ def test_damaged_copies_are_named_and_the_next_source_is_taken(make: Make, undis
     cluster = make()
     kept = start(cluster)
     for index in range(3):
-        cluster.wait_commit(index, 10)
+        cluster.wait(commit=10, node=index)
     cluster.stop()
     before = newest(cluster)
     step = min(cluster.checkpoints(index)[0].step for index in range(3))
@@ -170,9 +170,9 @@ def test_damaged_copies_are_named_and_the_next_source_is_taken(make: Make, undis
             if entry.step > step:
                 shutil.rmtree(entry.path)
     cluster.truncate_newest(0)
-    cluster.flip_bit_newest(1)
+    cluster.corrupt(1)
     start(cluster)
-    resumed = cluster.wait_generation(before + 1)
+    resumed = cluster.wait(generation=before + 1)
     assert resumed["step"] == step
     assert resumed["source_node"] == "n2"
     assert resumed["lacking"] == ["n0", "n1"]
@@ -189,7 +189,7 @@ def test_when_every_copy_is_damaged_the_job_ends_and_does_not_start_afresh(make:
     cluster = make(nodes=2)
     start(cluster)
     for index in range(2):
-        cluster.wait_commit(index, 5)
+        cluster.wait(commit=5, node=index)
     cluster.stop()
     before = newest(cluster)
     for index in range(2):
@@ -206,11 +206,11 @@ def test_a_whole_job_that_was_killed_goes_on_where_it_was(make: Make, undisturbe
     """Kill -9 of everything; the same command again ends with the same weights."""
     cluster = make()
     kept = start(cluster)
-    cluster.wait_commit(0, 20)
+    cluster.wait(commit=20, node=0)
     cluster.stop()
     before = newest(cluster)
     start(cluster)
-    assert cluster.wait_generation(before + 1)["kind"] == "checkpoint"
+    assert cluster.wait(generation=before + 1)["kind"] == "checkpoint"
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
     assert check_end(kept, world_size=3) == undisturbed
 
@@ -223,12 +223,12 @@ def test_a_job_goes_on_with_another_number_of_nodes(make: Make, second: int) -> 
     """
     first = make()
     kept = start(first)
-    first.wait_commit(0, 15)
+    first.wait(commit=15, node=0)
     first.stop()
     again = make(nodes=second, more=("--allow-minority",) if second < 3 else ())
     before = newest(first)
     start(again)
-    resumed = again.wait_generation(before + 1)
+    resumed = again.wait(generation=before + 1)
     assert (resumed["previous_world_size"], resumed["world_size"]) == (3, second)
     # Of the others one may have died in the middle of its newest commit.
     assert {f"n{index}" for index in range(3, second)} <= set(resumed["lacking"])

@@ -476,7 +476,7 @@ def test_a_node_with_a_notice_leaves_and_no_step_is_lost(tmp_path: Path) -> None
     with Cluster(tmp_path, nodes=3, min_nodes=2, flags=flags) as cluster:
         cluster.start(TRAIN, "--diary", str(tmp_path), "--epochs", "1000", only=[0, 2])
         cluster.start_node(1, flags=[f"--preemption-notice=file:{notice}"])
-        cluster.wait_step(5)
+        cluster.wait(step=5)
         notice.write_text("rack 7 is switched off")
         (code,) = cluster.wait_exit(60, only=[1])
         assert code in {75, 128 + signal.SIGTERM}, cluster.output(1)
@@ -484,8 +484,8 @@ def test_a_node_with_a_notice_leaves_and_no_step_is_lost(tmp_path: Path) -> None
         assert event["reason"] == "rack 7 is switched off"
         last = max(event["step"] for event in cluster.events_of(1, "step"))
         assert cluster.events_of(1, "commit")[-1]["step"] >= last
-        resumed = cluster.wait_generation(2)
+        resumed = cluster.wait(generation=2)
         assert resumed["lost_steps"] == 0, resumed
-        cluster.wait_step(resumed["step"] + 3, generation=2)
+        cluster.wait(step=resumed["step"] + 3, generation=2)
         assert "rack 7 is switched off" in cluster.output(1)
         assert not cluster.events_of(0, "preemption-notice")

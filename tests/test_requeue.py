@@ -83,7 +83,7 @@ def start(cluster: Cluster, slurm: Slurm, restarts: int, steps: int = 5) -> None
     cluster.env.update(slurm.environ(NODES, restarts))
     for index in range(NODES):
         cluster.start_node(index, env={"SLURM_NODEID": str(index)})
-    cluster.wait_step(newest + steps)
+    cluster.wait(step=newest + steps)
 
 
 def send(receivers: list[psutil.Process], number: signal.Signals) -> None:
@@ -125,7 +125,7 @@ def test_a_job_of_several_nodes_ends_in_slurms_ways(tmp_path: Path, slurm: Slurm
         tellers = {one.pid for one in everybody if "stub.py" in " ".join(one.cmdline())}
         tellers |= {one.pid for one in agents_of(cluster)}
         send([one for one in everybody if one.pid not in tellers], signal.SIGUSR1)
-        cluster.wait_step(cluster.events("step")[-1]["step"] + 5)
+        cluster.wait(step=cluster.events("step")[-1]["step"] + 5)
         assert not cluster.events("worker-exit")  # as when a loader had died of it
         (slurm.directory / "away").touch()
         first = agents_of(cluster)[0].pid

@@ -53,12 +53,12 @@ def test_a_job_survives_every_death(tmp_path: Path, undisturbed: str) -> None:
         kept = tmp_path / "diary"
         words = ["--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", str(STEP_S)]
         cluster.start(SCRIPT, *words)
-        cluster.wait_commit(0, 1)
+        cluster.wait(commit=1, node=0)
         for number in range(KILLS):
             strike(cluster, rng)
             if number % 5 == 4:  # now and then it gets so far that steps are finished in between
                 newest = max(event["generation"] for event in cluster.events("resume"))
-                cluster.wait_generation(newest)
+                cluster.wait(generation=newest)
                 cluster.wait(lambda: all(node.alive for node in cluster.nodes), "all nodes")
             time.sleep(rng.uniform(0, 2.0))  # a random moment is the point
         assert cluster.wait_exit(600) == [0, 0, 0], cluster.output(0)

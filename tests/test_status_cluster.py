@@ -41,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     env = {contract.ENV_TOKEN: TOKEN}
     with Cluster(directory, nodes=3, min_nodes=2, flags=flags, env=env) as made:
         made.start(SCRIPT, "--diary", str(directory), "--epochs", "1000")
-        made.wait_step(10)
+        made.wait(step=10)
         yield made
 
 
@@ -186,7 +186,7 @@ def test_strangers_cost_pages_little_and_training_nothing(cluster: Cluster) -> N
     assert descriptors() <= before
     assert cluster.events("round")[-1]["generation"] == generation
     step = max(event["step"] for event in cluster.events("step"))
-    cluster.wait_step(step + 20)
+    cluster.wait(step=step + 20)
 
 
 def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:

@@ -310,7 +310,7 @@ def test_a_job_names_its_slow_rank_and_nobody_else(tmp_path: Path) -> None:
     with Cluster(tmp_path, nodes=3, min_nodes=2) as cluster:
         words = ["--diary", str(tmp_path / "diary"), "--epochs", "10000", "--step-delay", "0.01"]
         cluster.start(TRAIN, *words)
-        cluster.wait_step(1)
+        cluster.wait(step=1)
         slow = Fault("slow-rank", rank=0, at_s=0.0, delay_s=0.1, for_s=60.0)
         course = Course(cluster, [slow], cluster.arming)
         course.look()

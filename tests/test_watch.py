@@ -141,14 +141,14 @@ def test_a_node_whose_ranks_all_wait_says_so_and_ends_them_if_no_other_node_does
     cluster = make(nodes=2, workers=1)
     cluster.start(HANG, "slow", only=[0])
     cluster.start_node(1, flags=["--hang-timeout", "0"])
-    cluster.wait_step(4)
+    cluster.wait(step=4)
     cluster.kill_worker(1, sig=signal.SIGSTOP)
     assert cluster.wait_exit(120) == [0, 0], cluster.output(0)
     (hang,) = cluster.events("hang")
     assert (hang["node"], hang["suspects"], hang["victims"], hang["elsewhere"]) == ("n0", [], [0], True)
     assert "rank 0 waits for a rank of another node: waits in all_reduce" in cluster.output(0)
     assert "no node has ended the hang" in cluster.output(0)
-    assert cluster.wait_generation(2)
+    assert cluster.wait(generation=2)
 
 
 @pytest.mark.cluster
@@ -157,7 +157,7 @@ def test_ranks_that_waited_for_another_node_go_on_when_it_does(make: Callable[..
     cluster = make(nodes=2, workers=1, limit_s=4.0)
     cluster.start(HANG, "slow", only=[0])
     cluster.start_node(1, flags=["--hang-timeout", "0"])
-    cluster.wait_step(4)
+    cluster.wait(step=4)
     pid = cluster.kill_worker(1, sig=signal.SIGSTOP)
     cluster.wait(lambda: cluster.events("hang"), "it is noticed")
     os.kill(pid, signal.SIGCONT)
@@ -171,7 +171,7 @@ def test_a_node_that_was_suspended_as_a_whole_sees_no_hang(make: Callable[..., C
     """Agent and workers stand still for twice the limit, as when a container is frozen."""
     cluster = make()
     cluster.start(HANG, "slow")
-    cluster.wait_step(4)
+    cluster.wait(step=4)
     frozen = cluster.processes(0)
     for process in frozen:  # the agent first
         process.suspend()

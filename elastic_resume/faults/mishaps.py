@@ -164,10 +164,6 @@ class Mishaps(Nodes):
             raise UsageError(f"node {node.name} is running: kill it before its disk is wiped.")
         shutil.rmtree(node.directory, ignore_errors=True)
 
-    def corrupt(self, index: int) -> Path:
-        """Flip one bit in the data of a node's newest checkpoint; give the path of its directory."""
-        return self.flip_bit_newest(index)
-
     def truncate_newest(self, index: int, keep: float = 0.5) -> Path:
         """Cut off the end of a node's newest checkpoint; give the path of its directory."""
         path = self._newest(index).path
@@ -175,8 +171,11 @@ class Mishaps(Nodes):
         os.truncate(state, int(state.stat().st_size * keep))
         return path
 
-    def flip_bit_newest(self, index: int, at: float = 0.9) -> Path:
-        """Flip one bit in the data of a node's newest checkpoint, at this fraction of its size."""
+    def corrupt(self, index: int, at: float = 0.9) -> Path:
+        """Flip one bit in the data of a node's newest checkpoint; give the path of its directory.
+
+        ``at``: where, as a fraction of its size.
+        """
         path = self._newest(index).path
         with open(path / contract.STATE_FILE, "r+b") as file:
             place = int(file.seek(0, os.SEEK_END) * at)

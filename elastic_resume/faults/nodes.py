@@ -229,18 +229,6 @@ class Nodes:
 
         return look, words[kind] + on
 
-    def wait_step(self, step: int, generation: int = 0, timeout_s: float = 120.0) -> Event:
-        """Wait until a rank has finished ``step`` (in ``generation`` or a later one); give the event."""
-        return self.wait(step=step, generation=generation or None, timeout_s=timeout_s)
-
-    def wait_generation(self, generation: int, timeout_s: float = 120.0) -> Event:
-        """Wait until ``generation`` (or a later one) has resumed; give its resume event."""
-        return self.wait(generation=generation, timeout_s=timeout_s)
-
-    def wait_commit(self, index: int, step: int, timeout_s: float = 120.0) -> Event:
-        """Wait until a node has committed a checkpoint of ``step`` or later; give the event."""
-        return self.wait(commit=step, node=index, timeout_s=timeout_s)
-
     def wait_exit(self, timeout_s: float = 240.0, only: Sequence[int] | None = None) -> list[int]:
         """Wait until the agents that run have ended; give the exit codes of those that were not killed here.
 

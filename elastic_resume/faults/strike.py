@@ -275,7 +275,7 @@ def _damage(cluster: Cluster, fault: Fault, target: Target) -> None:
         if fault.what == "torn-write":
             cluster.truncate_newest(target.index, fraction)
         else:
-            cluster.flip_bit_newest(target.index, fraction)
+            cluster.corrupt(target.index, fraction)
     except (UsageError, OSError) as error:  # there is none yet, or it was pruned just now
         raise NotNowError(str(error)) from error
 
