@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MS_REMOUNT, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 32, 4096, 8192, 16384, 1 << 18
+MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 4096, 8192, 16384, 1 << 18
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _STAGE = "/tmp"  # noqa: S108  a folder that every system has; what is mounted there, only this process sees

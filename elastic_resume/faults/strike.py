@@ -28,8 +28,6 @@ Undo = Callable[[], object]
 GARBAGE_BYTES = 4096
 GARBAGE_S = 2.0
 _CALL = "import socket,sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), {s}).sendall({junk})"
-
-
 _SILENCES = ("cut", "cut-out", "cut-in", "partition")  # each ends for itself
 _SETTINGS = ("packet-loss", "slow-link", "slow-disk")  # a node has one at a time
 
