@@ -203,12 +203,12 @@ def prove(stranger: socket.socket, token: bytes = TOKEN) -> None:
 def say(stranger: socket.socket, *messages: Message) -> None:
     """Send messages."""
     for seq, message in enumerate(messages, 1):
-        stranger.sendall(wire.encode(Stamp(seq, 0), message))
+        stranger.sendall(wire.sealed(wire.encode(Stamp(seq, 0), message)))
 
 
 def hear(stranger: socket.socket) -> Message:
     """Read the next message that is not a heartbeat."""
-    return wire.decode(read_line(stranger))[1]
+    return wire.decode(wire.unsealed(read_line(stranger)))[1]
 
 
 class Babbler(threading.Thread):

@@ -157,6 +157,19 @@ def test_a_peer_with_another_token_is_refused_by_both_sides(node: Station) -> No
     until(lambda: bool(node.told("stranger", "left before it had proved")), "a line says so")
 
 
+def test_a_peer_that_changes_its_mind_is_no_stranger(node: Station) -> None:
+    """It says so, and nobody is told that somebody left without a proof."""
+    before = len(node.told("stranger"))
+    with calling(node.address) as peer:
+        peer.sendall(wire.greeting(RUN, NONCE) + wire.PARTING + b"\n")
+        assert dropped(peer)
+    with calling(node.address) as stranger:
+        stranger.sendall(b"garbage\n")
+        assert dropped(stranger)
+    until(lambda: len(node.told("stranger")) > before, "a line says so of the other")
+    assert "not JSON" in node.told("stranger")[before]
+
+
 @pytest.mark.parametrize("stage", ["greeting", "proof"])
 def test_the_handshake_as_a_whole_has_a_time_limit(node: Station, stage: str) -> None:
     """Whoever sends a byte now and then is dropped before the line is complete."""
@@ -218,12 +231,21 @@ def test_memory_is_bounded_whatever_strangers_send(node: Station) -> None:
         tracemalloc.stop()
 
 
+HEARTBEAT = wire.sealed(wire.encode(Stamp(1, 0, 7, 0.5), Beat()))
 GARBAGE = {
-    "no JSON": (b"garbage\n", "not JSON"),
-    "another type": (b'{"stamp":[1,0,0,0.0],"type":"Reboot","body":[]}\n', "there is no message 'Reboot'"),
-    "a stamp too short": (b'{"stamp":[1],"type":"Beat","body":[]}\n', "stamp"),
-    "a number out of range": (b'{"stamp":[1,0,0,0.0],"type":"Acknowledge","body":[-1]}\n', "Acknowledge"),
-    "binary": (bytes(range(256)), "not JSON"),
+    "no JSON": (wire.sealed(b"garbage\n"), "not JSON"),
+    "another type": (
+        wire.sealed(b'{"stamp":[1,0,0,0.0],"type":"Reboot","body":[]}\n'),
+        "there is no message 'Reboot'",
+    ),
+    "a stamp too short": (wire.sealed(b'{"stamp":[1],"type":"Beat","body":[]}\n'), "stamp"),
+    "a number out of range": (
+        wire.sealed(b'{"stamp":[1,0,0,0.0],"type":"Acknowledge","body":[-1]}\n'),
+        "Acknowledge",
+    ),
+    "binary": (bytes(range(256)), "damaged on its way"),
+    "a bit that has flipped": (HEARTBEAT.replace(b"7", b"6", 1), "damaged on its way"),
+    "less than a sum": (b"\n", "damaged on its way"),
 }
 
 
@@ -257,7 +279,7 @@ def test_what_waits_for_a_peer_that_never_reads_is_bounded(node: Station) -> Non
         peer.connect((host, int(port)))
         prove(peer)
         question = hello(Incarnation("late", "x"), node_timeout_s=1.0)
-        babbler = Babbler(peer, wire.encode(Stamp(1, 0), question) * 100)
+        babbler = Babbler(peer, wire.sealed(wire.encode(Stamp(1, 0), question)) * 100)
         babbler.start()
         until(lambda: bool(node.told("stranger", "has not read")), "it is dropped, and a line says so")
     babbler.join()

@@ -100,6 +100,12 @@ class Channel(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def part(self) -> None:
+        """Give the connection up by our own decision, and say so where the handshake is not over."""
+        if not self.is_proven:
+            self.write(wire.PARTING + b"\n")
+        self.close()
+
     def end(self, *, closed: bool, why: str) -> None:
         """Close at once and report it."""
         if not self.over:
@@ -166,6 +172,10 @@ class Channel(asyncio.BufferedProtocol):
         return not self.over
 
     def _shake(self, line: bytes) -> None:
+        if line == wire.PARTING:
+            self.greeted = False
+            self.end(closed=True, why="it has changed its mind")
+            return
         try:
             self.write(self._handshake.send(line))
             self.greeted = True

@@ -130,7 +130,7 @@ class Node:
         if self._server is not None:
             self._server.close()
         for channel in list(self._sockets):
-            channel.close() if channel.is_proven else channel.abort()
+            channel.part()
         for task in (*self._tasks, *self._dials.values()):
             task.cancel()
         await self._window.close()
@@ -237,7 +237,7 @@ class Node:
         if self._body is None or self._body[0] is not effect.message:
             # One message to a thousand members is put into words once.
             self._body = (effect.message, wire.body_of(effect.message))
-        channel.write(wire.line_of(effect.stamp, self._body[1]))
+        channel.write(wire.sealed(wire.line_of(effect.stamp, self._body[1])))
         if channel.queued_bytes > self._limits.backlog_bytes:
             # Not before the effects that follow are carried out.
             self._loop.call_soon(self._cut_off, channel)
@@ -248,7 +248,7 @@ class Node:
     def _hang_up(self, number: int) -> None:
         channel = self._channels.pop(number, None)
         if channel is not None:
-            channel.close() if channel.is_proven else channel.abort()
+            channel.part()
             self._forget(channel)
 
     def _channel(self, side: Callable[[bytes, str, str], wire.Handshake], number: int = 0) -> Channel:
@@ -301,7 +301,7 @@ class Node:
         """Hand a message to the core."""
         if channel.looks:
             raise wire.WireError("it came to look, and goes on talking")
-        stamp, message = wire.decode(line)
+        stamp, message = wire.decode(wire.unsealed(line))
         self.happen(MessageArrived(channel.number, stamp, message))
 
     def ended(self, channel: Channel, *, closed: bool, why: str) -> None:
