@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,25 @@ def test_a_fork_is_what_a_new_process_is_and_ends_the_same(env: dict[str, str]) 
 
     waiting = fork(env, "wait")
     assert waiting.poll() is None
-    with pytest.raises(subprocess.TimeoutExpired):
-        waiting.wait(0.01)
     waiting.kill()
     assert waiting.wait(60) == waiting.poll() == waiting.returncode == -signal.SIGKILL
     waiting.send_signal(signal.SIGTERM)  # to nobody
+
+
+@pytest.mark.cluster
+def test_a_nursery_outlives_the_thread_that_began_it(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes the thread that forks for the parent; clusters of other threads have forks too."""
+    begun: dict[frozenset[tuple[str, str]], nursery.Nursery] = {}
+    monkeypatch.setattr(nursery, "_nurseries", begun)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(fork, env, "wait").result()
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(0.5)
+    for one in begun.values():
+        one.close()
+    assert waiting.wait(60) == -signal.SIGKILL
 
 
 def test_beyond_the_limit_agents_are_started_as_new_processes(

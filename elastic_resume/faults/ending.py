@@ -7,14 +7,20 @@ import ctypes
 import os
 import select
 import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import psutil
 
 KILLED_S = 30.0  # one that sleeps in the kernel for longer is left to it
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
+_makers: dict[int, ThreadPoolExecutor] = {}
+_lock = threading.Lock()
+T = TypeVar("T")
 
 
 class Agent(Protocol):
@@ -34,8 +40,20 @@ class Agent(Protocol):
         """Send a signal, unless it is known to have ended."""
 
 
+def start_to_last(start: Callable[[], T]) -> T:
+    """Start a process that is to end with this one, and not before.
+
+    The kernel counts the thread that forks as the parent, so that is one which lasts as long as the process.
+    """
+    with _lock:
+        maker = _makers.get(os.getpid())  # a fork of this process has none of its threads
+        if maker is None:
+            maker = _makers[os.getpid()] = ThreadPoolExecutor(1, "elastic-resume-births")
+    return maker.submit(start).result()
+
+
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends. Between fork and exec."""
+    """Have the kernel kill this process when its parent ends: see `start_to_last`. Between fork and exec."""
     _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 

@@ -58,14 +58,16 @@ class Loopback:
     ) -> ending.Agent:
         """Start a node's agent: forked from the nursery where that can be, unless it is to be ``fresh``."""
         forked = None if fresh else nursery.start(command, env, log, network=self._network(index))
-        self._agents[index] = forked or subprocess.Popen(
-            self._command(index, command),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-            preexec_fn=ending.die_with_parent,  # noqa: PLW1509  one system call, made before any thread matters
+        self._agents[index] = forked or ending.start_to_last(
+            lambda: subprocess.Popen(
+                self._command(index, command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+                preexec_fn=ending.die_with_parent,  # noqa: PLW1509  one system call, before any thread matters
+            )
         )
         return self._agents[index]
 

@@ -20,7 +20,7 @@ from typing import IO
 
 from elastic_resume import contract
 from elastic_resume.agent import preflight, script
-from elastic_resume.faults import brood
+from elastic_resume.faults import brood, ending
 
 BROOD = Path(brood.__file__)
 MOST = 3  # of one process, 300 MB each; one for each set of what only a new process heeds
@@ -35,12 +35,14 @@ class Nursery:
         self._line, its = socket.socketpair()
         self._lock = threading.Lock()
         with its:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", str(BROOD), str(its.fileno()), str(os.getpid()), script.PADDING],
-                pass_fds=(its.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=env,
-                start_new_session=True,
+            self._process = ending.start_to_last(
+                lambda: subprocess.Popen(
+                    [sys.executable, "-u", str(BROOD), str(its.fileno()), str(os.getpid()), script.PADDING],
+                    pass_fds=(its.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    env=env,
+                    start_new_session=True,
+                )
             )
         self._line.settimeout(PATIENCE_S)
 
