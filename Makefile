@@ -62,9 +62,8 @@ test-slurm: $(READY) slurm-tools
 	$(BIN)/python -m pytest -q tests/slurm --durations=5
 
 test-rest: $(READY) network-tools browser-tools
-	$(BIN)/python -m pytest -q $(PARALLEL) --durations=25 --ignore=tests/slurm --ignore=tests/test_every_fault.py
+	$(BIN)/python -m pytest -q $(PARALLEL) --durations=25 --ignore=tests/slurm
 
-# Every kind of fault in one job each after the other is `make soak`'s: it wants the machine to itself.
 # Slurm's tests wait nearly all of their time: beside the others they cost next to none.
 test: $(READY) slurm-tools browser-tools
 	@slurm_log=$$(mktemp); trap 'rm -f $$slurm_log' EXIT; trap 'kill $$slurm' INT TERM; \
@@ -81,7 +80,7 @@ nightly: $(READY)
 SOAK_KILLS ?= 100
 CHAOS_S ?= 600
 soak: $(READY)
-	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) ELASTIC_RESUME_POWER_CUTS=2000 ELASTIC_RESUME_CHAOS_S=$(CHAOS_S) $(BIN)/python -m pytest -q tests/test_every_fault.py tests/test_soak.py tests/test_no_step_lost.py tests/test_matrix.py tests/test_power_loss.py tests/test_chaos.py --timeout 3600
+	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) ELASTIC_RESUME_POWER_CUTS=2000 ELASTIC_RESUME_CHAOS_S=$(CHAOS_S) $(BIN)/python -m pytest -q tests/test_soak.py tests/test_no_step_lost.py tests/test_matrix.py tests/test_power_loss.py tests/test_chaos.py --timeout 3600
 
 bench: $(READY)
 	$(BIN)/python benchmarks/recovery.py --kills 2 --only ours,tuned

@@ -147,12 +147,16 @@ class Course:
         """Start nobody again from now on."""
         self._starts = MAX_STARTS
 
-    def close(self) -> None:
-        """End what lasts."""
-        self.finish("the job was over")
+    def end(self) -> None:
+        """End what lasts; who is down is still started again."""
         for later in self._later:
             self._try(later.what, later.act)
         self._later = []
+
+    def close(self) -> None:
+        """End all of it."""
+        self.finish("the job was over")
+        self.end()
         self._log.close()
 
     # ---- when ----------------------------------------------------------------------------------------
