@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,9 +170,11 @@ def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
     fates = (
         *(fate_of(1, "bit-flip", 0, 1.0), fate_of(2, "kill-node", 1, 2.0), fate_of(3, "kill-node", 1, 5.0)),
         *(fate_of(4, "kill-node", 0, 16.0), Fate(5, Fault("kill-node", node=0, at_s=90))),
+        fate_of(6, "torn-write", 2, 20.5),
     )
     report = Report(tuple(rows), (), 4, 0, 0, 7, "stopped", "")
-    told = replace(story.tell([]), began=0.0, report=report)
+    stepped: Any = (SimpleNamespace(last=20.0),)
+    told = replace(story.tell([]), began=0.0, report=report, moments=stepped)
     outcome = Outcome("", (0, 0, 0), fates, told, drained=21.0)
     text = " ".join("\n".join(chaos._fates(outcome)).split())
     assert "nothing of the plan - worker n2 at 12" in text
@@ -179,6 +182,7 @@ def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
     assert "2 kill-node node 1 2.0 s worker n1 at 3" in text
     assert "3 kill-node node 1 5.0 s training went on" in text
     assert "4 kill-node node 0 16 s node n0 at 15" in text  # which it told last, a second before
+    assert "6 torn-write node 2 20 s no step came after it" in text
     assert "n0 at 22" not in text
     wrong = " ".join("\n".join(chaos._fates(replace(outcome, why="it stood still", fates=fates[:3]))).split())
     assert "3 kill-node node 1 5.0 s see below" in wrong

@@ -280,7 +280,8 @@ def _fates(outcome: Outcome) -> list[str]:
     for fate in outcome.fates:
         if fate.state == DONE:
             ended_wrong = outcome.why and fate is last
-            then = followed.get(fate.number, "see below" if ended_wrong else "training went on")
+            otherwise = "see below" if ended_wrong else outcome.story.after_fault(_when(fate))
+            then = followed.get(fate.number, otherwise)
         elif fate.is_drawn:
             continue  # those go on beyond any job's end
         else:

@@ -1,8 +1,8 @@
 """What followed each fault: the incidents after it, before the next one that hit the same node. Pure.
 
-Each incident follows from one fault at most, and where a fault has none, training went on. A fault that came
-when the failure had been noticed did not cause it; what befell a node that no fault had hit is nobody's. Of
-two in one moment the one that hit the very rank which ended is to blame.
+Each incident follows from one fault at most; many faults have none. A fault that came when the failure had
+been noticed did not cause it; what befell a node that no fault had hit is nobody's. Of two in one moment the
+one that hit the very rank which ended is to blame.
 """
 
 from __future__ import annotations

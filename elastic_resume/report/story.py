@@ -82,6 +82,11 @@ class Story:
     slices: tuple[Slice, ...] = field(repr=False)
     moments: tuple[Moments, ...] = field(repr=False)
 
+    def after_fault(self, t: float) -> str:
+        """What is said of a fault at ``t`` from which no incident followed."""
+        went_on = any(one.last is not None and one.last > t for one in self.moments)
+        return "training went on" if went_on else "no step came after it"
+
 
 def tell(
     events: Iterable[Event],

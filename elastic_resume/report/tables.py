@@ -170,7 +170,7 @@ def faults(told: Story) -> Markup | None:
     rows = []
     for one, ended in zip(told.faults, aftermath.of(hits, told.report.generations), strict=True):
         then = [tag("div", f"generation {row.number} ended: {row.end.text}") for row in ended]
-        cells = (since(told, one.t), one.text, joined(then) if then else "training went on")
+        cells = (since(told, one.t), one.text, joined(then) if then else told.after_fault(one.t))
         rows.append(tag("tr", *(tag("td", cell) for cell in cells)))
     note = "Broken on purpose. What each generation ended of is what its nodes saw, not what is listed here."
     names = [f"faults {first + 1} and later" for first in range(0, len(rows), SECTION)]
