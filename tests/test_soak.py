@@ -24,6 +24,7 @@ from tests.test_stub import wait_for
 
 pytestmark = pytest.mark.cluster
 
+SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
 KILLS = int(os.environ.get("ELASTIC_RESUME_SOAK_KILLS", "6"))
 SEED = int(os.environ.get("ELASTIC_RESUME_SOAK_SEED", "10"))
 EPOCHS = 4 + KILLS // 2  # ten steps each: some are left when the last kill has come
@@ -48,8 +49,7 @@ def test_a_job_survives_every_death(tmp_path: Path, undisturbed: str) -> None:
     shared = set(SHARED_MEMORY.iterdir())
     # Three deaths may come before the next step is finished: that is the soak's doing, not the job's.
     flags = ["--save-every", "1", "--max-no-progress", "1000"]
-    # Fresh: the environment that a process was started with tells `left_behind` whose it is.
-    with Cluster(tmp_path, nodes=3, flags=flags, fresh=True) as cluster:
+    with Cluster(tmp_path, nodes=3, flags=flags, fresh=SOAK) as cluster:  # by night as on nodes of their own
         kept = tmp_path / "diary"
         words = ["--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", str(STEP_S)]
         cluster.start(SCRIPT, *words)
@@ -101,11 +101,16 @@ def kind_of(process: psutil.Process) -> str:
 
 
 def left_behind(directory: Path) -> Iterator[str]:
-    """Processes of a job whose agents are gone: their environment says where its checkpoints are."""
+    """Processes of a job whose agents are gone: by where their checkpoints are, or what they print into.
+
+    The environment of a fork is that of what it was forked from, but its output is a file of its node.
+    """
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            where = process.environ().get(contract.ENV_CKPT_DIR, "")
-            if Path(where).is_relative_to(directory) and process.status() != psutil.STATUS_ZOMBIE:
+        with contextlib.suppress(psutil.Error, OSError):
+            where = [process.environ().get(contract.ENV_CKPT_DIR, "")]
+            where += [str(entry.readlink()) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
+            is_its = process.pid != os.getpid() and any(Path(one).is_relative_to(directory) for one in where)
+            if is_its and process.status() != psutil.STATUS_ZOMBIE:
                 yield f"{process.pid} {' '.join(process.cmdline())[:80]}"
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.stand_in import scikit_learn
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs" / "testing.md"
@@ -106,31 +108,6 @@ def test_marks_and_errors_say_what_to_do(tmp_path: Path) -> None:
     assert f"elastic-resume report {tmp_path}/base/test_fails0/cluster-2/checkpoints/job" in text
 
 
-# Its import takes a second of a processor in each of a hundred workers; test_examples.py has the real one.
-STAND_IN = {
-    "__init__.py": "",
-    "datasets.py": """
-import numpy
-
-def load_digits(return_X_y):
-    draw = numpy.random.default_rng(0)
-    return draw.integers(0, 17, (1797, 64)), draw.integers(0, 10, 1797)
-""",
-    "model_selection.py": """
-def train_test_split(images, labels, test_size, **_):
-    return images[test_size:], images[:test_size], labels[test_size:], labels[:test_size]
-""",
-}
-
-
-def scikit_learn(place: Path) -> Path:
-    """What the example needs of it, for PYTHONPATH."""
-    (place / "sklearn").mkdir(parents=True)
-    for name, text in STAND_IN.items():
-        (place / "sklearn" / name).write_text(text)
-    return place
-
-
 def project(place: Path, script: str) -> None:
     """A user's folder: a script, and the tests of the example for it."""
     place.mkdir()
@@ -178,7 +155,7 @@ def test_a_users_tests_pass_and_fail_for_the_right_reason(tmp_path: Path) -> Non
     ends, text = run(
         tmp_path,
         *("-n", "2", "--dist", "worksteal", "good", *(f"test_page{n}.py" for n in range(3)), *bad),
-        env={"PYTHONPATH": str(scikit_learn(tmp_path / "stand-in"))},
+        env={"PYTHONPATH": scikit_learn(tmp_path)},
     )
     assert {name for name, end in ends.items() if end == "FAILED"} == set(bad), text
     assert [*ends.values()].count("PASSED") == 2 + 3, text

@@ -16,7 +16,7 @@ from elastic_resume.faults.nodes import Recovery
 from elastic_resume.store.board import Line, Worker
 from elastic_resume.testing import Cluster, MomentError
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "digits.py"
+SCRIPT = Path(__file__).parent / "jobs" / "train.py"
 MB = 1 << 20
 
 
@@ -90,7 +90,8 @@ def test_nodes_that_are_machines_lose_what_a_machine_loses(tmp_path: Path) -> No
     with Cluster(
         tmp_path, min_nodes=2, hosts="namespaces", flags=flags, disk_bytes=32 * MB, shm_bytes=8 * MB
     ) as cluster:
-        cluster.start(SCRIPT, "--epochs", "100000", "--step-delay", "0.01")
+        words = ["--diary", str(tmp_path / "diary"), "--epochs", "100000", "--step-delay", "0.02"]
+        cluster.start(SCRIPT, *words)
         cluster.at(step=10, rank=1).kill()
         cluster.wait(generation=2)
         agent = cluster.nodes[0].agent

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.faults import ending
+from tests.stand_in import scikit_learn
 
 WORD = "LEFT_BEHIND"  # in the environment of all that a test starts
 SCRIPT = Path(__file__).parents[1] / "examples" / "digits.py"
@@ -26,7 +27,7 @@ from pathlib import Path
 import pytest
 
 def train(cluster):
-    cluster.start(SCRIPT, "--epochs", "100000", "--step-delay", "0.01")
+    cluster.start(SCRIPT, "--epochs", "100000", "--step-delay", "0.05")
     cluster.wait(step=2)
     name = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].split(" ")[0]
     Path(name + ".new").write_text(f"{os.getpid()} " + os.environ.get("PYTEST_XDIST_WORKER", ""))
@@ -41,7 +42,7 @@ def test_machines(cluster):
 
 def test_both(make_cluster):
     with make_cluster(nodes=1) as one:
-        one.start(SCRIPT, "--step-delay", "0.01")
+        one.start(SCRIPT, "--epochs", "100000", "--step-delay", "0.05")
         train(make_cluster(nodes=1, hosts="namespaces"))
 """
 
@@ -142,7 +143,9 @@ class Run:
         self.traces = self.traces_of()
         env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
         env.update({WORD: str(place), "TMPDIR": str(place / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"})
-        options = ["-q", "-p", "no:cacheprovider", "--basetemp", str(place / "base")]
+        env["PYTHONPATH"] = scikit_learn(place.parent)
+        # Plain asserts: to rewrite the package's, and not to keep them, takes each process two seconds.
+        options = ["-q", "-p", "no:cacheprovider", "--assert=plain", "--basetemp", str(place / "base")]
         self.output = place / "output"
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
@@ -189,7 +192,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     with contextlib.ExitStack() as stack:
 
         def run(*words: str) -> Run:
-            made = Run(tmp_path, *words)
+            made = Run(tmp_path / "run", *words)
             stack.callback(made.process.wait)
             stack.callback(made.process.kill)
             return made
