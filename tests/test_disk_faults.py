@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from elastic_resume.faults import nursery
 from elastic_resume.report import render, story
 from elastic_resume.report.gather import gather
 from elastic_resume.testing import Cluster
+from tests.stations import descriptors
 from tests.test_end_to_end import SCRIPT, check_end
 
 pytestmark = pytest.mark.cluster
@@ -32,9 +34,15 @@ def befall(cluster: Cluster, index: int, wrong: Callable[[], object], right: Cal
     cluster.wait(commit=newest_step(cluster) + 1, node=index)
 
 
+def open_files() -> int:
+    """How many descriptors this process has, but for those that it keeps for the next cluster."""
+    return descriptors() - len(nursery._nurseries)
+
+
 def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
     """It is said once, with what to do, and once more when it is over; the report names node and cause."""
     flags = ["--save-every", "0.2s", "--snapshot-every", "1", "--node-timeout", "1"]
+    held = open_files()
     with Cluster(tmp_path, nodes=3, min_nodes=2, hosts="namespaces", flags=flags) as cluster:
         kept = tmp_path / "diary"
         cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", "0.05")
@@ -44,10 +52,10 @@ def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
         befall(cluster, 2, lambda: cluster.slow_disk(2, 20_000), lambda: cluster.slow_disk(2, 0))
         befall(cluster, 2, lambda: cluster.turn_disk_read_only(2), lambda: cluster.mend_disk(2))
         assert {event["generation"] for event in cluster.events("step")} == {1}  # nobody was held up for long
-        held = {entry.order for entry in cluster.checkpoints(2)}
+        there = {entry.order for entry in cluster.checkpoints(2)}
         cluster.poweroff(2)
         cluster.wait(generation=2)
-        assert held & {entry.order for entry in cluster.checkpoints(2)}  # what had been synced is there
+        assert there & {entry.order for entry in cluster.checkpoints(2)}  # what had been synced is there
         cluster.start_node(2)
         cluster.wait(generation=3)
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
@@ -61,3 +69,4 @@ def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
             assert len(re.findall(rf"was not saved: .*{reason}.*Training goes on", said)) == 1, said
             assert len(re.findall("checkpoints are saved again", said)) == 1, said
             assert re.search(rf"n{index}: no checkpoint could be written: [^;]*{reason}", told), told
+    assert open_files() == held
