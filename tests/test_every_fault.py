@@ -59,7 +59,7 @@ OF_PROCESSES = [
     case("exit", r"rank 0 on n0: exit code 9", rank=0),
     case("stop-worker", r"rank 0 on n\d .*(hung|no step)", rank=0),
     case("hold-gil", r"rank 1 on n\d .*(hung|no step)", rank=1),
-    case("slow-rank", rank=2, delay_s=0.1, for_s=UNTIL_SEEN_S),
+    case("slow-rank", trouble=r"n2: rank 2 is slow", rank=2, delay_s=0.1, for_s=UNTIL_SEEN_S),
     case(
         "corrupt-message",
         trouble=r"n0: a connection was dropped: .*damaged on its way",
@@ -165,9 +165,9 @@ def newest(cluster: Cluster) -> int:
 
 
 def troubles(cluster: Cluster) -> int:
-    """How often nodes have told people of a disk that refuses, or of somebody whom they do not understand."""
+    """How often nodes told people of a disk that refuses, a slow rank, or words that nobody understands."""
     said = "".join(cluster.output(index) for index in range(len(cluster.nodes)))
-    return len(re.findall("was not saved|a connection was dropped", said))
+    return len(re.findall("was not saved|is slow: |a connection was dropped", said))
 
 
 def settle(cluster: Cluster) -> int:
