@@ -102,6 +102,21 @@ def test_failures_without_a_step_between_them_cost_until_the_next_step() -> None
     assert "2 failures cost 9.0 s" in told.verdict.text
 
 
+def test_generations_that_end_before_a_second_mark_have_trained() -> None:
+    """Ranks mark the first step and then one in five seconds; each next generation tells the last step."""
+    job = run(1)
+    for began in (104, 112, 120):
+        job.exit(began, 1, signal="SIGKILL")
+        job.stop(began + 0.2, 0, 2)
+        step = (began - 104) // 8 * 3 + 3
+        begin(job, began + 1, began + 4, step, seconds=1.0)
+        job.steps(began + 5, step + 1)
+    job.exit(127, 1, signal="SIGKILL")
+    job.stop(127.2, 0, 2)
+    # Three steps each, of 1.5 s at the most: what lies between the first mark and the end.
+    assert story.tell(job.events).goodput.productive_s > 3 * 3.0
+
+
 def test_a_failure_after_which_nobody_trained_costs_until_the_end() -> None:
     """A job that gives up, or is drained while it is down."""
     job = run(*range(1, 11))

@@ -523,7 +523,7 @@ def test_the_table() -> None:
     job = worker_killed()
     job.finish(130, 40)
     assert render.as_text(story.tell(job.events)).splitlines()[:6] == [
-        "Finished at step 40 after 40 s. 1 failure cost 5.5 s, 1 step run again; 61 % of the time was",
+        "Finished at step 40 after 40 s. 1 failure cost 5.0 s, 1 step run again; 62 % of the time was",
         "  training that counts.",
         "",
         "gen  nodes     world  steps  ended because          lost  recovered in",

@@ -62,7 +62,7 @@ def nothing() -> Job:
         ),
         (failed, "FAILED at step 11 after 27 s: node n2 gave up: the same exception", "2 failures cost"),
         (job_stopped, "Running, or killed as a whole, at step 11 after", "No failure; "),
-        (job_killed, "Running, or killed as a whole, at step 9 after", "1 failure cost 60 min 03 s, 3 steps"),
+        (job_killed, "Running, or killed as a whole, at step 9 after", "1 failure cost 60 min 02 s, 3 steps"),
         (
             unfinished,
             "Down at step 10 after 20 s, and not back yet: rank 1 on n1: SIGKILL.",

@@ -7,9 +7,10 @@ makes the seconds of a recovery of two generations' moments. Pure.
 from __future__ import annotations
 
 import bisect
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from elastic_resume.report.endings import Facts, facts_of
@@ -21,15 +22,19 @@ _NOTICE = frozenset({"restart", "lost", "leader-lost"})  # what a rendezvous say
 
 @dataclass(frozen=True)
 class Pace:
-    """When steps of one generation were finished: ``marks`` by step, and between them in a straight line."""
+    """When steps of one generation were finished: ``marks`` by step, and between them in a straight line.
+
+    ``usual_s``: a step's length in this run, for a generation that was over before it left enough marks.
+    """
 
     marks: tuple[tuple[int, float], ...]
+    usual_s: float | None = None
 
     @property
     def step_s(self) -> float | None:
         """Mean seconds of a step, without the first one, which is longer."""
         if len(self.marks) < 3:
-            return None
+            return self.usual_s
         (first, since), (last, until) = self.marks[1], self.marks[-1]
         return max(0.0, until - since) / (last - first)
 
@@ -113,7 +118,34 @@ def moments(line: Timeline, report: Report) -> tuple[Moments, ...]:
         over = line.seen[-1].t if following is None else following
         seen = [one.t for one in _between(news, began, over)]
         found.append(_of(fact, row, rounds, seen, over))
-    return tuple(found)
+    usual_s = _usual_step_s(found, report.generations)
+    return tuple(
+        one if one.pace.step_s is not None or usual_s is None else _reckoned(one, row, usual_s)
+        for one, row in zip(found, report.generations, strict=True)
+    )
+
+
+def _usual_step_s(found: Sequence[Moments], rows: Sequence[Generation]) -> float | None:
+    """Seconds of a step in this run; where no generation has marks enough, the most that it can have been."""
+    known = [one.pace.step_s for one in found if one.pace.step_s is not None]
+    if known:
+        return statistics.median(known)
+    most = [
+        (one.noticed - one.stepped) / (row.last_step - row.first_step)
+        for one, row in zip(found, rows, strict=True)
+        if one.noticed is not None and one.stepped is not None and one.noticed > one.stepped
+        if row.last_step is not None and row.first_step is not None and row.last_step > row.first_step
+    ]
+    return min(most, default=None)
+
+
+def _reckoned(one: Moments, row: Generation, usual_s: float) -> Moments:
+    """The same, with a last step at the pace that is usual in this run."""
+    pace = replace(one.pace, usual_s=usual_s)
+    if one.last is None or row.last_step is None:
+        return replace(one, pace=pace)
+    over = one.until if row.end.kind == "finished" or one.noticed is None else one.noticed
+    return replace(one, pace=pace, last=min(pace.at(row.last_step) or one.last, max(over, one.last)))
 
 
 def _rounds(line: Timeline) -> dict[int, list[Seen]]:
