@@ -22,7 +22,11 @@ from elastic_resume import contract
 from elastic_resume.agent.pulse import Finger
 from elastic_resume.faults.course import Course
 from elastic_resume.faults.fault import Fault
+from elastic_resume.policy.links import Links
 from elastic_resume.policy.stragglers import LEAST_S, LOOKS, SHARE, TIMES, Pace, Straggler, Stragglers
+from elastic_resume.rendezvous.beats import KEPT, LEFT_OUT, Beats
+from elastic_resume.rendezvous.link import Link
+from elastic_resume.rendezvous.messages import Stamp
 from elastic_resume.report import story
 from elastic_resume.report.gather import gather
 from elastic_resume.report.status_screen import screen
@@ -253,15 +257,15 @@ def test_a_pulse_tells_the_slowest_rank_of_a_node(tmp_path: Path) -> None:
 # ---- in a report ---------------------------------------------------------------------------------------
 
 
-def told_of(*events: dict[str, Any]) -> list[Trouble]:
-    """The stragglers that a report tells of."""
+def told_of(*events: dict[str, Any], kind: str = "slow-rank") -> list[Trouble]:
+    """Who was slow, as a report tells it."""
     base = {"node": "n0", "pid": 1, "generation": 1, "rank": 0}
     first = [
         {**base, "t": 100.0, "event": "resume", "kind": "cold", "step": 0, "world_size": 3},
         *({**base, "t": 100.0 + step, "event": "step", "step": step} for step in (1, 20, 60)),
     ]
     slow = ({"node": "n0", "pid": 9, "event": "slow-rank", "generation": 1, **one} for one in events)
-    return [one for one in story.tell([*first, *slow]).troubles if one.kind == "slow-rank"]
+    return [one for one in story.tell([*first, *slow]).troubles if one.kind == kind]
 
 
 BEGAN = {
@@ -272,6 +276,7 @@ BEGAN = {
     "own_s": 0.21,
     "others_s": 0.01,
     "steps": 5,
+    "cost_s": 1.0,
 }
 OVER = {**BEGAN, "t": 140.0, "step": 40, "steps": 25, "cost_s": 4.0, "is_over": True}
 
@@ -289,7 +294,7 @@ def test_one_whose_end_nobody_told_was_slow_to_its_generations_end() -> None:
     """By the steps that were run since; while that generation runs it is not over."""
     (one,) = told_of(BEGAN)
     assert (one.until, one.is_over) == (160.0, False)
-    assert one.text.endswith("; 45 steps took about 9.0 s longer for it")
+    assert one.text.endswith("; 45 steps took 9.0 s longer for it")
     later = {"node": "n0", "pid": 1, "t": 170.0, "event": "step", "generation": 2, "step": 61, "rank": 0}
     (one,) = told_of(BEGAN, {**later, "event": "step"})
     assert one.is_over
@@ -299,6 +304,84 @@ def test_one_whose_end_nobody_told_was_slow_to_its_generations_end() -> None:
 def test_what_makes_no_sense_raises_nothing(odd: dict[str, Any]) -> None:
     """A log may hold anything."""
     assert len(told_of({**BEGAN, **odd})) == 1
+
+
+# ---- links ---------------------------------------------------------------------------------------------
+
+
+def links_told(*rounds_s: Own, generation: int = 1) -> list[tuple[int, str, bool]]:
+    """What is told in so many looks."""
+    found = Links()
+    return [
+        (at, one.node, one.is_over)
+        for at, told in enumerate(rounds_s)
+        for one in found.take(generation, told)
+    ]
+
+
+NEAR = {"b": 0.001, "c": 0.002, "d": 0.003, "e": 0.09}
+FAR = {**NEAR, "c": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("rounds_s", "told"),
+    [
+        ([NEAR] * 9, []),
+        ([FAR] * 9, [(3, "c", False)]),
+        ([{"b": 0.001, "c": 0.2}] * 9, [(3, "c", False)]),
+        ([{"c": 0.2}] * 9, []),
+        ([{"b": 0.2, "c": 0.25}] * 9, []),
+        ([FAR, FAR, FAR, NEAR] * 5, []),
+        ([*[FAR] * 4, *[NEAR] * 4], [(3, "c", False), (7, "c", True)]),
+        ([*[FAR] * 4, {"b": 0.001}, *[FAR] * 4], [(3, "c", False), (8, "c", False)]),
+    ],
+    ids=["near", "one is far", "of two", "of one", "all are", "now and then", "it is over", "it was away"],
+)
+def test_whose_link_is_slow(rounds_s: list[Own], told: list[tuple[int, str, bool]]) -> None:
+    """Of two members the slower one; a leader whose own link is slow is every member's, and nobody."""
+    assert links_told(*rounds_s) == told
+
+
+def test_links_of_a_new_generation_begin_anew() -> None:
+    """Another may lead it."""
+    found = Links()
+    for _ in range(4):
+        found.take(1, FAR)
+    assert [one.node for one in found.slow] == ["c"]
+    assert found.take(2, FAR) == []
+    assert found.slow == []
+
+
+def test_a_few_late_heartbeats_make_no_slow_link() -> None:
+    """Measured by what each message says which it answers; another leader's are others."""
+
+    def beats(*taken_s: float) -> float | None:
+        link, told = Link(1, 0.0), Beats()
+        for at, taken in enumerate(taken_s):
+            stamp = link.stamp(at, 1, 1.0)
+            told.note(link)
+            link.note(Stamp(at + 1, stamp.seq), at + taken)
+            told.note(link)
+            link.note(Stamp(at + 1, stamp.seq), at + 0.9)  # said of its own accord, before the next heartbeat
+            told.note(link)
+        before = told.round_s
+        told.note(Link(2, 0.0))
+        assert told.round_s is None
+        return before
+
+    assert beats(*[0.01] * (KEPT - 1)) is None
+    late = [0.3] * LEFT_OUT
+    assert beats(*late, *[0.01] * KEPT, *late) == pytest.approx(0.01)
+    assert beats(*[0.01] * (KEPT - 1), *late, 0.2) == pytest.approx(0.2)
+
+
+def test_a_report_names_whose_link_was_slow() -> None:
+    """From when it was found to when it was so no more."""
+    slow = {"event": "slow-link", "t": 120.0, "slow_node": "n1", "round_s": 0.21, "others_s": 0.001}
+    (one,) = told_of(slow, {**slow, "t": 130.0, "is_over": True}, kind="slow-link")
+    assert (one.node, one.t, one.until, one.is_over) == ("n1", 120.0, 130.0, True)
+    said = "its link is slow: a heartbeat takes 0.21 s to the leader and back, others' 0.001 s"
+    assert one.text == said
 
 
 # ---- for real ------------------------------------------------------------------------------------------
@@ -330,4 +413,4 @@ def test_a_job_names_its_slow_rank_and_nobody_else(tmp_path: Path) -> None:
     )
     (trouble,) = (one for one in found.troubles if one.kind == "slow-rank")
     assert trouble.node == "n0"
-    assert re.match(r"rank 0 is slow: .* s of its own per step, others .* steps took about", trouble.text)
+    assert re.match(r"rank 0 is slow: .* s of its own per step, others .* steps took ", trouble.text)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from elastic_resume.policy.links import SlowLink
 from elastic_resume.policy.stragglers import Straggler
 from elastic_resume.policy.tally import BOUNDS_S, Tally
 from elastic_resume.rendezvous.quorum import Incarnation
@@ -38,8 +39,9 @@ def make(
     view: View,
     known: Mapping[str, Known],
     tally: Tally,
-    slow: Sequence[Straggler] = (),
     *,
+    stragglers: Sequence[Straggler] = (),
+    slow_links: Sequence[SlowLink] = (),
     run_id: str,
     missed: int,
 ) -> dict[str, Any]:
@@ -73,7 +75,8 @@ def make(
         "step": furthest["step"] if furthest else max((int(one["step"]) for one in nodes), default=0),
         "steps_per_s": furthest["steps_per_s"] if furthest else 0.0,
         "nodes": nodes,
-        "stragglers": [asdict(one) for one in slow],
+        "stragglers": [asdict(one) for one in stragglers],
+        "slow_links": [asdict(one) for one in slow_links],
         "incidents": [asdict(one) for one in tally.incidents()[-MAX_INCIDENTS:]],
         "sums": {
             "incidents": dict(sums.incidents),

@@ -27,7 +27,7 @@ KINDS = frozenset({
     "agent-start", "round", "rendezvous", "zygote-exit", "worker-exit", "hang", "hang-over", "drain",
     "requeue", "scheduler-word", "preemption-notice", "verdict", "replicas-differ", "agent-end", "import",
     "resume", "worker-start", "commit", "commit-failed", "prune", "snapshot-failed", "quarantine", "failure",
-    "run-end", "slow-rank",
+    "run-end", "slow-link", "slow-rank",
 })  # fmt: skip
 
 

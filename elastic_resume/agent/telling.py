@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume import contract
@@ -24,7 +25,9 @@ from elastic_resume.agent import document
 from elastic_resume.agent.news import Peers, Picker, Tail, parsed
 from elastic_resume.agent.pulse import Finger
 from elastic_resume.events import Event
-from elastic_resume.policy.stragglers import Pace, Straggler, Stragglers, describe
+from elastic_resume.policy import links, stragglers
+from elastic_resume.policy.links import Links, SlowLink
+from elastic_resume.policy.stragglers import Pace, Straggler, Stragglers
 from elastic_resume.policy.tally import Tally
 from elastic_resume.rendezvous.member import Member
 from elastic_resume.rendezvous.steps import Heard
@@ -33,6 +36,8 @@ from elastic_resume.rendezvous.view import View
 EVERY_S = 1.0
 FRESH_S = 0.3
 """So long who looks gets the same document as the one before."""
+FRESH_NODE_S = 5.0
+"""A node that has told nothing for so long is compared with nobody."""
 CLOSE_S = 2.0
 SLACK = 8
 """So far beyond the newest world that this agent knows of may be one that another tells of."""
@@ -68,6 +73,7 @@ class Teller:
         self._peers = Peers(node_dir / contract.PEERS_FILE)
         self._tally = Tally()
         self._stragglers = Stragglers()
+        self._links = Links()
         self._nodes: dict[str, document.Known] = {}
         self._heard: deque[str] = deque()
         self._heard_bytes = 0
@@ -131,8 +137,15 @@ class Teller:
                 return shown
             with self._lock:
                 nodes, missed = dict(self._nodes), self._missed + self._peers.lost
-            slow = self._stragglers.slow if view.leads else []
-            made = document.make(view, nodes, self._tally, slow, run_id=self._run_id, missed=missed)
+            made = document.make(
+                view,
+                nodes,
+                self._tally,
+                stragglers=self._stragglers.slow if view.leads else [],
+                slow_links=self._links.slow if view.leads else [],
+                run_id=self._run_id,
+                missed=missed,
+            )
             shown = json.dumps(made, separators=(",", ":")).encode()
             self._shown = (time.monotonic(), shown)
             return shown
@@ -176,24 +189,32 @@ class Teller:
         pulse = self._finger.take(incidents)
         member = self._member
         if member is not None:
+            pulse = replace(pulse, round_s=member.beats.round_s)
             with self._lock:
                 self._nodes[member.node] = document.Known(pulse, time.monotonic())
             member.tell_people(pulse, [line for line, event in own if self._picker.wants(event)])
             self._compare(leads=member.leads)
 
     def _compare(self, *, leads: bool) -> None:
-        """Tell of ranks that have become slow, or are so no more; who leads alone can say so."""
+        """Tell of ranks and links that have become slow, or are so no more; who leads alone can say so."""
+        now = time.monotonic()
         with self._lock:
-            told = {node: one.pulse for node, one in self._nodes.items()} if leads else {}
+            fresh = [item for item in self._nodes.items() if leads and now < item[1].heard_at + FRESH_NODE_S]
+        told = {node: one.pulse for node, one in fresh}
+        generation = max((one.generation for one in told.values()), default=0)
         paces = {
             node: Pace(one.generation, one.step, one.workers, one.slowest, one.own_s, one.rest_s)
             for node, one in told.items()
             if one.slowest is not None and one.own_s is not None
         }
+        rounds_s = {node: one.round_s for node, one in told.items() if one.round_s is not None}
         with self._showing:
-            news = self._stragglers.take(paces, time.monotonic())
-        for one in news:
-            self._tell_of(one)
+            ranks = self._stragglers.take(paces, now)
+            slow = self._links.take(generation, rounds_s)
+        for rank in ranks:
+            self._tell_of(rank)
+        for link in slow:
+            self._tell_of_link(link, generation)
 
     def _tell_of(self, one: Straggler) -> None:
         self._write(
@@ -208,11 +229,21 @@ class Teller:
             cost_s=round(one.cost_s, 3),
             is_over=one.is_over,
         )
-        said = describe(one.rank, one.node, one.own_s, one.others_s)
-        over = (
-            f"; that is over, {one.steps} steps took {one.cost_s:.2g} s longer for it" if one.is_over else ""
+        said = stragglers.describe(one.rank, one.node, one.own_s, one.others_s)
+        cost = f"{one.steps} steps took {one.cost_s:.2g} s longer for it"
+        self._say(f"{said}; that is over, {cost}." if one.is_over else f"{said}.")
+
+    def _tell_of_link(self, one: SlowLink, generation: int) -> None:
+        self._write(
+            "slow-link",
+            generation=generation,
+            slow_node=one.node,
+            round_s=round(one.round_s, 4),
+            others_s=round(one.others_s, 4),
+            is_over=one.is_over,
         )
-        self._say(f"{said}{over}.")
+        said = links.describe(one.node, one.round_s, one.others_s)
+        self._say(f"{said}; that is over." if one.is_over else f"{said}.")
 
 
 def _write_private(path: Path, said: dict[str, object]) -> None:

@@ -53,6 +53,8 @@ class Pulse:
     """What a step has taken that rank by itself, lately."""
     rest_s: float | None = None
     """What it takes its other ranks mostly; None where it has one."""
+    round_s: float | None = None
+    """What a heartbeat takes to the leader and back (`Beats`); None for the leader itself, and at first."""
 
 
 @dataclass(frozen=True, slots=True)

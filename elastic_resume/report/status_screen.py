@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_resume.policy.stragglers import describe
+from elastic_resume.policy import links, stragglers
 from elastic_resume.report.text import amount, clean, cut, seconds, table, wrap
 
 MAX_NODES = 24
 MAX_INCIDENTS = 5
-MAX_STRAGGLERS = 5
+MAX_SLOW = 5
 _HEAD = ("rank", "node", "step", "steps/s", "snapshot", "checkpoint", "heard", "")
 
 
@@ -25,7 +25,7 @@ def screen(said: Mapping[str, Any]) -> list[str]:
     return [
         *_headline(said),
         "",
-        *_stragglers(said),
+        *_slow(said),
         *_nodes(said),
         *(["", f"spares: {', '.join(map(clean, said['spares']))}"] if said["spares"] else []),
         "",
@@ -52,13 +52,13 @@ def _headline(said: Mapping[str, Any]) -> list[str]:
     return [*lines, f"step {said['step']}, {said['steps_per_s']:.3g} steps/s"]
 
 
-def _stragglers(said: Mapping[str, Any]) -> list[str]:
-    slow = sorted(said["stragglers"], key=lambda one: -one["own_s"])
-    told = [
-        describe(one["rank"], one["node"], one["own_s"], one["others_s"]) for one in slow[:MAX_STRAGGLERS]
-    ]
-    more = [f"and {len(slow) - len(told)} more"] if len(slow) > len(told) else []
-    return [*(line for text in [*told, *more] for line in wrap(text)), ""] if slow else []
+def _slow(said: Mapping[str, Any]) -> list[str]:
+    """Ranks and links that the others wait for."""
+    ranks = sorted(said["stragglers"], key=lambda one: -one["own_s"])
+    told = [stragglers.describe(one["rank"], one["node"], one["own_s"], one["others_s"]) for one in ranks]
+    told += [links.describe(one["node"], one["round_s"], one["others_s"]) for one in said["slow_links"]]
+    more = [f"and {len(told) - MAX_SLOW} more"] if len(told) > MAX_SLOW else []
+    return [*(line for text in [*told[:MAX_SLOW], *more] for line in wrap(text)), ""] if told else []
 
 
 def _nodes(said: Mapping[str, Any]) -> list[str]:

@@ -13,8 +13,9 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from typing import Any
 
-from elastic_resume.policy import stragglers
+from elastic_resume.policy import links, stragglers
 from elastic_resume.report.text import amount, seconds, without_path
 from elastic_resume.report.timeline import Seen, Timeline
 
@@ -55,7 +56,7 @@ def find(line: Timeline) -> tuple[Trouble, ...]:
                 found.append(made)
     found += [one for one in map(_of_rendezvous, line.of_kind("rendezvous")) if one is not None]
     found += _slow(line.of_kind("commit"))
-    found += _stragglers(line)
+    found += _slowness(line)
     return tuple(sorted(_folded(found, line), key=lambda trouble: (trouble.t, trouble.node)))
 
 
@@ -112,38 +113,42 @@ def _slow(commits: list[Seen]) -> list[Trouble]:
     return found
 
 
-def _stragglers(line: Timeline) -> list[Trouble]:
-    """Ranks that the others waited for, each from when it was found slow until it was so no more.
+def _slowness(line: Timeline) -> list[Trouble]:
+    """Ranks and links that others waited for, each from when it was found slow until it was so no more.
 
-    Where nobody told the end of it the generation's is: whoever is slow in the next one is told anew.
+    Where nobody told the end of it the generation's is: whatever is slow in the next one is told anew.
     """
-    found: dict[tuple[str, int | None, int | None], Trouble] = {}
+    begun: dict[tuple[Any, ...], Trouble] = {}
     told: list[Trouble] = []
-    for one in line.of_kind("slow-rank"):
-        key = (one.text("slow_node"), one.count("slow_rank"), one.generation)
-        began = found.pop(key, None)
-        if began is not None:
-            told.append(replace(_straggler(one, one.count("steps")), t=began.t, until=one.t))
-        elif one.raw.get("is_over") is not True:
-            last = [each for each in line.generations.get(one.generation or 0, ()) if each.step is not None]
-            later = max((each.step or 0 for each in last), default=0) - (one.step or 0)
-            steps = (one.count("steps") or 0) + max(later, 0)
-            until = max((each.t for each in last), default=one.t)
-            is_over = max(line.generations, default=0) > (one.generation or 0) or bool(
-                line.of_kind("run-end")
-            )
-            found[key] = replace(_straggler(one, steps), until=max(until, one.t), is_over=is_over)
-    return [*told, *found.values()]
+    for one in line.of_kind("slow-rank", "slow-link"):
+        key = (one.kind, one.text("slow_node"), one.count("slow_rank"), one.generation)
+        began = begun.pop(key, None)
+        if one.raw.get("is_over") is not True:
+            begun[key] = _still_slow(one, line)
+        elif began is not None:
+            told.append(replace(_slow_one(one, 0), t=began.t, until=one.t))
+    return [*told, *begun.values()]
 
 
-def _straggler(one: Seen, steps: int | None) -> Trouble:
-    own_s, others_s = one.seconds("own_s") or 0.0, one.seconds("others_s") or 0.0
-    said = stragglers.describe(one.count("slow_rank"), "", own_s, others_s)
-    told_s = one.seconds("cost_s") if one.raw.get("is_over") is True else None
-    cost_s = (own_s - others_s) * (steps or 0) if told_s is None else told_s
-    about = "" if told_s is not None else "about "
-    text = f"{said}; {amount(steps or 0, 'step')} took {about}{seconds(cost_s)} longer for it"
-    return Trouble("slow-rank", BAD, one.text("slow_node"), one.t, one.t, 1, text, one.generation, one.step)
+def _still_slow(one: Seen, line: Timeline) -> Trouble:
+    last = [each for each in line.generations.get(one.generation or 0, ()) if each.step is not None]
+    later = max((each.step or 0 for each in last), default=0) - (one.step or 0)
+    is_over = max(line.generations, default=0) > (one.generation or 0) or bool(line.of_kind("run-end"))
+    until = max([one.t, *(each.t for each in last)])
+    return replace(_slow_one(one, max(0, later)), until=until, is_over=is_over)
+
+
+def _slow_one(one: Seen, later: int) -> Trouble:
+    """``later``: steps since it was told."""
+    node, others_s = one.text("slow_node"), one.seconds("others_s") or 0.0
+    if one.kind == "slow-link":
+        text = links.describe("", one.seconds("round_s") or 0.0, others_s)
+    else:
+        own_s, steps = one.seconds("own_s") or 0.0, (one.count("steps") or 0) + later
+        cost_s = (one.seconds("cost_s") or 0.0) + later * (own_s - others_s)
+        cost = f"{amount(steps, 'step')} took {seconds(cost_s)} longer for it"
+        text = f"{stragglers.describe(one.count('slow_rank'), '', own_s, others_s)}; {cost}"
+    return Trouble(one.kind, BAD, node, one.t, one.t, 1, text, one.generation, one.step)
 
 
 # ---- one sentence for each kind ------------------------------------------------------------------------
