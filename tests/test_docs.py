@@ -56,6 +56,7 @@ def test_every_block_runs_on_three_ranks(tmp_path: Path) -> None:
     assert {process.stdout.splitlines()[-1] for process in done} == {f"all {len(blocks()) - 1} blocks"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "steps", "rate"),
     [("er.GlobalBatches(len(samples), 12", 18, 0.1), ("er.ElasticSampler(", 25, 0.1 * 8 / 12)],

@@ -80,6 +80,7 @@ class Terminal:
         return self._seen.decode()
 
 
+@pytest.mark.cluster
 def test_a_slow_transfer_is_drawn_on_a_terminal_and_not_into_a_log(tmp_path: Path) -> None:
     """n0 sends to n1, each block late: n1's standard error is a terminal, n0's is not."""
     terminal = Terminal()
