@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +24,7 @@ from elastic_resume.policy.stragglers import LEAST_S, LOOKS, SHARE, TIMES, Pace,
 from elastic_resume.rendezvous.beats import KEPT, LEFT_OUT, Beats
 from elastic_resume.rendezvous.link import Link
 from elastic_resume.rendezvous.messages import Stamp
-from elastic_resume.report import story
+from elastic_resume.report import asking, story
 from elastic_resume.report.gather import gather
 from elastic_resume.report.status_screen import screen
 from elastic_resume.report.troubles import Trouble
@@ -403,8 +400,7 @@ def test_a_job_names_its_slow_rank_and_nobody_else(tmp_path: Path) -> None:
             return cluster.events("slow-rank")
 
         cluster.wait(told, "somebody is slow")
-        command = [sys.executable, "-m", "elastic_resume", "status", str(cluster.run_dir), "--json"]
-        said = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+        said = asking.find(cluster.run_dir, endpoint=None, run_id=None, token_file=None).ask()
         course.close()
         found = story.tell(gather([cluster.run_dir]).events)
     assert [(one["node"], one["rank"]) for one in said["stragglers"]] == [("n0", 0)]
