@@ -339,6 +339,14 @@ def test_whose_link_is_slow(rounds_s: list[Own], told: list[tuple[int, str, bool
     assert links_told(*rounds_s) == told
 
 
+def test_what_is_told_of_a_slow_link_is_the_worst_of_it() -> None:
+    """When it is over the newest heartbeats are nearly as good as any."""
+    found, told = Links(), []
+    for round_s in (*[0.2] * 4, 0.5, 0.15, *[0.002] * 4):
+        told += found.take(1, {**NEAR, "c": round_s})
+    assert [(one.round_s, one.is_over) for one in told] == [(0.2, False), (0.5, True)]
+
+
 def test_links_of_a_new_generation_begin_anew() -> None:
     """Another may lead it."""
     found = Links()

@@ -21,7 +21,7 @@ LOOKS = 4
 
 @dataclass(frozen=True, slots=True)
 class SlowLink:
-    """A node whose heartbeats take longer than others', or did."""
+    """A node whose heartbeats take longer than others', or did; ``round_s`` is the longest since then."""
 
     node: str
     round_s: float
@@ -59,7 +59,7 @@ class Links:
             is_slow = round_s >= TIMES * usual_s and round_s - usual_s >= LEAST_S
             self._looks[node] = self._looks.get(node, 0) + 1 if is_slow != (was is not None) else 0
             if self._looks[node] < LOOKS:
-                if was is not None and is_slow:
+                if was is not None and is_slow and round_s > was.round_s:
                     self._slow[node] = SlowLink(node, round_s, usual_s)
                 continue
             self._looks[node] = 0
