@@ -90,6 +90,37 @@ def test_a_nursery_outlives_the_thread_that_began_it(
     assert waiting.wait(60) == -signal.SIGKILL
 
 
+IMPATIENT = """
+import os, signal, socket, sys
+line = socket.socket(fileno=int(sys.argv[1]))
+line.recv(1)
+os.kill(int(sys.argv[2]), signal.SIGUSR1)
+signal.pause()
+"""
+
+
+def test_an_interrupt_between_question_and_answer_ends_the_nursery(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The next question would get that answer; and what was forked for the first would be left behind."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    begun: dict[frozenset[tuple[str, str]], nursery.Nursery] = {}
+    monkeypatch.setattr(nursery, "_nurseries", begun)
+    monkeypatch.setattr(nursery, "BROOD", tmp_path / "impatient.py")
+    nursery.BROOD.write_text(IMPATIENT)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fork(env)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    (interrupted,) = begun.values()
+    assert not interrupted.alive
+
+
 def test_beyond_the_limit_agents_are_started_as_new_processes(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -14,9 +14,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from elastic_resume import contract
 from elastic_resume.agent import preflight, script
@@ -79,22 +79,30 @@ class Nursery:
             "beside": beside,
             "group": group,
         }
-        with self._lock:
-            brood.send(self._line, asked, [output])
-            told, _ = brood.receive(self._line)
-        return brood.Forked(int(told["pid"]), self._reap)
+        return brood.Forked(int(self._ask(asked, [output])["pid"]), self._reap)
 
     def _reap(self, pid: int) -> int | None:
         if self.alive and brood.ended(pid) is False:  # a thousand looks need not be answered over there
             return None
+        try:
+            code: int | None = self._ask({"reap": pid})["code"]
+        except (OSError, EOFError):
+            return -9  # it took all that it had forked along
+        return code
+
+    def _ask(self, what: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        """Send a question, and receive its answer.
+
+        One that is interrupted in between, by Ctrl-C or a test's time limit, ends the nursery: the next would
+        take that answer for its own, and what was forked would be nobody's.
+        """
         with self._lock:
             try:
-                brood.send(self._line, {"reap": pid})
-                told, _ = brood.receive(self._line)
-            except (OSError, EOFError):
-                return -9  # it took all that it had forked along
-        code: int | None = told["code"]
-        return code
+                brood.send(self._line, what, descriptors)
+                return brood.receive(self._line)[0]
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """End the process, and with it all that it has forked."""
