@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import time
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from elastic_resume.agent.pulse import Finger
 from elastic_resume.faults.course import Course
 from elastic_resume.faults.fault import Fault
 from elastic_resume.policy.links import Links
-from elastic_resume.policy.stragglers import LEAST_S, LOOKS, SHARE, TIMES, Pace, Straggler, Stragglers
+from elastic_resume.policy.stragglers import LEAST_S, LOOKS, SHARE, STEPS, TIMES, Pace, Straggler, Stragglers
 from elastic_resume.rendezvous.beats import KEPT, LEFT_OUT, Beats
 from elastic_resume.rendezvous.link import Link
 from elastic_resume.rendezvous.messages import Stamp
@@ -71,7 +72,7 @@ SLOW = {**EVEN, "b": 0.2}
         ([{"a": 0.2, "b": 0.2, "c": 0.01}] * 20, []),
         ([EVEN, SLOW, EVEN, SLOW, SLOW, EVEN] * 5, []),
         ([EVEN] + [SLOW] * LOOKS + [EVEN] * 9, [(LOOKS, "b", False), (2 * LOOKS, "b", True)]),
-        ([EVEN] + [SLOW] * 6 + [EVEN] * (LOOKS - 1) + [SLOW] * 9, [(LOOKS, "b", False)]),
+        ([EVEN] + [SLOW] * LOOKS + [EVEN] * (LOOKS - 1) + [SLOW] * 9, [(LOOKS, "b", False)]),
         ([{"a": 0.001, "b": 0.001 + 0.9 * LEAST_S}] * 20, []),
         ([{"a": 1.0, "b": 1.0 + 2 * SHARE}] * 20, []),
         ([{"a": 0.1, "b": TIMES * 0.1, "c": 0.1}] * 20, [(LOOKS, "b", False)]),
@@ -100,8 +101,18 @@ def test_who_is_told_and_when(owns: list[Own], told: list[tuple[int, str, bool]]
 def test_a_look_without_a_new_step_counts_for_nothing() -> None:
     """Of steps that take ten seconds one slow one is not seen ten times."""
     found = Stragglers()
-    assert not any(look(found, number // 10, SLOW, steps=1) for number in range(10 * LOOKS))
-    assert look(found, LOOKS, SLOW, steps=1)
+    assert not any(look(found, number // 10, SLOW, steps=STEPS) for number in range(10 * LOOKS))
+    assert look(found, LOOKS, SLOW, steps=STEPS)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_ranks_whose_batches_differ_at_random_name_nobody(ranks: int) -> None:
+    """Nobody is slower than anybody, but some batches take three times as long as others (sigma 0.5)."""
+    chance, found = random.Random(ranks), Stragglers()
+    for step in range(STEPS, 20_000, STEPS):
+        owns = [sum(chance.lognormvariate(0, 0.5) for _ in range(STEPS)) / STEPS for _ in range(ranks)]
+        paces = {f"n{rank}": Pace(1, step, 1, rank, own_s) for rank, own_s in enumerate(owns)}
+        assert not found.take(paces, 3.0 * step), step
 
 
 def test_a_new_generation_begins_anew() -> None:
@@ -120,8 +131,9 @@ def test_a_node_with_several_ranks_is_told_of_as_one_where_all_are_slow() -> Non
         found = Stragglers()
         told = []
         for number in range(9):
-            slow = Pace(1, number, 4, 7, 0.2, rest_s)
-            told += found.take({"a": Pace(1, number, 4, 0, 0.02, 0.01), "b": slow}, number * EVERY_S)
+            step = number * STEPS
+            slow = Pace(1, step, 4, 7, 0.2, rest_s)
+            told += found.take({"a": Pace(1, step, 4, 0, 0.02, 0.01), "b": slow}, number * EVERY_S)
         assert [(one.node, one.rank) for one in told] == [("b", rank)]
 
 
@@ -129,18 +141,20 @@ def test_another_slow_rank_at_each_look_is_nobody() -> None:
     """A machine with more to do than processors has one that came off badly, at any time."""
     found = Stragglers()
     for number in range(40):
-        slow = Pace(1, number, 4, 4 + number % 3, 0.2, 0.01)
-        assert not found.take({"a": Pace(1, number, 4, 0, 0.02, 0.01), "b": slow}, number * EVERY_S)
+        step = number * STEPS
+        slow = Pace(1, step, 4, 4 + number % 3, 0.2, 0.01)
+        assert not found.take({"a": Pace(1, step, 4, 0, 0.02, 0.01), "b": slow}, number * EVERY_S)
 
 
 def test_what_it_cost_is_counted() -> None:
     """Steps since it began, and what they took longer; its own time is their mean."""
     found = Stragglers()
-    owns = [EVEN, *[SLOW] * 5, {**EVEN, "b": 0.111}, *[EVEN] * LOOKS]
+    owns = [EVEN, *[SLOW] * LOOKS, {**EVEN, "b": 0.111}, *[EVEN] * LOOKS]
     (_, over) = [one for number, own in enumerate(owns) for one in look(found, number, own)]
-    assert (over.step, over.steps, over.is_over) == (30, 30, True)
-    assert over.cost_s == pytest.approx(25 * (0.2 - 0.011) + 5 * 0.1)
-    assert over.own_s == pytest.approx(0.011 + over.cost_s / 30)
+    steps = 5 * (LOOKS + 1)
+    assert (over.step, over.steps, over.is_over) == (steps, steps, True)
+    assert over.cost_s == pytest.approx(5 * LOOKS * (0.2 - 0.011) + 5 * 0.1)
+    assert over.own_s == pytest.approx(0.011 + over.cost_s / steps)
 
 
 _NEARLY = st.floats(1.0, TIMES * 0.99)
@@ -228,7 +242,7 @@ def test_several_backward_passes_for_a_step_count_to_the_first() -> None:
 
 
 def test_a_pulse_tells_the_slowest_rank_of_a_node(tmp_path: Path) -> None:
-    """By the steps since the pulse before; a worker that has just come has told nothing yet."""
+    """By the steps since it last told, so many at least; a worker that has just come has told nothing yet."""
     board = Board(tmp_path / contract.BOARD_FILE)
     for local_rank in range(3):
         me = Worker(4 + local_rank, os.getpid(), 1, 100 + local_rank, 7, 0, 0)
@@ -244,11 +258,11 @@ def test_a_pulse_tells_the_slowest_rank_of_a_node(tmp_path: Path) -> None:
     assert pulse(11, 0, 0, 0) == (None, None, None), "calibration"
     assert pulse(20, 50, 50, 50) == (None, None, None)
     assert pulse(30, 150, 1050, 250) == (5, 0.1, 0.01)
-    assert pulse(30, 150, 1050, 250) == (5, 0.1, 0.01), "no step since"
-    assert pulse(32, 190, 1060, 260) == (4, 0.02, 0.005)
+    assert pulse(30 + STEPS - 1, 900, 1060, 260) == (5, 0.1, 0.01), "too few steps since"
+    assert pulse(30 + 2 * STEPS, 150 + 20 * STEPS, 1050 + 10 * STEPS, 250 + 12 * STEPS) == (4, 0.01, 0.005)
     me = Worker(4, os.getpid(), 1, 200, 7, 0, 0)
-    board.begin(0, generation=2, step=32, world_size=8, worker=me)
-    assert pulse(34, 10, 1080, 300) == (6, 0.02, 0.01)
+    board.begin(0, generation=2, step=30 + 2 * STEPS, world_size=8, worker=me)
+    assert pulse(30 + 3 * STEPS, 10, 1050 + 20 * STEPS, 250 + 32 * STEPS) == (6, 0.02, 0.01)
 
 
 # ---- in a report ---------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from elastic_resume import contract
 from elastic_resume.events import Event
+from elastic_resume.policy.stragglers import STEPS
 from elastic_resume.rendezvous.tidings import Pulse
 from elastic_resume.store import slots
 from elastic_resume.store.board import Line, read_lines
@@ -102,7 +103,7 @@ class Finger:
         )
 
     def _pace(self, lines: list[Line]) -> tuple[int | None, float | None, float | None]:
-        """Which rank takes longest for a step by itself, how long, and the others; since the last pulse."""
+        """Which rank takes longest for a step by itself, how long, and the others; lately."""
         self._own = {line.local_rank: self._own_of(line) for line in lines if line.own_ns}
         told = {line.worker.rank: own_s for line, own_s in self._own.values() if own_s is not None}
         if not told:
@@ -116,7 +117,7 @@ class Finger:
         if (before.worker, before.generation) != (line.worker, line.generation):
             return line, None
         steps, own_ns = line.step - before.step, line.own_ns - before.own_ns
-        if steps <= 0 or own_ns < 0:
+        if steps < STEPS or own_ns < 0:
             return before, own_s
         return line, own_ns / steps / 1e9
 
