@@ -214,8 +214,9 @@ def test_the_plan_of_the_docs_is_carried_out_and_told(
         assert re.search(rf"\d s  fault {number}: ", told), told
     assert re.search(r"n2 is started again, 1s after its end", told)
     assert re.search(r"8  kill-worker rank 2 +-  never came: the job was over", told)
-    assert re.search(r"The job ended right, at step 160: \d+ faults came, .*, 0\s+steps\s+run\s+again", told)
-    assert re.search(r"1 fault\s+of the\s+plan\s+never\s+came", told), told
+    sentence = " ".join(told.split())  # which is broken where the number of faults that were drawn wants it
+    assert re.search(r"The job ended right, at step 160: \d+ faults came, .*, 0 steps run again", sentence)
+    assert "1 fault of the plan never came" in sentence, told
     assert plan_text.read(saved) == plan_text.read(plan)
     numbers = [
         event["number"]
