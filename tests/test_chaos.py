@@ -160,6 +160,16 @@ def test_of_two_faults_in_one_moment_the_one_that_hit_the_rank_is_to_blame() -> 
     assert aftermath.of([aftermath.Hit(5.0, ["n1"], 1), disk], rows) == [[], rows]
 
 
+def test_a_rank_that_was_hit_without_its_name_was_hit_too() -> None:
+    """A plan may name a node or a role: of two faults of one rank the later one killed it."""
+    end = End("worker", "rank 1 on n1: SIGKILL", t=10.0, node="n1", rank=1)
+    slow = Fate(1, Fault("slow-rank", rank=1, step=30), state=DONE, t=9.95, nodes=("n1",), rank=1)
+    killed = Fate(2, Fault("kill-worker", node=1, step=31), state=DONE, t=9.99, nodes=("n1",), rank=1)
+    report = Report((row_of(0.0, end),), (), 4, 0, 0, 7, "stopped", "")
+    outcome = Outcome("", (0, 0), (slow, killed), replace(story.tell([]), report=report))
+    assert list(chaos._followed(outcome)) == [2]
+
+
 def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
     """Not of the one that came while the job was down, nor what no fault did, nor how it was drained."""
     ends = [("worker", "n1", 3.0), ("worker", "n2", 12.0), ("node", "n0", 15.0), ("left", "n0", 22.0)]

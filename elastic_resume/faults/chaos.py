@@ -310,7 +310,7 @@ def _followed(outcome: Outcome) -> dict[int | None, str]:
             found.setdefault(by[-1].number if by else None, []).append(what)
     rest = [row for row in rows if _is_incident(row, outcome)]
     done = [fate for fate in done if fate not in spoilt]  # a damaged copy ends nothing
-    hits = [aftermath.Hit(_when(fate), fate.nodes, fate.fault.rank) for fate in done]
+    hits = [aftermath.Hit(_when(fate), fate.nodes, fate.rank) for fate in done]
     for fate, of_it in zip(done, aftermath.of(hits, rows), strict=True):
         for row in [one for one in of_it if one in rest]:
             rest.remove(row)

@@ -49,6 +49,7 @@ class Fate:
     t: float | None = None
     whom: str = ""
     nodes: tuple[str, ...] = ()  # that it hit, by name; none of several
+    rank: int | None = None  # that it hit, whomever it names
     why: str = ""  # it has not come, or could not be done
     generation: int = 0  # that it hit last
     marks: list[str] = field(default_factory=list)  # of what is armed for it
@@ -269,7 +270,7 @@ class Course:
         fate.times += 1
         fate.generation = self._generation
         fate.whom = whom if fault.groups == () else fault.whom
-        fate.t, fate.nodes = fate.t or t, nodes
+        fate.t, fate.nodes, fate.rank = fate.t or t, nodes, rank
         set_to = strike.told(fault)
         message = f"{fault.what} {fate.whom}" + (f" ({set_to})" if set_to else "")
         self._say(f"fault {fate.number}: {message}" + ("" if fault.at_s is not None else fault.when))
