@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,9 +23,11 @@ from elastic_resume import cli, contract
 from elastic_resume.errors import ConfigError
 from elastic_resume.events import read_run
 from elastic_resume.faults import chaos, hosts, plan_text
+from elastic_resume.faults.arming import Arming
 from elastic_resume.faults.course import DONE, Fate
 from elastic_resume.faults.fault import Fault
-from elastic_resume.faults.trial import RUN_ID, Outcome
+from elastic_resume.faults.plan import Plan
+from elastic_resume.faults.trial import RUN_ID, Job, Outcome, _Trial
 from elastic_resume.report import aftermath, story
 from elastic_resume.report.endings import End
 from elastic_resume.report.incidents import Generation, RejectedCopy, Report
@@ -196,6 +198,30 @@ def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
     assert "n0 at 22" not in text
     wrong = " ".join("\n".join(chaos._fates(replace(outcome, why="it stood still", fates=fates[:3]))).split())
     assert "3 kill-node node 1 5.0 s see below" in wrong
+
+
+def test_a_job_is_drained_when_it_has_gone_on_after_the_last_fault(tmp_path: Path) -> None:
+    """The ranks that are left finish the step that a dead one had begun, and no other; nor is a start one."""
+    at = SimpleNamespace(generation=1, step=9, first_step=0)
+    told: list[int] = []
+    cluster = SimpleNamespace(
+        nodes=[SimpleNamespace(directory=tmp_path, alive=True, agent=None)],
+        run_dir=tmp_path,
+        arming=Arming(tmp_path / "armed"),
+        workers_per_node=1,
+        lines=lambda: [(0, at)],
+        kill_agent=lambda _, number: told.append(number),
+    )
+    job = Job(tmp_path, 1, 1, 1, "loopback", (), (), Plan(seed=1), for_s=0.0, drain=True)
+    trial = _Trial(job, cast("Cluster", cluster), lambda _: None)
+    for at.generation, at.step, at.first_step in ((1, 9, 0), (1, 10, 0), (2, 10, 10)):
+        trial._stands_still(0.0)
+        trial._end_faults()
+        assert not told
+    at.step = 11
+    trial._end_faults()
+    assert told == [signal.SIGTERM]
+    trial.close()
 
 
 # ---- jobs ----------------------------------------------------------------------------------------------

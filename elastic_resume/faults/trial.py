@@ -29,6 +29,7 @@ LONGEST_S = 86400.0  # of what is drawn where nobody says for how long
 PATIENCE_S = 300.0
 ENDING_S = 30.0  # for who was just being started again when the job ended on the others
 MARK_S = 1.0  # a step of each rank in its events
+ALL_STEPS = 2  # of one rank, in which every other has taken one: it cannot be ahead by more than one
 MAX_NEWS_BYTES = 1 << 20
 
 
@@ -129,6 +130,7 @@ class _Trial:
         self._tails = [_Tail(node.directory / contract.EVENTS_FILE) for node in cluster.nodes]
         self._moved = time.monotonic()
         self._furthest = (0, 0)
+        self._quiet: tuple[int, int] | None = None  # the furthest step when the last fault was over
         self._ended: float | None = None
         self._drained: float | None = None
 
@@ -194,12 +196,26 @@ class _Trial:
             return
         if self._course.pending:
             self._course.finish("faults were to come no longer")
-        if self._job.drain and self._drained is None and self._course.is_quiet:
+        if not self._job.drain or self._drained is not None:
+            return
+        if not self._course.is_quiet:
+            self._quiet = None
+        elif self._quiet is None:
+            self._quiet = self._furthest
+        elif self._has_gone_on(*self._quiet):
             self._drained = time.time()
             self._course.dismiss()
             self._say("all faults have come: the job is drained")
             for index in range(self._job.nodes):
                 self._cluster.kill_agent(index, signal.SIGTERM)
+
+    def _has_gone_on(self, generation: int, step: int) -> bool:
+        """Whether all ranks have finished a step since: what a fault has ended may never do so again."""
+        least = (generation, step + ALL_STEPS)  # or any step of a later generation
+        return any(
+            line.step > line.first_step and (line.generation, line.step) >= least
+            for _, line in self._cluster.lines()
+        )
 
     def _end_late(self, now: float) -> None:
         """End nodes that were being started again when the job ended: nobody is left for them to join."""
