@@ -121,6 +121,31 @@ def test_an_interrupt_between_question_and_answer_ends_the_nursery(
     assert not interrupted.alive
 
 
+LAST = """
+import atexit, os, subprocess, threading
+from elastic_resume.faults import ending
+
+def start():
+    return ending.start_to_last(lambda: subprocess.Popen(["sleep", "60"], preexec_fn=ending.die_with_parent))
+
+first = start()
+if os.fork() == 0:
+    print("in a fork", start().poll(), flush=True)
+    os._exit(0)
+os.wait()
+threading.Thread(target=lambda: (threading.main_thread().join(), print("after", first.poll()))).start()
+atexit.register(lambda: print("at exit", first.poll(), start().poll()))
+"""
+
+
+def test_what_is_to_end_with_this_process_does_not_end_before() -> None:
+    """Not before the threads that outlive the main one, nor before what is done at exit; then with it."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAST], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert done.stdout.splitlines() == ["in a fork None", "after None", "at exit None None"], done.stderr
+
+
 def test_beyond_the_limit_agents_are_started_as_new_processes(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
 import select
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import psutil
+
+from elastic_resume.errors import MachineError
 
 KILLED_S = 30.0  # one that sleeps in the kernel for longer is left to it
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
-_makers: dict[int, ThreadPoolExecutor] = {}
+_births: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
 _lock = threading.Lock()
 T = TypeVar("T")
 
@@ -43,13 +46,45 @@ class Agent(Protocol):
 def start_to_last(start: Callable[[], T]) -> T:
     """Start a process that is to end with this one, and not before.
 
-    The kernel counts the thread that forks as the parent, so that is one which lasts as long as the process.
+    The kernel counts the thread that forks as the parent, so that is one which lasts as long as the process:
+    threads that are waited for, as those of an executor, end before what runs at exit.
+
+    Raises:
+        MachineError: this process may have no more threads.
+
     """
+    global _births  # noqa: PLW0603  one for the process
     with _lock:
-        maker = _makers.get(os.getpid())  # a fork of this process has none of its threads
-        if maker is None:
-            maker = _makers[os.getpid()] = ThreadPoolExecutor(1, "elastic-resume-births")
-    return maker.submit(start).result()
+        if _births is None:
+            births: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+            thread = threading.Thread(target=_bear, args=(births,), name="elastic-resume-births", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise MachineError(f"no process can be started: {error}.") from error
+            _births = births
+    born: Future[T] = Future()
+    _births.put((start, born))
+    return born.result()
+
+
+def _bear(births: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
+    while True:
+        start, born = births.get()
+        try:
+            born.set_result(start())
+        except BaseException as error:  # noqa: BLE001  it is raised where it was asked for
+            born.set_exception(error)
+        del start, born  # what a process stands on is kept by whoever has it, and not here until the next
+
+
+def _forget_births() -> None:
+    """A fork has none of this process's threads."""
+    global _births, _lock
+    _births, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_births)
 
 
 def die_with_parent() -> None:
