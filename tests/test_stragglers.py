@@ -116,13 +116,35 @@ def test_ranks_whose_batches_differ_at_random_name_nobody(ranks: int) -> None:
 
 
 def test_a_new_generation_begins_anew() -> None:
-    """Who has resumed warms up; what was told of the generation before is no more."""
+    """Who has resumed warms up; what was told of the generation before has ended with it."""
     found = Stragglers()
     for number in range(LOOKS + 1):
         look(found, number, SLOW)
     assert [one.node for one in found.slow] == ["b"]
-    assert look(found, LOOKS + 1, EVEN, generation=2) == []
+    (over,) = look(found, LOOKS + 1, EVEN, generation=2)
+    assert (over.node, over.generation, over.steps, over.is_over) == ("b", 1, 5 * LOOKS, True)
     assert found.slow == []
+
+
+def test_one_whose_node_is_silent_is_told_once_and_ends_if_that_lasts() -> None:
+    """A node that was paused tells no second time of what it still is; one that measures no more ends it."""
+    away = {name: own_s for name, own_s in EVEN.items() if name != "b"}
+    begins, ends = (LOOKS, "b", False), (3 * LOOKS - 1, "b", True)
+    assert looks(EVEN, *[SLOW] * LOOKS, *[away] * (LOOKS - 1), *[SLOW] * 9) == [begins]
+    assert looks(EVEN, *[SLOW] * LOOKS, *[SLOW] * (LOOKS - 1), *[away] * 9) == [begins, ends]
+
+
+def test_the_end_is_told_of_the_rank_that_was() -> None:
+    """Though another of its node, or all of them, were slower at last."""
+    for others in ((4, 0.01), (7, 0.2)):
+        found, told = Stragglers(), []
+        for number in range(4 * LOOKS):
+            slowest, rest_s = (7, 0.01) if number <= LOOKS else others
+            own_s = 0.2 if number < 2 * LOOKS else 0.01
+            step = number * STEPS
+            slow = Pace(1, step, 4, slowest, own_s, min(rest_s, own_s))
+            told += found.take({"a": Pace(1, step, 4, 0, 0.02, 0.01), "b": slow}, number * EVERY_S)
+        assert [(one.rank, one.is_over) for one in told] == [(7, False), (7, True)]
 
 
 def test_a_node_with_several_ranks_is_told_of_as_one_where_all_are_slow() -> None:

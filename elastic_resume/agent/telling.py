@@ -197,9 +197,13 @@ class Teller:
 
     def _compare(self, *, leads: bool) -> None:
         """Tell of ranks and links that have become slow, or are so no more; who leads alone can say so."""
+        if not leads:  # what was slow goes on or ends without us: who leads now tells it
+            with self._showing:
+                self._stragglers, self._links = Stragglers(), Links()
+            return
         now = time.monotonic()
         with self._lock:
-            fresh = [item for item in self._nodes.items() if leads and now < item[1].heard_at + FRESH_NODE_S]
+            fresh = [item for item in self._nodes.items() if now < item[1].heard_at + FRESH_NODE_S]
         told = {node: one.pulse for node, one in fresh}
         generation = max((one.generation for one in told.values()), default=0)
         paces = {

@@ -10,7 +10,8 @@ most take is the lower median of all ranks: of two the slower one can be named, 
 slow that is usual.
 
 A node tells of its slowest rank, and what its others take: so what is told and compared grows with the number
-of nodes and not of ranks, and of two slow ranks of a node with many the slower one is named first.
+of nodes and not of ranks, and of two slow ranks of a node with many the slower one is named first. While one
+is told no other of its node is. It is over too when its node tells nothing any more, and with its generation.
 
 Does not know pulses or boards, nor why a rank is slow.
 """
@@ -89,17 +90,19 @@ class Stragglers:
     def take(self, paces: Mapping[str, Pace], now: float) -> list[Straggler]:
         """Take in what all nodes have told last; give those that have become slow, or are so no more.
 
-        ``now``: seconds of any clock. A new generation begins anew: who has just resumed is not slow.
+        ``now``: seconds of any clock. A new generation begins anew: who has just resumed is not slow, and
+        what was told of the one before has ended with it.
         """
         generation = max((one.generation for one in paces.values()), default=self._generation)
+        news: list[Straggler | None] = []
         if generation != self._generation:
+            news += [_over(one) for one in self.slow]
             self._generation = generation
             self._traces.clear()
         running = {name: one for name, one in paces.items() if one.generation == generation}
-        for name in self._traces.keys() - running.keys():
-            del self._traces[name]
         usual_s = usual(running.values())
-        news = (self._look(name, one, usual_s, now) for name, one in running.items())
+        news += [self._look(name, one, usual_s, now) for name, one in running.items()]
+        news += [_calm(one) for name, one in self._traces.items() if name not in running]  # tells no more
         return [one for one in news if one is not None]
 
     def _look(self, node: str, pace: Pace, usual_s: float, now: float) -> Straggler | None:
@@ -110,36 +113,44 @@ class Stragglers:
             return None
         step_s = (now - trace.at) / steps
         trace.step, trace.at = pace.step, now
+        if not is_slow(pace.own_s, usual_s, step_s):
+            return _calm(trace)
+        whole = pace.rest_s is not None and is_slow(pace.rest_s, usual_s, step_s)
+        found = Straggler(
+            node=node,
+            rank=None if whole else pace.slowest,
+            generation=pace.generation,
+            step=pace.step,
+            own_s=pace.own_s,
+            others_s=usual_s,
+            steps=steps,
+            cost_s=(pace.own_s - usual_s) * steps,
+        )
         was = trace.now
-        if is_slow(pace.own_s, usual_s, step_s):
-            whole = pace.rest_s is not None and is_slow(pace.rest_s, usual_s, step_s)
-            found = Straggler(
-                node=node,
-                rank=None if whole else pace.slowest,
-                generation=pace.generation,
-                step=pace.step,
-                own_s=pace.own_s,
-                others_s=usual_s,
-                steps=steps,
-                cost_s=(pace.own_s - usual_s) * steps,
-            )
-            goes_on = was is not None and (trace.told or was.rank == found.rank)
-            if was is not None and goes_on:
-                found = replace(found, steps=was.steps + steps, cost_s=was.cost_s + found.cost_s)
-            trace.now = found
-            trace.looks = 0 if trace.told else trace.looks + 1 if goes_on else 1
-            if trace.looks < LOOKS:
-                return None
-            trace.looks, trace.told = 0, True
-            return found
-        if not trace.told:
-            trace.looks, trace.now = 0, None
+        goes_on = was is not None and (trace.told or was.rank == found.rank)
+        if was is not None and goes_on:
+            # Who was told stays it, though another is slower for a while: the end must be told of the same.
+            found = replace(found, rank=was.rank, steps=was.steps + steps, cost_s=was.cost_s + found.cost_s)
+        trace.now = found
+        trace.looks = 0 if trace.told else trace.looks + 1 if goes_on else 1
+        if trace.looks < LOOKS:
             return None
-        trace.looks += 1
-        if trace.looks < LOOKS or was is None:
-            return None
-        trace.looks, trace.now, trace.told = 0, None, False
-        return replace(was, own_s=was.others_s + was.cost_s / was.steps, is_over=True)
+        trace.looks, trace.told = 0, True
+        return found
+
+
+def _calm(trace: _Trace) -> Straggler | None:
+    """Count a look at which a node was not slow, or told nothing; give the end of what was told, if it is."""
+    trace.looks = trace.looks + 1 if trace.told else 0
+    if trace.told and trace.looks < LOOKS:
+        return None
+    over = _over(trace.now) if trace.told and trace.now is not None else None
+    trace.looks, trace.now, trace.told = 0, None, False
+    return over
+
+
+def _over(one: Straggler) -> Straggler:
+    return replace(one, own_s=one.others_s + one.cost_s / one.steps, is_over=True)
 
 
 def usual(paces: Collection[Pace]) -> float:
