@@ -311,6 +311,7 @@ BEGAN = {
     "steps": 5,
     "cost_s": 1.0,
 }
+NEXT = {"node": "n0", "pid": 1, "t": 170.0, "event": "step", "generation": 2, "step": 61, "rank": 0}
 OVER = {**BEGAN, "t": 140.0, "step": 40, "steps": 25, "cost_s": 4.0, "is_over": True}
 
 
@@ -323,14 +324,27 @@ def test_a_report_names_who_was_slow_for_how_long_and_what_it_cost() -> None:
     )
 
 
-def test_one_whose_end_nobody_told_was_slow_to_its_generations_end() -> None:
-    """By the steps that were run since; while that generation runs it is not over."""
+def test_of_one_whose_end_nobody_told_no_more_is_said_than_was_told() -> None:
+    """It may have ended in the next second; while its generation runs nobody says that it is over."""
     (one,) = told_of(BEGAN)
-    assert (one.until, one.is_over) == (160.0, False)
-    assert one.text.endswith("; 45 steps took 9.0 s longer for it")
-    later = {"node": "n0", "pid": 1, "t": 170.0, "event": "step", "generation": 2, "step": 61, "rank": 0}
-    (one,) = told_of(BEGAN, {**later, "event": "step"})
+    assert (one.until, one.is_over) == (120.0, False)
+    assert one.text.endswith("; at least 5 steps took 1.0 s longer for it")
+    (one,) = told_of(BEGAN, NEXT)
     assert one.is_over
+
+
+def test_an_end_is_that_of_its_nodes_rank_and_in_its_generation() -> None:
+    """Whichever rank it names; told when the next generation runs, it was no later than that began."""
+    (one,) = told_of(BEGAN, NEXT, {**OVER, "t": 175.0, "slow_rank": 3})
+    assert (one.t, one.until, one.is_over) == (120.0, 170.0, True)
+
+
+def test_a_slow_rank_that_two_leaders_tell_of_is_one() -> None:
+    """It began when the first did; another rank is another."""
+    (one,) = told_of(BEGAN, {**BEGAN, "t": 130.0}, OVER)
+    assert (one.t, one.until) == (120.0, 140.0)
+    first, second = told_of(BEGAN, {**BEGAN, "t": 130.0, "slow_rank": 3}, OVER)
+    assert (first.until, second.until) == (120.0, 140.0)
 
 
 @pytest.mark.parametrize("odd", [{"own_s": "x"}, {"steps": None}, {"slow_rank": -1}, {"generation": "1"}])

@@ -9,6 +9,7 @@ Failures that ended a generation are not among these (`incidents`).
 from __future__ import annotations
 
 import bisect
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -116,38 +117,45 @@ def _slow(commits: list[Seen]) -> list[Trouble]:
 def _slowness(line: Timeline) -> list[Trouble]:
     """Ranks and links that others waited for, each from when it was found slow until it was so no more.
 
-    Where nobody told the end of it the generation's is: whatever is slow in the next one is told anew.
+    Of a node one rank at a time is told. Who leads after another tells it again, and counts anew.
     """
-    begun: dict[tuple[Any, ...], Trouble] = {}
+    begun: dict[tuple[Any, ...], tuple[float, Seen]] = {}
     told: list[Trouble] = []
     for one in line.of_kind("slow-rank", "slow-link"):
-        key = (one.kind, one.text("slow_node"), one.count("slow_rank"), one.generation)
-        began = begun.pop(key, None)
+        # The link outlives a generation, and no rank does.
+        key = (one.kind, one.text("slow_node"), one.generation if one.kind == "slow-rank" else None)
+        since, before = begun.pop(key, (one.t, one))
         if one.raw.get("is_over") is not True:
-            begun[key] = _still_slow(one, line)
-        elif began is not None:
-            told.append(replace(_slow_one(one, 0), t=began.t, until=one.t))
-    return [*told, *begun.values()]
+            if before.count("slow_rank") != one.count("slow_rank"):
+                told.append(_unended(since, before, line))
+                since = one.t
+            begun[key] = since, one
+        elif before is not one:
+            told.append(replace(_slow_one(one), t=since, until=max(since, min(one.t, _next_t(one, line)))))
+    return [*told, *(_unended(since, one, line) for since, one in begun.values())]
 
 
-def _still_slow(one: Seen, line: Timeline) -> Trouble:
-    last = [each for each in line.generations.get(one.generation or 0, ()) if each.step is not None]
-    later = max((each.step or 0 for each in last), default=0) - (one.step or 0)
-    is_over = max(line.generations, default=0) > (one.generation or 0) or bool(line.of_kind("run-end"))
-    until = max([one.t, *(each.t for each in last)])
-    return replace(_slow_one(one, max(0, later)), until=until, is_over=is_over)
+def _next_t(one: Seen, line: Timeline) -> float:
+    """When a generation after that of ``one`` began."""
+    own = one.generation or 0
+    later = [seen[0].t for number, seen in line.generations.items() if number > own and seen]
+    return min(later, default=math.inf)
 
 
-def _slow_one(one: Seen, later: int) -> Trouble:
-    """``later``: steps since it was told."""
+def _unended(since: float, one: Seen, line: Timeline) -> Trouble:
+    """Make one whose end nobody told: that was then or later, and with its generation at the latest."""
+    is_over = _next_t(one, line) < math.inf or bool(line.of_kind("run-end"))
+    return replace(_slow_one(one, "at least "), t=since, until=one.t, is_over=is_over)
+
+
+def _slow_one(one: Seen, least: str = "") -> Trouble:
     node, others_s = one.text("slow_node"), one.seconds("others_s") or 0.0
     if one.kind == "slow-link":
         text = links.describe("", one.seconds("round_s") or 0.0, others_s)
     else:
-        own_s, steps = one.seconds("own_s") or 0.0, (one.count("steps") or 0) + later
-        cost_s = (one.seconds("cost_s") or 0.0) + later * (own_s - others_s)
-        cost = f"{amount(steps, 'step')} took {seconds(cost_s)} longer for it"
-        text = f"{stragglers.describe(one.count('slow_rank'), '', own_s, others_s)}; {cost}"
+        steps, longer = amount(one.count("steps") or 0, "step"), seconds(one.seconds("cost_s"))
+        slow = stragglers.describe(one.count("slow_rank"), "", one.seconds("own_s") or 0.0, others_s)
+        text = f"{slow}; {least}{steps} took {longer} longer for it"
     return Trouble(one.kind, BAD, node, one.t, one.t, 1, text, one.generation, one.step)
 
 
