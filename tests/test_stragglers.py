@@ -249,6 +249,27 @@ def test_where_nothing_can_be_measured_nothing_is() -> None:
     assert OwnTime({"optimizer": frozen}).total_ns == 0
 
 
+def test_a_step_that_cannot_be_measured_ends_it_for_good() -> None:
+    """Else a rank that uses its last head now and then would seem faster than it is, and others slow."""
+    body, heads = nn.Linear(4, 4), [nn.Linear(4, 4), nn.Linear(4, 4)]
+    every = nn.ModuleList([body, *heads])
+    optimizer = torch.optim.SGD(every.parameters(), lr=0.1)
+    own = OwnTime({"optimizer": optimizer})
+    assert train(own, nn.Sequential(body, heads[1]), optimizer, 2 * CALIBRATION_STEPS) > 0
+    train(own, nn.Sequential(body, heads[0]), optimizer, 1)
+    train(own, nn.Sequential(body, heads[1]), optimizer, 3)
+    assert own.total_ns == 0
+
+
+def test_optimizers_that_step_together_are_measured() -> None:
+    """Each has a part of the model: two ends of steps, and one first gradient."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    own = OwnTime({"first": first, "second": second})
+    first.register_step_post_hook(lambda *_: second.step())
+    assert train(own, model, first, 3 * CALIBRATION_STEPS) > 0
+
+
 def test_several_backward_passes_for_a_step_count_to_the_first() -> None:
     """What follows waits for others, where each pass is reduced."""
     model = nn.Linear(4, 4)

@@ -5,8 +5,10 @@ the forward pass, to the first gradient of the next backward pass; from then on 
 waits earlier, since it sends a module's buffers around before the forward pass, the time ends there.
 
 Promise: where there is nothing to measure by (no tracked optimizer, a parameter without a gradient), nothing
-is measured, and nobody is taken for slow. No time is one that was spent waiting inside of DDP; where a script
-has collectives of its own in it all ranks look alike. Of several backward passes of a step the first ends it.
+is measured, and nobody is taken for slow. After the first step without that gradient (the batch took another
+head, the parameter was frozen) this rank tells nothing any more. No time is one that was spent waiting inside
+of DDP; where a script has collectives of its own in it all ranks look alike. Of several backward passes of a
+step the first ends it.
 
 On a GPU nothing is measured: its host runs ahead, and whoever asks for a loss waits for all that is queued.
 A step costs 3.5 us for it.
@@ -36,6 +38,8 @@ class OwnTime:
         """Put a hook behind every tracked optimizer's step, and on the last parameter of each."""
         self.total_ns = 0
         self._began = 0
+        self._by: Optimizer | None = None  # whose step began it; others may step together with it
+        self._is_given_up = False
         self._steps = 0
         self._hooks: list[RemovableHandle] = []
         for optimizer in tracked.values():
@@ -67,8 +71,12 @@ class OwnTime:
         self._hooks = []
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
-        if self._steps >= CALIBRATION_STEPS:
+        del args, kwargs
+        if self._began and optimizer is self._by:
+            self._is_given_up = True
+            self.total_ns = self._began = 0
+        elif self._steps >= CALIBRATION_STEPS and not self._is_given_up:
+            self._by = self._by if self._began else optimizer
             self._began = time.perf_counter_ns()
 
     def _end(self, source: Tensor | nn.Module, args: Any = None) -> None:
