@@ -45,30 +45,34 @@ class Links:
     def take(self, generation: int, rounds_s: Mapping[str, float]) -> list[SlowLink]:
         """Take in what heartbeats take all nodes that tell; give what has become slow, or is so no more.
 
-        A new generation begins anew.
+        A node that tells nothing for as long is slow no more. In a new generation, whose workers start, those
+        that are not told begin anew.
         """
-        gone = (self._slow.keys() | self._looks.keys()) - rounds_s.keys()
-        for name in gone if generation == self._generation else [*self._looks]:
-            self._slow.pop(name, None)
-            self._looks.pop(name, None)
-        self._generation = generation
+        if generation != self._generation:
+            self._generation = generation
+            self._looks.clear()
         usual_s = statistics.median_low(rounds_s.values()) if rounds_s else 0.0
-        news = []
-        for node, round_s in rounds_s.items():
-            was = self._slow.get(node)
-            is_slow = round_s >= TIMES * usual_s and round_s - usual_s >= LEAST_S
-            self._looks[node] = self._looks.get(node, 0) + 1 if is_slow != (was is not None) else 0
-            if self._looks[node] < LOOKS:
-                if was is not None and is_slow and round_s > was.round_s:
-                    self._slow[node] = SlowLink(node, round_s, usual_s)
-                continue
-            self._looks[node] = 0
-            if was is None:
-                self._slow[node] = found = SlowLink(node, round_s, usual_s)
-            else:
-                found = replace(self._slow.pop(node), is_over=True)
-            news.append(found)
-        return news
+        told = self._looks.keys() | self._slow.keys() | rounds_s.keys()
+        news = [self._look(node, rounds_s.get(node, 0.0), usual_s) for node in sorted(told)]
+        return [one for one in news if one is not None]
+
+    def _look(self, node: str, round_s: float, usual_s: float) -> SlowLink | None:
+        was = self._slow.get(node)
+        is_slow = round_s >= TIMES * usual_s and round_s - usual_s >= LEAST_S
+        looks = self._looks.get(node, 0) + 1
+        if is_slow == (was is not None):
+            self._looks.pop(node, None)
+            if was is not None and round_s > was.round_s:
+                self._slow[node] = SlowLink(node, round_s, usual_s)
+            return None
+        if looks < LOOKS:
+            self._looks[node] = looks
+            return None
+        self._looks.pop(node, None)
+        if was is not None:
+            return replace(self._slow.pop(node), is_over=True)
+        self._slow[node] = found = SlowLink(node, round_s, usual_s)
+        return found
 
 
 def describe(node: str, round_s: float, others_s: float) -> str:

@@ -131,7 +131,8 @@ def _slowness(line: Timeline) -> list[Trouble]:
                 since = one.t
             begun[key] = since, one
         elif before is not one:
-            told.append(replace(_slow_one(one), t=since, until=max(since, min(one.t, _next_t(one, line)))))
+            until = one.t if one.kind == "slow-link" else max(since, min(one.t, _next_t(one, line)))
+            told.append(replace(_slow_one(one), t=since, until=until))
     return [*told, *(_unended(since, one, line) for since, one in begun.values())]
 
 
