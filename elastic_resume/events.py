@@ -139,11 +139,12 @@ class EventLog:
                 self._descriptor = os.open(self._path, flags, 0o644)
                 self._torn = _ends_torn(self._descriptor)
             line = b"\n" * self._torn + line
-            self._torn = os.write(self._descriptor, line) < len(line)
+            written = os.write(self._descriptor, line)
+            self._torn = written < len(line)
         except OSError:
             self.close()  # a file of a disk that was mounted anew is lost for good: the next one may work
             return False
-        return not self._torn
+        return written >= len(line) - 1  # its end alone follows before the next one
 
     def close(self) -> None:
         """Release the descriptor; a later `write` opens the file again."""

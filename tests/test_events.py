@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,21 @@ def test_what_is_no_event_is_left_out(tmp_path: Path, line: bytes) -> None:
     path.write_bytes(line + b'\n{"t":1,"event":"kept"}\n' + b'{"t":2,"event":"unfinished"}')
     assert kinds(path) == ["kept"]
     assert len(line) < 2 * MAX_LINE_BYTES
+
+
+def test_a_line_of_which_the_end_alone_was_refused_is_there_once(tmp_path: Path) -> None:
+    """The next one ends it; written again, it would have happened twice."""
+    path = tmp_path / "events.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = EventLog(path, node="a")
+    log.write("first")
+    size = path.stat().st_size
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size - 1, limits[1]))
+        log.write("other")  # as long as the first
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.stat().st_size == 2 * size - 1
+    log.write("third")
+    log.close()
+    assert kinds(path) == ["first", "other", "third"]
