@@ -82,7 +82,9 @@ class Picker:
         """Whether to tell this one: of steps the first of each generation, and one a minute."""
         if event["event"] != "step":
             return event["event"] in KINDS
-        if event.get("generation") == self._generation and event["t"] < self._step_at + STEP_EVERY_S:
+        # A clock that was set back is no reason to be silent until it has caught up.
+        is_soon = self._step_at <= event["t"] < self._step_at + STEP_EVERY_S
+        if event.get("generation") == self._generation and is_soon:
             return False
         self._generation, self._step_at = event.get("generation"), event["t"]
         return True
