@@ -158,16 +158,16 @@ def test_a_peer_with_another_token_is_refused_by_both_sides(node: Station) -> No
 
 
 def test_a_peer_that_changes_its_mind_is_no_stranger(node: Station) -> None:
-    """It says so, and nobody is told that somebody left without a proof."""
+    """It proves that it is one; who only says so, and has heard a proof for that, is told of."""
     before = len(node.told("stranger"))
     with calling(node.address) as peer:
-        peer.sendall(wire.greeting(RUN, NONCE) + wire.PARTING + b"\n")
+        peer.sendall(wire.greeting(RUN, NONCE) + wire.parting(TOKEN, RUN, NONCE))
         assert dropped(peer)
     with calling(node.address) as stranger:
-        stranger.sendall(b"garbage\n")
+        stranger.sendall(wire.greeting(RUN, NONCE) + wire.parting(b"another", RUN, NONCE))
         assert dropped(stranger)
     until(lambda: len(node.told("stranger")) > before, "a line says so of the other")
-    assert "not JSON" in node.told("stranger")[before]
+    assert "fields proof" in node.told("stranger")[before]
 
 
 @pytest.mark.parametrize("stage", ["greeting", "proof"])

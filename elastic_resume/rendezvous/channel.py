@@ -56,7 +56,15 @@ class Owner(Protocol):
 class Channel(asyncio.BufferedProtocol):
     """One connection; the owner's `number` for it is 0 until it has one."""
 
-    def __init__(self, owner: Owner, handshake: wire.Handshake, patience_s: float, number: int = 0) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        handshake: wire.Handshake,
+        patience_s: float,
+        number: int = 0,
+        parting: bytes = b"",
+    ) -> None:
+        """``parting``: what is said where it is given up before the handshake is over."""
         self.number = number
         self.is_proven = False
         self.looks = False
@@ -71,6 +79,7 @@ class Channel(asyncio.BufferedProtocol):
         self.peer = "an unknown address"
         self._owner = owner
         self._handshake = handshake
+        self._parting = parting
         self._lines = wire.Lines(wire.MAX_GREETING_BYTES)
         self._buffer = _buffer()
         self._transport: asyncio.Transport | None = None
@@ -101,10 +110,10 @@ class Channel(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def part(self) -> None:
-        """Give the connection up by our own decision, and say so where the handshake is not over."""
+        """Give the connection up by our own decision; who dialled says so where the handshake is not over."""
         if not self.is_proven:
-            self.write(wire.PARTING + b"\n")
-        self.close()
+            self.write(self._parting)
+        self.close() if self.is_proven or self._parting else self.abort()
 
     def end(self, *, closed: bool, why: str) -> None:
         """Close at once and report it."""
@@ -172,13 +181,12 @@ class Channel(asyncio.BufferedProtocol):
         return not self.over
 
     def _shake(self, line: bytes) -> None:
-        if line == wire.PARTING:
-            self.greeted = False
-            self.end(closed=True, why="it has changed its mind")
-            return
         try:
             self.write(self._handshake.send(line))
             self.greeted = True
+        except wire.PartedError:
+            self.greeted = False
+            self.end(closed=True, why="it has changed its mind")
         except StopIteration as stop:
             proof: wire.Proof = stop.value
             self.write(proof.last)

@@ -191,7 +191,7 @@ class Node:
         if isinstance(effect, Send):
             self._send(effect)
         elif isinstance(effect, Connect):
-            channel = self._channel(wire.call, effect.conn)
+            channel = self._call(effect.conn)
             self._channels[effect.conn] = channel
             self._dials[channel] = self._loop.create_task(self._dial(channel, effect.address))
         elif isinstance(effect, Disconnect):
@@ -251,12 +251,15 @@ class Node:
             channel.part()
             self._forget(channel)
 
-    def _channel(self, side: Callable[[bytes, str, str], wire.Handshake], number: int = 0) -> Channel:
-        handshake = side(self._token, self._run_id, secrets.token_hex(32))
-        return Channel(self, handshake, self._limits.handshake_s, number)
-
     def _accept(self) -> Channel:
-        return self._channel(wire.accept)
+        handshake = wire.accept(self._token, self._run_id, secrets.token_hex(32))
+        return Channel(self, handshake, self._limits.handshake_s)
+
+    def _call(self, number: int) -> Channel:
+        nonce = secrets.token_hex(32)
+        handshake = wire.call(self._token, self._run_id, nonce)
+        parting = wire.parting(self._token, self._run_id, nonce)
+        return Channel(self, handshake, self._limits.handshake_s, number, parting)
 
     async def _dial(self, channel: Channel, address: str) -> None:
         try:

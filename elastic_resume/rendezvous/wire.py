@@ -15,7 +15,8 @@ Each side's nonce is in both proofs, so a recorded handshake proves nothing late
 that *looks* wants to be told how the job stands, in one line, and to do nothing. It proves that it holds the
 key for that (`look_key`), which is made from the token and opens nothing else.
 
-A dialler that changes its mind before that says ``{"bye": true}``, so that nobody takes it for a stranger.
+A dialler that changes its mind before the end says ``{"bye": HMAC(token, "bye" RUN A "")}``, so that nobody
+takes it for a stranger, who would have heard a proof and given none.
 
 What follows a handshake is neither encrypted nor signed: the token keeps out strays and strangers, not
 whoever can rewrite packets between two nodes. But each line ends with a sum of it (CRC-32, 8 hexadecimal
@@ -40,9 +41,9 @@ from elastic_resume.rendezvous.messages import Message, Stamp
 __all__ = [
     "MAX_GREETING_BYTES",
     "MAX_LINE_BYTES",
-    "PARTING",
     "Handshake",
     "Lines",
+    "PartedError",
     "Proof",
     "WireError",
     "accept",
@@ -55,6 +56,7 @@ __all__ = [
     "greeting",
     "line_of",
     "look_key",
+    "parting",
     "read_answer",
     "read_greeting",
     "read_proof",
@@ -65,7 +67,6 @@ __all__ = [
 
 VERSION = 2
 SUM_HEX = 8
-PARTING = b'{"bye":true}'
 MAX_GREETING_BYTES = 4096  # a line of somebody who has proved nothing yet
 MAX_LINE_BYTES = 8 * 1024 * 1024  # what is known of worlds with 10,000 members
 NONCE_HEX = 64
@@ -121,8 +122,12 @@ class Proof(NamedTuple):
 Handshake = Generator[bytes, bytes, Proof]
 """One side of a handshake: yields what to send, is sent the other's lines, and returns a `Proof`.
 
-It raises `WireError` when the other does not belong to this job.
+It raises `WireError` when the other does not belong to this job, and `PartedError` when it does and has left.
 """
+
+
+class PartedError(Exception):
+    """The other side has changed its mind before the handshake was over."""
 
 
 def look_key(token: bytes) -> bytes:
@@ -145,8 +150,15 @@ def accept(token: bytes, run_id: str, nonce: str) -> Handshake:
     theirs, looks = read_greeting(line, run_id)
     key = look_key(token) if looks else token
     line = yield answer(key, run_id, theirs, nonce)
+    if hmac.compare_digest(line + b"\n", parting(key, run_id, theirs)):
+        raise PartedError
     read_proof(line, key, run_id, theirs, nonce)
     return Proof(b"", looks)
+
+
+def parting(token: bytes, run_id: str, nonce: str) -> bytes:
+    """Give the last line of a dialler that leaves before the handshake is over."""
+    return _line({"bye": _proof(token, "bye", run_id, nonce, "")})
 
 
 def greeting(run_id: str, nonce: str, *, looks: bool = False) -> bytes:
