@@ -106,6 +106,22 @@ def test_no_code_is_replaced_under_a_thread_that_is_within_it() -> None:
             reader.kill()
 
 
+def test_who_was_just_told_to_stop_stays_stopped() -> None:
+    """Its threads may not have come to stand yet."""
+    with subprocess.Popen([sys.executable, "-S", "-c", READER], stdout=subprocess.PIPE) as reader:
+        try:
+            assert reader.stdout is not None
+            reader.stdout.readline()
+            for _ in range(20):
+                reader.send_signal(signal.SIGSTOP)
+                with clocks._standing(reader.pid, []):
+                    pass
+                assert psutil.Process(reader.pid).status() == psutil.STATUS_STOPPED
+                reader.send_signal(signal.SIGCONT)
+        finally:
+            reader.kill()
+
+
 def test_a_clock_that_cannot_be_set_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process, a thread of the kernel, no such time, another machine."""
     with pytest.raises(ProcessLookupError):

@@ -120,7 +120,7 @@ def set_ahead(pid: int, seconds: int) -> None:
 @contextlib.contextmanager
 def _standing(pid: int, shunned: Collection[range]) -> Iterator[None]:
     """Have a process stand, with no thread about to go on in one of these ranges, and then go on."""
-    was_stopped = _where(pid) is not None
+    was_stopped = _is_stopping(pid)
     for _ in range(_TRIES):
         if not was_stopped:
             os.kill(pid, signal.SIGSTOP)
@@ -134,6 +134,20 @@ def _standing(pid: int, shunned: Collection[range]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
         time.sleep(_LOOK_S)
     raise MachineError(f"the clock of process {pid} cannot be set: a thread of it stands where it is read.")
+
+
+def _is_stopping(pid: int) -> bool:
+    """Whether a process stands, or was told to and has not come to: it is not to go on for our sake."""
+    told = "".join(_of_threads(pid, "status")).splitlines()
+    pending = [int(line.split()[1], 16) for line in told if line.startswith(("SigPnd:", "ShdPnd:"))]
+    if any(signals >> (signal.SIGSTOP - 1) & 1 for signals in pending):
+        return True
+    # Asked second: who takes the signal is in the state of one that has stopped before it is not pending.
+    return bool(_states(pid) & {"T", "t"})
+
+
+def _states(pid: int) -> set[str]:
+    return {line.rpartition(") ")[2][:1] for line in _of_threads(pid, "stat")}
 
 
 def _wait_where(pid: int) -> list[int]:
@@ -153,7 +167,7 @@ def _where(pid: int) -> list[int] | None:
 
     When one has stopped, the others have been told to: none that is in the kernel goes on from there.
     """
-    states = {line.rpartition(") ")[2][:1] for line in _of_threads(pid, "stat")}
+    states = _states(pid)
     if states <= {"Z", "X"}:
         raise ProcessLookupError(pid, "it has ended")
     if not states & {"T", "t"}:
