@@ -316,7 +316,7 @@ def test_mixed_faults_leave_the_right_weights_and_nothing_else(tmp_path: Path) -
     """On four machines, a snapshot at every step: no step is lost, and the end is that of a quiet run."""
     own = "loopback" if hosts.available() else "namespaces"
     plan = tmp_path / "plan.yaml"
-    plan.write_text(f"seed: {SEED}\nevery: {{mtbf: {SECONDS / FAULTS:.1f}s, count: {FAULTS}}}\n")
+    plan.write_text(f"seed: {SEED}\nevery: {{mtbf: {0.9 * SECONDS / FAULTS:.1f}s, count: {FAULTS}}}\n")
     epochs = max(6, round(SECONDS * 0.75))  # of ten steps, a tenth of a second each
     kept, undisturbed = quiet_run(tmp_path / "quiet", epochs)
     before = traces()
@@ -326,7 +326,8 @@ def test_mixed_faults_leave_the_right_weights_and_nothing_else(tmp_path: Path) -
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    right = rf"The job ended right, at step {10 * epochs}: [1-9]\d* faults? came, .*, 0\s+steps\s+run\s+again"
+    came = FAULTS if SOAK else r"[1-9]\d*"  # in seconds some may not find whom they are to hit
+    right = rf"The job ended right, at step {10 * epochs}: {came} faults? came, .*, 0\s+steps\s+run\s+again"
     assert re.search(right, done.stdout)
     assert check_end(tmp_path / "diary", world_size=4, epochs=epochs) == undisturbed
     found = difference.compare(kept, newest(tmp_path / "run")).differences
