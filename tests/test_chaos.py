@@ -6,6 +6,7 @@ ELASTIC_RESUME_CHAOS_SEED for another night.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -27,7 +28,7 @@ from elastic_resume.faults.arming import Arming
 from elastic_resume.faults.course import DONE, Fate
 from elastic_resume.faults.fault import Fault
 from elastic_resume.faults.plan import Plan
-from elastic_resume.faults.trial import RUN_ID, Job, Outcome, _Trial
+from elastic_resume.faults.trial import RUN_ID, Job, Outcome, _Tail, _Trial
 from elastic_resume.report import aftermath, story
 from elastic_resume.report.endings import End
 from elastic_resume.report.incidents import Generation, RejectedCopy, Report
@@ -222,6 +223,29 @@ def test_a_job_is_drained_when_it_has_gone_on_after_the_last_fault(tmp_path: Pat
     trial._end_faults()
     assert told == [signal.SIGTERM]
     trial.close()
+
+
+def test_news_of_a_node_are_told_once_whatever_befalls_its_clock_and_its_disk(tmp_path: Path) -> None:
+    """A clock that goes back, a disk that is wiped, one that is away for a while, one that has lost lines."""
+    path = tmp_path / contract.EVENTS_FILE
+    tail = _Tail(path)
+
+    def told(text: str) -> list[str]:
+        path.write_text(text)
+        return [re.findall(r"\d+", said)[0] for said in tail.news()]
+
+    def line(generation: int, t: float) -> str:
+        return json.dumps({"t": t, "event": "resume", "generation": generation}) + "\n"
+
+    first, second, third = line(1, 9000.0), line(2, 3600.0), line(3, 3610.0)
+    assert told(first) == ["1"]
+    assert told(first + second) == ["2"]
+    assert told(first) == []
+    assert told(first + third) == ["3"]
+    assert told(line(4, 3700.0)) == ["4"]
+    path.unlink()
+    assert not list(tail.news())
+    assert told(line(4, 3700.0) + line(5, 3800.0)) == ["5"]
 
 
 # ---- jobs ----------------------------------------------------------------------------------------------

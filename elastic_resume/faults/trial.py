@@ -174,10 +174,8 @@ class _Trial:
 
     def _tell_news(self) -> None:
         for tail in self._tails:
-            for event in tail.fresh():
-                said = _news(event)
-                if said:
-                    self._say(said)
+            for said in tail.news():
+                self._say(said)
 
     def _stands_still(self, now: float) -> str:
         furthest = max(((line.generation, line.step) for _, line in self._cluster.lines()), default=(0, 0))
@@ -241,29 +239,35 @@ class _Trial:
 
 
 class _Tail:
-    """Reads what a node's event file has gained."""
+    """Reads what a node's event file has gained: what people are told of it, each line once.
+
+    Not by its times, since clocks jump; nor by its place alone, since a disk may be wiped, or lose what was
+    not synced.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
-        self._told = self._newest = 0.0  # in the file's own time
+        self._told: set[bytes] = set()
 
-    def fresh(self) -> Iterator[Event]:
-        """Give each event that was not there at the last call."""
+    def news(self) -> Iterator[str]:
+        """Give what there is to say of each line that was not there at the last call."""
         try:
             with open(self._path, "rb") as file:
-                if file.seek(0, 2) < self._offset:  # the disk was wiped, or has lost what was not synced
-                    self._offset, self._told = 0, self._newest
+                if file.seek(0, 2) < self._offset:
+                    self._offset = 0
                 file.seek(self._offset)
                 data = file.read(MAX_NEWS_BYTES)
-        except OSError:  # the disk is broken, or not there yet
+        except OSError:  # the disk is broken, or there is none: it comes back with another file, or with less
+            self._offset = 0
             return
         whole = data.rfind(b"\n") + 1
         self._offset += whole
         for line in data[:whole].splitlines():
             event = parse(line)
-            if event is not None and event["t"] > self._told:
-                self._newest = max(self._newest, event["t"])
-                yield event
+            said = _news(event) if event is not None else ""
+            if said and line not in self._told:
+                self._told.add(line)
+                yield said
 
 
 def _news(event: Event) -> str:
