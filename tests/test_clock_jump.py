@@ -83,6 +83,7 @@ def stop_within(pid: int, place: range) -> None:
         trace(STEP)
         os.waitpid(pid, 0)
     trace(DETACH, word=signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)  # until then it runs, and nothing says that it is to stop
 
 
 def test_no_code_is_replaced_under_a_thread_that_is_within_it() -> None:
