@@ -342,6 +342,9 @@ def test_memory_comes_from_the_budget_and_goes_back() -> None:
     assert files() == before + 2 * 4  # a mapping holds a descriptor of its own
     rack.close()
     rack.close()
+    assert rack.reserve(BYTES) == 0  # a worker of the last moment asks
+    with pytest.raises(ValueError, match="no slots any more"):
+        rack.discard(0)
     assert files() == before
 
 

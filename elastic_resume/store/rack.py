@@ -140,6 +140,8 @@ class Rack:
         """
         capacity = slots.aligned(nbytes)
         with self._growing:
+            if self._closed:  # a worker of the last moment asked
+                return 0
             allowed = self._allowed
             # A size for which there is no memory at all costs nobody what there is.
             if budget.slots_that_fit(capacity, free_bytes=self._could_take(), allowed_bytes=allowed):

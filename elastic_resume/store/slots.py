@@ -149,6 +149,7 @@ class Control:
 
     def __init__(self, descriptor: int) -> None:
         """Map the block; ``descriptor`` stays the caller's."""
+        self._is_closed = False
         self._map = mmap.mmap(descriptor, CONTROL_BYTES)
         self._words = (ctypes.c_uint64 * (CONTROL_BYTES // 8)).from_buffer(self._map)
 
@@ -180,11 +181,14 @@ class Control:
         return any(0 < self._words[COPYING_AT + rank] & ~WAITING < mark for rank in local_ranks)
 
     def record(self, index: int) -> Record:
-        """Give the words of the slot ``index``."""
+        """Give the words of the slot ``index``. Raises ValueError when the mapping has been given back."""
+        if self._is_closed:
+            raise ValueError("there are no slots any more")
         return Record(self._words, index)
 
     def close(self) -> None:
         """Give the mapping back. No word may be asked for any more."""
+        self._is_closed = True
         del self._words
         with contextlib.suppress(BufferError):  # a record of it is still held: it goes with that
             self._map.close()
