@@ -264,6 +264,9 @@ class Disk:
         with open(fuse, "rb", buffering=0), tempfile.TemporaryFile(dir=self._directory) as image:
             image.truncate(self.size_bytes)
             _make_file_system(self.kind, image.fileno())
+            options = {"fd": str(fuse), "rootmode": "100600", "user_id": "0", "group_id": "0"}
+            # First, since a drive that is quick would find that it has nothing to serve, and end.
+            self._hardware = mounting.detached("fuse", options)
             handed = (fuse, image.fileno(), line.fileno())
             self._drive = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_DRIVE), *map(str, handed)],
@@ -273,8 +276,6 @@ class Disk:
                 cwd="/",
                 start_new_session=True,
             )
-            options = {"fd": str(fuse), "rootmode": "100600", "user_id": "0", "group_id": "0"}
-            self._hardware = mounting.detached("fuse", options)
 
     def _mount_device(self) -> None:
         """Make a device of the drive, and mount what is on it in the place of the former mount."""
