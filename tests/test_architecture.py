@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,28 @@ def part_of(path: Path) -> str:
     return relative(path).split("/")[0].removesuffix(".py")
 
 
+def of_each_part(check: Callable[[Path], None]) -> Callable[[str], None]:
+    """One test for each part, of all of its files: one for each file would be 1,400."""
+
+    @pytest.mark.parametrize("part", sorted(set(map(part_of, SOURCES))))
+    def test(part: str) -> None:
+        for path in SOURCES:
+            if part_of(path) == part:
+                check(path)
+
+    test.__doc__ = check.__doc__
+    return test
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """A file as it is parsed."""
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[str]:
     """Each module that a file imports, wherever it does."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -54,7 +74,7 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
+@of_each_part
 def test_imports_go_in_one_direction(path: Path) -> None:
     """A part knows only what lies below it; worker and agent do not know each other."""
     own = part_of(path)
@@ -68,7 +88,7 @@ def test_imports_go_in_one_direction(path: Path) -> None:
         assert {own, match[1]} != {"agent", "worker"}, f"{relative(path)}: agent and worker meet in contract"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
+@of_each_part
 def test_torch_is_imported_only_where_training_or_torchelastic_is(path: Path) -> None:
     """`elastic-resume ls` and `verify` answer at once, on machines without torch too."""
     if part_of(path) in MAY_IMPORT_TORCH or relative(path) in MAY_IMPORT_TORCH:
@@ -114,7 +134,7 @@ def test_only_durable_makes_things_durable() -> None:
         assert not calls, f"{relative(path)} calls {calls}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
+@of_each_part
 def test_nothing_is_unpickled_or_executed(path: Path) -> None:
     """Nothing received from network or disk is code."""
     text = path.read_text()
@@ -142,7 +162,7 @@ def test_torch_files_are_read_as_data_only() -> None:
                 assert told.get("weights_only") == "True", f"{relative(path)}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
+@of_each_part
 def test_functions_fit_a_screen_and_modules_have_one_idea(path: Path) -> None:
     """At most 70 lines and 400."""
     text = path.read_text()
@@ -168,11 +188,11 @@ def test_the_order_to_read_names_every_module_once() -> None:
     assert sorted(named) == sorted(relative(path) for path in SOURCES if not path.name.startswith("__"))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
+@of_each_part
 def test_every_module_says_what_it_is_and_no_name_says_nothing(path: Path) -> None:
     """A docstring at the top; no utils, helpers, Manager or Handler of our own."""
-    assert ast.get_docstring(ast.parse(path.read_text()))
+    assert ast.get_docstring(tree_of(path))
     assert not re.search(r"utils|helpers|common|misc|base", path.name)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ClassDef):
             assert not re.search(r"Manager$|Handler$|Helper$|Util", node.name)

@@ -22,6 +22,8 @@ from elastic_resume.faults import disks
 from elastic_resume.faults.disks import MB, Disk, Kind
 from elastic_resume.faults.machines import Machines
 
+pytestmark = pytest.mark.slow
+
 KINDS: tuple[Kind, ...] = ("ext4", "xfs")
 
 

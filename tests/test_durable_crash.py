@@ -25,6 +25,8 @@ from elastic_resume.store.durable import Disk
 from elastic_resume.store.node_dir import NodeDir
 from tests.store_samples import RUN, SMALL_BLOCK, flip, image, manifest
 
+pytestmark = pytest.mark.slow
+
 Files = dict[str, bytes]
 TEARS = 6  # each set of surviving names is looked at with so many random tears of the data
 

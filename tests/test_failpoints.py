@@ -17,6 +17,8 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.faults.arming import Arming
 from tests.test_stub import wait_for
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:

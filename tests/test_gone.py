@@ -33,6 +33,8 @@ from elastic_resume.rendezvous.steps import SchedulerSays
 from elastic_resume.testing import Cluster
 from tests.hearts import Hearts
 
+pytestmark = pytest.mark.slow
+
 BOOTED = 1795267961  # 2026-11-21T13:32:41 UTC
 # As Slurm 22.05 prints it.
 NODE = (

@@ -12,6 +12,8 @@ import pytest
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.faults.hosts import Namespaces
 
+pytestmark = pytest.mark.slow
+
 PACKETS = 3000
 MB = 1 << 20
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests import ranks
 
+pytestmark = pytest.mark.slow
+
 TRAIN = """
 import json, sys, time, torch
 import elastic_resume as er

@@ -30,6 +30,8 @@ from elastic_resume.cluster.notices import Notice, Source, sources
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing import Cluster
 
+pytestmark = pytest.mark.slow
+
 TRAIN = Path(__file__).parent / "jobs" / "train.py"
 TIME = "2017-09-18T08:22:00Z"
 AT = 1505722920.0

@@ -9,6 +9,8 @@ import pytest
 from elastic_resume.agent import pages
 from tests.stations import until
 
+pytestmark = pytest.mark.slow
+
 SHADOWED = ("html", "http", "queue", "base64", "json", "socket", "elastic_resume")
 
 

@@ -35,6 +35,8 @@ from elastic_resume.store.quarantine import reason_of
 from tests.power_writer import NODE
 from tests.store_samples import RUN, save
 
+pytestmark = pytest.mark.slow
+
 CUTS = int(os.environ.get("ELASTIC_RESUME_POWER_CUTS", "100"))
 SEED = int(os.environ.get("ELASTIC_RESUME_POWER_SEED", "8"))
 POINTS = ("before-data", "after-data", "before-manifest", "before-rename", "after-rename")

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from elastic_resume.worker.ranks_equal import Difference, first_difference, in_words
 from tests import ranks
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "jobs" / "unequal.py"
 named = st.dictionaries(st.sampled_from("abcdefg"), st.sampled_from("xyz"), max_size=7)
 

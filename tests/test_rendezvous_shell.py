@@ -19,6 +19,8 @@ from elastic_resume.rendezvous.steps import BeginWorld, Effect
 from elastic_resume.store.durable import Disk, machine
 from tests.stations import Station, Stations, descriptors, until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def stations(tmp_path: Path) -> Iterator[Stations]:

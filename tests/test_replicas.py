@@ -32,6 +32,8 @@ from elastic_resume.store.node_dir import NodeDir
 from tests.stations import until
 from tests.test_keeper import NEEDED, snapshot
 
+pytestmark = pytest.mark.slow
+
 TENSORS = ("fc.weight", "fc.bias", "out.weight")
 STATE = (1.0, 2.0, 3.0)
 

@@ -39,6 +39,8 @@ from tests.stations import (
     until,
 )
 
+pytestmark = pytest.mark.slow
+
 KEY = wire.look_key(TOKEN)
 A, B = Incarnation("a", "1", "a:1"), Incarnation("b", "1", "b:1")
 

@@ -20,6 +20,8 @@ from elastic_resume import contract
 from elastic_resume.agent import ahead, exits, guard, relay, stub
 from elastic_resume.agent.fence import Fence
 
+pytestmark = pytest.mark.slow
+
 STUB = [sys.executable, "-I", "-S", stub.__file__, "0"]
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from tests.stand_in import scikit_learn
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs" / "testing.md"

@@ -26,6 +26,8 @@ from elastic_resume.policy.health import Patience
 from elastic_resume.store.board import STACKS_SIGNAL, Board, Line, Worker, read_lines
 from elastic_resume.store.durable import Disk
 
+pytestmark = pytest.mark.slow
+
 HANG = Path(__file__).parent / "jobs" / "hang.py"
 LIMIT_S = 2.0
 
