@@ -2,8 +2,8 @@
 
 A thread takes the node's pulse once a second, reads what is new in its event log, and hands both to the
 rendezvous; what other nodes tell it writes into ``peers.jsonl``. Who looks gets a document made of that
-(`document.py`). Where to look, and with which key, stands in ``look.json`` of the node's directory, for those
-whom its file mode lets read it.
+(`document.py`). While this node leads, what slows the job is told of too (`slowness.py`). Where to look, and
+with which key, stands in ``look.json`` of the node's directory, for those whom its file mode lets read it.
 
 Promise: neither the rendezvous nor training waits for anything here, and an error here costs them nothing.
 """
@@ -24,10 +24,8 @@ from elastic_resume import contract
 from elastic_resume.agent import document
 from elastic_resume.agent.news import Peers, Picker, Tail, parsed
 from elastic_resume.agent.pulse import Finger
+from elastic_resume.agent.slowness import Slowness
 from elastic_resume.events import Event
-from elastic_resume.policy import links, stragglers
-from elastic_resume.policy.links import Links, SlowLink
-from elastic_resume.policy.stragglers import Pace, Straggler, Stragglers
 from elastic_resume.policy.tally import Tally
 from elastic_resume.rendezvous.member import Member
 from elastic_resume.rendezvous.steps import Heard
@@ -36,8 +34,6 @@ from elastic_resume.rendezvous.view import View
 EVERY_S = 1.0
 FRESH_S = 0.3
 """So long who looks gets the same document as the one before."""
-FRESH_NODE_S = 5.0
-"""A node that has told nothing for so long is compared with nobody."""
 CLOSE_S = 2.0
 SLACK = 8
 """So far beyond the newest world that this agent knows of may be one that another tells of."""
@@ -66,14 +62,12 @@ class Teller:
         self._look_file = node_dir / contract.LOOK_FILE
         self._finger = finger
         self._say = say
-        self._write = tell
         self._member: Member | None = None
         self._tail = tail
         self._picker = Picker()
         self._peers = Peers(node_dir / contract.PEERS_FILE)
         self._tally = Tally()
-        self._stragglers = Stragglers()
-        self._links = Links()
+        self._slowness = Slowness(say=say, tell=tell)
         self._nodes: dict[str, document.Known] = {}
         self._heard: deque[str] = deque()
         self._heard_bytes = 0
@@ -141,8 +135,8 @@ class Teller:
                 view,
                 nodes,
                 self._tally,
-                stragglers=self._stragglers.slow if view.leads else [],
-                slow_links=self._links.slow if view.leads else [],
+                stragglers=self._slowness.ranks if view.leads else (),
+                slow_links=self._slowness.links if view.leads else (),
                 run_id=self._run_id,
                 missed=missed,
             )
@@ -193,61 +187,12 @@ class Teller:
             with self._lock:
                 self._nodes[member.node] = document.Known(pulse, time.monotonic())
             member.tell_people(pulse, [line for line, event in own if self._picker.wants(event)])
-            self._compare(leads=member.leads)
-
-    def _compare(self, *, leads: bool) -> None:
-        """Tell of ranks and links that have become slow, or are so no more; who leads alone can say so."""
-        if not leads:  # what was slow goes on or ends without us: who leads now tells it
-            with self._showing:
-                self._stragglers, self._links = Stragglers(), Links()
-            return
-        now = time.monotonic()
-        with self._lock:
-            fresh = [item for item in self._nodes.items() if now < item[1].heard_at + FRESH_NODE_S]
-        told = {node: one.pulse for node, one in fresh}
-        generation = max((one.generation for one in told.values()), default=0)
-        paces = {
-            node: Pace(one.generation, one.step, one.workers, one.slowest, one.own_s, one.rest_s)
-            for node, one in told.items()
-            if one.slowest is not None and one.own_s is not None
-        }
-        rounds_s = {node: one.round_s for node, one in told.items() if one.round_s is not None}
-        with self._showing:
-            ranks = self._stragglers.take(paces, now)
-            slow = self._links.take(generation, rounds_s)
-        for rank in ranks:
-            self._tell_of(rank)
-        for link in slow:
-            self._tell_of_link(link, generation)
-
-    def _tell_of(self, one: Straggler) -> None:
-        self._write(
-            "slow-rank",
-            generation=one.generation,
-            step=one.step,
-            slow_node=one.node,
-            slow_rank=one.rank,
-            own_s=round(one.own_s, 4),
-            others_s=round(one.others_s, 4),
-            steps=one.steps,
-            cost_s=round(one.cost_s, 3),
-            is_over=one.is_over,
-        )
-        said = stragglers.describe(one.rank, one.node, one.own_s, one.others_s)
-        cost = f"{one.steps} steps took {one.cost_s:.2g} s longer for it"
-        self._say(f"{said}; that is over, {cost}." if one.is_over else f"{said}.")
-
-    def _tell_of_link(self, one: SlowLink, generation: int) -> None:
-        self._write(
-            "slow-link",
-            generation=generation,
-            slow_node=one.node,
-            round_s=round(one.round_s, 4),
-            others_s=round(one.others_s, 4),
-            is_over=one.is_over,
-        )
-        said = links.describe(one.node, one.round_s, one.others_s)
-        self._say(f"{said}; that is over." if one.is_over else f"{said}.")
+            if member.leads:
+                with self._lock:
+                    known = dict(self._nodes)
+                self._slowness.look(known, time.monotonic())
+            else:  # what is slow goes on or ends without us: who leads now tells it
+                self._slowness.forget()
 
 
 def _write_private(path: Path, said: dict[str, object]) -> None:
