@@ -214,16 +214,24 @@ def test_the_file_of_others_lines_is_bounded_and_keeps_the_newest(tmp_path: Path
     refused.append(["x", "y"])
     assert refused.lost == 2
     (tmp_path / "no").mkdir()
-    refused.append([])
+    refused.append(["z"], last=True)
     assert refused.lost == 0
-    assert (tmp_path / "no" / "where").read_text() == "x\ny\n"
+    assert (tmp_path / "no" / "where").read_text() == "x\ny\nz\n"
 
 
 class Full(Disk):
-    """A disk without room for another file."""
+    """A disk without room for another file, until it is ``freed``."""
+
+    def __init__(self) -> None:
+        """Nobody has asked it yet."""
+        self.asked = 0
+        self.freed = False
 
     def write_atomic(self, path: Path, data: bytes | memoryview) -> None:
         """Refuse it."""
+        self.asked += 1
+        if self.freed:
+            return super().write_atomic(path, bytes(data))
         raise MachineError(f"{path}: no space for {len(data)} bytes")
 
 
@@ -237,6 +245,33 @@ def test_the_file_of_others_lines_does_not_grow_on_a_full_disk(tmp_path: Path) -
     assert peers.lost == 80
     peers.append(["x" * 99] * 100)
     assert (path.stat().st_size, peers.lost) == (2000, 180)
+
+
+def test_a_full_disk_is_asked_ever_less_often_and_at_once_when_it_has_taken_something(tmp_path: Path) -> None:
+    """What waits may be megabytes, and it takes and gives back a part of them each time."""
+    path = tmp_path / contract.PEERS_FILE
+    disk, now = Full(), 0
+    peers = Peers(path, limit=1000, disk=disk, clock=lambda: now)
+
+    def asked(seconds: int) -> list[int]:
+        """At which of the seconds that follow it is asked, when a line comes in each."""
+        nonlocal now
+        found = []
+        for second in range(seconds):
+            before = disk.asked
+            peers.append(["x" * 99])
+            found += [second] if disk.asked > before else []
+            now += 1
+        return found
+
+    assert asked(10) == []
+    assert asked(130) == [0, 1, 3, 7, 15, 31, 61, 91, 121]
+    assert peers.lost == 130
+    disk.freed = True
+    assert asked(22) == [21]
+    assert peers.lost == 152 - 5, "what waited is there"
+    disk.freed = False
+    assert asked(9) == [1, 2, 4, 8], "there was room for one line more, and then it begins anew"
 
 
 class Silent(Finger):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from elastic_resume.errors import MachineError
@@ -19,6 +20,9 @@ from elastic_resume.store.durable import DISK, Disk
 
 MAX_READ_BYTES = 1 << 20
 MAX_PEERS_BYTES = 16 << 20
+PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+"""Between two tries at a disk that refuses: one that is full takes megabytes before it finds them too many."""
 MOST_OWN = 1000
 """Lines of the agent's own that wait for the next look; it writes a few in a second."""
 STEP_EVERY_S = 60.0
@@ -91,32 +95,54 @@ class Picker:
 
 
 class Peers:
-    """The file of what other nodes have told. What the disk refuses waits in memory for the next lines."""
+    """The file of what other nodes have told. What the disk refuses waits in memory for the next try.
 
-    def __init__(self, path: Path, limit: int = MAX_PEERS_BYTES, disk: Disk = DISK) -> None:
+    After a refusal that is a while, twice as long each time; what the disk takes ends it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        limit: int = MAX_PEERS_BYTES,
+        disk: Disk = DISK,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Of a file that would grow beyond ``limit`` bytes the older half is given up, of what waits too."""
         self._path = path
         self._limit = limit
         self._disk = disk
+        self._clock = clock
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._dropped = 0
+        self._pause_s = 0.0
+        self._due = float("-inf")  # the next try
 
     @property
     def lost(self) -> int:
         """How many lines are not on the disk: too many at once, or it refuses them."""
         return self._dropped + len(self._waiting)
 
-    def append(self, lines: Iterable[str]) -> None:
-        """Write them behind what is there."""
+    def append(self, lines: Iterable[str], *, last: bool = False) -> None:
+        """Write them behind what is there, or keep them for later; ``last``: there is no later."""
         for line in lines:
             self._waiting.append(line.encode(errors="replace") + b"\n")
             self._waiting_bytes += len(self._waiting[-1])
         while self._waiting_bytes > self._limit // 2:
             self._waiting_bytes -= len(self._waiting.popleft())
             self._dropped += 1
-        if not self._waiting:
+        if not self._waiting or (self._clock() < self._due and not last):
             return
+        if self._write():
+            self._waiting.clear()
+            self._waiting_bytes = 0
+            self._pause_s = 0.0
+        else:
+            self._pause_s = min(max(2 * self._pause_s, PAUSE_S), LONGEST_PAUSE_S)
+            self._due = self._clock() + self._pause_s
+
+    def _write(self) -> bool:
+        """Write all that waits; whether the disk has taken it. Of a part that it takes nothing is left."""
         size = _size(self._path)
         try:
             if size + self._waiting_bytes > self._limit:
@@ -125,11 +151,10 @@ class Peers:
             with open(self._path, "ab") as file:
                 file.write(b"".join(self._waiting))
         except (OSError, MachineError):
-            with contextlib.suppress(OSError):  # of a part that it has taken
+            with contextlib.suppress(OSError):
                 os.truncate(self._path, size)
-        else:
-            self._waiting.clear()
-            self._waiting_bytes = 0
+            return False
+        return True
 
     def _halve(self, size: int) -> None:
         with open(self._path, "rb") as file:

@@ -150,7 +150,7 @@ class Teller:
         while True:
             ends = self._closing.wait(EVERY_S)
             try:
-                self._turn()
+                self._turn(last=ends)
             except Exception as error:  # noqa: BLE001 - a fault of ours must not end what people are told
                 if repr(error) != self._said:
                     self._said = repr(error)
@@ -160,7 +160,7 @@ class Teller:
                     self._look_file.unlink(missing_ok=True)
                 return
 
-    def _turn(self) -> None:
+    def _turn(self, *, last: bool) -> None:
         own = self._tail.read()
         with self._lock:
             heard, self._heard, self._heard_bytes = self._heard, deque(), 0
@@ -169,7 +169,7 @@ class Teller:
         try:
             self._tell(own, [event for _, event in told], newest)
         finally:  # whatever it was, they are told once
-            self._peers.append(line for line, _ in told)
+            self._peers.append((line for line, _ in told), last=last)
 
     def _tell(self, own: list[tuple[str, Event]], heard: list[Event], newest: int) -> None:
         with self._showing:
