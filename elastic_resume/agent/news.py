@@ -22,7 +22,7 @@ MAX_READ_BYTES = 1 << 20
 MAX_PEERS_BYTES = 16 << 20
 PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
-"""Between two tries at a disk that refuses: one that is full takes megabytes before it finds them too many."""
+"""Between two tries at a disk that refuses: one that is full takes megabytes, and gives them back."""
 MOST_OWN = 1000
 """Lines of the agent's own that wait for the next look; it writes a few in a second."""
 STEP_EVERY_S = 60.0
