@@ -36,7 +36,7 @@ class Table:
         self.body.running = self.world
         roster = Roster()
         for number, name in enumerate(names[1:]):
-            roster.add(Part(self.who[name], Link(-number - 1, 0.0), running=7))
+            roster.add(Part(self.who[name], Link(-number - 1), running=7))
         self.said: list[tuple[str, Message]] = []
         self.comparer = Comparer(self.body, roster, lambda part, it: self.said.append((part.who.node, it)))
         self.comparer.began(self.world)

@@ -444,7 +444,7 @@ def test_a_link_that_is_told_outlives_a_generation() -> None:
 def beats(*taken_s: float, each_own_s: float = 0.0) -> float | None:
     """What is told after heartbeats that took so long, of which the thread itself took ``each_own_s``."""
     own = itertools.count()
-    link, told = Link(1, 0.0), Beats(lambda: each_own_s * next(own))
+    link, told = Link(1), Beats(lambda: each_own_s * next(own))
     for at, taken in enumerate(taken_s):
         stamp = link.stamp(at, 1, 1.0)
         told.note(link)
@@ -453,7 +453,7 @@ def beats(*taken_s: float, each_own_s: float = 0.0) -> float | None:
         link.note(Stamp(at + 1, stamp.seq), at + 0.9)  # said of its own accord, before the next heartbeat
         told.note(link)
     before = told.round_s
-    told.note(Link(2, 0.0))
+    told.note(Link(2))
     assert told.round_s is None
     return before
 

@@ -58,7 +58,6 @@ _DRIVE = Path(__file__).with_name("drive.py")
 _MOUNTING = Path(mounting.__file__)
 _BALLAST = ".ballast"
 _GRAIN = 1 << 16
-_ANSWER_S = 60.0
 _SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, 2  # FS_IOC_SHUTDOWN of ext4 and xfs
 
 

@@ -35,7 +35,6 @@ from elastic_resume.faults.machines import Machines
 
 T = TypeVar("T")
 POLL_S = 0.02
-SHARED_MEMORY = "/dev/shm"  # noqa: S108  a mount point
 UNLIMITED_BYTES = 1 << 30  # of an emptyDir without a sizeLimit
 DOMAIN = "cluster.local"
 _REFERENCE = re.compile(r"\$(\$|\(([A-Za-z_][A-Za-z0-9_.-]*)\))")

@@ -214,7 +214,7 @@ class Body:
     def dial(self, address: str) -> Link:
         """Ask for a connection."""
         self._conns += 1
-        link = Link(self._conns, self.now, address)
+        link = Link(self._conns, address)
         self.links[link.conn] = link
         self.effects.append(Connect(link.conn, address))
         return link

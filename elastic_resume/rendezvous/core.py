@@ -162,7 +162,7 @@ class Agent:
         body = self.body
         link = body.links.get(event.conn)
         if link is None and event.conn < 0:
-            body.links[event.conn] = Link(event.conn, body.now)
+            body.links[event.conn] = Link(event.conn)
         elif link and self.role:
             self.role.connected(link)
 
@@ -269,7 +269,7 @@ class Agent:
             body.durable = max(body.durable, event.number)
             body.flush()
         elif isinstance(event, PeerConnected):
-            body.links[event.conn] = Link(event.conn, body.now)
+            body.links[event.conn] = Link(event.conn)
         elif isinstance(event, PeerLost):
             body.links.pop(event.conn, None)
         elif isinstance(event, MessageArrived) and event.conn in body.links:

@@ -23,7 +23,6 @@ class Link:
     """A connection, dialled (`address` set) or accepted."""
 
     conn: int
-    opened_at: float
     address: str = ""
     who: Incarnation | None = None
     heard_at: float = NEVER

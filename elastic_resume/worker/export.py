@@ -31,7 +31,6 @@ from elastic_resume.worker import contents
 from elastic_resume.worker.contents import Stored
 from elastic_resume.worker.image import Image
 
-FORMATS = ("safetensors", "torch", "dcp")
 PREFIXES = {"plain": "", "dp": "module.", "ddp": "module."}
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
 INTERNAL = "elastic_resume."
@@ -74,7 +73,7 @@ def export(
         target: the file to make.
         name: which tracked object; ``model`` for ``er.resume(model=…)``. None: all, each under its name as
             its state_dict() has it, with ``epoch`` and ``step``; not as safetensors, which has tensors only.
-        file_format: one of `FORMATS`.
+        file_format: safetensors, torch or dcp.
         wrapped: plain, dp or ddp: for what kind of model the names are.
         force: replace a file that is there.
         disk: where to write.

@@ -33,7 +33,6 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 }
 EPOCH_KEYS = ("epoch", "epochs", "current_epoch")
 STEP_KEYS = ("global_step", "step", "steps", "iteration", "iter", "it")
-_MISSING = object()
 
 
 @dataclass(frozen=True)
