@@ -262,7 +262,7 @@ def _hold_gil(seconds: float) -> None:
 
     thread = threading.Thread(target=hold, name="hold-gil", daemon=True)
     thread.start()
-    thread.join(min(seconds, threading.TIMEOUT_MAX))
+    thread.join()  # not for so long only: it may come to hold it later than it was started
 
 
 def _use_memory_up(limit_bytes: int) -> None:

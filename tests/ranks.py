@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from elastic_resume import contract
 from elastic_resume.agent import stub
 from elastic_resume.agent.warm import Warmth
+from elastic_resume.faults.ports import free_port
 
 THREADS = {"OMP_NUM_THREADS": "1"}  # which only a new process heeds: the zygote has to have it too
 
@@ -65,9 +65,7 @@ def run(
 
     ``env``: more for each rank; ``stderr``: a descriptor in the place of a rank's, which is not read then.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")  # which no test beside is handed until rank 0 listens there
     started = [
         subprocess.Popen(
             [sys.executable, "-I", "-S", stub.__file__, "0", sys.executable, "-u", str(script), *args],

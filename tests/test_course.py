@@ -181,8 +181,11 @@ def at(point: str, meanwhile: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def test_who_is_not_meant_is_not_held_at_the_point_of_a_phase(nodes: Nodes) -> None:
+def test_who_is_not_meant_is_not_held_at_the_point_of_a_phase(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The leader in a commit is not somebody else in one; and nobody waits ten seconds for another to be."""
+    monkeypatch.setattr(failpoints, "WAIT_S", 60.0)  # longer than this process may stand still
     course = course_of(nodes, Fault("kill-agent", role="leader", phase="in commit"))
     began = time.monotonic()
     at("commit.after-data", course.look)

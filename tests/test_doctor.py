@@ -48,7 +48,8 @@ def test_each_line_says_where_it_comes_from(
 @pytest.mark.usefixtures("_bare")
 def test_names_that_hang_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are looked up side by side, and left behind together."""
-    silent = threading.Barrier(3, timeout=20)
+    monkeypatch.setattr(doctor, "PATIENCE_S", 60.0)
+    silent = threading.Barrier(3, timeout=30)
     monkeypatch.setattr(doctor, "lookup", lambda _: [str(silent.wait())])
     found = doctor.of_candidates(node.read(POD))
     assert sorted(one.value for one in found) == ["0", "1", "2"]

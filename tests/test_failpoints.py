@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -101,31 +103,44 @@ def test_what_is_armed_while_a_process_runs_hits_it_once_and_no_later_one(arming
     assert arming.fired(other) is None
 
 
-def test_what_lasts_hits_the_process_that_was_the_first_for_its_time(arming: Arming) -> None:
+def test_what_lasts_hits_the_process_that_was_the_first_for_its_time(
+    arming: Arming, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A slow rank is slow at each step, and its successor is not."""
+    now = 100.0
+    monkeypatch.setattr(failpoints, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     arming.arm("step=raise:KeyError", for_=0.2)
-    until = time.monotonic() + 0.2
-    hits = 0
-    while time.monotonic() < until:
-        with contextlib.suppress(KeyError):
+    for since_s in (0.0, 0.1, 0.19):
+        now = 100.0 + since_s
+        with pytest.raises(KeyError):
             failpoints.hit("step")
-            continue
-        hits += 1
-    assert hits > 5
-    wait_for(lambda: status_of(lambda: failpoints.hit("step")) == 0, "the end of what lasts")
     failpoints.arm()  # as its successor does
     failpoints.hit("step")
 
 
-def test_a_process_that_waits_at_a_point_is_seen_and_goes_on_when_it_may(arming: Arming) -> None:
+def test_what_lasts_ends(arming: Arming, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When its time is over, though it is still armed."""
+    now = 100.0
+    monkeypatch.setattr(failpoints, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    arming.arm("step=raise:KeyError", for_=0.2)
+    with pytest.raises(KeyError):
+        failpoints.hit("step")
+    now = 100.3
+    failpoints.hit("step")
+
+
+def test_a_process_that_waits_at_a_point_is_seen_and_goes_on_when_it_may(
+    arming: Arming, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that anything at all can be done in the midst of a commit."""
+    monkeypatch.setattr(failpoints, "WAIT_S", 600.0)  # it is not for that that it goes on
     mark = arming.arm("commit=wait")
     thread = threading.Thread(target=failpoints.hit, args=("commit",))
     thread.start()
     wait_for(lambda: arming.waits(mark), "the point to be reached")
     assert thread.is_alive()
     arming.release(mark)
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -139,11 +154,20 @@ def test_a_bit_of_what_passes_can_be_flipped(arming: Arming) -> None:
     assert data == b"abcdef"
 
 
-def test_a_thread_that_holds_the_interpreter_stops_all_others(arming: Arming) -> None:
-    """Python's own threads, that is; a signal does not end it."""
+@pytest.mark.parametrize("late_s", [0.0, 0.5])
+def test_a_thread_that_holds_the_interpreter_stops_all_others(
+    arming: Arming, monkeypatch: pytest.MonkeyPatch, late_s: float
+) -> None:
+    """Python's own threads, that is, however late it begins to; a signal does not end it."""
     arming.arm("step=hold-gil:0.3")
+    block = signal.pthread_sigmask
+
+    def late(*how: Any) -> None:
+        time.sleep(late_s)
+        block(*how)
 
     def child() -> None:
+        monkeypatch.setattr(signal, "pthread_sigmask", late)
         signal.signal(signal.SIGUSR1, lambda *_: None)
         moments = [time.monotonic()]
 

@@ -14,6 +14,7 @@ import pytest
 
 from elastic_resume import cli, events
 from elastic_resume.testing import Cluster
+from tests.test_stub import wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -248,6 +249,8 @@ def small_group() -> Iterator[Path]:
     if made is None:
         pytest.skip("no control group of memory of version 1 here; files of version 2 are in test_pressure")
     yield made
+    group = made
+    wait_for(lambda: not (group / "cgroup.procs").read_text(), "the group's last process to leave it")
     made.rmdir()
 
 

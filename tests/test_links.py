@@ -43,6 +43,7 @@ door = socket.create_server(("0.0.0.0", 9001))
 print("ready", flush=True)
 line, _ = door.accept()
 began, got = time.monotonic(), 0
+line.sendall(b".")  # nothing is on its way before that, not even if this process stood still
 while data := line.recv(1 << 16):
     got += len(data)
 print(round(got / (time.monotonic() - began)))
@@ -50,6 +51,7 @@ print(round(got / (time.monotonic() - began)))
 GIVE = """
 import socket, sys
 with socket.create_connection((sys.argv[1], 9001)) as line:
+    line.recv(1)
     line.sendall(bytes(int(sys.argv[2])))
 """
 

@@ -20,7 +20,7 @@ from elastic_resume.store.layout import Layout
 from elastic_resume.worker import saver, sheet, snapshot, state
 from elastic_resume.worker.image import Image
 sheet.SPLIT_BYTES = 0
-snapshot.PATIENCE_S = saver.PATIENCE_S = 0.5
+snapshot.PATIENCE_S = saver.PATIENCE_S = 60  # longer than a rank may stand still
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -49,6 +49,8 @@ for _ in range(4):
     told["problems"].append(run._saver.snapshots.problem)
 """
 LAGGING = """
+if not first:
+    snapshot.PATIENCE_S = 0.5
 for number in range(1, 4):
     step()
     if first and number == 3:
@@ -61,6 +63,7 @@ run._place.together(lambda: None)
 """
 BEHIND = """
 import pathlib
+snapshot.PATIENCE_S = 0.5
 go = pathlib.Path(sys.argv[0]).with_name("go")
 
 def until_go(name, *_):
