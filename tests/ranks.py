@@ -65,7 +65,7 @@ def run(
 
     ``env``: more for each rank; ``stderr``: a descriptor in the place of a rank's, which is not read then.
     """
-    port = free_port("127.0.0.1")  # which no test beside is handed until rank 0 listens there
+    port = free_port("")  # where rank 0's store listens, at all addresses
     started = [
         subprocess.Popen(
             [sys.executable, "-I", "-S", stub.__file__, "0", sys.executable, "-u", str(script), *args],
