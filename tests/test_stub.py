@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -57,7 +58,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
         contract.ENV_EVENTS_PATH: str(tmp_path / "events.jsonl"),
         contract.ENV_ROUND: "2",
         contract.ENV_NODE_NAME: "a",
-        contract.ENV_GRACE_S: "0.3",
+        contract.ENV_GRACE_S: "600",  # who ends by itself has time for it on a busy machine too
     }
 
 
@@ -223,8 +224,11 @@ def test_a_reader_that_does_not_read_holds_nobody(
     process.stdout.close()
 
 
-def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(start: Any, tmp_path: Path) -> None:
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(
+    environ: dict[str, str], start: Any, tmp_path: Path
+) -> None:
     """Bounded, whatever the script does with the signal."""
+    environ[contract.ENV_GRACE_S] = "0.3"
     code = (
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         f" open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
@@ -260,7 +264,6 @@ def test_after_a_failure_of_the_round_workers_are_killed_at_once(
     environ: dict[str, str], start: Any, tmp_path: Path
 ) -> None:
     """Whatever they do with SIGTERM: what torchelastic wants is a restart. An older round is not meant."""
-    environ[contract.ENV_GRACE_S] = "600"
     told = tmp_path / "told"
     code = (
         f"import os, pathlib, signal, time; told = pathlib.Path({str(told)!r});"
@@ -460,9 +463,8 @@ def test_a_lease_that_runs_out_ends_all_but_the_stub(fence: Fence, start: Any, t
     assert exit_event(tmp_path)["fenced"]
 
 
-def test_a_worker_can_be_ended_at_once(environ: Any, fence: Fence, start: Any, tmp_path: Path) -> None:
+def test_a_worker_can_be_ended_at_once(fence: Fence, start: Any, tmp_path: Path) -> None:
     """No lease at all leaves no grace, whatever the script does with signals."""
-    environ[contract.ENV_GRACE_S] = "600"
     process = start(*stubborn(tmp_path))
     pids = family(tmp_path)
     fence.set(-math.inf)
@@ -484,10 +486,9 @@ def test_no_worker_lives_without_a_lease(word: float, fence: Fence, start: Any, 
 
 
 def test_a_stub_that_was_told_before_its_worker_was_fenced_ends_at_once(
-    environ: Any, fence: Fence, start: Any, tmp_path: Path
+    fence: Fence, start: Any, tmp_path: Path
 ) -> None:
     """Nobody will tell it again. The fence goes before the grace."""
-    environ[contract.ENV_GRACE_S] = "600"
     process = start(*stubborn(tmp_path))
     family(tmp_path)
     process.terminate()
@@ -497,20 +498,35 @@ def test_a_stub_that_was_told_before_its_worker_was_fenced_ends_at_once(
     fenced_event(tmp_path)
 
 
-def test_a_renewed_lease_keeps_the_worker_alive(fence: Fence, start: Any, tmp_path: Path) -> None:
+@contextlib.contextmanager
+def stub_whose(clock: str, environ: dict[str, str], *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a stub whose clock is what this line of Python makes of it; kill it at the end."""
+    begin = "sys.path.insert(0, sys.argv[1]); import stub; stub.main(sys.argv[2:])"
+    code = f"import os, sys, time; {clock}; {begin}"
+    words = [sys.executable, "-I", "-S", "-c", code, str(Path(stub.__file__).parent), "0", *command]
+    process = subprocess.Popen(words, env=environ, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_renewed_lease_keeps_the_worker_alive(fence: Fence, environ: Any, tmp_path: Path) -> None:
     """The stub goes by the word of the moment, not by one that it has seen before."""
-    process = start(*stubborn(tmp_path))
-    pids = family(tmp_path)
-    first = time.monotonic() + 1.0
-    fence.set(first)
-    wait_for_looks(process, 1)
-    fence.set(first + 3600)
-    wait_for(lambda: time.monotonic() > first, "the first lease to run out")
-    wait_for_looks(process)
-    assert all(map(alive, pids))
-    assert not (tmp_path / "events.jsonl").exists()
-    fence.set(-math.inf)
-    wait_for(lambda: not any(map(alive, pids)), "worker and grandchild to die")
+    later = tmp_path / "later"  # with which its clock is an hour on: the first lease has run out then
+    clock = f"now = time.monotonic; time.monotonic = lambda: now() + 3600 * os.path.exists({str(later)!r})"
+    with stub_whose(clock, environ, *stubborn(tmp_path)) as process:
+        pids = family(tmp_path)
+        fence.set(time.monotonic() + 1800)
+        wait_for_looks(process)
+        fence.set(time.monotonic() + 7200)
+        later.touch()
+        wait_for_looks(process)
+        assert all(map(alive, pids))
+        assert not (tmp_path / "events.jsonl").exists()
+        fence.set(-math.inf)
+        wait_for(lambda: not any(map(alive, pids)), "worker and grandchild to die")
 
 
 def test_an_agent_that_believes_in_a_dead_worker_is_shown_its_end(
@@ -525,9 +541,9 @@ def test_an_agent_that_believes_in_a_dead_worker_is_shown_its_end(
     assert process.wait(30) == -signal.SIGKILL
 
 
-# An agent with a lease that it renews as long as it runs: short ones, once its worker is up.
+# An agent with a lease that it renews as long as it runs. Once its worker is up it stops, with little left.
 LEASED = """
-import os, pathlib, subprocess, sys, time
+import os, pathlib, signal, subprocess, sys, time
 from elastic_resume import contract
 from elastic_resume.agent.fence import Fence
 fence = Fence()
@@ -535,12 +551,11 @@ fence.set(time.monotonic() + 3600)
 os.environ[contract.ENV_AGENT_PID], os.environ[contract.ENV_FENCE] = str(os.getpid()), fence.path
 here = pathlib.Path(sys.argv[1])
 stub = subprocess.Popen(sys.argv[2:], start_new_session=True)
-while not (here / "grandchild").exists():
+while not all((here / name).exists() for name in ("worker", "grandchild")):
     time.sleep(0.01)
-while True:
-    fence.set(time.monotonic() + 0.5)
-    (here / "leased").write_text(str(stub.pid))
-    time.sleep(0.01)
+(here / "stub").write_text(str(stub.pid))
+fence.set(time.monotonic() + 0.5)
+os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
@@ -549,8 +564,7 @@ def test_an_agent_that_is_stopped_loses_its_workers(environ: dict[str, str], tmp
     arguments = [str(tmp_path), *STUB, *stubborn(tmp_path)]
     agent = subprocess.Popen([*python(LEASED), *arguments], env=environ)
     try:
-        stub_pid, *pids = [pid_in(tmp_path / "leased"), *family(tmp_path)]
-        agent.send_signal(signal.SIGSTOP)
+        stub_pid, *pids = [pid_in(tmp_path / "stub"), *family(tmp_path)]
         wait_for(lambda: not any(map(alive, pids)), "worker and grandchild to die")
         fenced_event(tmp_path)
         assert alive(stub_pid)
@@ -562,26 +576,14 @@ def test_an_agent_that_is_stopped_loses_its_workers(environ: dict[str, str], tmp
 
 def test_a_jump_of_the_wall_clock_changes_no_lease(fence: Fence, environ: Any, tmp_path: Path) -> None:
     """Here it jumps by a day whenever it is asked. The event has the time of day, the lease has not."""
-    code = (
-        "import itertools, sys, time; now = time.time; days = itertools.count(1);"
-        " time.time = lambda: now() + 86400 * next(days);"
-        " sys.path.insert(0, sys.argv[1]); import stub; stub.main(sys.argv[2:])"
-    )
+    clock = "now, days = time.time, iter(range(1, 10**9)); time.time = lambda: now() + 86400 * next(days)"
     fence.set(time.monotonic() + 3600)
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", code, str(Path(stub.__file__).parent), "0", *stubborn(tmp_path)],
-        env=environ,
-        start_new_session=True,
-    )
-    try:
+    with stub_whose(clock, environ, *stubborn(tmp_path)) as process:
         pids = family(tmp_path)
         wait_for_looks(process)
         assert all(map(alive, pids))
         fence.set(time.monotonic() + 0.1)
         assert fenced_event(tmp_path)["t"] > time.time() + 80000
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize("kind", ["missing", "short", "device"])
