@@ -6,13 +6,16 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -314,9 +317,12 @@ def is_connected(pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stub_that_asks_a_dying_zygote_starts_its_worker_cold(
-    number: int, own: Callable[..., Warm], tmp_path: Path
+    number: int, own: Callable[..., Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had asked while the zygote imported. One that is stopped is killed by the agent."""
+    asked = threading.Event()  # else the agent might kill it, and have the next one asked
+    look = Warmth._is_stopped
+    monkeypatch.setattr(Warmth, "_is_stopped", lambda agent: asked.is_set() and look(agent))
     warm = own()
     assert warm.warmth.pid is not None
     os.kill(warm.warmth.pid, signal.SIGSTOP)
@@ -326,7 +332,36 @@ def test_a_stub_that_asks_a_dying_zygote_starts_its_worker_cold(
     wait_for(lambda: is_connected(process.pid), "the stub to ask")
     if number == signal.SIGKILL:
         os.kill(warm.warmth.pid, number)
+    asked.set()
     assert process.communicate(timeout=60)[0] == "False\n"
+
+
+def test_what_a_zygote_says_last_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent had just looked for news when it came, and looks for the zygote's end after that."""
+    said: list[str] = []
+    started: list[subprocess.Popen[bytes]] = []
+    word = json.dumps({"spoiled": "pooling", "why": "it uses native threads"}) + "\n"
+    code = f"import os, sys, time\nwhile not os.path.exists({str(tmp_path / 'looked')!r}): time.sleep(0.01)\n"
+    code += f"os.write(int(sys.argv[2]), {word.encode()!r})"
+
+    def spawn(argv: list[str], **others: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([*argv[:2], "-c", code, *argv[3:]], **others))
+        return started[-1]
+
+    def look(news: Any, *_: Any) -> Any:
+        found = select.select(news, [], [], 0)
+        if not found[0]:
+            (tmp_path / "looked").touch()
+            os.waitid(os.P_PID, started[-1].pid, os.WEXITED | os.WNOWAIT)
+        return found
+
+    monkeypatch.setattr(warm_workers, "spawn", spawn)
+    monkeypatch.setattr(warm_workers, "select", SimpleNamespace(select=look))
+    warmth = Warmth(["python", "x.py"], ["pooling"], say=said.append, tell=lambda *_, **__: None)
+    warmth.start()
+    wait_for(lambda: said, "the agent to tell of it")
+    warmth.close()
+    assert said[0] == "--preload pooling is left out: it uses native threads."
 
 
 def test_a_zygote_dies_with_its_agent(tmp_path: Path) -> None:
@@ -361,7 +396,8 @@ def test_preloaded_modules_that_spoil_a_fork_or_fail_are_left_out(
         (tmp_path / f"{name}.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     warm = own(*bodies)
-    warm.wait_ready()
+    failed = "cannot import failing ahead of workers, so it is left out: ZeroDivisionError: division by zero"
+    wait_for(lambda: failed in warm.said, "a zygote that tells what it has not imported", 120)
     said = "\n".join(warm.said)
     for name, why in (
         ("threading_one", "it starts threads"),
@@ -369,10 +405,6 @@ def test_preloaded_modules_that_spoil_a_fork_or_fail_are_left_out(
         ("starting_one", "it starts processes"),
     ):
         assert f"--preload {name} is left out: {why}" in said
-    assert (
-        "cannot import failing ahead of workers, so it is left out: ZeroDivisionError: division by zero"
-        in said
-    )
     script = tmp_path / "script.py"
     script.write_text(f"import sys; print([name for name in {list(bodies)!r} if name in sys.modules])")
     process = start(

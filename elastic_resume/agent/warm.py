@@ -141,7 +141,9 @@ class Warmth:
         stopped_s = waited_s = 0.0
         with control:
             while True:
-                readable, _, _ = select.select([control], [], [], LOOK_S)
+                # Looked at first: what it said before its end is there to be read then.
+                ended = self._process is None or self._process.poll() is not None
+                readable, _, _ = select.select([control], [], [], 0 if ended else LOOK_S)
                 if readable:
                     part = control.recv(65536)
                     if not part:
@@ -152,7 +154,7 @@ class Warmth:
                         news = {**news, **json.loads(line)}
                         self._hear(json.loads(line))
                     continue
-                if self._process is None or self._process.poll() is not None:
+                if self._process is None or ended:
                     return news  # a process that it left behind may hold its end of the line
                 waited_s += LOOK_S
                 if waited_s == SAY_S and "ready" not in news:
