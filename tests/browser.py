@@ -46,6 +46,7 @@ class Browser:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Ask for something and wait for the answer."""
@@ -69,8 +70,10 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
         self._news = []
-        self.call("Page.navigate", url=path.absolute().as_uri())
-        while not any(one.get("method") == "Page.loadEventFired" for one in self._news):
+        this = self.call("Page.navigate", url=path.absolute().as_uri())[
+            "loaderId"
+        ]  # the page before may be late
+        while not any(_is_loaded(one, this) for one in self._news):
             self._news.append(self._read())
 
     def value(self, expression: str) -> Any:
@@ -116,6 +119,13 @@ class Browser:
         line, _, self._rest = self._rest.partition(b"\0")
         told: dict[str, Any] = json.loads(line)
         return told
+
+
+def _is_loaded(news: dict[str, Any], loader: str) -> bool:
+    """Whether it says that what this loader loads is there."""
+    told = news.get("params", {})
+    is_end = news.get("method") == "Page.lifecycleEvent" and told["name"] == "load"
+    return is_end and told["loaderId"] == loader
 
 
 def _high(*descriptors: int) -> list[int]:

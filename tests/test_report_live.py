@@ -60,7 +60,7 @@ def test_metrics_do_not_wait_for_a_report_and_pages_get_it(tmp_path: Path) -> No
     node.mkdir(parents=True)
     report = Report(node, 80)
     assert report.parts() == {}
-    assert "no events of a run here" in report.page("The agent is not here.")
+    until(lambda: "no events of a run here" in report.page("The agent is not here."), "it is said")
     (node / contract.EVENTS_FILE).write_text("".join(json.dumps(event) + "\n" for event in log("a")))
     report = Report(node, 80)
     assert report.parts() == {}, "it is told when somebody asks"

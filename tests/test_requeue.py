@@ -108,6 +108,17 @@ def processes(cluster: Cluster) -> list[psutil.Process]:
     return [process for index in range(NODES) for process in cluster.processes(index)]
 
 
+def those_that_do_not_tell(cluster: Cluster) -> list[psutil.Process] | None:
+    """All but agents and stubs, once every rank has its loader, which ends with each epoch."""
+    agents = {one.pid for one in agents_of(cluster)}
+    found = []
+    for process in processes(cluster):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.pid not in agents and "stub.py" not in " ".join(process.cmdline()):
+                found.append(process)
+    return found if len(found) >= 4 * NODES else None  # zygote, guard, worker, its loader
+
+
 def agents_of(cluster: Cluster) -> list[psutil.Process]:
     """The agents of all nodes."""
     return [psutil.Process(node.agent.pid) for node in cluster.nodes if node.agent is not None]
@@ -120,11 +131,8 @@ def test_a_job_of_several_nodes_ends_in_slurms_ways(tmp_path: Path, slurm: Slurm
         cluster._script = [str(TRAIN), "--diary", str(tmp_path), "--epochs", "100000", "--loaders", "1"]
         # scancel --signal=USR1, to all processes: who is not the agent goes on
         start(cluster, slurm, restarts=0)
-        everybody = processes(cluster)
-        assert len(everybody) >= 6 * NODES  # agent, zygote, stub, guard, worker, its loader
-        tellers = {one.pid for one in everybody if "stub.py" in " ".join(one.cmdline())}
-        tellers |= {one.pid for one in agents_of(cluster)}
-        send([one for one in everybody if one.pid not in tellers], signal.SIGUSR1)
+        others = cluster.wait(lambda: those_that_do_not_tell(cluster), "a loader of each rank")
+        send(others, signal.SIGUSR1)
         cluster.wait(step=cluster.events("step")[-1]["step"] + 5)
         assert not cluster.events("worker-exit")  # as when a loader had died of it
         (slurm.directory / "away").touch()

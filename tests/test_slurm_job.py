@@ -211,9 +211,9 @@ def test_a_command_has_so_long_and_may_say_so_much(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("SQUEUE_STATES", "PENDING")
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
     script(tmp_path, "talks", "head -c 200000 /dev/zero | tr '\\0' x")
-    assert slurm_job.run(["talks"], 10) == Answer(0, "x" * slurm_job.MAX_TEXT)
+    assert slurm_job.run(["talks"], 60) == Answer(0, "x" * slurm_job.MAX_TEXT)
     script(tmp_path, "fails", 'echo "no: $SLURM_TIME_FORMAT $TZ$SQUEUE_STATES" >&2; exit 3')
-    assert slurm_job.run(["fails"], 10) == Answer(3, "no: standard UTC")
+    assert slurm_job.run(["fails"], 60) == Answer(3, "no: standard UTC")
     script(tmp_path, "hangs", "exec sleep 60")
     assert slurm_job.run(["hangs"], 0.1).code is None
     gone = slurm_job.run(["no-such-command"], 1)

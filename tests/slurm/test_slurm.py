@@ -248,7 +248,7 @@ def test_a_requeue_waits_for_a_controller_that_is_away(slurm: Slurm) -> None:
 
 def test_elements_of_a_sweep_are_queued_again_one_by_one(slurm: Slurm) -> None:
     """One has the number of the whole array; its siblings run on all the same."""
-    array = submit(slurm, ALLOCATION, "--array=0-2", "--nodes=1")
+    array = submit(slurm, ALLOCATION, "--array=0-2", "--nodes=1", epochs=400)  # they run on to the end
     elements = [Job(slurm, f"{array.id}_{each}", array.fast, array.steps) for each in range(3)]
     for each in elements:
         each.wait_world(1)
