@@ -32,6 +32,9 @@ from elastic_resume.rendezvous.view import View
 TOKEN = b"a token that nobody may read in a log"
 RUN = "job"
 PATIENCE_S = 30.0
+NODE_TIMEOUT_S = 12.0
+"""All nodes are threads of a process that may wait for a processor: seconds of silence are no death."""
+BEAT_S = 0.3
 
 
 def until(true: Callable[[], bool], what: str, *, patience_s: float = PATIENCE_S) -> None:
@@ -130,7 +133,7 @@ class Stations:
         *,
         record: Callable[[Path], Record] = Record,
         station: type[Station] = Station,
-        node_timeout_s: float = 3.0,
+        node_timeout_s: float = NODE_TIMEOUT_S,
         first: tuple[str, ...] = (),
     ) -> list[Station]:
         """Make and start that many nodes; ``first`` are candidates before them, where nobody lives."""
@@ -138,7 +141,13 @@ class Stations:
         for one in listeners:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the kernel queues little for us
         candidates = (*first, *(address_of(one) for one in listeners[:3]))
-        settings = Settings(candidates, max_nodes=count, settle_s=0.5, node_timeout_s=node_timeout_s)
+        settings = Settings(
+            candidates,
+            max_nodes=count,
+            settle_s=PATIENCE_S,  # which a world of all does not wait
+            node_timeout_s=node_timeout_s,
+            beats_per_timeout=max(4, round(node_timeout_s / BEAT_S)),
+        )
         for index in range(count):
             place = self.directory / f"n{index}"
             place.mkdir(exist_ok=True)

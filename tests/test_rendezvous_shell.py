@@ -97,7 +97,7 @@ def test_a_shell_whose_disk_refuses_can_be_stopped(stations: Stations) -> None:
     (alone,) = stations.build(1, record=lambda place: Record(place, disk))
     until(lambda: disk.refusals > 0, "the disk was asked")
     alone.shell.stop()
-    assert not alone.shell.alive
+    until(lambda: not alone.shell.alive, "it has ended, and the disk is full as ever")
 
 
 def test_a_stopped_shell_leaves_no_socket(stations: Stations) -> None:
