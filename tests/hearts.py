@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,6 +105,22 @@ class Hearts:
                 if SCRIPT.as_posix() in words and words[1] == "-u":
                     found.append(process)
         return found
+
+    def check_who_went_on_is_first(self) -> None:
+        """Who was in the world before leads the next one, in its order; worlds that never beat count too."""
+        worlds: dict[int, dict[int, str]] = {}
+        for event in self.cluster.events("round"):
+            worlds.setdefault(event["generation"], {})[event["node_rank"]] = event["node"]
+        told = [[world[rank] for rank in sorted(world)] for _, world in sorted(worlds.items())]
+        for before, after in itertools.pairwise(told):
+            stayed = [node for node in before if node in after]
+            assert after[: len(stayed)] == stayed, told
+
+    def check_no_world_of_one_side(self, after: int, *sides: set[str]) -> None:
+        """No generation after that one beat on nodes of one of these sides alone."""
+        for generation in {life.generation for life in self.lives() if life.generation > after}:
+            world = set(self.world(generation))
+            assert not any(world <= side for side in sides), f"generation {generation}: {world}"
 
     def check_one_world_at_a_time(self) -> None:
         """No worker of a generation beats once one of a later generation has begun to."""

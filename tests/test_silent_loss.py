@@ -41,15 +41,19 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def end(hearts: Hearts) -> None:
-    """Let the job finish: all agents end well, and at no moment there were two worlds."""
+    """Let the job finish: all agents end well, at no moment there were two worlds, who went on was first.
+
+    A busy machine makes a node silent too, for longer than this timeout: then there are worlds in between.
+    """
     hearts.stop()
     assert set(hearts.cluster.wait_exit(60)) == {0}, hearts.cluster.output(0)
     hearts.check_one_world_at_a_time()
+    hearts.check_who_went_on_is_first()
 
 
 @pytest.mark.parametrize("cut", [2, 0])
 def test_a_node_that_falls_silent_is_lost_and_comes_back(make: Make, cut: int) -> None:
-    """The survivors go on, its own workers end by themselves first; with the link back it joins again."""
+    """The survivors go on, its own workers end by themselves first; with the link back it is the last."""
     hearts = make(3)
     hearts.start()
     now = hearts.wait([0, 1, 2])
@@ -58,8 +62,7 @@ def test_a_node_that_falls_silent_is_lost_and_comes_back(make: Make, cut: int) -
     now = hearts.wait(others, now)
     hearts.wait_idle(cut)
     hearts.cluster.restore(cut)
-    now = hearts.wait([0, 1, 2], now)
-    assert hearts.world(now) == [*(f"n{index}" for index in others), f"n{cut}"]
+    hearts.wait([0, 1, 2], now)
     end(hearts)
 
 
@@ -75,8 +78,7 @@ def test_of_a_job_cut_two_to_three_only_the_three_go_on(make: Make) -> None:
     hearts.wait_idle(0)
     hearts.wait_idle(1)
     hearts.cluster.heal()
-    now = hearts.wait([0, 1, 2, 3, 4], now)
-    assert hearts.world(now)[:3] == ["n2", "n3", "n4"]
+    hearts.wait([0, 1, 2, 3, 4], now)
     end(hearts)
 
 
@@ -90,7 +92,7 @@ def test_of_a_job_cut_in_three_nobody_goes_on_until_it_heals(make: Make) -> None
         hearts.wait_says(index, f"waiting for {missing}")
     for index in range(5):
         hearts.wait_idle(index)
-    assert hearts.newest() == now
+    hearts.check_no_world_of_one_side(now, {"n0", "n1"}, {"n2", "n3"}, {"n4"})
     hearts.cluster.heal()
     hearts.wait([0, 1, 2, 3, 4], now)
     end(hearts)
@@ -103,17 +105,15 @@ def test_the_last_one_that_is_not_silent_waits_unless_a_minority_is_allowed(make
     now = hearts.wait([0, 1, 2, 3])
     hearts.cluster.partition({0}, {1}, {2}, {3})
     hearts.wait_says(3, "waiting for n0, n1, n2")
-    assert hearts.newest() == now
+    hearts.check_no_world_of_one_side(now, {"n0"}, {"n1"}, {"n2"}, {"n3"})
     hearts.cluster.kill_node(3)
     hearts.cluster.start_node(3, flags=["--allow-minority"])
     now = hearts.wait([3], now)
     # n0 first: healed all at once, the three may find each other before they hear the one that was believed.
     hearts.cluster.partition({0, 3}, {1}, {2})
     now = hearts.wait([0, 3], now)
-    assert hearts.world(now) == ["n3", "n0"]
     hearts.cluster.heal()
-    now = hearts.wait([0, 1, 2, 3], now)
-    assert hearts.world(now)[:2] == ["n3", "n0"]
+    hearts.wait([0, 1, 2, 3], now)
     end(hearts)
 
 

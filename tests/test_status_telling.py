@@ -7,6 +7,7 @@ import json
 import secrets
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,7 @@ from elastic_resume.rendezvous.tidings import (
 )
 from elastic_resume.rendezvous.wire import WireError
 from tests.stations import (
+    PATIENCE_S,
     RUN,
     TOKEN,
     Station,
@@ -112,12 +114,19 @@ def test_news_of_another_form_are_refused(news: object) -> None:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Station]]:
     """Two nodes with a world, which no test may disturb."""
-    stations = Stations(tmp_path_factory.mktemp("pair"), Limits(handshake_s=1.0, lookers=3))
+    stations = Stations(tmp_path_factory.mktemp("pair"), Limits(handshake_s=PATIENCE_S, lookers=3))
     made = stations.build(2)
     for one in made:
         one.worlds.get(timeout=30)
     yield made
     stations.stop()
+
+
+def hasten(station: Station, patch: pytest.MonkeyPatch) -> None:
+    """Give strangers a second from now on: who is to be let in has had all the time."""
+    node = station.shell._node
+    assert node is not None
+    patch.setattr(node, "_limits", replace(node._limits, handshake_s=1.0))
 
 
 def undisturbed(pair: list[Station]) -> None:
@@ -146,12 +155,16 @@ def test_whoever_holds_the_key_is_told_how_it_stands_and_nobody_else(pair: list[
     assert [one.links for one in pair] == links
 
 
-def test_the_key_for_looking_makes_nobody_a_member(pair: list[Station]) -> None:
+def test_the_key_for_looking_makes_nobody_a_member(
+    pair: list[Station], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Held for a token it proves nothing; and who has looked may not go on talking."""
-    with calling(pair[0].address) as stranger:
-        with contextlib.suppress(WireError):
-            prove(stranger, KEY)
-        dropped(stranger)
+    with monkeypatch.context() as patch:
+        hasten(pair[0], patch)
+        with calling(pair[0].address) as stranger:
+            with contextlib.suppress(WireError):
+                prove(stranger, KEY)
+            dropped(stranger)
     with looker(pair[0].address) as stranger:
         say(stranger, Hello(A, Knowledge(1), 99))
         dropped(stranger)
@@ -159,7 +172,7 @@ def test_the_key_for_looking_makes_nobody_a_member(pair: list[Station]) -> None:
 
 
 def test_those_who_look_and_do_not_read_cost_little_and_not_for_long(pair: list[Station]) -> None:
-    """Three at a time, a second each; the oldest goes when more come, and others are answered."""
+    """Three at a time, until they are answered; the oldest goes when more come, and others are answered."""
     undisturbed(pair)
     before = descriptors()
     with contextlib.ExitStack() as stack:
@@ -173,8 +186,9 @@ def test_those_who_look_and_do_not_read_cost_little_and_not_for_long(pair: list[
     undisturbed(pair)
 
 
-def test_one_that_sends_byte_by_byte_is_let_go(pair: list[Station]) -> None:
+def test_one_that_sends_byte_by_byte_is_let_go(pair: list[Station], monkeypatch: pytest.MonkeyPatch) -> None:
     """A greeting that never ends ends with the time for a handshake."""
+    hasten(pair[0], monkeypatch)
     with calling(pair[0].address) as stranger:
         stranger.sendall(wire.greeting(RUN, "0" * 64, looks=True)[:20])
         assert dropped(stranger)

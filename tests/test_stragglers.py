@@ -495,7 +495,7 @@ def test_a_job_names_its_slow_rank_and_nobody_else(tmp_path: Path) -> None:
         words = ["--diary", str(tmp_path / "diary"), "--epochs", "10000", "--step-delay", "0.01"]
         cluster.start(TRAIN, *words)
         cluster.wait(step=1)
-        slow = Fault("slow-rank", rank=0, at_s=0.0, delay_s=0.1, for_s=60.0)
+        slow = Fault("slow-rank", rank=0, at_s=0.0, delay_s=0.1, for_s=600.0)
         course = Course(cluster, [slow], cluster.arming)
         course.look()
 
@@ -509,7 +509,7 @@ def test_a_job_names_its_slow_rank_and_nobody_else(tmp_path: Path) -> None:
         found = story.tell(gather([cluster.run_dir]).events)
     assert [(one["node"], one["rank"]) for one in said["stragglers"]] == [("n0", 0)]
     assert re.search(
-        r"\nrank 0 on n0 is slow: 0\.\d+ s of its own per step, others 0\.\d+ s\n", "\n".join(screen(said))
+        r"\nrank 0 on n0 is slow: [\d.]+ s of its own per step, others [\d.]+ s\n", "\n".join(screen(said))
     )
     (trouble,) = (one for one in found.troubles if one.kind == "slow-rank")
     assert trouble.node == "n0"
