@@ -24,10 +24,11 @@ from elastic_resume.rendezvous.record import Record
 from elastic_resume.rendezvous.steps import Memory
 from elastic_resume.store import committed, life
 from elastic_resume.store.catalog import MIN_KEEP, Catalog
-from elastic_resume.store.checkpoint import fresh_memory, name_of, save_image
+from elastic_resume.store.checkpoint import fresh_memory, name_of
 from elastic_resume.store.durable import Disk
 from elastic_resume.store.layout import Layout, TensorSpec
 from elastic_resume.store.node_dir import NodeDir
+from elastic_resume.store.writing import save_image
 from tests.store_samples import RUN, manifest
 
 NODE = "n0"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from elastic_resume.store.checkpoint import Writer
 from elastic_resume.store.durable import DISK, Disk
 from elastic_resume.store.layout import Layout, TensorSpec
 from elastic_resume.store.manifest import Manifest, Position
+from elastic_resume.store.writing import Writer
 
 RUN = "run-1"
 SPECS = (

@@ -20,9 +20,10 @@ import pytest
 from elastic_resume import contract
 from elastic_resume.errors import CheckpointError
 from elastic_resume.store.catalog import Catalog
-from elastic_resume.store.checkpoint import Writer, deep_check, name_of, parse_name
+from elastic_resume.store.checkpoint import deep_check, name_of, parse_name
 from elastic_resume.store.durable import Disk
 from elastic_resume.store.node_dir import NodeDir
+from elastic_resume.store.writing import Writer
 from tests.store_samples import RUN, SMALL_BLOCK, flip, image, manifest
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic_resume.errors import ConfigError
 from elastic_resume.faults.same_run import FOLLOWS, SEEDS, End, lines_unlike, unlike
-from elastic_resume.store import checkpoint
+from elastic_resume.store import writing
 from elastic_resume.store.manifest import Manifest, Position
 from elastic_resume.testing import Fault, Plan, assert_same_run
 from elastic_resume.worker import state
@@ -46,7 +46,7 @@ def end_of(place: Path, *, step: int = 5, at: int = 5, follows: tuple[str, ...] 
     position = Position(0, at, step, 8 * step)
     manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton, follows)
     place.mkdir()
-    return End(checkpoint.save_image(place, manifest, image.memory), manifest, (), ())
+    return End(writing.save_image(place, manifest, image.memory), manifest, (), ())
 
 
 def net(bump: float = 0.0) -> nn.Module:

@@ -15,8 +15,9 @@ import pytest
 from elastic_resume import contract
 from elastic_resume.errors import CorruptError, ForeignError, TornError, UnreadableError
 from elastic_resume.store.catalog import Catalog, scan_run
-from elastic_resume.store.checkpoint import Writer, name_of
+from elastic_resume.store.checkpoint import name_of
 from elastic_resume.store.durable import temporary_name
+from elastic_resume.store.writing import Writer
 from tests.store_samples import RUN, flip, image, save
 
 

@@ -29,7 +29,6 @@ from elastic_resume.errors import (
 )
 from elastic_resume.store.catalog import Catalog
 from elastic_resume.store.checkpoint import (
-    Writer,
     blocks,
     deep_check,
     fresh_memory,
@@ -38,10 +37,10 @@ from elastic_resume.store.checkpoint import (
     parse_name,
     quick_check,
     read_image,
-    save_image,
 )
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import BLOCK_BYTES, Manifest
+from elastic_resume.store.writing import Writer, save_image
 from tests.store_samples import RUN, SMALL_BLOCK, SPECS, flip, image, manifest, save
 
 NEWER = b'{"kind":"elastic_resume checkpoint","format":2,"all":["new"]}'
@@ -163,6 +162,26 @@ def test_what_stands_under_the_name_goes_to_quarantine(tmp_path: Path, damage: s
     note = json.loads((aside.parent / f"{aside.name}.reason.json").read_text())
     assert note["was"] == target.name
     assert note["reason"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept"), [((0, 8), (1, 0), 0), ((1, 0), (0, 8), 1), ((0, 8), (0, 8), 1)]
+)
+def test_a_whole_copy_of_the_same_step_goes_when_its_epoch_has_ended(
+    tmp_path: Path, before: tuple[int, int], after: tuple[int, int], kept: int
+) -> None:
+    """Both are of the epoch's last step; any other that is whole stays, as nothing tells which is right."""
+    for seed, (epoch, steps) in enumerate((before, after)):
+        about = manifest(1, 8, state={"seed": seed})
+        about = replace(about, position=replace(about.position, epoch=epoch, step_in_epoch=steps))
+        with Writer(tmp_path, 1, 8) as writer:
+            writer.write(image(seed))
+            path = writer.commit(about)
+    assert read_image(path, deep_check(path, RUN)) == image(1)
+    assert len(Catalog(tmp_path, RUN).quarantined()) == kept
+    notes = list((tmp_path / contract.QUARANTINE_DIR).iterdir())
+    assert len(notes) == 2 * kept
+    assert sorted(one.name for one in tmp_path.iterdir()) == [path.name, contract.QUARANTINE_DIR]
 
 
 @pytest.mark.parametrize("what", ["a file", "another run's", "a newer format's"])

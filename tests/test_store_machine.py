@@ -28,9 +28,10 @@ from elastic_resume.errors import (
     UsageError,
 )
 from elastic_resume.store.catalog import Catalog
-from elastic_resume.store.checkpoint import Writer, name_of
+from elastic_resume.store.checkpoint import name_of
 from elastic_resume.store.durable import DISK, Disk, machine
 from elastic_resume.store.node_dir import NodeDir
+from elastic_resume.store.writing import Writer
 from tests.store_samples import RUN, image, manifest, save
 
 TESTS = Path(__file__).parent

@@ -49,7 +49,7 @@ class Manifest:
     """Everything about a checkpoint but its tensors. `rank` is the writer's, `written_at` in Unix seconds.
 
     `follows_rank0` names the tensors that differ between ranks (BatchNorm's buffers): a resume takes
-    those of rank 0. `blocks`, `file_bytes` and `block_bytes` are filled in by `checkpoint.Writer`.
+    those of rank 0. `blocks`, `file_bytes` and `block_bytes` are filled in by `writing.Writer`.
     """
 
     run_id: str
@@ -75,6 +75,11 @@ class Manifest:
     def order(self) -> tuple[int, int]:
         """(generation, step): the greatest is the newest, whatever clocks and names say."""
         return (self.generation, self.position.step)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(epoch, steps of it): of two copies of one step, the one with the greater is the later."""
+        return (self.position.epoch, self.position.step_in_epoch)
 
     @property
     def content(self) -> str:

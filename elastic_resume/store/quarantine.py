@@ -1,7 +1,8 @@
 """Quarantine: what failed verification is moved aside, whole, for a human to look at.
 
-Promise: nothing is removed or overwritten. After a crash the directory stands under its old name or
-under ``quarantine/``, never in neither. The reason lies beside it as ``NAME.reason.json``.
+Promise: nothing is overwritten, and nothing removed but by `discard`. After a crash the directory stands
+under its old name or under ``quarantine/``, never in neither. The reason lies beside it as
+``NAME.reason.json``.
 
 Does not know why something was refused: the reason is given.
 """
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 from elastic_resume import contract
-from elastic_resume.store.durable import DISK, Disk, machine
+from elastic_resume.store.durable import DISK, Disk, machine, temporary_name
 
 _MAX_TRIES = 100_000
 
@@ -30,6 +31,16 @@ def quarantine(node_dir: Path, path: Path, reason: str, disk: Disk = DISK) -> Pa
     note = {"was": path.name, "reason": reason, "at": round(time.time(), 3)}
     disk.write_atomic(_reason_file(target), (json.dumps(note, indent=1) + "\n").encode())
     return target
+
+
+def discard(path: Path, disk: Disk = DISK) -> None:
+    """Remove what was set aside, and is of no use to anybody any more. Raises MachineError."""
+    unfinished = path.parent.parent / temporary_name(path.name)  # what a crash leaves of it is swept
+    disk.rename(path, unfinished)
+    disk.unlink(_reason_file(path))
+    disk.sync_dir(path.parent)
+    disk.sync_dir(unfinished.parent)
+    disk.remove_tree(unfinished)
 
 
 def quarantined(node_dir: Path) -> list[Path]:

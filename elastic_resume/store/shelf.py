@@ -19,9 +19,10 @@ from elastic_resume import failpoints
 from elastic_resume.errors import CheckpointError, ElasticResumeError, MachineError
 from elastic_resume.store import committed, slots
 from elastic_resume.store.catalog import MIN_KEEP, Catalog
-from elastic_resume.store.checkpoint import Writer, name_of, quick_check
+from elastic_resume.store.checkpoint import name_of, quick_check
 from elastic_resume.store.durable import DISK, Disk
 from elastic_resume.store.manifest import Manifest, Position
+from elastic_resume.store.writing import Writer
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from torch import nn
 from elastic_resume.errors import CheckpointError, MismatchError, NoValidCheckpointError, UnreadableError
 from elastic_resume.policy.source import Inventory
 from elastic_resume.store import committed, life
-from elastic_resume.store.checkpoint import Writer
 from elastic_resume.store.manifest import Manifest, Position
+from elastic_resume.store.writing import Writer
 from elastic_resume.worker import contents, fitting, inventory, parts, state, streaming, telling
 from elastic_resume.worker.batches import GlobalBatches
 from elastic_resume.worker.contents import Contents

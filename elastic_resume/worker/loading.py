@@ -33,9 +33,10 @@ from elastic_resume.errors import (
 from elastic_resume.policy import source
 from elastic_resume.policy.source import MEMORY, Copy, ResumePlan, Stream
 from elastic_resume.store import checkpoint, committed
-from elastic_resume.store.checkpoint import Writer, fresh_memory
+from elastic_resume.store.checkpoint import fresh_memory
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.slots import Slot
+from elastic_resume.store.writing import Writer
 from elastic_resume.worker import overlay, progress_line, restoring, transfer
 from elastic_resume.worker.arriving import Arriving, Copies, Private, Task, is_own
 from elastic_resume.worker.overlay import Overlay

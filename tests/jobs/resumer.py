@@ -20,7 +20,7 @@ from elastic_resume import contract, failpoints
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.events import EventLog
-from elastic_resume.store import checkpoint
+from elastic_resume.store import writing
 from elastic_resume.store.board import Board
 from elastic_resume.store.catalog import Catalog
 from elastic_resume.store.handing import Desk
@@ -88,7 +88,7 @@ def make(place: Place, memory: Memory | None, wanted: dict[str, Any]) -> None:
             slot.memory[slot.record.get(wanted["hurt"])] ^= 4
     for order in wanted.get("disk", []):
         manifest, image = _copy(place, order, own, wanted.get("value", float(order[1])))
-        with checkpoint.Writer(place.node_dir, *order, block_bytes=BLOCK_BYTES) as writer:
+        with writing.Writer(place.node_dir, *order, block_bytes=BLOCK_BYTES) as writer:
             writer.write(image)
             path = writer.commit(manifest)
     if "flip" in wanted:
