@@ -207,7 +207,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "serve status and report to browsers, of 127.0.0.1 unless said (default off)",
     )
     add("metrics", "", "serve /metrics for Prometheus there as well (pip install 'elastic-resume[metrics]')")
-    add("preload", "MODULE,…", "modules to import once, ahead of all workers, beside torch")
+    add("preload", "MODULE,...", "modules to import once, ahead of all workers, beside torch")
     add("log-prefix", "", "begin each line of a worker with [NODE:RANK GENERATION]")
     add("no-warm", "", "start each worker as a new process, as torchrun does")
     group.add_argument(
@@ -270,7 +270,7 @@ def _add_failure_flags(add: Add) -> None:
         "SECONDS",
         "how long a worker has to end after SIGTERM when this agent is drained (default 5)",
     )
-    add("drain-signals", "NAME,…", "signals that drain this node (default SIGTERM,SIGUSR1)")
+    add("drain-signals", "NAME,...", "signals that drain this node (default SIGTERM,SIGUSR1)")
     add(
         "requeue",
         "|".join(values.REQUEUE_MODES),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -14,6 +17,7 @@ import pytest
 from elastic_resume import contract
 from elastic_resume.cli import main
 from elastic_resume.errors import UsageError
+from elastic_resume.events import EventLog
 from elastic_resume.report import checkpoints, places
 from elastic_resume.report.text import WIDTH
 from elastic_resume.store.catalog import Catalog
@@ -181,12 +185,21 @@ def test_a_path_that_is_no_directory(tmp_path: Path, path: str, monkeypatch: pyt
         assert places.find(Path(path)).places == ()
 
 
+@pytest.fixture
+def elsewhere() -> Iterator[Path]:
+    """A directory that others may enter: every pytest that starts takes that right from where its own lie."""
+    with tempfile.TemporaryDirectory() as path:
+        Path(path).chmod(0o755)
+        yield Path(path)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without rights")
 @pytest.mark.parametrize("mode", [0o000, 0o600, 0o400])
-def test_what_may_not_be_read_is_told(root: Path, mode: int) -> None:
+def test_what_may_not_be_read_is_told(root: Path, elsewhere: Path, mode: int) -> None:
     """Another user's directory: a line with the reason, and exit code 1."""
-    for path in [root, *root.parents[:4]]:
-        path.chmod(0o755)
+    root = Path(shutil.move(root, elsewhere))
+    for node in ("node-a", "node-b"):
+        EventLog(root / RUN / node / contract.EVENTS_FILE, node=node).write("step", step=1)
     (root / RUN / "node-a").chmod(mode)
     code = (
         "import contextlib, io, os, sys\n"
@@ -194,6 +207,8 @@ def test_what_may_not_be_read_is_told(root: Path, mode: int) -> None:
         # Python itself may lie where that user cannot read: import everything before.
         f"with contextlib.redirect_stdout(io.StringIO()): main(['verify', {str(root / RUN / 'node-b')!r}])\n"
         "os.setgid(65534); os.setuid(65534)\n"
+        f"main(['report', {str(root / RUN)!r}])\n"
+        "print('of the report', file=sys.stderr)\n"
         f"main(['ls', {str(root)!r}]); sys.exit(main(['verify', {str(root)!r}]))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -201,4 +216,6 @@ def test_what_may_not_be_read_is_told(root: Path, mode: int) -> None:
     assert "node-a" in done.stdout
     assert "Permission denied" in done.stdout
     assert "node-b/g000001-s0000000010" in done.stdout
-    assert not done.stderr
+    of_report, others = done.stderr.split("of the report\n")
+    assert f"{root / RUN / 'node-a'}: left out: cannot be read: Permission denied" in of_report
+    assert not others

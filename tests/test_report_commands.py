@@ -12,6 +12,7 @@ import pytest
 from elastic_resume import contract
 from elastic_resume.cli import main
 from elastic_resume.events import EventLog
+from elastic_resume.store.catalog import Catalog
 from tests import store_samples
 from tests.store_samples import RUN
 
@@ -80,6 +81,33 @@ def test_report_of_several_runs_asks_which(root: Path, capsys: pytest.CaptureFix
     EventLog(other / contract.EVENTS_FILE).write("round")
     assert main(["report", str(root)]) == 1
     assert "holds 2 runs; give one of them: other, run-1" in capsys.readouterr().err
+
+
+def test_copies_are_told_by_what_their_logs_call_them(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under any name; of two runs they are no report."""
+    for node in ("node-a", "node-b"):
+        log = EventLog(root / RUN / node / contract.EVENTS_FILE, node=node)
+        log.write("agent-start", run_id=RUN)
+        log.write("commit", generation=1, step=10, path=f"/ckpt/{RUN}/{node}/g000001-s0000000010", bytes=9)
+        log.close()
+    node_b = root / RUN / "node-b"  # where a damaged copy has made room for the same once more
+    Catalog(node_b, RUN).quarantine(node_b / "g000001-s0000000010", "torn")
+    store_samples.save(node_b, step=10)
+    (root / RUN / "node-a").rename(root / RUN / "copied")
+    (root / RUN).rename(root / "last-night")
+    assert main(["report", "--json", str(root / "last-night")]) == 0
+    ledger = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(copy["node"], copy["state"], copy["tier"]) for copy in ledger] == [
+        ("node-a", "valid", "disk"),
+        ("node-b", "valid", "disk"),
+        ("node-b", "quarantined", "disk"),
+    ]
+    (root / "other" / "n0").mkdir(parents=True)
+    other = EventLog(root / "other" / "n0" / contract.EVENTS_FILE, node="n0")
+    other.write("agent-start", run_id="other")
+    other.close()
+    assert main(["report", str(root / "last-night"), str(root / "other")]) == 1
+    assert f"events of 2 runs: '{RUN}' (" in capsys.readouterr().err
 
 
 def test_looking_needs_no_torch(root: Path) -> None:

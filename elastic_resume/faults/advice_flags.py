@@ -17,7 +17,7 @@ from elastic_resume.faults.advice import Site
 from elastic_resume.faults.simulate_job import Job
 from elastic_resume.policy import budget, restart
 from elastic_resume.policy.cadence import Every
-from elastic_resume.report.commands import say
+from elastic_resume.report.saying import say
 
 MAX_NODES = 1_000_000
 MAX_STRIKES = 200_000  # of all runs: minutes
@@ -58,7 +58,7 @@ FLAGS: tuple[tuple[str, str, str | None, str], ...] = (
     ("spares", "N", "0", "nodes beyond these that stand by"),
     ("mtbf-node", "TIME", "263d",
      "mean time between failures per node, one of several nodes counted once; or never; 263d: Llama 3"),
-    ("mix", "KIND=N,…", ",".join(f"{kind}={weight:g}" for kind, weight in rates.MIX.items()),
+    ("mix", "KIND=N,...", ",".join(f"{kind}={weight:g}" for kind, weight in rates.MIX.items()),
      f"how often each kind comes, beside the others: {', '.join(rates.KINDS)}"),
     ("rack-nodes", "N", "2", "how many nodes a failure of the kind rack hits"),
     ("step-time", "TIME", "1s", "of a step with MAX nodes, without copies"),

@@ -32,7 +32,7 @@ from elastic_resume.faults.course import DONE, Fate
 from elastic_resume.faults.lab import Hosts
 from elastic_resume.faults.plan import Every, Plan
 from elastic_resume.faults.trial import PATIENCE_S, Interrupted, Job, Outcome, run
-from elastic_resume.report import aftermath, render
+from elastic_resume.report import aftermath, render, saying
 from elastic_resume.report.incidents import Generation
 from elastic_resume.report.text import amount, seconds, table, wrap
 
@@ -67,7 +67,8 @@ def main(words: Sequence[str]) -> int:
 
     def say(text: str) -> None:
         for at, line in enumerate(wrap(text, indent=" " * 10)):
-            print(line if at else f"{time.monotonic() - began:7.1f} s  {line}", flush=True)
+            if not saying.say(f"{line}\n" if at else f"{time.monotonic() - began:7.1f} s  {line}\n"):
+                signal.raise_signal(signal.SIGTERM)  # `| head` has had what it wanted
 
     if saved is not None:
         _write(saved, plan_text.to_text(job.plan))
@@ -75,14 +76,14 @@ def main(words: Sequence[str]) -> int:
         job.directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--dir {job.directory}: cannot be made: {error.strerror}.") from error
-    print(f"{shlex.join(job.script)} on {_where(job)}; seed {job.plan.seed}", flush=True)
+    saying.say(f"{shlex.join(job.script)} on {_where(job)}; seed {job.plan.seed}\n")
     try:
         with _signals() as caught:
             outcome = run(job, say)
     except Interrupted as ended:
-        print("\n" + told(job, ended.outcome), flush=True)
+        saying.say(f"\n{told(job, ended.outcome)}\n")
         return contract.EXIT_SIGNALLED + (caught[0] if caught else signal.SIGINT)
-    print("\n" + told(job, outcome), flush=True)
+    saying.say(f"\n{told(job, outcome)}\n")
     if outcome.why:
         return contract.EXIT_AT_FAULT
     if outcome.not_reached or _never_drawn(job, outcome):

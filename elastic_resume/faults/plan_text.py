@@ -39,11 +39,12 @@ _EVERY = {"mtbf": "mtbf_s", "kinds": "kinds", "from": "from_s", "until": "until_
 def read(path: Path) -> Plan:
     """Read a plan from a file."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"the plan {path} cannot be read: {error.strerror}.") from error
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"the plan {path} has {len(data)} bytes, which is more than {MAX_BYTES}.")
+        raise ConfigError(f"the plan {path} has more than {MAX_BYTES} bytes.")
     try:
         return parse(data.decode(), str(path))
     except UnicodeDecodeError as error:

@@ -6,7 +6,6 @@ Each is a function from parsed arguments to an exit code. Only ``export`` import
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from elastic_resume.errors import CheckpointError, UsageError
 from elastic_resume.report import checkpoints, page, places, render, story
 from elastic_resume.report.checkpoints import Item
 from elastic_resume.report.gather import gather
+from elastic_resume.report.saying import say
 from elastic_resume.report.schema import as_json
 from elastic_resume.report.text import amount, seconds, size, wrap
 
@@ -96,6 +96,8 @@ def report(args: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str) -> None:
+    if str(path) == "-":
+        raise UsageError("--html -: give the name of a file to write the page to.")
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -190,14 +192,3 @@ def _sources(found: places.Found) -> Iterator[tuple[Path, Manifest]]:
             yield item.path, quick_check(item.path, None)
         except CheckpointError as error:  # pruned meanwhile by a run that goes on
             print(f"not used: {error}", file=sys.stderr)
-
-
-def say(text: str) -> None:
-    """Write to stdout at once; a reader that has gone away (``| head``) is no error."""
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python would complain once more when it closes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_resume import contract
 from elastic_resume.errors import ElasticResumeError
+from elastic_resume.report.saying import say
 from elastic_resume.report.text import amount, clean
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def diff(args: argparse.Namespace) -> int:
         print(f"elastic-resume diff: a fault of elastic_resume itself: {error!r}", file=sys.stderr)
         return TROUBLE
     lines = [as_json(found)] if args.json else as_text(found, len(found.differences) if args.all else _SHOWN)
-    print("\n".join(lines))
+    say("\n".join(lines) + "\n")
     return DIFFERENT if found.differences else SAME
 
 

@@ -28,6 +28,7 @@ from elastic_resume.cluster.pods import Pods
 from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.names import lookup, own_addresses, read_address
+from elastic_resume.report.saying import say
 from elastic_resume.report.text import size
 
 PATIENCE_S = 5.0
@@ -64,9 +65,9 @@ def doctor(args: argparse.Namespace) -> int:
     problems = [*here.problems, *(one.problem for one in findings if one.problem)]
     if args.json:
         told = [{"what": one.what, "value": one.value, "source": one.source} for one in findings]
-        print(json.dumps({"findings": told, "problems": problems}, indent=2))
+        say(json.dumps({"findings": told, "problems": problems}, indent=2) + "\n")
     else:
-        print(render(findings, problems))
+        say(render(findings, problems) + "\n")
     return contract.EXIT_AT_FAULT if problems else contract.EXIT_DONE
 
 

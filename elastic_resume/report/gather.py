@@ -2,7 +2,8 @@
 
 A run's nodes may have left their logs in several places: directories of a shared disk, copies of disks of
 their own, lines that other nodes kept of them (`contract.PEERS_FILE`). Identical lines are one event. A
-node's own log keeps its order; what only others have of it is put in between by time.
+node's own log keeps its order; what only others have of it is put in between by time. Copies may lie under
+any name: what a run and its nodes are called is told by their logs.
 
 Promise: only reads, of hangs nothing that is a link or waits; what cannot be read is a problem with its
 reason, and the rest is told all the same.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elastic_resume import contract, events
@@ -26,6 +27,43 @@ from elastic_resume.report.thinning import thin
 MAX_STACKS = 50  # files of hangs that are read, the newest
 MAX_STACKS_BYTES = 256 * 1024
 _LOGS = (contract.EVENTS_FILE, contract.PEERS_FILE)
+
+
+@dataclass
+class _Names:
+    """What logs call the runs they are of, and the nodes, by the directories of their logs."""
+
+    runs: dict[str, Path] = field(default_factory=dict)  # each with a log of it
+    nodes: dict[Path, str] = field(default_factory=dict)
+
+    def hear(self, event: Event, log: Path) -> None:
+        """Take the names from one event."""
+        run = event.get("run_id")
+        if event["event"] == "agent-start" and isinstance(run, str):
+            self.runs.setdefault(run, log)
+        node = event.get("node")
+        if log.name == contract.EVENTS_FILE and isinstance(node, str) and node:
+            self.nodes.setdefault(log.parent.resolve(), node)
+
+    def run(self) -> str | None:
+        """The run's name; None where no log tells it. Raises UsageError where they are of several."""
+        if len(self.runs) > 1:
+            which = "; ".join(f"{run!r} ({log})" for run, log in list(self.runs.items())[:20])
+            raise UsageError(f"events of {len(self.runs)} runs: {which}. Give those of one run.")
+        return next(iter(self.runs), None)
+
+    def of(self, found: places.Found) -> places.Found:
+        """The same places under their own names."""
+        run = self.run()
+        named = [
+            replace(
+                place,
+                run=place.run if run is None else run,
+                node=self.nodes.get(place.path.resolve(), place.node),
+            )
+            for place in found.places
+        ]
+        return replace(found, places=tuple(named))
 
 
 @dataclass
@@ -56,13 +94,19 @@ def gather(paths: Sequence[Path], *, most_bytes: int | None = None) -> Gathered:
         one_in += size // most_bytes
         if one_in > 1:
             found.problems.append(f"logs of {size >> 20} MB: of steps about one in {one_in} was read")
-    found.events = _merged(logs, found.problems, one_in)
+    names = _Names()
+    found.events = _merged(logs, found.problems, one_in, names)
+    names.run()
     for directory in dict.fromkeys(directories):
-        _stacks(directory, found)
+        _stacks(directory, found, names)
         try:
-            found.items += checkpoints.items(places.find(directory))
+            items = list(checkpoints.items(names.of(places.find(directory))))
         except (ElasticResumeError, OSError) as error:
             found.problems.append(str(error))
+            continue
+        found.items += items
+        unread = [item for item in items if item.generation is None and item.state == "bad"]
+        found.problems += [f"{item.path}: left out: {item.reason}" for item in unread]
     return found
 
 
@@ -106,7 +150,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _merged(logs: Iterable[Path], problems: list[str], one_in: int) -> list[Event]:
+def _merged(logs: Iterable[Path], problems: list[str], one_in: int, names: _Names) -> list[Event]:
     """Each event once; each node's own in the order of its log."""
     own: list[Event] = []
     others: list[Event] = []
@@ -118,6 +162,7 @@ def _merged(logs: Iterable[Path], problems: list[str], one_in: int) -> list[Even
                 line = repr(event)  # of the same line, the same
                 if line not in seen:
                     seen.add(line)
+                    names.hear(event, log)
                     (others if second_hand else own).append(event)
         except (OSError, RecursionError) as error:
             problems.append(f"{log}: left out: {error}")
@@ -129,7 +174,7 @@ def _merged(logs: Iterable[Path], problems: list[str], one_in: int) -> list[Even
     return [event for event in own if event.get("node") not in lacking] + mixed
 
 
-def _stacks(directory: Path, found: Gathered) -> None:
+def _stacks(directory: Path, found: Gathered, names: _Names) -> None:
     here = (directory / contract.HANGS_DIR).is_dir()
     pattern = f"{contract.HANGS_DIR}/*.txt" if here else f"*/{contract.HANGS_DIR}/*.txt"
     try:
@@ -143,7 +188,9 @@ def _stacks(directory: Path, found: Gathered) -> None:
         except OSError as error:
             found.problems.append(f"{path}: left out: {error.strerror or error}")
             continue
-        found.stacks[f"{path.parent.parent.name}/{path.name}"] = told.decode(errors="replace")
+        home = path.parent.parent
+        node = names.nodes.get(home.resolve(), home.name)
+        found.stacks[f"{node}/{path.name}"] = told.decode(errors="replace")
 
 
 def _plain(path: Path) -> bytes:

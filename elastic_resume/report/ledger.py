@@ -115,7 +115,10 @@ def _look(copies: dict[tuple[str, int, int, str], Copy], items: Iterable[Item]) 
         if item.generation is None or item.step is None:
             continue
         key = (item.node, item.generation, item.step, DISK)
-        known = copies.get(key, Copy(*key, COMMITTED, verified=False, t=item.written_at, bytes=item.bytes))
+        if key in seen and item.state == QUARANTINED:  # what has taken its place is there
+            key = (*key[:3], f"{DISK}, {item.path.name} set aside")
+        made = Copy(*key[:3], DISK, COMMITTED, verified=False, t=item.written_at, bytes=item.bytes)
+        known = copies.get(key, made)
         copies[key] = replace(known, state=item.state, reason=item.reason, bytes=known.bytes or item.bytes)
         seen.add(key)
     for key, copy in copies.items():

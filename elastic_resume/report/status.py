@@ -12,7 +12,7 @@ from typing import Any
 from elastic_resume import contract
 from elastic_resume.errors import RendezvousLostError, UsageError
 from elastic_resume.report import asking, status_screen
-from elastic_resume.report.commands import say
+from elastic_resume.report.saying import say
 
 LONGEST_S = 60.0
 """After so long without an answer a job that was looked at counts as ended."""
@@ -26,7 +26,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "path", type=Path, nargs="?", metavar="CKPT_DIR", help="or a run's or node's directory in it"
     )
     one.add_argument(
-        "--rdzv-endpoint", metavar="HOST,…", help="as for run: any agent of the job may be asked"
+        "--rdzv-endpoint", metavar="HOST,...", help="as for run: any agent of the job may be asked"
     )
     one.add_argument("--rdzv-id", metavar="NAME", help="as for run: the job's name")
     one.add_argument(
@@ -59,7 +59,7 @@ def status(args: argparse.Namespace) -> int:
     )
     if args.json:
         say(json.dumps(job.ask(), indent=2) + "\n")
-    elif args.once or not sys.stdout.isatty():
+    elif args.once or not (sys.stdout and sys.stdout.isatty()):
         say(_text(job.ask()))
     else:
         _watch(job, args.interval)
