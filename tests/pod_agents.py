@@ -7,6 +7,7 @@ real start is seconds of importing. A host named by `Agents.really` starts the r
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -67,7 +68,10 @@ class Agents:
     def _answer(self, line: socket.socket) -> None:
         """Let an agent be born beside who asks; say so when it is that one's child."""
         with line:
-            told, (output,) = brood.receive(line, 1)
+            try:
+                told, (output,) = brood.receive(line, 1)
+            except (OSError, EOFError):  # the pod has ended already
+                return
             (pod, _, _) = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             command = [sys.executable, "-m", "elastic_resume", *told["argv"]]
             cwd = Path(told["cwd"])
@@ -76,13 +80,15 @@ class Agents:
             )
             os.close(output)
             between.wait()
-            line.sendall(b"!")
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                line.sendall(b"!")
 
 
 def group_of(process: int) -> str:
     """The control group that limits the memory of a machine of ours."""
     own = Group.of_this_process()
     for group in own.directory.glob(f"*-{os.getpid()}-*") if own else ():
-        if str(process) in (group / "cgroup.procs").read_text().split():
-            return str(group)
+        with contextlib.suppress(OSError):  # the group of a pod that has just ended
+            if str(process) in (group / "cgroup.procs").read_text().split():
+                return str(group)
     return ""

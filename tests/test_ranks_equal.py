@@ -26,7 +26,7 @@ class Threads:
     def __init__(self, size: int) -> None:
         self.characters = self.rounds = 0
         self._told: list[Any] = [None] * size
-        self._meet = threading.Barrier(size, timeout=10)
+        self._meet = threading.Barrier(size, timeout=60)
 
     def run(self, values: list[dict[str, str]]) -> list[Difference | None]:
         """Let each rank compare its values; give what each found."""

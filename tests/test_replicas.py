@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from elastic_resume import contract
 from elastic_resume.agent.keeper import kept
 from elastic_resume.agent.replicas import Replicas
-from elastic_resume.config import Settings
+from elastic_resume.config import Settings as NodeSettings
 from elastic_resume.errors import GaveUpError, MachineError
 from elastic_resume.policy.cadence import AUTO
 from elastic_resume.policy.divergence import RESUME, STOP
@@ -25,15 +26,16 @@ from elastic_resume.rendezvous.address import Endpoint, Seat
 from elastic_resume.rendezvous.member import Member
 from elastic_resume.rendezvous.messages import Diverged, Join
 from elastic_resume.rendezvous.record import Record
-from elastic_resume.rendezvous.steps import BeginWorld, Log
+from elastic_resume.rendezvous.steps import BeginWorld, Log, Settings
 from elastic_resume.rendezvous.terms import Terms
 from elastic_resume.store.handing import Line
 from elastic_resume.store.node_dir import NodeDir
-from tests.stations import until
+from tests.stations import NODE_TIMEOUT_S, until
 from tests.test_keeper import NEEDED, snapshot
 
 pytestmark = pytest.mark.slow
 
+BEAT_S = 0.2  # which carries a digest
 TENSORS = ("fc.weight", "fc.bias", "out.weight")
 STATE = (1.0, 2.0, 3.0)
 
@@ -126,14 +128,21 @@ class Trainer:
 def terms(request: pytest.FixtureRequest) -> Terms:
     """Three candidates, and what is done about replicas that differ."""
     endpoints = tuple(Endpoint("127.0.0.1", 0) for _ in range(3))
-    return Terms(
-        "job", endpoints, 3, 3, None, b"token", True, node_timeout_s=2.0, on_divergence=request.param
-    )
+    return Terms("job", endpoints, 3, 3, None, b"token", True, on_divergence=request.param)
 
 
 @pytest.fixture
-def trainers(terms: Terms, tmp_path: Path) -> Iterator[list[Trainer]]:
-    """Nodes a, b and c, in their first world."""
+def trainers(terms: Terms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Trainer]]:
+    """Nodes a, b and c, in their first world; none is silent for longer than the others wait.
+
+    They are threads of one process, which may have to wait for a processor.
+    """
+    own, beats = Terms.settings, round(NODE_TIMEOUT_S / BEAT_S)
+
+    def patient(of: Terms, own_address: str) -> Settings:
+        return replace(own(of, own_address), node_timeout_s=NODE_TIMEOUT_S, beats_per_timeout=beats)
+
+    monkeypatch.setattr(Terms, "settings", patient)
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     endpoints = tuple(Endpoint("127.0.0.1", one.getsockname()[1]) for one in listeners)
     terms = Terms(**{**vars(terms), "endpoints": endpoints})
@@ -254,7 +263,7 @@ class Hearing:
 
 def test_a_state_is_told_under_its_worlds_generation_whatever_its_workers_count(tmp_path: Path) -> None:
     """Workers that began with another job's copy of generation 50 are in 51, and their world is the first."""
-    settings = Settings(tmp_path, "job", "a", AUTO, 3, "auto", snapshot_memory=3 * NEEDED)
+    settings = NodeSettings(tmp_path, "job", "a", AUTO, 3, "auto", snapshot_memory=3 * NEEDED)
     nothing: Any = lambda *_, **__: None  # noqa: E731
     hearing: Any = Hearing()
     with (
