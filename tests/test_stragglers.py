@@ -29,7 +29,7 @@ from elastic_resume.rendezvous.messages import Stamp
 from elastic_resume.report import asking, story
 from elastic_resume.report.gather import gather
 from elastic_resume.report.status_screen import screen
-from elastic_resume.report.troubles import Trouble
+from elastic_resume.report.troubles import Trouble, described
 from elastic_resume.store.board import Board, Worker
 from elastic_resume.testing import Cluster
 from elastic_resume.worker.own_time import CALIBRATION_STEPS, OwnTime
@@ -349,16 +349,25 @@ def test_a_report_names_who_was_slow_for_how_long_and_what_it_cost() -> None:
 def test_of_one_whose_end_nobody_told_no_more_is_said_than_was_told() -> None:
     """It may have ended in the next second; while its generation runs nobody says that it is over."""
     (one,) = told_of(BEGAN)
-    assert (one.until, one.is_over) == (120.0, False)
+    assert (one.until, one.is_over, described(one)) == (120.0, False, "and not over")
     assert one.text.endswith("; at least 5 steps took 1.0 s longer for it")
-    (one,) = told_of(BEGAN, NEXT)
-    assert one.is_over
+    (one,) = told_of(BEGAN, {**BEGAN, "t": 130.0, "steps": 15, "cost_s": 3.0})
+    assert (one.t, one.until, one.is_over) == (120.0, 130.0, False)
+    assert one.text.endswith("; at least 15 steps took 3.0 s longer for it")
+    for later in (NEXT, {**NEXT, "generation": 1, "event": "run-end"}):
+        (one,) = told_of(BEGAN, later)
+        assert (one.until, one.is_over, described(one)) == (120.0, True, "")
 
 
 def test_an_end_is_that_of_its_nodes_rank_and_in_its_generation() -> None:
     """Whichever rank it names; told when the next generation runs, it was no later than that began."""
     (one,) = told_of(BEGAN, NEXT, {**OVER, "t": 175.0, "slow_rank": 3})
     assert (one.t, one.until, one.is_over) == (120.0, 170.0, True)
+    (one,) = told_of(NEXT, {**BEGAN, "t": 172.0}, {**OVER, "t": 175.0})
+    assert (one.t, one.until) == (172.0, 172.0), "it never ended before it was found"
+    (one,) = told_of(BEGAN, NEXT, {**OVER, "t": 180.0, "generation": 2})
+    assert (one.until, "at least 5 steps" in one.text) == (120.0, True), "that is the end of another"
+    assert told_of(OVER) == []
 
 
 def test_a_slow_rank_that_two_leaders_tell_of_is_one() -> None:
@@ -366,7 +375,7 @@ def test_a_slow_rank_that_two_leaders_tell_of_is_one() -> None:
     (one,) = told_of(BEGAN, {**BEGAN, "t": 130.0}, OVER)
     assert (one.t, one.until) == (120.0, 140.0)
     first, second = told_of(BEGAN, {**BEGAN, "t": 130.0, "slow_rank": 3}, OVER)
-    assert (first.until, second.until) == (120.0, 140.0)
+    assert [(found.t, found.until) for found in (first, second)] == [(120.0, 120.0), (130.0, 140.0)]
 
 
 @pytest.mark.parametrize("odd", [{"own_s": "x"}, {"steps": None}, {"slow_rank": -1}, {"generation": "1"}])
@@ -479,8 +488,9 @@ def test_a_report_names_whose_link_was_slow() -> None:
     """From when it was found to when it was so no more."""
     slow = {"event": "slow-link", "t": 120.0, "slow_node": "n1", "round_s": 0.21, "others_s": 0.001}
     over = {**slow, "t": 180.0, "generation": 2, "is_over": True}  # a link outlives generations
-    (one,) = told_of(slow, NEXT, over, kind="slow-link")
-    assert (one.node, one.t, one.until, one.is_over) == ("n1", 120.0, 180.0, True)
+    for told in (over, {**over, "generation": 1}):
+        (one,) = told_of(slow, NEXT, told, kind="slow-link")
+        assert (one.node, one.t, one.until, one.is_over) == ("n1", 120.0, 180.0, True)
     said = "its link is slow: a heartbeat takes 0.21 s to the leader and back, others' 0.001 s"
     assert one.text == said
 
