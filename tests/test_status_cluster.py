@@ -14,10 +14,11 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -30,6 +31,7 @@ from tests.stations import descriptors, dropped, until
 pytestmark = pytest.mark.cluster
 
 SCRIPT = Path(__file__).parent / "jobs" / "train.py"
+Told = subprocess.CompletedProcess[str]
 TOKEN = "a secret with a : in it, and ümlauts"  # noqa: S105 - of this test alone
 
 
@@ -45,7 +47,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield made
 
 
-def status(*words: str, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
+def status(*words: str, token: str = TOKEN) -> Told:
     """Run the command."""
     return subprocess.run(
         [sys.executable, "-m", "elastic_resume", "status", *words],
@@ -55,6 +57,16 @@ def status(*words: str, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=60,
     )
+
+
+def asked(cluster: Cluster, index: int, look: Callable[[Told], object], token: str = TOKEN) -> Told:
+    """Ask that node by name, until it has had the time to answer so."""
+
+    def told() -> Told | None:
+        said = status(*by_name(cluster, index), "--once", token=token)
+        return said if look(said) else None
+
+    return cluster.wait(told, f"n{index} to answer")
 
 
 def by_name(cluster: Cluster, index: int) -> list[str]:
@@ -111,20 +123,21 @@ def test_status_tells_the_same_whoever_is_asked(cluster: Cluster) -> None:
     """By a directory of this machine, or by any agent's address; a wrong token is refused in words."""
 
     def settled() -> dict[str, Any] | None:
-        said: dict[str, Any] = json.loads(status(str(cluster.run_dir), "--json").stdout)
+        told = status(str(cluster.run_dir), "--json")
+        said: dict[str, Any] = json.loads(told.stdout) if told.returncode == 0 else {"steps_per_s": 0}
         # A rate needs two pulses, and the first may tell of a checkpoint.
         return said if said["steps_per_s"] and all(one["checkpoint_step"] for one in said["nodes"]) else None
 
     said = cluster.wait(settled, "all nodes have told of a checkpoint, and of steps since")
     assert said["leads"]
     assert (said["world"]["nodes"], said["world"]["ranks"]) == (["n0", "n1", "n2"], 3)
+    row = r"\n +2  n2 +\d+ +[\d.]+  \d+, [\d.]+ m?s old +\d+, [\d.]+ m?s old  "
     for index in (0, 2):
-        text = status(*by_name(cluster, index), "--once").stdout
+        text = asked(cluster, index, lambda told: re.search(row, told.stdout)).stdout
         assert "generation 1, 3 nodes, 3 ranks, led by n0" in text
-        assert re.search(r"\n +2  n2 +\d+ +[\d.]+  \d+, [\d.]+ m?s old +\d+, [\d.]+ m?s old  ", text), text
-    wrong = status(*by_name(cluster, 0), token="another")  # noqa: S106
+    refused = "it does not hold the run's token (--rdzv-token-file, ELASTIC_RESUME_TOKEN)"
+    wrong = asked(cluster, 0, lambda told: refused in told.stderr, token="another")  # noqa: S106
     assert wrong.returncode == 1
-    assert "it does not hold the run's token (--rdzv-token-file, ELASTIC_RESUME_TOKEN)" in wrong.stderr
     assert "another" not in wrong.stderr.replace("another job", "")
     modes = {path.stat().st_mode & 0o777 for path in cluster.run_dir.glob(f"*/{contract.LOOK_FILE}")}
     assert modes == {0o600}
@@ -147,12 +160,17 @@ def test_pages_open_to_the_token_and_to_nothing_else(cluster: Cluster) -> None:
             assert (code, text) == (401, "The run's token, please.\n")
             assert headers["WWW-Authenticate"].startswith("Basic realm=")
         assert get(f"{pages[0]}{page}?token=x", None)[0] == 401
-    leads, follows = (figures(get(f"{page}metrics", bearer(TOKEN))[1]) for page in pages)
+
+    def heard() -> list[dict[str, float]] | None:
+        found = [figures(get(f"{page}metrics", bearer(TOKEN))[1]) for page in pages]
+        leads, follows = found
+        told = leads.get("elastic_resume_node_stepn2") and follows.get("elastic_resume_node_stepn1")
+        return found if told else None
+
+    leads, follows = cluster.wait(heard, "each node to have told how far it is")
     assert (leads["elastic_resume_leads"], follows["elastic_resume_leads"]) == (1, 0)
     assert leads["elastic_resume_world_ranks"] == 3
-    assert leads["elastic_resume_node_stepn2"] > 0
     assert "elastic_resume_world_ranks" not in follows
-    assert follows["elastic_resume_node_stepn1"] > 0
     assert json.loads(get(f"{pages[1]}status.json", basic(TOKEN))[1])["leader"]["node"] == "n0"
     code, text, headers = get(pages[0], basic(TOKEN))
     assert (code, headers["Cache-Control"]) == (200, "no-store")
@@ -235,12 +253,17 @@ def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:
     assert after["elastic_resume_incidents_totalnode-lost"] == 1
 
 
+def serves(process: psutil.Process) -> bool:
+    """Whether it serves pages; one that has just ended does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "elastic_resume.report.serve" in " ".join(process.cmdline())
+    return False
+
+
 def test_pages_end_with_their_agent(cluster: Cluster) -> None:
     """No process outlives its agent, and nobody answers at its address."""
     address = url(cluster, 2)
-    (served,) = [
-        one for one in cluster.processes(2) if "elastic_resume.report.serve" in " ".join(one.cmdline())
-    ]
+    (served,) = [one for one in cluster.processes(2) if serves(one)]
     cluster.kill_node(2)
     until(lambda: not served.is_running(), "it ends with its agent")
     with pytest.raises(urllib.error.URLError):
