@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume import contract
 from elastic_resume.testing import Cluster
 from tests import diary
 from tests.jobs.train import SAMPLES
@@ -40,19 +39,30 @@ def make(tmp_path: Path) -> Iterator[Make]:
         cluster.stop()
 
 
-def start(cluster: Cluster, **options: object) -> Path:
-    """Start the job; give the directory of its diary."""
+def start(cluster: Cluster, *, waits_at: int = 10**6, **options: object) -> Path:
+    """Start the job; give the directory of its diary.
+
+    ``waits_at``: from this step on each takes a second until `go_on`, so that the job cannot be over, nor far
+    ahead, by the time at which something befalls it, however long this process stands still.
+    """
     kept = cluster.directory / "diary"
-    flags = {"epochs": EPOCHS, **options}
+    waits = {"slow_from": waits_at, "slow_until": cluster.directory / "go-on"}
+    flags = {"epochs": EPOCHS, **waits, **options}
     words = [word for key, value in flags.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     cluster.start(SCRIPT, "--diary", str(kept), *words)
     return kept
+
+
+def go_on(cluster: Cluster) -> None:
+    """What was to befall the job has."""
+    (cluster.directory / "go-on").touch()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Digest of weights and optimizer after a run of three nodes that nothing befell."""
     with Cluster(tmp_path_factory.mktemp("undisturbed"), nodes=3, flags=["--save-every", "5"]) as cluster:
+        go_on(cluster)
         kept = start(cluster, step_delay=0.0)
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
         return check_end(kept, world_size=3)
@@ -78,10 +88,11 @@ def check_end(kept: Path, *, world_size: int, epochs: int = EPOCHS, batch: int =
 def test_a_killed_worker_costs_only_the_steps_since_the_last_save(make: Make, undisturbed: str) -> None:
     """Kill -9 of one worker: same weights, bit for bit, as if nothing had happened."""
     cluster = make()
-    kept = start(cluster)
+    kept = start(cluster, waits_at=14)
     cluster.wait(commit=10, node=1)
     before = newest(cluster)
     cluster.kill_worker(1)
+    go_on(cluster)
     resumed = cluster.wait(generation=before + 1)
     assert resumed["kind"] == "checkpoint"
     assert resumed["step"] >= 10
@@ -95,10 +106,11 @@ def test_a_killed_worker_costs_only_the_steps_since_the_last_save(make: Make, un
 def test_a_killed_node_returns_with_an_empty_disk(make: Make, undisturbed: str) -> None:
     """Kill -9 of agent and worker of a node: the job waits for it, sends it a copy, and ends the same."""
     cluster = make()
-    kept = start(cluster)
+    kept = start(cluster, waits_at=14)
     cluster.wait(commit=10, node=0)
     before = newest(cluster)
     cluster.kill_node(2)
+    go_on(cluster)
     cluster.wipe(2)
     cluster.start_node(2)
     resumed = cluster.wait(generation=before + 1)
@@ -114,12 +126,12 @@ def test_a_killed_node_returns_with_an_empty_disk(make: Make, undisturbed: str) 
 def test_a_node_that_dies_during_a_resume_does_not_hold_the_others(make: Make, undisturbed: str) -> None:
     """It dies with the plan made and nothing loaded; started again, it takes part in the next one."""
     cluster = make()
-    cluster.env[contract.ENV_FAILPOINTS] = "resume.planned=delay:1"
-    kept = start(cluster)
+    kept = start(cluster, waits_at=14)
     cluster.wait(commit=10, node=2)
-    before = len(cluster.events_of(2, "round"))
+    planned = cluster.arm(2, "resume.planned=wait")
     cluster.kill_worker(1)
-    cluster.wait(lambda: len(cluster.events_of(2, "round")) > before, "n2 to enter the next world")
+    go_on(cluster)
+    cluster.wait(lambda: cluster.arming.waits(planned), "n2 to come so far in the next world")
     cluster.kill_node(2)
     cluster.start_node(2)
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
@@ -131,12 +143,14 @@ def test_two_nodes_go_on_without_the_third_and_take_it_back(make: Make, tmp_path
     cluster = make(min_nodes=2, max_nodes=3)
     # The third node comes back when it has imported torch, and the others have to be still there.
     third_is_back = tmp_path / "third-is-back"
-    kept = start(cluster, slow_until=third_is_back)
+    kept = start(cluster, waits_at=0, slow_until=third_is_back)
     cluster.wait(lambda: [e for e in cluster.events("resume") if e["world_size"] == 3], "a world of 3")
     cluster.wait(commit=5, node=0)
+    before = newest(cluster)
     cluster.kill_node(2)
     shrunk = cluster.wait(
-        lambda: [e for e in cluster.events("resume") if e["world_size"] == 2], "a world of 2"
+        lambda: [e for e in cluster.events("resume") if e["world_size"] == 2 and e["generation"] > before],
+        "a world of 2",
     )[-1]
     assert shrunk["kind"] == "checkpoint"
     assert shrunk["nodes"] == ["n0", "n1"]
@@ -159,10 +173,11 @@ def test_two_nodes_go_on_without_the_third_and_take_it_back(make: Make, tmp_path
 def test_damaged_copies_are_named_and_the_next_source_is_taken(make: Make, undisturbed: str) -> None:
     """The newest copy torn on one node and bit-flipped on another: the third node's copy serves all."""
     cluster = make()
-    kept = start(cluster)
+    kept = start(cluster, waits_at=12)  # so near to each other they all keep the copy that counts
     for index in range(3):
         cluster.wait(commit=10, node=index)
     cluster.stop()
+    go_on(cluster)
     before = newest(cluster)
     step = min(cluster.checkpoints(index)[0].step for index in range(3))
     for index in range(3):
@@ -187,7 +202,7 @@ def test_damaged_copies_are_named_and_the_next_source_is_taken(make: Make, undis
 def test_when_every_copy_is_damaged_the_job_ends_and_does_not_start_afresh(make: Make) -> None:
     """All copies corrupt: an error that names them, exit code 1 on every node, again when asked again."""
     cluster = make(nodes=2)
-    start(cluster)
+    start(cluster, waits_at=14)
     for index in range(2):
         cluster.wait(commit=5, node=index)
     cluster.stop()
@@ -205,9 +220,10 @@ def test_when_every_copy_is_damaged_the_job_ends_and_does_not_start_afresh(make:
 def test_a_whole_job_that_was_killed_goes_on_where_it_was(make: Make, undisturbed: str) -> None:
     """Kill -9 of everything; the same command again ends with the same weights."""
     cluster = make()
-    kept = start(cluster)
+    kept = start(cluster, waits_at=24)
     cluster.wait(commit=20, node=0)
     cluster.stop()
+    go_on(cluster)
     before = newest(cluster)
     start(cluster)
     assert cluster.wait(generation=before + 1)["kind"] == "checkpoint"
@@ -222,10 +238,12 @@ def test_a_job_goes_on_with_another_number_of_nodes(make: Make, second: int) -> 
     That the third is dead, and does not train on behind a cut link, somebody has to say.
     """
     first = make()
-    kept = start(first)
+    kept = start(first, waits_at=19)
     first.wait(commit=15, node=0)
     first.stop()
-    again = make(nodes=second, more=("--allow-minority",) if second < 3 else ())
+    go_on(first)
+    # Two wait for the silence of the third.
+    again = make(nodes=second, more=("--allow-minority", "--node-timeout", "3") if second < 3 else ())
     before = newest(first)
     start(again)
     resumed = again.wait(generation=before + 1)
@@ -239,6 +257,7 @@ def test_a_job_goes_on_with_another_number_of_nodes(make: Make, second: int) -> 
 def test_an_exception_is_told_with_its_first_line(make: Make, undisturbed: str) -> None:
     """A rank that raises once costs a generation; the event names type, text and place."""
     cluster = make()
+    go_on(cluster)
     kept = start(cluster, raise_at="1:12:1")
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
     assert check_end(kept, world_size=3) == undisturbed

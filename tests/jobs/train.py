@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--step-delay", type=float, default=0.05)
     parser.add_argument("--slow-until", type=Path, help="a step takes a second until this file exists")
+    parser.add_argument("--slow-from", type=int, default=0, help="no earlier step than this one does")
     parser.add_argument("--loaders", type=int, default=0, help="processes of each rank that read samples")
     parser.add_argument("--fast-from", type=Path, help="steps have no delay once this file exists")
     parser.add_argument("--width", type=int, default=32)
@@ -73,7 +74,7 @@ def main() -> None:
             step = run.position.step + 1
             line = {"generation": run.generation, "step": step, "epoch": epoch, "indices": indices.tolist()}
             os.write(diary.fileno(), (json.dumps(line) + "\n").encode())
-            slow = args.slow_until is not None and not args.slow_until.exists()
+            slow = args.slow_until and step >= args.slow_from and not args.slow_until.exists()
             fast = args.fast_from is not None and args.fast_from.exists()
             time.sleep(1.0 if slow else 0.0 if fast else args.step_delay)
             if args.raise_at == f"{run.generation}:{step}:{run.rank}":

@@ -109,7 +109,9 @@ class Slurm:
         self.prefix = f"p{os.getpid()}n"  # Slurm names the nodes' control groups by it
         names = ["controller", *(f"{self.prefix}{index}" for index in NODES)]
         self.machines = Machines(names, bind={str(directory): directory})
-        self.env = {**os.environ, "SLURM_CONF": str(directory / "slurm.conf")}
+        # Nodes of Slurm fall silent when they die: other tests' time for that is too long (conftest).
+        own = {name: text for name, text in os.environ.items() if name != "PET_RDZV_CONF"}
+        self.env = {**own, "SLURM_CONF": str(directory / "slurm.conf")}
         self.env = {
             k: v for k, v in self.env.items() if not k.startswith(("ELASTIC_RESUME_", "TORCHELASTIC_"))
         }
