@@ -196,7 +196,8 @@ def count_of(event: Mapping[str, Any], name: str) -> int | None:
 
 def read_run(run_dir: Path) -> list[Event]:
     """All events of all nodes under ``CKPT_DIR/RUN_ID``, and of injected faults, by time."""
-    paths = [*sorted(run_dir.glob(f"*/{contract.EVENTS_FILE}")), run_dir / contract.FAULTS_FILE]
+    beside = [run_dir / name for name in (contract.FAULTS_FILE, contract.PEERS_FILE)]
+    paths = [*sorted(run_dir.glob(f"*/{contract.EVENTS_FILE}")), *beside]
     merged = [event for path in paths for event in read(path)]
     return sorted(merged, key=lambda event: event["t"])
 

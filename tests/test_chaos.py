@@ -27,6 +27,7 @@ from elastic_resume.faults import chaos, hosts, plan_text
 from elastic_resume.faults.arming import Arming
 from elastic_resume.faults.course import DONE, Fate
 from elastic_resume.faults.fault import Fault
+from elastic_resume.faults.kinds import KINDS
 from elastic_resume.faults.plan import Plan
 from elastic_resume.faults.trial import RUN_ID, Job, Outcome, _Tail, _Trial
 from elastic_resume.report import aftermath, story
@@ -161,6 +162,30 @@ def test_of_two_faults_in_one_moment_the_one_that_hit_the_rank_is_to_blame() -> 
     assert aftermath.of([aftermath.Hit(9.96, ["n1"], 1), disk], rows) == [rows, []]
     assert aftermath.of([aftermath.Hit(9.96, ["n1"], 0), disk], rows) == [[], rows]
     assert aftermath.of([aftermath.Hit(5.0, ["n1"], 1), disk], rows) == [[], rows]
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("node", None), ("worker", 0)])
+def test_what_cannot_end_a_node_has_not_if_another_fault_can(kind: str, rank: int | None) -> None:
+    """Though it came closer, and to all of them."""
+    rows = [row_of(0.0, End(kind, "n0 ended", t=10.0, node="n0", rank=rank))]
+    full = aftermath.Hit(9.98, ["n0", "n1"], what="disk-full")
+    killed = aftermath.Hit(9.95, ["n0"], what="kill-node")
+    assert aftermath.of([full, killed], rows) == [[], rows]
+    assert aftermath.of([full, killed._replace(nodes=["n1"])], rows) == [rows, []]
+    assert set(KINDS) >= aftermath.MILD
+
+
+def test_that_all_were_told_to_leave_is_told_of_the_notice() -> None:
+    """It is no incident, and cost some time nevertheless."""
+    ends = [End("stopped", "a notice", t=3.0), End("finished", "finished", t=20.0)]
+    rows = tuple(
+        replace(row_of(began, end), recovered_s=4.0) for began, end in zip((0.0, 9.0), ends, strict=True)
+    )
+    fates = (fate_of(1, "preemption", 0, 2.0), fate_of(2, "preemption", 0, 10.0))
+    outcome = Outcome(
+        "", (0,), fates, replace(story.tell([]), report=Report(rows, (), 0, 0, 0, 7, "finished", ""))
+    )
+    assert chaos._followed(outcome) == {1: "a notice, back in 4.0 s"}
 
 
 def test_a_rank_that_was_hit_without_its_name_was_hit_too() -> None:

@@ -164,6 +164,14 @@ def job_killed() -> Job:
     return job
 
 
+def job_lost_its_power() -> Job:
+    """What ranks noted of their steps was not on the disks yet; others had been told of them."""
+    job = Job().begun()
+    job.agents(3700, "n0", "n1", "n2")
+    job.begin(3710, 6, "n0", "n1", "n2", lost_steps=0)
+    return job
+
+
 def job_stopped() -> Job:
     """Every agent gets SIGTERM, and the job is started again."""
     job = Job().begun()
@@ -219,6 +227,7 @@ def finished_and_run_again() -> Job:
         (exception, ("exception", "rank 2 on n2: ValueError: loss is nan"), ("n2", 2), (1, 5.6)),
         (node_returns, ("joined", "node n2 joined"), ("", None), (0, 2.35)),
         (job_killed, ("job", "whole job killed"), ("", None), (3, 3600.5)),
+        (job_lost_its_power, ("job", "whole job killed"), ("", None), (4, 3600.5)),
         (job_stopped, ("stopped", "stopped by SIGTERM"), ("", None), (0, 3599.5)),
         (node_told_to_leave, ("left", "node n1 left: stopped by SIGTERM."), ("n1", None), (0, 5.1)),
         (rank0_node_wiped, ("worker", "rank 1 on n1: SIGKILL"), ("n1", 1), (0, 5.3)),

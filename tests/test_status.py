@@ -26,7 +26,7 @@ from elastic_resume.rendezvous.steps import Heard
 from elastic_resume.rendezvous.tidings import News, Pulse, Tidings
 from elastic_resume.rendezvous.view import View
 from elastic_resume.report import asking
-from elastic_resume.report.status_screen import MAX_NODES, screen
+from elastic_resume.report.status_screen import MAX_NODES, fitting, screen
 from elastic_resume.store.durable import Disk
 
 A, B, C = (Incarnation(name, "1", f"{name}:1", None) for name in "abc")
@@ -356,6 +356,22 @@ def test_of_a_thousand_nodes_those_in_trouble_are_shown() -> None:
     assert len(lines) < MAX_NODES + 20
     assert any("n777" in line and "disk full" in line for line in lines)
     assert f"and {1000 - MAX_NODES} more" in lines
+
+
+@pytest.mark.parametrize("nodes", [2, 24, 1000])
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (40, 8), (200, 60), (1, 1)])
+def test_a_screen_is_no_larger_than_the_terminal(nodes: int, columns: int, rows: int) -> None:
+    """What is redrawn would scroll, and its head be lost; the node in trouble is among those left."""
+    document = said(nodes, trouble=1)
+    document["spares"] = [f"spare-{number}" for number in range(1000)]
+    lines = fitting(document, columns, rows)
+    assert len(lines) <= rows
+    assert max(map(len, lines)) <= columns
+    assert "job job: generation 3"[:columns] in lines[0]
+    assert len("\n".join(screen(document))) < 6000
+    if rows >= 24:
+        assert any(" n1 " in line for line in lines)
+        assert any("2 incidents" in line for line in lines)
 
 
 # ---- finding agents ------------------------------------------------------------------------------------

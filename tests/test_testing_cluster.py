@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from elastic_resume import contract
 from elastic_resume.errors import UsageError
+from elastic_resume.events import EventLog
 from elastic_resume.faults.moments import Moments, Planned
 from elastic_resume.faults.nodes import Recovery
+from elastic_resume.report.gather import gather
 from elastic_resume.store.board import Line, Worker
 from elastic_resume.testing import Cluster, MomentError
 
@@ -69,6 +72,26 @@ def test_what_is_planned_comes_once_for_whom_it_is_meant_and_its_errors_come_up(
     with pytest.raises(MomentError, match="late at step 41: never came"):
         moments.require_all()
     moments.close()
+
+
+def test_what_a_wiped_node_has_told_is_not_forgotten(tmp_path: Path) -> None:
+    """Else steps that its job had to run again would count as never run, and a test of that would pass."""
+    with Cluster(tmp_path, nodes=2) as cluster:
+        for index, node in enumerate(cluster.nodes):
+            for generation, last in ((1, 30), (2, 5)):
+                node.directory.mkdir(parents=True)
+                log = EventLog(node.directory / contract.EVENTS_FILE, node=node.name, rank=index)
+                about = {"generation": generation, "world_size": 2}
+                log.write("worker-start", step=0, **about)
+                if index == 0:
+                    log.write("resume", step=0, kind="cold", nodes=["n0", "n1"], lost_steps=0, **about)
+                log.write("step", step=last, **about)
+                log.close()
+                if generation == 1:
+                    cluster.wipe(index)
+        assert cluster.lost_steps == 30
+        assert sorted(event["step"] for event in cluster.events("step")) == [5, 5, 30, 30]
+        assert len(gather([cluster.run_dir]).events) == len(cluster.events()) == 10
 
 
 def test_a_moment_needs_whom_it_befalls(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import secrets
 import shlex
@@ -34,10 +35,11 @@ from elastic_resume.faults.plan import Every, Plan
 from elastic_resume.faults.trial import PATIENCE_S, Interrupted, Job, Outcome, run
 from elastic_resume.report import aftermath, render, saying
 from elastic_resume.report.incidents import Generation
-from elastic_resume.report.text import amount, seconds, table, wrap
+from elastic_resume.report.text import amount, cut, seconds, table, wrap
 
 PROG = "elastic-resume chaos"
 MTBF_S = 15.0
+WHOM = 24  # characters of whom a fault hit, beside what followed
 OURS = {
     "--nnodes": "--nodes and --min-nodes",
     "--nproc-per-node": "--workers-per-node",
@@ -287,7 +289,7 @@ def _fates(outcome: Outcome) -> list[str]:
             continue  # those go on beyond any job's end
         else:
             then = f"never came: {fate.why}"
-        what = f"{fate.fault.what} {fate.whom or fate.fault.whom}"
+        what = f"{fate.fault.what} {cut(fate.whom or fate.fault.whom, WHOM)}"
         rows.append((str(fate.number), what, _came(outcome, fate), then))
     return table(("no", "fault", "at", "what followed"), rows, right=(0, 2), elastic=3) if rows else []
 
@@ -303,7 +305,7 @@ def _followed(outcome: Outcome) -> dict[int | None, str]:
     done = sorted((fate for fate in outcome.fates if fate.t is not None), key=_when)
     rows = outcome.story.report.generations
     found: dict[int | None, list[str]] = {}
-    spoilt = [fate for fate in done if fate.fault.what in kinds.SPOIL]
+    spoilt = [fate for fate in done if fate.fault.what in aftermath.SPOIL]
     for row in rows:
         for copy in row.rejected:
             by = [one for one in spoilt if copy.node in one.nodes and _when(one) <= row.began]
@@ -311,14 +313,26 @@ def _followed(outcome: Outcome) -> dict[int | None, str]:
             found.setdefault(by[-1].number if by else None, []).append(what)
     rest = [row for row in rows if _is_incident(row, outcome)]
     done = [fate for fate in done if fate not in spoilt]  # a damaged copy ends nothing
-    hits = [aftermath.Hit(_when(fate), fate.nodes, fate.rank) for fate in done]
+    hits = [aftermath.Hit(_when(fate), fate.nodes, fate.rank, fate.fault.what) for fate in done]
     for fate, of_it in zip(done, aftermath.of(hits, rows), strict=True):
         for row in [one for one in of_it if one in rest]:
             rest.remove(row)
             found.setdefault(fate.number, []).append(_incident(row))
     for row in rest:
         found.setdefault(None, []).append(_incident(row))
-    return {number: "; ".join(texts) for number, texts in found.items()}
+    for fate in done:
+        if fate.fault.what == "preemption":  # where all nodes left, which is no failure
+            found.setdefault(fate.number, []).extend(map(_incident, _stopped_at(_when(fate), rows)))
+    return {number: "; ".join(texts) for number, texts in found.items() if texts}
+
+
+def _stopped_at(t: float, rows: Sequence[Generation]) -> list[Generation]:
+    """The generation that ran then, if all of it was told to stop and another one followed."""
+    return [
+        row
+        for row, following in itertools.pairwise(rows)
+        if row.began <= t < following.began and row.end.kind == "stopped"
+    ]
 
 
 def _when(fate: Fate) -> float:

@@ -79,7 +79,6 @@ def _kinds() -> dict[str, Kind]:
 
 
 KINDS = _kinds()
-SPOIL = ("torn-write", "bit-flip")  # a copy, which a later start sets aside: nothing ends of that
 SETTINGS = sorted({name for kind in KINDS.values() for name in kind.settings})
 
 ROLES = {

@@ -148,7 +148,7 @@ class Cluster(Mishaps):
         with open(node.log, "ab") as log:
             environ = {**its, **self.env, **(env or {})}
             node.agent = self._ground.start(index, command, environ, log, fresh=self._fresh)
-        node.killed = False
+        node.killed = node.waited_for = False
         if node.ahead_s:
             self._set_clock(index)
 

@@ -158,10 +158,16 @@ class Mishaps(Nodes):
         disk.slow(bytes_per_s) if bytes_per_s else disk.fast()
 
     def wipe(self, index: int) -> None:
-        """Empty a dead node's disk: its checkpoints, its events, all of its directory."""
+        """Empty a dead node's disk: its checkpoints, its events, all of its directory.
+
+        What it has told so far is kept beside the nodes' directories: `lost_steps` and the report need it.
+        """
         node = self.nodes[index]
         if node.alive:
             raise UsageError(f"node {node.name} is running: kill it before its disk is wiped.")
+        self._remember(index)
+        with open(self.run_dir / contract.PEERS_FILE, "ab") as told:  # by others, as far as readers know
+            told.writelines(line + b"\n" for line in self._remembered.pop(index, b"").splitlines())
         shutil.rmtree(node.directory, ignore_errors=True)
 
     def truncate_newest(self, index: int, keep: float = 0.5) -> Path:

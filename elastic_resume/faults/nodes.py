@@ -51,6 +51,7 @@ class Node:
     log: Path
     agent: ending.Agent | None = None
     killed: bool = False  # by whoever simulates it, since its last start
+    waited_for: bool = False  # `wait_exit` has given how it ended, since its last start
     ahead_s: int = 0  # its wall clock, of the true time
 
     @property
@@ -230,16 +231,20 @@ class Nodes:
         return look, words[kind] + on
 
     def wait_exit(self, timeout_s: float = 240.0, only: Sequence[int] | None = None) -> list[int]:
-        """Wait until the agents that run have ended; give the exit codes of those that were not killed here.
+        """Wait until all agents have ended; give the exit codes of those that were not killed here.
 
-        With ``only``: until the agents of these nodes have; give all of their exit codes.
+        Those that it has given before are left out, unless they have been started again. With ``only``: until
+        the agents of these nodes have; give all of their exit codes.
 
         Raises:
+            UsageError: no node was started.
             ClusterTimeoutError: not within ``timeout_s``.
             MomentError: something that was planned with `at` went wrong, or never came in a job that is done.
 
         """
-        chosen = [one for one in self.nodes if one.alive]
+        if all(one.agent is None for one in self.nodes):
+            raise UsageError("wait_exit: no node was started; call start(script) before.")
+        chosen = [one for one in self.nodes if one.alive or not one.waited_for]
         if only is not None:
             chosen = [self.nodes[index] for index in only]
         deadline = time.monotonic() + timeout_s
@@ -251,6 +256,8 @@ class Nodes:
             time.sleep(POLL_S)
         ended = [one for one in chosen if one.agent is not None and (only is not None or not one.killed)]
         codes = [one.agent.wait() for one in ended if one.agent is not None]
+        for one in ended:
+            one.waited_for = True
         self._moments.complain()
         if not any(one.alive for one in self.nodes) and not any(codes):
             self._moments.require_all()

@@ -1,8 +1,8 @@
 """What followed each fault: the incidents after it, before the next one that hit the same node. Pure.
 
 Each incident follows from one fault at most; many faults have none. A fault that came when the failure had
-been noticed did not cause it; what befell a node that no fault had hit is nobody's. Of two in one moment the
-one that hit the very rank which ended is to blame.
+been noticed did not cause it; what befell a node that no fault had hit is nobody's. Of several in one moment
+the one that hit the very rank which ended is to blame, then one that can end something by itself.
 """
 
 from __future__ import annotations
@@ -18,14 +18,22 @@ from elastic_resume.report.incidents import Generation
 
 SLACK_S = 0.1  # by which a node may tell of what befell it before its maker has done it
 MOMENT_S = 1.0
+SPOIL = frozenset({"torn-write", "bit-flip"})
+"""Kinds of faults (`faults.kinds`) that hit a copy, which a later start sets aside: nothing ends of that."""
+MILD = SPOIL | {
+    *("slow-rank", "slow-link", "slow-disk", "packet-loss"),
+    *("disk-full", "disk-error", "clock-jump", "corrupt-message"),
+}
+"""Kinds that cost time at the most, as long as all is well: any other explains an end better."""
 
 
 class Hit(NamedTuple):
-    """When a fault came, and whom it hit; no node: all of them."""
+    """When a fault came, and whom it hit; no node: all of them. ``what``: its kind."""
 
     t: float
     nodes: Sequence[str]
     rank: int | None = None
+    what: str = ""
 
 
 def of(faults: Sequence[Hit], rows: Sequence[Generation]) -> list[list[Generation]]:
@@ -55,10 +63,14 @@ def _cause(row: Generation, same: Sequence[int], faults: Sequence[Hit], until: f
     def first_from(moment: float) -> int:
         return bisect.bisect_left(same, moment, key=lambda place: faults[place].t)
 
-    after, before = first_from(t - SLACK_S), first_from(t + SLACK_S)
-    if row.end.kind == "node" and after < len(same) and faults[same[after]].t <= until:
-        return same[after]  # it fell silent, and t is what it told last
-    just = same[first_from(t - MOMENT_S) : before]
+    def grave(places: Sequence[int]) -> Sequence[int]:
+        return [place for place in places if faults[place].what not in MILD] or places
+
+    before = first_from(t + SLACK_S)
+    since = same[first_from(t - SLACK_S) : first_from(math.nextafter(until, math.inf))]
+    if row.end.kind == "node" and since:
+        return grave(since)[0]  # it fell silent, and t is what it told last
+    just = same[first_from(t - MOMENT_S) : before] or same[max(0, before - 1) : before]
     rank = row.end.rank
     its_own = [place for place in just if rank is not None and faults[place].rank == rank]
-    return its_own[-1] if its_own else same[before - 1] if before else None
+    return grave(its_own or just)[-1] if just else None

@@ -20,6 +20,9 @@ from elastic_resume.report.endings import End, Facts, end_of, facts_of
 from elastic_resume.report.text import without_path
 from elastic_resume.report.timeline import Seen, Timeline
 
+FINISHED = frozenset({"step", "commit", "run-end"})
+"""Kinds of events whose step was finished; others may tell of one that was under way."""
+
 
 @dataclass(frozen=True)
 class RejectedCopy:
@@ -126,8 +129,12 @@ def _generation(line: Timeline, one: Facts, following: Facts | None) -> Generati
     end, signs = end_of(line, one, following)
     lost = None
     if following is not None and following.start_step is not None:
+        # What ranks noted of their steps may have gone with a disk, or with the power: others have told more.
         told = following.resume.count("lost_steps") if following.resume else None
-        lost = told if told is not None else max(0, last - following.start_step) if last is not None else None
+        known = [told] if told is not None else []
+        finished = [seen.step for seen in one.events if seen.kind in FINISHED and seen.step is not None]
+        known += [max(0, max(finished) - following.start_step)] if finished else []
+        lost = max(known, default=None)
     resume = one.resume
     return Generation(
         number=one.number,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -68,22 +69,25 @@ def status(args: argparse.Namespace) -> int:
 
 def _watch(job: asking.Job, interval_s: float) -> None:
     """Show it again and again, until Ctrl-C or until nobody has answered for long."""
-    text = _text(job.ask())
-    answered_at = time.monotonic()
+    said, answered_at = job.ask(), time.monotonic()
     while True:
         silent_s = time.monotonic() - answered_at
         note = f"\nno answer for {silent_s:.0f} s\n" if silent_s > interval_s + asking.PATIENCE_S else ""
-        say(f"{_CLEAR}{text}{note}")
+        # A row less than there are: the last line ends with a new one.
+        columns, rows = shutil.get_terminal_size()
+        say(f"{_CLEAR}{_text(said, columns, rows - 1 - note.count(chr(10)))}{note}")
         time.sleep(interval_s)
         try:
-            text, answered_at = _text(job.ask()), time.monotonic()
+            said, answered_at = job.ask(), time.monotonic()
         except RendezvousLostError:
             if time.monotonic() > answered_at + LONGEST_S:
                 raise
 
 
-def _text(said: dict[str, Any]) -> str:
+def _text(said: dict[str, Any], columns: int = 0, rows: int = 0) -> str:
+    """The screen; with ``columns`` and ``rows`` as much of it as they have room for."""
     try:
-        return "\n".join(status_screen.screen(said)) + "\n"
+        lines = status_screen.fitting(said, columns, rows) if rows else status_screen.screen(said)
+        return "\n".join(lines) + "\n"
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise UsageError(f"an agent answered with a document that is not one of ours: {error!r}.") from error

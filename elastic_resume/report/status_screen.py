@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_resume.policy import links, stragglers
@@ -12,11 +12,21 @@ from elastic_resume.report.text import amount, clean, cut, seconds, table, wrap
 MAX_NODES = 24
 MAX_INCIDENTS = 5
 MAX_SLOW = 5
+MAX_SPARES = 24
 _HEAD = ("rank", "node", "step", "steps/s", "snapshot", "checkpoint", "heard", "")
 
 
-def screen(said: Mapping[str, Any]) -> list[str]:
-    """Give the lines.
+def fitting(said: Mapping[str, Any], columns: int, rows: int) -> list[str]:
+    """Give the lines of `screen` that a terminal of that size has room for: of many nodes fewer."""
+    lines = screen(said)
+    nodes = min(MAX_NODES, len(said["nodes"]))
+    if len(lines) > rows and nodes:
+        lines = screen(said, max(1, nodes - 1 - (len(lines) - rows)))
+    return [line[:columns] for line in lines[: max(1, rows)]]
+
+
+def screen(said: Mapping[str, Any], most: int = MAX_NODES) -> list[str]:
+    """Give the lines, with ``most`` nodes.
 
     Raises:
         KeyError, TypeError, ValueError: it is no such document.
@@ -26,8 +36,8 @@ def screen(said: Mapping[str, Any]) -> list[str]:
         *_headline(said),
         "",
         *_slow(said),
-        *_nodes(said),
-        *(["", f"spares: {', '.join(map(clean, said['spares']))}"] if said["spares"] else []),
+        *_nodes(said, most),
+        *_spares(said["spares"]),
         "",
         *_incidents(said),
     ]
@@ -61,12 +71,19 @@ def _slow(said: Mapping[str, Any]) -> list[str]:
     return [*(line for text in [*told[:MAX_SLOW], *more] for line in wrap(text)), ""] if told else []
 
 
-def _nodes(said: Mapping[str, Any]) -> list[str]:
+def _spares(names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - MAX_SPARES} more" if len(names) > MAX_SPARES else ""
+    return ["", *wrap(f"spares: {', '.join(map(clean, names[:MAX_SPARES]))}{more}")]
+
+
+def _nodes(said: Mapping[str, Any], most: int) -> list[str]:
     nodes = said["nodes"]
     # Those in trouble, or not heard of, are what somebody looks for among thousands.
     shown = nodes
-    if len(nodes) > MAX_NODES:
-        shown = sorted(nodes, key=lambda one: (not one["trouble"], -(one["heard_s"] or 1e9)))[:MAX_NODES]
+    if len(nodes) > most:
+        shown = sorted(nodes, key=lambda one: (not one["trouble"], -(one["heard_s"] or 1e9)))[:most]
     rows = [
         (
             "-" if one["node_rank"] is None else str(one["node_rank"]),

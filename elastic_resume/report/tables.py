@@ -166,7 +166,7 @@ def faults(told: Story) -> Markup | None:
     """What was broken on purpose, beside what followed."""
     if not told.faults:
         return None
-    hits = [aftermath.Hit(one.t, [one.node] if one.node else [], one.rank) for one in told.faults]
+    hits = [aftermath.Hit(one.t, [one.node] if one.node else [], one.rank, one.what) for one in told.faults]
     rows = []
     for one, ended in zip(told.faults, aftermath.of(hits, told.report.generations), strict=True):
         then = [tag("div", f"generation {row.number} ended: {row.end.text}") for row in ended]
