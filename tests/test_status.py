@@ -16,6 +16,7 @@ from elastic_resume.agent import document
 from elastic_resume.agent.document import Known
 from elastic_resume.agent.news import MAX_READ_BYTES, Peers, Picker, Tail
 from elastic_resume.agent.pulse import Finger
+from elastic_resume.agent.recalling import recall
 from elastic_resume.agent.telling import Teller
 from elastic_resume.errors import MachineError, RendezvousLostError, UsageError
 from elastic_resume.events import Event, EventLog, parse
@@ -140,6 +141,68 @@ def test_generations_that_cannot_have_begun_push_none_out() -> None:
         for event in kill(number, 100.0):
             tally.take(event, 10)
     assert [one.generation for one in tally.incidents()] == [1]
+
+
+def test_a_sign_of_an_earlier_generation_is_none_of_this_one() -> None:
+    """Lines are told again to who leads next, at times from the midst of a generation on."""
+    tally = Tally()
+    for event in [BEGUN, *kill(1, 100.0), kill(1, 100.0)[0], *kill(2, 200.0)]:
+        tally.take(event)
+    assert [one.t for one in tally.incidents()] == [100.0, 200.0]
+
+
+# ---- what an agent begins with -------------------------------------------------------------------------
+
+
+def lines(*events: Event) -> bytes:
+    """As a log has them."""
+    return b"".join(json.dumps(one, separators=(",", ":")).encode() + b"\n" for one in events)
+
+
+def test_an_agent_begins_with_what_its_disk_tells(tmp_path: Path) -> None:
+    """Its own log up to its start, though most of it are steps; and what others told it in earlier lives."""
+    assert recall(tmp_path, 0).incidents() == []
+    step: Event = {"event": "step", "node": "b", "t": 150.0, "generation": 2, "step": 9}
+    own = lines(BEGUN, *kill(1, 100.0, lost=2), *[step] * 5000) + b"torn\0\xff\n"
+    (tmp_path / contract.EVENTS_FILE).write_bytes(own + lines(*kill(2, 200.0)))
+    assert recall(tmp_path, len(own)).sums().incidents == {"signal": 1}
+    whole = own + lines(*kill(2, 200.0))
+    heard = (BEGUN, *kill(1, 100.1), *kill(2, 199.0), *kill(3, 300.0))
+    told = [{**one, "node": "c"} for one in heard if one["event"] != "resume"]  # that tells rank 0 alone
+    (tmp_path / contract.PEERS_FILE).write_bytes(lines(*told, {**BEGUN, "generation": 1 << 50}))
+    found = recall(tmp_path, len(whole))
+    assert [(one.generation, one.t, one.lost_steps) for one in found.incidents()] == [
+        (1, 100.0, 2),
+        (2, 199.0, 0),
+    ], "a generation that it knows nothing of is left out"
+    assert found.sums().recovery_s == pytest.approx(0.8)
+    assert recall(tmp_path, len(whole), most_s=-1.0).incidents() == []
+
+
+def test_of_a_long_log_the_newest_is_read_and_nothing_is_made_up(tmp_path: Path) -> None:
+    """Others do not say why a world ended: where the part that does is not read, it counts for nothing."""
+    grown = {**kill(1, 50.0)[1], "message": "generation 1 is over: newcomers are here"}
+    first = lines(BEGUN, grown, {**BEGUN, "t": 51.0, "generation": 2})
+    rest = lines(*kill(2, 200.0), *kill(3, 300.0))
+    (tmp_path / contract.EVENTS_FILE).write_bytes(first + rest)
+    told = [{**BEGUN, "node": "c", "t": 50.0 * number, "generation": number} for number in (1, 2)]
+    (tmp_path / contract.PEERS_FILE).write_bytes(lines(*told))
+    for most_bytes, generations in ((1 << 20, [2, 3]), (len(rest) + 9, [3])):
+        found = recall(tmp_path, len(first + rest), most_bytes=most_bytes)
+        assert [(one.generation, one.kind) for one in found.incidents()] == [
+            (generation, "signal") for generation in generations
+        ]
+
+
+@pytest.mark.parametrize(("end", "kinds"), [("done", {}), ("signalled", {}), ("failed", {"unknown": 1})])
+def test_a_job_that_ended_and_began_again_had_no_incident(end: str, kinds: dict[str, int]) -> None:
+    """It was done and got more to do, or was told to stop and queued again; whatever its last words were."""
+    tally = Tally()
+    over = {**kill(1, 50.0)[1], "message": "generation 1 is over: the workers of b stopped"}
+    ended: Event = {"event": "agent-end", "node": "b", "t": 60.0, "outcome": end}
+    for event in [BEGUN, over, {**ended, "outcome": []}, ended, {**BEGUN, "t": 70.0, "generation": 2}]:
+        tally.take(event)
+    assert tally.sums().incidents == kinds
 
 
 # ---- lines on their way --------------------------------------------------------------------------------

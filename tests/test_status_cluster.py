@@ -268,3 +268,18 @@ def test_pages_end_with_their_agent(cluster: Cluster) -> None:
     until(lambda: not served.is_running(), "it ends with its agent")
     with pytest.raises(urllib.error.URLError):
         get(address, bearer(TOKEN))
+
+
+def test_a_job_that_was_killed_as_a_whole_goes_on_counting(cluster: Cluster) -> None:
+    """Its agents are all new, and their disks tell what befell it before."""
+    cluster.kill_node(1)
+    for index in (1, 2):
+        cluster.start_node(index)
+    cluster.wait(lambda: max(one["generation"] for one in cluster.events("round")) >= 3, "a third world")
+
+    def told() -> str:
+        said = status(*by_name(cluster, 1), "--once").stdout
+        return said if "2 incidents (1 node-lost, 1 unknown)" in said else ""
+
+    said = cluster.wait(told, "what befell the worlds of before")
+    assert "node n0 died" in said

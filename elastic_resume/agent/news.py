@@ -45,7 +45,7 @@ class Tail:
     def __init__(self, path: Path) -> None:
         """Begin where the file ends now."""
         self._path = path
-        self._offset = _size(path)
+        self._offset = self.began = _size(path)
         self._own: deque[str] = deque(maxlen=MOST_OWN)
 
     def hear(self, line: str) -> None:

@@ -4,6 +4,7 @@ A thread takes the node's pulse once a second, reads what is new in its event lo
 rendezvous; what other nodes tell it writes into ``peers.jsonl``. Who looks gets a document made of that
 (`document.py`). While this node leads, what slows the job is told of too (`slowness.py`). Where to look, and
 with which key, stands in ``look.json`` of the node's directory, for those whom its file mode lets read it.
+What befell the job before is asked of the disk when it begins (`recalling.py`).
 
 Promise: neither the rendezvous nor training waits for anything here, and an error here costs them nothing.
 """
@@ -18,12 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from elastic_resume import contract
 from elastic_resume.agent import document
 from elastic_resume.agent.news import Peers, Picker, Tail, parsed
 from elastic_resume.agent.pulse import Finger
+from elastic_resume.agent.recalling import recall
 from elastic_resume.agent.slowness import Slowness
 from elastic_resume.events import Event
 from elastic_resume.policy.tally import Tally
@@ -59,6 +62,7 @@ class Teller:
         ``say`` gets a line for people, ``tell`` an event's kind and fields.
         """
         self._run_id = run_id
+        self._node_dir = node_dir
         self._look_file = node_dir / contract.LOOK_FILE
         self._finger = finger
         self._say = say
@@ -147,18 +151,27 @@ class Teller:
     # ---- the thread ----------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        while True:
+        self._try(self._recall)
+        ends = False
+        while not ends:
             ends = self._closing.wait(EVERY_S)
-            try:
-                self._turn(last=ends)
-            except Exception as error:  # noqa: BLE001 - a fault of ours must not end what people are told
-                if repr(error) != self._said:
-                    self._said = repr(error)
-                    self._say(f"status: a fault of elastic_resume itself: {error!r:.500}. Training goes on.")
-            if ends:
-                with contextlib.suppress(OSError):
-                    self._look_file.unlink(missing_ok=True)
-                return
+            self._try(partial(self._turn, last=ends))
+        with contextlib.suppress(OSError):
+            self._look_file.unlink(missing_ok=True)
+
+    def _try(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not end what people are told
+            if repr(error) != self._said:
+                self._said = repr(error)
+                self._say(f"status: a fault of elastic_resume itself: {error!r:.500}. Training goes on.")
+
+    def _recall(self) -> None:
+        """Begin with the incidents that are known here: before any new event, as they are taken in order."""
+        tally = recall(self._node_dir, self._tail.began)
+        with self._showing:
+            self._tally = tally
 
     def _turn(self, *, last: bool) -> None:
         own = self._tail.read()

@@ -69,7 +69,7 @@ class _Turn:
     sign: float | None = None
     first_step: float | None = None
     lost_steps: int | None = None
-    counted: bool = False
+    stopped: bool = False
 
 
 class Tally:
@@ -77,7 +77,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._turns: dict[int, _Turn] = {}
-        self._at: dict[str, int] = {}
+        self._at: dict[str, tuple[int, float]] = {}  # by node: its generation, and since when
         self._forgotten = Sums()
 
     def take(self, event: Event, newest: int = MAX_COUNT) -> None:
@@ -91,7 +91,7 @@ class Tally:
         if t is None or (generation or 0) > newest:
             return
         if kind == "round" and generation:
-            self._at[node] = generation
+            self._at[node] = generation, t
             self._turn(generation).began = True
         elif kind == "resume" and generation:
             turn = self._turn(generation)
@@ -108,9 +108,12 @@ class Tally:
                 turn = self._turn(int(told[1]))
                 turn.reason = told[2]
                 turn.sign = min(t, turn.sign or t)
-        elif _is_sign(event) and node in self._at:
-            turn = self._turn(self._at[node])
-            turn.sign = min(t, turn.sign or t)
+        elif node in self._at and t >= self._at[node][1]:  # one of an earlier generation may be told again
+            turn = self._turn(self._at[node][0])
+            if _is_sign(event):
+                turn.sign = min(t, turn.sign or t)
+            elif kind == "agent-end" and str(event.get("outcome")) in {"done", "signalled"}:
+                turn.stopped = True
 
     def incidents(self) -> list[Incident]:
         """Give those that are remembered, in order."""
@@ -150,8 +153,8 @@ class Tally:
 
 
 def _incident(number: int, turn: _Turn, following: _Turn) -> Incident | None:
-    """What ended a generation; None where nothing befell it: nodes came."""
-    if turn.cause is None and turn.reason == GROWN:
+    """What ended a generation; None where nothing befell it: nodes came, or the job ended and began again."""
+    if turn.cause is None and (turn.reason == GROWN or turn.stopped):
         return None
     kind, cause = UNKNOWN, turn.reason or "no word of why"
     if turn.cause is not None:

@@ -45,6 +45,7 @@ class Pulse:
     commit_bytes: int = 0
     commit_failures: int = 0
     incidents: int = 0
+    """Of the job, as far as this node knows; before its agent's start too."""
     trouble: str = ""
     """What is wrong with its disk or memory; empty while nothing is."""
     slowest: int | None = None
