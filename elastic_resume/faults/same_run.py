@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from elastic_resume.errors import ConfigError
 from elastic_resume.events import Event
-from elastic_resume.faults import kinds
+from elastic_resume.faults import kinds, strike
 from elastic_resume.faults.course import DONE, Course, Fate
 from elastic_resume.faults.fault import Fault
 from elastic_resume.faults.lab import Cluster, Hosts
@@ -125,6 +125,10 @@ class _Run:
     def __init__(self, job: Job, cluster: Cluster, faults: Sequence[Fault]) -> None:
         self._job, self._cluster, self._faults = job, cluster, faults
         self._course = Course(cluster, faults, cluster.arming)
+        # Whoever is the first to have finished that step waits until it has been looked at: a small job goes
+        # on for a hundred steps while this process has to wait for a processor.
+        at_steps = (fault.step for fault in faults if not fault.phase and not strike.entry(fault))
+        self._holds = [cluster.arming.arm("step=wait", step=step) for step in at_steps if step is not None]
         self._deadline = time.monotonic() + job.timeout_s
         self._next_look = 0.0
 
@@ -132,7 +136,11 @@ class _Run:
         """Do to it what is to be done; return when all nodes have ended well."""
         try:
             while not self._course.is_over:
+                held = [mark for mark in self._holds if self._cluster.arming.waits(mark)]
                 self._course.look()
+                for mark in held:
+                    self._holds.remove(mark)
+                    self._cluster.arming.release(mark)
                 if time.monotonic() > self._next_look:
                     self._next_look = time.monotonic() + EVENTS_S
                     self._look()
