@@ -151,6 +151,24 @@ def test_a_sign_of_an_earlier_generation_is_none_of_this_one() -> None:
     assert [one.t for one in tally.incidents()] == [100.0, 200.0]
 
 
+def test_a_world_whose_agents_heard_of_no_failure_had_none() -> None:
+    """Why it ended its leader alone writes. An agent that was not there any more may have been killed."""
+
+    def ended(*rounds: tuple[int, int | None], why: str = "") -> list[int]:
+        """Which generations had an incident; of each round is told which it was, and by which process."""
+        tally = Tally()
+        for t, (number, pid) in enumerate(rounds):
+            tally.take({**BEGUN, "t": 10.0 * t, "generation": number, "pid": pid})
+        tally.take({**kill(1, 5.0)[1], "message": f"generation 1 is over: {why}"} if why else BEGUN)
+        return [one.generation for one in tally.incidents()]
+
+    assert ended((1, 7), (2, 7), (3, 8)) == [2]
+    assert ended((1, 7), (2, 8), (3, 8)) == [1]
+    assert ended((1, None), (2, None), (3, None)) == [1, 2], "nobody says who told it"
+    assert ended((1, 7), (2, 7), (1, 7), (2, 7), (3, 8)) == [2], "some is told twice"
+    assert ended((1, 7), (2, 7), why="the leader has lost its quorum") == [1]
+
+
 # ---- what an agent begins with -------------------------------------------------------------------------
 
 

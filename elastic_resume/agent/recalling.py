@@ -33,7 +33,7 @@ def recall(node_dir: Path, end: int, *, most_bytes: int = MOST_BYTES, most_s: fl
         newest = max(newest, count_of(event, "generation") or 0)
         tally.take(event)
     for event in _events(node_dir / contract.PEERS_FILE, None, most_bytes, until):
-        # Why a world ended its leader's log alone says: without that, one that grew seems to have failed.
+        # Of a time of which its own log is not read, others' lines say too little of why worlds ended.
         if event["t"] >= since:
             tally.take(event, newest)
     return tally

@@ -59,6 +59,15 @@ class Sums:
             self.recovery_s += one.recovered_s
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a node is: in which generation, since when, and which process its agent is."""
+
+    generation: int
+    t: float
+    pid: int  # 0: not told
+
+
 @dataclass(slots=True)
 class _Turn:
     """What is known of one generation."""
@@ -70,6 +79,9 @@ class _Turn:
     first_step: float | None = None
     lost_steps: int | None = None
     stopped: bool = False
+    """An agent of it ended as it was told to, or with the job."""
+    outlived: bool = False
+    """An agent of it was in the next one that it knew of: a failure would have been told to that one."""
 
 
 class Tally:
@@ -77,7 +89,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._turns: dict[int, _Turn] = {}
-        self._at: dict[str, tuple[int, float]] = {}  # by node: its generation, and since when
+        self._at: dict[str, _Place] = {}  # by node
         self._forgotten = Sums()
 
     def take(self, event: Event, newest: int = MAX_COUNT) -> None:
@@ -91,8 +103,11 @@ class Tally:
         if t is None or (generation or 0) > newest:
             return
         if kind == "round" and generation:
-            self._at[node] = generation, t
+            before, pid = self._at.get(node), count_of(event, "pid") or 0
+            self._at[node] = _Place(generation, t, pid)
             self._turn(generation).began = True
+            if before and pid and before.pid == pid and before.generation < generation:
+                self._turn(before.generation).outlived = True
         elif kind == "resume" and generation:
             turn = self._turn(generation)
             turn.began, turn.lost_steps = True, count_of(event, "lost_steps")
@@ -108,8 +123,8 @@ class Tally:
                 turn = self._turn(int(told[1]))
                 turn.reason = told[2]
                 turn.sign = min(t, turn.sign or t)
-        elif node in self._at and t >= self._at[node][1]:  # one of an earlier generation may be told again
-            turn = self._turn(self._at[node][0])
+        elif node in self._at and t >= self._at[node].t:  # one of an earlier generation may be told again
+            turn = self._turn(self._at[node].generation)
             if _is_sign(event):
                 turn.sign = min(t, turn.sign or t)
             elif kind == "agent-end" and str(event.get("outcome")) in {"done", "signalled"}:
@@ -154,7 +169,8 @@ class Tally:
 
 def _incident(number: int, turn: _Turn, following: _Turn) -> Incident | None:
     """What ended a generation; None where nothing befell it: nodes came, or the job ended and began again."""
-    if turn.cause is None and (turn.reason == GROWN or turn.stopped):
+    grown = turn.reason == GROWN or (turn.outlived and not turn.reason)  # a leader alone writes the reason
+    if turn.cause is None and (grown or turn.stopped):
         return None
     kind, cause = UNKNOWN, turn.reason or "no word of why"
     if turn.cause is not None:
