@@ -149,7 +149,6 @@ def test_eviction_node_loss_want_of_memory_and_two_pods_of_one_index(
         second = replaced(pods, first)
         pods.wait(lambda: "another live agent is called train-2" in pods.log(second), "a refusal", LIMIT_S)
         at = world(pods, 3, at)["step"]
-        assert steps_of(pods, second) == []
         pods.cut(first)
         pods.wait(lambda: steps_of(pods, second), "a step of the second", LIMIT_S)
         at = world(pods, 3, at)["step"]

@@ -18,9 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume import contract
+from elastic_resume.failpoints import DONE
 from elastic_resume.worker import progress_line
 from elastic_resume.worker.progress_line import WINDOW_S, Pace, shown
 from tests import ranks
+from tests.stations import until
 
 JOB = Path(__file__).parent / "jobs" / "resumer.py"
 GB = 10**9
@@ -72,6 +74,10 @@ class Terminal:
             while data := os.read(self.master, 65536):
                 self._seen += data
 
+    def so_far(self) -> str:
+        """What came out until now."""
+        return self._seen.decode(errors="replace")
+
     def text(self) -> str:
         """All of it, when nobody has it open any more."""
         os.close(self.slave)
@@ -84,12 +90,27 @@ class Terminal:
 def test_a_slow_transfer_is_drawn_on_a_terminal_and_not_into_a_log(tmp_path: Path) -> None:
     """n0 sends to n1, each block late: n1's standard error is a terminal, n0's is not."""
     terminal = Terminal()
-    wanted = {"n0": {"disk": [[1, 7]]}, "n1": {"fail": "transfer.receive=delay:0.25"}}
-    env = [{contract.ENV_CKPT_DIR: str(tmp_path / f"disk{rank}")} for rank in range(2)]
+    # One of the last blocks waits for the thread that draws, which may have to wait for a processor.
+    late = "transfer.receive=delay:0.25,transfer.receive=wait@14"
+    wanted = {"n0": {"disk": [[1, 7]]}, "n1": {"fail": late}}
+    faults = {contract.ENV_FAULTS_DIR: str(tmp_path)}
+    env = [{contract.ENV_CKPT_DIR: str(tmp_path / f"disk{rank}"), **faults} for rank in range(2)]
+    rate = re.compile(r"%\), [\d.]+ MB/s, \d+ s left\x1b")
+
+    def release() -> None:
+        until(
+            lambda: terminal.so_far().count("receiving") > 2 and bool(rate.search(terminal.so_far())),
+            "a rate",
+        )
+        (tmp_path / f"transfer.receive{DONE}").touch()
+
+    watching = threading.Thread(target=release)
+    watching.start()
     try:
         sender, receiver = ranks.run(2, JOB, json.dumps(wanted), env=env, stderr={1: terminal.slave})
     finally:
         seen = terminal.text()
+        watching.join()
     assert (sender.returncode, receiver.returncode) == (0, 0), sender.stderr + seen
     assert json.loads(receiver.stdout)["values"] == [7.0]
     drawn = [part for part in seen.split("\r") if "receiving" in part]
@@ -97,7 +118,7 @@ def test_a_slow_transfer_is_drawn_on_a_terminal_and_not_into_a_log(tmp_path: Pat
     told = re.compile(r"elastic_resume: receiving step 7: \d+\.\d MB of 16\.\d MB \(\d+ %\), .*\x1b\[K\n?")
     assert all(told.fullmatch(part) for part in drawn), drawn
     assert all(len(part.partition("\x1b")[0]) < 80 for part in drawn)
-    assert re.search(r"%\), [\d.]+ MB/s, \d+ s left\x1b", seen)
+    assert rate.search(seen)
     shares = [int(share) for share in re.findall(r"\((\d+) %\)", seen)]
     assert shares == sorted(shares)
     assert seen.rindex("\r\x1b[K") > seen.rindex("receiving"), "it is taken away"
