@@ -78,20 +78,24 @@ def test_what_a_wiped_node_has_told_is_not_forgotten(tmp_path: Path) -> None:
     """Else steps that its job had to run again would count as never run, and a test of that would pass."""
     with Cluster(tmp_path, nodes=2) as cluster:
         for index, node in enumerate(cluster.nodes):
-            for generation, last in ((1, 30), (2, 5)):
+            for life, last in ((1, 30), (2, 5)):
                 node.directory.mkdir(parents=True)
                 log = EventLog(node.directory / contract.EVENTS_FILE, node=node.name, rank=index)
-                about = {"generation": generation, "world_size": 2}
+                about = {"generation": 1, "world_size": 2}  # in both: nothing tells that there was one
+                log.write("agent-start", run_id=cluster.run_id)
+                log.write("round", round=1, **about)
                 log.write("worker-start", step=0, **about)
                 if index == 0:
                     log.write("resume", step=0, kind="cold", nodes=["n0", "n1"], lost_steps=0, **about)
                 log.write("step", step=last, **about)
                 log.close()
-                if generation == 1:
+                time.sleep(0.002)  # times are of a thousandth of a second
+                if life == 1:
                     cluster.wipe(index)
         assert cluster.lost_steps == 30
         assert sorted(event["step"] for event in cluster.events("step")) == [5, 5, 30, 30]
-        assert len(gather([cluster.run_dir]).events) == len(cluster.events()) == 10
+        assert [one.generation for one in cluster.recoveries] == [2]
+        assert len(gather([cluster.run_dir]).events) == len(cluster.events()) == 18
 
 
 def test_a_moment_needs_whom_it_befalls(tmp_path: Path) -> None:

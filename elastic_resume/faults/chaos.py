@@ -79,11 +79,13 @@ def main(words: Sequence[str]) -> int:
     except OSError as error:
         raise ConfigError(f"--dir {job.directory}: cannot be made: {error.strerror}.") from error
     saying.say(f"{shlex.join(job.script)} on {_where(job)}; seed {job.plan.seed}\n")
+    caught: list[int] = []
     try:
-        with _signals() as caught:
+        with _signals(caught):
             outcome = run(job, say)
-    except Interrupted as ended:
-        saying.say(f"\n{told(job, ended.outcome)}\n")
+    except (Interrupted, KeyboardInterrupt) as ended:  # the latter before there was a job
+        if isinstance(ended, Interrupted):
+            saying.say(f"\n{told(job, ended.outcome)}\n")
         return contract.EXIT_SIGNALLED + (caught[0] if caught else signal.SIGINT)
     saying.say(f"\n{told(job, outcome)}\n")
     if outcome.why:
@@ -246,20 +248,23 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Let SIGTERM end it as Ctrl-C does, and give a list that then holds its number."""
-    caught: list[int] = []
+def _signals(caught: list[int]) -> Iterator[None]:
+    """Let SIGTERM, and a terminal that is gone, end it as Ctrl-C does; ``caught`` then holds the number."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         del frame
         caught.append(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, interrupt)
     try:
-        yield caught
+        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ---- what is told at the end ---------------------------------------------------------------------------
@@ -289,7 +294,8 @@ def _fates(outcome: Outcome) -> list[str]:
             continue  # those go on beyond any job's end
         else:
             then = f"never came: {fate.why}"
-        what = f"{fate.fault.what} {cut(fate.whom or fate.fault.whom, WHOM)}"
+        often = f", {amount(fate.times, 'time')}" if fate.times > 1 else ""
+        what = f"{fate.fault.what} {cut(fate.whom or fate.fault.whom, WHOM)}{often}"
         rows.append((str(fate.number), what, _came(outcome, fate), then))
     return table(("no", "fault", "at", "what followed"), rows, right=(0, 2), elastic=3) if rows else []
 
@@ -313,8 +319,9 @@ def _followed(outcome: Outcome) -> dict[int | None, str]:
             found.setdefault(by[-1].number if by else None, []).append(what)
     rest = [row for row in rows if _is_incident(row, outcome)]
     done = [fate for fate in done if fate not in spoilt]  # a damaged copy ends nothing
-    hits = [aftermath.Hit(_when(fate), fate.nodes, fate.rank, fate.fault.what) for fate in done]
-    for fate, of_it in zip(done, aftermath.of(hits, rows), strict=True):
+    times = [(fate, *hit) for fate in done for hit in ((_when(fate), fate.nodes, fate.rank), *fate.again)]
+    hits = [aftermath.Hit(t, nodes, rank, fate.fault.what) for fate, t, nodes, rank in times]
+    for (fate, *_), of_it in zip(times, aftermath.of(hits, rows), strict=True):
         for row in [one for one in of_it if one in rest]:
             rest.remove(row)
             found.setdefault(fate.number, []).append(_incident(row))

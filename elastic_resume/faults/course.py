@@ -39,7 +39,10 @@ WAITING, ARMED, DONE, FAILED = "waiting", "armed", "done", "failed"
 
 @dataclass
 class Fate:
-    """What became of one fault. ``t``: when it was done first, in seconds since the epoch."""
+    """What became of one fault. ``t``: when it was done first, in seconds since the epoch.
+
+    ``whom``, ``nodes`` and ``rank`` are those of that time too; ``again``: when and whom it hit later.
+    """
 
     number: int
     fault: Fault
@@ -53,6 +56,7 @@ class Fate:
     why: str = ""  # it has not come, or could not be done
     generation: int = 0  # that it hit last
     marks: list[str] = field(default_factory=list)  # of what is armed for it
+    again: list[tuple[float, tuple[str, ...], int | None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -269,16 +273,19 @@ class Course:
         fate.state, fate.why = DONE, ""
         fate.times += 1
         fate.generation = self._generation
-        fate.whom = whom if fault.groups == () else fault.whom
-        fate.t, fate.nodes, fate.rank = fate.t or t, nodes, rank
+        whom = whom if fault.groups == () else fault.whom
+        if fate.t is None:
+            fate.t, fate.whom, fate.nodes, fate.rank = t, whom, nodes, rank
+        else:
+            fate.again.append((t, nodes, rank))
         set_to = strike.told(fault)
-        message = f"{fault.what} {fate.whom}" + (f" ({set_to})" if set_to else "")
+        message = f"{fault.what} {whom}" + (f" ({set_to})" if set_to else "")
         self._say(f"fault {fate.number}: {message}" + ("" if fault.at_s is not None else fault.when))
         self._log.write(
             "fault",
             number=fate.number,
             what=fault.what,
-            where=fate.whom,
+            where=whom,
             when=fault.when.strip(),
             node=nodes[0] if len(nodes) == 1 else "",
             rank=rank,

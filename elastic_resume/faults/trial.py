@@ -217,12 +217,13 @@ class _Trial:
 
     def _end_late(self, now: float) -> None:
         """End nodes that were being started again when the job ended: nobody is left for them to join."""
-        if not any(code == contract.EXIT_DONE for code in self._codes()):
+        if not {contract.EXIT_DONE, contract.EXIT_AT_FAULT} & {*self._codes()}:
+            self._ended = None
             return
         self._ended = self._ended or now
         for index, node in enumerate(self._cluster.nodes):
             if now > self._ended + ENDING_S and node.alive:
-                self._say(f"{node.name} came back when the job had ended, and is stopped")
+                self._say(f"{node.name} is left of a job that has ended, and is stopped")
                 self._cluster.kill_node(index)
 
     def _codes(self) -> list[int | None]:
@@ -234,8 +235,11 @@ class _Trial:
         drained = self._drained is not None
         if (contract.EXIT_DONE in codes or drained) and contract.EXIT_AT_FAULT not in codes:
             return ""
+        ends = self._cluster.events("agent-end")
+        said = [str(one["message"]) for one in ends if one.get("outcome") == "failed" and one.get("message")]
+        why = said[0].rstrip(".") if said else "nobody said why"
         told = f"exit codes {', '.join(str(code) for code in codes)}"
-        return f"the job did not get to its end: {told}.\n{self._cluster.tails()}"
+        return f"the job did not get to its end: {why} ({told}).\n{self._cluster.tails()}"
 
 
 class _Tail:

@@ -89,7 +89,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def write(self, line: bytes) -> None:
         """Queue a line; never blocks."""
-        if self._transport is not None and not self.over:
+        if self._transport is not None and not self.over and not self._transport.is_closing():
             self._transport.write(failpoints.passing("wire.line", line))
 
     @property

@@ -64,11 +64,14 @@ def _cause(row: Generation, same: Sequence[int], faults: Sequence[Hit], until: f
         return bisect.bisect_left(same, moment, key=lambda place: faults[place].t)
 
     def grave(places: Sequence[int]) -> Sequence[int]:
-        return [place for place in places if faults[place].what not in MILD] or places
+        there = set(row.nodes or ())
+        apart = [place for place in places if there and there.isdisjoint(faults[place].nodes or there)]
+        hit = [place for place in places if place not in apart] or places
+        return [place for place in hit if faults[place].what not in MILD] or hit
 
     before = first_from(t + SLACK_S)
     since = same[first_from(t - SLACK_S) : first_from(math.nextafter(until, math.inf))]
-    if row.end.kind == "node" and since:
+    if row.end.kind in {"node", "job"} and since:
         return grave(since)[0]  # it fell silent, and t is what it told last
     just = same[first_from(t - MOMENT_S) : before] or same[max(0, before - 1) : before]
     rank = row.end.rank

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from elastic_resume.events import Event
-from elastic_resume.report import clocks, timeline
+from elastic_resume.report import clocks, lives, timeline
 from elastic_resume.report.incidents import Report
 from elastic_resume.report.moments import Moments, moments
 from elastic_resume.report.timeline import Timeline
@@ -66,7 +66,7 @@ class Goodput:
 
 def split(report: Report, events: Iterable[Event]) -> Goodput:
     """Say where the time of the run went that these events are of, and this report."""
-    line = timeline.build(clocks.straighten(events)[0])
+    line = timeline.build(clocks.straighten(lives.apart(events)[0])[0])
     found = moments(line, report)
     return total(slices(line, report, found), found)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from elastic_resume.events import Event
 from elastic_resume.policy.failures import looks_like_echo
-from elastic_resume.report import timeline
+from elastic_resume.report import lives, timeline
 from elastic_resume.report.causes import ECHO, Sign, worker_sign
 from elastic_resume.report.endings import End, Facts, end_of, facts_of
 from elastic_resume.report.text import without_path
@@ -95,7 +95,7 @@ class Report:
 
 def tell(events: Iterable[Event]) -> Report:
     """Make a report of the events of one run, in any order."""
-    return of(timeline.build(events))
+    return of(timeline.build(lives.apart(events)[0]))
 
 
 def of(line: Timeline) -> Report:

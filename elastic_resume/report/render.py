@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from elastic_resume.report import ledger
 from elastic_resume.report.clocks import Clock
@@ -49,7 +50,9 @@ def as_text(told: Story) -> str:
     notes = [note for one in rows for note in _notes(one, shown)]
     notes += _failed_starts(told.report.failed_starts)
     lines += _some(notes, MAX_NOTES)
-    odd = [*_troubles(told), *_faults(told), *map(clock, told.clocks)]
+    dated = [*_troubles(told), *_faults(told)]
+    dated = [*sorted(dated[:MAX_TROUBLES], key=itemgetter(0)), *dated[MAX_TROUBLES:]]
+    odd = [*(text for _, text in dated), *map(clock, told.clocks)]
     lines += ["", *_some(odd, MAX_TROUBLES)] if odd else []
     figures = [line for line in (_time(told), _recoveries(told.recoveries.values()), _copies(told)) if line]
     lines += ["", *(part for line in figures for part in wrap(line))] if figures else []
@@ -114,19 +117,25 @@ def since(told: Story, t: float) -> str:
     return seconds(max(0.0, t - told.began)) if told.began is not None else "-"
 
 
-def _troubles(told: Story) -> list[str]:
+def _troubles(told: Story) -> list[tuple[float, str]]:
     return [
-        f"at {since(told, one.t)}  {one.node or '-'}: {one.text}"
-        + (f" ({often})" if (often := described(one)) else "")
+        (
+            one.t,
+            f"at {since(told, one.t)}  {one.node or '-'}: {one.text}"
+            + (f" ({often})" if (often := described(one)) else ""),
+        )
         for one in told.troubles
         if one.weight != NEWS
     ]
 
 
-def _faults(told: Story) -> list[str]:
+def _faults(told: Story) -> list[tuple[float, str]]:
     return [
-        f"at {since(told, one.t)}  injected: {one.text}"
-        + (f", in generation {one.generation}" if one.generation is not None else "")
+        (
+            one.t,
+            f"at {since(told, one.t)}  injected: {one.text}"
+            + (f", in generation {one.generation}" if one.generation is not None else ""),
+        )
         for one in told.faults
     ]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic_resume.events import Event
-from elastic_resume.report import clocks, goodput, incidents, ledger, timeline, troubles, verdict
+from elastic_resume.report import clocks, goodput, incidents, ledger, lives, timeline, troubles, verdict
 from elastic_resume.report.checkpoints import Item
 from elastic_resume.report.clocks import Clock
 from elastic_resume.report.goodput import Goodput, Slice
@@ -100,7 +100,8 @@ def tell(
 
     ``items``: what lies on disk. ``now``: the present, in Unix seconds, where the run may still be going on.
     """
-    straight, off = clocks.straighten(events)
+    told, items = lives.apart(events, items)
+    straight, off = clocks.straighten(told)
     line = timeline.build(straight)
     report = incidents.of(line)
     found = moments(line, report)
