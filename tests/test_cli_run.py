@@ -119,10 +119,11 @@ while not os.path.exists("finish"):
 
 def test_torchruns_flags_keep_their_meaning(agents: Agents) -> None:
     """Several ranks, macros, -m, log files, tee, error files, a range of restarts."""
+    # Each line in one piece: unbuffered, who reads it between two words would show it as two.
     agents.script(
-        "import os, sys\n"
-        "print('out', os.environ['RANK'], os.environ['TORCHELASTIC_MAX_RESTARTS'], sys.argv[1:])\n"
-        "print('err', os.environ['TORCHELASTIC_ERROR_FILE'], file=sys.stderr)\n"
+        "import os, sys; e = os.environ\n"
+        'sys.stdout.write(f\'out {e["RANK"]} {e["TORCHELASTIC_MAX_RESTARTS"]} {sys.argv[1:]}\\n\')\n'
+        "sys.stderr.write(f'err {e[\"TORCHELASTIC_ERROR_FILE\"]}\\n')\n"
     )
     flags = ["--nproc-per-node=2", "--log-dir=logs", "--tee=3", "--max-restarts=7"]
     code, log = agents.run(*flags, "-m", "train", "local=${local_rank}", "$x", OMP_NUM_THREADS="1")
@@ -302,18 +303,13 @@ def start_two(
     """Two agents as two nodes of one job."""
     agents.port = free_port(HOST)
     meet = f"{host}:{agents.port}"
-    return [
-        agents.start(
-            "--nnodes=2",
-            "--rdzv-endpoint",
-            meet,
-            *(("--local-addr", addresses[i]) if addresses else ()),
-            *more,
-            "train.py",
-            node=node,
-        )
-        for i, node in enumerate("ab")
-    ]
+    own = [["--local-addr", address] for address in addresses] or [[], []]
+    return [start_one(agents, node, meet, *own[i], *more) for i, node in enumerate("ab")]
+
+
+def start_one(agents: Agents, node: str, meet: str, *flags: str) -> Agent:
+    """One of two."""
+    return agents.start("--nnodes=2", "--rdzv-endpoint", meet, *flags, "train.py", node=node)
 
 
 def test_two_nodes_go_on_after_a_worker_is_killed(agents: Agents) -> None:
@@ -367,14 +363,17 @@ def test_when_one_node_gives_up_the_other_ends_too_and_says_why(agents: Agents, 
 def test_a_world_that_does_not_form_in_time_is_said_and_asks_for_a_requeue(agents: Agents) -> None:
     """One of two is lost and both are needed: exit code 75, for the job is not at fault."""
     agents.script(WAITS)
-    two = start_two(agents, more=("--join-timeout", "2"))
+    meet = f"{HOST}:{free_port(HOST)}"
+    first = start_one(agents, "a", meet, "--local-addr", HOST)
+    wait_for(lambda: agents.events("rendezvous"), "the first to wait: its start takes nothing of the time")
+    second = start_one(agents, "b", meet, "--local-addr", "127.0.0.2", "--join-timeout", "3")
     wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")
-    two[0].kill()
-    code = two[1].wait(60)
+    first.kill()
+    code = second.wait(60)
     log = agents.log("b")
     assert code == 75, log
     last = log.strip().splitlines()[-1]
-    assert "no world within 2 s: 1 of at least 2 nodes have joined" in last
+    assert "no world within 3 s: 1 of at least 2 nodes have joined" in last
 
 
 def test_the_loss_of_a_stock_rendezvous_host_is_said_and_asks_for_a_requeue(agents: Agents) -> None:

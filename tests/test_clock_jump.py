@@ -137,10 +137,11 @@ def test_a_clock_that_cannot_be_set_says_why(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.cluster
 def test_a_node_whose_clock_jumps_loses_no_step(tmp_path: Path) -> None:
     """An hour back and two ahead: nobody is taken for dead, saves go on, the newest copy is still that."""
-    flags = ["--save-every", "0.3s", "--snapshot-every", "1", "--node-timeout", "3"]
+    flags = ["--save-every", "0.3s", "--snapshot-every", "1"]
     with Cluster(tmp_path, nodes=3, flags=flags) as cluster:
-        kept = tmp_path / "diary"
-        cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", "0.03")
+        kept, over = tmp_path / "diary", tmp_path / "over"
+        words = ["--step-delay", "0.03", "--slow-from", str(10 * EPOCHS - 20), "--slow-until", str(over)]
+        cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(EPOCHS), *words)
         cluster.wait(commit=5, node=1)
         for seconds in (-HOUR_S, 2 * HOUR_S):
             cluster.jump_clock(1, seconds)
@@ -151,6 +152,7 @@ def test_a_node_whose_clock_jumps_loses_no_step(tmp_path: Path) -> None:
         assert told_s - true_s == pytest.approx(HOUR_S, abs=60)  # else nothing was tested
         cluster.jump_clock(1, -3 * HOUR_S)
         cluster.kill_worker(0)
+        over.touch()
         cluster.wait(generation=2)
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(1)
         assert cluster.lost_steps == 0

@@ -11,13 +11,15 @@ from tests.test_end_to_end import SCRIPT, check_end
 
 pytestmark = pytest.mark.cluster
 
-FLAGS = ["--snapshot-every", "1", "--check-replicas", "4", "--save-every", "3"]
+# With each heartbeat a node tells of one step: ten in three seconds.
+FLAGS = ["--snapshot-every", "1", "--check-replicas", "4", "--save-every", "3", "--node-timeout", "3"]
 
 
 def start(cluster: Cluster, directory: Path) -> Path:
-    """Start a job in which rank 1 computes a wrong weight in step 7."""
+    """Start a job in which rank 1 computes a wrong weight in step 7; from 9 on it is slow, until go-on."""
     kept = directory / "diary"
-    cluster.start(SCRIPT, "--diary", str(kept), "--step-delay", "0.1", "--damage-at", "1:7:1")
+    slow = ["--slow-from", "9", "--slow-until", str(directory / "go-on")]
+    cluster.start(SCRIPT, "--diary", str(kept), "--step-delay", "0.1", "--damage-at", "1:7:1", *slow)
     return kept
 
 
@@ -27,7 +29,8 @@ def test_a_node_that_differs_ends_the_job_and_is_named(tmp_path: Path) -> None:
         start(cluster, tmp_path)
         assert cluster.wait_exit() == [1, 1, 1]
         found = cluster.events("replicas-differ")[0]
-        assert (found["step"], found["agreed_step"], found["wrong"]) == (8, 4, ["n1"])
+        assert (found["step"], found["wrong"]) == (8, ["n1"])
+        assert found["agreed_step"] in {0, 4}  # which a node that stood still may not have told of
         assert "model/4.bias" in found["tensors"]
         for index in range(3):
             assert "replicas differ at step 8: node n1 is not as nodes n0 and n2" in cluster.output(index)
@@ -37,6 +40,8 @@ def test_the_majoritys_state_is_taken_where_that_is_wanted(tmp_path: Path) -> No
     """The wrong node's later copies are set aside, and training ends with equal weights on all nodes."""
     with Cluster(tmp_path, nodes=3, flags=[*FLAGS, "--on-divergence", "resume-from-majority"]) as cluster:
         kept = start(cluster, tmp_path)
+        cluster.wait(lambda: cluster.events("replicas-differ"), "a node that differs")
+        (tmp_path / "go-on").touch()
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
         resumed = next(event for event in cluster.events("resume") if event["generation"] == 2)
         assert resumed["source_node"] in {"n0", "n2"}

@@ -26,8 +26,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     def build(nodes: int, min_nodes: int = 1, max_nodes: int | None = None, **more: object) -> Hearts:
         shape: dict[str, Any] = {"min_nodes": min_nodes, "max_nodes": max_nodes or nodes, **more}
-        # A heart needs no torch: a zygote that imports it would only take seconds from the two cores.
-        shape["flags"] = ["--no-warm", *shape.get("flags", [])]
+        # A heart needs no torch: a zygote that imports it would only take seconds from the two cores. And the
+        # first world does not begin without one that is slow to start.
+        shape["flags"] = ["--no-warm", "--settle", "60", *shape.get("flags", [])]
         cluster = Cluster(tmp_path, nodes=nodes, **shape)
         made.append(cluster)
         return Hearts(cluster)
@@ -119,7 +120,7 @@ def test_spares_wait_and_step_in(make: Make) -> None:
 
 def test_a_world_grows_by_newcomers_and_shrinks_by_those_that_are_drained(make: Make) -> None:
     """Scale up and down: one restart each, ranks of survivors in order, the drained agent ends at once."""
-    hearts = make(4)
+    hearts = make(4, flags=["--settle", "3"])
     hearts.start([0, 1])
     now = hearts.wait([0, 1])
     hearts.cluster.start_node(3)
@@ -226,6 +227,6 @@ def test_a_job_that_has_ended_starts_again_with_fewer_nodes(make: Make) -> None:
     now = hearts.wait([0, 1, 2])
     end(hearts, [0, 1, 2])
     (hearts.directory / "stop").unlink()
-    hearts.start([0])
+    hearts.cluster.start_node(0, flags=["--settle", "1"])
     hearts.wait([0], now)
     end(hearts, [0])

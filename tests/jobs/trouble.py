@@ -6,13 +6,14 @@ come to. A generation's workers wait for each other in every step, as a collecti
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
-from elastic_resume import events
+from elastic_resume import contract, events
 from elastic_resume.worker import failure
 
 GENERATION = int(os.environ["ELASTIC_RESUME_GENERATION"])
@@ -36,10 +37,23 @@ def meet(directory: Path, step: int) -> None:
         time.sleep(PAUSE_S)
 
 
+def let_go_on(directory: Path) -> None:
+    """This worker has told of its error: let the agent go on whose worker has died."""
+    with contextlib.suppress(FileNotFoundError):
+        agent = (directory / f"dead-{GENERATION}").read_text()
+        os.kill(int(agent or os.getpid()), signal.SIGCONT)
+
+
 def get_into(what: str, directory: Path, step: int) -> None:
     """Do what this worker is there for."""
     if what == "killed":
-        (directory / f"dead-{GENERATION}").touch()
+        agent = os.environ[
+            contract.ENV_AGENT_PID
+        ]  # which tells of this death when another has told of its error
+        os.kill(int(agent), signal.SIGSTOP)
+        dead = directory / f"dead-{GENERATION}"
+        dead.with_suffix(".new").write_text(agent)
+        dead.with_suffix(".new").replace(dead)
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -60,6 +74,8 @@ def main(directory: Path, what: str, node: str) -> None:
     log = events.EventLog(Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), node=NODE, rank=RANK)
     failure.report_to(log)
     failure.enter(generation=GENERATION, step=lambda: step)
+    tell = sys.excepthook
+    sys.excepthook = lambda *error: (tell(*error), let_go_on(directory))  # type: ignore[func-returns-value]
     log.write("worker-start", generation=GENERATION, step=step, world_size=WORLD, local_rank=0)
     meet(directory, step)
     first = step
