@@ -100,6 +100,11 @@ def _parse(text: str) -> dict[str, list[_Point]]:
     return points
 
 
+def check(text: str) -> None:
+    """Raise ConfigError for what `arm` could not read."""
+    _parse(text)
+
+
 _points: dict[str, list[_Point]] = {}
 _offers: dict[str, Callable[[], object]] = {}
 _directory: str = ""

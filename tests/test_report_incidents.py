@@ -164,6 +164,15 @@ def job_killed() -> Job:
     return job
 
 
+def newcomers_left_again() -> Job:
+    """The leader ends a world for nodes that are gone before the next one."""
+    job = Job().begun()
+    job.stop(110.2, 0, 1, 2)
+    job.add(110.1, "rendezvous", "n0", what="restart", message="generation 1 is over: newcomers are here")
+    job.begin(112, 10, "n0", "n1", "n2")
+    return job
+
+
 def job_lost_its_power() -> Job:
     """What ranks noted of their steps was not on the disks yet; others had been told of them."""
     job = Job().begun()
@@ -227,6 +236,7 @@ def finished_and_run_again() -> Job:
         (exception, ("exception", "rank 2 on n2: ValueError: loss is nan"), ("n2", 2), (1, 5.6)),
         (node_returns, ("joined", "node n2 joined"), ("", None), (0, 2.35)),
         (job_killed, ("job", "whole job killed"), ("", None), (3, 3600.5)),
+        (newcomers_left_again, ("joined", "nodes came that left again"), ("", None), (0, 2.3)),
         (job_lost_its_power, ("job", "whole job killed"), ("", None), (4, 3600.5)),
         (job_stopped, ("stopped", "stopped by SIGTERM"), ("", None), (0, 3599.5)),
         (node_told_to_leave, ("left", "node n1 left: stopped by SIGTERM."), ("n1", None), (0, 5.1)),

@@ -67,6 +67,14 @@ def test_an_incident_has_cause_and_cost() -> None:
     assert one.recovered_s == pytest.approx(0.4)
 
 
+def test_steps_that_ranks_forgot_with_the_power_are_lost_all_the_same() -> None:
+    """What others had heard of them counts, where a resume finds less."""
+    tally = Tally()
+    for event in [BEGUN, *kill(1, 100.0), *kill(2, 200.0)]:
+        tally.take({**event, "step": 4} if event["event"] == "resume" and event["generation"] == 3 else event)
+    assert [one.lost_steps for one in tally.incidents()] == [0, 5]
+
+
 def test_a_world_that_grew_is_no_incident_and_one_without_a_verdict_has_its_leaders_reason() -> None:
     """What a leader says of a restart is all that is known where no worker failed."""
     tally = Tally()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import contract
-from elastic_resume.errors import UsageError
+from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.events import EventLog
 from elastic_resume.faults.moments import Moments, Planned
 from elastic_resume.faults.nodes import Recovery
@@ -105,6 +105,8 @@ def test_a_moment_needs_whom_it_befalls(tmp_path: Path) -> None:
             cluster.at(step=3).corrupt()
         with pytest.raises(UsageError, match="or all of node="):
             cluster.at(step=3, node=1).kill(signal.SIGSTOP)
+        with pytest.raises(ConfigError, match="cannot read 'commit"):
+            cluster.arm(0, "commit.after-data=kil")
         with pytest.raises(UsageError, match="wait for step="):
             cluster.wait(step=1, commit=2)
         cluster.at(step=5, node=1).cut()

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from elastic_resume import contract
+from elastic_resume import contract, failpoints
 from elastic_resume.failpoints import ARMED_FILE, DONE, FIRED, REACHED
 
 
@@ -31,11 +31,18 @@ class Arming:
         return {contract.ENV_FAULTS_DIR: str(self.directory)}
 
     def arm(self, point: str, **conditions: object) -> str:
-        """Arm ``NAME=ACTION`` with conditions (see `failpoints`); give the mark by which to ask for it."""
+        """Arm ``NAME=ACTION`` with conditions (see `failpoints`); give the mark by which to ask for it.
+
+        Raises:
+            ConfigError: it cannot be read as one.
+
+        """
         self._count += 1
         mark = f"f{self._count}"
         told = {"once": mark, **{key.rstrip("_"): value for key, value in conditions.items()}}
-        self._entries[mark] = ";".join([point, *(f"{k}={v}" for k, v in told.items() if v not in (None, ""))])
+        entry = ";".join([point, *(f"{k}={v}" for k, v in told.items() if v not in (None, ""))])
+        failpoints.check(entry)  # as each process does, too late to tell who wrote it
+        self._entries[mark] = entry
         self._write()
         return mark
 

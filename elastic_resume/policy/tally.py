@@ -77,7 +77,10 @@ class _Turn:
     cause: Failure | None = None
     sign: float | None = None
     first_step: float | None = None
+    start_step: int | None = None
+    last_step: int | None = None
     lost_steps: int | None = None
+    """Of the one before it, as ranks have noted their steps: a power cut may have taken what they noted."""
     stopped: bool = False
     """An agent of it ended as it was told to, or with the job."""
     outlived: bool = False
@@ -111,9 +114,11 @@ class Tally:
         elif kind == "resume" and generation:
             turn = self._turn(generation)
             turn.began, turn.lost_steps = True, count_of(event, "lost_steps")
+            turn.start_step = count_of(event, "step")
         elif kind == "step" and generation:
             turn = self._turn(generation)
             turn.first_step = min(t, turn.first_step or t)
+            turn.last_step = max(count_of(event, "step") or 0, turn.last_step or 0)
         elif kind == "verdict" and generation:
             turn = self._turn(generation)
             turn.cause = turn.cause or _first(event.get("causes"))
@@ -178,7 +183,10 @@ def _incident(number: int, turn: _Turn, following: _Turn) -> Incident | None:
     recovered_s = None
     if turn.sign is not None and following.first_step is not None:
         recovered_s = max(0.0, following.first_step - turn.sign)
-    return Incident(number, kind, cause, turn.sign, following.lost_steps, recovered_s)
+    lost = following.lost_steps
+    if following.start_step is not None and turn.last_step is not None:
+        lost = max(lost or 0, turn.last_step - following.start_step)
+    return Incident(number, kind, cause, turn.sign, lost, recovered_s)
 
 
 def _is_sign(event: Event) -> bool:

@@ -7,8 +7,9 @@ what is missing there was lost. Does not know what an end cost (`incidents`), no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from elastic_resume.policy.tally import GROWN
 from elastic_resume.report.causes import ECHO, Fate, Sign, Span, fate_of, judged, signs_of
 from elastic_resume.report.timeline import Seen, Timeline
 
@@ -51,6 +52,7 @@ class Facts:
     world_size: int | None
     began: float
     start_step: int | None
+    for_newcomers: bool = False  # its leader ended it, as nothing had befallen it
 
     @property
     def announced_last(self) -> int | None:
@@ -66,7 +68,14 @@ def facts_of(line: Timeline) -> list[Facts]:
     verdicts: dict[int | None, Seen] = {}
     for one in line.of_kind("verdict"):
         verdicts.setdefault(one.generation, one)
-    return [_facts(number, found, verdicts.get(number)) for number, found in line.generations.items()]
+    told = {one.text("message") for one in line.of_kind("rendezvous") if one.text("what") == "restart"}
+    return [
+        replace(
+            _facts(number, found, verdicts.get(number)),
+            for_newcomers=f"generation {number} is over: {GROWN}" in told,
+        )
+        for number, found in line.generations.items()
+    ]
 
 
 def _facts(number: int, events: tuple[Seen, ...], verdict: Seen | None) -> Facts:
@@ -107,6 +116,8 @@ def end_of(line: Timeline, one: Facts, following: Facts | None) -> tuple[End, li
         end = End("joined", f"{_names(joined)} joined", cascade=tuple(sign.text for sign in signs))
     elif best is not None:
         end = _from_sign(best, signs)
+    elif one.for_newcomers:
+        end = End("joined", "nodes came that left again")
     elif following is None:
         end = End("open", "still running, or killed as a whole")
         failed = [fate for fate in fates.values() if fate.how == "failed"]

@@ -62,7 +62,8 @@ def _stands(report: Report, goodput: Goodput) -> str:
     if not report.generations:
         return f"No training yet{after}."
     if report.generations[-1].end.is_failure:
-        return f"Down{at}{after}, and not back yet: {cut(report.generations[-1].end.text, MAX_SAID)}."
+        why = report.generations[-1].end.text.rstrip(".")
+        return f"Down{at}{after}, and not back yet: {cut(why, MAX_SAID)}."
     return f"Running, or killed as a whole,{at}{after}."
 
 
