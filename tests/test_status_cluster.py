@@ -39,7 +39,7 @@ TOKEN = "a secret with a : in it, and ümlauts"  # noqa: S105 - of this test alo
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three nodes with a worker each; n0 has a disk that goes with it."""
     directory = tmp_path_factory.mktemp("looked-at")
-    flags = ["--snapshot-every", "1", "--save-every", "10", "--http", "0", "--metrics"]
+    flags = ["--snapshot-every", "1", "--save-every", "10", "--http", "0", "--metrics", "--settle", "60"]
     env = {contract.ENV_TOKEN: TOKEN}
     with Cluster(directory, nodes=3, min_nodes=2, flags=flags, env=env) as made:
         made.start(SCRIPT, "--diary", str(directory), "--epochs", "1000")

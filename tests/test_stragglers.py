@@ -501,7 +501,7 @@ def test_a_report_names_whose_link_was_slow() -> None:
 @pytest.mark.cluster
 def test_a_job_names_its_slow_rank_and_nobody_else(tmp_path: Path) -> None:
     """Its model has buffers, which DDP sends around before each forward pass: the others wait there too."""
-    with Cluster(tmp_path, nodes=3, min_nodes=2) as cluster:
+    with Cluster(tmp_path, nodes=3, min_nodes=2, flags=["--settle", "60"]) as cluster:
         words = ["--diary", str(tmp_path / "diary"), "--epochs", "10000", "--step-delay", "0.01"]
         cluster.start(TRAIN, *words)
         cluster.wait(step=1)
