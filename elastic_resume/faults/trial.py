@@ -20,7 +20,7 @@ from elastic_resume.faults.course import DONE, Course, Fate
 from elastic_resume.faults.lab import Cluster, Hosts
 from elastic_resume.faults.plan import Plan
 from elastic_resume.report import story
-from elastic_resume.report.gather import gather
+from elastic_resume.report.gather import Gathered, gather
 from elastic_resume.report.story import Story
 
 RUN_ID = "chaos"
@@ -158,10 +158,10 @@ class _Trial:
     def outcome(self, why: str) -> Outcome:
         """All that is known now."""
         try:
-            events = gather([self._cluster.run_dir]).events
+            found = gather([self._cluster.run_dir])
         except UsageError:  # no agent has got so far as to write one
-            events = []
-        told = story.tell(events)
+            found = Gathered()
+        told = story.tell(found.events, items=found.items)
         if not why and told.report.last_step is None:
             why = "no rank finished a step: does the script call er.resume() and run.step()?"
         return Outcome(why, tuple(self._codes()), tuple(self._course.fates), told, self._drained)
