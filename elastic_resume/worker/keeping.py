@@ -45,11 +45,6 @@ class Keeping:
             self.close()
             raise
 
-    @property
-    def is_own(self) -> bool:
-        """Whether the keeper lives in this process."""
-        return self._keeper is not None
-
     def close(self) -> None:
         """End the connection; a keeper of our own finishes the commit under way."""
         if os.getpid() != self._pid:
