@@ -213,7 +213,7 @@ def test_each_line_says_who_printed_it(environ: dict[str, str], start: Any, tmp_
 STOPPED = """
 import os, signal, threading
 from elastic_resume.agent import guard, relay
-guard.DRAIN_S = 0.0
+relay.HELD_UP_S = 0.0
 relays = relay.Relays([])
 for pid in relays.pids:
     os.kill(pid, signal.SIGSTOP)

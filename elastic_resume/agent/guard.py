@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 
     from elastic_resume.agent.ahead import ahead
     from elastic_resume.agent.exits import number_or_none, write_exit
-    from elastic_resume.agent.relay import Relays
+    from elastic_resume.agent.relay import Relays, are_held_up
 elif __package__:
     from .ahead import ahead
     from .exits import number_or_none, write_exit
-    from .relay import Relays
+    from .relay import Relays, are_held_up
 else:
     from ahead import ahead
     from exits import number_or_none, write_exit
-    from relay import Relays
+    from relay import Relays, are_held_up
 
 ENV_ROUND = "ELASTIC_RESUME_ROUND"
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"
@@ -67,9 +67,6 @@ DEFAULT_GRACE_S = 5.0
 SWEEP_GRACE_S = 0.1
 # A process in uninterruptible sleep does not die of SIGKILL, and torchelastic must not wait for it.
 STUCK_S = 5.0
-# So long a reader may hold up what is put in front of lines; who is not held up waits for a processor.
-DRAIN_S = 1.0
-RELAY_S = 10.0
 # A worker that is copying its last step into memory is let finish that, or the step would be lost with it:
 # 3 GB take 0.3 s. Not beyond its lease.
 COPY_S = 2.0
@@ -359,13 +356,9 @@ def reap(worker: int) -> "int | None":
 
 def drained(relays: "set[int]") -> None:
     """Let the relays put out what the worker's last lines are; a reader that does not read loses them."""
-    poll = select.poll()
-    for stream in (1, 2):
-        poll.register(stream, select.POLLOUT)
     start = time.monotonic()
     while relays & set(children()):
-        age_s = time.monotonic() - start
-        if age_s > RELAY_S or (age_s > DRAIN_S and len(poll.poll(0)) < 2):
+        if are_held_up(time.monotonic() - start):
             sweep(Page(None), at_once=True)
         reap(0)
         time.sleep(0.002)

@@ -6,6 +6,7 @@ of several ranks do not mix. Standard library only, see `stub.py`.
 """
 
 import os
+import select
 
 ENV_LOG_PREFIX = "ELASTIC_RESUME_LOG_PREFIX"
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"
@@ -13,6 +14,8 @@ ENV_ROUND = "ELASTIC_RESUME_ROUND"
 ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"
 LINE_LIMIT = 64 * 1024  # a longer line goes out in parts, each with the word
 TORN = b"\n"
+HELD_UP_S = 1.0
+LATE_S = 10.0
 
 
 def prefix() -> bytes:
@@ -52,6 +55,20 @@ class Relays:
         """In the guard: let them end with the last process that prints through them."""
         for into in self._into.values():
             os.close(into)
+
+
+def are_held_up(age_s: float) -> bool:
+    """Whether relays that did not end with the worker, that many seconds ago, will not soon.
+
+    Nobody waits for a reader that does not read. Where the streams take what is written, a relay that is late
+    waits for a processor.
+    """
+    if age_s <= HELD_UP_S:
+        return False
+    poll = select.poll()
+    for stream in (1, 2):
+        poll.register(stream, select.POLLOUT)
+    return age_s > LATE_S or len(poll.poll(0)) < 2
 
 
 def _serve(source: int, target: int, word: bytes) -> None:
