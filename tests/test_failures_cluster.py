@@ -182,6 +182,8 @@ def test_what_followed_from_the_loss_of_a_node_costs_nothing(make: Make) -> None
     """Its peers' errors are no failures of the job, however often it dies."""
     cluster = make("none", flags=("--max-no-progress", "1"))
     wait_for_three(cluster)
+    for index in range(3):
+        cluster.wait(step=1, node=index)  # its worker is there
     # The others lose their connections first, and no agent acts on that before the node is dead.
     for index in range(3):
         cluster.kill_agent(index, signal.SIGSTOP)
