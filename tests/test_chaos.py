@@ -47,6 +47,10 @@ SEED = int(os.environ.get("ELASTIC_RESUME_CHAOS_SEED", "9"))
 FAULTS = max(3, round(SECONDS / 15))
 QUICK = ["--snapshot-every", "1", "--settle", "60"]
 SILENCE = ["--node-timeout", "1"]  # of nodes that are cut off or stopped: others may take a moment
+LUCK = [
+    "--max-no-progress",
+    "30",
+]  # what is drawn by time may hit a job that is slow to start again and again
 PAGE = Path(__file__).parents[1] / "docs" / "chaos.md"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only looked at
 
@@ -320,7 +324,7 @@ def test_the_plan_of_the_docs_is_carried_out_and_told(
     plan.write_text(found[1][:every] + more + found[1][every:])
     shape = ["--min-nodes", "2", "--hosts", "loopback", "--save-plan", str(saved), "--save-every", "5"]
     before = set(SHARED_MEMORY.iterdir())
-    line = words(tmp_path, "--plan", str(plan), *shape, *QUICK, *SILENCE, epochs=16)
+    line = words(tmp_path, "--plan", str(plan), *shape, *QUICK, *SILENCE, *LUCK, epochs=16)
     with has_come(tmp_path, number=5) as it:
         assert chaos.main([*line, "--slow-from", "110", "--slow-until", str(it)]) == 3
     told = capsys.readouterr().out
@@ -399,7 +403,7 @@ def test_mixed_faults_leave_the_right_weights_and_nothing_else(tmp_path: Path) -
     epochs = max(6, round(SECONDS * 0.75))  # of ten steps, a tenth of a second each
     kept, undisturbed = quiet_run(tmp_path / "quiet", epochs)
     before = traces()
-    flags = ["--plan", str(plan), "--for", f"{SECONDS:.0f}s", "--hosts", own, *QUICK, *SILENCE]
+    flags = ["--plan", str(plan), "--for", f"{SECONDS:.0f}s", "--hosts", own, *QUICK, *SILENCE, *LUCK]
     line = [sys.executable, "-m", "elastic_resume", "chaos", "--nodes", "4", "--min-nodes", "4"]
     line += words(tmp_path, *flags, epochs=epochs, step_s=0.1)
     done = subprocess.run(line, capture_output=True, text=True, check=False)
