@@ -91,9 +91,10 @@ class Node:
         entries = [entry for entry in catalog.entries(deep=True) if entry.generation]
         valid = [entry.order for entry in entries if entry.problem is None]
         yield from (f"torn: {entry.problem}" for entry in entries if entry.problem is not None)
-        yield from (
-            f"{order} was committed and is lost" for order in commits[-MIN_KEEP:] if order not in valid
-        )
+        for order in commits[-MIN_KEEP:]:
+            # It may have pruned what newer ones replace, while we were about to cut its power.
+            if order not in valid and sum(newer > order for newer in valid) < MIN_KEEP:
+                yield f"{order} was committed and is lost"
         for entry in entries:
             if entry.manifest is not None and entry.manifest.state != {"step": entry.step}:
                 yield f"{entry.path} is another's: {entry.manifest}"
