@@ -77,6 +77,9 @@ def test_what_is_planned_comes_once_for_whom_it_is_meant_and_its_errors_come_up(
 def test_what_a_wiped_node_has_told_is_not_forgotten(tmp_path: Path) -> None:
     """Else steps that its job had to run again would count as never run, and a test of that would pass."""
     with Cluster(tmp_path, nodes=2) as cluster:
+        cluster._remembered[1] = b""  # as of a node whose disk fails
+        cluster.wipe(1)
+        assert 1 in cluster._remembered, "its disk is mended when the cluster ends"
         for index, node in enumerate(cluster.nodes):
             for life, last in ((1, 30), (2, 5)):
                 node.directory.mkdir(parents=True)

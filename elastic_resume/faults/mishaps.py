@@ -165,9 +165,12 @@ class Mishaps(Nodes):
         node = self.nodes[index]
         if node.alive:
             raise UsageError(f"node {node.name} is running: kill it before its disk is wiped.")
-        self._remember(index)
-        with open(self.run_dir / contract.PEERS_FILE, "ab") as told:  # by others, as far as readers know
-            told.writelines(line + b"\n" for line in self._remembered.pop(index, b"").splitlines())
+        with contextlib.suppress(OSError):  # it has told nothing, or its disk fails
+            told = (node.directory / contract.EVENTS_FILE).read_bytes()
+            with open(
+                self.run_dir / contract.PEERS_FILE, "ab"
+            ) as log:  # told by others, as far as readers know
+                log.writelines(line + b"\n" for line in told.splitlines())
         shutil.rmtree(node.directory, ignore_errors=True)
 
     def truncate_newest(self, index: int, keep: float = 0.5) -> Path:
