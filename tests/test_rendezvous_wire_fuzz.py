@@ -342,7 +342,7 @@ def test_no_message_of_a_proven_peer_makes_the_core_fail(
         now += pause_s
         happens: Event = MessageArrived(conn, stamp, message)
         if chance == 0:
-            happens = PeerLost(conn, closed=True)
+            happens = PeerLost(conn)
         elif chance == 1:
             happens = PeerConnected(conn)
         feed(agent, now, happens, Tick())

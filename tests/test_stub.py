@@ -478,7 +478,7 @@ def test_a_lease_that_runs_out_ends_all_but_the_stub(fence: Fence, start: Any, t
     """The stub waits to be told, or torchelastic would spend a restart; then it ends like its worker."""
     process = start(*stubborn(tmp_path))
     pids = family(tmp_path)
-    fence.set(time.monotonic() + 0.2)
+    fence.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 0.2)
     wait_for(lambda: not any(map(alive, pids)), "worker and grandchild to die")
     assert fenced_event(tmp_path)["worker_pid"] == pids[0]
     wait_for_looks(process)
@@ -542,9 +542,9 @@ def test_a_renewed_lease_keeps_the_worker_alive(fence: Fence, environ: Any, tmp_
     clock = f"now = time.monotonic; time.monotonic = lambda: now() + 3600 * os.path.exists({str(later)!r})"
     with stub_whose(clock, environ, *stubborn(tmp_path)) as process:
         pids = family(tmp_path)
-        fence.set(time.monotonic() + 1800)
+        fence.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 1800)
         wait_for_looks(process)
-        fence.set(time.monotonic() + 7200)
+        fence.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 7200)
         later.touch()
         wait_for_looks(process)
         assert all(map(alive, pids))
@@ -571,14 +571,14 @@ import os, pathlib, signal, subprocess, sys, time
 from elastic_resume import contract
 from elastic_resume.agent.fence import Fence
 fence = Fence()
-fence.set(time.monotonic() + 3600)
+fence.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 3600)
 os.environ[contract.ENV_AGENT_PID], os.environ[contract.ENV_FENCE] = str(os.getpid()), fence.path
 here = pathlib.Path(sys.argv[1])
 stub = subprocess.Popen(sys.argv[2:], start_new_session=True)
 while not all((here / name).exists() for name in ("worker", "grandchild")):
     time.sleep(0.01)
 (here / "stub").write_text(str(stub.pid))
-fence.set(time.monotonic() + 0.5)
+fence.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 0.5)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
@@ -601,12 +601,12 @@ def test_an_agent_that_is_stopped_loses_its_workers(environ: dict[str, str], tmp
 def test_a_jump_of_the_wall_clock_changes_no_lease(fence: Fence, environ: Any, tmp_path: Path) -> None:
     """Here it jumps by a day whenever it is asked. The event has the time of day, the lease has not."""
     clock = "now, days = time.time, iter(range(1, 10**9)); time.time = lambda: now() + 86400 * next(days)"
-    fence.set(time.monotonic() + 3600)
+    fence.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 3600)
     with stub_whose(clock, environ, *stubborn(tmp_path)) as process:
         pids = family(tmp_path)
         wait_for_looks(process)
         assert all(map(alive, pids))
-        fence.set(time.monotonic() + 0.1)
+        fence.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 0.1)
         assert fenced_event(tmp_path)["t"] > time.time() + 80000
 
 

@@ -86,6 +86,11 @@ PR_SET_CHILD_SUBREAPER = 36
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
+def now_s() -> float:
+    """Return the seconds since boot: unlike CLOCK_MONOTONIC they go on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Page:
     """The agent's page of memory: until when workers may run, and the round in which one failed."""
 
@@ -101,7 +106,7 @@ class Page:
         """Seconds for which the worker may still run: none where the word is no number."""
         if self._words is None:
             return FOREVER
-        left = self._words[0] - time.monotonic()
+        left = self._words[0] - now_s()
         return left if left > 0 else 0.0
 
     def note_failure(self) -> None:
@@ -270,7 +275,7 @@ def watch(
         status = reap(worker)
         if status is not None:
             return status, told, fenced
-        until, now = page.until(), time.monotonic()
+        until, now = page.until(), now_s()
         lease = until if until > -FOREVER else lease
         fenced = fenced or page.left_s() <= 0
         over = fenced or (told and page.failed())
@@ -292,7 +297,7 @@ def watch(
                 deadline = 0.0
             elif not told and not page.failed():
                 signal_worker(worker, signal.SIGTERM)
-                deadline = min(deadline, time.monotonic() + grace_s())
+                deadline = min(deadline, now_s() + grace_s())
             told = True
 
 
@@ -308,13 +313,13 @@ def hold(line: "_socket.socket", page: Page) -> bool:
     """Wait, with the worker dead, until the agent comes for it; tell whether the agent missed its end."""
     poll = select.poll()
     poll.register(line, select.POLLIN)
-    limit = time.monotonic() + HOLD_LIMIT_S
+    limit = now_s() + HOLD_LIMIT_S
     renewed_at = FOREVER
-    while time.monotonic() < limit:
+    while now_s() < limit:
         if poll.poll(FENCE_POLL_S * 1000):
             return False  # a signal, or the stub is gone
-        renewed_at = min(renewed_at, time.monotonic()) if page.left_s() > 0 else FOREVER
-        if time.monotonic() - renewed_at > HOLD_RENEWED_S:
+        renewed_at = min(renewed_at, now_s()) if page.left_s() > 0 else FOREVER
+        if now_s() - renewed_at > HOLD_RENEWED_S:
             return True
     return False
 

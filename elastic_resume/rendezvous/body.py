@@ -16,6 +16,7 @@ from elastic_resume.rendezvous.link import NEVER, Link
 from elastic_resume.rendezvous.messages import (
     Beat,
     Begin,
+    Claim,
     Hello,
     JobEnd,
     Join,
@@ -142,12 +143,18 @@ class Body:
         self.known = Knowledge(self.known.candidates, settled=self.seen)
         self.changes += 1
 
-    def nobody_at(self, address: str) -> None:
-        """Nobody listens there any more: whoever did so has ended. Where it is certain, count it gone.
+    def hear_claim(self, claim: Claim) -> None:
+        """Note which generations a leader knows of, so that their numbers are not given again."""
+        newest = max(claim.active, claim.known)
+        if newest > self.seen:
+            self.seen = newest
+            self.changes += 1
 
-        An agent listens in one place for all its life. But the dead may have known of a world that we do not,
-        and what they knew must not be lost. Not so soon after we followed a leader that then died: its other
-        followers wait for us a node timeout before they form a world without us (`Follower._over`).
+    def nobody_at(self, address: str) -> None:
+        """Count the member at that address gone, if it can have known nothing that we do not.
+
+        The call was refused: whoever listened there has ended, since an agent listens in one place for all
+        its life. Until `current_until` no world can have begun without us, so the dead one knew of none.
         """
         if self.now >= self.current_until:
             return
@@ -211,12 +218,12 @@ class Body:
 
     # Links.
 
-    def dial(self, address: str) -> Link:
-        """Ask for a connection."""
+    def dial(self, address: str, host: str = "") -> Link:
+        """Ask for a connection; with `host`, at the IP address where the same peer answered before."""
         self._conns += 1
         link = Link(self._conns, address)
         self.links[link.conn] = link
-        self.effects.append(Connect(link.conn, address))
+        self.effects.append(Connect(link.conn, address, host))
         return link
 
     def send(self, link: Link, message: Message, generation: int = 0, lease_s: float = 0.0) -> None:
@@ -229,10 +236,10 @@ class Body:
             self.effects.append(Disconnect(link.conn))
 
     def part(self, link: Link, address: str) -> None:
-        """End a member's relation to us while it may still take our closing for our death.
+        """End a member's relation to us while it may still take a refused call for our whole story.
 
         Until it has closed its side, or its evidence has expired, we neither acknowledge nor begin anything:
-        it would count us gone without knowing that.
+        it may yet count us gone without knowing that.
         """
         self.send(link, Redirect(address))
         self.let_go(link)
@@ -248,9 +255,29 @@ class Body:
             if conn in self.links:
                 self.hang_up(self.links[conn])
 
-    def is_evidence(self, link: Link) -> bool:
-        """Whether the closing of that link proves an end: its peer did nothing that we do not know."""
+    def is_fresh(self, link: Link) -> bool:
+        """Whether the peer on that link surely has not turned away from us yet.
+
+        It turns away a node timeout after it heard us last, and it had heard us after `echoed_at`.
+        """
         return self.now < link.echoed_at + self.settings.lease_s
+
+    def proves_end(self, link: Link, *, refused: bool) -> bool:
+        """Whether the peer on that link is dead, and did nothing that we do not know before it died.
+
+        Only a refused call proves a death: a connection that is reset or not answered may be the network's
+        doing, and its peer may run on.
+        """
+        return refused and self.is_fresh(link)
+
+    def current_for(self, link: Link) -> float:
+        """Return until when no world can have begun without us, from what the leader on `link` granted.
+
+        The leader counted on a quorum of followers until its lease ended (`Former.lease_until`). Should it be
+        dead, its other followers wait for us a node timeout before they form a world without us. Both times
+        count from when we sent what the leader answered: what it said may have waited here to be read.
+        """
+        return min(link.lease_end, link.echoed_at + self.settings.lease_s)
 
     def hello(self) -> Hello:
         """Tell all that we are."""

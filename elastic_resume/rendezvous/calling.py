@@ -51,9 +51,10 @@ class Caller:
             targets = (targets[start:] + targets[:start])[:CALLS_AT_ONCE]
             self._turn += CALLS_AT_ONCE
         for address in targets:
-            self._call(address)
+            self.call(address)
 
-    def _call(self, address: str) -> None:
+    def call(self, address: str) -> None:
+        """Call one address, unless a call there is under way."""
         busy = {self.body.links[conn].address for conn in self.calls}
         if address not in busy:
             self.calls[self.body.dial(address).conn] = self.body.now
@@ -68,7 +69,7 @@ class Caller:
         if link.conn in self.calls and isinstance(message, Redirect):
             self.end(link.conn)
             if message.address not in {"", self.body.me.address} | self.known():
-                self._call(message.address)
+                self.call(message.address)
 
     def parted(self, link: Link, who: Incarnation, message: Goodbye) -> bool:
         """One that we called wants to be counted gone: it cannot take part, and nobody should wait for it."""

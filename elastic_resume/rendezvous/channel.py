@@ -44,7 +44,7 @@ class Owner(Protocol):
         """A line arrived. Raises `wire.WireError` when it is no message; that ends the connection."""
 
     def ended(self, channel: Channel, *, closed: bool, why: str) -> None:
-        """The connection is over, or could not be made. ``closed``: see `steps.PeerLost`."""
+        """The connection is over, or could not be made. ``closed``: by the other side, or its kernel."""
 
     def dropped(self, channel: Channel, why: str) -> None:
         """It will be ended by our own decision."""
@@ -77,6 +77,8 @@ class Channel(asyncio.BufferedProtocol):
         self.refused = False
         """Nobody listened there."""
         self.peer = "an unknown address"
+        self.host = ""
+        """The IP address of the other side, once it is connected."""
         self._owner = owner
         self._handshake = handshake
         self._parting = parting
@@ -149,6 +151,7 @@ class Channel(asyncio.BufferedProtocol):
             tcp.abort()
             return
         host, port = (tcp.get_extra_info("peername") or ("an unknown address", 0))[:2]
+        self.host = str(host)
         self.peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         # Let the kernel notice a peer that vanished while nothing is sent. (asyncio sets TCP_NODELAY.)
         tcp.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -216,8 +219,10 @@ def _buffer() -> bytearray:
     return found
 
 
-async def connect(channel: Channel, address: str, resolve: Resolve = lookup) -> None:
+async def connect(channel: Channel, address: str, resolve: Resolve = lookup, known: str = "") -> None:
     """Connect to ``host:port``. Names are looked up each time, since addresses change.
+
+    ``known`` is the IP address at which the same process answered before: no name is looked up then.
 
     Raises:
         OSError: not reached; that of the last address tried, but "refused" only if all refused.
@@ -227,7 +232,7 @@ async def connect(channel: Channel, address: str, resolve: Resolve = lookup) -> 
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     error: OSError = OSError(errno.EADDRNOTAVAIL, f"{address} has no address")
-    for found in await _addresses(host.strip("[]"), int(port), resolve):
+    for found in await _addresses(known or host.strip("[]"), int(port), resolve):
         try:
             await loop.create_connection(lambda: channel, *found)
         except OSError as reason:

@@ -22,11 +22,12 @@ and its node's workers are in one state::
        ▲                                                                                │
        └── Restart, or the leader lost (RestartWorkers), or the lease out (StopWorkers) ┘
 
-A closed link counts as its peer's end only when it was not made again within 0.2 s, and while the peer could
-do nothing we do not know of (`Body.is_evidence`): every follower acknowledges a proposal before it begins,
-spares too, and one that we sent away must first have let go (`Body.part`). A gone leader's other followers
-may run until their leases end: `Body.grace` has the next world wait for those it can neither see nor count
-gone.
+A broken link proves nothing: both sides call the other's address again. The peer is dead if its host refuses
+the call, and gone if that happens while the peer could have done nothing that we do not know of
+(`Body.proves_end`): every follower acknowledges a proposal before it begins, spares too, and one that we sent
+away must first have let go (`Body.part`). A peer that does not answer is unreachable, and is lost after the
+node timeout. A dead leader's other followers may run until their leases end: `Body.grace` has the next world
+wait for those it can neither see nor count gone.
 
 After a crash an agent is a new incarnation that recalls `Memory`, and all it acknowledged is in there. This
 module knows no clock, socket, disk, random number or torch; `simulate` plays it through faults.
@@ -82,7 +83,7 @@ class Agent:
         """Why this agent takes no part any more; empty while it does."""
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take in one event at the monotonic time `now`, in seconds; return what is to be done, in order."""
+        """Take in one event at the time `now`, in seconds since boot; return what is to be done, in order."""
         body = self.body
         self._wake(now)
         body.effects = []
@@ -123,7 +124,7 @@ class Agent:
             if event.refused and link:
                 body.nobody_at(link.address)
             if link and role:
-                role.lost(link, closed=event.closed)
+                role.lost(link, refused=event.refused)
         elif isinstance(event, Persisted):
             body.durable = max(body.durable, event.number)
         elif isinstance(event, JoinRequested):
@@ -164,6 +165,7 @@ class Agent:
         if link is None and event.conn < 0:
             body.links[event.conn] = Link(event.conn)
         elif link and self.role:
+            link.host = event.host
             self.role.connected(link)
 
     def _finished(self) -> None:

@@ -47,20 +47,22 @@ class Follower:
         self.proposal: World | None = None
         self.proposal_change = 0
         self.begun_next: World | None = None
-        self.broken_at: float | None = None
-        self.evidence = False
-        self.answers = False
-        """The leader's process answered a call after the link broke: it lives."""
+        self.broken = False
+        """The link to the leader broke: it is called again until it answers, is dead, or is given up."""
         self.redial: Link | None = None
+        self.redial_at = body.now
+        """When the call under way has taken too long; without one, when to make the next."""
         body.silent.discard(leader)
 
     def answer(self, link: Link, stamp: Stamp, message: Message) -> None:
         """Take in a message; only the leader's counts."""
         if isinstance(message, (Hello, Claim)):
+            if isinstance(message, Claim):
+                self.body.hear_claim(message)
             self.body.send(link, Redirect(self.leader.address))
         elif link is self.redial:
             self._remade(link, message)
-        elif link is self.link and self.broken_at is None:
+        elif link is self.link and not self.broken:
             self._obey(stamp, message)
             self._renew(stamp)
             self._stand_by(stamp)
@@ -134,7 +136,7 @@ class Follower:
     def _remade(self, link: Link, message: Message) -> None:
         if isinstance(message, Welcome):
             self.body.hang_up(self.link)
-            self.link, self.redial, self.broken_at = link, None, None
+            self.link, self.redial, self.broken = link, None, False
             self.body.learn(message.knowledge)
             if not message.resumed:
                 self.body.stop("the leader has no running world with this node")
@@ -148,29 +150,30 @@ class Follower:
     def connected(self, link: Link) -> None:
         """The leader is there again: go on as before."""
         if link is self.redial:
-            self.evidence = False
-            self.answers = True
+            self.redial_at = self.body.now + self.body.settings.redial_s
             self.body.send(link, self.body.hello())
 
-    def lost(self, link: Link, *, closed: bool) -> None:
-        """The link to the leader broke: call again before believing anything."""
+    def lost(self, link: Link, *, refused: bool) -> None:
+        """The link to the leader broke, or a call to make it again failed: only a refused call proves a death."""
+        body = self.body
         if link is self.link:
-            self.broken_at = self.body.now
-            self.evidence = closed and self.body.is_evidence(link)
+            self.broken = True
             self.proposal = None
             self.begun_next = None
-            self.answers = False
-            self.redial = self.body.dial(self.leader.address)
-        elif link is self.redial and closed and not self.answers:
-            self._end_of_leader()
+            self._redial()
+        elif link is self.redial and refused:
+            gone = body.proves_end(self.link, refused=True)
+            self._over(f"{self.leader}, which led, died", gone=gone, silent=not gone)
         elif link is self.redial:
-            self.redial = self.body.dial(self.leader.address) if closed else None
+            self.redial, self.redial_at = None, body.now + body.settings.probe_s
 
-    def _end_of_leader(self) -> None:
-        if self.evidence:
-            self._over(f"{self.leader}, which led, died", gone=True)
-        else:
-            self._over(f"{self.leader}, which led, is cut off", silent=True)
+    def _redial(self) -> None:
+        """Call the leader where it answered before; a slow name server must not cost the world."""
+        body = self.body
+        if self.redial:
+            body.hang_up(self.redial)
+        self.redial = body.dial(self.leader.address, self.link.host)
+        self.redial_at = body.now + body.settings.redial_s
 
     def _over(self, reason: str, *, gone: bool = False, silent: bool = False) -> None:
         body = self.body
@@ -183,7 +186,7 @@ class Follower:
             body.believe(body.known.with_gone([self.leader]))
             # Its other followers may not know yet.
             body.grace(body.settings.node_timeout_s)
-            body.current_until = self.link.heard_at + body.settings.lease_s
+            body.current_until = body.current_for(self.link)
         if silent:
             body.silent.add(self.leader)
         body.hang_up(self.link)
@@ -197,12 +200,13 @@ class Follower:
             body.stop(f"no word from {self.leader}, which leads, for as long as the lease", at_once=True)
         if self.over or body.ended:
             return
-        if self.broken_at is not None:
-            if body.now >= self.broken_at + body.settings.reconnect_s:
-                self._end_of_leader()
-            return
         if body.now >= self.link.heard_at + body.settings.node_timeout_s:
-            self._over(f"{self.leader}, which led, is silent", silent=True)
+            what = "cannot be reached" if self.broken else "is silent"
+            self._over(f"{self.leader}, which led, {what}", silent=True)
+            return
+        if self.broken:
+            if body.now >= self.redial_at:
+                self._redial()
             return
         if self.proposal and body.durable >= self.proposal_change and not body.witnesses:
             body.send(self.link, Acknowledge(self.proposal.generation))
@@ -213,9 +217,9 @@ class Follower:
 
     def report(self) -> None:
         """Say again what may have changed since our hello was sent."""
-        if self.body.report and self.broken_at is None:
+        if self.body.report and not self.broken:
             self.body.send(self.link, self.body.report)
-        if self.body.failed and self.broken_at is None:
+        if self.body.failed and not self.broken:
             self.body.send(self.link, Failed(self.body.failed))
         if self.body.join:
             self.joined()
@@ -224,22 +228,22 @@ class Follower:
 
     def joined(self) -> None:
         """Tell the leader that this node's workers are stopped and it wants to be in the next world."""
-        if self.body.join and self.broken_at is None:
+        if self.body.join and not self.broken:
             self.body.send(self.link, Ready(self.body.join))
 
     def finished(self) -> None:
         """Tell the leader that this node's workers have succeeded."""
-        if self.broken_at is None:
+        if not self.broken:
             self.body.send(self.link, Finished(self.body.finished))
 
     def explained(self, told: Explained) -> None:
         """Tell the leader more of this node's state."""
-        if self.broken_at is None:
+        if not self.broken:
             self.body.send(self.link, self.body.explain(told))
 
     def leave(self, reason: str) -> None:
         """Say goodbye."""
-        if self.broken_at is None:
+        if not self.broken:
             self.body.send(self.link, Goodbye(reason, self.body.known))
 
     def retire(self) -> None:
@@ -249,9 +253,8 @@ class Follower:
         """When to look again."""
         body = self.body
         fence_at = body.fence_at if body.running else float("inf")
-        if self.broken_at is not None:
-            return min(fence_at, self.broken_at + body.settings.reconnect_s)
-        return min(fence_at, self.next_beat, self.link.heard_at + body.settings.node_timeout_s)
+        due = self.redial_at if self.broken else self.next_beat
+        return min(fence_at, due, self.link.heard_at + body.settings.node_timeout_s)
 
     def why_waiting(self) -> str:
         """One clause for the error after the join timeout."""

@@ -237,7 +237,7 @@ class Former:
         fresh = {self.body.me} | {
             part.who
             for part in self.roster.parts.values()
-            if part.who in forming.present and self.body.is_evidence(part.link)
+            if part.who in forming.present and self.body.is_fresh(part.link)
         }
         return has_quorum(fresh, self.body.known, self.body.settings.rules)
 

@@ -145,10 +145,8 @@ class Leader:
         body.silent.discard(who)
         part = self.roster.parts.get(who)
         if part and part.link is not link:
-            # Calls may overtake each other: should the old link be the one it holds, it would take our
-            # closing for our death.
-            if part.link.conn in body.links:
-                body.let_go(part.link)
+            # Calls may overtake each other: should the old link be the one it holds, it calls once more.
+            body.hang_up(part.link)
             self.roster.mend(part, link)
             self.former.disturbed(who)
         if part is None:
@@ -172,6 +170,7 @@ class Leader:
         self.former.stir()
 
     def _weigh(self, link: Link, claim: Claim) -> None:
+        self.body.hear_claim(claim)
         own = self.claim()
         if claim.who == self.body.me:
             self.caller.end(link.conn)
@@ -186,14 +185,17 @@ class Leader:
         """One of our calls was answered."""
         self.caller.connected(link)
 
-    def lost(self, link: Link, *, closed: bool) -> None:
-        """A link is over. Wait a little for it to be made again before believing anything."""
+    def lost(self, link: Link, *, refused: bool) -> None:
+        """A follower's link broke, or a call failed: only a refused call proves a death."""
         self.caller.calls.pop(link.conn, None)
         part = self.roster.of(link)
         if part and part.lost_at is None:
-            evidence = closed and self.body.is_evidence(link)
-            self.roster.mark_broken(part, self.body.now, evidence=evidence)
+            self.roster.mark_broken(part, self.body.now)
             self.former.disturbed(part.who)
+        elif refused:
+            for one in list(self.roster.broken.values()):
+                if one.who.address == link.address:
+                    self._lose(one, f"{one.who} died", gone=self.body.proves_end(one.link, refused=True))
 
     def _lose(self, part: Part, reason: str, *, gone: bool) -> None:
         body = self.body
@@ -259,7 +261,7 @@ class Leader:
         unequal = self.comparer.advance()
         if unequal and not self.somebody_finished():
             self.restart(unequal)
-        self._settle_broken()
+        self._probe_broken()
         self.caller.advance()
         if body.failed or self._is_end():
             self._end()
@@ -295,15 +297,17 @@ class Leader:
     def _find_silent(self) -> None:
         body = self.body
         for part in self.roster:
-            if part.lost_at is None and body.now >= part.link.heard_at + body.settings.node_timeout_s:
-                self._lose(part, f"{part.who} is silent", gone=False)
+            if body.now >= part.link.heard_at + body.settings.node_timeout_s:
+                what = "is silent" if part.lost_at is None else "cannot be reached"
+                self._lose(part, f"{part.who} {what}", gone=False)
 
-    def _settle_broken(self) -> None:
+    def _probe_broken(self) -> None:
+        """Call those whose link broke: whoever lives calls us too, and a refused call proves a death."""
         body = self.body
-        for part in list(self.roster.broken.values()):
-            if part.lost_at is not None and body.now >= part.lost_at + body.settings.reconnect_s:
-                told = "died" if part.evidence else "is cut off"
-                self._lose(part, f"{part.who} {told}", gone=part.evidence)
+        for part in self.roster.broken.values():
+            if body.now >= part.probe_at:
+                self.caller.call(part.who.address)
+                part.probe_at = body.now + body.settings.probe_s
 
     def _form(self) -> None:
         begun = self.former.advance()
@@ -379,9 +383,7 @@ class Leader:
         """When to look again."""
         body = self.body
         waits = [self.next_scan, self.caller.deadline()]
-        waits += [
-            part.lost_at + body.settings.reconnect_s for part in self.roster.broken.values() if part.lost_at
-        ]
+        waits += [part.probe_at for part in self.roster.broken.values()]
         if self.world:
             waits += [self.lease_until, self.former.more_at]
         else:

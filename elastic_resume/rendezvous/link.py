@@ -25,9 +25,13 @@ class Link:
     conn: int
     address: str = ""
     who: Incarnation | None = None
+    host: str = ""
+    """The IP address that answered, where we dialled."""
     heard_at: float = NEVER
     echoed_at: float = NEVER
     """When the newest of our messages that the other side has seen was sent."""
+    lease_end: float = NEVER
+    """Until when the other side, if it leads, counted on a quorum that follows it."""
     seq: int = 0
     heard: int = 0
     unseen: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=UNSEEN_LIMIT))
@@ -46,3 +50,5 @@ class Link:
             seq, sent_at = self.unseen.popleft()
             if seq == stamp.echo:
                 self.echoed_at = sent_at
+        if stamp.lease_s > 0:
+            self.lease_end = max(self.lease_end, self.echoed_at + stamp.lease_s)

@@ -66,7 +66,7 @@ class Fence(Protocol):
     """Until when workers may run, for those who watch them."""
 
     def set(self, until: float) -> None:
-        """Set CLOCK_MONOTONIC seconds; infinite: without end; minus infinite: not at all."""
+        """Set CLOCK_BOOTTIME seconds; infinite: without end; minus infinite: not at all."""
 
 
 class JobOver(Exception):  # noqa: N818 - not an error

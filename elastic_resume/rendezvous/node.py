@@ -3,8 +3,8 @@
 It turns what happens into events, hands them to `core.Agent`, and carries out the effects. It decides
 nothing. What it promises: a message reaches the core only after both sides have proved who they are; nothing
 that a stranger sends grows memory beyond `Limits`; `Persisted` is said only after fsync, however often the
-disk refuses; an error of our own ends it rather than leave half a core at work. All times are
-CLOCK_MONOTONIC: a jump of the wall clock changes nothing.
+disk refuses; an error of our own ends it rather than leave half a core at work. The core's times are
+CLOCK_BOOTTIME: a jump of the wall clock changes nothing, and leases run on while the machine is suspended.
 
 Knows no thread: `shell` gives it one.
 """
@@ -59,6 +59,11 @@ SWEEPS = 2
 """Somebody has been mute for so many sweeps, however long this process itself paused in between."""
 
 
+def now_s() -> float:
+    """Return the seconds since boot, suspends included: what leases and the fence are counted in."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Node:
     """One agent on the running event loop: `open` it, give it events with `happen`, `close` it.
 
@@ -92,7 +97,7 @@ class Node:
         self._limits = limits or Limits()
         self._watch = watch
         self._loop = asyncio.get_running_loop()
-        self._agent = Agent(settings, me, record.memory, time.monotonic(), seen)
+        self._agent = Agent(settings, me, record.memory, now_s(), seen)
         self._channels: dict[int, Channel] = {}  # the core's links
         self._sockets: set[Channel] = set()  # whatever has one, the closing ones too
         self._last_freed = asyncio.Event()
@@ -103,6 +108,7 @@ class Node:
         self._dials: dict[Channel, asyncio.Task[None]] = {}
         self._accepted = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = math.inf
         self._sweeper: asyncio.TimerHandle | None = None
         self._body: tuple[Message, bytes] | None = None
         self._server: asyncio.Server | None = None
@@ -157,7 +163,7 @@ class Node:
         if self._closing:
             return
         try:
-            effects = self._agent.handle(event, time.monotonic())
+            effects = self._agent.handle(event, now_s())
             if self._watch is not None:
                 self._watch(self._agent)
             for effect in effects:
@@ -173,16 +179,18 @@ class Node:
 
     def _set_timer(self) -> None:
         """Have a timer that is never too late. One that is too early costs less than a new one each time."""
-        due, timer = self._agent.next_deadline, self._timer
-        if timer is not None and timer.when() > due:
-            timer.cancel()
-            timer = self._timer = None
-        if timer is None and due != math.inf:
-            self._timer = self._loop.call_at(due, self._tick)
+        due = self._agent.next_deadline
+        if self._timer is not None and self._timer_due > due:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and due != math.inf:
+            # The loop's own clock stands still during a suspend: what is due comes at most a heartbeat late.
+            self._timer = self._loop.call_later(max(0.0, due - now_s()), self._tick)
+            self._timer_due = due
 
     def _tick(self) -> None:
         self._timer = None
-        if time.monotonic() >= self._agent.next_deadline:
+        if now_s() >= self._agent.next_deadline:
             self.happen(Tick())
         else:
             self._set_timer()
@@ -193,7 +201,7 @@ class Node:
         elif isinstance(effect, Connect):
             channel = self._call(effect.conn)
             self._channels[effect.conn] = channel
-            self._dials[channel] = self._loop.create_task(self._dial(channel, effect.address))
+            self._dials[channel] = self._loop.create_task(self._dial(channel, effect.address, effect.host))
         elif isinstance(effect, Disconnect):
             self._hang_up(effect.conn)
         elif isinstance(effect, Persist):
@@ -261,9 +269,9 @@ class Node:
         parting = wire.parting(self._token, self._run_id, nonce)
         return Channel(self, handshake, self._limits.handshake_s, number, parting)
 
-    async def _dial(self, channel: Channel, address: str) -> None:
+    async def _dial(self, channel: Channel, address: str, host: str) -> None:
         try:
-            await connect(channel, address, self._resolve)
+            await connect(channel, address, self._resolve, host)
         except (OSError, ValueError) as error:
             channel.failed(error)
         finally:
@@ -298,7 +306,7 @@ class Node:
             self._accepted -= 1
             channel.number = self._accepted
             self._channels[channel.number] = channel
-        self.happen(PeerConnected(channel.number))
+        self.happen(PeerConnected(channel.number, channel.host if channel.number > 0 else ""))
 
     def heard(self, channel: Channel, line: bytes) -> None:
         """Hand a message to the core."""
@@ -311,7 +319,7 @@ class Node:
         """Tell the core, if it knew of it."""
         self._forget(channel)
         if self._channels.pop(channel.number, None) is not None:
-            self.happen(PeerLost(channel.number, closed=closed, why=why, refused=channel.refused))
+            self.happen(PeerLost(channel.number, why=why, refused=channel.refused))
         if closed and channel.greeted and not channel.is_proven:
             self.dropped(channel, "it left before it had proved that it holds the run's token")
 

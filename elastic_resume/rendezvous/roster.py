@@ -20,8 +20,8 @@ class Part:
     running: int = 0
     finished: int = 0
     lost_at: float | None = None
-    evidence: bool = False
-    """The loss of its link proves its end."""
+    """When its link broke; it is called at its address until it answers, is dead, or is given up."""
+    probe_at: float = 0.0
 
     @property
     def settled(self) -> bool:
@@ -63,14 +63,14 @@ class Roster:
             del self.nodes[who.node]
         return part
 
-    def mark_broken(self, part: Part, now: float, *, evidence: bool) -> None:
+    def mark_broken(self, part: Part, now: float) -> None:
         """Remember that its link broke."""
-        part.lost_at, part.evidence = now, evidence
+        part.lost_at = part.probe_at = now
         self.broken[part.who] = part
 
     def mend(self, part: Part, link: Link) -> None:
         """Its link was made again."""
-        part.link, part.lost_at, part.evidence = link, None, False
+        part.link, part.lost_at = link, None
         self.broken.pop(part.who, None)
 
     def addresses(self) -> set[str]:

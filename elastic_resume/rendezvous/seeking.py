@@ -137,6 +137,7 @@ class Seeker:
     def _claimed(self, link: Link, message: Claim) -> None:
         """Ask the one who leads; unless we could only hold everybody up."""
         body = self.body
+        body.hear_claim(message)
         if not body.disk_is_late:
             self._call_now(message.who.address)
             return
@@ -190,9 +191,9 @@ class Seeker:
         if link.conn in self.calls:
             self.body.send(link, self.body.hello())
 
-    def lost(self, link: Link, *, closed: bool) -> None:
+    def lost(self, link: Link, *, refused: bool) -> None:
         """A call failed, or a waiter went away."""
-        del closed
+        del refused
         self.waiters.pop(link.conn, None)
         self.patient.discard(link.conn)
         if self.calls.pop(link.conn, None) is not None:
@@ -243,7 +244,7 @@ class Seeker:
             self.targets.pop(0)
         if self.targets:
             self._call_now(self.targets.pop(0))
-            self.next_at = body.now + body.settings.reconnect_s + body.settings.crowd_s * len(self.calls)
+            self.next_at = body.now + body.settings.stagger_s + body.settings.crowd_s * len(self.calls)
         elif body.now >= self.round_at + ROUND_TIMEOUTS * body.settings.node_timeout_s or not (
             self.calls or self.again
         ):

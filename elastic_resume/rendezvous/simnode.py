@@ -286,7 +286,7 @@ class Node(Host):
             self._happen(PeerConnected(end.conn))
         else:
             end.held = False
-            self._happen(PeerLost(end.conn, closed=True, refused=kind == "refused"))
+            self._happen(PeerLost(end.conn, refused=kind == "refused"))
 
     # The core.
 

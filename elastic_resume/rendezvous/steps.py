@@ -1,7 +1,7 @@
 """What goes into the core and what comes out of it, and its settings. Plain frozen data.
 
-The shell of an agent turns what happens into `Event`s, hands each to `core.Agent.handle` with the monotonic
-time, carries out the `Effect`s in order, and calls again with a `Tick` at `Agent.next_deadline`. Connections
+The shell of an agent turns what happens into `Event`s, hands each to `core.Agent.handle` with the time since
+boot, carries out the `Effect`s in order, and calls again with a `Tick` at `Agent.next_deadline`. Connections
 are numbered: the core numbers those it asks for (positive), the shell those it accepts (negative).
 """
 
@@ -21,7 +21,7 @@ FEW = 64
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the core needs to know of the job; seconds are monotonic seconds of this node's own clock."""
+    """What the core needs to know of the job; seconds are of this node's CLOCK_BOOTTIME."""
 
     candidates: tuple[str, ...]
     """Addresses that newcomers know, in order."""
@@ -31,8 +31,10 @@ class Settings:
     settle_s: float = 3.0
     join_timeout_s: float = 600.0
     allow_minority: bool = False
-    reconnect_s: float = 0.2
-    """A closed connection not made again for so long means that its peer died."""
+    stagger_s: float = 0.2
+    """A search waits so long for an answer before it calls the next address too."""
+    probe_s: float = 0.05
+    """Between two calls to a peer whose connection broke."""
     scale_up_s: float = 1.0
     """A newcomer to a running world waits so long for others, for one restart instead of several."""
     beats_per_timeout: int = 10
@@ -60,6 +62,11 @@ class Settings:
         return self.node_timeout_s / 3 + self.crowd_s
 
     @property
+    def redial_s(self) -> float:
+        """How long one call to a peer whose connection broke may take; a round trip may take 0.3 s."""
+        return self.node_timeout_s / 2
+
+    @property
     def crowd_s(self) -> float:
         """How much longer a leader may take to answer when all members of a large job call it at once.
 
@@ -74,21 +81,24 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """A connection stands and both sides have proved that they hold the token."""
+    """A connection stands and both sides have proved that they hold the token.
+
+    `host`: the IP address that answered, where this side dialled.
+    """
 
     conn: int
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
     """A connection is over, or could not be made.
 
-    `closed`: the other side closed or reset it, or nobody listens there (evidence of an end). Otherwise
-    it timed out or the network refused (silence). `refused`: nobody listens at the address that we dialled.
+    `refused`: the host at the address that we dialled answered that nobody listens there, which proves that
+    the process has ended. Everything else, a reset too, says only that the peer cannot be reached this way.
     """
 
     conn: int
-    closed: bool
     why: str = ""
     refused: bool = False
 
@@ -208,10 +218,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Dial that address; report `PeerConnected` or `PeerLost`. Nothing may be sent before."""
+    """Dial that address; report `PeerConnected` or `PeerLost`. Nothing may be sent before.
+
+    `host`: the IP address at which the same peer answered before; its name is not looked up again.
+    """
 
     conn: int
     address: str
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
