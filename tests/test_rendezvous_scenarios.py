@@ -111,6 +111,10 @@ class Stage:
             self.net.set_cut(set())
         elif verb == "reset":
             self.net.reset(*words)
+        elif verb == "reset-only-at":
+            self.net.reset(*words, both=False)
+        elif verb == "slow":
+            self.net.slow_s[words[0]] = float(words[1])
         elif verb == "digest":
             for word in words[1:]:
                 name, _, tensors = word.partition("=")

@@ -136,6 +136,9 @@ class Follower:
     def _remade(self, link: Link, message: Message) -> None:
         if isinstance(message, Welcome):
             self.body.hang_up(self.link)
+            if message.who == self.leader:
+                link.succeed(self.link)
+            self.leader = link.who = message.who
             self.link, self.redial, self.broken = link, None, False
             self.body.learn(message.knowledge)
             if not message.resumed:

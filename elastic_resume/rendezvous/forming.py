@@ -256,16 +256,12 @@ class Former:
     def lease_until(self) -> float:
         """Return until when enough members surely follow us for no other world to have a quorum.
 
-        A member turns away a node timeout after it *received* our last word. We count from when we *sent*
-        the last word that it has seen, and keep `drift` back.
+        A member turns away a node timeout after it *received* our last word, also if its link breaks. We count
+        from when we *sent* the last word that it has seen, and keep `drift` back.
         """
         body = self.body
         ends = sorted(
-            (
-                (part.link.echoed_at + body.settings.lease_s, part.who)
-                for part in self.roster
-                if not part.lost_at
-            ),
+            ((part.link.echoed_at + body.settings.lease_s, part.who) for part in self.roster),
             key=lambda end: -end[0],
         )
         low, high = 0, len(ends)

@@ -42,6 +42,10 @@ class Link:
         self.unseen.append((self.seq, now))
         return Stamp(self.seq, self.heard, generation, lease_s)
 
+    def succeed(self, broken: Link) -> None:
+        """Go on where a broken link to the same process ended: what it had seen, it has seen."""
+        self.echoed_at, self.lease_end = broken.echoed_at, broken.lease_end
+
     def note(self, stamp: Stamp, now: float) -> None:
         """Take in the stamp of a message that arrived."""
         self.heard = stamp.seq

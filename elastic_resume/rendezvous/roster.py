@@ -70,6 +70,7 @@ class Roster:
 
     def mend(self, part: Part, link: Link) -> None:
         """Its link was made again."""
+        link.succeed(part.link)
         part.link, part.lost_at = link, None
         self.broken.pop(part.who, None)
 

@@ -200,11 +200,13 @@ class Network:
             if end.host == name:
                 end.held = False
 
-    def reset(self, name: str, other: str) -> None:
-        """Break the connections between two hosts for both at once, as a middlebox does."""
-        for end in self.ends:
+    def reset(self, name: str, other: str, *, both: bool = True) -> None:
+        """Break the connections between two hosts, as a middlebox does: at both ends, or only at the first's."""
+        for end in list(self.ends):
             peer = end.peer
-            if peer and {end.host, peer.host} == {name, other} and end.held and peer.held:
-                end.held = peer.held = False
+            if peer and (end.host, peer.host) == (name, other) and end.held and peer.held:
+                end.held = False
                 self.hosts[end.host].notice(end, "closed", None)
-                self.hosts[peer.host].notice(peer, "closed", None)
+                if both:
+                    peer.held = False
+                    self.hosts[peer.host].notice(peer, "closed", None)
