@@ -17,7 +17,9 @@ BOUNDED = "a lasting connected quorum forms a world"
 ENDS = "a job that is through ends on every node"
 CALM = "agents come to rest"
 SAME_NEWS = "all members hear the same of the last world's end, and little"
-PROMISES = (ONE_WORLD, ONE_LIVE, RANKS, FORWARD, BOUNDED, ENDS, CALM, SAME_NEWS)
+ALIVE = "nobody who lives is counted gone"
+NEW_NUMBER = "no generation that its leader has heard of is given again"
+PROMISES = (ONE_WORLD, ONE_LIVE, RANKS, FORWARD, BOUNDED, ENDS, CALM, SAME_NEWS, ALIVE, NEW_NUMBER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Checkers:
         self.news: dict[int, tuple[int, tuple[Failure, ...]]] = {}
         self.last: dict[str, int] = {}
         self.live: dict[str, BeginWorld] = {}
+        self.asleep: dict[str, BeginWorld] = {}
+        """What runs on machines that are suspended."""
         self.through: set[int] = set()
         """Generations whose workers have succeeded on some node: nobody new is taken in any more."""
 
@@ -71,15 +75,31 @@ class Checkers:
         if generation <= self.last.get(node, 0):
             self.violate(FORWARD, at_s, f"{node} goes from generation {self.last[node]} to {generation}")
         self.last[node] = max(generation, self.last.get(node, 0))
+        self._run(node, begin, at_s)
+
+    def _run(self, node: str, begin: BeginWorld, at_s: float) -> None:
+        generation, members = begin.generation, begin.members
         for other, theirs in self.live.items():
             if (theirs.generation, theirs.members) != (generation, members):
                 self.violate(
                     ONE_LIVE,
                     at_s,
-                    f"{node} starts generation {generation} of {names(members)} while {other} "
+                    f"{node} runs generation {generation} of {names(members)} while {other} "
                     f"runs {theirs.generation} of {names(theirs.members)}",
                 )
         self.live[node] = begin
+
+    def suspended(self, node: str) -> None:
+        """The machine stands still, its workers too: they run no step until it goes on."""
+        begin = self.live.pop(node, None)
+        if begin:
+            self.asleep[node] = begin
+
+    def woke(self, node: str, at_s: float, *, fenced: bool) -> None:
+        """The machine goes on, and its workers with it unless their lease has run out."""
+        begin = self.asleep.pop(node, None)
+        if begin and not fenced:
+            self._run(node, begin, at_s)
 
     def _first_start(self, begin: BeginWorld, at_s: float) -> None:
         generation, members = begin.generation, begin.members
@@ -106,6 +126,7 @@ class Checkers:
     def ended(self, node: str) -> None:
         """No worker runs on that node any more."""
         self.live.pop(node, None)
+        self.asleep.pop(node, None)
 
 
 def names(members: tuple[Incarnation, ...]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from elastic_resume.rendezvous.simschedule import LEADER, Fault, Moment
+from elastic_resume.rendezvous.simschedule import CHASE, LATE, LEADER, OTHER_LEADER, RESETS, Fault, Moment
 
 SHORTLY_S = (0.0, 0.0, 0.005, 0.01, 0.02, 0.05)
 """Within the steps of forming, each of which takes some 20 ms."""
@@ -18,12 +18,12 @@ SETTLED_S = (3.5, 4.5, 6.0, 8.0)
 LONG_S = 60.0
 
 
-def draw_faults(rng: random.Random, count: int) -> list[Fault]:
-    """Draw one plot or two against a job of so many nodes."""
+def draw_faults(rng: random.Random, family: str, count: int) -> list[Fault]:
+    """Draw one plot or two of a family against a job of so many nodes."""
     faults: list[Fault] = []
     for _ in range(rng.choice((1, 1, 2))):
         start = Moment(rng.choice(SOON_S), "world", 1, then=bool(faults))
-        plot = rng.choice(PLOTS)
+        plot = rng.choice(PLOTS[family])
         faults += plot(rng, start, count)
         if rng.random() < 0.4:
             faults.append(heal(rng))
@@ -182,4 +182,94 @@ def last_words(rng: random.Random, count: int) -> list[Fault]:
     return [*faults, heal(rng)] if rng.random() < 0.3 else faults
 
 
-PLOTS = (defection, defection, ghost, ghost, ghost, torn_proposal, wanderer, wanderer, staggered)
+def reset_and_cut(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+    """A connection is reset at one end or both, and one of the two is cut off before it is made again, or was.
+
+    Against the rule that only a refused call proves a death: neither end may take the other for dead.
+    """
+    victim = rng.randrange(1, count)
+    pair = [LEADER, f"#{victim}"]
+    rng.shuffle(pair)
+    faults = []
+    if rng.random() < 0.4:
+        faults.append(Fault(start, "slowish", tuple(pair[:1]), 12.0))
+        start = then(rng.choice(SHORTLY_S))
+    kind = rng.choice(("reset", "half-reset", "half-reset"))
+    apart = [
+        victim,
+        *rng.sample([one for one in range(1, count) if one != victim], rng.randint(0, (count - 2) // 2)),
+    ]
+    soon = rng.choice((*SHORTLY_S, 0.1, 0.2))
+    if rng.random() < 0.5:
+        faults += [Fault(start, kind, tuple(pair)), shift(then(soon), *apart)]
+    else:
+        faults += [shift(start, *apart), Fault(then(soon), kind, tuple(pair))]
+    if rng.random() < 0.3:
+        faults.append(
+            Fault(then(rng.choice(SOON_S)), "kill", ranks(rng.randrange(count)), rng.choice(SETTLED_S))
+        )
+    return faults
+
+
+def resets(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+    """Several connections to the leader are reset one after the other, on a slow network or a fast one."""
+    faults = []
+    if rng.random() < 0.7:
+        faults.append(Fault(start, "slowish", ranks(*rng.sample(range(count), rng.randint(1, count))), 12.0))
+        start = then(rng.choice(SOON_S))
+    for _ in range(rng.randint(1, 4)):
+        pair = [LEADER, f"#{rng.randrange(1, count)}"]
+        rng.shuffle(pair)
+        faults.append(Fault(start, rng.choice(("reset", "half-reset")), tuple(pair)))
+        start = then(rng.choice((*SHORTLY_S, *SOON_S)))
+    return faults
+
+
+def late_reader(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+    """One is paused, the leader goes, the others go on and die; then the one reads what was sent to it long ago.
+
+    Against times that count from when a message is read: they must count from when what it answers was sent.
+    """
+    victim = rng.randrange(1, count)
+    kind = rng.choice(("pause", "pause", "pause", "suspend"))
+    faults = [Fault(start, kind, ranks(victim), rng.uniform(6.0, 14.0))]
+    going = rng.choice(("leave", "leave", "kill"))
+    faults.append(Fault(then(rng.choice((*SHORTLY_S, 0.2))), going, (LEADER,), LONG_S))
+    # From here on ranks are those of the world that the others have formed.
+    dead = range(count - 2)
+    faults.append(Fault(then(rng.choice((*SOON_S, *SETTLED_S[:2])), "world"), "kill", ranks(*dead), LONG_S))
+    return faults
+
+
+def sleeper(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+    """One or two machines are suspended for longer than a lease, and go on when the others have."""
+    asleep = rng.sample(range(count), rng.choice((1, 1, 2)) if count > 3 else 1)
+    faults = [Fault(start, "suspend", ranks(*asleep), rng.uniform(3.0, 14.0))]
+    if rng.random() < 0.5:
+        faults.append(shift(then(rng.choice((*SHORTLY_S, *SOON_S, 3.0))), *asleep))
+    return faults
+
+
+def heir(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+    """A majority goes on behind a cut and dies there; the leader of the others dies, and the cut heals.
+
+    Against the belief that no world began without us because our leader lived: it led nobody who could agree.
+    """
+    ours = majority(rng, count)
+    rest = [one for one in range(count) if one not in ours]
+    faults = [shift(start, *ours)]
+    dead = range(len(ours))  # in the world that they have formed
+    faults.append(Fault(then(rng.choice(SETTLED_S), "world"), "kill", ranks(*dead), LONG_S))
+    faults.append(Fault(then(rng.choice(SHORTLY_S)), "shift", (), 0.0))
+    if rest:
+        faults.insert(2, Fault(then(rng.choice((0.0, 0.5, 2.0))), "kill", (OTHER_LEADER,), LONG_S))
+    return faults
+
+
+CHASES = (defection, defection, ghost, ghost, ghost, torn_proposal, wanderer, wanderer, staggered, heir)
+PLOTS = {
+    CHASE: CHASES,
+    RESETS: (reset_and_cut, reset_and_cut, reset_and_cut, resets, resets, torn_proposal, ghost),
+    LATE: (late_reader, late_reader, late_reader, sleeper, sleeper, heir, wanderer),
+}
+"""The plots of each family that follows worlds as they form."""

@@ -17,25 +17,27 @@ NAMES = "abcdefghi"
 DRIFT = 0.02
 """Clocks run at rates up to this far from true; leases keep 0.05 back for two of them."""
 FAMILIES = {
-    kinds.CHASE: 40,
-    kinds.WEATHER: 22,
-    kinds.CALM_DAYS: 8,
-    kinds.END_GAME: 7,
-    kinds.IMPATIENCE: 5,
+    kinds.CHASE: 34,
+    kinds.WEATHER: 18,
+    kinds.RESETS: 9,
+    kinds.LATE: 7,
+    kinds.CALM_DAYS: 6,
+    kinds.END_GAME: 6,
+    kinds.IMPATIENCE: 4,
     kinds.MINORITY: 3,
     kinds.LOST_DISKS: 3,
     kinds.LOST_DISKS_AND_SILENCE: 3,
     kinds.REJECTION: 3,
-    kinds.WORD: 6,
+    kinds.WORD: 4,
 }
 """How many of a hundred schedules belong to each family."""
 
 DEATHS = ("kill", "kill", "unsent", "written")
-SILENCES = ("power", "pause", "partition", "shift", "shift", "one-way")
-TROUBLE = ("slow", "disk", "stuck", "worker", "leave")
+SILENCES = ("power", "pause", "suspend", "partition", "shift", "shift", "one-way")
+TROUBLE = ("slow", "disk", "stuck", "worker", "leave", "reset", "half-reset")
 KINDS = {
     kinds.WEATHER: (*DEATHS, *SILENCES, *TROUBLE),
-    kinds.CALM_DAYS: ("reset", "worker", "reset", "kill"),
+    kinds.CALM_DAYS: ("reset", "worker", "half-reset", "slowish", "reset", "kill"),
     kinds.END_GAME: (*DEATHS, *SILENCES, "finish", "finish", "finish", "finish", "fail", "worker", "leave"),
     kinds.IMPATIENCE: (*DEATHS, *SILENCES, *TROUBLE),
     kinds.MINORITY: (*DEATHS, *SILENCES, *TROUBLE),
@@ -44,7 +46,7 @@ KINDS = {
     kinds.WORD: (*DEATHS, *SILENCES, *TROUBLE, "power", "power", "shift"),
     kinds.REJECTION: (*DEATHS, "reject", "reject", "reject", "pause", "worker", "leave"),
 }
-LONGEST_S = {"slow": 8.0, "disk": 8.0, "pause": 8.0, "stuck": 12.0}
+LONGEST_S = {"slow": 8.0, "slowish": 12.0, "disk": 8.0, "pause": 8.0, "suspend": 12.0, "stuck": 12.0}
 """What lasts too long hides everything else."""
 LATEST_S = 15.0
 """When the latest nodes come."""
@@ -54,9 +56,9 @@ def draw(seed: int) -> Schedule:
     """Return the schedule of that seed."""
     rng = random.Random(2 * seed)  # noqa: S311 - seeded on purpose; odd numbers are for the playing
     (family,) = rng.choices(list(FAMILIES), list(FAMILIES.values()))
-    if family == kinds.CHASE:
+    if family in simchase.PLOTS:
         job = draw_job(rng, family, rng.choice((3, 3, 3, 4, 5, 5, 5, 5, 6, 7)))
-        return Schedule(seed, family, job, tuple(simchase.draw_faults(rng, len(job.sites))))
+        return Schedule(seed, family, job, tuple(simchase.draw_faults(rng, family, len(job.sites))))
     job = draw_job(rng, family, rng.choice((3, 3, 4, 5, 5, 6, 7, 9)))
     if family == kinds.WORD and rng.random() < 0.7:
         job = replace(job, settings=replace(job.settings, max_nodes=len(job.sites)))
@@ -76,12 +78,12 @@ def draw_job(rng: random.Random, family: str, count: int) -> Job:
     settings = Settings(
         candidates,
         min_nodes=rng.choice((1, 1, 1, 2)),
-        max_nodes=count if family == kinds.CHASE else rng.choice((count, count, count - 1, 2)),
+        max_nodes=count if family in simchase.PLOTS else rng.choice((count, count, count - 1, 2)),
         beats_per_timeout=4,
         allow_minority=family == kinds.MINORITY,
         join_timeout_s=rng.choice((10.0, 15.0, 20.0)) if family == kinds.IMPATIENCE else 600.0,
     )
-    late = {kinds.IMPATIENCE: 0.4, kinds.CHASE: 0.0}.get(family, 0.05)
+    late = {kinds.IMPATIENCE: 0.4, **dict.fromkeys(simchase.PLOTS, 0.0)}.get(family, 0.05)
     sites = tuple(
         Site(
             name,
@@ -128,13 +130,13 @@ def draw_faults(rng: random.Random, family: str, names: tuple[str, ...]) -> list
 
 
 def _how_many(rng: random.Random, kind: str, count: int) -> int:
-    if kind in CUTS or kind == "slow":
+    if kind in CUTS or kind in ("slow", "slowish"):
         return rng.randint(1, count - 1)
     if kind == "finish":
         return rng.randint(1, count)
-    if kind == "reset":
+    if kind in ("reset", "half-reset"):
         return 2
-    return 2 if kind in ("kill", "power", "wipe", "pause") and rng.random() < 0.3 else 1
+    return 2 if kind in ("kill", "power", "wipe", "pause", "suspend") and rng.random() < 0.3 else 1
 
 
 def spare_candidates(rng: random.Random, job: Job, faults: list[Fault]) -> list[Fault]:

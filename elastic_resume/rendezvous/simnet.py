@@ -76,6 +76,7 @@ class Host:
     life: int
     process: bool
     power: bool
+    suspended: bool
 
     def accept(self, end: End) -> None:
         """A connection from elsewhere stands."""
@@ -115,6 +116,8 @@ class Network:
         if host is None:
             return
         back_at = self.clock.now + self.delay(host.name, end.host)
+        if host.suspended:
+            return
         if self._is_cut(end.host, host.name):
             if self.rejects:
                 self.clock.at(back_at, self._tell, end, end.host, "refused", None)

@@ -13,9 +13,9 @@ from typing import Any
 
 from elastic_resume.policy.divergence import Digest, Groups
 from elastic_resume.policy.failures import SIGNAL, Failure
-from elastic_resume.rendezvous.checkers import Checkers
+from elastic_resume.rendezvous.checkers import ALIVE, NEW_NUMBER, Checkers
 from elastic_resume.rendezvous.core import Agent
-from elastic_resume.rendezvous.messages import Acknowledge, Begin, Diverged, Join, Print, Propose
+from elastic_resume.rendezvous.messages import Acknowledge, Begin, Claim, Diverged, Join, Print, Propose
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.simnet import End, Host, Network
 from elastic_resume.rendezvous.steps import (
@@ -76,6 +76,14 @@ class Node(Host):
         self.power = True
         self.process = False
         self.paused = False
+        self.suspended = False
+        """The whole machine is, not only the agent."""
+        self.asleep_s = 0.0
+        """How long it has been suspended in all: seen by a clock that stands still meanwhile."""
+        self._asleep_since = 0.0
+        self.heard = 0
+        """The greatest generation that a leader's claim has told this life of."""
+        self._gone: frozenset[Incarnation] = frozenset()
         self.fenced = False
         """Its workers ended by themselves while it was paused."""
         self.buried = False  # as `simword` says
@@ -105,12 +113,18 @@ class Node(Host):
         self._fence = 0
         net.hosts[name] = self
 
+    clock_stops = False
+    """Whether its clock stands still while it is suspended, as CLOCK_MONOTONIC does and CLOCK_BOOTTIME does not."""
+
     def local(self) -> float:
-        """This node's monotonic clock."""
-        return self.origin + self.clock.now * self.rate
+        """The clock that this node's leases count in."""
+        return self.origin + (self.clock.now - self._unseen_s()) * self.rate
 
     def _real(self, local: float) -> float:
-        return (local - self.origin) / self.rate
+        return (local - self.origin) / self.rate + self._unseen_s()
+
+    def _unseen_s(self) -> float:
+        return self.asleep_s if self.clock_stops else 0.0
 
     # Lives.
 
@@ -120,7 +134,8 @@ class Node(Host):
             return
         self.life += 1
         self.power = self.process = True
-        self.paused = self.fenced = False
+        self.paused = self.suspended = self.fenced = False
+        self.heard, self._gone = 0, frozenset()
         self.ended = self.doom = ""
         place = self.settings.candidates.index(self.name) if self.name in self.settings.candidates else None
         me = Incarnation(self.name, str(self.life), self.name, place)
@@ -200,6 +215,22 @@ class Node(Host):
         if self.name in self.checkers.live:
             self.clock.at(self._real(self.agent.fence_at), self._self_fence, self.life, self.agent.fence_at)
 
+    def suspend(self) -> None:
+        """Stop the whole machine, workers and all; calls from elsewhere are not answered."""
+        if self.agent is None or self.paused:
+            return
+        self.paused = self.suspended = True
+        self._asleep_since = self.clock.now
+        self.checkers.suspended(self.name)
+
+    def _wake(self) -> None:
+        """Go on after a suspend: first of all the guards look whether the lease has run out."""
+        self.suspended = False
+        self.asleep_s += self.clock.now - self._asleep_since
+        if self.agent and self.running:
+            self.fenced = self.local() >= self.agent.fence_at
+            self.checkers.woke(self.name, self.clock.now, fenced=self.fenced)
+
     def _self_fence(self, life: int, fence_at: float) -> None:
         if self.paused and life == self.life and self.agent and self.agent.fence_at == fence_at:
             self.checkers.ended(self.name)
@@ -209,6 +240,8 @@ class Node(Host):
         """Let the agent go on: it reads what came meanwhile."""
         if self.agent is None or not self.paused:
             return
+        if self.suspended:
+            self._wake()
         self.paused = False
         backlog, self.backlog = self.backlog, []
         if not backlog:
@@ -302,7 +335,11 @@ class Node(Host):
             return
         if self.story and not isinstance(event, Tick):
             self.story(self.name, event)
-        for effect in self.agent.handle(event, self.local()):
+        if isinstance(event, MessageArrived) and isinstance(event.message, Claim):
+            self.heard = max(self.heard, event.message.active, event.message.known)
+        effects = self.agent.handle(event, self.local())
+        self._look_for_false_deaths()
+        for effect in effects:
             if self.story:
                 self.story(self.name, effect)
             self._carry_out(effect)
@@ -313,6 +350,19 @@ class Node(Host):
         if due < self._alarm:
             self._alarm = due
             self.clock.at(self._alarm, self._ring, self._alarm, self.life)
+
+    def _look_for_false_deaths(self) -> None:
+        known = self.agent.body.known.gone if self.agent else frozenset()
+        if known is self._gone:
+            return
+        for one in known - self._gone:
+            node = self.net.hosts[one.node]
+            if isinstance(node, Node) and node.agent and node.process and node.agent.body.me == one:
+                if not node.agent.over:
+                    self.checkers.violate(
+                        ALIVE, self.clock.now, f"{self.name} counts {one.node}{one.life} gone, which lives"
+                    )
+        self._gone = known
 
     def _ring(self, alarm: float, life: int) -> None:
         if alarm == self._alarm and life == self.life:
@@ -358,6 +408,11 @@ class Node(Host):
             if self.doom == "unsent":
                 self._meet_doom()
                 return
+        if isinstance(effect.message, Propose) and effect.message.world.generation <= self.heard:
+            number = effect.message.world.generation
+            self.checkers.violate(
+                NEW_NUMBER, self.clock.now, f"{self.name} proposes {number} and has heard of {self.heard}"
+            )
         self.net.send(end, (effect.stamp, effect.message))
 
     def _begin(self, effect: BeginWorld) -> None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_resume.rendezvous.checkers import FORWARD, ONE_LIVE, ONE_WORLD, SAME_NEWS
+from elastic_resume.rendezvous.checkers import ALIVE, FORWARD, ONE_LIVE, ONE_WORLD, SAME_NEWS
 from elastic_resume.rendezvous.steps import Settings
 
 WEATHER = "weather"
 """Whatever may happen to nodes, disks and the network, at any time."""
 CALM_DAYS = "calm days"
-"""Middleboxes reset connections, workers fail; nothing hides that a reset is no death."""
+"""Middleboxes reset connections at one end or both, some nodes are slow, workers fail."""
+RESETS = "resets"
+"""Connections are reset while links are cut or slow: faults aimed at whoever takes a reset for a death."""
+LATE = "late readers"
+"""Nodes paused or suspended for longer than the node timeout read old messages: who counts from when they do?"""
 CHASE = "chase"
 """Faults that follow each world as it forms: where the four rules of the quorum are needed."""
 END_GAME = "end game"
@@ -41,7 +45,7 @@ WAIVED = {
     # Rule 2 rests on disks that keep what was acknowledged.
     LOST_DISKS_AND_SILENCE: TWO_WORLDS,
     # Rule 4 takes a closed connection and a refused call for knowledge of an end.
-    REJECTION: TWO_WORLDS,
+    REJECTION: TWO_WORLDS | {ALIVE},
 }
 """What a family may defeat, and why."""
 
@@ -123,6 +127,8 @@ class Moment:
 
 LEADER = "@"
 """Stands for the node that leads the newest world."""
+OTHER_LEADER = "%"
+"""Stands for a node that leads elsewhere, behind a cut, or for that leader where there is no other."""
 CUTS = ("partition", "shift", "one-way", "reject")
 
 
@@ -130,14 +136,16 @@ CUTS = ("partition", "shift", "one-way", "reject")
 class Fault:
     """Something that happens, and is over (if it ever is) after `for_s`.
 
-    `nodes` are names; `#2` is whoever has rank 2 in the newest world then, `@` whoever leads it. Kinds:
+    `nodes` are names; `#2` is whoever has rank 2 in the newest world then, `@` whoever leads it, `%` who leads
+    elsewhere. Kinds:
 
-    - of nodes: `kill`, `power` (dies silently), `wipe` (dies and loses its disk), `pause`, `leave`; `unsent`
-      and `written`: dies before it sends its next message that forms a world, or before it hears that its
+    - of nodes: `kill`, `power` (dies silently), `wipe` (dies and loses its disk), `pause` (the agent),
+      `suspend` (the whole machine), `leave`; `unsent` and `written`: dies before it sends its next message that forms a world, or before it hears that its
       next write is on disk. All come back after `for_s`.
     - of disks: `disk` (slow), `stuck` (no write ends).
     - of workers: `worker` (one fails), `finish`, `fail` (the node gives the job up for all).
-    - of the network: `slow`, `reset` (the connections between two nodes); and cuts between the groups that
+    - of the network: `slow` (each way takes up to 0.6 s), `slowish` (0.3 s), `reset` (the connections between
+      two nodes), `half-reset` (only at the first's end); and cuts between the groups that
       `|` separates and all others: `partition`, `shift` (in place of every earlier cut; of nobody: all
       heals), `one-way` (what the named send is lost), `reject` (connections are reset, calls refused).
     """

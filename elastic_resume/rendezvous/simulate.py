@@ -18,20 +18,18 @@ from elastic_resume.rendezvous.quorum import ALL_RULES, Knowledge, Rules, has_qu
 from elastic_resume.rendezvous.simdraw import draw
 from elastic_resume.rendezvous.simnet import FAST_S, Clock, Network, StormError
 from elastic_resume.rendezvous.simnode import Node, Story
-from elastic_resume.rendezvous.simschedule import CUTS, LEADER, Fault, Schedule
+from elastic_resume.rendezvous.simschedule import CUTS, LEADER, OTHER_LEADER, Fault, Schedule
 from elastic_resume.rendezvous.simtell import tell
 from elastic_resume.rendezvous.simword import Scheduler
 
-RESETS_APART_S = 0.5
-"""A network that resets a link and at once again the call that makes it anew cannot be told from a death:
-rule 4 takes a closed connection and a refused call for knowledge. A firewall that rejects with resets, on
-both sides of a partition, can defeat it; one that drops cannot."""
 BOUND_S = 25.0
 """From the last fault to a world: a node timeout to notice, one of grace, the settle time, some calls."""
 HOLD_S = 5.0
 """A world that lasts so long has formed: a node timeout, a lease or newcomers would have ended it."""
 EVENTS_WAIT_S = 15.0
 """Faults that wait for events which do not come are waited for so long after those at times."""
+SLOW_S = {"slow": 0.6, "slowish": 0.3}
+"""The longest that a packet takes to or from a slow node."""
 LOOK_S = 0.5
 SHOWN = 4
 """The first violations tell the story; others follow from them."""
@@ -79,7 +77,6 @@ class Simulation:
         self.left = len(schedule.faults)
         self.busy_until = 0.0
         self.healed = False
-        self.reset_at = 0.0
         self.cuts: dict[int, set[tuple[str, str]]] = {}
         self.story: Story | None = None
 
@@ -146,14 +143,14 @@ class Simulation:
             self.story("*", f"{fault.kind} {' | '.join(' '.join(group) for group in self._groups(fault))}")
         if fault.kind in CUTS:
             self._cut_off(number, fault, back_at)
-        elif fault.kind == "slow":
+        elif fault.kind in SLOW_S:
             for name in self._names(fault.nodes):
-                self.net.slow_s[name] = 0.6
+                self.net.slow_s[name] = SLOW_S[fault.kind]
                 self.clock.at(back_at, self.net.slow_s.__setitem__, name, FAST_S)
-        elif fault.kind == "reset":
-            if self.clock.now >= self.reset_at + RESETS_APART_S:
-                self.reset_at = self.clock.now
-                self.net.reset(*self._names(fault.nodes))
+        elif fault.kind in ("reset", "half-reset"):
+            names = self._names(fault.nodes)
+            if len(names) == 2:  # noqa: PLR2004 - a pair
+                self.net.reset(*names, both=fault.kind == "reset")
         else:
             for name in self._names(fault.nodes):
                 self._strike_node(self.nodes[name], fault.kind, fault.for_s)
@@ -168,8 +165,8 @@ class Simulation:
         leaders.sort(key=lambda one: not self.nodes[one].running)
 
         def name(one: str) -> str:
-            if one == LEADER:
-                return leaders[0] if leaders else members[0]
+            if one in (LEADER, OTHER_LEADER):
+                return leaders[0 if one == LEADER else -1] if leaders else members[0]
             return members[int(one[1:]) % len(members)] if one.startswith("#") else one
 
         return list(dict.fromkeys(map(name, nodes)))
@@ -203,8 +200,8 @@ class Simulation:
             self.clock.at(back_at, node.boot)
         elif kind in ("unsent", "written"):
             node.doom, node.back_s = kind, for_s
-        elif kind == "pause":
-            node.pause()
+        elif kind in ("pause", "suspend"):
+            {"pause": node.pause, "suspend": node.suspend}[kind]()
             self.clock.at(back_at, node.resume)
         elif kind in ("disk", "stuck"):
             node.disk_s = 1.5 if kind == "disk" else 20.0
