@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := -n 3 --dist worksteal
 PURE_PARALLEL := -n 2 --dist worksteal
 
-.PHONY: demo test test-slurm test-rest lint check nightly soak bench clean network-tools slurm-tools browser-tools
+.PHONY: demo test test-slurm test-rest lint check simulate nightly soak bench clean network-tools slurm-tools browser-tools
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make test     every test, real processes included"
 	@echo "make test-slurm  those that run on a real Slurm, which they bring up themselves"
 	@echo "make check    lint, types and the pure tests (under a minute)"
+	@echo "make simulate SEEDS=N FIRST=F  N schedules of faults against the rendezvous, from seed F on"
 	@echo "make nightly  100,000 schedules of faults against the rendezvous, new ones every day, and longer fuzzing"
 	@echo "make soak     a hundred kills of all kinds in one job, two thousand power cuts, ten minutes of mixed faults, and nothing left behind"
 	@echo "make bench    speed, as ratios measured side by side"
@@ -74,8 +75,11 @@ test: $(READY) slurm-tools browser-tools
 
 # A failing schedule prints the command that plays it again. FIRST=0 plays those that `make check` begins with.
 FIRST ?= $(shell echo $$(( $$(date +%s) / 86400 * 100000 )))
-nightly: $(READY)
-	$(BIN)/elastic-resume simulate rendezvous --seeds 100000 --first $(FIRST)
+SEEDS ?= 100000
+simulate: $(READY)
+	$(BIN)/elastic-resume simulate rendezvous --seeds $(SEEDS) --first $(FIRST)
+
+nightly: simulate
 	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/test_rendezvous_wire_fuzz.py
 
 SOAK_KILLS ?= 100

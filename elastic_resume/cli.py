@@ -66,6 +66,14 @@ def _parser() -> argparse.ArgumentParser:
 # ---- simulate ------------------------------------------------------------------------------------------
 
 
+BREAKS = (
+    *("incarnations", "two-steps", "later-proposals", "gone-brings-knowledge", "word-of-all"),
+    *("sent-not-read", "leader-had-a-quorum", "claims-tell-generations", "refusal-in-time"),
+    *("reset-is-no-death-to-a-follower", "reset-is-no-death-to-a-leader", "clock-goes-on"),
+)
+"""What `simulate rendezvous --break` takes: `simbatch.BREAKS`, which is slow to import."""
+
+
 def _add_simulate(subparsers: argparse._SubParsersAction[Any]) -> None:
     one = subparsers.add_parser("simulate", help="play random schedules of faults against the rendezvous")
     parts = one.add_subparsers(title="what to simulate", metavar="PART", required=True)
@@ -79,8 +87,8 @@ def _add_simulate(subparsers: argparse._SubParsersAction[Any]) -> None:
         dest="broken_rule",
         default="",
         metavar="RULE",
-        choices=("incarnations", "two-steps", "later-proposals", "gone-brings-knowledge", "word-of-all"),
-        help="break a rule of the quorum on purpose: %(choices)s",
+        choices=BREAKS,
+        help="break one rule on purpose, or take back what cured a defect: %(choices)s",
     )
     one.set_defaults(function=simulate)
 

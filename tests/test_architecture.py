@@ -32,7 +32,7 @@ ROLES = (
 )
 PURE = ["policy", *(f"rendezvous/{role}.py" for role in ROLES.split())]
 MAX_FUNCTION_LINES = 70
-MAX_MODULE_LINES = 400
+MAX_MODULE_LINES = 800
 
 
 def relative(path: Path) -> str:
@@ -164,7 +164,7 @@ def test_torch_files_are_read_as_data_only() -> None:
 
 @of_each_part
 def test_functions_fit_a_screen_and_modules_have_one_idea(path: Path) -> None:
-    """At most 70 lines and 400."""
+    """At most 70 lines and 800."""
     text = path.read_text()
     assert text.count("\n") <= MAX_MODULE_LINES
     for node in ast.walk(ast.parse(text)):

@@ -26,7 +26,8 @@ MFD_NOEXEC_SEAL = 0x0008  # of linux/memfd.h; Python has no name for it
 class Fence:
     """Until when workers may run, in seconds of CLOCK_BOOTTIME; at first they may not.
 
-    That clock goes on while the machine is suspended, as a lease does for the other nodes. Infinite: no lease is needed. Minus infinite: no worker may run. NaN is no time and counts as the latter.
+    That clock goes on while the machine is suspended, as a lease does for the other nodes. Infinite: no lease
+    is needed. Minus infinite: no worker may run. NaN is no time and counts as the latter.
     """
 
     def __init__(self) -> None:

@@ -308,7 +308,7 @@ class Agent:
         """Whether a goodbye would reach those who might wait for this agent: its leader, or its followers."""
         role, present = self.role, {self.body.me}
         if isinstance(role, Follower):
-            return role.broken_at is None
+            return not role.broken
         if isinstance(role, Leader):
             present |= set(role.roster.parts) - set(role.roster.broken)
         return not self.body.rivals(present)

@@ -157,7 +157,7 @@ class Follower:
             self.body.send(link, self.body.hello())
 
     def lost(self, link: Link, *, refused: bool) -> None:
-        """The link to the leader broke, or a call to make it again failed: only a refused call proves a death."""
+        """Call the leader again when the link broke; take only a refused call for its death."""
         body = self.body
         if link is self.link:
             self.broken = True

@@ -256,8 +256,8 @@ class Former:
     def lease_until(self) -> float:
         """Return until when enough members surely follow us for no other world to have a quorum.
 
-        A member turns away a node timeout after it *received* our last word, also if its link breaks. We count
-        from when we *sent* the last word that it has seen, and keep `drift` back.
+        A member turns away a node timeout after it *received* our last message, also if its link breaks. We
+        count from when we *sent* the last message that it has seen, and keep `drift` back.
         """
         body = self.body
         ends = sorted(

@@ -6,6 +6,7 @@ fails; `simulate` plays them and `checkers` judge.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from elastic_resume.rendezvous.checkers import PROMISES
 from elastic_resume.rendezvous.quorum import ALL_RULES, Rules
+from elastic_resume.rendezvous.simcures import CURES, without
 from elastic_resume.rendezvous.simschedule import WAIVED, Fault
 from elastic_resume.rendezvous.simulate import Result, play, run
 
@@ -30,6 +32,8 @@ BROKEN_RULES = {
     "word-of-all": Rules(word_of_all=False),
 }
 """One rule of the quorum broken on purpose, by the name that `--break` takes."""
+BREAKS = (*BROKEN_RULES, *CURES)
+"""Everything that can be broken by name: the rules, and the cures of `simcures`."""
 CHUNK = 50
 """Schedules to a task: a quarter of a second of work, so that all cores finish together."""
 SHOWN = 3
@@ -57,32 +61,40 @@ class Tally:
         self.broken += other.broken
 
 
-def play_some(seeds: range, rules: Rules) -> Tally:
-    """Play a few schedules one after the other."""
+@contextlib.contextmanager
+def broken(name: str) -> Iterator[Rules]:
+    """Break one rule or take one cure out, and give the rules that hold; an empty name breaks nothing."""
+    with without("" if name in BROKEN_RULES else name):
+        yield BROKEN_RULES.get(name, ALL_RULES)
+
+
+def play_some(seeds: range, rule: str = "") -> Tally:
+    """Play a few schedules one after the other, with one rule broken."""
     tally = Tally()
-    for seed in seeds:
-        result = run(seed, rules)
-        tally.schedules += 1
-        tally.worlds += result.worlds
-        tally.events += result.events
-        tally.families[result.schedule.family] += 1
-        if result.violations:
-            tally.broken.append(result)
+    with broken(rule) as rules:
+        for seed in seeds:
+            result = run(seed, rules)
+            tally.schedules += 1
+            tally.worlds += result.worlds
+            tally.events += result.events
+            tally.families[result.schedule.family] += 1
+            if result.violations:
+                tally.broken.append(result)
     return tally
 
 
-def play_many(seeds: range, rules: Rules = ALL_RULES, jobs: int | None = None) -> Iterator[Tally]:
+def play_many(seeds: range, rule: str = "", jobs: int | None = None) -> Iterator[Tally]:
     """Play schedules in `jobs` processes (one for each core); yield tallies in the order of seeds."""
     chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
     jobs = min(jobs or cores(), len(chunks))
     if jobs <= 1:
-        yield from (play_some(chunk, rules) for chunk in chunks)
+        yield from (play_some(chunk, rule) for chunk in chunks)
         return
     # Spawned, not forked: whoever calls may have threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=_leave_interrupts_to_the_parent) as pool:
         try:
-            yield from pool.map(play_some, chunks, [rules] * len(chunks))
+            yield from pool.map(play_some, chunks, [rule] * len(chunks))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -102,10 +114,11 @@ def _leave_interrupts_to_the_parent() -> None:
 
 def tell_one(seed: int, broken_rule: str = "") -> int:
     """Play one schedule and print all that happened; 1 if a promise was broken."""
-    result = run(seed, BROKEN_RULES.get(broken_rule, ALL_RULES), told=True)
+    with broken(broken_rule) as rules:
+        result = run(seed, rules, told=True)
     print(result)
-    broken = [result] if result.violations else []
-    print(f"\n{result.worlds} worlds began in {result.events:,} events; {verdict(broken)}")
+    failed = [result] if result.violations else []
+    print(f"\n{result.worlds} worlds began in {result.events:,} events; {verdict(failed)}")
     return 1 if result.violations else 0
 
 
@@ -117,7 +130,7 @@ def tell_many(seeds: range, broken_rule: str = "", jobs: int | None = None) -> i
     print(f"{span}, processes: {jobs}{rule}", flush=True)
     start = told_at = time.monotonic()
     total = Tally()
-    for tally in play_many(seeds, BROKEN_RULES.get(broken_rule, ALL_RULES), jobs):
+    for tally in play_many(seeds, broken_rule, jobs):
         for result in tally.broken[: max(0, SHOWN - len(total.broken))]:
             print(f"\n{failure(result, broken_rule)}\n", flush=True)
         total.add(tally)
@@ -135,7 +148,8 @@ def tell_many(seeds: range, broken_rule: str = "", jobs: int | None = None) -> i
 def failure(result: Result, broken_rule: str = "") -> str:
     """Show a failing schedule, which of its faults are enough, and the command that plays it again."""
     lines = [str(result)]
-    needed = necessary(result, BROKEN_RULES.get(broken_rule, ALL_RULES))
+    with broken(broken_rule) as rules:
+        needed = necessary(result, rules)
     if len(needed) < len(result.schedule.faults):
         lines += ["  without the other faults it fails too:", *map(str, needed)]
     rule = f" --break {broken_rule}" if broken_rule else ""
@@ -167,10 +181,10 @@ def summary(total: Tally, took_s: float) -> str:
     return "\n".join(lines)
 
 
-def verdict(broken: list[Result]) -> str:
+def verdict(failed: list[Result]) -> str:
     """Say which promises were broken in how many schedules, or that all were kept."""
-    if not broken:
+    if not failed:
         return "all promises were kept: " + "; ".join(PROMISES)
-    counts = Counter(checker for result in broken for checker in {one.checker for one in result.violations})
+    counts = Counter(checker for result in failed for checker in {one.checker for one in result.violations})
     kinds = "; ".join(f"{checker} ({count})" for checker, count in counts.most_common())
-    return f"PROMISES WERE BROKEN in {len(broken):,} of the schedules: {kinds}"
+    return f"PROMISES WERE BROKEN in {len(failed):,} of the schedules: {kinds}"

@@ -183,7 +183,7 @@ def last_words(rng: random.Random, count: int) -> list[Fault]:
 
 
 def reset_and_cut(rng: random.Random, start: Moment, count: int) -> list[Fault]:
-    """A connection is reset at one end or both, and one of the two is cut off before it is made again, or was.
+    """Reset a connection at one end or both, while one of the two is cut off or before it is made again.
 
     Against the rule that only a refused call proves a death: neither end may take the other for dead.
     """
@@ -212,7 +212,7 @@ def reset_and_cut(rng: random.Random, start: Moment, count: int) -> list[Fault]:
 
 
 def resets(rng: random.Random, start: Moment, count: int) -> list[Fault]:
-    """Several connections to the leader are reset one after the other, on a slow network or a fast one."""
+    """Reset several connections to the leader one after the other, on a slow network or a fast one."""
     faults = []
     if rng.random() < 0.7:
         faults.append(Fault(start, "slowish", ranks(*rng.sample(range(count), rng.randint(1, count))), 12.0))
@@ -226,9 +226,9 @@ def resets(rng: random.Random, start: Moment, count: int) -> list[Fault]:
 
 
 def late_reader(rng: random.Random, start: Moment, count: int) -> list[Fault]:
-    """One is paused, the leader goes, the others go on and die; then the one reads what was sent to it long ago.
+    """Pause one node until the leader has gone and the others have gone on and died: it reads old messages.
 
-    Against times that count from when a message is read: they must count from when what it answers was sent.
+    Against times that count from the reading of a message, and not from the sending of what it answers.
     """
     victim = rng.randrange(1, count)
     kind = rng.choice(("pause", "pause", "pause", "suspend"))
@@ -242,7 +242,7 @@ def late_reader(rng: random.Random, start: Moment, count: int) -> list[Fault]:
 
 
 def sleeper(rng: random.Random, start: Moment, count: int) -> list[Fault]:
-    """One or two machines are suspended for longer than a lease, and go on when the others have."""
+    """Suspend one or two machines for longer than a lease; they wake up when the others have gone on."""
     asleep = rng.sample(range(count), rng.choice((1, 1, 2)) if count > 3 else 1)
     faults = [Fault(start, "suspend", ranks(*asleep), rng.uniform(3.0, 14.0))]
     if rng.random() < 0.5:
@@ -251,9 +251,9 @@ def sleeper(rng: random.Random, start: Moment, count: int) -> list[Fault]:
 
 
 def heir(rng: random.Random, start: Moment, count: int) -> list[Fault]:
-    """A majority goes on behind a cut and dies there; the leader of the others dies, and the cut heals.
+    """Let a majority go on behind a cut and die there; the leader of the others dies, and the cut heals.
 
-    Against the belief that no world began without us because our leader lived: it led nobody who could agree.
+    Against the conclusion that no world began without us because our leader lived: it had no quorum.
     """
     ours = majority(rng, count)
     rest = [one for one in range(count) if one not in ours]
@@ -264,6 +264,21 @@ def heir(rng: random.Random, start: Moment, count: int) -> list[Fault]:
     if rest:
         faults.insert(2, Fault(then(rng.choice((0.0, 0.5, 2.0))), "kill", (OTHER_LEADER,), LONG_S))
     return faults
+
+
+def rumour(rng: random.Random, names: tuple[str, ...]) -> list[Fault]:
+    """Let nodes that were left out hear a leader's claim and no more; they start again and go on alone.
+
+    Against the number of a world that exists: they are allowed to go on, but not to take its generation.
+    """
+    count = len(names)
+    ours = majority(rng, count)
+    faults = [shift(Moment(rng.choice(SOON_S), "world", 1), *ours)]
+    faults.append(Fault(then(rng.choice(SETTLED_S), "world"), "shift", (), 0.0))
+    # From here on ranks are those of the world that the majority has formed.
+    faults.append(shift(then(rng.uniform(0.01, 0.04), "Claim"), *range(len(ours))))
+    faults.append(Fault(then(rng.choice((0.8, 2.0))), "kill", names, rng.choice(SOON_S)))
+    return [*faults, Fault(then(9.0), "worker", names[:1])]  # the network heals after the last fault
 
 
 CHASES = (defection, defection, ghost, ghost, ghost, torn_proposal, wanderer, wanderer, staggered, heir)

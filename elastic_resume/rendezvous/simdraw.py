@@ -17,14 +17,14 @@ NAMES = "abcdefghi"
 DRIFT = 0.02
 """Clocks run at rates up to this far from true; leases keep 0.05 back for two of them."""
 FAMILIES = {
-    kinds.CHASE: 34,
+    kinds.CHASE: 33,
     kinds.WEATHER: 18,
     kinds.RESETS: 9,
     kinds.LATE: 7,
     kinds.CALM_DAYS: 6,
     kinds.END_GAME: 6,
     kinds.IMPATIENCE: 4,
-    kinds.MINORITY: 3,
+    kinds.MINORITY: 4,
     kinds.LOST_DISKS: 3,
     kinds.LOST_DISKS_AND_SILENCE: 3,
     kinds.REJECTION: 3,
@@ -65,6 +65,9 @@ def draw(seed: int) -> Schedule:
         return Schedule(seed, family, job, tuple(simchase.burials(rng, len(job.sites))))
     if family == kinds.END_GAME and rng.random() < 0.5:
         return Schedule(seed, family, job, tuple(simchase.last_words(rng, len(job.sites))))
+    if family == kinds.MINORITY and rng.random() < 0.6:
+        job = replace(job, settings=replace(job.settings, min_nodes=1))
+        return Schedule(seed, family, job, tuple(simchase.rumour(rng, job.names)))
     faults = draw_faults(rng, family, job.names)
     if family == kinds.LOST_DISKS:
         faults = spare_candidates(rng, job, faults)

@@ -204,7 +204,7 @@ class Network:
                 end.held = False
 
     def reset(self, name: str, other: str, *, both: bool = True) -> None:
-        """Break the connections between two hosts, as a middlebox does: at both ends, or only at the first's."""
+        """Break the connections between two hosts at both ends, or only at the first's."""
         for end in list(self.ends):
             peer = end.peer
             if peer and (end.host, peer.host) == (name, other) and end.held and peer.held:

@@ -51,6 +51,8 @@ from elastic_resume.rendezvous.steps import (
 AGAIN_S = 1.0
 """When an agent that gave up is started again."""
 FORMING = (Propose, Acknowledge, Begin)
+DURABLE_S = 0.5
+"""A disk that is not slowed down has written what it was given so long ago."""
 
 Story = Callable[[str, object], None]
 
@@ -58,7 +60,9 @@ Story = Callable[[str, object], None]
 class Node(Host):
     """One machine with at most one agent on it."""
 
-    def __init__(self, name: str, settings: Settings, net: Network, checkers: Checkers) -> None:
+    def __init__(  # noqa: PLR0915 - one line for each thing that a node is
+        self, name: str, settings: Settings, net: Network, checkers: Checkers
+    ) -> None:
         self.name = name
         self.settings = settings
         self.net = net
@@ -82,7 +86,10 @@ class Node(Host):
         """How long it has been suspended in all: seen by a clock that stands still meanwhile."""
         self._asleep_since = 0.0
         self.heard = 0
-        """The greatest generation that a leader's claim has told this life of."""
+        """The greatest generation that a leader's claim has told this node of, while its disk took writes."""
+        self.heard_at = 0.0
+        self.kept = 0
+        """What of that is surely on its disk."""
         self._gone: frozenset[Incarnation] = frozenset()
         self.fenced = False
         """Its workers ended by themselves while it was paused."""
@@ -114,7 +121,7 @@ class Node(Host):
         net.hosts[name] = self
 
     clock_stops = False
-    """Whether its clock stands still while it is suspended, as CLOCK_MONOTONIC does and CLOCK_BOOTTIME does not."""
+    """Whether its clock stands still while it is suspended: CLOCK_MONOTONIC does, CLOCK_BOOTTIME does not."""
 
     def local(self) -> float:
         """The clock that this node's leases count in."""
@@ -135,7 +142,7 @@ class Node(Host):
         self.life += 1
         self.power = self.process = True
         self.paused = self.suspended = self.fenced = False
-        self.heard, self._gone = 0, frozenset()
+        self.heard, self._gone = self.kept, frozenset()
         self.ended = self.doom = ""
         place = self.settings.candidates.index(self.name) if self.name in self.settings.candidates else None
         me = Incarnation(self.name, str(self.life), self.name, place)
@@ -183,6 +190,8 @@ class Node(Host):
         if power:
             self.net.power_lost(self.name)
             self.power = False
+        if self.clock.now >= self.heard_at + DURABLE_S and self.disk_s < DURABLE_S:
+            self.kept = self.heard
         self.process, self.agent = False, None
         self.checkers.ended(self.name)
 
@@ -193,7 +202,7 @@ class Node(Host):
     def wipe(self) -> None:
         """Kill the agent and lose its disk."""
         self.die()
-        self.disk = None
+        self.disk, self.kept = None, 0
         self.checkers.forgot(self.name)
 
     def _meet_doom(self) -> None:
@@ -336,7 +345,7 @@ class Node(Host):
         if self.story and not isinstance(event, Tick):
             self.story(self.name, event)
         if isinstance(event, MessageArrived) and isinstance(event.message, Claim):
-            self.heard = max(self.heard, event.message.active, event.message.known)
+            self._hear_of(max(event.message.active, event.message.known))
         effects = self.agent.handle(event, self.local())
         self._look_for_false_deaths()
         for effect in effects:
@@ -351,17 +360,20 @@ class Node(Host):
             self._alarm = due
             self.clock.at(self._alarm, self._ring, self._alarm, self.life)
 
+    def _hear_of(self, generation: int) -> None:
+        if generation > self.heard:
+            self.heard, self.heard_at = generation, self.clock.now
+
     def _look_for_false_deaths(self) -> None:
         known = self.agent.body.known.gone if self.agent else frozenset()
         if known is self._gone:
             return
         for one in known - self._gone:
             node = self.net.hosts[one.node]
-            if isinstance(node, Node) and node.agent and node.process and node.agent.body.me == one:
-                if not node.agent.over:
-                    self.checkers.violate(
-                        ALIVE, self.clock.now, f"{self.name} counts {one.node}{one.life} gone, which lives"
-                    )
+            agent = node.agent if isinstance(node, Node) else None
+            if agent and agent.body.me == one and not agent.over:
+                text = f"{self.name} counts {one.node}{one.life} gone, which lives"
+                self.checkers.violate(ALIVE, self.clock.now, text)
         self._gone = known
 
     def _ring(self, alarm: float, life: int) -> None:
@@ -402,6 +414,8 @@ class Node(Host):
         end = self.ends.get(effect.conn)
         if end is None:
             return
+        if isinstance(effect.message, Claim) and self.watch:
+            self.watch("Claim")
         if isinstance(effect.message, FORMING):
             if self.watch:
                 self.watch(type(effect.message).__name__)

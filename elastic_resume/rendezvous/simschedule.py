@@ -18,7 +18,7 @@ CALM_DAYS = "calm days"
 RESETS = "resets"
 """Connections are reset while links are cut or slow: faults aimed at whoever takes a reset for a death."""
 LATE = "late readers"
-"""Nodes paused or suspended for longer than the node timeout read old messages: who counts from when they do?"""
+"""Nodes paused or suspended for longer than the node timeout read messages that are long out of date."""
 CHASE = "chase"
 """Faults that follow each world as it forms: where the four rules of the quorum are needed."""
 END_GAME = "end game"
@@ -106,8 +106,8 @@ class Moment:
     """When something happens: `after_s` after the start or after the `number`-th `event`.
 
     Events are `world` (one begins that never did before), `Propose`, `Acknowledge` and `Begin` (such a
-    message is sent) and `message` (any of the three). With `then`, time and events count from the fault
-    before.
+    message is sent), `message` (any of the three) and `Claim` (a leader tells somebody that it leads). With
+    `then`, time and events count from the fault before.
     """
 
     after_s: float
@@ -136,12 +136,12 @@ CUTS = ("partition", "shift", "one-way", "reject")
 class Fault:
     """Something that happens, and is over (if it ever is) after `for_s`.
 
-    `nodes` are names; `#2` is whoever has rank 2 in the newest world then, `@` whoever leads it, `%` who leads
-    elsewhere. Kinds:
+    `nodes` are names; `#2` is whoever has rank 2 in the newest world then, `@` whoever leads it, `%` who
+    leads elsewhere. Kinds:
 
     - of nodes: `kill`, `power` (dies silently), `wipe` (dies and loses its disk), `pause` (the agent),
-      `suspend` (the whole machine), `leave`; `unsent` and `written`: dies before it sends its next message that forms a world, or before it hears that its
-      next write is on disk. All come back after `for_s`.
+      `suspend` (the whole machine), `leave`; `unsent` and `written`: dies before it sends its next message
+      that forms a world, or before it hears that its next write is on disk. All come back after `for_s`.
     - of disks: `disk` (slow), `stuck` (no write ends).
     - of workers: `worker` (one fails), `finish`, `fail` (the node gives the job up for all).
     - of the network: `slow` (each way takes up to 0.6 s), `slowish` (0.3 s), `reset` (the connections between

@@ -125,7 +125,7 @@ class Simulation:
 
     def _saw(self, event: str) -> None:
         """Something that faults may wait for has happened."""
-        for one in (event,) if event == "world" else (event, "message"):
+        for one in (event,) if event in ("world", "Claim") else (event, "message"):
             self.seen[one] += 1
             for number in self.awaited.pop((one, self.seen[one]), ()):
                 after_s = self.schedule.faults[number].when.after_s
@@ -149,7 +149,7 @@ class Simulation:
                 self.clock.at(back_at, self.net.slow_s.__setitem__, name, FAST_S)
         elif fault.kind in ("reset", "half-reset"):
             names = self._names(fault.nodes)
-            if len(names) == 2:  # noqa: PLR2004 - a pair
+            if len(names) == 2:
                 self.net.reset(*names, both=fault.kind == "reset")
         else:
             for name in self._names(fault.nodes):
