@@ -15,6 +15,7 @@ from pathlib import Path
 from elastic_resume.rendezvous import wire
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.messages import Join, Message, Stamp
+from elastic_resume.rendezvous.names import Resolve, lookup
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.record import Record
 from elastic_resume.rendezvous.shell import Limits, Shell
@@ -45,9 +46,9 @@ def until(true: Callable[[], bool], what: str, *, patience_s: float = PATIENCE_S
         time.sleep(0.005)
 
 
-def address_of(listener: socket.socket) -> str:
+def address_of(listener: socket.socket, host: str = "127.0.0.1") -> str:
     """Where it listens."""
-    return f"127.0.0.1:{listener.getsockname()[1]}"
+    return f"{host}:{listener.getsockname()[1]}"
 
 
 class Station:
@@ -61,10 +62,12 @@ class Station:
         *,
         limits: Limits,
         settings: Settings,
+        host: str = "127.0.0.1",
+        resolve: Resolve = lookup,
     ) -> None:
         self.name = f"n{index}"
         self.index = index
-        self.address = address_of(listeners[index])
+        self.address = address_of(listeners[index], host)
         place = settings.candidates.index(self.address) if self.address in settings.candidates else None
         self.me = Incarnation(self.name, f"life-of-{index}", self.address, place)
         self.worlds: queue.Queue[BeginWorld] = queue.Queue()
@@ -83,6 +86,7 @@ class Station:
             carry_out=self.carry_out,
             watch=self.watch,
             limits=limits,
+            resolve=resolve,
             show=self.show,
         )
 
@@ -135,12 +139,17 @@ class Stations:
         station: type[Station] = Station,
         node_timeout_s: float = NODE_TIMEOUT_S,
         first: tuple[str, ...] = (),
+        host: str = "127.0.0.1",
+        resolve: Resolve = lookup,
     ) -> list[Station]:
-        """Make and start that many nodes; ``first`` are candidates before them, where nobody lives."""
+        """Make and start that many nodes; ``first`` are candidates before them, where nobody lives.
+
+        Others know them by the name ``host``, which ``resolve`` gives the addresses of.
+        """
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
         for one in listeners:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the kernel queues little for us
-        candidates = (*first, *(address_of(one) for one in listeners[:3]))
+        candidates = (*first, *(address_of(one, host) for one in listeners[:3]))
         settings = Settings(
             candidates,
             max_nodes=count,
@@ -151,7 +160,15 @@ class Stations:
         for index in range(count):
             place = self.directory / f"n{index}"
             place.mkdir(exist_ok=True)
-            made = station(index, listeners, record(place), limits=self.limits, settings=settings)
+            made = station(
+                index,
+                listeners,
+                record(place),
+                limits=self.limits,
+                settings=settings,
+                host=host,
+                resolve=resolve,
+            )
             self.made.append(made)
         for made in self.made:
             made.start()

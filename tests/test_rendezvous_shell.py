@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import secrets
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from elastic_resume.errors import RecordError
-from elastic_resume.rendezvous import channel, node
+from elastic_resume.rendezvous import channel, node, wire
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.door import Limits
+from elastic_resume.rendezvous.following import Follower
 from elastic_resume.rendezvous.record import RECORD_FILE, Record
 from elastic_resume.rendezvous.steps import BeginWorld, Effect
 from elastic_resume.store.durable import Disk, machine
-from tests.stations import Station, Stations, descriptors, until
+from tests.stations import RUN, TOKEN, Station, Stations, descriptors, until
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +75,91 @@ def test_a_world_forms_and_goes_on_without_its_leader_and_without_a_member(
     kept = Record(tmp_path / "n1").memory
     assert kept is not None
     assert kept.seen == generations[-1], "a member has it on disk before the world begins"
+
+
+class Following(Station):
+    """A node that tells on which connection it follows its leader."""
+
+    conn = 0
+
+    def watch(self, agent: Agent) -> None:
+        """Keep the number of the connection that stands; 0 while there is none."""
+        super().watch(agent)
+        role = agent.role
+        self.conn = role.link.conn if isinstance(role, Follower) and not role.broken else 0
+
+
+def test_broken_connection_is_made_again_while_the_name_server_is_silent(stations: Stations) -> None:
+    """The leader is called at the IP address where it answered before; its name is not looked up again."""
+    silent, released = threading.Event(), threading.Event()
+
+    def resolve(name: str) -> list[str]:
+        assert name == "head.test"
+        if silent.is_set():
+            released.wait()
+        return ["127.0.0.1"]
+
+    made = stations.build(2, station=Following, host="head.test", resolve=resolve)
+    follower = next(one for one in made if one.worlds.get(timeout=30).rank == 1)
+    assert isinstance(follower, Following)
+    before = follower.conn
+    silent.set()
+    try:
+        for one in list(follower.shell._node._channels.values()):  # type: ignore[union-attr]
+            follower.shell._loop.call_soon_threadsafe(one._transport.abort)
+        until(lambda: follower.conn not in (0, before), "the connection is made again")
+        assert not [end for one in made for end in one.ends], "no world ended"
+    finally:
+        released.set()
+
+
+class Caller:
+    """Owns one connection, and waits for its end."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+
+    def opened(self, one: channel.Channel) -> None:
+        """Somebody answered."""
+
+    def ended(self, one: channel.Channel, *, closed: bool, why: str) -> None:
+        """The connection is over, and not by our own doing."""
+        assert closed, f"{one.peer}: {why}"
+        self.over.set()
+
+    def freed(self, one: channel.Channel) -> None:
+        """Its socket is closed."""
+
+
+async def call(address: str) -> channel.Channel:
+    """Call somebody who will not go through the handshake, and wait until the call is over."""
+    caller = Caller()
+    handshake = wire.call(TOKEN, RUN, secrets.token_hex(32))
+    made = channel.Channel(cast("channel.Owner", caller), handshake, 30.0, 1)
+    try:
+        await channel.connect(made, address)
+    except OSError as error:
+        made.failed(error)
+    await asyncio.wait_for(caller.over.wait(), 30)
+    return made
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["nobody listens", "the call is reset"])
+def test_only_a_refused_call_is_told_as_refused(*, answers: bool) -> None:
+    """A call that is reset after the host took it may be a middlebox's doing: it proves nothing."""
+
+    def reset_one(listener: socket.socket) -> None:
+        taken, _ = listener.accept()
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        taken.close()
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # the port is taken, and refuses calls as long as nobody listens
+        if answers:
+            listener.listen()
+            threading.Thread(target=reset_one, args=(listener,), daemon=True).start()
+        made = asyncio.run(call(f"127.0.0.1:{listener.getsockname()[1]}"))
+    assert made.refused is not answers
 
 
 def test_a_disk_that_refuses_is_tried_again_and_told_of_once(

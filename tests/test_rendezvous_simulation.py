@@ -123,6 +123,7 @@ def test_the_checkers_see_what_they_are_named_for() -> None:
     assert starts(("a", 1, "ab", 0), ("c", 2, "c", 0)) == [ONE_LIVE]
     assert starts(("a", 1, "ab", 1)) == [RANKS]
     assert RANKS in starts(("a", 1, "abc", 0), ("a", 2, "acb", 0))
+    assert RANKS not in starts(("a", 1, "ab", 0), ("c", 2, "cbd", 0), ("d", 3, "db", 0)), "d knows of none"
     assert starts(("a", 2, "ab", 0), ("a", 2, "ab", 0)) == [FORWARD]
     assert FORWARD in starts(("a", 2, "ab", 0), ("a", 1, "ab", 0))
 
@@ -145,6 +146,13 @@ def test_a_core_that_stands_still_or_never_rests_is_found(
     job = Job(sites, Settings(("a", "b", "c"), max_nodes=3, beats_per_timeout=4), ends=True)
     schedule = Schedule(0, kinds.END_GAME, job, (Fault(Moment(8.0), "worker", ("a",)),))
     assert checker in {violation.checker for violation in play(schedule).violations}
+
+
+@pytest.mark.parametrize("seed", [197120, 220612])
+def test_part_that_knows_two_worlds_of_one_generation_need_not_form_another(seed: int) -> None:
+    """A firewall that rejects let both begin; by what some of them know the others have no quorum."""
+    assert draw(seed).family == kinds.REJECTION
+    assert not run(seed).violations
 
 
 def test_a_seed_is_a_schedule() -> None:

@@ -45,6 +45,8 @@ class Checkers:
         self.waived = waived
         self.violations: list[Violation] = []
         self.worlds: dict[int, tuple[Incarnation, ...]] = {}
+        self.started: dict[int, set[Incarnation]] = {}
+        """Which members of a generation have started workers in it: the others may not know that it began."""
         self.news: dict[int, tuple[int, tuple[Failure, ...]]] = {}
         self.last: dict[str, int] = {}
         self.live: dict[str, BeginWorld] = {}
@@ -75,6 +77,7 @@ class Checkers:
         if generation <= self.last.get(node, 0):
             self.violate(FORWARD, at_s, f"{node} goes from generation {self.last[node]} to {generation}")
         self.last[node] = max(generation, self.last.get(node, 0))
+        self.started.setdefault(generation, set()).add(me)
         self._run(node, begin, at_s)
 
     def _run(self, node: str, begin: BeginWorld, at_s: float) -> None:
@@ -106,7 +109,9 @@ class Checkers:
         newest = max(self.worlds, default=0)
         if generation < newest:
             self.violate(FORWARD, at_s, f"generation {generation} begins after {newest}")
-        before = self.worlds.get(newest, ())
+        # Ranks follow the newest world that some member has begun: of a later one nobody here may know.
+        known = [number for number, who in self.started.items() if who.intersection(members)]
+        before = self.worlds[max(known)] if known else ()
         kept = [one for one in before if one in members]
         # Where generations may go back, the one with the greatest number is not the one before.
         if FORWARD not in self.waived and kept != [one for one in members if one in before]:

@@ -7,6 +7,7 @@ whole or in two clean parts, and what then has a quorum must form a world; a job
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -291,19 +292,21 @@ class Simulation:
         """Whether those must form a world: they all are there, or have a quorum by what they know."""
         if any(node.done for node in self.nodes.values()):
             return False  # those who ended are gone for good, and nobody may have seen it
-        alive = self._alive(part)
-        known = Knowledge(len(self.settings.candidates))
-        for node in alive:
-            if node.agent:
-                known = known.merge(node.agent.body.known)
-        here = {node.agent.body.me for node in alive if node.agent}
+        agents = [node.agent for node in self._alive(part) if node.agent]
+        here = {agent.body.me for agent in agents}
         if len(here) == len(self.nodes):
             return True
-        members = {one for world in known.worlds for one in known.alive(world)}
-        reachable = any(one.candidate is not None or one in members for one in here)
-        waived = any(node.agent.body.minority for node in alive if node.agent)
-        agreed = waived or has_quorum(here, known)
-        return reachable and len(here) >= self.settings.min_nodes and agreed
+        if len(here) < self.settings.min_nodes:
+            return False
+        waived = any(agent.body.minority for agent in agents)
+        # Of two worlds of one generation (their family waives that) each agent keeps the one that it knows.
+        for agent in agents:
+            known = functools.reduce(Knowledge.merge, (one.body.known for one in agents), agent.body.known)
+            members = {one for world in known.worlds for one in known.alive(world)}
+            reachable = any(one.candidate is not None or one in members for one in here)
+            if not (reachable and (waived or has_quorum(here, known))):
+                return False
+        return bool(agents)
 
     def _lacks(self, part: set[str]) -> str:
         """Say what is not as it must become; empty when all is well."""
