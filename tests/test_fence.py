@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -81,3 +82,28 @@ def test_the_fence_is_not_inherited(fence: Fence) -> None:
     listed = subprocess.check_output(["ls", "-l", "/proc/self/fd"], close_fds=False, text=True)
     assert "->" in listed
     assert "memfd" not in listed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a namespace of clocks")
+def test_leases_count_in_the_clock_that_goes_on_through_a_suspend() -> None:
+    """In a namespace whose CLOCK_BOOTTIME is a day ahead, as after a suspend, a guard and a node go by it."""
+    tests = [
+        "tests/test_stub.py::test_a_lease_that_runs_out_ends_all_but_the_stub",
+        "tests/test_rendezvous_shell.py::test_fence_is_a_time_of_the_clock_that_goes_on_through_a_suspend",
+    ]
+    command = [
+        "unshare",
+        "--fork",
+        "--time",
+        "--boottime",
+        "86400",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        *tests,
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 passed" in result.stdout

@@ -8,6 +8,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -75,6 +76,15 @@ def test_a_world_forms_and_goes_on_without_its_leader_and_without_a_member(
     kept = Record(tmp_path / "n1").memory
     assert kept is not None
     assert kept.seen == generations[-1], "a member has it on disk before the world begins"
+
+
+def test_fence_is_a_time_of_the_clock_that_goes_on_through_a_suspend(stations: Stations) -> None:
+    """Workers may run for at most a node timeout more, by CLOCK_BOOTTIME (see test_fence.py)."""
+    (one, *_) = stations.build(2)
+    one.worlds.get(timeout=30)
+    until(lambda: one.fence_at > float("-inf"), "the fence is set")
+    left_s = one.fence_at - time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert abs(left_s) < 600, "the machine may be slow, but the clocks differ by a day"
 
 
 class Following(Station):
