@@ -109,14 +109,23 @@ class Checkers:
         newest = max(self.worlds, default=0)
         if generation < newest:
             self.violate(FORWARD, at_s, f"generation {generation} begins after {newest}")
-        # Ranks follow the newest world that some member has begun: of a later one nobody here may know.
-        known = [number for number, who in self.started.items() if who.intersection(members)]
-        before = self.worlds[max(known)] if known else ()
-        kept = [one for one in before if one in members]
         # Where generations may go back, the one with the greatest number is not the one before.
-        if FORWARD not in self.waived and kept != [one for one in members if one in before]:
-            self.violate(RANKS, at_s, f"{names(before)} became {names(members)}")
+        if FORWARD not in self.waived:
+            befores = [self.worlds.get(number, ()) for number in self._known_to(members)]
+            if not any(in_order(before, members) for before in befores):
+                self.violate(RANKS, at_s, f"{' or '.join(map(names, befores))} became {names(members)}")
         self.worlds[generation] = members
+
+    def _known_to(self, members: tuple[Incarnation, ...]) -> tuple[int, int]:
+        """Return the newest world that one of these has begun, and that one of their nodes has; 0 for none.
+
+        Ranks follow the newest of which somebody here knows that it began. A node that died and came back
+        knows of it if its disk was quick enough.
+        """
+        nodes = {one.node for one in members}
+        lives = [number for number, who in self.started.items() if who.intersection(members)]
+        disks = [number for number, who in self.started.items() if nodes & {one.node for one in who}]
+        return max(lives, default=0), max(disks, default=0)
 
     def forgot(self, node: str) -> None:
         """That node has lost its disk: it may be given a generation again."""
@@ -132,6 +141,11 @@ class Checkers:
         """No worker runs on that node any more."""
         self.live.pop(node, None)
         self.asleep.pop(node, None)
+
+
+def in_order(before: tuple[Incarnation, ...], members: tuple[Incarnation, ...]) -> bool:
+    """Whether those who were there before have the same order as then."""
+    return [one for one in before if one in members] == [one for one in members if one in before]
 
 
 def names(members: tuple[Incarnation, ...]) -> str:

@@ -298,7 +298,9 @@ class Simulation:
             return True
         if len(here) < self.settings.min_nodes:
             return False
-        waived = any(agent.body.minority for agent in agents)
+        # A person's word is used up once its leader has begun a world with it, whoever else still has it.
+        leading = [agent for agent in agents if agent.leads] or agents
+        waived = any(agent.body.minority for agent in leading)
         # Of two worlds of one generation (their family waives that) each agent keeps the one that it knows.
         for agent in agents:
             known = functools.reduce(Knowledge.merge, (one.body.known for one in agents), agent.body.known)
