@@ -78,6 +78,8 @@ Event = dict[str, Any]
 MAX_LINE_BYTES = 64 * 1024  # a traceback's last lines fit; a line is never the place for more
 MAX_COUNT = 1 << 53
 MAX_TIME_S = 1e12  # the year 33658: what is beyond is no time
+# What follows from the end of a round is decided by these, so they are kept where no disk can lose them.
+DECISIVE = frozenset({"worker-start", "failure", "worker-exit", "hang", "hang-over"})
 MOST_WAITING = 1000  # lines, of some hundred bytes each
 _START = b'{"t":'  # of every event, whoever writes it; inside a JSON text the quotes would be escaped
 
@@ -89,10 +91,21 @@ class EventLog:
     takes; the newest `MOST_WAITING` are kept. So it can be told afterwards what went wrong with the disk.
     """
 
-    def __init__(self, path: Path, *, hear: Callable[[str], None] | None = None, **fixed: Any) -> None:
-        """``fixed`` goes into every event, first. ``hear`` gets each line, whatever the disk does with it."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        hear: Callable[[str], None] | None = None,
+        memory: str | None = None,
+        **fixed: Any,
+    ) -> None:
+        """``fixed`` goes into every event, first. ``hear`` gets each line, whatever the disk does with it.
+
+        ``memory`` is where `DECISIVE` events are kept too (`contract.ENV_ROUND_EVENTS`); None: nowhere.
+        """
         self._path = path
         self._hear = hear
+        self._memory = memory
         self._fixed = fixed
         self._descriptor = -1
         self._waiting: deque[bytes] = deque()
@@ -114,6 +127,8 @@ class EventLog:
             line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
         if self._hear is not None:
             self._hear(line[:-1].decode())
+        if self._memory is not None and event in DECISIVE:
+            _keep(self._memory, line)
         self._waiting.append(line)
         with contextlib.suppress(IndexError):  # another thread has taken the last one
             while self._waiting:
@@ -157,6 +172,10 @@ def read(path: Path, offset: int = 0) -> Iterator[Event]:
     """Yield the events of one file from byte ``offset``, in the order they were appended.
 
     A line that is not a JSON object with a kind and a time (torn by a crash, say) is left out.
+
+    Raises:
+        OSError: the disk fails (EIO, ESTALE). A file that is missing has no events.
+
     """
     try:
         with open(path, "rb") as file:
@@ -200,6 +219,15 @@ def read_run(run_dir: Path) -> list[Event]:
     paths = [*sorted(run_dir.glob(f"*/{contract.EVENTS_FILE}")), *beside]
     merged = [event for path in paths for event in read(path)]
     return sorted(merged, key=lambda event: event["t"])
+
+
+def _keep(memory: str, line: bytes) -> None:
+    with contextlib.suppress(OSError):  # the agent has ended, and decides no more
+        descriptor = os.open(memory, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
 
 
 def _ends_torn(descriptor: int) -> bool:

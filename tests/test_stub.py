@@ -20,6 +20,7 @@ import pytest
 from elastic_resume import contract
 from elastic_resume.agent import ahead, exits, guard, relay, stub
 from elastic_resume.agent.fence import Fence
+from elastic_resume.agent.round_events import RoundEvents
 
 pytestmark = pytest.mark.slow
 
@@ -181,6 +182,25 @@ def test_a_lost_disk_changes_nothing(environ: Any, start: Any) -> None:
     """The exit code is worth more than the event."""
     environ[contract.ENV_EVENTS_PATH] = "/nowhere/events.jsonl"
     assert start("/bin/sh", "-c", "exit 5").wait(30) == 5
+
+
+def test_how_a_worker_ended_is_in_the_agents_memory_though_no_disk_takes_it(environ: Any, start: Any) -> None:
+    """The agent decides by it; the log on disk is for people."""
+    environ[contract.ENV_EVENTS_PATH] = "/dev/full"
+    with contextlib.closing(RoundEvents()) as told:
+        environ[contract.ENV_ROUND_EVENTS] = told.path
+        assert start("/bin/sh", "-c", "exit 5").wait(30) == 5
+        (event,) = told.read()
+        assert (event["event"], event["rank"], event["exit_code"], event["node"]) == (
+            "worker-exit",
+            3,
+            5,
+            "a",
+        )
+        told.clear()
+        assert start("/bin/sh", "-c", "kill -9 $$").wait(30) == -signal.SIGKILL
+        (event,) = told.read()
+        assert event["signal"] == "SIGKILL"
 
 
 def test_sigterm_to_the_group_lets_the_worker_end_by_itself(start: Any, tmp_path: Path) -> None:
