@@ -6,7 +6,9 @@ Every agent, stub and worker of a node appends to ``NODE/events.jsonl``. A line 
 next begins a new line, and `read` also finds an event that was glued to the rest of a torn one. What does
 not parse is left out. Log text for people is rendered from these dicts elsewhere.
 
-Fields of every event: ``t`` (seconds since the epoch), ``event`` (its kind), ``node``, ``pid``.
+Fields of every event: ``t`` (seconds since the epoch), ``event`` (its kind), ``node``, ``pid``, ``b``
+(CLOCK_BOOTTIME: seconds since the machine's boot) and ``boot`` (which boot that is). The wall clock may jump:
+durations come from ``b``, between events of one boot.
 
 Kinds, who writes them, and their own fields::
 
@@ -63,6 +65,7 @@ Kinds, who writes them, and their own fields::
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -81,6 +84,7 @@ MAX_TIME_S = 1e12  # the year 33658: what is beyond is no time
 # What follows from the end of a round is decided by these, so they are kept where no disk can lose them.
 DECISIVE = frozenset({"worker-start", "failure", "worker-exit", "hang", "hang-over"})
 MOST_WAITING = 1000  # lines, of some hundred bytes each
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _START = b'{"t":'  # of every event, whoever writes it; inside a JSON text the quotes would be escaped
 
 
@@ -119,6 +123,7 @@ class EventLog:
             "event": event,
             **self._fixed,
             "pid": os.getpid(),
+            **stamp(),
             **fields,
         }
         line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
@@ -207,6 +212,26 @@ def time_of(event: Mapping[str, Any], name: str = "t") -> float | None:
     return float(value) if type(value) in {int, float} and abs(value) <= MAX_TIME_S else None
 
 
+def stamp() -> Event:
+    """Give the fields ``b`` and ``boot`` of an event that happens now; none where the boot has no name."""
+    boot = _boot()
+    return {"b": round(time.clock_gettime(time.CLOCK_BOOTTIME), 3), "boot": boot} if boot else {}
+
+
+def booted(event: Mapping[str, Any]) -> tuple[str, float] | None:
+    """Which boot of a machine the event is of, and its seconds since then; None where it does not say."""
+    boot, since = event.get("boot"), time_of(event, "b")
+    return (boot, since) if isinstance(boot, str) and boot and since is not None else None
+
+
+def age_s(event: Mapping[str, Any]) -> float:
+    """Seconds since the event; by the wall clock where that was in another boot than this one."""
+    then, now = booted(event), booted(stamp())
+    if then is not None and now is not None and then[0] == now[0]:
+        return max(0.0, now[1] - then[1])
+    return max(0.0, time.time() - (time_of(event) or 0.0))
+
+
 def count_of(event: Mapping[str, Any], name: str) -> int | None:
     """The field ``name`` where that is a count."""
     value: Any = event.get(name)
@@ -228,6 +253,15 @@ def _keep(memory: str, line: bytes) -> None:
             os.write(descriptor, line)
         finally:
             os.close(descriptor)
+
+
+@functools.cache
+def _boot() -> str:
+    """Name this boot of the machine: the first twelve digits of the kernel's random id; or nothing."""
+    try:
+        return BOOT_ID.read_text().replace("-", "")[:12]
+    except OSError:
+        return ""
 
 
 def _ends_torn(descriptor: int) -> bool:

@@ -23,6 +23,7 @@ def write_exit(
         "event": "worker-exit",
         "node": os.environ.get(ENV_NODE_NAME, ""),
         "pid": os.getpid(),
+        **stamp(),
         "rank": number_or_none(os.environ.get("RANK")),
         "local_rank": number_or_none(os.environ.get(ENV_LOCAL_RANK)),
         "round": number_or_none(os.environ.get(ENV_ROUND)),
@@ -40,6 +41,16 @@ def write_exit(
     line = (json.dumps(event, separators=(",", ":")) + "\n").encode()
     append(ENV_ROUND_EVENTS, line, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     append(ENV_EVENTS_PATH, line, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+
+
+def stamp() -> "dict[str, object]":
+    """Give what `events.stamp` gives."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().replace("-", "")[:12]
+    except OSError:
+        return {}
+    return {"b": round(time.clock_gettime(time.CLOCK_BOOTTIME), 3), "boot": boot}
 
 
 def append(variable: str, line: bytes, flags: int) -> None:
