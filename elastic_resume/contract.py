@@ -40,6 +40,7 @@ ENV_FAILPOINTS = "ELASTIC_RESUME_FAILPOINTS"  # tests: see failpoints.py
 ENV_FAULTS_DIR = "ELASTIC_RESUME_FAULTS_DIR"  # tests: where the laboratory arms them
 ENV_AGENT_PID = "ELASTIC_RESUME_AGENT_PID"  # set when an agent holds the node's directory for the worker
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"  # the node's event file, for the stub
+ENV_ROUND_EVENTS = "ELASTIC_RESUME_ROUND_EVENTS"  # the same in the agent's memory, for what decides
 ENV_ROUND = "ELASTIC_RESUME_ROUND"  # how many rendezvous this agent has been through
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"  # the generation that the rendezvous gave this world
 ENV_FENCE = "ELASTIC_RESUME_FENCE"  # where the page lies that says until when workers may run, for guards

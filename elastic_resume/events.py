@@ -6,7 +6,9 @@ Every agent, stub and worker of a node appends to ``NODE/events.jsonl``. A line 
 next begins a new line, and `read` also finds an event that was glued to the rest of a torn one. What does
 not parse is left out. Log text for people is rendered from these dicts elsewhere.
 
-Fields of every event: ``t`` (seconds since the epoch), ``event`` (its kind), ``node``, ``pid``.
+Fields of every event: ``t`` (seconds since the epoch), ``event`` (its kind), ``node``, ``pid``, ``b``
+(CLOCK_BOOTTIME: seconds since the machine's boot) and ``boot`` (which boot that is). The wall clock may jump:
+durations come from ``b``, between events of one boot.
 
 Kinds, who writes them, and their own fields::
 
@@ -63,6 +65,7 @@ Kinds, who writes them, and their own fields::
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -78,7 +81,10 @@ Event = dict[str, Any]
 MAX_LINE_BYTES = 64 * 1024  # a traceback's last lines fit; a line is never the place for more
 MAX_COUNT = 1 << 53
 MAX_TIME_S = 1e12  # the year 33658: what is beyond is no time
+# What follows from the end of a round is decided by these, so they are kept where no disk can lose them.
+DECISIVE = frozenset({"worker-start", "failure", "worker-exit", "hang", "hang-over"})
 MOST_WAITING = 1000  # lines, of some hundred bytes each
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _START = b'{"t":'  # of every event, whoever writes it; inside a JSON text the quotes would be escaped
 
 
@@ -89,10 +95,21 @@ class EventLog:
     takes; the newest `MOST_WAITING` are kept. So it can be told afterwards what went wrong with the disk.
     """
 
-    def __init__(self, path: Path, *, hear: Callable[[str], None] | None = None, **fixed: Any) -> None:
-        """``fixed`` goes into every event, first. ``hear`` gets each line, whatever the disk does with it."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        hear: Callable[[str], None] | None = None,
+        memory: str | None = None,
+        **fixed: Any,
+    ) -> None:
+        """``fixed`` goes into every event, first. ``hear`` gets each line, whatever the disk does with it.
+
+        ``memory`` is where `DECISIVE` events are kept too (`contract.ENV_ROUND_EVENTS`); None: nowhere.
+        """
         self._path = path
         self._hear = hear
+        self._memory = memory
         self._fixed = fixed
         self._descriptor = -1
         self._waiting: deque[bytes] = deque()
@@ -106,6 +123,7 @@ class EventLog:
             "event": event,
             **self._fixed,
             "pid": os.getpid(),
+            **stamp(),
             **fields,
         }
         line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
@@ -114,6 +132,8 @@ class EventLog:
             line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
         if self._hear is not None:
             self._hear(line[:-1].decode())
+        if self._memory is not None and event in DECISIVE:
+            _keep(self._memory, line)
         self._waiting.append(line)
         with contextlib.suppress(IndexError):  # another thread has taken the last one
             while self._waiting:
@@ -157,6 +177,10 @@ def read(path: Path, offset: int = 0) -> Iterator[Event]:
     """Yield the events of one file from byte ``offset``, in the order they were appended.
 
     A line that is not a JSON object with a kind and a time (torn by a crash, say) is left out.
+
+    Raises:
+        OSError: the disk fails (EIO, ESTALE). A file that is missing has no events.
+
     """
     try:
         with open(path, "rb") as file:
@@ -188,6 +212,26 @@ def time_of(event: Mapping[str, Any], name: str = "t") -> float | None:
     return float(value) if type(value) in {int, float} and abs(value) <= MAX_TIME_S else None
 
 
+def stamp() -> Event:
+    """Give the fields ``b`` and ``boot`` of an event that happens now; none where the boot has no name."""
+    boot = _boot()
+    return {"b": round(time.clock_gettime(time.CLOCK_BOOTTIME), 3), "boot": boot} if boot else {}
+
+
+def booted(event: Mapping[str, Any]) -> tuple[str, float] | None:
+    """Which boot of a machine the event is of, and its seconds since then; None where it does not say."""
+    boot, since = event.get("boot"), time_of(event, "b")
+    return (boot, since) if isinstance(boot, str) and boot and since is not None else None
+
+
+def age_s(event: Mapping[str, Any]) -> float:
+    """Seconds since the event; by the wall clock where that was in another boot than this one."""
+    then, now = booted(event), booted(stamp())
+    if then is not None and now is not None and then[0] == now[0]:
+        return max(0.0, now[1] - then[1])
+    return max(0.0, time.time() - (time_of(event) or 0.0))
+
+
 def count_of(event: Mapping[str, Any], name: str) -> int | None:
     """The field ``name`` where that is a count."""
     value: Any = event.get(name)
@@ -200,6 +244,24 @@ def read_run(run_dir: Path) -> list[Event]:
     paths = [*sorted(run_dir.glob(f"*/{contract.EVENTS_FILE}")), *beside]
     merged = [event for path in paths for event in read(path)]
     return sorted(merged, key=lambda event: event["t"])
+
+
+def _keep(memory: str, line: bytes) -> None:
+    with contextlib.suppress(OSError):  # the agent has ended, and decides no more
+        descriptor = os.open(memory, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+
+
+@functools.cache
+def _boot() -> str:
+    """Name this boot of the machine: the first twelve digits of the kernel's random id; or nothing."""
+    try:
+        return BOOT_ID.read_text().replace("-", "")[:12]
+    except OSError:
+        return ""
 
 
 def _ends_torn(descriptor: int) -> bool:

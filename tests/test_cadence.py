@@ -85,19 +85,30 @@ def test_one_imagined_failure_is_counted_with_the_real_ones(
         ("7", 100.0, 100.0, HOUR, 7),
         ("2s", None, 1.0, HOUR, 1),
         ("2s", 0.5, None, HOUR, 4),
-        ("2s", 0.3, None, HOUR, 7),
+        ("2s", 0.3, None, HOUR, 4),  # six steps, and nodes hold common ones
         ("2s", 9.0, None, HOUR, 1),
-        ("0.9s", 0.03, None, HOUR, 30),  # as floats it is more
+        ("0.9s", 0.03, None, HOUR, 16),
+        ("0.96s", 0.03, None, HOUR, 32),
+        ("30s", 0.9, None, HOUR, 32),  # 28.8 s
+        ("30s", 0.95, None, HOUR, 16),  # not 30.4 s
+        ("30s", 15.1, None, HOUR, 1),  # not 30.2 s
         ("auto", None, 0.01, HOUR, 1),
         ("auto", 0.1, None, HOUR, 1),
         ("auto", 0.1, 0.0, HOUR, 1),
         ("auto", 0.1, 0.001, HOUR, 1),  # exactly 1 %
         ("auto", 0.1, 0.0011, HOUR, 2),
-        ("auto", 0.1, 0.1, HOUR, 100),  # at the optimum it would be 267
-        ("auto", 0.1, 0.1, 15.0, 17),  # sqrt(2 * 0.1 * 15) - 0.1 = 1.63 s: 1 % would lose more than it saves
-        ("auto", 0.1, 50.0, 24 * HOUR, 600),  # the bound: 60 s
+        ("auto", 0.1, 0.1, HOUR, 128),  # 1 %: 100 steps; at the optimum it would be 267
+        (
+            "auto",
+            0.1,
+            0.1,
+            15.0,
+            32,
+        ),  # 17 steps: sqrt(2 * 0.1 * 15) - 0.1 = 1.63 s: 1 % would lose more than it saves
+        ("auto", 0.1, 50.0, 24 * HOUR, 512),  # the bound: 60 s
+        ("auto", 0.9, 50.0, 24 * HOUR, 64),  # 57.6 s, not 115 s
         ("auto", 70.0, 50.0, 24 * HOUR, 1),  # a step that is longer than the bound
-        ("auto", 0.1, 1.0, 1.0, 5),  # half the time between failures
+        ("auto", 0.1, 1.0, 1.0, 8),  # half the time between failures
     ],
 )
 def test_steps_to_the_next_snapshot(
@@ -115,20 +126,21 @@ def test_no_measurement_breaks_the_answer(
     assert snapshot_gap(Every.parse(every), step_s=step_s, cost_s=cost_s, mtbf=mtbf) >= 1
 
 
-@given(SECONDS, SECONDS, SECONDS)
-def test_a_failure_costs_no_more_than_the_bound(step_s: float, cost_s: float, mtbf: float) -> None:
-    """Or a step, where one takes longer."""
-    gap = snapshot_gap(AUTO, step_s=step_s, cost_s=cost_s, mtbf=mtbf)
-    assert gap * step_s <= max(LONGEST_SNAPSHOT_GAP_S, step_s) * (1 + 1e-9)
+@given(SECONDS, SECONDS, SECONDS, st.floats(min_value=1e-3, max_value=1e6), st.integers(0, 10**6))
+def test_a_failure_costs_no_more_than_the_bound(
+    step_s: float, cost_s: float, mtbf: float, bound_s: float, step: int
+) -> None:
+    """From any snapshot to the next: or a step, where one takes longer."""
+    for every, most_s in ((AUTO, LONGEST_SNAPSHOT_GAP_S), (Every(seconds=bound_s), bound_s)):
+        gap = snapshot_gap(every, step_s=step_s, cost_s=cost_s, mtbf=mtbf)
+        assert (next_snapshot(step, gap) - step) * step_s <= max(most_s, step_s) * (1 + 1e-8)
 
 
 @given(SECONDS, SECONDS, SECONDS)
 def test_snapshots_cost_no_more_than_they_may(step_s: float, cost_s: float, mtbf: float) -> None:
-    """The greatest of 1 %, the optimum's share, and what one in a minute (less a step) costs."""
+    """The greatest of 1 %, the optimum's share, and what two in a minute cost."""
     gap = snapshot_gap(AUTO, step_s=step_s, cost_s=cost_s, mtbf=mtbf)
-    least_s = min(
-        cost_s / LARGEST_SHARE, optimum_s(cost_s, mtbf), max(LONGEST_SNAPSHOT_GAP_S - step_s, step_s)
-    )
+    least_s = min(cost_s / LARGEST_SHARE, optimum_s(cost_s, mtbf), max(LONGEST_SNAPSHOT_GAP_S / 2, step_s))
     assert gap * step_s >= least_s * (1 - 1e-8)
 
 
@@ -225,17 +237,18 @@ def test_the_optimum_grows_with_the_cost_and_the_time_between_failures(
 
 
 @pytest.mark.parametrize(
-    ("every", "step", "gap", "then"),
-    [
-        (Every(steps=6), 6, 6, 12),
-        (Every(steps=6), 7, 6, 12),
-        (Every(), 7, 1, 8),
-        (Every(), 7, 3, 8),
-        (Every(), 8, 3, 12),
-        (Every(), 8, 5, 16),
-        (Every(seconds=1.0), 17, 9, 32),
-    ],
+    ("step", "gap", "then"),
+    [(6, 6, 12), (7, 6, 12), (7, 1, 8), (7, 4, 8), (8, 4, 12), (8, 8, 16), (17, 16, 32)],
 )
-def test_nodes_with_other_gaps_hold_common_steps(every: Every, step: int, gap: int, then: int) -> None:
-    """Multiples of powers of two, unless a number of steps was given."""
-    assert next_snapshot(every, step, gap) == then
+def test_the_next_snapshot_is_the_next_multiple(step: int, gap: int, then: int) -> None:
+    """So nodes with other gaps hold common steps."""
+    assert next_snapshot(step, gap) == then
+
+
+@given(SECONDS, SECONDS, SECONDS, st.sampled_from(["auto", "30s", "2.5s"]))
+def test_a_gap_that_is_measured_is_a_power_of_two(
+    step_s: float, cost_s: float, mtbf: float, every: str
+) -> None:
+    """Nodes that measure different costs hold common steps: nothing is sent after a failure."""
+    gap = snapshot_gap(Every.parse(every), step_s=step_s, cost_s=cost_s, mtbf=mtbf)
+    assert gap.bit_count() == 1

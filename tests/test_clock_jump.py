@@ -16,6 +16,7 @@ import pytest
 
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.faults import clocks
+from elastic_resume.report import story
 from elastic_resume.testing import Cluster
 from tests.test_end_to_end import SCRIPT, check_end
 
@@ -141,6 +142,7 @@ def test_a_node_whose_clock_jumps_loses_no_step(tmp_path: Path) -> None:
     with Cluster(tmp_path, nodes=3, flags=flags) as cluster:
         kept, over = tmp_path / "diary", tmp_path / "over"
         words = ["--step-delay", "0.03", "--slow-from", str(10 * EPOCHS - 20), "--slow-until", str(over)]
+        began = time.clock_gettime(time.CLOCK_BOOTTIME)
         cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(EPOCHS), *words)
         cluster.wait(commit=5, node=1)
         for seconds in (-HOUR_S, 2 * HOUR_S):
@@ -157,3 +159,12 @@ def test_a_node_whose_clock_jumps_loses_no_step(tmp_path: Path) -> None:
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(1)
         assert cluster.lost_steps == 0
         check_end(kept, world_size=3, epochs=EPOCHS)
+        lasted_s = time.clock_gettime(time.CLOCK_BOOTTIME) - began
+        told = story.tell(cluster.events())
+        assert "n1" in {clock.node for clock in told.clocks}
+        # The job's part, no more: an hour that a clock jumped is in none of them.
+        assert (told.until or 0) - (told.began or 0) <= lasted_s
+        assert 0 < told.goodput.total_s <= lasted_s
+        (recovered_s,) = (one.seconds for one in cluster.recoveries)
+        assert recovered_s is not None
+        assert recovered_s <= lasted_s

@@ -17,12 +17,16 @@ from elastic_resume.agent import ahead
 from elastic_resume.agent.ending import Ending
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.pressure import Gauge
+from elastic_resume.agent.round_events import RoundEvents
 from elastic_resume.agent.witness import Witness
 from elastic_resume.cluster.node import Node
+from elastic_resume.errors import GaveUpError
 from elastic_resume.events import EventLog
+from elastic_resume.faults.disks import Disk
 from elastic_resume.policy.requeue import Action
 from elastic_resume.policy.restart import Limits
 from elastic_resume.rendezvous.steps import Log
+from elastic_resume.store.board import Board, Worker
 
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 
@@ -136,14 +140,56 @@ def test_a_spare_speaks_for_nobody(
 def test_a_node_knows_that_it_stands_by_until_it_has_a_rank(tmp_path: Path) -> None:
     """From what its rendezvous says."""
     path = tmp_path / contract.EVENTS_FILE
-    with contextlib.closing(Fence()) as fence, contextlib.closing(Gauge()) as gauge:
+    with (
+        contextlib.closing(Fence()) as fence,
+        contextlib.closing(Gauge()) as gauge,
+        contextlib.closing(RoundEvents()) as told,
+    ):
         log = EventLog(path, node="a")
-        witness = Witness("a", log, path, fence, limits=Limits(), gauge=gauge)
+        witness = Witness("a", log, path, fence, told, limits=Limits(), gauge=gauge)
         witness.told(Log("waiting", "for others"))
         before = witness.stands_by
         witness.told(Log("spare", "generation 1 runs without this node, which stands by"))
         assert (before, witness.stands_by) == (False, True)
         log.close()
+
+
+@pytest.mark.parametrize(("step", "stands_still"), [(7, False), (5, True)])
+def test_a_log_that_cannot_be_read_hides_neither_causes_nor_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, *, stands_still: bool
+) -> None:
+    """How a worker ended is in memory, and the board tells how far it came."""
+    for name in (contract.ENV_ROUND, contract.ENV_MTBF_S):  # which a round sets
+        monkeypatch.setenv(name, "1")
+    with (
+        Disk(tmp_path) as disk,
+        contextlib.closing(Fence()) as fence,
+        contextlib.closing(RoundEvents()) as told,
+        contextlib.closing(EventLog(disk.path / contract.EVENTS_FILE, memory=told.path, node="a")) as log,
+    ):
+        path = disk.path / contract.EVENTS_FILE
+        log.write("agent-start")
+        board = Board(disk.path / contract.BOARD_FILE)
+        witness = Witness("a", log, path, fence, told, limits=Limits(max_no_progress=1))
+        witness.round_formed(node_rank=0, num_nodes=1)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # so that failing forgets what memory holds of it
+        log.close()
+        disk.fail()
+        with pytest.raises(OSError, match="Input/output error"):
+            path.read_bytes()
+        assert witness.idle_lives(3) == 0
+        worker = Worker(0, os.getpid(), 1, os.getpid(), 0, 0, 0)
+        board.begin(0, generation=1, step=5, world_size=1, worker=worker)
+        board.finish_step(0, step)
+        log.write("worker-start", step=5, rank=0)
+        log.write("worker-exit", rank=0, signal="SIGSEGV", exit_code=None, stopped=False)
+        if stands_still:
+            with pytest.raises(GaveUpError, match="rank 0 was killed by SIGSEGV"):
+                witness.before_round(failed=True)
+        else:
+            witness.before_round(failed=True)
+        assert [one.text for one in [witness.account().failure] if one] == ["was killed by SIGSEGV"]
 
 
 def test_a_notice_for_this_node_alone_drains_it(told: list[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,19 @@ def test_after_a_short_write_the_next_event_gets_a_line_of_its_own(
     assert kinds(path) == ["first", "cut", "second"]
     assert path.read_bytes().count(b"\n") == 4
     assert log.lost == 0
+
+
+def test_an_event_tells_of_a_clock_that_does_not_jump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour forth or back of the wall clock makes no event older; one of another boot has only that."""
+    event = EventLog(tmp_path / "events.jsonl").write("step")
+    wall = time.time()
+    for ahead_s in (3600.0, -3600.0):
+        monkeypatch.setattr(time, "time", lambda ahead_s=ahead_s: wall + ahead_s)
+        assert 0 <= events.age_s(event) < 1800
+    monkeypatch.setattr(time, "time", lambda: wall + 3600)
+    assert events.age_s({**event, "boot": "another"}) > 1800
 
 
 def test_a_new_log_begins_without_an_empty_line(tmp_path: Path) -> None:

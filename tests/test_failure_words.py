@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_resume import contract, events
+from elastic_resume.agent.round_events import RoundEvents
 from elastic_resume.events import MAX_LINE_BYTES
 
 pytestmark = pytest.mark.cluster
@@ -96,6 +98,19 @@ def test_nothing_is_hidden_that_could_not_be_written(tmp_path: Path) -> None:
         printed, _ = die(tmp_path, "raise ValueError('boom')", **environ)
         agent.kill()
     assert printed.endswith("ValueError: boom\n")
+
+
+def test_an_exception_is_in_the_agents_memory_though_the_disk_is_full(tmp_path: Path) -> None:
+    """With all that decides what follows."""
+    with contextlib.closing(RoundEvents()) as told:
+        die(
+            tmp_path,
+            "raise ValueError('boom')",
+            **{contract.ENV_EVENTS_PATH: "/dev/full", contract.ENV_ROUND_EVENTS: told.path},
+        )
+        (event,) = told.read()
+    assert (event["event"], event["rank"], event["message"]) == ("failure", 3, "boom")
+    assert event["traceback"].endswith("ValueError: boom\n")
 
 
 def test_a_long_traceback_keeps_its_ends_and_fits_a_line(tmp_path: Path) -> None:

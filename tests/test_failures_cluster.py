@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_resume import cli, events
+from elastic_resume import cli, contract, events
 from elastic_resume.testing import Cluster
 from tests.test_stub import wait_for
 
@@ -99,6 +99,32 @@ def test_a_script_that_cannot_be_imported_fails_at_once_and_its_traceback_stands
         pointed = ["its traceback is in the output" in text for text in output]
         assert [*map(sum, zip(printed, pointed, strict=True))] == [1, 1]
         assert sum(printed) == 1 if alone else sum(printed) >= 1
+
+
+@pytest.mark.parametrize("disk", ["full", "broken"])
+def test_a_script_at_fault_is_not_started_again_though_the_disk_takes_and_gives_no_event(
+    tmp_path: Path, disk: str
+) -> None:
+    """How its worker ended stands in the agent's memory; the log on the disk is for people."""
+    (tmp_path / "train.py").write_text(
+        f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n"
+        "import nothing_of_that_name\n"
+    )
+    with Cluster(tmp_path, nodes=1, hosts="namespaces") as cluster:
+        cluster.start(tmp_path / "train.py")
+        cluster.wait(lambda: "generation 1: node 0 of 1" in cluster.output(0), "its first world")
+        with (cluster.nodes[0].directory / contract.EVENTS_FILE).open("rb") as log:
+            os.fsync(log.fileno())  # so that a disk that breaks forgets what memory holds of it
+        cluster.fill_disk(0) if disk == "full" else cluster.break_disk(0)
+        (tmp_path / "go").touch()
+        cluster.wait(lambda: "trying again" in cluster.output(0), "the disk to hold the next world up")
+        cluster.free_disk(0) if disk == "full" else cluster.mend_disk(0)
+        assert cluster.wait_exit(60) == [1]
+        output = cluster.output(0)
+    assert "No module named 'nothing_of_that_name'" in output
+    assert "Starting again would meet the same error." in output
+    assert "generation 2" not in output
+    assert "elastic_resume/agent" not in output, "a traceback of the agent"
 
 
 def test_the_same_error_on_every_node_before_the_first_step_fails_at_once(make: Make) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.agent.pressure import Gauge
-from elastic_resume.cluster.memory import Group
+from elastic_resume.cluster.memory import Group, available
 from elastic_resume.policy.failures import Strain
 
 MOUNTS = """\
@@ -76,6 +76,38 @@ def test_a_container_that_sees_its_own_group_only_finds_it(tmp_path: Path) -> No
     group = Group.of_this_process(proc)
     assert group is not None
     assert (group.directory, group.kills()) == (tmp_path / "memory", 1)
+
+
+@pytest.mark.parametrize("write", [version_1, version_2])
+@pytest.mark.parametrize("limited", ["slurm/job_7", "slurm/job_7/step_0", "slurm/job_7/step_0/task_0"])
+def test_the_least_that_any_group_above_leaves_is_available(
+    write: object, limited: str, tmp_path: Path
+) -> None:
+    """Slurm limits the job or the step; neither the task's own group nor the host tells of that."""
+    line, name = ("4:memory:", "memory") if write is version_1 else ("0::", "unified")
+    make, none = (version_1, 1 << 62) if write is version_1 else (version_2, "max")
+    task = tmp_path / name / "slurm/job_7/step_0/task_0"
+    make(task, used=100_000, limit=none)  # type: ignore[arg-type]
+    make(task.parent, used=300_000, limit=none)  # type: ignore[arg-type]
+    make(task.parent.parent, used=400_000, limit="2000000")  # type: ignore[arg-type]
+    make(tmp_path / name / limited, used=400_000, cached=100_000, limit="1000000")  # type: ignore[arg-type]
+    make(tmp_path, used=1, limit="2")  # type: ignore[arg-type] # above the mount point: no group of ours
+    proc = machine(tmp_path, cgroup=f"{line}/slurm/job_7/step_0/task_0\n")
+    group = Group.of_this_process(proc)
+    assert group is not None
+    assert (group.directory, group.used()) == (task, (300_000, 1_000_000))
+    assert available(proc) == 700_000
+
+
+def test_a_group_below_those_whose_memory_is_counted_has_its_parents_limit(tmp_path: Path) -> None:
+    """Cgroup v2 gives the memory controller to some levels only; the files are missing below them."""
+    version_2(tmp_path / "unified/job/step", kills=2, used=100, limit="1000")
+    (tmp_path / "unified/job/step/user/task_0").mkdir(parents=True)
+    proc = machine(tmp_path, cgroup="0::/job/step/user/task_0\n")
+    group = Group.of_this_process(proc)
+    assert group is not None
+    assert (group.directory, group.kills()) == (tmp_path / "unified/job/step", 2)
+    assert available(proc) == 900
 
 
 def test_memory_that_was_nearly_used_up_is_remembered_though_it_is_free_again(tmp_path: Path) -> None:

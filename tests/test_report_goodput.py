@@ -273,6 +273,60 @@ def test_a_node_that_starts_in_1970_waits_for_no_half_a_century(nodes: int) -> N
     assert story.tell([*left, *again]).goodput.total_s == pytest.approx(year + good.total_s)
 
 
+def stamped(events: list[Event], boots: dict[str, str], jumps: dict[str, tuple[float, float]]) -> list[Event]:
+    """The same, with a clock that does not jump beside one that, from a moment on, is seconds ahead.
+
+    ``boots``: each node's. ``jumps``: by node, when its wall clock jumps and by how much.
+    """
+    made = []
+    for one in events:
+        since, by = jumps.get(one["node"], (0.0, 0.0))
+        boot = boots[one["node"]]
+        b = round(one["t"] - 50 - len(boot), 3)
+        made.append({**one, "t": one["t"] + (by if one["t"] >= since else 0), "b": b, "boot": boot})
+    return made
+
+
+@pytest.mark.parametrize("by", [-3600.0, 3600.0])
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("machines", [1, 3])
+def test_a_clock_that_jumps_lengthens_nothing(nodes: int, by: float, machines: int) -> None:
+    """Not where each node's clock jumps at another moment: durations come from the machines' boots."""
+    names = ["n0", "n1", "n2"]
+    boots = {name: f"boot-{'x' * (place % machines)}" for place, name in enumerate(names)}
+    jumps = {name: (110.0 + 9 * place, by * (place + 1)) for place, name in enumerate(names)}
+    good = story.tell(steady(nodes))
+    told = story.tell(stamped(steady(nodes), boots, jumps))
+    assert told.goodput == good.goodput
+    assert (told.until or 0) - (told.began or 0) == pytest.approx((good.until or 0) - (good.began or 0))
+    by_clock = sorted(stamped(steady(nodes), boots, jumps), key=lambda one: one["t"])
+    assert story.tell(by_clock).goodput == good.goodput
+    assert {clock.node for clock in told.clocks} >= {*names[:nodes]} - {"n0"}
+    assert all(clock.jumped or abs(clock.ahead_s) >= 3600 for clock in told.clocks)
+
+
+def test_two_boots_are_not_compared() -> None:
+    """A machine that boots again counts from nothing; its nodes' steps say when that was."""
+    events = steady(2)
+    again = [one for one in events if one["node"] == "n1" and one["t"] > 130]
+    plain = story.tell(events)
+    both = stamped(events, {"n0": "one", "n1": "two"}, {})
+    booted = [{**one, "b": one["t"] - 125.0, "boot": "new"} if old in again else one
+              for one, old in zip(both, events, strict=True)]  # fmt: skip
+    assert story.tell(booted).goodput == plain.goodput
+    assert story.tell(booted).clocks == ()
+
+
+def test_a_run_on_this_machine_is_silent_for_as_long_as_its_boot_says() -> None:
+    """Though the wall clock jumps after its last event."""
+    events = stamped(steady(1), {"n0": "boot"}, {})
+    stamp = {"boot": "boot", "b": events[-1]["b"] + 5.0}
+    assert story.tell(events, now=events[-1]["t"] + 3605, stamp=stamp).silent_s == pytest.approx(5)
+    assert story.tell(
+        events, now=events[-1]["t"] + 7, stamp={**stamp, "boot": "x"}
+    ).silent_s == pytest.approx(7)
+
+
 def test_clocks_that_differ_by_little_are_left_alone() -> None:
     """Steps are not exact either; nor does one late mark make a clock."""
     events = moved(killed().events, "n1", 0.6)

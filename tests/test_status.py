@@ -67,6 +67,19 @@ def test_an_incident_has_cause_and_cost() -> None:
     assert one.recovered_s == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize("by", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_between_makes_no_recovery_longer(by: float) -> None:
+    """Durations come from the boot; another boot's seconds are not compared with them."""
+    tally = Tally()
+    for event in [BEGUN, *kill(1, 100.0)]:
+        jumped = by if event["event"] == "step" and event["generation"] == 2 else 0.0
+        tally.take({**event, "t": event["t"] + jumped, "b": event["t"] + 7000.0, "boot": "one"})
+    other = {"event": "step", "node": "c", "t": 105.0, "generation": 2, "step": 1, "b": 3.0, "boot": "two"}
+    tally.take(other)
+    (one,) = tally.incidents()
+    assert one.recovered_s == pytest.approx(0.4)
+
+
 def test_steps_that_ranks_forgot_with_the_power_are_lost_all_the_same() -> None:
     """What others had heard of them counts, where a resume finds less."""
     tally = Tally()

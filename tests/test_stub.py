@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_resume import contract
+from elastic_resume import contract, events
 from elastic_resume.agent import ahead, exits, guard, relay, stub
 from elastic_resume.agent.fence import Fence
+from elastic_resume.agent.round_events import RoundEvents
 
 pytestmark = pytest.mark.slow
 
@@ -124,6 +125,9 @@ def test_exit_codes_pass_through(code: int, start: Any, tmp_path: Path) -> None:
     event = exit_event(tmp_path)
     assert (event["exit_code"], event["signal"], event["stopped"]) == (code, None, False)
     assert (event["rank"], event["local_rank"], event["round"], event["node"]) == (3, 0, 2, "a")
+    now = events.stamp()  # of the same boot, in seconds since then
+    assert event["boot"] == now["boot"] == events.BOOT_ID.read_text().replace("-", "")[:12]
+    assert now["b"] - 1800 < event["b"] <= now["b"]
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGSEGV", "SIGABRT", "SIGUSR2", "SIGPIPE"])
@@ -181,6 +185,25 @@ def test_a_lost_disk_changes_nothing(environ: Any, start: Any) -> None:
     """The exit code is worth more than the event."""
     environ[contract.ENV_EVENTS_PATH] = "/nowhere/events.jsonl"
     assert start("/bin/sh", "-c", "exit 5").wait(30) == 5
+
+
+def test_how_a_worker_ended_is_in_the_agents_memory_though_no_disk_takes_it(environ: Any, start: Any) -> None:
+    """The agent decides by it; the log on disk is for people."""
+    environ[contract.ENV_EVENTS_PATH] = "/dev/full"
+    with contextlib.closing(RoundEvents()) as told:
+        environ[contract.ENV_ROUND_EVENTS] = told.path
+        assert start("/bin/sh", "-c", "exit 5").wait(30) == 5
+        (event,) = told.read()
+        assert (event["event"], event["rank"], event["exit_code"], event["node"]) == (
+            "worker-exit",
+            3,
+            5,
+            "a",
+        )
+        told.clear()
+        assert start("/bin/sh", "-c", "kill -9 $$").wait(30) == -signal.SIGKILL
+        (event,) = told.read()
+        assert event["signal"] == "SIGKILL"
 
 
 def test_sigterm_to_the_group_lets_the_worker_end_by_itself(start: Any, tmp_path: Path) -> None:
@@ -651,6 +674,19 @@ def test_a_worker_within_its_lease_ends_as_without_one(
         del environ[contract.ENV_FENCE]
     assert start("/bin/sh", "-c", f"exit {code}").wait(30) == code
     event = exit_event(tmp_path)
-    fields = {"t", "event", "node", "pid", "rank", "local_rank", "round", "worker_pid", "exit_code", "signal"}
+    fields = {
+        "t",
+        "event",
+        "node",
+        "pid",
+        "b",
+        "boot",
+        "rank",
+        "local_rank",
+        "round",
+        "worker_pid",
+        "exit_code",
+        "signal",
+    }
     assert set(event) == fields | {"stopped"} | ({"message"} if code else set())
     assert event["stopped"] is False

@@ -16,7 +16,7 @@ States::
     running --signal, while the round goes well--> stopping --grace over--> killing
     running --signal, after a failure of the round--> killing
     running, stopping --line closed, or fenced--> killing
-    any --worker reaped--> sweep what it left, write worker-exit, tell the stub
+    any --worker reaped--> sweep what it left, tell the agent (worker-exit), then the stub
 
 Where a worker of this node has failed, the signal that ends the others is for a restart: they are killed at
 once, whatever they do with SIGTERM. Else it is a drain, and SIGTERM goes to the worker alone: its DataLoader

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elastic_resume import contract
-from elastic_resume.events import Event
+from elastic_resume.events import Event, age_s
 from elastic_resume.policy.stragglers import STEPS
 from elastic_resume.rendezvous.tidings import Pulse
 from elastic_resume.store import slots
@@ -61,8 +61,7 @@ class Finger:
             self._commits += 1
             self._commit_bytes += int(_number(event.get("bytes")))
             self._commit_s += _number(event.get("seconds"))
-            age_s = max(0.0, time.time() - event["t"])
-            self._checkpoint = (int(_number(event.get("step"))), self._clock() - age_s)
+            self._checkpoint = (int(_number(event.get("step"))), self._clock() - age_s(event))
         elif event["event"] == "commit-failed":
             self._commit_failures += 1
 

@@ -25,6 +25,7 @@ from elastic_resume.agent.news import Tail
 from elastic_resume.agent.place import taken
 from elastic_resume.agent.pressure import Gauge
 from elastic_resume.agent.pulse import Finger
+from elastic_resume.agent.round_events import RoundEvents
 from elastic_resume.agent.telling import Teller
 from elastic_resume.agent.warm import Warmth
 from elastic_resume.agent.watch import patience_of, watched
@@ -70,14 +71,15 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
         _claimed(settings, here) as node_dir,
         contextlib.closing(Fence()) as fence,
         contextlib.closing(Gauge()) as gauge,
+        contextlib.closing(RoundEvents()) as told,
     ):
         events_path = node_dir.path / contract.EVENTS_FILE
-        _set_environment(settings, args, events_path, fence)
+        _set_environment(settings, args, events_path, fence, told)
         tail = Tail(events_path)
-        log = events.EventLog(events_path, hear=tail.hear, node=settings.node_name)
+        log = events.EventLog(events_path, hear=tail.hear, memory=told.path, node=settings.node_name)
         config = launch.config
         limits = replace(asked.limits, min_nodes=config.min_nodes)
-        witness = Witness(settings.node_name, log, events_path, fence, limits=limits, gauge=gauge)
+        witness = Witness(settings.node_name, log, events_path, fence, told, limits=limits, gauge=gauge)
         gauge.start()
         _begin(launch, args, log, witness, node_dir)
         say, tell = witness.say, witness.note
@@ -293,12 +295,15 @@ def _limits(args: argparse.Namespace, given: set[str]) -> restart.Limits:
     )
 
 
-def _set_environment(settings: Settings, args: argparse.Namespace, events_path: Path, fence: Fence) -> None:
+def _set_environment(
+    settings: Settings, args: argparse.Namespace, events_path: Path, fence: Fence, told: RoundEvents
+) -> None:
     os.environ.update(settings.to_env())
     os.environ.pop(contract.ENV_ZYGOTE, None)  # of an agent in whose worker this one runs
     os.environ.pop(contract.ENV_TOKEN, None)  # read by now, and no business of the training script
     os.environ[contract.ENV_AGENT_PID] = str(os.getpid())
     os.environ[contract.ENV_EVENTS_PATH] = str(events_path)
+    os.environ[contract.ENV_ROUND_EVENTS] = told.path
     os.environ[contract.ENV_FENCE] = fence.path
     drain_signals = args.drain_signals or os.environ.get(contract.ENV_DRAIN_SIGNALS)
     os.environ[contract.ENV_DRAIN_SIGNALS] = ",".join(preflight.drain_signals(drain_signals))

@@ -1,7 +1,8 @@
 """Keeps a node's history of rounds, asks the policy what to do, and speaks to the user.
 
 Promise: what is decided and why is said in a line and stands in the event log. A failure is told to the other
-nodes before this one asks for another world; so what the policy is asked about is what all nodes know.
+nodes before this one asks for another world; so what the policy is asked about is what all nodes know. How
+workers ended is read from memory (`round_events`): a disk that is full or fails changes no decision.
 
 Does not know how worlds form (`handler`), nor what the policy is (`policy.restart`).
 """
@@ -19,11 +20,13 @@ from pathlib import Path
 from elastic_resume import contract, events
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.pressure import Gauge
+from elastic_resume.agent.round_events import RoundEvents
 from elastic_resume.errors import GaveUpError, NodeUnfitError
 from elastic_resume.policy import cadence, failures, restart
 from elastic_resume.policy.failures import Failure, Verdict, describe, judge
 from elastic_resume.policy.requeue import idle_lives
 from elastic_resume.rendezvous.steps import Log
+from elastic_resume.store.board import MAX_LOCAL_RANKS, read_lines
 
 # What the rendezvous tells that a person wants to read; the rest is in the event log only.
 TOLD = {"waiting", "buried", "refused", "spare", "disk", "stranger", "late", "minority", "through"}
@@ -38,17 +41,19 @@ class Witness:
         log: events.EventLog,
         path: Path,
         fence: Fence,
+        round_events: RoundEvents,
         *,
         limits: restart.Limits | None = None,
         gauge: Gauge | None = None,
     ) -> None:
-        """``path`` is that of the node's events; ``gauge`` tells of its memory."""
+        """``path`` is that of the node's log; ``gauge`` tells of its memory."""
         self.between: Callable[[], object] = lambda: None  # called when the workers of a round are dead
         self._began = time.monotonic()
         self._node = node
         self._log = log
         self._path = path
         self._fence = fence
+        self._round_events = round_events
         self._limits = limits or restart.Limits()
         self._gauge = gauge
         self._history: list[restart.Round] = []
@@ -73,7 +78,7 @@ class Witness:
         """How many lives of the job in a row, this one included, have brought no new step on this node."""
         if any(this.stepped for this in (*self._history, self._summary(failed=False))):
             return 0
-        return idle_lives(events.read(self._path), restarts)
+        return idle_lives(self._logged(0), restarts)
 
     def say(self, text: str) -> None:
         """Print one line for people."""
@@ -166,6 +171,7 @@ class Witness:
         self._nodes, self._rank, self.stands_by = num_nodes, node_rank, False
         self._generation = generation
         self._offset = _size(self._path)
+        self._round_events.clear()
         if self._gauge is not None:
             self._gauge.mark()
         failed = sum(one.failed for one in self._history)
@@ -264,7 +270,7 @@ class Witness:
         """The traceback that a worker of this node left in its event, if it printed a line only."""
         if failure is None or failure.node != self._node:
             return ""
-        for event in events.read(self._path, self._offset):
+        for event in self._round_events.read():
             if event["event"] == "failure" and event.get("type") == failure.type:
                 rank = event.get("rank")
                 if (rank is None or rank == failure.rank) and isinstance(event.get("traceback"), str):
@@ -272,21 +278,37 @@ class Witness:
         return ""
 
     def _hang_reports(self) -> list[str]:
-        found = (event for event in events.read(self._path, self._offset) if event["event"] == "hang")
+        found = (event for event in self._round_events.read() if event["event"] == "hang")
         return [str(event["report"]) for event in found if event.get("report")]
 
     def _summary(self, *, failed: bool) -> restart.Round:
         return restart.summarize(
-            events.read(self._path, self._offset),
+            [*self._round_events.read(), *self._steps()],
             node=self._node,
             failed=failed,
             nodes=self._nodes,
             strain=self._gauge.strain() if self._gauge is not None else None,
         )
 
+    def _steps(self) -> list[events.Event]:
+        """How far this round came: by the log, and by the board, which has steps that a full disk refused."""
+        lines = read_lines(self._path.with_name(contract.BOARD_FILE), MAX_LOCAL_RANKS)
+        ours = [
+            line for line in lines if (line.worker.agent_pid, line.worker.round) == (os.getpid(), self._round)
+        ]
+        logged = [event for event in self._logged(self._offset) if event["event"] in {"step", "commit"}]
+        return [*logged, *({"event": "step", "step": line.step} for line in ours)]
+
+    def _logged(self, offset: int) -> list[events.Event]:
+        """What the node's log holds from there on, as far as its disk gives it."""
+        found: list[events.Event] = []
+        with contextlib.suppress(OSError):
+            found.extend(events.read(self._path, offset))  # keeps what comes before an error
+        return found
+
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except OSError:
         return 0

@@ -1,4 +1,6 @@
-"""The memory of this machine that a job may use: its control group's, or all of it.
+"""The memory of this machine that a job may use: what its control groups leave, or all of it.
+
+A limit of any ancestor counts: Slurm sets it on the job or the step, and the task's own group has none.
 
 Promise: what cannot be read is no limit, and never an error. Changes nothing.
 """
@@ -20,6 +22,8 @@ class Group:
     limit: str
     cached: tuple[str, str]
     """Fields of memory.stat: what is cached, shared memory included, and shared memory."""
+    top: Path | None = None
+    """Where its hierarchy is mounted; None where its ancestors are not looked at."""
 
     @classmethod
     def of_this_process(cls, proc: Path = Path("/proc")) -> Group | None:
@@ -31,33 +35,42 @@ class Group:
                 if "memory" in controllers.split(","):
                     found = _directory(mounts, path, "cgroup", "memory")
                     if found is not None:
-                        return cls.of(found, version=1)
+                        return cls.of(found[0], version=1, top=found[1])
             for line in (proc / "self/cgroup").read_text().splitlines():
                 if line.startswith("0::"):
                     found = _directory(mounts, line[3:], "cgroup2", "")
-                    if found is not None and (found / "memory.events").exists():
-                        return cls.of(found, version=2)
+                    # Groups below the one for which memory is counted have none of its files.
+                    for directory in _upwards(*found) if found is not None else ():
+                        if (directory / "memory.events").exists():
+                            return cls.of(directory, version=2, top=found[1] if found else None)
         return None
 
     @classmethod
-    def of(cls, directory: Path, *, version: int) -> Group:
-        """Give the group whose files lie there."""
+    def of(cls, directory: Path, *, version: int, top: Path | None = None) -> Group:
+        """Give the group whose files lie there; ``top``: the directory in which its hierarchy is mounted."""
         if version == 1:
             names = ("memory.oom_control", "memory.usage_in_bytes", "memory.limit_in_bytes")
-            return cls(directory, *names, cached=("total_cache", "total_shmem"))
+            return cls(directory, *names, cached=("total_cache", "total_shmem"), top=top)
         names = ("memory.events", "memory.current", "memory.max")
-        return cls(directory, *names, cached=("file", "shmem"))
+        return cls(directory, *names, cached=("file", "shmem"), top=top)
 
     def kills(self) -> int:
         """How many of its processes the kernel has killed for want of memory; 0 where that is not told."""
         return fields(self.directory / self.events).get("oom_kill", 0)
 
     def used(self) -> tuple[int, int] | None:
-        """Bytes in use that cannot be taken back, and their limit; None where there is none."""
+        """Bytes in use that cannot be taken back, and their limit; None where there is none.
+
+        Of the group and its ancestors, those of the one that leaves least.
+        """
+        found = (self._used_in(directory) for directory in _upwards(self.directory, self.top))
+        return min((one for one in found if one is not None), key=lambda one: one[1] - one[0], default=None)
+
+    def _used_in(self, directory: Path) -> tuple[int, int] | None:
         try:
-            limit = (self.directory / self.limit).read_text().strip()
-            current = int((self.directory / self.current).read_text())
-            stat = fields(self.directory / "memory.stat")
+            limit = (directory / self.limit).read_text().strip()
+            current = int((directory / self.current).read_text())
+            stat = fields(directory / "memory.stat")
         except (OSError, ValueError):
             return None
         if not limit.isdigit() or int(limit) >= 1 << 60:  # "max", or the number that says so in version 1
@@ -81,16 +94,25 @@ def _mount(line: str) -> tuple[str, str, str, str]:
     return words[3], words[4], kind[0], kind[2]
 
 
-def _directory(mounts: list[tuple[str, str, str, str]], path: str, kind: str, option: str) -> Path | None:
-    """Where the group of that path is mounted; in a container the path may be the host's."""
+def _directory(
+    mounts: list[tuple[str, str, str, str]], path: str, kind: str, option: str
+) -> tuple[Path, Path] | None:
+    """Where the group of that path is, and its mount point; in a container the path may be the host's."""
     for root, point, system, options in mounts:
         if system != kind or (option and option not in options.split(",")):
             continue
         inside = path.removeprefix(root.rstrip("/")) if path.startswith(root) else "/"
         for found in (Path(point + "/" + inside.lstrip("/")), Path(point)):
             if found.is_dir():
-                return found
+                return found, Path(point)
     return None
+
+
+def _upwards(directory: Path, top: Path | None) -> list[Path]:
+    """That directory and those above it, up to ``top``; it alone where it is not below that."""
+    if top is None or not directory.is_relative_to(top):
+        return [directory]
+    return [directory, *(above for above in directory.parents if above.is_relative_to(top))]
 
 
 def fields(path: Path) -> dict[str, int]:

@@ -160,7 +160,6 @@ def pace(job: Job, *, start: int, nodes: int, mtbf_s: float) -> Pace:
     gap = warm = 0
     if job.slots > 1 and not job.snapshot_every.off:
         gap = cadence.snapshot_gap(job.snapshot_every, step_s=step_s, cost_s=job.snapshot_s, mtbf=mtbf_s)
-        gap = cadence.next_snapshot(job.snapshot_every, 0, gap)
         warm = WARM_SNAPSHOTS if job.snapshot_every == AUTO else 1
     # Without memory training itself writes, and waits for the disk.
     save_s = job.snapshot_s if job.slots else job.commit_s

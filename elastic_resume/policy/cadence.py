@@ -122,8 +122,12 @@ def snapshot_gap(
 ) -> int:
     """Steps from one snapshot to the next, 1 or more; not for ``off``.
 
+    A power of two unless a number of steps was given. So nodes that measure different costs still hold common
+    steps: after a failure they load what they have, and nothing is sent.
+
     Args:
-        every: the setting. A number of steps is given back: it means its multiples.
+        every: the setting. A number of steps is given back: it means its multiples. Seconds are a bound,
+            which only a step that takes longer exceeds.
         step_s: seconds that a step takes without a snapshot; None before one was measured.
         cost_s: seconds that a snapshot adds to training; None before one was measured.
         mtbf: of `mtbf_s`.
@@ -140,22 +144,17 @@ def snapshot_gap(
         return 1  # nothing is known: the first snapshots measure it
     step = max(_seconds(step_s), _SHORTEST_STEP_S)
     if every.seconds is not None:
-        return max(1, _whole(_seconds(every.seconds) / step))
+        return _within(every.seconds, step)
     if cost_s is None or math.isnan(cost_s):
         return 1
     interval = min(_seconds(cost_s) / LARGEST_SHARE, optimum_s(cost_s, mtbf))
-    # Up to a whole step, for the sake of the share; and down, for the sake of the bound.
-    return max(1, min(_whole(interval / step), int(LONGEST_SNAPSHOT_GAP_S / step)))
+    # Up to a power of two, for the sake of the share; and down, for the sake of the bound.
+    wanted = max(1, _whole(interval / step))
+    return min(1 << (wanted - 1).bit_length(), _within(LONGEST_SNAPSHOT_GAP_S, step))
 
 
-def next_snapshot(every: Every, step: int, gap: int) -> int:
-    """The step of the next snapshot after ``step``, with the ``gap`` that `snapshot_gap` gave.
-
-    Multiples of the gap, which under ``auto`` is rounded up to a power of two. So nodes that measure
-    different costs still hold common steps: after a failure they load what they have, and nothing is sent.
-    """
-    if every.steps is None:
-        gap = 1 << (gap - 1).bit_length()
+def next_snapshot(step: int, gap: int) -> int:
+    """The step of the next snapshot after ``step``: the next multiple of the gap of `snapshot_gap`."""
     return (step // gap + 1) * gap
 
 
@@ -205,6 +204,12 @@ def is_due(
 def _seconds(value: float) -> float:
     """``value`` as seconds that can be reckoned with: not negative, not infinite; 0 for what is no number."""
     return 0.0 if math.isnan(value) else min(max(value, 0.0), _LONGEST_S)
+
+
+def _within(bound_s: float, step_s: float) -> int:
+    """The greatest power of two of steps that take no longer than ``bound_s``; 1 where one step does."""
+    steps = int(_seconds(bound_s) / step_s)
+    return 1 << max(0, steps.bit_length() - 1)
 
 
 def _whole(steps: float) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
-from elastic_resume.events import MAX_COUNT, Event, count_of, time_of
+from elastic_resume.events import MAX_COUNT, Event, booted, count_of, time_of
 from elastic_resume.policy import failures
 from elastic_resume.policy.failures import Failure, describe
 
@@ -94,6 +94,7 @@ class Tally:
         self._turns: dict[int, _Turn] = {}
         self._at: dict[str, _Place] = {}  # by node
         self._forgotten = Sums()
+        self._zeros: dict[str, float] = {}  # when each boot was, by the first that was heard of it
 
     def take(self, event: Event, newest: int = MAX_COUNT) -> None:
         """Take in one event; one of a kind or form that says nothing here changes nothing.
@@ -101,7 +102,7 @@ class Tally:
         ``newest``: no generation beyond it can have begun. One that a broken node made up would have those
         forgotten that have.
         """
-        kind, t = event.get("event"), time_of(event)
+        kind, t = event.get("event"), self._time_of(event)
         node, generation = str(event.get("node", "")), count_of(event, "generation")
         if t is None or (generation or 0) > newest:
             return
@@ -134,6 +135,11 @@ class Tally:
                 turn.sign = min(t, turn.sign or t)
             elif kind == "agent-end" and str(event.get("outcome")) in {"done", "signalled"}:
                 turn.stopped = True
+
+    def _time_of(self, event: Event) -> float | None:
+        """When it was, by a clock that does not jump while its machine is up."""
+        t, since = time_of(event), booted(event)
+        return t if t is None or since is None else since[1] + self._zeros.setdefault(since[0], t - since[1])
 
     def incidents(self) -> list[Incident]:
         """Give those that are remembered, in order."""

@@ -1,5 +1,9 @@
-"""Clocks of nodes that differ, found by what must have happened at once, and set right.
+"""Clocks of nodes that jump or differ, set right.
 
+A wall clock may jump. So each event tells of CLOCK_BOOTTIME too: events of one boot of a machine are as far
+apart as that says, and when the boot was is what most of them agree on (`zeros`, `level`).
+
+Boots of different machines are laid side by side by what must have happened at once (`straighten`).
 All nodes of a generation hear of it within milliseconds, and no rank ends a step before all have begun to add
 up its gradients: so the marks that nodes leave of the same round or step are simultaneous, and a node whose
 marks lie elsewhere, twice in a row, has another clock than most. Its events are moved by the difference, from
@@ -16,11 +20,12 @@ on it (`causes`).
 from __future__ import annotations
 
 import bisect
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from elastic_resume.events import Event, time_of
+from elastic_resume.events import Event, booted, time_of
 from elastic_resume.report.text import seconds
 
 VISIBLE_S = 1.0
@@ -49,6 +54,63 @@ class Clock:
         off = f"{seconds(abs(self.ahead_s))} {'ahead of' if self.ahead_s > 0 else 'behind'}"
         whom = "the rest of its own log" if self.alone else "the others'"
         return f"the clock of {self.node} {how} {off} {whom}"
+
+
+def zeros(events: Iterable[Event]) -> dict[str, float]:
+    """When each boot was, in Unix seconds: the middle of what its events say.
+
+    Those of faults alone where there are any: who injects them does not set its own clock.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
+    of_faults: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        t, since = time_of(event), booted(event)
+        if t is not None and since is not None:
+            (of_faults if event.get("event") == "fault" else found)[since[0]].append(t - since[1])
+    return {boot: statistics.median_low(values) for boot, values in {**found, **of_faults}.items()}
+
+
+def level(events: Iterable[Event], began: Mapping[str, float]) -> tuple[list[Event], tuple[Clock, ...]]:
+    """Give the events with times that do not jump within a boot, and which clocks had jumped.
+
+    ``began``: when each boot was, see `zeros`. Events that tell of no boot keep their times. Those of a node
+    in one boot come in order, however they were sorted by clocks that jumped.
+    """
+    made: list[Event] = []
+    told: list[tuple[str, Clock]] = []  # each with its boot
+    nodes: dict[str, set[str]] = defaultdict(set)  # by boot
+    off: dict[tuple[str, str], float] = {}  # each node's clock in each boot, at its last event
+    for event in _in_order(list(events)):
+        t, since, node = time_of(event), booted(event), event.get("node")
+        if t is None or since is None or since[0] not in began:
+            made.append(event)
+            continue
+        boot, straight = since[0], round(since[1] + began[since[0]], 3)
+        made.append({**event, "t": straight})
+        if not isinstance(node, str) or event.get("event") == "fault":
+            continue
+        nodes[boot].add(node)
+        ahead, before = t - straight, off.get((node, boot))
+        if abs(ahead - (before or 0.0)) > VISIBLE_S and abs(ahead) > VISIBLE_S:
+            told.append((boot, Clock(node, round(ahead, 3), straight, jumped=before is not None)))
+        off[node, boot] = ahead
+    return made, tuple(replace(one, alone=len(nodes[boot]) < 2) for boot, one in told)
+
+
+def _in_order(events: Sequence[Event]) -> list[Event]:
+    """Sort the events of each node and boot, within the places that these have among all."""
+    places: dict[tuple[str, str], list[int]] = defaultdict(list)
+    seconds_of: dict[int, float] = {}
+    for place, event in enumerate(events):
+        since = booted(event)
+        if since is not None:
+            places[repr(event.get("node")), since[0]].append(place)
+            seconds_of[place] = since[1]
+    made = list(events)
+    for here in places.values():
+        for place, source in zip(here, sorted(here, key=seconds_of.__getitem__), strict=True):
+            made[place] = events[source]
+    return made
 
 
 @dataclass(frozen=True)

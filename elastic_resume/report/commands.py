@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_resume import contract
+from elastic_resume import contract, events
 from elastic_resume.errors import CheckpointError, UsageError
 from elastic_resume.report import checkpoints, page, places, render, story
 from elastic_resume.report.checkpoints import Item
@@ -83,7 +83,12 @@ def report(args: argparse.Namespace) -> int:
     """Print what befell a run, or write the page of it; exit code 0 whatever that was."""
     found = gather(args.paths)
     told = story.tell(
-        found.events, items=found.items, stacks=found.stacks, problems=found.problems, now=time.time()
+        found.events,
+        items=found.items,
+        stacks=found.stacks,
+        problems=found.problems,
+        now=time.time(),
+        stamp=events.stamp(),
     )
     for problem in found.problems:
         print(problem, file=sys.stderr)

@@ -66,7 +66,9 @@ class Goodput:
 
 def split(report: Report, events: Iterable[Event]) -> Goodput:
     """Say where the time of the run went that these events are of, and this report."""
-    line = timeline.build(clocks.straighten(lives.apart(events)[0])[0])
+    events = list(events)
+    leveled, _ = clocks.level(events, clocks.zeros(events))
+    line = timeline.build(clocks.straighten(lives.apart(leveled)[0])[0])
     found = moments(line, report)
     return total(slices(line, report, found), found)
 

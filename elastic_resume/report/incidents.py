@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from elastic_resume.events import Event
 from elastic_resume.policy.failures import looks_like_echo
-from elastic_resume.report import lives, timeline
+from elastic_resume.report import clocks, lives, timeline
 from elastic_resume.report.causes import ECHO, Sign, worker_sign
 from elastic_resume.report.endings import End, Facts, end_of, facts_of
 from elastic_resume.report.text import without_path
@@ -95,7 +95,9 @@ class Report:
 
 def tell(events: Iterable[Event]) -> Report:
     """Make a report of the events of one run, in any order."""
-    return of(timeline.build(lives.apart(events)[0]))
+    events = list(events)
+    leveled, _ = clocks.level(events, clocks.zeros(events))
+    return of(timeline.build(lives.apart(leveled)[0]))
 
 
 def of(line: Timeline) -> Report:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic_resume import events
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.report import page, status_screen, story
 from elastic_resume.report.gather import gather
@@ -88,6 +89,7 @@ class Report:
                 stacks=found.stacks,
                 problems=found.problems,
                 now=time.time(),
+                stamp=events.stamp(),
             )
         except ElasticResumeError as error:
             return None, str(error)

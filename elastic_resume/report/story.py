@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elastic_resume.events import Event
+from elastic_resume.events import Event, booted
 from elastic_resume.report import clocks, goodput, incidents, ledger, lives, timeline, troubles, verdict
 from elastic_resume.report.checkpoints import Item
 from elastic_resume.report.clocks import Clock
@@ -95,13 +95,22 @@ def tell(
     stacks: Mapping[str, str] | None = None,
     problems: Sequence[str] = (),
     now: float | None = None,
+    stamp: Event | None = None,
 ) -> Story:
     """Put together what ``events`` tell, and what else is known.
 
-    ``items``: what lies on disk. ``now``: the present, in Unix seconds, where the run may still be going on.
+    ``items``: what lies on disk. ``now``: the present, in Unix seconds, where the run may still be going on;
+    ``stamp``: the same as `events.stamp` gives it, which counts where the run is on this machine.
     """
-    told, items = lives.apart(events, items)
+    events = list(events)
+    zeros = clocks.zeros(events)
+    here = booted(stamp or {})
+    if now is not None and here is not None and here[0] in zeros:
+        now = zeros[here[0]] + here[1]
+    leveled, jumps = clocks.level(events, zeros)
+    told, items = lives.apart(leveled, items)
     straight, off = clocks.straighten(told)
+    off = tuple(sorted((*jumps, *off), key=lambda clock: clock.t))
     line = timeline.build(straight)
     report = incidents.of(line)
     found = moments(line, report)

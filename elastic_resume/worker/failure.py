@@ -1,4 +1,4 @@
-"""Tells the node's event log which exception ended this worker, before Python prints it.
+"""Tells the node's event log, and its agent, which exception ended this worker, before Python prints it.
 
 An error of our own is printed as one or two lines: its text says what to do, a traceback would hide it. Of
 another one a single line is printed where an agent will print the traceback of the worker that failed first:
@@ -47,12 +47,14 @@ def told() -> Iterator[None]:
 def from_start() -> None:
     """Write an event for whatever ends this process from now on, though nothing is known of the job yet.
 
-    An agent gives the path of its event log; without one the lines that are printed must do.
+    An agent gives the paths of its memory and its log; without one the lines that are printed must do.
     """
     path = os.environ.get(contract.ENV_EVENTS_PATH)
     rank = os.environ.get("RANK", "0")
     node = os.environ.get(contract.ENV_NODE_NAME, "")
-    report_to(EventLog(Path(path or os.devnull), node=node, rank=int(rank) if rank.isdigit() else 0))
+    memory = os.environ.get(contract.ENV_ROUND_EVENTS)
+    number = int(rank) if rank.isdigit() else 0
+    report_to(EventLog(Path(path or os.devnull), memory=memory, node=node, rank=number))
 
 
 def report_to(events: EventLog) -> None:

@@ -237,7 +237,7 @@ class Saver:
         if self.snapshots.problem:
             return step + 1
         gap = cadence.snapshot_gap(every, step_s=self._step_s, cost_s=self._cost_s, mtbf=self._mtbf)
-        return cadence.next_snapshot(every, step, gap)
+        return cadence.next_snapshot(step, gap)
 
     def _measure(self) -> None:
         """Take the time of the step that has just ended, and of what the last snapshot has cost."""

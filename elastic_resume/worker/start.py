@@ -114,7 +114,12 @@ def resume(
         _check_data(tracked, batches)
     world = World.join()
     node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
-    events = EventLog(node_dir / contract.EVENTS_FILE, node=settings.node_name, rank=world.rank)
+    events = EventLog(
+        node_dir / contract.EVENTS_FILE,
+        memory=os.environ.get(contract.ENV_ROUND_EVENTS),
+        node=settings.node_name,
+        rank=world.rank,
+    )
     failure.report_to(events)
     _check_world(rng, world.size)
     if batches is None:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from elastic_resume import contract, events
 from elastic_resume.worker import failure
@@ -24,6 +25,12 @@ NODE, RANK, WORLD = (
 )
 PAUSE_S = 0.02
 POISON = 6  # the step that cannot be finished
+
+
+def log_of(**fixed: Any) -> events.EventLog:
+    """The node's log, with the agent's memory beside it."""
+    path = Path(os.environ[contract.ENV_EVENTS_PATH])
+    return events.EventLog(path, memory=os.environ[contract.ENV_ROUND_EVENTS], node=NODE, **fixed)
 
 
 def meet(directory: Path, step: int) -> None:
@@ -62,8 +69,7 @@ def get_into(what: str, directory: Path, step: int) -> None:
     if what == "poison" and step == POISON - 1:
         raise ValueError(f"sample {os.getpid()} is bad")
     if what == "stuck":
-        log = events.EventLog(Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), node=NODE)
-        log.write("worker-exit", rank=RANK, signal="SIGKILL", exit_code=None, stopped=True, stuck=True)
+        log_of().write("worker-exit", rank=RANK, signal="SIGKILL", exit_code=None, stopped=True, stuck=True)
         sys.exit(1)
 
 
@@ -71,7 +77,7 @@ def main(directory: Path, what: str, node: str) -> None:
     """Step until `stop` is there; on that node get into trouble first."""
     newest = directory / "newest"
     step = int(newest.read_text()) if newest.exists() else 0
-    log = events.EventLog(Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), node=NODE, rank=RANK)
+    log = log_of(rank=RANK)
     failure.report_to(log)
     failure.enter(generation=GENERATION, step=lambda: step)
     tell = sys.excepthook

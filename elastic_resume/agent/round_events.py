@@ -1,0 +1,45 @@
+"""The events that decide what follows a round, in memory: no disk can lose them.
+
+Guards and workers of this node append them to a file without a name that the agent owns, beside the log on
+disk. The log is for people. Events are a few for each worker of a round, and go when the next round begins.
+"""
+
+from __future__ import annotations
+
+import os
+
+from elastic_resume import events
+from elastic_resume.agent.fence import MFD_NOEXEC_SEAL
+
+
+class RoundEvents:
+    """This node's `events.DECISIVE` events since the last `clear`."""
+
+    def __init__(self) -> None:
+        self._descriptor = _memory("elastic_resume-round-events")
+        # A name for guards and workers, to which torchelastic hands no descriptor on.
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def read(self) -> list[events.Event]:
+        """Give them in the order in which they were appended."""
+        data = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+        found = (events.parse(line) for line in data.splitlines())
+        return [event for event in found if event is not None]
+
+    def clear(self) -> None:
+        """Forget them: a round begins. Whoever appends from now on belongs to it."""
+        os.ftruncate(self._descriptor, 0)
+
+    def close(self) -> None:
+        """Give the memory back. May be called again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _memory(name: str) -> int:
+    """An anonymous file. Hardened kernels (vm.memfd_noexec=2) refuse one that might be executed."""
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
+    except OSError:  # older than Linux 6.3, which does not know the flag
+        return os.memfd_create(name, os.MFD_CLOEXEC)
