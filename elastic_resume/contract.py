@@ -9,7 +9,7 @@ from __future__ import annotations
 # ---- exit codes, above all of `elastic-resume run` (what schedulers' rules match on) ----------------------
 EXIT_DONE = 0
 EXIT_AT_FAULT = 1  # the job itself is wrong: do not requeue
-EXIT_USAGE = 2  # argparse's own code for a malformed command line
+EXIT_USAGE = 2  # wrong flags, settings or script name; argparse's own code for a malformed command line
 EXIT_MACHINE = (
     74  # EX_IOERR: nothing was started, for want of a disk, a directory or the like on this machine
 )

@@ -217,7 +217,7 @@ class _Trial:
 
     def _end_late(self, now: float) -> None:
         """End nodes that were being started again when the job ended: nobody is left for them to join."""
-        if not {contract.EXIT_DONE, contract.EXIT_AT_FAULT} & {*self._codes()}:
+        if not {contract.EXIT_DONE, contract.EXIT_AT_FAULT, contract.EXIT_USAGE} & {*self._codes()}:
             self._ended = None
             return
         self._ended = self._ended or now
@@ -233,7 +233,8 @@ class _Trial:
         """Why this end is wrong; nothing if it is right."""
         codes = self._codes()
         drained = self._drained is not None
-        if (contract.EXIT_DONE in codes or drained) and contract.EXIT_AT_FAULT not in codes:
+        wrong = {contract.EXIT_AT_FAULT, contract.EXIT_USAGE} & {*codes}
+        if (contract.EXIT_DONE in codes or drained) and not wrong:
             return ""
         ends = self._cluster.events("agent-end")
         said = [str(one["message"]) for one in ends if one.get("outcome") == "failed" and one.get("message")]
