@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from elastic_resume.plural import amount, verb
 from elastic_resume.policy.source import DISK
 from elastic_resume.store.manifest import Position
 from elastic_resume.worker import telling
@@ -53,10 +54,15 @@ def as_text(resumed: Resumed, position: Position, world_size: int) -> str:
             f"resumed at step {position.step} (epoch {position.epoch}) from {plan.source_node}'s {where} "
             f"of generation {plan.source_generation}{sent}"
         )
-    lost = "no step lost" if plan.lost_steps == 0 else f"{plan.lost_steps} steps are run again"
+    lost = "no step lost" if plan.lost_steps == 0 else again(plan.lost_steps)
     lines = [f"generation {plan.generation}: {what}; {lost}; {world}; {resumed.seconds:.2f} s"]
     lines += [f"rejected {r.node}/{r.name}: {r.reason}" for r in plan.rejected]
     return "\n  ".join(lines)
+
+
+def again(steps: int) -> str:
+    """Say how many steps are run again."""
+    return f"{amount(steps, 'step')} {verb(steps, 'is', 'are')} run again"
 
 
 class Earlier:
