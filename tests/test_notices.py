@@ -123,6 +123,13 @@ JSON = st.recursive(
 )
 
 
+OF_A_MACHINE = st.fixed_dictionaries(
+    {
+        "EventType": st.sampled_from(["Preempt", "Terminate", "Reboot"]),
+        "Resources": st.lists(st.sampled_from(["vm", "VM", "other"]), min_size=1, max_size=2),
+        "EventStatus": st.sampled_from(["Scheduled", "Started", "Canceled", "Completed"]),
+    }
+)
 EVENT = st.fixed_dictionaries(
     {},
     optional={
@@ -160,7 +167,7 @@ def test_any_json_is_a_notice_of_compute_engine_only_where_it_is_true(told: Any)
     assert answer(notices.gcp_notice, told) == words.get(json.dumps(told).upper(), "no answer")
 
 
-@given(st.lists(EVENT | JSON, max_size=3))
+@given(st.lists(OF_A_MACHINE | EVENT | JSON, max_size=3))
 def test_any_json_is_a_notice_of_azure_only_where_an_event_ends_this_machine(events: list[Any]) -> None:
     """The first that does is the notice; others' machines, other kinds and what is over are none."""
 
