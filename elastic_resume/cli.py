@@ -1,8 +1,8 @@
 """The command ``elastic-resume``: one function per subcommand, each importing what it needs when called.
 
-Promise: an error made by the user is one line on stderr and exit code 1 (of ``diff`` and ``chaos`` 2, of
-``run`` on a machine that is unfit 74), without a traceback. ``ls``, ``verify``, ``report`` and ``status`` do
-not import torch.
+Promise: an error made by the user is one line on stderr and exit code 1 (of ``run``, ``diff`` and ``chaos``
+2; of ``run`` on a machine that is unfit 74), without a traceback. ``ls``, ``verify``, ``report`` and
+``status`` do not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_resume import __version__, contract
-from elastic_resume.errors import ElasticResumeError, MachineError
+from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError
 
 PROG = "elastic-resume"
 
@@ -33,12 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return function(args)
     except ElasticResumeError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
-        if words[:1] == ["run"]:  # on another machine it may do
-            return contract.EXIT_MACHINE if isinstance(error, MachineError) else contract.EXIT_AT_FAULT
+        if words[:1] == ["run"]:
+            return run_exit_code(error)
         # As of these themselves: 1 says that two files differ, or that a job ended wrong.
         return contract.EXIT_USAGE if words[:1] in (["diff"], ["chaos"]) else contract.EXIT_AT_FAULT
     except KeyboardInterrupt:
         return contract.EXIT_SIGNALLED + signal.SIGINT
+
+
+def run_exit_code(error: ElasticResumeError) -> int:
+    """Return the exit code of a ``run`` that has started nothing."""
+    if isinstance(error, MachineError):
+        return contract.EXIT_MACHINE  # on another machine it may do
+    return contract.EXIT_USAGE if isinstance(error, ConfigError) else contract.EXIT_AT_FAULT
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -57,7 +57,7 @@ class Settings:
             contract.ENV_SAVE_EVERY: str(self.save_every),
             contract.ENV_KEEP: str(self.keep),
             contract.ENV_RESUME: self.resume,
-            contract.ENV_STEP_MARK_S: repr(self.step_mark_s),
+            contract.ENV_STEP_MARK_S: f"{self.step_mark_s:.9f}",
             contract.ENV_SNAPSHOT_EVERY: str(self.snapshot_every),
             contract.ENV_SNAPSHOT_MEMORY: {None: "auto", 0: "off"}.get(
                 self.snapshot_memory, str(self.snapshot_memory)
@@ -190,7 +190,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add our own flags, in a group of their own. None stands for: not given."""
     group = parser.add_argument_group(
         "elastic_resume",
-        "A flag beats the --config file, the file beats the environment (ELASTIC_RESUME_*, PET_*).",
+        "A flag beats the --config file, the file beats the environment (ELASTIC_RESUME_*, PET_*). TIME is a "
+        "number of seconds, or has a unit: 500ms, 30s, 5m, 1.5h.",
     )
 
     def add(name: str, metavar: str, text: str) -> None:
@@ -225,11 +226,11 @@ def _add_state_flags(add: Add) -> None:
     """What is kept, and where."""
     add("ckpt-dir", "DIR", f"root of all checkpoints (default {DEFAULT_CKPT_DIR})")
     add("node-name", "NAME", "this node's name (default: the scheduler's name for it, else the host's)")
-    add("save-every", "N|SECONDSs|auto", "steps or seconds between two checkpoints (default auto)")
+    add("save-every", "N|TIME|auto", "steps (100) or time (5m) between two checkpoints (default auto)")
     add(
         "snapshot-every",
-        "N|SECONDSs|auto|off",
-        "steps or seconds between two copies in memory, which outlive a worker (default auto)",
+        "N|TIME|auto|off",
+        "steps (100) or time (30s) between two copies in memory, which outlive a worker (default auto)",
     )
     add(
         "snapshot-memory",
@@ -251,9 +252,9 @@ def _add_meeting_flags(add: Add) -> None:
         "submitted)",
     )
     add("array-elements", "|".join(node.ARRAY_ELEMENTS), "Slurm: an array's elements are (default jobs)")
-    add("node-timeout", "SECONDS", "a node that is silent for so long is lost; the same on all (default 3)")
-    add("settle", "SECONDS", "how long a first start waits for one more node (default 3; in pods 35)")
-    add("join-timeout", "SECONDS", "how long a node waits for a world to form (default 600)")
+    add("node-timeout", "TIME", "a node that is silent for so long is lost; the same on all (default 3s)")
+    add("settle", "TIME", "how long a first start waits for one more node (default 3s; in pods 35s)")
+    add("join-timeout", "TIME", "how long a node waits for a world to form (default 10m)")
     add("rdzv-token-file", "FILE", "0600 file whose text all nodes share (or ELASTIC_RESUME_TOKEN)")
     add(
         "scheduler-word",
@@ -267,8 +268,8 @@ def _add_failure_flags(add: Add) -> None:
     """What ends a worker, a node, the job."""
     add(
         "grace",
-        "SECONDS",
-        "how long a worker has to end after SIGTERM when this agent is drained (default 5)",
+        "TIME",
+        "how long a worker has to end after SIGTERM when this agent is drained (default 5s)",
     )
     add("drain-signals", "NAME,...", "signals that drain this node (default SIGTERM,SIGUSR1)")
     add(
@@ -289,8 +290,8 @@ def _add_failure_flags(add: Add) -> None:
     )
     add(
         "hang-timeout",
-        "SECONDS",
-        "a rank that finishes no step for so long is hung (default: 30 s, or ten times the longest step if "
+        "TIME",
+        "a rank that finishes no step for so long is hung (default: 30s, or ten times the longest step if "
         "that is more; 0: never)",
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 # ---- exit codes, above all of `elastic-resume run` (what schedulers' rules match on) ----------------------
 EXIT_DONE = 0
 EXIT_AT_FAULT = 1  # the job itself is wrong: do not requeue
-EXIT_USAGE = 2  # argparse's own code for a malformed command line
+EXIT_USAGE = 2  # wrong flags, settings or script name; argparse's own code for a malformed command line
 EXIT_MACHINE = (
     74  # EX_IOERR: nothing was started, for want of a disk, a directory or the like on this machine
 )
@@ -22,14 +22,14 @@ ENV_PREFIX = "ELASTIC_RESUME_"
 ENV_CKPT_DIR = "ELASTIC_RESUME_CKPT_DIR"  # (user) root of all checkpoints
 ENV_RUN_ID = "ELASTIC_RESUME_RUN_ID"  # (user) the job's name
 ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"  # (user) this node's name
-ENV_SAVE_EVERY = "ELASTIC_RESUME_SAVE_EVERY"  # (user) N, SECONDSs or auto
-ENV_SNAPSHOT_EVERY = "ELASTIC_RESUME_SNAPSHOT_EVERY"  # (user) N, SECONDSs, auto or off
+ENV_SAVE_EVERY = "ELASTIC_RESUME_SAVE_EVERY"  # (user) N, TIME or auto
+ENV_SNAPSHOT_EVERY = "ELASTIC_RESUME_SNAPSHOT_EVERY"  # (user) N, TIME, auto or off
 ENV_SNAPSHOT_MEMORY = "ELASTIC_RESUME_SNAPSHOT_MEMORY"  # (user) auto, off or a size: 4GB, 512MiB, 1.5G
 ENV_CHECK_REPLICAS = "ELASTIC_RESUME_CHECK_REPLICAS"  # (user) N, auto or off
 ENV_ON_DIVERGENCE = "ELASTIC_RESUME_ON_DIVERGENCE"  # (user) stop or resume-from-majority
 ENV_KEEP = "ELASTIC_RESUME_KEEP"  # (user) checkpoints kept on each node, >= 2
 ENV_RESUME = "ELASTIC_RESUME_RESUME"  # (user) auto, must, never or a path
-ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least seconds between two step marks of a rank
+ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least time between two step marks of a rank
 ENV_ARRAY_ELEMENTS = "ELASTIC_RESUME_ARRAY_ELEMENTS"  # (user) Slurm: an array's elements are jobs or nodes
 ENV_SHARED_DIR = "ELASTIC_RESUME_SHARED_DIR"  # (user) Slurm: a directory that all nodes see, or off
 ENV_SCHEDULER_WORD = "ELASTIC_RESUME_SCHEDULER_WORD"  # (user) auto, down or off
@@ -52,7 +52,7 @@ ENV_SLOTS = "ELASTIC_RESUME_SLOTS"  # where the control block of its slots lies,
 ENV_MTBF_S = "ELASTIC_RESUME_MTBF_S"  # mean seconds between failures, as the agent has seen them
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"  # (user) SIGTERM and what is sent ahead of it, with commas
 ENV_REQUEUE = "ELASTIC_RESUME_REQUEUE"  # (user) auto or off
-ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"  # (user) seconds a worker has to end after SIGTERM, before SIGKILL
+ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"  # (user) TIME a worker has to end after SIGTERM; seconds for guards
 ENV_TERMINATION_GRACE_S = "ELASTIC_RESUME_TERMINATION_GRACE_S"  # (user) a pod's terminationGracePeriodSeconds
 ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size that ENV_CKPT_DIR's volume may not exceed: 4Gi
 

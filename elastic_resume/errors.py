@@ -4,7 +4,7 @@ The tree, from general to particular::
 
     ElasticResumeError
      ├─ UsageError             the caller's code or flags are wrong            exit 1
-     │   ├─ ConfigError          a flag, key or variable is unknown or out of range
+     │   ├─ ConfigError          a flag, key or variable is unknown or out of range    exit 2 of ``run``
      │   ├─ UntrackableError     an object holds state that cannot be stored
      │   ├─ MismatchError        the model does not fit the checkpoint
      │   └─ WorldChangedError    another number of ranks, where the script wants that to be an error

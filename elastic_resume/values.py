@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import ipaddress
-import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from elastic_resume import contract
 from elastic_resume.cluster.node import ARRAY_ELEMENTS
+from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 
 MIN_KEEP = 2
@@ -25,8 +25,6 @@ DIVERGENCE_POLICIES = ("stop", "resume-from-majority")
 REQUEUE_MODES = ("auto", "off")
 MAX_MEMORY_BYTES = 2**60  # more is a typing error; and the number still fits every word it may be kept in
 _UNITS = {unit: power for power, unit in enumerate("kmgt", start=1)}
-_TIME = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ms|s|m|h|d)")
-_TIME_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?(?:([kmgt])(i?b|i)?)?", re.IGNORECASE)
 
 
@@ -106,24 +104,8 @@ def _is_there(path: Path) -> bool:
 
 
 def step_mark_s(value: Any) -> float:
-    """Least seconds between two step marks; it has no flag, so the error names its variable."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise ConfigError(
-            f"{contract.ENV_STEP_MARK_S} is {str(value)!r}: write a number of seconds, 0 for every step."
-        )
-    return number
-
-
-def seconds(what: str, text: str) -> float:
-    """``text`` as seconds: a number and its unit, as 250ms, 15s, 10m, 1.5h, 200d."""
-    match = _TIME.fullmatch(str(text).strip())
-    if match is None:
-        raise ConfigError(f"{what} is {str(text)[:100]!r}: write a time with its unit, as 15s, 10m, 1.5h.")
-    return float(match[1]) * _TIME_S[match[2]]
+    """Least seconds between two step marks, 0 for every step; the setting has no flag, only a variable."""
+    return parse_duration(contract.ENV_STEP_MARK_S, value)
 
 
 def snapshot_memory(value: Any) -> int | None:

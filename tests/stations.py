@@ -208,12 +208,22 @@ def read_line(stranger: socket.socket) -> bytes:
     return bytes(line[:-1])
 
 
-def dropped(stranger: socket.socket) -> bool:
-    """Wait until the other side hangs up, whatever it says before."""
-    with contextlib.suppress(ConnectionError):
-        while stranger.recv(1 << 16):
-            pass
-    return True
+def dropped(stranger: socket.socket, *, patience_s: float = PATIENCE_S / 3) -> bool:
+    """Whether the other side hangs up, whatever it says before.
+
+    The time is shorter than a handshake may take here, or its end would count as a refusal.
+    """
+    until_s = time.monotonic() + patience_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        stranger.settimeout(left_s)
+        try:
+            if not stranger.recv(1 << 16):
+                return True
+        except ConnectionError:
+            return True
+        except TimeoutError:
+            return False
+    return False
 
 
 def prove(stranger: socket.socket, token: bytes = TOKEN) -> None:

@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports go from a later layer to an earlier one, or stay within a part of one.
 LAYERS = [
-    ["errors", "contract"],
+    ["errors", "contract", "durations", "plural"],
     ["failpoints", "events", "policy", "cluster"],
     ["config", "values", "store"],
     ["rendezvous"],  # its core is pure; the shell around it keeps a record on disk

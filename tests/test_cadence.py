@@ -40,10 +40,10 @@ def test_every_form_is_read_and_given_back(text: str) -> None:
     assert str(Every.parse(text, "snapshot-every", off=True)) == text
 
 
-@pytest.mark.parametrize("text", ["", "0", "-3", "0s", "5m", "s", "1e3", "nan", "infs", "100 steps", "off"])
+@pytest.mark.parametrize("text", ["", "0", "-3", "0s", "5 m", "s", "1e3", "nan", "infs", "100 steps", "off"])
 def test_other_forms_are_refused_with_the_right_ones(text: str) -> None:
     """The error tells what may be written."""
-    with pytest.raises(ConfigError, match=r"number of steps \(100\), a number of seconds \(30s\) or auto"):
+    with pytest.raises(ConfigError, match=r"number of steps \(100\), a time \(30s, 5m\) or auto"):
         Every.parse(text)
 
 

@@ -178,6 +178,25 @@ def test_three_failed_starts_end_the_job(agents: Agents) -> None:
     assert (end["outcome"], end["exit_code"]) == ("failed", 1)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--local-addr", "192.0.2.7"], "--local-addr 192.0.2.7 is not an address of this machine"),
+        (["--rdzv-backend", "no-such"], "the rendezvous refuses its settings"),
+    ],
+)
+def test_run_ends_with_2_for_a_flag_that_the_rendezvous_refuses(
+    agents: Agents, flags: list[str], said: str
+) -> None:
+    """Such a flag is judged when the node's directory is made already; its end is in the log of events."""
+    agents.script("")
+    code, log = agents.run("--nnodes", "1:2", "--rdzv-endpoint", f"{HOST}:{agents.port}", *flags, "train.py")
+    assert code == 2, log
+    assert said in log.strip().splitlines()[-1]
+    (end,) = agents.events("agent-end")
+    assert (end["outcome"], end["exit_code"]) == ("failed", 2)
+
+
 def test_max_restarts_keeps_its_meaning(agents: Agents) -> None:
     """One restart, though the policy would have allowed two."""
     agents.script("import os; os.kill(os.getpid(), 9)")

@@ -6,10 +6,13 @@ The Slurm script runs for real, with stand-ins for `srun` and `scontrol` that no
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +47,21 @@ def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
     assert {line[1:] for line in ignore if line.startswith("!")} == sources
 
 
-def test_the_agent_is_process_1_of_the_container() -> None:
-    """A shell in its place would swallow SIGTERM."""
-    assert 'ENTRYPOINT ["elastic-resume", "run"]' in (DEPLOY / "Dockerfile").read_text()
+def test_the_agent_is_process_1_of_the_container(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell in its place would swallow SIGTERM: the form is a list, and names a command of this package."""
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", "")
+    lines = [line.partition(" ")[::2] for line in text.splitlines()]
+    (form,) = (rest for instruction, rest in lines if instruction == "ENTRYPOINT")
+    program, *words = json.loads(form)
+    (script,) = entry_points(group="console_scripts", name=program)
+    assert script.value.startswith("elastic_resume.")
+    monkeypatch.setattr("sys.argv", [program, *words, "--help"])
+    with pytest.raises(SystemExit) as end:
+        sys.exit(script.load()())
+    assert not end.value.code
+    assert "usage: elastic-resume run" in capsys.readouterr().out
 
 
 # ---- Slurm -------------------------------------------------------------------------------------------

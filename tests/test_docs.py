@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from elastic_resume import cli
+from elastic_resume.agent import elastic
+from elastic_resume.faults import chaos
 from tests import ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "checkpointing-ddp.md"
 JOB = Path(__file__).parent / "jobs" / "page.py"
 README = PAGE.parents[1] / "README.md"
+# Flags in the documents that belong to Slurm, kubectl, docker, our benchmarks and example scripts.
+FOREIGN = {
+    "--cpus-per-task", "--epochs", "--exclusive", "--export", "--filename", "--follow",
+    "--from-literal", "--grace-period", "--kill-on-bad-exit", "--kills", "--kustomize", "--lr",
+    "--no-kill", "--nodelist", "--ntasks-per-node", "--open-mode", "--output", "--prefix",
+    "--privileged", "--selector", "--signal", "--step-delay", "--wait",
+}  # fmt: skip
 
 # Around the script of the short answer: what each rank read in which step, and a death of all in mid-epoch.
 AROUND = """
@@ -85,3 +97,20 @@ def test_each_sample_is_read_once_though_the_world_shrinks(
 def test_the_readme_leads_to_the_page() -> None:
     """Nobody finds a page that nothing points to."""
     assert "docs/checkpointing-ddp.md" in README.read_text()
+
+
+def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Every flag of a parser and of its subcommands."""
+    for action in parser._actions:  # argparse has no public way to ask
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for one in action.choices.values():
+                yield from flags_of(one)
+
+
+def test_documents_name_only_flags_that_exist() -> None:
+    """`--wrapped ddp` stood there, which is `--for ddp`."""
+    known = {flag for make in (elastic.parser, cli._parser, chaos._parser) for flag in flags_of(make())}
+    for path in (README, *PAGE.parent.glob("*.md")):
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()))
+        assert named - known <= FOREIGN, path.name

@@ -26,10 +26,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
     """Make clusters that save every few steps, and stop them in the end."""
     made: list[Cluster] = []
 
+    # --node-timeout as users have it, and not the patient one of other tests.
     def build(
         nodes: int = 3, min_nodes: int | None = None, max_nodes: int | None = None, more: tuple[str, ...] = ()
     ) -> Cluster:
-        flags = ["--save-every", str(SAVE_EVERY), *more]
+        flags = ["--save-every", str(SAVE_EVERY), "--node-timeout", "3", *more]
         cluster = Cluster(tmp_path, nodes=nodes, min_nodes=min_nodes, max_nodes=max_nodes, flags=flags)
         made.append(cluster)
         return cluster
@@ -118,8 +119,10 @@ def test_a_killed_node_returns_with_an_empty_disk(make: Make, undisturbed: str) 
     assert resumed["source_node"] == "n0"
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
     assert check_end(kept, world_size=3) == undisturbed
-    assert any(entry.step == resumed["step"] for entry in cluster.checkpoints(2)) or cluster.events_of(
-        2, "prune"
+    starts = [(event["generation"], event["step"]) for event in cluster.events_of(2, "worker-start")]
+    assert starts == [(resumed["generation"], resumed["step"])], "it went on from what it was sent"
+    assert max(entry.step for entry in cluster.checkpoints(2)) == EPOCHS * SAMPLES // 24, (
+        "its disk has the end"
     )
 
 

@@ -270,10 +270,10 @@ def test_max_restarts_counts_restarts_and_nothing_else(tmp_path: Path) -> None:
 def test_a_wrong_limit_is_refused_before_anything_starts(
     flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 1, one line."""
+    """Exit code 2, one line."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    assert cli.main(["run", flag, "train.py"]) == 1
+    assert cli.main(["run", flag, "train.py"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{flag.partition('=')[0]} is " in line
     assert not (tmp_path / "checkpoints").exists()

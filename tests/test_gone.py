@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 import ssl
 import subprocess
 import threading
@@ -396,16 +396,64 @@ JSON = st.recursive(
 )
 
 
+CONTAINERS = st.lists(
+    st.fixed_dictionaries({"state": st.dictionaries(WORDS, JSON, max_size=2)}) | JSON, max_size=3
+)
+
+
+def ending_of(told: Any) -> str:
+    """What a pod's own words make of it."""
+    try:
+        pod = pods.read_pod(told)
+    except AskError:
+        return "no answer"
+    assert (pod.name, pod.uid) == (told["metadata"]["name"], told["metadata"]["uid"])
+    return "has ended" if pod.has_ended else "waits" if pod.waits else "lives"
+
+
+@given(JSON | CONTAINERS, st.sampled_from(["Failed", "Succeeded", "Running", "Pending", "Unknown"]))
+def test_a_pod_has_ended_where_its_phase_says_so_and_nothing_runs(containers: Any, phase: str) -> None:
+    """Of whatever types what is said of its containers is."""
+    listed = containers if isinstance(containers, list) else []
+    states = [one.get("state") for one in listed if isinstance(one, dict)]
+    runs = any(isinstance(state, dict) and "running" in state for state in states)
+    ends = {"Failed": "has ended", "Succeeded": "has ended", "Pending": "waits"}
+    told = {
+        "metadata": {"name": "a", "uid": "u"},
+        "status": {"phase": phase, "containerStatuses": containers},
+    }
+    assert ending_of(told) == ("lives" if runs else ends.get(phase, "lives"))
+
+
 @given(JSON, JSON)
-def test_any_json_is_a_pod_or_no_answer(told: Any, status: Any) -> None:
-    """Of whatever types: nothing else is raised, and what has no phase has not ended."""
-    meta = {"name": "a", "uid": "u", "labels": told}
-    wrapped = {"metadata": meta, "status": {"phase": "Failed", "containerStatuses": status}}
-    for said in (told, {"metadata": meta, "status": status}, wrapped):
-        with contextlib.suppress(AskError):
-            pods.read_pod(said)
-        with contextlib.suppress(AskError):
-            pods.selector_of(said if isinstance(said, dict) else {})
+def test_json_without_name_uid_and_phase_is_no_pod(told: Any, status: Any) -> None:
+    """A dictionary of them is one, whatever else stands there."""
+    phase = status.get("phase") if isinstance(status, dict) else None
+    said = ending_of({"metadata": {"name": "a", "uid": "u", "labels": told}, "status": status})
+    assert (said == "no answer") == (not isinstance(phase, str))
+    meta, state = (told.get(key) if isinstance(told, dict) else None for key in ("metadata", "status"))
+    whole = (
+        isinstance(meta, dict)
+        and isinstance(state, dict)
+        and isinstance(state.get("phase"), str)
+        and all(isinstance(meta.get(key), str) and meta[key] for key in ("name", "uid"))
+    )
+    assert (ending_of(told) == "no answer") == (not whole)
+
+
+@given(
+    JSON | st.dictionaries(st.sampled_from(pods.LABELS), JSON | st.sampled_from(["job-1", "a b", "x" * 64]))
+)
+def test_a_pods_job_is_found_by_a_label_of_it_or_not_at_all(labels: Any) -> None:
+    """The label must be one that a selector can hold."""
+    known = labels if isinstance(labels, dict) else {}
+    fit = [name for name in pods.LABELS if re.fullmatch(r"[A-Za-z0-9._-]{1,63}", str(known.get(name, "")))]
+    fit = [name for name in fit if isinstance(known[name], str)]
+    try:
+        found = pods.selector_of({"metadata": {"labels": labels}})
+    except AskError:
+        found = ""
+    assert found == (f"{fit[0]}={known[fit[0]]}" if fit else "")
 
 
 @given(

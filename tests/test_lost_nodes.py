@@ -17,6 +17,12 @@ from tests.hearts import Hearts
 pytestmark = pytest.mark.cluster
 
 Make = Callable[..., Hearts]
+FAILS_ON_N1 = """
+import os, sys, time
+if os.environ["ELASTIC_RESUME_NODE_NAME"] == "n1":
+    sys.exit(9)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
@@ -27,8 +33,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def build(nodes: int, min_nodes: int = 1, max_nodes: int | None = None, **more: object) -> Hearts:
         shape: dict[str, Any] = {"min_nodes": min_nodes, "max_nodes": max_nodes or nodes, **more}
         # A heart needs no torch: a zygote that imports it would only take seconds from the two cores. And the
-        # first world does not begin without one that is slow to start.
-        shape["flags"] = ["--no-warm", "--settle", "60", *shape.get("flags", [])]
+        # first world does not begin without one that is slow to start. The node timeout is the users' own.
+        own = ["--no-warm", "--settle", "60", "--node-timeout", "3"]
+        shape["flags"] = [*own, *shape.get("flags", [])]
         cluster = Cluster(tmp_path, nodes=nodes, **shape)
         made.append(cluster)
         return Hearts(cluster)
@@ -164,7 +171,7 @@ def test_a_stopped_agent_does_not_hold_the_others_and_its_worker_ends_by_itself(
     end(hearts, [0, 1, 2])
 
 
-@pytest.mark.parametrize("seed", [0])
+@pytest.mark.parametrize("seed", range(3))
 def test_kills_at_random_moments_of_a_restart(make: Make, seed: int) -> None:
     """A restart is caused, and somebody dies some moments later: each time those alive form a world."""
     rng = random.Random(seed)
@@ -213,11 +220,18 @@ def test_nodes_may_have_different_numbers_of_workers(make: Make) -> None:
 
 
 def test_a_job_that_one_node_gives_up_ends_on_all_with_its_reason(make: Make) -> None:
-    """A script that cannot start is at fault on every node; all say which node said so first."""
-    hearts = make(3)
-    hearts.cluster.start("/no/such/script.py")
-    codes = hearts.cluster.wait_exit(60)
-    assert set(codes) == {1}
+    """All three are needed, and n1's worker fails at each start: each node ends, and names that worker."""
+    hearts = make(3, min_nodes=3)
+    script = hearts.directory / "fails.py"
+    script.write_text(FAILS_ON_N1)
+    hearts.cluster.start(script)
+    assert hearts.cluster.wait_exit(60) == [1, 1, 1]
+    assert {event["num_nodes"] for event in hearts.cluster.events("round")} == {3}, "worlds were formed"
+    said = "3 starts in a row failed without progress, before the first step. Last: rank 1"
+    for index in range(3):
+        (ended,) = hearts.cluster.events_of(index, "agent-end")
+        assert said in ended["message"], f"n{index}: {ended}"
+        assert "exit code 9" in ended["message"]
 
 
 def test_a_job_that_has_ended_starts_again_with_fewer_nodes(make: Make) -> None:

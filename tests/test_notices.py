@@ -123,15 +123,65 @@ JSON = st.recursive(
 )
 
 
+OF_A_MACHINE = st.fixed_dictionaries(
+    {
+        "EventType": st.sampled_from(["Preempt", "Terminate", "Reboot"]),
+        "Resources": st.lists(st.sampled_from(["vm", "VM", "other"]), min_size=1, max_size=2),
+        "EventStatus": st.sampled_from(["Scheduled", "Started", "Canceled", "Completed"]),
+    }
+)
+EVENT = st.fixed_dictionaries(
+    {},
+    optional={
+        "EventType": st.sampled_from(["Preempt", "Terminate", "Reboot"]) | JSON,
+        "Resources": st.lists(st.sampled_from(["vm", "VM", "other"]) | JSON, max_size=3) | JSON,
+        "EventStatus": st.sampled_from(["Scheduled", "Started", "Canceled", "Completed"]) | JSON,
+        "NotBefore": JSON,
+    },
+)
+
+
+def answer(read: Callable[[str], Notice | None], told: Any) -> str:
+    """What becomes of an answer: the notice's reason, or that it is none, or no answer at all."""
+    try:
+        notice = read(json.dumps(told))
+    except AskError:
+        return "no answer"
+    return "none" if notice is None else notice.reason
+
+
 @given(JSON)
-def test_any_json_is_a_notice_or_none_or_no_answer(told: Any) -> None:
-    """Of whatever types: nothing else is raised."""
-    text = json.dumps(told)
-    wrapped = json.dumps({"Events": [told], "action": "stop", "time": told})
-    for said in (text, wrapped):
-        for read in (notices.ec2_notice, notices.gcp_notice, lambda said: notices.azure_notice(said, "vm")):
-            with contextlib.suppress(AskError):
-                read(said)
+def test_any_json_is_a_notice_of_ec2_only_where_it_names_an_action(told: Any) -> None:
+    """Of whatever types."""
+    action = told.get("action") if isinstance(told, dict) else None
+    is_notice = isinstance(action, str) and action in {"terminate", "stop", "hibernate"}
+    expected = f"EC2 will {action} this spot instance" if is_notice else "no answer"
+    assert answer(notices.ec2_notice, told) == expected
+    assert answer(notices.ec2_notice, {"action": "stop", "time": told}).startswith("EC2 will stop")
+
+
+@given(JSON)
+def test_any_json_is_a_notice_of_compute_engine_only_where_it_is_true(told: Any) -> None:
+    """Its word is no JSON: TRUE or FALSE."""
+    words = {"TRUE": "Compute Engine preempts this instance", "FALSE": "none"}
+    assert answer(notices.gcp_notice, told) == words.get(json.dumps(told).upper(), "no answer")
+
+
+@given(st.lists(OF_A_MACHINE | EVENT | JSON, max_size=3))
+def test_any_json_is_a_notice_of_azure_only_where_an_event_ends_this_machine(events: list[Any]) -> None:
+    """The first that does is the notice; others' machines, other kinds and what is over are none."""
+
+    def ends(event: Any) -> bool:
+        if not isinstance(event, dict) or event.get("EventType") not in ("Preempt", "Terminate"):
+            return False
+        resources = event.get("Resources")
+        ours = isinstance(resources, list) and any(str(one).lower() == "vm" for one in resources)
+        return ours and event.get("EventStatus") not in ("Canceled", "Completed")
+
+    first = next((event["EventType"] for event in events if ends(event)), None)
+    expected = "none" if first is None else f"Azure: {first} of this machine"
+    assert answer(lambda text: notices.azure_notice(text, "vm"), {"Events": events}) == expected
+    assert answer(lambda text: notices.azure_notice(text, "vm"), events) == "no answer"
 
 
 # ---- where it is said ----------------------------------------------------------------------------------

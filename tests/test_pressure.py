@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from elastic_resume.agent import pressure
 from elastic_resume.agent.pressure import Gauge
-from elastic_resume.cluster.memory import Group, available
+from elastic_resume.cluster.memory import Group, available, fields
 from elastic_resume.policy.failures import Strain
 
 MOUNTS = """\
@@ -155,9 +158,27 @@ def test_what_cannot_be_read_is_no_pressure(text: str, tmp_path: Path) -> None:
     assert Gauge(proc=proc).strain() == Strain()
 
 
-def test_this_machine_can_be_asked() -> None:
-    """Whatever it tells, the thread comes and goes."""
-    gauge = Gauge()
+def test_a_thread_looks_while_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is free again when a worker is dead; `close` ends the thread."""
+    monkeypatch.setattr(pressure, "LOOK_S", 0.01)
+    proc = machine(tmp_path, cgroup="")
+    (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 160000 kB\n")
+    gauge, before = Gauge(proc=proc), threading.active_count()
     gauge.start()
-    assert gauge.strain().oom_kills >= 0
+    until_s = time.monotonic() + 60
+    while gauge._seen is None:
+        assert time.monotonic() < until_s, "nobody has looked"
+        time.sleep(0.01)
+    (proc / "meminfo").write_text(ROOMY)
+    assert gauge.strain().pressed == "164 MB of 16.4 GB of this machine's memory were left"
     gauge.close()
+    assert threading.active_count() == before
+
+
+def test_this_machine_can_be_asked() -> None:
+    """The kernel's own files are read: what a process takes is used in its group, where one has a limit."""
+    group = Group.of_this_process(Path("/proc"))
+    assert fields(Path("/proc/meminfo"))["MemTotal:"] > fields(Path("/proc/meminfo"))["MemAvailable:"] > 0
+    used = group.used() if group is not None else None
+    if used is not None:
+        assert 0 < used[0] <= used[1]

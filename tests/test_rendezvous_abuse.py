@@ -10,6 +10,7 @@ import gc
 import json
 import secrets
 import socket
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -126,6 +127,27 @@ STRANGERS = {
     "a replayed handshake": (recorded(), "token"),
     "escape codes in a name": (wire.greeting("\x1b[2J\n" * 100, NONCE), r"'\x1b[2J\n"),
 }
+
+
+def test_who_listens_on_or_talks_on_has_dropped_nobody() -> None:
+    """What the tests below ask can be answered with no."""
+    here, there = socket.socketpair()
+    with here, there:
+        assert not dropped(here, patience_s=0.05)
+        talking = threading.Event()
+
+        def talk() -> None:
+            with contextlib.suppress(OSError):
+                while not talking.is_set():
+                    there.sendall(b"x" * 1000)
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        assert not dropped(here, patience_s=0.05)
+        talking.set()
+        there.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        assert dropped(here)
 
 
 @pytest.mark.parametrize("kind", STRANGERS)

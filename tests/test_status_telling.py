@@ -164,10 +164,10 @@ def test_the_key_for_looking_makes_nobody_a_member(
         with calling(pair[0].address) as stranger:
             with contextlib.suppress(WireError):
                 prove(stranger, KEY)
-            dropped(stranger)
+            assert dropped(stranger)
     with looker(pair[0].address) as stranger:
         say(stranger, Hello(A, Knowledge(1), 99))
-        dropped(stranger)
+        assert dropped(stranger)
     undisturbed(pair)
 
 

@@ -394,17 +394,17 @@ def test_a_worker_is_asked_only_for_what_it_offers(stage: Stage, child: subproce
 
 
 @pytest.mark.parametrize(
-    ("text", "patience"), [(None, Patience()), ("0", None), ("2.5", Patience(2.5)), ("90", Patience(90.0))]
+    ("text", "patience"), [(None, Patience()), ("0", None), ("2.5", Patience(2.5)), ("1.5m", Patience(90.0))]
 )
 def test_the_flag_sets_the_threshold_or_turns_it_off(text: str | None, patience: Patience | None) -> None:
     """Without it the rule of the design holds."""
     assert patience_of(text) == patience
 
 
-@pytest.mark.parametrize("text", ["", "-1", "nan", "inf", "2s", "1e99"])
+@pytest.mark.parametrize("text", ["", "-1", "nan", "inf", "2 s", "1e99"])
 def test_other_values_of_the_flag_are_refused(text: str) -> None:
     """Before anything is started."""
-    with pytest.raises(ConfigError, match=r"--hang-timeout is .* write a number of seconds"):
+    with pytest.raises(ConfigError, match=r"--hang-timeout is .* write a time in seconds"):
         patience_of(text)
 
 

@@ -50,7 +50,7 @@ def test_four_three_two_five_ranks_within_an_epoch_read_each_sample_once(tmp_pat
         done = ranks.run(world, JOB, str(tmp_path), str(steps), *more)
         assert [one.returncode for one in done] == [0] * world, done[0].stderr
         starts.append([json.loads(one.stdout.splitlines()[-1]) for one in done])
-    assert all("made by 4 ranks and now there are 3" in one["refused"] for one in starts[1])
+    assert all("made by 4 ranks, and this world has 3" in one["refused"] for one in starts[1])
     for way in ("global", "local", "sampler"):
         steps_of = [[one[way]["steps"] for one in start] for start in starts]
         counted = [i for start in steps_of for rank in start for step in rank for i in step["counted"]]
@@ -477,7 +477,7 @@ def test_batches_that_belong_to_no_step_are_told_of(begin: Begin, capsys: pytest
         for i, _ in enumerate(batches):
             if (i + 1) % 3 == 0:
                 run.step()
-    assert "the last 1 batches of the epoch were read, and belong to no step" in capsys.readouterr().err
+    assert "the last 1 batch of the epoch belonged to no step" in capsys.readouterr().err
 
 
 def test_a_hook_hears_of_a_change_once_and_of_no_other_restart(begin: Begin, tmp_path: Path) -> None:
@@ -508,7 +508,7 @@ def test_error_refuses_before_a_step_and_leaves_the_checkpoint_as_it_was(
     begin(data).close()
     written_by(tmp_path, 4)
     with pytest.raises(
-        WorldChangedError, match=r"made by 4 ranks and now there are 1.*--nnodes N.*keep_global"
+        WorldChangedError, match=r"made by 4 ranks, and this world has 1.*--nnodes N.*keep_global"
     ):
         begin(data, on_world_change="error")
     assert begin(data).world_change == er.WorldChange(4, 1, 6, 6)

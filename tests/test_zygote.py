@@ -25,6 +25,7 @@ from elastic_resume import contract
 from elastic_resume.agent import stub, zygote
 from elastic_resume.agent import warm as warm_workers
 from elastic_resume.agent.warm import Warmth
+from tests.leaks import without_leaks
 from tests.test_stub import alive, exit_event, pid_in, wait_for
 
 pytestmark = pytest.mark.cluster  # each zygote imports torch: seconds
@@ -128,7 +129,7 @@ def three_ways(tmp_path: Path, warm: Warm, *command: str, stdin: str = "", **env
             start_new_session=True,
             cwd=tmp_path,
         )
-        ends.append((done.returncode, done.stdout, done.stderr))
+        ends.append((done.returncode, done.stdout, without_leaks(done.stderr)))
     return ends
 
 

@@ -31,7 +31,7 @@ class Fence:
     """
 
     def __init__(self) -> None:
-        self._descriptor = _memory("elastic_resume-fence")
+        self._descriptor = anonymous_file("elastic_resume-fence")
         os.ftruncate(self._descriptor, mmap.PAGESIZE)
         self._page = mmap.mmap(self._descriptor, mmap.PAGESIZE)
         self._word = memoryview(self._page).cast("d")
@@ -64,8 +64,8 @@ class Fence:
         self._descriptor = -1
 
 
-def _memory(name: str) -> int:
-    """An anonymous file. Hardened kernels (vm.memfd_noexec=2) refuse one that might be executed."""
+def anonymous_file(name: str) -> int:
+    """Make a file without a name, in memory. Hardened kernels (vm.memfd_noexec=2) refuse one that might be executed."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
     except OSError:  # older than Linux 6.3, which does not know the flag

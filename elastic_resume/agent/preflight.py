@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.machinery
-import math
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 
 from elastic_resume import contract
 from elastic_resume.cluster import kubernetes
+from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 
 # Of c10d and of the static rendezvous; torch reads each as a whole number of seconds or attempts.
@@ -55,7 +55,7 @@ def check_launch(config: Any) -> None:
         raise ConfigError(
             f"--nproc-per-node comes to {config.nproc_per_node}: a node needs one worker at least."
         )
-    if config.monitor_interval <= 0:
+    if not 0 < config.monitor_interval < 1e9:  # nan and inf too
         raise ConfigError(
             f"--monitor-interval is {config.monitor_interval:g}: write a number of seconds > 0."
         )
@@ -66,16 +66,10 @@ def check_launch(config: Any) -> None:
 
 
 def check_grace(text: str | None) -> float | None:
-    """Read ``--grace``: seconds, or None where it is not given."""
+    """Read ``--grace`` into seconds; None where it is not given."""
     if text is None:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 86400:
-        raise ConfigError(f"--grace is {text!r}: write a number of seconds from 0 to 86400.")
-    return value
+    return parse_duration("--grace", text, most_s=86400)
 
 
 def grace_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float | None:
@@ -85,8 +79,10 @@ def grace_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float | Non
     the disk, and for saying goodbye.
     """
     given = check_grace(args.grace)
-    if given is not None or contract.ENV_GRACE_S in environ:
+    if given is not None:
         return given
+    if environ.get(contract.ENV_GRACE_S):
+        return parse_duration(contract.ENV_GRACE_S, environ[contract.ENV_GRACE_S], most_s=86400)
     told = kubernetes.termination_grace_s(environ)
     return None if told is None else told / 2
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 
 from elastic_resume import events
-from elastic_resume.agent.fence import MFD_NOEXEC_SEAL
+from elastic_resume.agent.fence import anonymous_file
 
 
 class RoundEvents:
     """This node's `events.DECISIVE` events since the last `clear`."""
 
     def __init__(self) -> None:
-        self._descriptor = _memory("elastic_resume-round-events")
+        self._descriptor = anonymous_file("elastic_resume-round-events")
         # A name for guards and workers, to which torchelastic hands no descriptor on.
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
@@ -35,11 +35,3 @@ class RoundEvents:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def _memory(name: str) -> int:
-    """An anonymous file. Hardened kernels (vm.memfd_noexec=2) refuse one that might be executed."""
-    try:
-        return os.memfd_create(name, os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
-    except OSError:  # older than Linux 6.3, which does not know the flag
-        return os.memfd_create(name, os.MFD_CLOEXEC)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic_resume.agent.document import Known
+from elastic_resume.plural import amount
 from elastic_resume.policy import links, stragglers
 from elastic_resume.policy.links import Links, SlowLink
 from elastic_resume.policy.stragglers import Pace, Straggler, Stragglers
@@ -70,7 +71,7 @@ class Slowness:
             is_over=one.is_over,
         )
         said = stragglers.describe(one.rank, one.node, one.own_s, one.others_s)
-        cost = f"{one.steps} steps took {one.cost_s:.2g} s longer for it"
+        cost = f"{amount(one.steps, 'step')} took {one.cost_s:.2g} s longer for it"
         self._say(f"{said}; that is over, {cost}." if one.is_over else f"{said}.")
 
     def _tell_of_link(self, one: SlowLink, generation: int) -> None:

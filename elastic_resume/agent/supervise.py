@@ -34,7 +34,7 @@ from elastic_resume.cluster import gone, notices, storage
 from elastic_resume.cluster.node import Node
 from elastic_resume.cluster.verdict import Oracle
 from elastic_resume.config import Settings
-from elastic_resume.errors import ElasticResumeError, NodeTakenError, NodeUnfitError
+from elastic_resume.errors import ConfigError, ElasticResumeError, NodeTakenError, NodeUnfitError
 from elastic_resume.policy import restart
 from elastic_resume.policy.health import Patience
 from elastic_resume.store.node_dir import NodeDir
@@ -238,6 +238,8 @@ def _run(
         return "signalled", contract.EXIT_SIGNALLED + stop.signal, ending.words()
     except NodeUnfitError as error:
         return "left", contract.EXIT_REQUEUE, str(error)
+    except ConfigError as error:  # the rendezvous refuses a flag that only it can judge
+        return "failed", contract.EXIT_USAGE, str(error)
     except ElasticResumeError as error:
         return "failed", contract.EXIT_AT_FAULT if error.at_fault else contract.EXIT_REQUEUE, str(error)
     return "done", contract.EXIT_DONE, end

@@ -14,7 +14,6 @@ Each node judges and tells of its own ranks; a report puts together what several
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import threading
@@ -27,7 +26,8 @@ from typing import Any
 from elastic_resume import contract
 from elastic_resume.agent import stacks
 from elastic_resume.agent.stacks import Standing
-from elastic_resume.errors import ConfigError, MachineError
+from elastic_resume.durations import parse_duration
+from elastic_resume.errors import MachineError
 from elastic_resume.policy import blame, health
 from elastic_resume.policy.blame import Blame
 from elastic_resume.policy.health import Judgement, Look, Patience, Pulse
@@ -48,18 +48,13 @@ def patience_of(text: str | None) -> Patience | None:
     """Read ``--hang-timeout``; None where hangs are not looked for.
 
     Raises:
-        ConfigError: it is no number of seconds.
+        ConfigError: it is no duration.
 
     """
     if text is None:
         return Patience()
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1e9:
-        raise ConfigError(f"--hang-timeout is {text!r}: write a number of seconds, or 0 for never.")
-    return Patience(value) if value > 0 else None
+    limit_s = parse_duration("--hang-timeout", text)
+    return Patience(limit_s) if limit_s > 0 else None
 
 
 @contextlib.contextmanager

@@ -5,12 +5,12 @@ Promise: what passes here is refused neither at once nor when the first pod is t
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal
 
 from elastic_resume import contract
+from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 
 LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")  # DNS-1123, of 63 characters at most
@@ -28,21 +28,15 @@ def termination_grace_s(environ: Mapping[str, str]) -> float | None:
     """Seconds between SIGTERM and SIGKILL for this pod; None where it is not told.
 
     Raises:
-        ConfigError: it is no number of seconds.
+        ConfigError: it is no duration.
 
     """
     text = environ.get(contract.ENV_TERMINATION_GRACE_S, "").strip()
     if not text:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1e6:
-        raise ConfigError(
-            f"{contract.ENV_TERMINATION_GRACE_S} is {text!r}: write terminationGracePeriodSeconds, a number."
-        )
-    return value
+    return parse_duration(
+        f"{contract.ENV_TERMINATION_GRACE_S} (the pod's terminationGracePeriodSeconds)", text, most_s=1e6
+    )
 
 
 def is_label(text: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from elastic_resume import contract
 from elastic_resume.cluster import kubernetes, kubernetes_rules, sbatch
 from elastic_resume.cluster.filling import filled
 from elastic_resume.cluster.inputs import add_command, name_of, nodes_of, whole
+from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20  # an API server takes no more
@@ -133,7 +135,7 @@ def _add_kubernetes(kinds: argparse._SubParsersAction[Any]) -> None:
     add(
         "--grace",
         default=str(DEFAULT_GRACE_S),
-        metavar="SECONDS",
+        metavar="TIME",
         help="from SIGTERM to SIGKILL: longer than a step and a checkpoint take (default %(default)s)",
     )
     add(
@@ -241,7 +243,7 @@ def _words(command: Sequence[str]) -> str:
 
 
 def _grace(text: str) -> int:
-    seconds = whole("--grace", text, 0, MAX_GRACE_S)
+    seconds = math.ceil(parse_duration("--grace", text, most_s=MAX_GRACE_S))  # Kubernetes takes whole ones
     if seconds < MIN_GRACE_S:
         raise ConfigError(
             f"--grace is {seconds} s, too short for saving: half of it is for workers that end their "

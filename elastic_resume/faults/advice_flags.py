@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from elastic_resume import contract, values
+from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 from elastic_resume.faults import advice, advice_words, rates, simulate_job
 from elastic_resume.faults.advice import Site
@@ -179,7 +180,4 @@ def _count(what: str, text: str, least: int = 1) -> int:
 
 
 def _time(what: str, text: str, least_s: float = 0.0) -> float:
-    found = values.seconds(what, text)
-    if found < least_s:
-        raise ConfigError(f"{what} is {text!r}: write {least_s:g}s or more.")
-    return found
+    return parse_duration(what, text, least_s=least_s)

@@ -27,6 +27,7 @@ from types import FrameType
 from elastic_resume import contract, values
 from elastic_resume.agent import preflight
 from elastic_resume.config import Parser, Settings, add_flags, parse_layers
+from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 from elastic_resume.faults import disks, hosts, kinds, plan_text
 from elastic_resume.faults.course import DONE, Fate
@@ -217,7 +218,7 @@ def _count(text: str) -> int:
 
 def _seconds(text: str) -> float:
     try:
-        return values.seconds("it", text)
+        return parse_duration("it", text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from elastic_resume import values
+from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 from elastic_resume.faults import kinds
 from elastic_resume.faults.kinds import KINDS, NODES, PHASES, ROLES, WORKER
@@ -146,9 +147,9 @@ class Fault:
             rank=number if ranks else None,
             role=match["role"] or "",
             step=None if match["step"] is None else int(match["step"]),
-            at_s=None if match["at"] is None else values.seconds("at", match["at"]),
+            at_s=None if match["at"] is None else parse_duration("at", match["at"]),
             phase=_phase(match["phase"] or ""),
-            for_s=None if match["for"] is None else values.seconds("for", match["for"]),
+            for_s=None if match["for"] is None else parse_duration("for", match["for"]),
         )
 
     def __str__(self) -> str:

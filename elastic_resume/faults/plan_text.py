@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import yaml
 
 from elastic_resume import values
+from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 from elastic_resume.faults.fault import KEYS, Fault, duration, key_of
 from elastic_resume.faults.plan import MAX_FAULTS, Every, Plan
@@ -134,7 +135,7 @@ def _value(name: str, node: yaml.Node, where: str) -> Any:
         return text.lower() == "true"
     if name in _SECONDS:
         negative = name == "offset_s" and text.startswith("-")
-        return values.seconds(where, text.lstrip("-") if negative else text) * (-1 if negative else 1)
+        return parse_duration(where, text.lstrip("-") if negative else text) * (-1 if negative else 1)
     if name in _SIZES:
         return values.size(where, text.removesuffix("/s"))
     if name in {"node", "rank", "step", "code", "count"}:

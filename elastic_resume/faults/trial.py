@@ -19,6 +19,7 @@ from elastic_resume.events import Event, parse
 from elastic_resume.faults.course import DONE, Course, Fate
 from elastic_resume.faults.lab import Cluster, Hosts
 from elastic_resume.faults.plan import Plan
+from elastic_resume.plural import amount, verb
 from elastic_resume.report import story
 from elastic_resume.report.gather import Gathered, gather
 from elastic_resume.report.story import Story
@@ -137,7 +138,8 @@ class _Trial:
     def follow(self) -> str:
         """Start the job, and return at its end: why that is wrong, or nothing."""
         script, *words = self._job.script
-        self._say(f"{self._job.nodes} nodes start")
+        nodes = self._job.nodes
+        self._say(f"{amount(nodes, 'node')} {verb(nodes, 'starts', 'start')}")
         self._cluster.start(script, *words)
         next_news = 0.0
         while not self._course.is_over:
@@ -217,7 +219,7 @@ class _Trial:
 
     def _end_late(self, now: float) -> None:
         """End nodes that were being started again when the job ended: nobody is left for them to join."""
-        if not {contract.EXIT_DONE, contract.EXIT_AT_FAULT} & {*self._codes()}:
+        if not {contract.EXIT_DONE, contract.EXIT_AT_FAULT, contract.EXIT_USAGE} & {*self._codes()}:
             self._ended = None
             return
         self._ended = self._ended or now
@@ -233,7 +235,8 @@ class _Trial:
         """Why this end is wrong; nothing if it is right."""
         codes = self._codes()
         drained = self._drained is not None
-        if (contract.EXIT_DONE in codes or drained) and contract.EXIT_AT_FAULT not in codes:
+        wrong = {contract.EXIT_AT_FAULT, contract.EXIT_USAGE} & {*codes}
+        if (contract.EXIT_DONE in codes or drained) and not wrong:
             return ""
         ends = self._cluster.events("agent-end")
         said = [str(one["message"]) for one in ends if one.get("outcome") == "failed" and one.get("message")]
@@ -281,10 +284,11 @@ def _news(event: Event) -> str:
         lacking = event.get("lacking") or []
         sent = f", sent by {event.get('source_node')} to {', '.join(lacking)}" if lacking else ""
         lost = event.get("lost_steps")
-        again = f"; {lost} steps are run again" if lost else ""
+        again = f"; {amount(lost, 'step')} {verb(lost, 'is', 'are')} run again" if lost else ""
         step = int(event.get("step", 0)) + 1
-        ranks = event.get("world_size")
-        return f"generation {event.get('generation')}: {ranks} ranks train from step {step} on{sent}{again}"
+        size = int(event.get("world_size") or 0)
+        ranks = f"{amount(size, 'rank')} {verb(size, 'trains', 'train')}"
+        return f"generation {event.get('generation')}: {ranks} from step {step} on{sent}{again}"
     if kind == "hang":
         return f"{node}: a hang at step {event.get('step')}, suspected: {_ranks(event.get('suspects'))}"
     if kind == "commit-failed":

@@ -11,10 +11,12 @@ bounds below, never an error. Does not know what a copy is, nor where it goes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import dataclass
 
+from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 
 # Before a job has seen failures of its own: one in four hours, the order of Llama 3's 16k-GPU run
@@ -40,13 +42,13 @@ class Every:
     def parse(
         cls, text: object, setting: str = "save-every", *, off: bool = False, seconds: bool = True
     ) -> Every:
-        """Read ``100``, ``30s``, ``1.5s``, ``auto`` or ``off``.
+        """Read ``100`` (steps), ``30s``, ``5m``, ``1.5h``, ``auto`` or ``off``.
 
         Args:
             text: what was given.
             setting: its name, for the error.
             off: whether the setting may be ``off``.
-            seconds: whether it may be a number of seconds, which nodes do not count alike.
+            seconds: whether it may be a time, which nodes do not count alike.
 
         Raises:
             ConfigError: anything else, zero and negative numbers included.
@@ -59,10 +61,10 @@ class Every:
             return cls(off=True)
         if re.fullmatch(r"\d{1,12}", text) and int(text) > 0:
             return cls(steps=int(text))
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)s", text)
-        if match and seconds and 0 < float(match[1]) < 1e9:
-            return cls(seconds=float(match[1]))
-        forms = ["a number of steps (100)", *["a number of seconds (30s)"] * seconds, "auto", *["off"] * off]
+        if seconds and text[-1:].isalpha():  # without a unit a number is one of steps
+            with contextlib.suppress(ConfigError):
+                return cls(seconds=parse_duration(setting, text, least_s=0.001))
+        forms = ["a number of steps (100)", *["a time (30s, 5m)"] * seconds, "auto", *["off"] * off]
         raise ConfigError(f"{setting} is {text[:100]!r}: write {', '.join(forms[:-1])} or {forms[-1]}.")
 
     def __str__(self) -> str:

@@ -174,9 +174,10 @@ def decide(history: Sequence[Round], limits: Limits, world: World | None = None)
         return Decision(Action.EXCLUDE, _why_excluded(alone, node), node)
     reached = max((r.newest_step for r in history if r.newest_step is not None), default=None)
     where = "before the first step" if not reached else f"at step {reached}"
+    starts = f"{stuck} starts in a row" if stuck > 1 else "a start"
     return Decision(
         Action.GIVE_UP,
-        f"{stuck} starts in a row failed without progress, {where}. Last: {describe(root)}.",
+        f"{starts} failed without progress, {where}. Last: {describe(root)}.",
     )
 
 

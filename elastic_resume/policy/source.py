@@ -71,6 +71,8 @@ class Inventory:
     whether that supervisor has been in a world since: both serve ``--resume never`` and ``--resume PATH``,
     which set aside what is older than this start of the job, and only that. ``committed`` is the newest
     generation of which the node knows that it had a checkpoint, whether that is still there or not.
+    ``restarted`` tells whether this start of the job has been in a world on this node, and ``words`` are the
+    script and the arguments of the last start here: people are told of them, nothing is decided by them.
     """
 
     node: str
@@ -86,6 +88,8 @@ class Inventory:
     last_step: int = 0  # newest step that the node's workers finished, in last_generation
     last_generation: int = 0
     last_world_size: int | None = None
+    restarted: bool = False
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

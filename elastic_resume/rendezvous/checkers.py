@@ -111,7 +111,7 @@ class Checkers:
             self.violate(FORWARD, at_s, f"generation {generation} begins after {newest}")
         # Where generations may go back, the one with the greatest number is not the one before.
         if FORWARD not in self.waived:
-            befores = [self.worlds.get(number, ()) for number in self._known_to(members)]
+            befores = [self.worlds.get(number, ()) for number in (newest, *self._known_to(members))]
             if not any(in_order(before, members) for before in befores):
                 self.violate(RANKS, at_s, f"{' or '.join(map(names, befores))} became {names(members)}")
         self.worlds[generation] = members
@@ -119,8 +119,8 @@ class Checkers:
     def _known_to(self, members: tuple[Incarnation, ...]) -> tuple[int, int]:
         """Return the newest world that one of these has begun, and that one of their nodes has; 0 for none.
 
-        Ranks follow the newest of which somebody here knows that it began. A node that died and came back
-        knows of it if its disk was quick enough.
+        Ranks follow the newest of which somebody here knows that it began; that may be the newest of all,
+        though none of these has begun it. A node that came back knows of it if its disk was quick enough.
         """
         nodes = {one.node for one in members}
         lives = [number for number, who in self.started.items() if who.intersection(members)]

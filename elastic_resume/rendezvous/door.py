@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elastic_resume.plural import amount
 from elastic_resume.rendezvous.channel import Channel
 
 NAMED = 5
@@ -95,10 +96,10 @@ class Notices:
             self._pause_s = self._first_pause_s
             return
         named = "; ".join(
-            f"{host} ({count} times, last: {what})" for host, (count, what) in self._hosts.items()
+            f"{host} ({amount(count, 'time')}, last: {what})" for host, (count, what) in self._hosts.items()
         )
         others = self._count - sum(count for count, _ in self._hosts.values())
-        rest = f"; other hosts ({others} times)" if others else ""
+        rest = f"; other hosts ({amount(others, 'time')})" if others else ""
         self._tell(f"{self._count} more in the last {self._pause_s:g} s: {named}{rest}")
         self._count = 0
         self._hosts.clear()

@@ -6,12 +6,12 @@ Every `Terms` holds valid values. Reads the token's file and nothing else; opens
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.divergence import RESUME, STOP
 from elastic_resume.rendezvous.address import Endpoint, parse_endpoints
@@ -110,14 +110,7 @@ class Terms:
 
 
 def _seconds(given: Mapping[str, Any], key: str, default: float, least: float) -> float:
-    text = str(given.get(key, default)).strip()
-    try:
-        number = float(text.removesuffix("s"))
-    except ValueError:
-        number = math.nan
-    if not least <= number <= 86400:
-        raise ConfigError(f"{KEYS[key]} is {text!r}: write seconds, from {least:g} to 86400.")
-    return number
+    return parse_duration(KEYS[key], given.get(key, default), least_s=least, most_s=86400)
 
 
 def _truth(given: Mapping[str, Any], key: str) -> bool:

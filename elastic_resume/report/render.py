@@ -44,7 +44,10 @@ def as_text(told: Story) -> str:
     rows = told.report.generations
     if rows:
         left_out = max(0, len(rows) - MAX_ROWS)
-        lines += ["", *([f"{left_out} generations before these: see --html or --json"] if left_out else [])]
+        lines += [
+            "",
+            *([f"{amount(left_out, 'generation')} before these: see --html or --json"] if left_out else []),
+        ]
         lines += table(_HEAD, [_row(one) for one in rows[left_out:]], right=(0, 2, 3, 5, 6), elastic=4)
     shown = "\n".join(lines)
     notes = [note for one in rows for note in _notes(one, shown)]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume import contract
-from elastic_resume.errors import RendezvousLostError, UsageError
+from elastic_resume.durations import parse_duration
+from elastic_resume.errors import ConfigError, RendezvousLostError, UsageError
 from elastic_resume.report import asking, status_screen
 from elastic_resume.report.saying import say
 
@@ -38,19 +39,16 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     one.add_argument("--json", action="store_true", help="once, all that is known, as one JSON object")
     one.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (default 1)"
+        "--interval", type=_seconds, default=1.0, metavar="TIME", help="between two looks (default 1s)"
     )
     one.set_defaults(function=status)
 
 
 def _seconds(text: str) -> float:
     try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
-    return value
+        return parse_duration("it", text, least_s=0.1, most_s=3600)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def status(args: argparse.Namespace) -> int:

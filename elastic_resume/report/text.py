@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
+from elastic_resume.plural import amount as amount  # noqa: PLC0414 - reports take it from here
+
 WIDTH = 100  # what half of a screen shows
 _GAP = "  "
 _NUMBERED = re.compile(r"(.*?)(\d{1,15})")
@@ -94,11 +96,6 @@ def size(count: int | None) -> str:
 def without_path(reason: str) -> str:
     """An error's text without the path before it, which stands beside it anyway."""
     return re.sub(r"^/\S+: ", "", reason)
-
-
-def amount(count: int, noun: str, plural: str = "") -> str:
-    """``1 step``, ``2 steps``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
 
 
 def folded(names: Sequence[str], width: int = 24) -> str:

@@ -5,19 +5,26 @@ aside, what this start has saved since is not, or a restart after a failure woul
 notes, durably, the supervisor (agent, torchrun) under which it last entered a world and the greatest
 generation that anybody knew when the job was started. A crash between two notes leaves the older one,
 which names another supervisor: nothing saved is ever set aside by mistake. Other modes do not look here.
+
+A second small file holds the arguments with which a script was started last: a person is told what differs.
+It is never relied upon, and the environment, where secrets are, is not in it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from elastic_resume.errors import RecordError
+from elastic_resume.errors import MachineError, RecordError
 from elastic_resume.store.durable import DISK, Disk, machine
 
 _MAX_BYTES = 4096
 LIFE_FILE = "life.json"
+_MAX_START_BYTES = 64 * 1024
+START_FILE = "start.json"
 
 
 def floor_of(node_dir: Path, supervisor: str, generation: int) -> tuple[int, bool]:
@@ -55,3 +62,24 @@ def floor_of(node_dir: Path, supervisor: str, generation: int) -> tuple[int, boo
 def note(node_dir: Path, supervisor: str, floor: int, disk: Disk = DISK) -> None:
     """Record that ``supervisor`` has entered a world above ``floor``."""
     disk.write_atomic(node_dir / LIFE_FILE, json.dumps({"supervisor": supervisor, "floor": floor}).encode())
+
+
+def last_start(node_dir: Path) -> tuple[str, list[str]]:
+    """Return the supervisor and the script's words of the last start here, empty where they are not known."""
+    try:
+        with open(node_dir / START_FILE, "rb") as file:
+            found = json.loads(file.read(_MAX_START_BYTES))
+        supervisor, words = found["supervisor"], found["words"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "", []
+    is_valid = isinstance(supervisor, str) and isinstance(words, list)
+    return (supervisor, [str(word) for word in words]) if is_valid else ("", [])
+
+
+def note_start(node_dir: Path, supervisor: str, words: Sequence[str], disk: Disk = DISK) -> None:
+    """Record the words with which ``supervisor`` starts the script. A disk that refuses changes nothing."""
+    data = json.dumps({"supervisor": supervisor, "words": list(words)}).encode()
+    if len(data) > _MAX_START_BYTES:
+        data = json.dumps({"supervisor": supervisor, "words": []}).encode()
+    with contextlib.suppress(MachineError):
+        disk.write_atomic(node_dir / START_FILE, data)

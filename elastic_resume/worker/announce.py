@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
+from elastic_resume.plural import amount, verb
 from elastic_resume.policy.source import DISK
 from elastic_resume.store.manifest import Position
+from elastic_resume.worker import telling
+from elastic_resume.worker.place import Place
 from elastic_resume.worker.resume import Resumed
+
+START_ANEW = "To start anew instead: --resume never, or ELASTIC_RESUME_RESUME=never."
+MOST_WORDS = 300  # characters of a script's arguments in a line
 
 
 def as_event(resumed: Resumed, position: Position, world_size: int) -> dict[str, Any]:
@@ -46,7 +54,54 @@ def as_text(resumed: Resumed, position: Position, world_size: int) -> str:
             f"resumed at step {position.step} (epoch {position.epoch}) from {plan.source_node}'s {where} "
             f"of generation {plan.source_generation}{sent}"
         )
-    lost = "no step lost" if plan.lost_steps == 0 else f"{plan.lost_steps} steps are run again"
+    lost = "no step lost" if plan.lost_steps == 0 else again(plan.lost_steps)
     lines = [f"generation {plan.generation}: {what}; {lost}; {world}; {resumed.seconds:.2f} s"]
     lines += [f"rejected {r.node}/{r.name}: {r.reason}" for r in plan.rejected]
     return "\n  ".join(lines)
+
+
+def again(steps: int) -> str:
+    """Say how many steps are run again."""
+    return f"{amount(steps, 'step')} {verb(steps, 'is', 'are')} run again"
+
+
+class Earlier:
+    """Tells once that this start of the job goes on with what an earlier one has left.
+
+    It waits until the script says how many epochs it wants: a run that is finished trains nothing, and looks
+    like one that failed in silence.
+    """
+
+    def __init__(self, resumed: Resumed, place: Place, position: Position, words: Sequence[str]) -> None:
+        """``words``: the script and its arguments of this start."""
+        self._text = ""
+        if place.world.rank == 0 and resumed.earlier is not None:
+            where = f"at step {position.step} (epoch {position.epoch})"
+            differs = difference(resumed.earlier, words, resumed.plan.previous_world_size, place.world.size)
+            self._text = f"RESUMING AN EARLIER START of this job, from {place.run_dir} {where}; {differs}"
+
+    def tell(self, nothing: str = "") -> None:
+        """Say it, the first time. ``nothing``: why nothing is trained."""
+        text, self._text = self._text, ""
+        if text:
+            left = f" NOTHING IS TRAINED: {nothing}." if nothing else ""
+            telling.say(f"{text}.{left} {START_ANEW}")
+
+
+def difference(before: Sequence[str], now: Sequence[str], size_before: int | None, size_now: int) -> str:
+    """Say how two starts of a job differ: their commands (none: not known) and numbers of ranks."""
+    found = []
+    if not before:
+        found.append("its arguments are not known")
+    elif list(before) != list(now):
+        same_script = before[0] == now[0]
+        texts = [shlex.join(words[same_script:]) or "(none)" for words in (before, now)]
+        what = "arguments" if same_script else "command"
+        found.append(f"its {what}: {_cut(texts[0])}; now: {_cut(texts[1])}")
+    if size_before not in {None, size_now}:
+        found.append(f"its ranks: {size_before}; now: {size_now}")
+    return "; ".join(found) or "same arguments and number of ranks"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}…"

@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from elastic_resume.errors import CheckpointError, MismatchError, NoValidCheckpointError, UnreadableError
+from elastic_resume.plural import amount, verb
 from elastic_resume.policy.source import Inventory
 from elastic_resume.store import committed, life
 from elastic_resume.store.manifest import Manifest, Position
@@ -177,10 +178,14 @@ def position_of(
         done, over = divmod(counted, per_epoch)
         agrees = epoch is not None and epoch[1] in ({done} if over else {done, done - 1})
         if agrees or (epoch is None and said is not None and said[1] == counted):
-            again = f"; of epoch {done} {over} steps were done, and it starts over" if over else ""
-            return _at(done, counted - over, data), f"the optimizer has counted {counted} steps{again}"
+            rest = f"{amount(over, 'step')} {verb(over, 'was', 'were')}"
+            again = f"; of epoch {done} {rest} done, and it starts over" if over else ""
+            steps = amount(counted, "step")
+            return _at(done, counted - over, data), f"the optimizer has counted {steps}{again}"
     elif epoch is not None and (done := _epochs_counted(taken)) - epoch[1] in {0, 1}:
-        return _at(done, done * per_epoch or counted, data), f"the scheduler has counted {done} epochs"
+        return _at(
+            done, done * per_epoch or counted, data
+        ), f"the scheduler has counted {amount(done, 'epoch')}"
     what = " and ".join(f"{key} {number}" for key, number in filter(None, (epoch, said)))
     return start, f"nothing else in the file says what its {what} counts"
 

@@ -53,6 +53,7 @@ def take_stock(place: Place, board: Board, generation: int) -> Inventory:
     if place.settings.resume not in {"auto", "must"}:
         floor, began = life.floor_of(place.node_dir, supervisor(), generation)
     last_generation, last_step, last_world_size = _last_step(place, board, generation)
+    starter, words = life.last_start(place.node_dir)
     return Inventory(
         node=place.node,
         lead_rank=place.world.rank,
@@ -69,6 +70,8 @@ def take_stock(place: Place, board: Board, generation: int) -> Inventory:
         last_step=last_step,
         last_generation=last_generation,
         last_world_size=last_world_size or None,
+        restarted=starter == supervisor(),
+        words=tuple(words),
     )
 
 
@@ -88,7 +91,8 @@ def from_json(told: Mapping[str, Any]) -> Inventory:
         rejected = tuple(Rejected(**{**one, "order": tuple(one["order"])}) for one in told["rejected"])
         copies = tuple(Copy(**one) for one in told["copies"])
         given = Copy(**told["given"]) if told["given"] else None
-        return Inventory(**{**told, "rejected": rejected, "copies": copies, "given": given})
+        words = tuple(told["words"])
+        return Inventory(**{**told, "rejected": rejected, "copies": copies, "given": given, "words": words})
     except (KeyError, TypeError) as error:
         raise ElasticResumeError(
             f"a node's inventory cannot be read ({error}): do all nodes run the same elastic_resume?"

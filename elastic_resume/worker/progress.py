@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from elastic_resume.errors import UsageError
+from elastic_resume.plural import amount
 from elastic_resume.store.manifest import Manifest, Position
 from elastic_resume.worker import telling, worldsize
 from elastic_resume.worker.batches import GlobalBatches
@@ -128,8 +129,9 @@ class Progress:
         if batches is not None:
             if self.at_epochs_end:
                 raise UsageError(
-                    f"run.step() was called {stop} times in epoch {before.epoch}, which has {batches.steps} "
-                    "batches: write `for epoch in run.epochs(EPOCHS)`, and call step() once after each batch."
+                    f"run.step() was called {stop} times in epoch {before.epoch}, which has "
+                    f"{amount(batches.steps, 'batch', 'batches')}: write `for epoch in run.epochs(EPOCHS)`, "
+                    "and call step() once after each batch."
                 )
             self._require_reading()
             if self._part is not None and self._part + 1 != self._parts():
@@ -187,9 +189,9 @@ class Progress:
         if self._warns:
             self._warns = False
             telling.say(
-                f"WARNING: the last {left} batches of the epoch were read, and belong to no step. If they "
-                "should, read through run.micro_batches(loader) and decide by run.last_micro_batch: places "
-                "in enumerate(loader), and len(loader), are others after a resume in mid-epoch."
+                f"WARNING: the last {amount(left, 'batch', 'batches')} of the epoch belonged to no step. If "
+                "they should, read through run.micro_batches(loader) and decide by run.last_micro_batch: "
+                "places in enumerate(loader), and len(loader), are others after a resume in mid-epoch."
             )
 
     def _warn_of_accumulation(self, counted: int, batches: int) -> None:
@@ -197,7 +199,7 @@ class Progress:
         if self._warns:
             self._warns = False
             telling.say(
-                f"WARNING: the loader was read to the end of its {batches} batches, and "
+                f"WARNING: the loader was read to the end of its {amount(batches, 'batch', 'batches')}, and "
                 f"run.step() counted {counted}. If one optimizer step reads several batches, say "
                 "accumulate=N in resume(): else a resume in mid-epoch reads samples again."
             )

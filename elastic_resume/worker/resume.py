@@ -8,6 +8,7 @@ through on all ranks, and an error on one rank is raised on all.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +39,11 @@ PARAMETERS = "elastic_resume.parameters"
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a generation starts from. ``manifest`` is None after a cold start."""
+    """What a generation starts from. ``manifest`` is None after a cold start.
+
+    ``earlier`` are the script and arguments of the start of the job that this one goes on with, empty where
+    they are not known; None where this start has been in a world before, or begins anew.
+    """
 
     plan: ResumePlan
     manifest: Manifest | None
@@ -46,6 +51,7 @@ class Resumed:
     nodes: tuple[str, ...]
     seconds: float
     on_disk: bool = False  # on a lead: whether its node's own disk holds it, every byte verified
+    earlier: tuple[str, ...] | None = None
 
     @property
     def saved_step(self) -> int:
@@ -104,9 +110,11 @@ def resume(
         break
     failpoints.hit("resume.loaded")
     place.together(lambda: _enter(place, node_dir, plan))
+    earlier = _earlier(plan, stock) if mode in {"auto", "must"} else None
     if room is not None and manifest is not None:
         telling.say(f"node {place.node}: {room} Training goes on, from what memory and other nodes hold.")
-    return Resumed(plan, manifest, flat, tuple(place.lead_of), time.monotonic() - began, on_disk)
+    took_s = time.monotonic() - began
+    return Resumed(plan, manifest, flat, tuple(place.lead_of), took_s, on_disk, earlier)
 
 
 def _take_stock(place: Place, node_dir: NodeDir, board: Board) -> list[Inventory]:
@@ -175,6 +183,17 @@ def _enter(place: Place, node_dir: NodeDir, plan: ResumePlan) -> None:
         node_dir.persist_generation(plan.generation)
         if plan.floor >= 0:  # all nodes note the one that was agreed on, a new and empty one too
             life.note(place.node_dir, inventory.supervisor(), plan.floor)
+        life.note_start(place.node_dir, inventory.supervisor(), sys.argv)
+
+
+def _earlier(plan: ResumePlan, stock: list[Inventory]) -> tuple[str, ...] | None:
+    """Give the words of the start that this one goes on with; see `Resumed`."""
+    if plan.kind == "cold" or any(one.restarted for one in stock):
+        return None
+    known = {one.node: one.words for one in stock if one.words}
+    copy = plan.copy_of(plan.source_node)
+    homes = [copy.home if copy else "", plan.source_node, *known]
+    return next((known[home] for home in homes if home in known), ())
 
 
 # ---- from a copy -------------------------------------------------------------------------------------

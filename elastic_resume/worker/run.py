@@ -167,6 +167,8 @@ class Run:
         the last one the newest state is committed on every node.
         """
         self._hooks.begin()
+        done = f"epoch {self.position.epoch} of {count} is over" if self.position.epoch >= count else ""
+        self._earlier.tell(done)
         with self._beat.training():
             while self.position.epoch < count:
                 self._random.begin_epoch(self.position.step)
@@ -185,6 +187,7 @@ class Run:
         if self._closed:
             raise UsageError("run.step() was called after run.close(); close the run when training is over.")
         self._hooks.begin()
+        self._earlier.tell()
         position = self._progress.step()
         self._buckets.end_step()
         self._beat.finish_step(position.step, self._own_time.end_step())
@@ -311,6 +314,7 @@ class Run:
 
     def _begin(self, resumed: Resumed) -> None:
         world = self._place.world
+        self._earlier = announce.Earlier(resumed, self._place, self.position, sys.argv)
         self._beat.begin(self.generation, self.position.step)
         self._place.events.write(
             "worker-start", **self._where(), local_rank=self._place.local_rank, world_size=world.size
@@ -369,6 +373,7 @@ class Run:
         if self._closed or os.getpid() != self._pid:  # a forked child ends: nothing here is its own
             return
         self._closed = True
+        self._earlier.tell("the script has taken no step")
         atexit.unregister(self._release)  # it would keep this run, and so its slots, until the process ends
         self._beat.end()
         self._own_time.close()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from elastic_resume.errors import ConfigError, MismatchError
+from elastic_resume.plural import amount
 from elastic_resume.worker.arguments import flag, integer
 from elastic_resume.worker.batches import GlobalBatches, order_of
 from elastic_resume.worker.seeding import SeededDataset, marked
@@ -180,8 +181,9 @@ class LocalBatches(GlobalBatches):
         size = self.batch_size * self._world_size
         if self._policy == KEEP_GLOBAL and before is not None and before.global_batch != size:
             raise MismatchError(
-                f"the global batch would be {size} (batch_size={self.batch_size} on {self._world_size} "
-                f"ranks) and was {before.global_batch} with {old_world_size} ranks, which "
+                f"the global batch would be {size} (batch_size={self.batch_size} on "
+                f"{amount(self._world_size, 'rank')}) and was {before.global_batch} with "
+                f"{amount(old_world_size, 'rank')}, which "
                 f'on_world_change="{KEEP_GLOBAL}" refuses. Make batch_size of {before.global_batch} and the '
                 "number of ranks where that divides it, or use GlobalBatches, which takes any."
             )
@@ -193,8 +195,8 @@ class LocalBatches(GlobalBatches):
             return sizing
         if self.dataset_size < self._world_size:
             raise ConfigError(
-                f"drop_last=True leaves an epoch without a step: the dataset has {self.dataset_size} samples "
-                f"and there are {self._world_size} ranks."
+                f"drop_last=True leaves an epoch without a step: the dataset has "
+                f"{amount(self.dataset_size, 'sample')}, and the world {self._world_size} ranks."
             )
         return Sizing(global_batch, self._world_size, of_world)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from elastic_resume.errors import ConfigError, MismatchError, UsageError, WorldChangedError
+from elastic_resume.plural import amount
 from elastic_resume.worker import telling
 from elastic_resume.worker.arguments import LARGEST, integer
 
@@ -170,9 +171,10 @@ def refuse_change(policy: str | None, old_world_size: int | None, world_size: in
 
     """
     if policy == ERROR and old_world_size not in {None, world_size}:
+        old = amount(old_world_size or 0, "rank")
         raise WorldChangedError(
-            f"the newest copy was made by {old_world_size} ranks and now there are {world_size}, which "
-            f'on_world_change="error" refuses. Start {old_world_size} ranks again (--nnodes N, without a '
+            f"the newest copy was made by {old}, and this world has {world_size}, which "
+            f'on_world_change="error" refuses. Start {old} again (--nnodes N, without a '
             f'range, waits for all nodes), or go on with {world_size}: on_world_change="{KEEP_GLOBAL}" '
             f'leaves the batch of an optimizer step as it is, "{KEEP_LOCAL}" what each rank reads of it.'
         )

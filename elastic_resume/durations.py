@@ -1,0 +1,38 @@
+"""Read a duration as people write it, for every flag, variable and fault plan.
+
+A number alone is seconds; with a unit it is that many ms, s, m, h or d.
+"""
+
+from __future__ import annotations
+
+import re
+
+from elastic_resume.errors import ConfigError
+
+LONGEST_S = 1e9  # thirty years: more is a typing error
+_DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?|\.[0-9]{1,9})(ms|s|m|h|d)?")
+_UNIT_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def parse_duration(what: str, text: object, *, least_s: float = 0.0, most_s: float = LONGEST_S) -> float:
+    """Return the seconds of ``300``, ``5m``, ``30s``, ``1.5h`` or ``500ms``.
+
+    Args:
+        what: the flag, key or variable, for the error.
+        text: what was given.
+        least_s: the shortest duration that is accepted, in seconds.
+        most_s: the longest one.
+
+    Raises:
+        ConfigError: the text is empty, negative, not a duration, or out of range.
+
+    """
+    given = str(text).strip()
+    match = _DURATION.fullmatch(given)
+    found_s = float(match[1]) * _UNIT_S[match[2] or "s"] if match else -1.0
+    if not least_s <= found_s <= most_s:
+        raise ConfigError(
+            f"{what} is {given[:100]!r}: write a time in seconds (30) or with a unit (500ms, 30s, 5m, 1.5h), "
+            f"from {least_s:.12g}s to {most_s:.12g}s."
+        )
+    return found_s

@@ -1,0 +1,17 @@
+"""Drops the reports of leaks that triton prints at exit from torch 2.15 on: they are nobody's output."""
+
+from __future__ import annotations
+
+import re
+
+_REPORT = re.compile(
+    r"^(?:nanobind: (?:leaked \d+ \w+!|this is likely caused by .*)"
+    r"| - leaked (?:instance|type|function|keep_alive record).*| - \.\.\. skipped remainder"
+    r"|See https://nanobind\.readthedocs\.io/\S*)\n?",
+    re.MULTILINE,
+)
+
+
+def without_leaks(stderr: str) -> str:
+    """Return ``stderr`` without nanobind's reports, and with everything else as it is."""
+    return _REPORT.sub("", stderr)

@@ -1,0 +1,136 @@
+"""One parser reads all durations: flags, variables, chaos and fault plans take the same forms."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import values
+from elastic_resume.agent import preflight, supervise, watch
+from elastic_resume.agent.fence import Fence
+from elastic_resume.agent.round_events import RoundEvents
+from elastic_resume.cluster import kubernetes, manifest
+from elastic_resume.config import Settings
+from elastic_resume.durations import parse_duration
+from elastic_resume.errors import ConfigError
+from elastic_resume.faults import advice_flags, chaos, plan_text
+from elastic_resume.faults.fault import Fault
+from elastic_resume.policy.cadence import Every
+from elastic_resume.rendezvous.terms import Terms
+from elastic_resume.report import status
+
+FORMS = {"300": 300.0, "5m": 300.0, "30s": 30.0, "1.5h": 5400.0, " 45 ": 45.0, "90000ms": 90.0}
+NONSENSE = ["", " ", "-5", "-5s", "nan", "inf", "infs", "1e400", "5 minutes", "5x", "s", "1.5.2", "5\u0661"]
+
+
+def _terms(text: str) -> float:
+    terms = Terms.read(
+        "localhost:0", {"join_timeout": text}, {}, run_id="r", nodes=(1, 1), local_addr="127.0.0.1"
+    )
+    return terms.join_timeout_s
+
+
+def _hang(text: str) -> float:
+    patience = watch.patience_of(text)
+    assert patience is not None
+    return patience.threshold_s or 0.0
+
+
+def _fault(text: str) -> float:
+    return Fault.parse(f"cut node 1 at {text}").at_s or 0.0
+
+
+def _plan_file(text: str) -> float:
+    plan = plan_text.parse(f"every: {{mtbf: '{text}', count: 1}}", "plan")
+    assert plan.every is not None
+    return plan.every.mtbf_s
+
+
+def _grace_variable(text: str) -> float:
+    grace_s = preflight.grace_s(argparse.Namespace(grace=None), {"ELASTIC_RESUME_GRACE_S": text})
+    assert grace_s is not None
+    return grace_s
+
+
+READERS: dict[str, Callable[[str], float | None]] = {
+    "--grace": preflight.check_grace,
+    "ELASTIC_RESUME_GRACE_S": _grace_variable,
+    "ELASTIC_RESUME_STEP_MARK_S": values.step_mark_s,
+    "TERMINATION_GRACE_S": lambda text: kubernetes.termination_grace_s(
+        {"ELASTIC_RESUME_TERMINATION_GRACE_S": text}
+    ),
+    "--hang-timeout": _hang,
+    "--join-timeout": _terms,
+    "--interval": status._seconds,
+    "chaos --patience": chaos._seconds,
+    "fault": _fault,
+    "fault plan": _plan_file,
+    "plan --duration": lambda text: advice_flags._time("duration", text),
+    "manifest --grace": manifest._grace,
+}
+# What these leave out is not for the parser: an empty variable is one that is not set.
+UNSET = {"ELASTIC_RESUME_GRACE_S", "TERMINATION_GRACE_S"}
+
+
+@pytest.mark.parametrize("where", READERS)
+@pytest.mark.parametrize("text", FORMS)
+def test_duration_is_read_alike_everywhere(where: str, text: str) -> None:
+    """A bare number of seconds and every unit, in each place that takes a duration."""
+    if where == "--interval" and FORMS[text] > 3600:
+        pytest.skip("nobody looks as rarely as that")
+    assert READERS[where](text) == pytest.approx(FORMS[text])
+
+
+@pytest.mark.parametrize("where", READERS)
+@pytest.mark.parametrize("text", NONSENSE)
+def test_nonsense_is_refused_everywhere(where: str, text: str) -> None:
+    """Empty, negative, not finite, no unit of ours: an error that shows what to write."""
+    if where in UNSET and not text.strip():
+        pytest.skip("an empty variable counts as not set")
+    with pytest.raises((ConfigError, argparse.ArgumentTypeError)):
+        READERS[where](text)
+
+
+@pytest.mark.parametrize("text", NONSENSE)
+def test_error_names_the_setting_the_value_and_the_forms(text: str) -> None:
+    """So nobody has to look the forms up."""
+    with pytest.raises(ConfigError) as error:
+        parse_duration("--settle", text, least_s=1, most_s=60)
+    assert str(error.value).startswith(f"--settle is {text.strip()!r}: write a time in seconds (30)")
+    assert str(error.value).endswith("(500ms, 30s, 5m, 1.5h), from 1s to 60s.")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5m", 300.0), ("30s", 30.0), ("1.5h", 5400.0), ("500ms", 0.5)]
+)
+def test_cadence_takes_units_and_counts_steps_without_one(text: str, seconds: float) -> None:
+    """``--save-every 300`` are steps, ``300s`` and ``5m`` are time; and workers read what agents write."""
+    found = Every.parse(text)
+    assert found == Every(seconds=seconds)
+    assert Every.parse(str(found)) == found
+    assert Every.parse("300") == Every(steps=300)
+
+
+@pytest.mark.parametrize("text", ["0s", "0.5ms", "1.5", "-5m", "nan", "infs", "", "s"])
+def test_cadence_refuses_what_is_neither(text: str) -> None:
+    """Among them a share of a step, and a time that no step fits in."""
+    with pytest.raises(ConfigError, match=r"a number of steps \(100\), a time \(30s, 5m\) or auto"):
+        Every.parse(text)
+
+
+def test_guards_are_told_seconds_whatever_the_user_wrote(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Guards read the variable as a plain number: the agent rewrites one that has a unit."""
+    monkeypatch.setattr("os.environ", {"ELASTIC_RESUME_GRACE_S": "1.5m"})
+    settings = Settings.for_worker({}, "t.py")
+    args = argparse.Namespace(grace=None, drain_signals=None, log_prefix=False)
+    with contextlib.closing(Fence()) as fence, contextlib.closing(RoundEvents()) as told:
+        supervise._set_environment(settings, args, tmp_path / "events.jsonl", fence, told)
+    from elastic_resume.agent.guard import grace_s  # noqa: PLC0415 - reads the environment when asked
+
+    assert grace_s() == 90.0

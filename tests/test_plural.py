@@ -1,0 +1,46 @@
+"""Messages say "1 step is run again" and "2 steps are run again"."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_resume.faults import trial
+from elastic_resume.plural import amount, verb
+from elastic_resume.policy.source import ResumePlan
+from elastic_resume.store.manifest import Position
+from elastic_resume.worker import announce
+from elastic_resume.worker.resume import Resumed
+from elastic_resume.worker.state import FlatState
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0 steps are"), (1, "1 step is"), (2, "2 steps are")])
+def test_noun_and_verb_follow_the_count(count: int, said: str) -> None:
+    """Nothing is many."""
+    assert f"{amount(count, 'step')} {verb(count, 'is', 'are')}" == said
+    assert amount(1, "batch", "batches") == "1 batch"
+    assert amount(count, "batch", "batches") == ("1 batch" if count == 1 else f"{count} batches")
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [(0, "no step lost"), (1, "; 1 step is run again;"), (2, "; 2 steps are run again;")],
+)
+def test_start_of_a_generation_counts_what_is_run_again(lost: int, said: str) -> None:
+    """In the line of rank 0."""
+    plan = ResumePlan("checkpoint", 2, 5, "n0", lost_steps=lost)
+    resumed = Resumed(plan, None, FlatState((), {}), ("n0",), 0.1)
+    assert said in announce.as_text(resumed, Position(0, 5, 5, 5), 1)
+
+
+@pytest.mark.parametrize(
+    ("lost", "size", "said"),
+    [
+        (0, 1, "generation 2: 1 rank trains from step 6 on"),
+        (1, 2, "generation 2: 2 ranks train from step 6 on; 1 step is run again"),
+        (3, 2, "generation 2: 2 ranks train from step 6 on; 3 steps are run again"),
+    ],
+)
+def test_chaos_counts_ranks_and_steps(lost: int, size: int, said: str) -> None:
+    """In its news of a generation."""
+    event = {"event": "resume", "generation": 2, "step": 5, "world_size": size, "lost_steps": lost}
+    assert trial._news(event) == said
