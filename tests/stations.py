@@ -203,10 +203,9 @@ def prove(stranger: socket.socket, token: bytes = TOKEN) -> None:
     """Go through the handshake."""
     side = wire.call(token, RUN, secrets.token_hex(32))
     stranger.sendall(next(side))
-    try:
-        side.send(read_line(stranger))
-    except StopIteration as stop:
-        stranger.sendall(stop.value.last)
+    with contextlib.suppress(StopIteration):
+        while True:
+            stranger.sendall(side.send(read_line(stranger)))
 
 
 def say(stranger: socket.socket, *messages: Message) -> None:

@@ -106,8 +106,7 @@ def undisturbed(running: list[Station]) -> None:
 
 def recorded() -> bytes:
     """A dialler's side of a handshake that was good once."""
-    proof = json.loads(wire.read_answer(wire.answer(TOKEN, RUN, NONCE, "1" * 64)[:-1], TOKEN, RUN, NONCE))
-    return wire.greeting(RUN, NONCE) + json.dumps(proof).encode() + b"\n"
+    return wire.greeting(RUN, NONCE) + wire.proof(TOKEN, "dialler", RUN, (NONCE, "1" * 64))
 
 
 STRANGERS = {
@@ -118,7 +117,7 @@ STRANGERS = {
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n", "not JSON"),
     "another job": (wire.greeting("another", NONCE), "belongs to job 'another'"),
     "another version": (b'{"elastic_resume":99,"run":"job","nonce":"00"}\n', "speaks version '99'"),
-    "a bad nonce": (b'{"elastic_resume":2,"run":"job","nonce":"00","looks":false}\n', "nonce"),
+    "a bad nonce": (b'{"elastic_resume":3,"run":"job","nonce":"00","looks":false}\n', "nonce"),
     "deep JSON": (b"[" * 4000 + b"\n", "not JSON"),
     "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "a line"),
     "no proof": (wire.greeting(RUN, NONCE) + b"{}\n", "fields proof"),
@@ -143,20 +142,28 @@ def test_a_stranger_is_dropped_and_told_of(node: Station, kind: str) -> None:
     assert line.isprintable(), "what strangers send does not reach the terminal"
 
 
-def test_a_reflected_proof_is_refused(node: Station) -> None:
-    """The acceptor's own proof, sent back to it."""
+def test_a_stranger_hears_a_nonce_and_no_proof(node: Station) -> None:
+    """Nothing that is made from the token is said to one who has not proved that it holds it."""
     with calling(node.address) as stranger:
         stranger.sendall(wire.greeting(RUN, NONCE))
         answer = json.loads(read_line(stranger))
-        stranger.sendall(json.dumps({"proof": answer["proof"]}).encode() + b"\n")
-        assert dropped(stranger)
+        assert answer.keys() == {"elastic_resume", "nonce"}
+        stranger.sendall(wire.proof(b"another", "dialler", RUN, (NONCE, answer["nonce"])))
+        assert read_line(stranger) == b'{"proof":""}'
+        assert read_line(stranger) == b""
 
 
 def test_a_peer_with_another_token_is_refused_by_both_sides(node: Station) -> None:
-    """The dialler sees it first; the node says that somebody left without a proof."""
-    with calling(node.address) as stranger, pytest.raises(wire.WireError, match="token"):
+    """The node sees it first and says so to people, and lets the dialler know why it is dropped."""
+    before = len(node.told("stranger"))
+    with (
+        calling(node.address) as stranger,
+        pytest.raises(wire.WireError, match="does not hold the run's token"),
+    ):
         prove(stranger, b"another")
-    until(lambda: bool(node.told("stranger", "left before it had proved")), "a line says so")
+    until(
+        lambda: "does not hold the run's token" in "".join(node.told("stranger")[before:]), "a line says so"
+    )
 
 
 def test_a_peer_that_changes_its_mind_is_no_stranger(node: Station) -> None:

@@ -201,8 +201,7 @@ def looker(address: str) -> Iterator[socket.socket]:
     with calling(address) as stranger:
         side = wire.call(KEY, RUN, secrets.token_hex(32), looks=True)
         stranger.sendall(next(side))
-        try:
-            side.send(read_line(stranger))
-        except StopIteration as stop:
-            stranger.sendall(stop.value.last)
+        with contextlib.suppress(StopIteration):
+            while True:
+                stranger.sendall(side.send(read_line(stranger)))
         yield stranger

@@ -64,7 +64,7 @@ class Channel(asyncio.BufferedProtocol):
         number: int = 0,
         parting: bytes = b"",
     ) -> None:
-        """``parting``: what is said where it is given up before the handshake is over."""
+        """``parting``: what a dialler says where it gives up before it has proved itself."""
         self.number = number
         self.is_proven = False
         self.looks = False
@@ -80,6 +80,7 @@ class Channel(asyncio.BufferedProtocol):
         self._owner = owner
         self._handshake = handshake
         self._parting = parting
+        self._dialled = bool(parting)
         self._lines = wire.Lines(wire.MAX_GREETING_BYTES)
         self._buffer = _buffer()
         self._transport: asyncio.Transport | None = None
@@ -113,7 +114,7 @@ class Channel(asyncio.BufferedProtocol):
         """Give the connection up by our own decision; who dialled says so where the handshake is not over."""
         if not self.is_proven:
             self.write(self._parting)
-        self.close() if self.is_proven or self._parting else self.abort()
+        self.close() if self.is_proven or self._dialled else self.abort()
 
     def end(self, *, closed: bool, why: str) -> None:
         """Close at once and report it."""
@@ -184,9 +185,13 @@ class Channel(asyncio.BufferedProtocol):
         try:
             self.write(self._handshake.send(line))
             self.greeted = True
+            self._parting = b""  # whoever dialled has proved itself by now: it cannot take that back
         except wire.PartedError:
             self.greeted = False
             self.end(closed=True, why="it has changed its mind")
+        except wire.UnprovenError as error:
+            self.write(error.last)
+            self.drop(str(error))
         except StopIteration as stop:
             proof: wire.Proof = stop.value
             self.write(proof.last)

@@ -6,17 +6,20 @@ drops the connection, and the state machine never sees it.
 
 The handshake is mutual, before any message (HMAC-SHA256, RFC 2104; challenge and response as in RFC 2195)::
 
-    dialler   {"elastic_resume": 2, "run": RUN, "nonce": A, "looks": false}
-    acceptor  {"elastic_resume": 2, "nonce": B, "proof": HMAC(token, "acceptor" RUN A B)}
+    dialler   {"elastic_resume": 3, "run": RUN, "nonce": A, "looks": false}
+    acceptor  {"elastic_resume": 3, "nonce": B}
     dialler   {"proof": HMAC(token, "dialler" RUN A B)}
+    acceptor  {"proof": HMAC(token, "acceptor" RUN A B)}
 
+The dialler proves itself first: a stranger who dials gets nothing that is made from the token, and so nothing
+to try tokens out on. (A wrong proof is answered with an empty one, so that the dialler too can say why.)
 Each side's nonce is in both proofs, so a recorded handshake proves nothing later; the words "acceptor" and
 "dialler" keep a proof from being sent back where it came from; the run's name keeps two jobs apart. A dialler
 that *looks* wants to be told how the job stands, in one line, and to do nothing. It proves that it holds the
 key for that (`look_key`), which is made from the token and opens nothing else.
 
-A dialler that changes its mind before the end says ``{"bye": HMAC(token, "bye" RUN A "")}``, so that nobody
-takes it for a stranger, who would have heard a proof and given none.
+A dialler that changes its mind before its proof says ``{"bye": HMAC(token, "bye" RUN A "")}``, so that nobody
+takes it for a stranger.
 
 What follows a handshake is neither encrypted nor signed: the token keeps out strays and strangers, not
 whoever can rewrite packets between two nodes. But each line ends with a sum of it (CRC-32, 8 hexadecimal
@@ -45,6 +48,7 @@ __all__ = [
     "Lines",
     "PartedError",
     "Proof",
+    "UnprovenError",
     "WireError",
     "accept",
     "answer",
@@ -57,6 +61,7 @@ __all__ = [
     "line_of",
     "look_key",
     "parting",
+    "proof",
     "read_answer",
     "read_greeting",
     "read_proof",
@@ -65,7 +70,7 @@ __all__ = [
     "unsealed",
 ]
 
-VERSION = 2
+VERSION = 3
 SUM_HEX = 8
 MAX_GREETING_BYTES = 4096  # a line of somebody who has proved nothing yet
 MAX_LINE_BYTES = 8 * 1024 * 1024  # what is known of worlds with 10,000 members
@@ -130,6 +135,12 @@ class PartedError(Exception):
     """The other side has changed its mind before the handshake was over."""
 
 
+class UnprovenError(WireError):
+    """The dialler does not hold the token; ``last`` is to be sent, so that it learns why it is dropped."""
+
+    last = b'{"proof":""}\n'
+
+
 def look_key(token: bytes) -> bytes:
     """Give the key that lets its holder look at a job of this token, and do nothing else."""
     return hmac.new(token, b"elastic_resume looks", hashlib.sha256).digest()
@@ -141,7 +152,10 @@ def call(token: bytes, run_id: str, nonce: str, *, looks: bool = False) -> Hands
     Who ``looks`` gives the `look_key` as the token.
     """
     line = yield greeting(run_id, nonce, looks=looks)
-    return Proof(read_answer(line, token, run_id, nonce), looks)
+    theirs = read_answer(line)
+    line = yield proof(token, "dialler", run_id, (nonce, theirs))
+    read_proof(line, token, "acceptor", run_id, (nonce, theirs))
+    return Proof(b"", looks)
 
 
 def accept(token: bytes, run_id: str, nonce: str) -> Handshake:
@@ -149,16 +163,19 @@ def accept(token: bytes, run_id: str, nonce: str) -> Handshake:
     line = yield b""
     theirs, looks = read_greeting(line, run_id)
     key = look_key(token) if looks else token
-    line = yield answer(key, run_id, theirs, nonce)
+    line = yield answer(nonce)
     if hmac.compare_digest(line + b"\n", parting(key, run_id, theirs)):
         raise PartedError
-    read_proof(line, key, run_id, theirs, nonce)
-    return Proof(b"", looks)
+    try:
+        read_proof(line, key, "dialler", run_id, (theirs, nonce))
+    except WireError as error:
+        raise UnprovenError(str(error)) from error
+    return Proof(proof(key, "acceptor", run_id, (theirs, nonce)), looks)
 
 
 def parting(token: bytes, run_id: str, nonce: str) -> bytes:
     """Give the last line of a dialler that leaves before the handshake is over."""
-    return _line({"bye": _proof(token, "bye", run_id, nonce, "")})
+    return _line({"bye": _mac(token, "bye", run_id, (nonce, "")).hex()})
 
 
 def greeting(run_id: str, nonce: str, *, looks: bool = False) -> bytes:
@@ -181,45 +198,43 @@ def read_greeting(line: bytes, run_id: str) -> tuple[str, bool]:
     return _nonce(said["nonce"]), said["looks"]
 
 
-def answer(token: bytes, run_id: str, theirs: str, ours: str) -> bytes:
-    """Give the acceptor's line: its nonce, and the proof that it holds the token."""
-    proof = _proof(token, "acceptor", run_id, theirs, ours)
-    return _line({"elastic_resume": VERSION, "nonce": ours, "proof": proof})
+def answer(nonce: str) -> bytes:
+    """Give the acceptor's first line. Nothing in it is made from the token: the dialler is a stranger yet."""
+    return _line({"elastic_resume": VERSION, "nonce": nonce})
 
 
-def read_answer(line: bytes, token: bytes, run_id: str, ours: str) -> bytes:
-    """Check the acceptor's proof; give the dialler's last line of the handshake.
-
-    Raises:
-        WireError: it does not hold the token, or speaks otherwise.
-
-    """
-    said = _object(line, {"elastic_resume", "nonce", "proof"})
-    theirs = _nonce(said["nonce"])
-    _check_proof(said["proof"], _proof(token, "acceptor", run_id, ours, theirs))
-    return _line({"proof": _proof(token, "dialler", run_id, ours, theirs)})
-
-
-def read_proof(line: bytes, token: bytes, run_id: str, theirs: str, ours: str) -> None:
-    """Check the dialler's proof.
+def read_answer(line: bytes) -> str:
+    """Give the acceptor's nonce.
 
     Raises:
-        WireError: it does not hold the token.
+        WireError: it speaks otherwise.
 
     """
-    said = _object(line, {"proof"})
-    _check_proof(said["proof"], _proof(token, "dialler", run_id, theirs, ours))
+    return _nonce(_object(line, {"elastic_resume", "nonce"})["nonce"])
 
 
-def _proof(token: bytes, side: str, run_id: str, dialler: str, acceptor: str) -> str:
-    text = json.dumps([side, run_id, dialler, acceptor]).encode()
-    return hmac.new(token, text, hashlib.sha256).hexdigest()
+def proof(token: bytes, side: str, run_id: str, nonces: tuple[str, str]) -> bytes:
+    """Give the line by which ``side`` proves itself: "dialler" or "acceptor", whose nonces these are."""
+    return _line({"proof": _mac(token, side, run_id, nonces).hex()})
 
 
-def _check_proof(said: Any, expected: str) -> None:
+def read_proof(line: bytes, token: bytes, side: str, run_id: str, nonces: tuple[str, str]) -> None:
+    """Check the line of `proof`.
+
+    Raises:
+        WireError: that side does not hold the token.
+
+    """
+    said = _object(line, {"proof"})["proof"]
+    expected = _mac(token, side, run_id, nonces).hex()
     # Half of a surrogate pair is JSON and a str, and has no encoding: only ASCII may reach the comparison.
     if not isinstance(said, str) or not said.isascii() or not hmac.compare_digest(said, expected):
         raise WireError("it does not hold the run's token (--rdzv-token-file, ELASTIC_RESUME_TOKEN)")
+
+
+def _mac(token: bytes, what: str, run_id: str, nonces: tuple[str, str]) -> bytes:
+    text = json.dumps([what, run_id, *nonces]).encode()
+    return hmac.digest(token, text, "sha256")
 
 
 def _check_version(said: dict[str, Any]) -> None:
