@@ -225,6 +225,53 @@ def test_a_dialler_that_proves_nothing_hears_nothing_made_of_the_token(looks: bo
     assert heard[0] == heard[1]
 
 
+def shaken(token: bytes, nonces: tuple[str, str], *, looks: bool = False) -> tuple[wire.Proof, wire.Proof]:
+    """Both ends of a handshake, dialler and acceptor."""
+    key = wire.look_key(token) if looks else token
+    dialler, acceptor = wire.call(key, "run", nonces[0], looks=looks), wire.accept(token, "run", nonces[1])
+    next(acceptor)
+    line = dialler.send(acceptor.send(next(dialler)[:-1])[:-1])
+    with pytest.raises(StopIteration) as accepted:
+        acceptor.send(line[:-1])
+    with pytest.raises(StopIteration) as called:
+        dialler.send(accepted.value.value.last[:-1])
+    return called.value.value, accepted.value.value
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_each_line_is_read_once_in_its_order_by_the_one_it_was_signed_for(looks: bool) -> None:
+    """Changed, repeated, left out, turned round, sent back or of another connection: the digest is wrong."""
+    nonces = ("a" * 64, "b" * 64)
+    lines = [b"one\n", b"two\n", b"\n"]
+    for _ in range(2):
+        here, there = shaken(b"token", nonces, looks=looks)
+        for sends, hears in ((here.sends, there.hears), (there.sends, here.hears)):
+            assert [hears.check(sends.sign(line)[:-1]) for line in lines] == [b"one", b"two", b""]
+    one, two = (shaken(b"token", nonces)[0].sends.sign(lines[0])[:-1] for _ in range(2))
+    assert one == two, "a digest is of key, count and line"
+
+    def refused(*said: bytes, good: int = 0) -> None:
+        hears = shaken(b"token", nonces)[1].hears
+        for line in said[:good]:
+            hears.check(line)
+        with pytest.raises(WireError, match="damaged on its way"):
+            hears.check(said[good])
+
+    first, second, third = map(shaken(b"token", nonces)[0].sends.sign, lines)
+    first, second, third = first[:-1], second[:-1], third[:-1]
+    refused(first, first, good=1)
+    refused(first, third, good=1)
+    refused(second)
+    refused(b"ome" + first[3:])
+    refused(first[3:])
+    refused(b"")
+    refused(shaken(b"token", nonces)[1].sends.sign(lines[0])[:-1])
+    refused(shaken(b"token", ("a" * 64, "c" * 64))[0].sends.sign(lines[0])[:-1])
+    refused(shaken(b"token", ("c" * 64, "b" * 64))[0].sends.sign(lines[0])[:-1])
+    refused(shaken(b"another", nonces)[0].sends.sign(lines[0])[:-1])
+    refused(shaken(b"token", nonces, looks=True)[0].sends.sign(lines[0])[:-1])
+
+
 def test_what_a_hello_and_a_proposal_of_a_large_world_weigh() -> None:
     """A thousand members fit the limit many times over."""
     members = tuple(Incarnation(f"node{n:04}", "1" * 16, f"node{n:04}:29400") for n in range(1000))

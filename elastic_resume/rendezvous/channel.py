@@ -79,6 +79,8 @@ class Channel(asyncio.BufferedProtocol):
         self.peer = "an unknown address"
         self._owner = owner
         self._handshake = handshake
+        self._sends: wire.Seal | None = None
+        self._hears: wire.Seal | None = None
         self._parting = parting
         self._dialled = bool(parting)
         self._lines = wire.Lines(wire.MAX_GREETING_BYTES)
@@ -88,8 +90,13 @@ class Channel(asyncio.BufferedProtocol):
 
     # ---- what the owner does -------------------------------------------------------------------------
 
+    def send(self, line: bytes) -> None:
+        """Queue a line, signed, once the handshake is over; never blocks."""
+        if self._sends is not None:
+            self.write(self._sends.sign(line))
+
     def write(self, line: bytes) -> None:
-        """Queue a line; never blocks."""
+        """Queue a line as it is; never blocks."""
         if self._transport is not None and not self.over and not self._transport.is_closing():
             self._transport.write(failpoints.passing("wire.line", line))
 
@@ -175,8 +182,8 @@ class Channel(asyncio.BufferedProtocol):
 
     def _take(self, line: bytes) -> bool:
         """Handle a line; return whether there is to be another."""
-        if self.is_proven:
-            self._owner.heard(self, line)
+        if self._hears is not None:
+            self._owner.heard(self, self._hears.check(line))
         else:
             self._shake(line)
         return not self.over
@@ -197,6 +204,7 @@ class Channel(asyncio.BufferedProtocol):
             self.write(proof.last)
             self._patience.cancel()
             self.looks, self.is_proven = proof.looks, True
+            self._sends, self._hears = proof.sends, proof.hears
             if not self.looks:
                 self._lines.limit = wire.MAX_LINE_BYTES
             self._owner.proven(self)

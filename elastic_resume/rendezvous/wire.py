@@ -21,10 +21,12 @@ key for that (`look_key`), which is made from the token and opens nothing else.
 A dialler that changes its mind before its proof says ``{"bye": HMAC(token, "bye" RUN A "")}``, so that nobody
 takes it for a stranger.
 
-What follows a handshake is neither encrypted nor signed: the token keeps out strays and strangers, not
-whoever can rewrite packets between two nodes. But each line ends with a sum of it (CRC-32, 8 hexadecimal
-digits), since TCP's own lets one damaged packet in 65,536 pass, and a generation that is another number is
-JSON too.
+What follows a handshake is signed and not encrypted. Each line ends with a digest: HMAC-SHA256, cut to 16
+bytes, of the line and of how many went before it in that direction (`Seal`). Each direction has a key of its
+own, HMAC(token, "dialler sends" RUN A B) or "acceptor sends". So whoever can write into a connection can end
+it, and cannot make, change, repeat, reorder or leave out a line unnoticed; nor can a damaged packet, of which
+TCP's own sum lets one in 65,536 pass. Where no token is set all this is made from the run's name, which is
+no secret: it then finds damage and keeps strays out, and no attacker who knows the name.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ import hashlib
 import hmac
 import json
 import typing
-import zlib
 from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,6 +49,7 @@ __all__ = [
     "Lines",
     "PartedError",
     "Proof",
+    "Seal",
     "UnprovenError",
     "WireError",
     "accept",
@@ -65,13 +67,11 @@ __all__ = [
     "read_answer",
     "read_greeting",
     "read_proof",
-    "sealed",
     "to_plain",
-    "unsealed",
 ]
 
 VERSION = 3
-SUM_HEX = 8
+DIGEST_HEX = 32
 MAX_GREETING_BYTES = 4096  # a line of somebody who has proved nothing yet
 MAX_LINE_BYTES = 8 * 1024 * 1024  # what is known of worlds with 10,000 members
 NONCE_HEX = 64
@@ -117,11 +117,51 @@ class Lines:
 # ---- handshake ---------------------------------------------------------------------------------------
 
 
+class Seal:
+    """Signs the lines of one direction of a connection, or checks them, in their order."""
+
+    def __init__(self, key: bytes) -> None:
+        """``key`` is of this connection and direction alone."""
+        self._mac = hmac.new(key, digestmod=hashlib.sha256)
+        self._count = 0
+
+    def sign(self, line: bytes) -> bytes:
+        """Give a line as it is sent: with its digest."""
+        return b"%b%b\n" % (line[:-1], self._digest(line[:-1]))
+
+    def check(self, line: bytes) -> bytes:
+        """Give what was signed. Both without the end of the line.
+
+        Raises:
+            WireError: it was changed on its way, or is not the next line of this connection.
+
+        """
+        said = line[:-DIGEST_HEX]
+        if not hmac.compare_digest(line[-DIGEST_HEX:], self._digest(said)):
+            raise WireError(
+                "a line that was damaged on its way, or is not the next one of this connection: its digest "
+                "is wrong"
+            )
+        return said
+
+    def _digest(self, line: bytes) -> bytes:
+        mac = self._mac.copy()
+        mac.update(self._count.to_bytes(8, "big"))
+        mac.update(line)
+        self._count += 1
+        return mac.hexdigest()[:DIGEST_HEX].encode()
+
+
 class Proof(NamedTuple):
-    """The end of a handshake: what is still to be sent, and whether the dialler only looks."""
+    """The end of a handshake: what is still to be sent, whether the dialler only looks, and the keys.
+
+    Lines of this side are to be signed with ``sends``, those of the other to be checked with ``hears``.
+    """
 
     last: bytes
-    looks: bool = False
+    looks: bool
+    sends: Seal
+    hears: Seal
 
 
 Handshake = Generator[bytes, bytes, Proof]
@@ -155,7 +195,8 @@ def call(token: bytes, run_id: str, nonce: str, *, looks: bool = False) -> Hands
     theirs = read_answer(line)
     line = yield proof(token, "dialler", run_id, (nonce, theirs))
     read_proof(line, token, "acceptor", run_id, (nonce, theirs))
-    return Proof(b"", looks)
+    sends, hears = _seals(token, run_id, (nonce, theirs))
+    return Proof(b"", looks, sends, hears)
 
 
 def accept(token: bytes, run_id: str, nonce: str) -> Handshake:
@@ -170,7 +211,8 @@ def accept(token: bytes, run_id: str, nonce: str) -> Handshake:
         read_proof(line, key, "dialler", run_id, (theirs, nonce))
     except WireError as error:
         raise UnprovenError(str(error)) from error
-    return Proof(proof(key, "acceptor", run_id, (theirs, nonce)), looks)
+    hears, sends = _seals(key, run_id, (theirs, nonce))
+    return Proof(proof(key, "acceptor", run_id, (theirs, nonce)), looks, sends, hears)
 
 
 def parting(token: bytes, run_id: str, nonce: str) -> bytes:
@@ -232,6 +274,12 @@ def read_proof(line: bytes, token: bytes, side: str, run_id: str, nonces: tuple[
         raise WireError("it does not hold the run's token (--rdzv-token-file, ELASTIC_RESUME_TOKEN)")
 
 
+def _seals(token: bytes, run_id: str, nonces: tuple[str, str]) -> tuple[Seal, Seal]:
+    """Give the seals of what the dialler sends, and of what the acceptor does."""
+    dialler, acceptor = (_mac(token, f"{side} sends", run_id, nonces) for side in ("dialler", "acceptor"))
+    return Seal(dialler), Seal(acceptor)
+
+
 def _mac(token: bytes, what: str, run_id: str, nonces: tuple[str, str]) -> bytes:
     text = json.dumps([what, run_id, *nonces]).encode()
     return hmac.digest(token, text, "sha256")
@@ -264,24 +312,6 @@ def line_of(stamp: Stamp, body: bytes) -> bytes:
     # By hand: json takes longer for these four numbers than a leader has for a heartbeat.
     head = f'{{"stamp":[{stamp.seq},{stamp.echo},{stamp.generation},{stamp.lease_s!r}],'
     return head.encode() + body + b"\n"
-
-
-def sealed(line: bytes) -> bytes:
-    """Give a line as it is sent: with its sum."""
-    return b"%b%08x\n" % (line[:-1], zlib.crc32(line[:-1]))
-
-
-def unsealed(line: bytes) -> bytes:
-    """Give what was sealed. Both without the end of the line.
-
-    Raises:
-        WireError: some of it was changed on its way.
-
-    """
-    said = line[:-SUM_HEX]
-    if line[-SUM_HEX:] != b"%08x" % zlib.crc32(said):
-        raise WireError("a line that was damaged on its way: it is not what its sum says")
-    return said
 
 
 def encode(stamp: Stamp, message: Message) -> bytes:
