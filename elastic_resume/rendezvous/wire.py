@@ -12,7 +12,8 @@ The handshake is mutual, before any message (HMAC-SHA256, RFC 2104; challenge an
     acceptor  {"proof": HMAC(token, "acceptor" RUN A B)}
 
 The dialler proves itself first: a stranger who dials gets nothing that is made from the token, and so nothing
-to try tokens out on. (A wrong proof is answered with an empty one, so that the dialler too can say why.)
+to try tokens out on. Whoever reads along, or listens where a node dials, does get that: so a token has 16
+bytes or more (`token`). A wrong proof is answered with an empty one, so that the dialler too can say why.
 Each side's nonce is in both proofs, so a recorded handshake proves nothing later; the words "acceptor" and
 "dialler" keep a proof from being sent back where it came from; the run's name keeps two jobs apart. A dialler
 that *looks* wants to be told how the job stands, in one line, and to do nothing. It proves that it holds the
