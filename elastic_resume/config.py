@@ -255,7 +255,11 @@ def _add_meeting_flags(add: Add) -> None:
     add("node-timeout", "TIME", "a node that is silent for so long is lost; the same on all (default 3s)")
     add("settle", "TIME", "how long a first start waits for one more node (default 3s; in pods 35s)")
     add("join-timeout", "TIME", "how long a node waits for a world to form (default 10m)")
-    add("rdzv-token-file", "FILE", "0600 file whose text all nodes share (or ELASTIC_RESUME_TOKEN)")
+    add(
+        "rdzv-token-file",
+        "FILE",
+        "0600 file whose text, 16 bytes or more, all nodes share (or ELASTIC_RESUME_TOKEN)",
+    )
     add(
         "scheduler-word",
         "|".join(gone.MODES),

@@ -1,14 +1,14 @@
 """What a test of a training script needs: simulated nodes, and the proof that a killed run is the same run.
 
-The package is a pytest plugin, so ``cluster`` is there as a fixture: three nodes that can be killed, cut off,
-and started again, each step with a snapshot::
+The package is a pytest plugin, so ``elastic_cluster`` is there as a fixture: three nodes that can be killed,
+cut off, and started again, each step with a snapshot::
 
-    def test_my_training_survives(cluster):
-        cluster.start("train.py", "--epochs", "2")
-        cluster.at(step=20, rank=1).kill()
-        cluster.at(step=35, node=2).kill()
-        assert cluster.wait_exit() == [0, 0]
-        assert cluster.lost_steps == 0
+    def test_my_training_survives(elastic_cluster):
+        elastic_cluster.start("train.py", "--epochs", "2")
+        elastic_cluster.at(step=20, rank=1).kill()
+        elastic_cluster.at(step=35, node=2).kill()
+        assert elastic_cluster.wait_exit() == [0, 0]
+        assert elastic_cluster.lost_steps == 0
 
 Other nodes are asked for with a mark, ``@pytest.mark.elastic_resume(nodes=4, hosts="namespaces")``, whose
 arguments are those of `Cluster`; several clusters with the fixture ``make_cluster``. `assert_same_run` runs a
@@ -57,7 +57,7 @@ __all__ = [
     "Plan",
     "Recovery",
     "assert_same_run",
-    "cluster",
+    "elastic_cluster",
     "make_cluster",
 ]
 
@@ -76,7 +76,7 @@ def __getattr__(name: str) -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the mark known."""
-    words = f'{MARK}(nodes=3, min_nodes=2, hosts="loopback", …): the nodes of the fixture `cluster`'
+    words = f'{MARK}(nodes=3, min_nodes=2, hosts="loopback", …): the nodes of the fixture `elastic_cluster`'
     config.addinivalue_line("markers", words)
 
 
@@ -101,7 +101,7 @@ def make_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cal
 
 
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest, make_cluster: Callable[..., Cluster]) -> Cluster:
+def elastic_cluster(request: pytest.FixtureRequest, make_cluster: Callable[..., Cluster]) -> Cluster:
     """Three simulated nodes, two of which suffice, or those of the mark; nothing runs before `start`."""
     options: dict[str, Any] = {}
     for mark in reversed(list(request.node.iter_markers(MARK))):  # the nearest is the last word

@@ -9,13 +9,13 @@ from elastic_resume.testing import Cluster, assert_same_run
 SCRIPT = Path(__file__).with_name("digits.py")
 
 
-def test_my_training_survives(cluster: Cluster) -> None:
+def test_my_training_survives(elastic_cluster: Cluster) -> None:
     """A worker and then a whole node die; the others train on, and no finished step is run again."""
-    cluster.start(SCRIPT, "--epochs", "3")
-    cluster.at(step=10, rank=1).kill()
-    cluster.at(step=25, node=2).kill()
-    assert cluster.wait_exit() == [0, 0]
-    assert cluster.lost_steps == 0
+    elastic_cluster.start(SCRIPT, "--epochs", "3")
+    elastic_cluster.at(step=10, rank=1).kill()
+    elastic_cluster.at(step=25, node=2).kill()
+    assert elastic_cluster.wait_exit() == [0, 0]
+    assert elastic_cluster.lost_steps == 0
 
 
 def test_my_training_ends_as_if_nothing_had_happened() -> None:

@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -226,31 +227,39 @@ def dropped(stranger: socket.socket, *, patience_s: float = PATIENCE_S / 3) -> b
     return False
 
 
-def prove(stranger: socket.socket, token: bytes = TOKEN) -> None:
-    """Go through the handshake."""
-    side = wire.call(token, RUN, secrets.token_hex(32))
+_proofs: weakref.WeakKeyDictionary[socket.socket, wire.Proof] = weakref.WeakKeyDictionary()
+
+
+def prove(stranger: socket.socket, token: bytes = TOKEN, *, looks: bool = False) -> wire.Proof:
+    """Go through the handshake; what is said and heard from then on is signed."""
+    side = wire.call(token, RUN, secrets.token_hex(32), looks=looks)
     stranger.sendall(next(side))
     try:
-        side.send(read_line(stranger))
+        while True:
+            stranger.sendall(side.send(read_line(stranger)))
     except StopIteration as stop:
-        stranger.sendall(stop.value.last)
+        proof: wire.Proof = stop.value
+        _proofs[stranger] = proof
+        return proof
 
 
 def say(stranger: socket.socket, *messages: Message) -> None:
     """Send messages."""
     for seq, message in enumerate(messages, 1):
-        stranger.sendall(wire.sealed(wire.encode(Stamp(seq, 0), message)))
+        stranger.sendall(_proofs[stranger].sends.sign(wire.encode(Stamp(seq, 0), message)))
 
 
 def hear(stranger: socket.socket) -> Message:
     """Read the next message that is not a heartbeat."""
-    return wire.decode(wire.unsealed(read_line(stranger)))[1]
+    return wire.decode(_proofs[stranger].hears.check(read_line(stranger)))[1]
 
 
 class Babbler(threading.Thread):
     """Sends on and on, in a thread, until the other side has had enough."""
 
-    def __init__(self, stranger: socket.socket, data: bytes, pause_s: float = 0.0) -> None:
+    def __init__(
+        self, stranger: socket.socket, data: bytes | Callable[[], bytes], pause_s: float = 0.0
+    ) -> None:
         super().__init__(daemon=True)
         self.stranger = stranger
         self.data = data
@@ -260,6 +269,6 @@ class Babbler(threading.Thread):
         """Send."""
         with contextlib.suppress(OSError):
             while True:
-                self.stranger.sendall(self.data)
+                self.stranger.sendall(self.data() if callable(self.data) else self.data)
                 if self.pause_s:
                     time.sleep(self.pause_s)

@@ -33,7 +33,11 @@ def test_each_line_says_where_it_comes_from(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A healthy step of a Slurm job; a secret is not shown."""
-    environ = {**STEP, "SLURM_STEP_NODELIST": "localhost,nobody[2-9]", "ELASTIC_RESUME_TOKEN": "do not show"}
+    environ = {
+        **STEP,
+        "SLURM_STEP_NODELIST": "localhost,nobody[2-9]",
+        "ELASTIC_RESUME_TOKEN": "do not show this",
+    }
     assert told(monkeypatch, environ, "--ckpt-dir", str(tmp_path / "new")) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["job"].split() == ["slurm-1234567", "SLURM_JOB_ID"]
@@ -67,7 +71,8 @@ def test_names_that_hang_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ELASTIC_RESUME_CKPT_DIR": "/proc/stat"}, "/proc/stat is no directory"),
         ({"ELASTIC_RESUME_CKPT_DIR": "/x" * 3000}, "name too long"),
         ({"ELASTIC_RESUME_PREEMPTION_NOTICE": "bogus"}, "--preemption-notice"),
-        ({"ELASTIC_RESUME_TOKEN": ""}, "ELASTIC_RESUME_TOKEN is empty"),
+        ({"ELASTIC_RESUME_TOKEN": ""}, "ELASTIC_RESUME_TOKEN holds no token"),
+        ({"ELASTIC_RESUME_TOKEN": "short"}, "ELASTIC_RESUME_TOKEN is shorter than 16 bytes"),
     ],
 )
 def test_what_would_fail_is_told_with_exit_code_1(

@@ -16,6 +16,7 @@ from elastic_resume import contract
 from elastic_resume.agent import pages
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.failures import KINDS
+from elastic_resume.rendezvous import wire
 from elastic_resume.report import metrics
 from tests.test_status import said
 
@@ -144,11 +145,21 @@ def test_pages_are_asked_for_in_words_that_are_checked(monkeypatch: pytest.Monke
 
 def test_the_password_of_a_job_without_a_secret_is_this_users_alone(tmp_path: Path) -> None:
     """Made once, and kept over restarts; one that others may read is refused."""
-    path = pages.own_token(tmp_path)
+    path = pages.password_file(tmp_path, None)
     assert path.stat().st_mode & 0o777 == 0o600
     text = path.read_text()
     assert len(text) > 30
-    assert pages.own_token(tmp_path).read_text() == text
+    assert pages.password_file(tmp_path, None).read_text() == text
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        pages.own_token(tmp_path)
+        pages.password_file(tmp_path, None)
+
+
+def test_the_password_of_a_job_with_a_token_is_its_key_for_looking(tmp_path: Path) -> None:
+    """It replaces what stands there: of a time without a token, of another token, or open to others."""
+    pages.password_file(tmp_path, None).chmod(0o644)
+    for key in (wire.look_key(b"a"), wire.look_key(b"b"), wire.look_key(b"b")):
+        path = pages.password_file(tmp_path, key)
+        assert path.read_text() == f"{key.hex()}\n"
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]

@@ -206,7 +206,7 @@ def test_without_flags_all_comes_from_the_scheduler(tmp_path: Path, monkeypatch:
 
 def test_flags_beat_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each by itself; and where nodes meet is said by whoever says any of it."""
-    monkeypatch.setenv("ELASTIC_RESUME_TOKEN", "secret")
+    monkeypatch.setenv("ELASTIC_RESUME_TOKEN", "a secret of 22 letters")
     here = node.read(STEP)
     args, _ = start(here, nnodes="2:3", nproc_per_node="2")
     assert (args.nnodes, args.nproc_per_node) == ("2:3", "2")

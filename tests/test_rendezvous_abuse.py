@@ -12,7 +12,8 @@ import secrets
 import socket
 import threading
 import tracemalloc
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,8 +108,7 @@ def undisturbed(running: list[Station]) -> None:
 
 def recorded() -> bytes:
     """A dialler's side of a handshake that was good once."""
-    proof = json.loads(wire.read_answer(wire.answer(TOKEN, RUN, NONCE, "1" * 64)[:-1], TOKEN, RUN, NONCE))
-    return wire.greeting(RUN, NONCE) + json.dumps(proof).encode() + b"\n"
+    return wire.greeting(RUN, NONCE) + wire.proof(TOKEN, "dialler", RUN, (NONCE, "1" * 64))
 
 
 STRANGERS = {
@@ -119,7 +119,7 @@ STRANGERS = {
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n", "not JSON"),
     "another job": (wire.greeting("another", NONCE), "belongs to job 'another'"),
     "another version": (b'{"elastic_resume":99,"run":"job","nonce":"00"}\n', "speaks version '99'"),
-    "a bad nonce": (b'{"elastic_resume":2,"run":"job","nonce":"00","looks":false}\n', "nonce"),
+    "a bad nonce": (b'{"elastic_resume":3,"run":"job","nonce":"00","looks":false}\n', "nonce"),
     "deep JSON": (b"[" * 4000 + b"\n", "not JSON"),
     "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "a line"),
     "no proof": (wire.greeting(RUN, NONCE) + b"{}\n", "fields proof"),
@@ -165,20 +165,28 @@ def test_a_stranger_is_dropped_and_told_of(node: Station, kind: str) -> None:
     assert line.isprintable(), "what strangers send does not reach the terminal"
 
 
-def test_a_reflected_proof_is_refused(node: Station) -> None:
-    """The acceptor's own proof, sent back to it."""
+def test_a_stranger_hears_a_nonce_and_no_proof(node: Station) -> None:
+    """Nothing that is made from the token is said to one who has not proved that it holds it."""
     with calling(node.address) as stranger:
         stranger.sendall(wire.greeting(RUN, NONCE))
         answer = json.loads(read_line(stranger))
-        stranger.sendall(json.dumps({"proof": answer["proof"]}).encode() + b"\n")
-        assert dropped(stranger)
+        assert answer.keys() == {"elastic_resume", "nonce"}
+        stranger.sendall(wire.proof(b"another", "dialler", RUN, (NONCE, answer["nonce"])))
+        assert read_line(stranger) == b'{"proof":""}'
+        assert read_line(stranger) == b""
 
 
 def test_a_peer_with_another_token_is_refused_by_both_sides(node: Station) -> None:
-    """The dialler sees it first; the node says that somebody left without a proof."""
-    with calling(node.address) as stranger, pytest.raises(wire.WireError, match="token"):
+    """The node sees it first and says so to people, and lets the dialler know why it is dropped."""
+    before = len(node.told("stranger"))
+    with (
+        calling(node.address) as stranger,
+        pytest.raises(wire.WireError, match="does not hold the run's token"),
+    ):
         prove(stranger, b"another")
-    until(lambda: bool(node.told("stranger", "left before it had proved")), "a line says so")
+    until(
+        lambda: "does not hold the run's token" in "".join(node.told("stranger")[before:]), "a line says so"
+    )
 
 
 def test_a_peer_that_changes_its_mind_is_no_stranger(node: Station) -> None:
@@ -261,21 +269,14 @@ def test_memory_is_bounded_whatever_strangers_send(node: Station) -> None:
         tracemalloc.stop()
 
 
-HEARTBEAT = wire.sealed(wire.encode(Stamp(1, 0, 7, 0.5), Beat()))
 GARBAGE = {
-    "no JSON": (wire.sealed(b"garbage\n"), "not JSON"),
+    "no JSON": (b"garbage\n", "not JSON"),
     "another type": (
-        wire.sealed(b'{"stamp":[1,0,0,0.0],"type":"Reboot","body":[]}\n'),
+        b'{"stamp":[1,0,0,0.0],"type":"Reboot","body":[]}\n',
         "there is no message 'Reboot'",
     ),
-    "a stamp too short": (wire.sealed(b'{"stamp":[1],"type":"Beat","body":[]}\n'), "stamp"),
-    "a number out of range": (
-        wire.sealed(b'{"stamp":[1,0,0,0.0],"type":"Acknowledge","body":[-1]}\n'),
-        "Acknowledge",
-    ),
-    "binary": (bytes(range(256)), "damaged on its way"),
-    "a bit that has flipped": (HEARTBEAT.replace(b"7", b"6", 1), "damaged on its way"),
-    "less than a sum": (b"\n", "damaged on its way"),
+    "a stamp too short": (b'{"stamp":[1],"type":"Beat","body":[]}\n', "stamp"),
+    "a number out of range": (b'{"stamp":[1,0,0,0.0],"type":"Acknowledge","body":[-1]}\n', "Acknowledge"),
 }
 
 
@@ -284,10 +285,32 @@ def test_a_proven_peer_that_sends_garbage_is_dropped(node: Station, kind: str) -
     """The token does not make up for a line that is no message."""
     data, why = GARBAGE[kind]
     with calling(node.address) as peer:
-        prove(peer)
-        peer.sendall(data)
+        peer.sendall(prove(peer).sends.sign(data))
         assert dropped(peer)
     until(lambda: bool(node.told("stranger", why)), f"a line says {why!r}")
+
+
+HEARTBEAT = wire.encode(Stamp(1, 0, 7, 0.5), Beat())
+INJECTED: dict[str, Callable[[wire.Seal], bytes]] = {
+    "binary": lambda _: bytes(range(256)),
+    "less than a digest": lambda _: b"\n",
+    "no digest": lambda _: HEARTBEAT,
+    "a sum that anybody can make": lambda _: b"%b%08x\n" % (HEARTBEAT[:-1], zlib.crc32(HEARTBEAT[:-1])),
+    "a key that anybody can make": lambda _: wire.Seal(b"another").sign(HEARTBEAT),
+    "a bit that has flipped": lambda seal: seal.sign(HEARTBEAT).replace(b"7", b"6", 1),
+    "a line that was said before": lambda seal: seal.sign(HEARTBEAT) * 2,
+    "a line without the one before": lambda seal: (seal.sign(HEARTBEAT), seal.sign(HEARTBEAT))[1],
+}
+
+
+@pytest.mark.parametrize("kind", INJECTED)
+def test_what_is_written_into_a_proven_connection_ends_it(node: Station, kind: str) -> None:
+    """By somebody between two nodes, who has seen the handshake and each line, and has no token."""
+    before = len(node.told("stranger"))
+    with calling(node.address) as peer:
+        peer.sendall(INJECTED[kind](prove(peer).sends))
+        assert dropped(peer)
+    until(lambda: "damaged on its way" in "".join(node.told("stranger")[before:]), "a line says so")
 
 
 def test_a_proven_peer_is_held_to_the_longest_line(node: Station) -> None:
@@ -307,9 +330,10 @@ def test_what_waits_for_a_peer_that_never_reads_is_bounded(node: Station) -> Non
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect((host, int(port)))
-        prove(peer)
+        proof = prove(peer)
         question = hello(Incarnation("late", "x"), node_timeout_s=1.0)
-        babbler = Babbler(peer, wire.sealed(wire.encode(Stamp(1, 0), question)) * 100)
+        line = wire.encode(Stamp(1, 0), question)
+        babbler = Babbler(peer, lambda: b"".join(proof.sends.sign(line) for _ in range(100)))
         babbler.start()
         until(lambda: bool(node.told("stranger", "has not read")), "it is dropped, and a line says so")
     babbler.join()

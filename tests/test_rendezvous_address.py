@@ -189,8 +189,9 @@ def agent_of(run_id: str, token: bytes, proven: list[bool] | None = None) -> Cal
         ours = secrets.token_hex(32)
         with conn.makefile("rb") as file:
             theirs, _ = wire.read_greeting(file.readline()[:-1], run_id)
-            conn.sendall(wire.answer(token, run_id, theirs, ours))
-            wire.read_proof(file.readline()[:-1], token, run_id, theirs, ours)
+            conn.sendall(wire.answer(ours))
+            wire.read_proof(file.readline()[:-1], token, "dialler", run_id, (theirs, ours))
+            conn.sendall(wire.proof(token, "acceptor", run_id, (theirs, ours)))
         if proven is not None:
             proven.append(True)
 
@@ -919,7 +920,21 @@ def test_the_file_goes_before_the_variable(tmp_path: Path) -> None:
 def test_a_token_comes_from_the_environment() -> None:
     """As the same bytes that a file would hold."""
     assert read_token(None, {ENV_TOKEN: f" {SECRET}\n"}, RUN) == (SECRET.encode(), True)
-    assert read_token(None, {ENV_TOKEN: "\udcff"}, RUN) == (b"\xff", True)
+    assert read_token(None, {ENV_TOKEN: "\udcff" * 16}, RUN) == (b"\xff" * 16, True)
+
+
+@pytest.mark.parametrize("token", [b"x", SECRET.encode()[:-1], SECRET.encode()[:-1] + b" \n"])
+def test_a_token_that_can_be_guessed_is_refused(tmp_path: Path, token: bytes) -> None:
+    """From a file and from the environment, and what to do is said; the token itself is not."""
+    path = token_file(tmp_path, token)
+    for file, environ, where in (
+        (path, {}, f"--rdzv-token-file {path}"),
+        (None, {ENV_TOKEN: token.decode()}, ENV_TOKEN),
+    ):
+        with pytest.raises(ConfigError, match=r"shorter than 16 bytes.*openssl rand -hex 32") as caught:
+            read_token(file, environ, RUN)
+        assert str(caught.value).startswith(where)
+        assert SECRET[:-1] not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", " ", SECRET * 1000])

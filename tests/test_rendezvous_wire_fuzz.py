@@ -92,8 +92,8 @@ def test_random_bytes_raise_nothing_but_wire_errors(data: bytes) -> None:
     for read in (
         lambda: wire.decode(data),
         lambda: wire.read_greeting(data, run),
-        lambda: wire.read_answer(data, token, run, nonce),
-        lambda: wire.read_proof(data, token, run, nonce, nonce),
+        lambda: wire.read_answer(data),
+        lambda: wire.read_proof(data, token, "dialler", run, (nonce, nonce)),
     ):
         with pytest.raises(WireError):
             read()
@@ -151,14 +151,14 @@ def test_a_handshake_of_any_json_raises_nothing_but_wire_errors(
     token, run, ours = b"t", "r", "0" * 64
     lines = [
         {"elastic_resume": version, "run": run, "nonce": nonce, "looks": False},
-        {"elastic_resume": wire.VERSION, "nonce": ours, "proof": proof},
+        {"elastic_resume": version, "nonce": nonce},
         {"proof": proof},
     ]
     greeting, answer, last = (json.dumps(line).encode() for line in lines)
     for read in (
         lambda: wire.read_greeting(greeting, run),
-        lambda: wire.read_answer(answer, token, run, ours),
-        lambda: wire.read_proof(last, token, run, ours, ours),
+        lambda: wire.read_answer(answer),
+        lambda: wire.read_proof(last, token, "dialler", run, (ours, ours)),
     ):
         try:
             read()
@@ -170,7 +170,7 @@ def test_a_handshake_of_any_json_raises_nothing_but_wire_errors(
 def test_a_proof_that_is_no_text_in_utf8_is_refused() -> None:
     """JSON can spell half of a surrogate pair; no encoding holds it."""
     with pytest.raises(WireError):
-        wire.read_proof(b'{"proof": "\\ud800"}', b"t", "r", "0" * 64, "0" * 64)
+        wire.read_proof(b'{"proof": "\\ud800"}', b"t", "dialler", "r", ("0" * 64, "0" * 64))
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12), st.integers(1, 60))
@@ -195,20 +195,81 @@ def test_a_handshake_proves_both_sides_to_each_other_and_no_other() -> None:
     """Right token, wrong token, another run, a replay and a reflection."""
     ours, theirs = "a" * 64, "b" * 64
     assert wire.read_greeting(wire.greeting("run", ours)[:-1], "run") == (ours, False)
-    reply = wire.answer(b"token", "run", ours, theirs)[:-1]
-    last = wire.read_answer(reply, b"token", "run", ours)[:-1]
-    wire.read_proof(last, b"token", "run", ours, theirs)
+    assert wire.read_answer(wire.answer(theirs)[:-1]) == theirs
     with pytest.raises(WireError):
         wire.read_greeting(wire.greeting("run", ours)[:-1], "another run")
-    with pytest.raises(WireError, match="token"):
-        wire.read_answer(reply, b"another token", "run", ours)
-    with pytest.raises(WireError, match="token"):
-        wire.read_answer(reply, b"token", "run", "c" * 64)  # replayed to a new call
-    with pytest.raises(WireError, match="token"):
-        wire.read_proof(last, b"token", "run", ours, "c" * 64)  # replayed to a new acceptor
-    reflected = json.dumps({"proof": json.loads(reply)["proof"]}).encode()
-    with pytest.raises(WireError, match="token"):
-        wire.read_proof(reflected, b"token", "run", ours, theirs)
+    for side, other in (("dialler", "acceptor"), ("acceptor", "dialler")):
+        line = wire.proof(b"token", side, "run", (ours, theirs))[:-1]
+        wire.read_proof(line, b"token", side, "run", (ours, theirs))
+        for token, of, run, nonces in (
+            (b"another token", side, "run", (ours, theirs)),
+            (b"token", other, "run", (ours, theirs)),  # reflected
+            (b"token", side, "another run", (ours, theirs)),
+            (b"token", side, "run", ("c" * 64, theirs)),  # replayed
+            (b"token", side, "run", (ours, "c" * 64)),
+        ):
+            with pytest.raises(WireError, match="token"):
+                wire.read_proof(line, token, of, run, nonces)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_dialler_that_proves_nothing_hears_nothing_made_of_the_token(looks: bool) -> None:
+    """Whatever the token is, a stranger who knows the run's name is told the same: nothing to crack."""
+    heard = []
+    for token in (b"one token", b"another token"):
+        side = wire.accept(token, "run", "b" * 64)
+        said = [next(side), side.send(wire.greeting("run", "a" * 64, looks=looks)[:-1])]
+        with pytest.raises(wire.UnprovenError, match="token") as caught:
+            side.send(b'{"proof":"' + b"0" * 64 + b'"}')
+        heard.append([*said, caught.value.last])
+    assert heard[0] == heard[1]
+
+
+def shaken(token: bytes, nonces: tuple[str, str], *, looks: bool = False) -> tuple[wire.Proof, wire.Proof]:
+    """Both ends of a handshake, dialler and acceptor."""
+    key = wire.look_key(token) if looks else token
+    dialler, acceptor = wire.call(key, "run", nonces[0], looks=looks), wire.accept(token, "run", nonces[1])
+    next(acceptor)
+    line = dialler.send(acceptor.send(next(dialler)[:-1])[:-1])
+    with pytest.raises(StopIteration) as accepted:
+        acceptor.send(line[:-1])
+    with pytest.raises(StopIteration) as called:
+        dialler.send(accepted.value.value.last[:-1])
+    return called.value.value, accepted.value.value
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_each_line_is_read_once_in_its_order_by_the_one_it_was_signed_for(looks: bool) -> None:
+    """Changed, repeated, left out, turned round, sent back or of another connection: the digest is wrong."""
+    nonces = ("a" * 64, "b" * 64)
+    lines = [b"one\n", b"two\n", b"\n"]
+    for _ in range(2):
+        here, there = shaken(b"token", nonces, looks=looks)
+        for sends, hears in ((here.sends, there.hears), (there.sends, here.hears)):
+            assert [hears.check(sends.sign(line)[:-1]) for line in lines] == [b"one", b"two", b""]
+    one, two = (shaken(b"token", nonces)[0].sends.sign(lines[0])[:-1] for _ in range(2))
+    assert one == two, "a digest is of key, count and line"
+
+    def refused(*said: bytes, good: int = 0) -> None:
+        hears = shaken(b"token", nonces)[1].hears
+        for line in said[:good]:
+            hears.check(line)
+        with pytest.raises(WireError, match="damaged on its way"):
+            hears.check(said[good])
+
+    first, second, third = map(shaken(b"token", nonces)[0].sends.sign, lines)
+    first, second, third = first[:-1], second[:-1], third[:-1]
+    refused(first, first, good=1)
+    refused(first, third, good=1)
+    refused(second)
+    refused(b"ome" + first[3:])
+    refused(first[3:])
+    refused(b"")
+    refused(shaken(b"token", nonces)[1].sends.sign(lines[0])[:-1])
+    refused(shaken(b"token", ("a" * 64, "c" * 64))[0].sends.sign(lines[0])[:-1])
+    refused(shaken(b"token", ("c" * 64, "b" * 64))[0].sends.sign(lines[0])[:-1])
+    refused(shaken(b"another", nonces)[0].sends.sign(lines[0])[:-1])
+    refused(shaken(b"token", nonces, looks=True)[0].sends.sign(lines[0])[:-1])
 
 
 def test_what_a_hello_and_a_proposal_of_a_large_world_weigh() -> None:

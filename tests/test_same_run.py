@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 from elastic_resume.errors import ConfigError
+from elastic_resume.faults import same_run
 from elastic_resume.faults.same_run import FOLLOWS, SEEDS, End, lines_unlike, unlike
 from elastic_resume.store import writing
 from elastic_resume.store.manifest import Manifest, Position
@@ -56,6 +59,46 @@ def net(bump: float = 0.0) -> nn.Module:
     with torch.no_grad():
         model[0].bias[0] += bump  # type: ignore[index,operator]
     return model
+
+
+HOLDER = (
+    "from elastic_resume.faults import same_run\n"
+    "with same_run._folder() as folder:\n"
+    "    (folder / 'undisturbed').mkdir()\n"
+    "    print(folder, flush=True)\n"
+    "    input()\n"
+)
+
+
+def test_only_what_is_proved_to_be_of_a_dead_run_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a user's folder, not one whose process lives elsewhere, not a run that goes on."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    others = [
+        tmp_path / "same-run-results-v2",
+        tmp_path / "same-run-4194305-x7",
+    ]  # no process has that number
+    for one in others:
+        one.mkdir()
+        (one / "results").write_text("of weeks")
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        same_run._remove_what_the_dead_left()
+        assert {*tmp_path.iterdir()} == {*others, folder}, "it goes on"
+        process.kill()
+        process.wait()
+    assert (folder / "undisturbed").is_dir()
+    same_run._remove_what_the_dead_left()
+    assert {*tmp_path.iterdir()} == {*others}, "it is dead"
+    with same_run._folder() as own:
+        assert own.parent == tmp_path
+        same_run._remove_what_the_dead_left()
+        assert own.is_dir()
+    assert {*tmp_path.iterdir()} == {*others}
 
 
 @pytest.mark.parametrize(

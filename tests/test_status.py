@@ -522,6 +522,37 @@ def test_a_job_is_found_from_the_directories_it_uses(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("environ", "own", "others"),
+    [
+        (
+            {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "1"},
+            "slurm-9_1-train",
+            ["slurm-9_10-train", "slurm-9_2-train", "slurm-9-train", "slurm-90-train"],
+        ),
+        ({"SLURM_JOB_ID": "9"}, "slurm-9-train", ["slurm-90-train", "slurm-9_1-train"]),
+        ({"SLURM_JOB_ID": "9"}, "slurm-9", ["slurm-90"]),
+        (
+            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "ELASTIC_RESUME_JOB": "train"},
+            "train",
+            ["train-2", "trainer"],
+        ),
+    ],
+)
+def test_the_schedulers_job_is_not_taken_for_one_with_a_longer_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], own: str, others: list[str]
+) -> None:
+    """Element 1 of an array is not element 10, though its name begins like that one's."""
+    for name in [one for one in os.environ if one.startswith(("ELASTIC_", "SLURM", "PET_", "KUBERNETES_"))]:
+        monkeypatch.delenv(name)
+    for name, value in {contract.ENV_CKPT_DIR: str(tmp_path), **environ}.items():
+        monkeypatch.setenv(name, value)
+    for run_id in others:
+        look_file(tmp_path / run_id / "n0", run_id)
+    look_file(tmp_path / own / "n0", own)
+    assert find(None).run_id == own
+
+
+@pytest.mark.parametrize(
     "odd",
     [
         {"leader": 5},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -32,6 +32,7 @@ from tests.stations import (
     TOKEN,
     Station,
     Stations,
+    address_of,
     calling,
     descriptors,
     dropped,
@@ -171,6 +172,27 @@ def test_the_key_for_looking_makes_nobody_a_member(
     undisturbed(pair)
 
 
+def test_an_answer_that_somebody_wrote_into_the_connection_is_refused() -> None:
+    """Who looks is told by an agent, or not at all."""
+
+    def answer(listener: socket.socket) -> None:
+        with listener.accept()[0] as conn:
+            side = wire.accept(TOKEN, RUN, "1" * 64)
+            next(side)
+            try:
+                while True:
+                    conn.sendall(side.send(read_line(conn)))
+            except StopIteration as stop:
+                conn.sendall(stop.value.last + b'{"leads":true}\n')
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=[listener])
+        thread.start()
+        with pytest.raises(WireError, match="damaged on its way"):
+            looking.ask(address_of(listener), RUN, KEY)
+        thread.join()
+
+
 def test_those_who_look_and_do_not_read_cost_little_and_not_for_long(pair: list[Station]) -> None:
     """Three at a time, until they are answered; the oldest goes when more come, and others are answered."""
     undisturbed(pair)
@@ -199,10 +221,5 @@ def test_one_that_sends_byte_by_byte_is_let_go(pair: list[Station], monkeypatch:
 def looker(address: str) -> Iterator[socket.socket]:
     """Go through the handshake, and read no further."""
     with calling(address) as stranger:
-        side = wire.call(KEY, RUN, secrets.token_hex(32), looks=True)
-        stranger.sendall(next(side))
-        try:
-            side.send(read_line(stranger))
-        except StopIteration as stop:
-            stranger.sendall(stop.value.last)
+        prove(stranger, KEY, looks=True)
         yield stranger

@@ -24,19 +24,21 @@ import pytest
 from elastic_resume.testing import Cluster
 
 @pytest.mark.elastic_resume(nodez=3)
-def test_strange(cluster): ...
+def test_strange(elastic_cluster): ...
 
 @pytest.mark.elastic_resume(3)
-def test_nameless(cluster): ...
+def test_nameless(elastic_cluster): ...
 
 @pytest.mark.elastic_resume(hosts="namespaces")
-def test_elsewhere(cluster): ...
+def test_elsewhere(elastic_cluster): ...
 
-def test_never(cluster):
-    cluster.at(step=7, rank=1).kill()
+def test_never(elastic_cluster):
+    elastic_cluster.at(step=7, rank=1).kill()
 
 @pytest.mark.elastic_resume(nodes=4, disk_bytes=1)
-def test_sizes(cluster): ...
+def test_sizes(elastic_cluster): ...
+
+def test_general_name(cluster): ...
 
 def test_fails(make_cluster):
     one, other = make_cluster(nodes=2), make_cluster()
@@ -47,9 +49,9 @@ def test_fails(make_cluster):
 @pytest.mark.elastic_resume(nodes=4)
 class TestMarks:
     @pytest.mark.elastic_resume(run_id="mine")
-    def test_nearest(self, cluster):
-        assert isinstance(cluster, Cluster)
-        assert (len(cluster.nodes), cluster.run_id) == (4, "mine")
+    def test_nearest(self, elastic_cluster):
+        assert isinstance(elastic_cluster, Cluster)
+        assert (len(elastic_cluster.nodes), elastic_cluster.run_id) == (4, "mine")
 """
 
 
@@ -93,11 +95,13 @@ def test_marks_and_errors_say_what_to_do(tmp_path: Path) -> None:
         "[1]": "SKIPPED",
         "test_small.py::test_never": "ERROR",
         "test_small.py::test_sizes": "ERROR",
+        "test_small.py::test_general_name": "ERROR",
         "test_small.py::test_fails": "FAILED",
         "test_small.py::TestMarks::test_nearest": "PASSED",
     }
     assert "a cluster has no nodez; it has nodes, min_nodes, " in text
     assert "give names: nodes=4" in text
+    assert "fixture 'cluster' not found" in text, "many projects have one of their own, which ours would hide"
     assert 'hosts="namespaces": no ' in text
     assert "SIGKILL at step 7 of rank 1: never came" in text
     assert 'disk_bytes: nodes have sizes of their own with hosts="namespaces"' in text

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume import contract
+from elastic_resume import contract, events
 from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.events import EventLog
 from elastic_resume.faults.moments import Moments, Planned
@@ -169,3 +169,30 @@ def test_nodes_that_are_machines_lose_what_a_machine_loses(tmp_path: Path) -> No
     assert [one.cause for one in cluster.recoveries][: len(causes)] == causes
     assert max(entry.manifest.step for entry in cluster.checkpoints(0) if entry.manifest) >= step
     assert not (tmp_path / "checkpoints" / "job" / "n0").is_symlink()
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_a_node_does_not_get_back_what_it_lost_with_its_power(tmp_path: Path) -> None:
+    """It finds what was synced, as on a real machine; tests and the report still count all, each once."""
+    with Cluster(tmp_path, nodes=1, hosts="namespaces", disk_bytes=32 * MB, shm_bytes=8 * MB) as cluster:
+        log = cluster.nodes[0].directory / contract.EVENTS_FILE
+        log.parent.mkdir(parents=True)
+        cluster._ground.boot([0])
+        for number in (1, 2):  # another time it loses what it has told since
+            own = EventLog(log, node="n0")
+            own.write("step", step=2 * number - 1)
+            with open(log, "rb") as file:
+                os.fsync(file.fileno())
+            own.write("step", step=2 * number)
+            own.close()
+            cluster.poweroff(0)
+            cluster._ground.boot([0])
+            assert [event["step"] for event in events.read(log)] == [1, 3][:number], "what the node reads"
+            told = list(range(1, 2 * number + 1))
+            for found in (cluster.events(), cluster.events_of(0), gather([cluster.run_dir]).events):
+                assert sorted(event["step"] for event in found) == told
+        cluster.poweroff(0)
+        cluster.wipe(0)
+        assert not cluster.events_of(0)
+        assert sorted(event["step"] for event in cluster.events("step")) == [1, 2, 3, 4]

@@ -37,8 +37,8 @@ def train(cluster):
         Path(name + ".went-on").touch()
 
 @pytest.mark.elastic_resume(nodes=2, hosts="namespaces")
-def test_machines(cluster):
-    train(cluster)
+def test_machines(elastic_cluster):
+    train(elastic_cluster)
 
 def test_both(make_cluster):
     with make_cluster(nodes=1) as one:

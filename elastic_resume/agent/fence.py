@@ -65,7 +65,7 @@ class Fence:
 
 
 def anonymous_file(name: str) -> int:
-    """Make a file without a name, in memory. Hardened kernels (vm.memfd_noexec=2) refuse an executable one."""
+    """Make a file without a name, in memory. Hardened kernels refuse an executable one (memfd_noexec=2)."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
     except OSError:  # older than Linux 6.3, which does not know the flag

@@ -1,8 +1,9 @@
 """Pages over HTTP about a job that runs: a small process beside the agent serves them (`report.serve`).
 
 The agent listens, so that a page is at the same address however often that process is started, and hands it
-the socket, what it may not know from elsewhere, and a pipe whose end is its own. Only the run's token, or one
-made for this where the job has no secret, opens pages; that process gets no more than a digest of it.
+the socket, what it may not know from elsewhere, and a pipe whose end is its own. The password travels over
+plain HTTP, so it joins nothing: it is the key for looking (`wire.look_key`), or a random text where the job
+has no secret token. That process gets no more than a digest of it.
 
 Promise: whatever becomes of pages, training does not notice. A port that is taken, or a process that dies or
 hangs, costs a line, and is tried again. Modules in the directory where a job is started are not imported.
@@ -75,21 +76,21 @@ def wanted(http: str | None, environ: Mapping[str, str], *, metrics: bool) -> Wa
 
 @contextlib.contextmanager
 def served(
-    asked: Wanted | None, node_dir: Path, token: bytes | None, *, say: Callable[[str], None]
+    asked: Wanted | None, node_dir: Path, key: bytes | None, *, say: Callable[[str], None]
 ) -> Iterator[None]:
     """Serve pages within the context, where they are asked for.
 
     Args:
         asked: of `wanted`.
         node_dir: of this node, where the process finds events, and its agent (``look.json``).
-        token: the run's, where that is a secret.
+        key: the run's `wire.look_key`, where its token is a secret.
         say: gets lines for people.
 
     """
     if asked is None:
         yield
         return
-    pages = Pages(asked, node_dir, token, say=say)
+    pages = Pages(asked, node_dir, key, say=say)
     pages.start()
     try:
         yield
@@ -101,12 +102,12 @@ class Pages:
     """The pages of one agent, from `start` to `close`."""
 
     def __init__(
-        self, asked: Wanted, node_dir: Path, token: bytes | None, *, say: Callable[[str], None]
+        self, asked: Wanted, node_dir: Path, key: bytes | None, *, say: Callable[[str], None]
     ) -> None:
         """See `served`."""
         self._asked = asked
         self._node_dir = node_dir
-        self._token = token
+        self._key = key
         self._say = say
         self._said = ""
         self._listener: socket.socket | None = None
@@ -150,12 +151,14 @@ class Pages:
         assert self._listener is not None  # noqa: S101 - for the type checker
         host, port = self._listener.getsockname()[:2]
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        key = "the run's token" if self._token else f"the text of {own_token(self._node_dir)}"
-        self._say(f"status and report at http://{where}/ (any user name, the password is {key}).")
+        path = password_file(self._node_dir, self._key)
+        self._say(
+            f"status and report at http://{where}/ (any user name, the password is the text of {path})."
+        )
 
     def _serve(self, listener: socket.socket) -> str:
         """Have a process serve until it ends; say how it did."""
-        password = self._token or own_token(self._node_dir).read_bytes().strip()
+        password = password_file(self._node_dir, self._key).read_bytes().strip()
         told = {
             "descriptor": listener.fileno(),
             "node_dir": str(self._node_dir),
@@ -197,18 +200,32 @@ def _beat(pipe: int) -> bytes | None:
     return os.read(pipe, 4096) if poll.poll(HUNG_S * 1000) else None
 
 
-def own_token(node_dir: Path) -> Path:
-    """Give the file of a token that opens this node's pages and nothing else; made where it is missing.
+def password_file(node_dir: Path, key: bytes | None) -> Path:
+    """Give the file that holds the password of this node's pages; write it where it is missing or outdated.
+
+    Args:
+        node_dir: the node's directory.
+        key: the password, in hexadecimal in the file; None: the one that stands there, or a random one.
 
     Raises:
-        ConfigError: others may read what stands there, or it holds nothing.
-        OSError: it cannot be made.
+        ConfigError: others may read the password that stands there, or it holds nothing.
+        OSError: it cannot be written.
 
     """
     path = node_dir / contract.HTTP_KEY_FILE
+    if key is not None:  # what stands there may be of another token, or open to others
+        new = path.with_name(f"{path.name}.new")
+        new.unlink(missing_ok=True)
+        _write_new(new, key.hex())
+        new.replace(path)
+        return path
     with contextlib.suppress(FileExistsError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "w", encoding="ascii") as file:
-            file.write(secrets.token_urlsafe(24) + "\n")
+        _write_new(path, secrets.token_urlsafe(24))
     read_token(path, {}, "")
     return path
+
+
+def _write_new(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(text + "\n")

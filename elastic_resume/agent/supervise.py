@@ -37,6 +37,7 @@ from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError, NodeTakenError, NodeUnfitError
 from elastic_resume.policy import restart
 from elastic_resume.policy.health import Patience
+from elastic_resume.rendezvous.wire import look_key
 from elastic_resume.store.node_dir import NodeDir
 
 
@@ -223,7 +224,7 @@ def _run(
                 pages.served(
                     asked.pages_wanted,
                     node_dir.path,
-                    launch.terms.token if launch.terms.secret else None,
+                    look_key(launch.terms.token) if launch.terms.secret else None,
                     say=witness.say,
                 ),
             ):

@@ -11,13 +11,14 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import psutil
 
-from elastic_resume import contract
+from elastic_resume import contract, events
 from elastic_resume.errors import UsageError
+from elastic_resume.events import Event
 from elastic_resume.faults import clocks
 from elastic_resume.faults.arming import Arming
 from elastic_resume.faults.grounds import Ground
@@ -37,6 +38,12 @@ class Mishaps(Nodes):
         self.arming = Arming(directory / "armed")
         """For what processes of the nodes do to themselves, with more conditions than `arm` has."""
         self._remembered: dict[int, bytes] = {}
+        self._lost: dict[int, list[Event]] = {}
+
+    def events_of(self, index: int, kind: str | None = None) -> list[Event]:
+        """One node's events by time, or those of one kind; with those that its disk has lost."""
+        lost = [event for event in self._lost.get(index, []) if kind in (None, event["event"])]
+        return sorted([*super().events_of(index, kind), *lost], key=lambda event: event["t"])
 
     # ---- processes -----------------------------------------------------------------------------------
 
@@ -76,12 +83,13 @@ class Mishaps(Nodes):
         """Let a node lose its power: its link falls silent, then all its processes are gone.
 
         Its peers hear nothing, and have to find out by its silence. A disk of its own loses what was not
-        synced, but for what it has told (its events). Starting the node again gives it its link back.
+        synced, its events too: `events` and the report have those from elsewhere, the node does not.
+        Starting the node again gives it its link back.
         """
         self.nodes[index].killed = True
         self._remember(index)
         self._ground.poweroff([index])
-        self._remind(index)
+        self._keep_lost_events(index)
 
     def give_notice(self, index: int) -> None:
         """Tell a node that it will be taken away, as a cloud does: it saves what it has, and leaves.
@@ -144,7 +152,7 @@ class Mishaps(Nodes):
     def mend_disk(self, index: int) -> None:
         """Let a node's disk work again, with what had been synced; files that are open stay broken."""
         self._ground.disk(index).mend()
-        self._remind(index)
+        self._keep_lost_events(index)
 
     def turn_disk_read_only(self, index: int) -> None:
         """Let a node's file system go read-only (EROFS), as after an error it found, until `mend_disk`."""
@@ -167,10 +175,8 @@ class Mishaps(Nodes):
             raise UsageError(f"node {node.name} is running: kill it before its disk is wiped.")
         with contextlib.suppress(OSError):  # it has told nothing, or its disk fails
             told = (node.directory / contract.EVENTS_FILE).read_bytes()
-            with open(
-                self.run_dir / contract.PEERS_FILE, "ab"
-            ) as log:  # told by others, as far as readers know
-                log.writelines(line + b"\n" for line in told.splitlines())
+            self._keep_events(line + b"\n" for line in told.splitlines())
+        self._lost.pop(index, None)
         shutil.rmtree(node.directory, ignore_errors=True)
 
     def truncate_newest(self, index: int, keep: float = 0.5) -> Path:
@@ -244,18 +250,27 @@ class Mishaps(Nodes):
         return found[0]
 
     def _remember(self, index: int) -> None:
-        """Keep what a node has told so far: a report needs what no node syncs."""
+        """Remember what a node has told so far: a report needs what no node syncs."""
         with contextlib.suppress(OSError):
             self._remembered[index] = (self.nodes[index].directory / contract.EVENTS_FILE).read_bytes()
 
-    def _remind(self, index: int) -> None:
-        """Write it down again where the disk has forgotten it; readers go by each event's time."""
-        path = self.nodes[index].directory / contract.EVENTS_FILE
+    def _keep_lost_events(self, index: int) -> None:
+        """Keep what the disk has lost of it beside the nodes' directories, where no agent reads it."""
+        there: set[bytes] = set()
+        with contextlib.suppress(OSError):
+            path = self.nodes[index].directory / contract.EVENTS_FILE
+            there = set(path.read_bytes().splitlines(keepends=True))
         told = self._remembered.pop(index, b"").splitlines(keepends=True)
-        with contextlib.suppress(OSError):  # not even the node's directory is left
-            there = set(path.read_bytes().splitlines(keepends=True)) if path.exists() else set()
-            with open(path, "ab") as log:
-                log.writelines(line for line in told if line not in there)
+        lost = [line for line in told if line not in there and line.endswith(b"\n")]
+        if lost:
+            self._keep_events(lost)
+        found = map(events.parse, lost)
+        self._lost.setdefault(index, []).extend(event for event in found if event is not None)
+
+    def _keep_events(self, lines: Iterable[bytes]) -> None:
+        """Write down events as told by others, as far as readers know."""
+        with open(self.run_dir / contract.PEERS_FILE, "ab") as log:
+            log.writelines(lines)
 
     def _set_clock(self, index: int) -> None:
         for _ in range(2):  # who was forked by one that had not been told yet

@@ -9,12 +9,13 @@ its process was killed the next one removes the files.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,7 +39,8 @@ IDLE_S, EVENTS_S = 0.05, 0.5
 OURS, SEED = "elastic_resume.", "elastic_resume.seed"
 SEEDS = "the seed that random numbers come from: give er.resume() a seed, or torch.manual_seed one"
 FOLLOWS = " (follows rank 0, and may be another rank's after its node is gone)"
-PREFIX = "same-run-"  # and the number of the process that compares
+PREFIX = "same-run-"
+MARKER = ".elastic_resume-same-run"  # in a folder of ours; its process holds a lock on the folder
 SHOWN = 8  # differences in an error
 _PRINTED = re.compile(r"\[n\d+:\d+ \S+\] (.*)")  # what --log-prefix makes of a worker's line
 
@@ -244,8 +246,7 @@ def assert_same_run(
         *(tuple(flags), dict(env or {}), lines, timeout_s),
     )
     _remove_what_the_dead_left()
-    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder:
-        directory = Path(folder)
+    with _folder() as directory:
         undisturbed = job.run(directory / "undisturbed", [])
         steps = undisturbed.manifest.step
         late = [fault for fault in faults if fault.step is not None and fault.step >= steps]
@@ -258,13 +259,35 @@ def assert_same_run(
         raise AssertionError(_tell(job, faults, disturbed, found))
 
 
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """Make a folder that is removed at the end, and by nobody else while this process lives."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: nobody else will ever remove it
+            fcntl.flock(held, fcntl.LOCK_EX)
+            (folder / MARKER).touch()  # after the lock: whoever sees the one finds the other
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+        os.close(held)
+
+
 def _remove_what_the_dead_left() -> None:
-    """Remove the folders of runs whose process was killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
-        maker = folder.name.removeprefix(PREFIX).split("-")[0]
-        with contextlib.suppress(FileNotFoundError):  # another was faster
-            if not Path("/proc", maker).exists() and folder.stat().st_uid == os.getuid():
-                shutil.rmtree(folder, ignore_errors=True)
+    """Remove the folders of runs whose process was killed.
+
+    The marker proves that a folder is ours, the lock that its process is dead. A process's number proves
+    neither: another container may share the temporary directory.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # alive, or just gone
+            if not (folder / MARKER).is_file() or folder.stat().st_uid != os.getuid():
+                continue
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            stack.callback(os.close, held)
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _schedule(plans: Sequence[Plan], nodes: int, workers: int, own: Sequence[str]) -> tuple[Fault, ...]:

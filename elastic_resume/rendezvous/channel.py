@@ -64,7 +64,7 @@ class Channel(asyncio.BufferedProtocol):
         number: int = 0,
         parting: bytes = b"",
     ) -> None:
-        """``parting``: what is said where it is given up before the handshake is over."""
+        """``parting``: what a dialler says where it gives up before it has proved itself."""
         self.number = number
         self.is_proven = False
         self.looks = False
@@ -81,7 +81,10 @@ class Channel(asyncio.BufferedProtocol):
         """The IP address of the other side, once it is connected."""
         self._owner = owner
         self._handshake = handshake
+        self._sends: wire.Seal | None = None
+        self._hears: wire.Seal | None = None
         self._parting = parting
+        self._dialled = bool(parting)
         self._lines = wire.Lines(wire.MAX_GREETING_BYTES)
         self._buffer = _buffer()
         self._transport: asyncio.Transport | None = None
@@ -89,8 +92,13 @@ class Channel(asyncio.BufferedProtocol):
 
     # ---- what the owner does -------------------------------------------------------------------------
 
+    def send(self, line: bytes) -> None:
+        """Queue a line, signed, once the handshake is over; never blocks."""
+        if self._sends is not None:
+            self.write(self._sends.sign(line))
+
     def write(self, line: bytes) -> None:
-        """Queue a line; never blocks."""
+        """Queue a line as it is; never blocks."""
         if self._transport is not None and not self.over and not self._transport.is_closing():
             self._transport.write(failpoints.passing("wire.line", line))
 
@@ -115,7 +123,7 @@ class Channel(asyncio.BufferedProtocol):
         """Give the connection up by our own decision; who dialled says so where the handshake is not over."""
         if not self.is_proven:
             self.write(self._parting)
-        self.close() if self.is_proven or self._parting else self.abort()
+        self.close() if self.is_proven or self._dialled else self.abort()
 
     def end(self, *, closed: bool, why: str) -> None:
         """Close at once and report it."""
@@ -177,8 +185,8 @@ class Channel(asyncio.BufferedProtocol):
 
     def _take(self, line: bytes) -> bool:
         """Handle a line; return whether there is to be another."""
-        if self.is_proven:
-            self._owner.heard(self, line)
+        if self._hears is not None:
+            self._owner.heard(self, self._hears.check(line))
         else:
             self._shake(line)
         return not self.over
@@ -187,14 +195,19 @@ class Channel(asyncio.BufferedProtocol):
         try:
             self.write(self._handshake.send(line))
             self.greeted = True
+            self._parting = b""  # whoever dialled has proved itself by now: it cannot take that back
         except wire.PartedError:
             self.greeted = False
             self.end(closed=True, why="it has changed its mind")
+        except wire.UnprovenError as error:
+            self.write(error.last)
+            self.drop(str(error))
         except StopIteration as stop:
             proof: wire.Proof = stop.value
             self.write(proof.last)
             self._patience.cancel()
             self.looks, self.is_proven = proof.looks, True
+            self._sends, self._hears = proof.sends, proof.hears
             if not self.looks:
                 self._lines.limit = wire.MAX_LINE_BYTES
             self._owner.proven(self)

@@ -54,7 +54,7 @@ def _converse(connection: socket.socket, run_id: str, key: bytes, until: float) 
         proof: wire.Proof = stop.value
     lines.limit = MAX_ANSWER_BYTES
     connection.sendall(proof.last)
-    return _next(coming)
+    return proof.hears.check(_next(coming))
 
 
 def _next(coming: Iterator[bytes]) -> bytes:

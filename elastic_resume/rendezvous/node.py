@@ -245,7 +245,7 @@ class Node:
         if self._body is None or self._body[0] is not effect.message:
             # One message to a thousand members is put into words once.
             self._body = (effect.message, wire.body_of(effect.message))
-        channel.write(wire.sealed(wire.line_of(effect.stamp, self._body[1])))
+        channel.send(wire.line_of(effect.stamp, self._body[1]))
         if channel.queued_bytes > self._limits.backlog_bytes:
             # Not before the effects that follow are carried out.
             self._loop.call_soon(self._cut_off, channel)
@@ -312,7 +312,7 @@ class Node:
         """Hand a message to the core."""
         if channel.looks:
             raise wire.WireError("it came to look, and goes on talking")
-        stamp, message = wire.decode(wire.unsealed(line))
+        stamp, message = wire.decode(line)
         self.happen(MessageArrived(channel.number, stamp, message))
 
     def ended(self, channel: Channel, *, closed: bool, why: str) -> None:

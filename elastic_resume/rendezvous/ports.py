@@ -106,9 +106,9 @@ def is_of_this_job(targets: Iterable[Address], port: int, run_id: str, token: by
 
 
 def _proves_itself(sock: socket.socket, run_id: str, token: bytes, deadline: float) -> bool:
-    """Be the dialler of a handshake; its last line spares the other side a word about a stranger."""
-    nonce = secrets.token_hex(32)
-    sock.sendall(wire.greeting(run_id, nonce))
+    """Be the dialler of a handshake, to its end: whoever leaves before is told of as a stranger."""
+    side = wire.call(token, run_id, secrets.token_hex(32))
+    sock.sendall(next(side))
     lines = wire.Lines()
     while (left_s := deadline - time.monotonic()) > 0:
         sock.settimeout(left_s)
@@ -116,6 +116,8 @@ def _proves_itself(sock: socket.socket, run_id: str, token: bytes, deadline: flo
         if not data:
             return False
         for line in lines.feed(data):
-            sock.sendall(wire.read_answer(line, token, run_id, nonce))
-            return True
+            try:
+                sock.sendall(side.send(line))
+            except StopIteration:
+                return True
     return False

@@ -14,6 +14,8 @@ from pathlib import Path
 from elastic_resume.contract import ENV_TOKEN
 from elastic_resume.errors import ConfigError
 
+MIN_TOKEN_BYTES = 16
+"""Whoever reads a handshake along can try shorter ones out, on a machine of their own."""
 MAX_TOKEN_BYTES = 4096
 
 
@@ -24,7 +26,7 @@ def read_token(path: Path | None, environ: Mapping[str, str], run_id: str) -> tu
     has the wrong port), and no attacker. The file goes before the variable: who writes a flag means it.
 
     Raises:
-        ConfigError: the file may be read by others, or there is no token in what was given.
+        ConfigError: the file may be read by others, or there is no token in what was given, or a short one.
 
     """
     if path is not None:
@@ -39,6 +41,11 @@ def _checked(text: bytes, where: str) -> bytes:
     if not token:
         # Set and empty is a secret that somebody failed to fill in: to go on would be to go without one.
         raise ConfigError(f"{where} holds no token: write one (openssl rand -hex 32), or leave it out.")
+    if len(token) < MIN_TOKEN_BYTES:
+        raise ConfigError(
+            f"{where} is shorter than {MIN_TOKEN_BYTES} bytes, so it can be guessed: give all nodes a random "
+            "one (openssl rand -hex 32)."
+        )
     if len(text) > MAX_TOKEN_BYTES:
         raise ConfigError(f"{where} is longer than {MAX_TOKEN_BYTES} bytes: a token is a line of text.")
     return token

@@ -71,7 +71,7 @@ class Window:
             line = await asyncio.get_running_loop().run_in_executor(self._maker, self._show, look())
         except Exception as error:  # noqa: BLE001  a fault of ours that must cost a look, and nothing else
             line = json.dumps({"error": f"an error of elastic_resume itself: {error!r:.500}"}).encode()
-        channel.write(line + b"\n")
+        channel.send(line + b"\n")
         channel.close()
 
 

@@ -6,22 +6,28 @@ drops the connection, and the state machine never sees it.
 
 The handshake is mutual, before any message (HMAC-SHA256, RFC 2104; challenge and response as in RFC 2195)::
 
-    dialler   {"elastic_resume": 2, "run": RUN, "nonce": A, "looks": false}
-    acceptor  {"elastic_resume": 2, "nonce": B, "proof": HMAC(token, "acceptor" RUN A B)}
+    dialler   {"elastic_resume": 3, "run": RUN, "nonce": A, "looks": false}
+    acceptor  {"elastic_resume": 3, "nonce": B}
     dialler   {"proof": HMAC(token, "dialler" RUN A B)}
+    acceptor  {"proof": HMAC(token, "acceptor" RUN A B)}
 
+The dialler proves itself first: a stranger who dials gets nothing that is made from the token, and so nothing
+to try tokens out on. Whoever reads along, or listens where a node dials, does get that: so a token has 16
+bytes or more (`token`). A wrong proof is answered with an empty one, so that the dialler too can say why.
 Each side's nonce is in both proofs, so a recorded handshake proves nothing later; the words "acceptor" and
 "dialler" keep a proof from being sent back where it came from; the run's name keeps two jobs apart. A dialler
 that *looks* wants to be told how the job stands, in one line, and to do nothing. It proves that it holds the
 key for that (`look_key`), which is made from the token and opens nothing else.
 
-A dialler that changes its mind before the end says ``{"bye": HMAC(token, "bye" RUN A "")}``, so that nobody
-takes it for a stranger, who would have heard a proof and given none.
+A dialler that changes its mind before its proof says ``{"bye": HMAC(token, "bye" RUN A "")}``, so that nobody
+takes it for a stranger.
 
-What follows a handshake is neither encrypted nor signed: the token keeps out strays and strangers, not
-whoever can rewrite packets between two nodes. But each line ends with a sum of it (CRC-32, 8 hexadecimal
-digits), since TCP's own lets one damaged packet in 65,536 pass, and a generation that is another number is
-JSON too.
+What follows a handshake is signed and not encrypted. Each line ends with a digest: HMAC-SHA256, cut to 16
+bytes, of the line and of how many went before it in that direction (`Seal`). Each direction has a key of its
+own, HMAC(token, "dialler sends" RUN A B) or "acceptor sends". So whoever can write into a connection can end
+it, and cannot make, change, repeat, reorder or leave out a line unnoticed; nor can a damaged packet, of which
+TCP's own sum lets one in 65,536 pass. Where no token is set all this is made from the run's name, which is
+no secret: it then finds damage and keeps strays out, and no attacker who knows the name.
 """
 
 from __future__ import annotations
@@ -30,7 +36,6 @@ import hashlib
 import hmac
 import json
 import typing
-import zlib
 from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,6 +50,8 @@ __all__ = [
     "Lines",
     "PartedError",
     "Proof",
+    "Seal",
+    "UnprovenError",
     "WireError",
     "accept",
     "answer",
@@ -57,16 +64,15 @@ __all__ = [
     "line_of",
     "look_key",
     "parting",
+    "proof",
     "read_answer",
     "read_greeting",
     "read_proof",
-    "sealed",
     "to_plain",
-    "unsealed",
 ]
 
-VERSION = 2
-SUM_HEX = 8
+VERSION = 3
+DIGEST_HEX = 32
 MAX_GREETING_BYTES = 4096  # a line of somebody who has proved nothing yet
 MAX_LINE_BYTES = 8 * 1024 * 1024  # what is known of worlds with 10,000 members
 NONCE_HEX = 64
@@ -112,11 +118,51 @@ class Lines:
 # ---- handshake ---------------------------------------------------------------------------------------
 
 
+class Seal:
+    """Signs the lines of one direction of a connection, or checks them, in their order."""
+
+    def __init__(self, key: bytes) -> None:
+        """``key`` is of this connection and direction alone."""
+        self._mac = hmac.new(key, digestmod=hashlib.sha256)
+        self._count = 0
+
+    def sign(self, line: bytes) -> bytes:
+        """Give a line as it is sent: with its digest."""
+        return b"%b%b\n" % (line[:-1], self._digest(line[:-1]))
+
+    def check(self, line: bytes) -> bytes:
+        """Give what was signed. Both without the end of the line.
+
+        Raises:
+            WireError: it was changed on its way, or is not the next line of this connection.
+
+        """
+        said = line[:-DIGEST_HEX]
+        if not hmac.compare_digest(line[-DIGEST_HEX:], self._digest(said)):
+            raise WireError(
+                "a line that was damaged on its way, or is not the next one of this connection: its digest "
+                "is wrong"
+            )
+        return said
+
+    def _digest(self, line: bytes) -> bytes:
+        mac = self._mac.copy()
+        mac.update(self._count.to_bytes(8, "big"))
+        mac.update(line)
+        self._count += 1
+        return mac.hexdigest()[:DIGEST_HEX].encode()
+
+
 class Proof(NamedTuple):
-    """The end of a handshake: what is still to be sent, and whether the dialler only looks."""
+    """The end of a handshake: what is still to be sent, whether the dialler only looks, and the keys.
+
+    Lines of this side are to be signed with ``sends``, those of the other to be checked with ``hears``.
+    """
 
     last: bytes
-    looks: bool = False
+    looks: bool
+    sends: Seal
+    hears: Seal
 
 
 Handshake = Generator[bytes, bytes, Proof]
@@ -130,6 +176,12 @@ class PartedError(Exception):
     """The other side has changed its mind before the handshake was over."""
 
 
+class UnprovenError(WireError):
+    """The dialler does not hold the token; ``last`` is to be sent, so that it learns why it is dropped."""
+
+    last = b'{"proof":""}\n'
+
+
 def look_key(token: bytes) -> bytes:
     """Give the key that lets its holder look at a job of this token, and do nothing else."""
     return hmac.new(token, b"elastic_resume looks", hashlib.sha256).digest()
@@ -141,7 +193,11 @@ def call(token: bytes, run_id: str, nonce: str, *, looks: bool = False) -> Hands
     Who ``looks`` gives the `look_key` as the token.
     """
     line = yield greeting(run_id, nonce, looks=looks)
-    return Proof(read_answer(line, token, run_id, nonce), looks)
+    theirs = read_answer(line)
+    line = yield proof(token, "dialler", run_id, (nonce, theirs))
+    read_proof(line, token, "acceptor", run_id, (nonce, theirs))
+    sends, hears = _seals(token, run_id, (nonce, theirs))
+    return Proof(b"", looks, sends, hears)
 
 
 def accept(token: bytes, run_id: str, nonce: str) -> Handshake:
@@ -149,16 +205,20 @@ def accept(token: bytes, run_id: str, nonce: str) -> Handshake:
     line = yield b""
     theirs, looks = read_greeting(line, run_id)
     key = look_key(token) if looks else token
-    line = yield answer(key, run_id, theirs, nonce)
+    line = yield answer(nonce)
     if hmac.compare_digest(line + b"\n", parting(key, run_id, theirs)):
         raise PartedError
-    read_proof(line, key, run_id, theirs, nonce)
-    return Proof(b"", looks)
+    try:
+        read_proof(line, key, "dialler", run_id, (theirs, nonce))
+    except WireError as error:
+        raise UnprovenError(str(error)) from error
+    hears, sends = _seals(key, run_id, (theirs, nonce))
+    return Proof(proof(key, "acceptor", run_id, (theirs, nonce)), looks, sends, hears)
 
 
 def parting(token: bytes, run_id: str, nonce: str) -> bytes:
     """Give the last line of a dialler that leaves before the handshake is over."""
-    return _line({"bye": _proof(token, "bye", run_id, nonce, "")})
+    return _line({"bye": _mac(token, "bye", run_id, (nonce, "")).hex()})
 
 
 def greeting(run_id: str, nonce: str, *, looks: bool = False) -> bytes:
@@ -181,45 +241,49 @@ def read_greeting(line: bytes, run_id: str) -> tuple[str, bool]:
     return _nonce(said["nonce"]), said["looks"]
 
 
-def answer(token: bytes, run_id: str, theirs: str, ours: str) -> bytes:
-    """Give the acceptor's line: its nonce, and the proof that it holds the token."""
-    proof = _proof(token, "acceptor", run_id, theirs, ours)
-    return _line({"elastic_resume": VERSION, "nonce": ours, "proof": proof})
+def answer(nonce: str) -> bytes:
+    """Give the acceptor's first line. Nothing in it is made from the token: the dialler is a stranger yet."""
+    return _line({"elastic_resume": VERSION, "nonce": nonce})
 
 
-def read_answer(line: bytes, token: bytes, run_id: str, ours: str) -> bytes:
-    """Check the acceptor's proof; give the dialler's last line of the handshake.
-
-    Raises:
-        WireError: it does not hold the token, or speaks otherwise.
-
-    """
-    said = _object(line, {"elastic_resume", "nonce", "proof"})
-    theirs = _nonce(said["nonce"])
-    _check_proof(said["proof"], _proof(token, "acceptor", run_id, ours, theirs))
-    return _line({"proof": _proof(token, "dialler", run_id, ours, theirs)})
-
-
-def read_proof(line: bytes, token: bytes, run_id: str, theirs: str, ours: str) -> None:
-    """Check the dialler's proof.
+def read_answer(line: bytes) -> str:
+    """Give the acceptor's nonce.
 
     Raises:
-        WireError: it does not hold the token.
+        WireError: it speaks otherwise.
 
     """
-    said = _object(line, {"proof"})
-    _check_proof(said["proof"], _proof(token, "dialler", run_id, theirs, ours))
+    return _nonce(_object(line, {"elastic_resume", "nonce"})["nonce"])
 
 
-def _proof(token: bytes, side: str, run_id: str, dialler: str, acceptor: str) -> str:
-    text = json.dumps([side, run_id, dialler, acceptor]).encode()
-    return hmac.new(token, text, hashlib.sha256).hexdigest()
+def proof(token: bytes, side: str, run_id: str, nonces: tuple[str, str]) -> bytes:
+    """Give the line by which ``side`` proves itself: "dialler" or "acceptor", whose nonces these are."""
+    return _line({"proof": _mac(token, side, run_id, nonces).hex()})
 
 
-def _check_proof(said: Any, expected: str) -> None:
+def read_proof(line: bytes, token: bytes, side: str, run_id: str, nonces: tuple[str, str]) -> None:
+    """Check the line of `proof`.
+
+    Raises:
+        WireError: that side does not hold the token.
+
+    """
+    said = _object(line, {"proof"})["proof"]
+    expected = _mac(token, side, run_id, nonces).hex()
     # Half of a surrogate pair is JSON and a str, and has no encoding: only ASCII may reach the comparison.
     if not isinstance(said, str) or not said.isascii() or not hmac.compare_digest(said, expected):
         raise WireError("it does not hold the run's token (--rdzv-token-file, ELASTIC_RESUME_TOKEN)")
+
+
+def _seals(token: bytes, run_id: str, nonces: tuple[str, str]) -> tuple[Seal, Seal]:
+    """Give the seals of what the dialler sends, and of what the acceptor does."""
+    dialler, acceptor = (_mac(token, f"{side} sends", run_id, nonces) for side in ("dialler", "acceptor"))
+    return Seal(dialler), Seal(acceptor)
+
+
+def _mac(token: bytes, what: str, run_id: str, nonces: tuple[str, str]) -> bytes:
+    text = json.dumps([what, run_id, *nonces]).encode()
+    return hmac.digest(token, text, "sha256")
 
 
 def _check_version(said: dict[str, Any]) -> None:
@@ -249,24 +313,6 @@ def line_of(stamp: Stamp, body: bytes) -> bytes:
     # By hand: json takes longer for these four numbers than a leader has for a heartbeat.
     head = f'{{"stamp":[{stamp.seq},{stamp.echo},{stamp.generation},{stamp.lease_s!r}],'
     return head.encode() + body + b"\n"
-
-
-def sealed(line: bytes) -> bytes:
-    """Give a line as it is sent: with its sum."""
-    return b"%b%08x\n" % (line[:-1], zlib.crc32(line[:-1]))
-
-
-def unsealed(line: bytes) -> bytes:
-    """Give what was sealed. Both without the end of the line.
-
-    Raises:
-        WireError: some of it was changed on its way.
-
-    """
-    said = line[:-SUM_HEX]
-    if line[-SUM_HEX:] != b"%08x" % zlib.crc32(said):
-        raise WireError("a line that was damaged on its way: it is not what its sum says")
-    return said
 
 
 def encode(stamp: Stamp, message: Message) -> bytes:

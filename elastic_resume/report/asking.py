@@ -18,6 +18,7 @@ from typing import Any
 from elastic_resume import contract
 from elastic_resume.agent.document import VERSION
 from elastic_resume.cluster import node
+from elastic_resume.cluster.node import Node
 from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import RendezvousLostError, UsageError
 from elastic_resume.rendezvous import looking
@@ -111,8 +112,8 @@ def find(path: Path | None, *, endpoint: str | None, run_id: str | None, token_f
     if endpoint is None:
         root = path or Path(os.environ.get(contract.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
         found = [job for job in _jobs_in(root) if name in {None, job.run_id}]
-        if not name and not path:  # in Slurm a run is named after job and script
-            found = [job for job in found if job.run_id.startswith(here.job)]
+        if not name and not path and here.job:
+            found = [job for job in found if _is_of(here, job.run_id)]
         if len(found) == 1:
             return found[0]
         if found:
@@ -130,6 +131,11 @@ def find(path: Path | None, *, endpoint: str | None, run_id: str | None, token_f
     token, _ = read_token(token_file, os.environ, name)
     addresses = [str(one) for one in parse_endpoints(endpoint)] if endpoint else list(here.candidates)
     return Job(name, look_key(token), addresses)
+
+
+def _is_of(here: Node, run_id: str) -> bool:
+    """Whether the scheduler's job has that run: in Slurm it is named after job and script."""
+    return run_id == here.job or (here.scheduler == "slurm" and run_id.startswith(f"{here.job}-"))
 
 
 def _jobs_in(root: Path) -> list[Job]:

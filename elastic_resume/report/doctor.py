@@ -28,6 +28,7 @@ from elastic_resume.cluster.pods import Pods
 from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.names import lookup, own_addresses, read_address
+from elastic_resume.rendezvous.token import read_token
 from elastic_resume.report.saying import say
 from elastic_resume.report.text import size
 
@@ -177,8 +178,11 @@ def of_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
     token = "set" if environ.get(contract.ENV_TOKEN) else "not set"
     if "SLURM_JOB_ID" in environ and token == "not set":  # noqa: S105
         token = "made in the shared directory, where there are several nodes"  # noqa: S105
-    empty = environ.get(contract.ENV_TOKEN) == ""
-    problem = f"{contract.ENV_TOKEN} is empty: unset it, or give a secret" if empty else ""
+    problem = ""
+    try:
+        read_token(None, environ, "")
+    except ConfigError as error:
+        problem = str(error).rstrip(".")
     found.append(Finding("token", token, contract.ENV_TOKEN, problem))
     return [*found, *_grace(environ), *_notices(environ)]
 

@@ -132,7 +132,11 @@ class Visit(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer, if the password is right."""
         if not self._may():
-            self._send(HTTPStatus.UNAUTHORIZED, b"The run's token, please.\n", "text/plain; charset=utf-8")
+            self._send(
+                HTTPStatus.UNAUTHORIZED,
+                b"The text of http-token in this node's directory, please.\n",
+                "text/plain; charset=utf-8",
+            )
             return
         self.server.trust(self.request)
         page = self.path.partition("?")[0]
