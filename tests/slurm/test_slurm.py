@@ -25,6 +25,7 @@ from tests.slurm.site import NODES, Slurm
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 TRAIN = str(ROOT / "tests" / "jobs" / "train.py")
 ALLOCATION = str(ROOT / "deploy" / "slurm" / "train.sbatch")
 ARRAY = str(ROOT / "deploy" / "slurm" / "array.sbatch")
@@ -297,6 +298,21 @@ def test_an_allocation_that_loses_the_batch_host_does_not_hang(slurm: Slurm) -> 
     slurm.start_now(job.id)
     assert job.wait_state(*OVER) == "COMPLETED"
     assert slurm.job(job.id)["Restarts"] == "1"
+
+
+def test_the_line_of_the_readme_goes_on_without_a_node_that_lost_its_power(slurm: Slurm) -> None:
+    """What a reader copies first must not die with its first node."""
+    (line,) = (line for line in README.read_text().splitlines() if line.startswith("    srun "))
+    command, _, said = line.partition("#")
+    assert said.strip().endswith("sbatch --no-kill")
+    script = slurm.directory / "readme.sbatch"
+    script.write_text(f"#!/bin/bash\n{command.strip().removesuffix('train.py')}\"$@\"\n")
+    job = submit(slurm, str(script), "--nodes=3", "--no-kill")
+    former = job.wait_world(3)["generation"]
+    job.lose_power(NODES[-1])  # the batch host is the first
+    assert went_on(job, former)["world_size"] == 2
+    slurm.command("scancel", job.id)
+    job.wait_state(*OVER)
 
 
 def test_srun_starts_a_job_without_any_flag(slurm: Slurm) -> None:
