@@ -306,13 +306,18 @@ def test_the_line_of_the_readme_goes_on_without_a_node_that_lost_its_power(slurm
     command, _, said = line.partition("#")
     assert said.strip().endswith("sbatch --no-kill")
     script = slurm.directory / "readme.sbatch"
-    script.write_text(f"#!/bin/bash\n{command.strip().removesuffix('train.py')}\"$@\"\n")
+    script.write_text(f'#!/bin/bash\n{command.strip().removesuffix("train.py")}"$@"\n')
     job = submit(slurm, str(script), "--nodes=3", "--no-kill")
     former = job.wait_world(3)["generation"]
     job.lose_power(NODES[-1])  # the batch host is the first
     assert went_on(job, former)["world_size"] == 2
-    slurm.command("scancel", job.id)
-    job.wait_state(*OVER)
+    lost = slurm.machines.name(NODES[-1])
+    slurm.wait(
+        lambda: "DOWN" in slurm.command("sinfo", "-h", "-n", lost, "-o", "%T").upper(), f"{lost} is down"
+    )
+    job.wait_step(job.newest() + 20, former + 1)  # two seconds after Slurm itself knows of the loss
+    job.hurry()
+    assert job.wait_state(*OVER) == "COMPLETED"
 
 
 def test_srun_starts_a_job_without_any_flag(slurm: Slurm) -> None:
