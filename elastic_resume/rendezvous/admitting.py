@@ -59,9 +59,16 @@ class Gate:
         return ""
 
     def _count_former_lives(self) -> None:
-        """Whoever follows us is not among the living in a former life, in whatever world we just heard of."""
+        """Count former lives of those who follow us gone, in whatever world we just heard of.
+
+        A follower that was not heard lately, or is known gone, may itself be the former life.
+        """
         body = self.body
-        lives = {part.who.node: part.who for part in self.roster}
+        lives = {
+            part.who.node: part.who
+            for part in self.roster
+            if body.is_fresh(part.link) and part.who not in body.known.gone
+        }
         members = {m for w in body.known.worlds for m in body.known.alive(w)}
         former = [one for one in members if lives.get(one.node, one) != one]
         if former and body.settings.rules.incarnations:
