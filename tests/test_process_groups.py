@@ -15,14 +15,25 @@ from tests.test_cli_run import wait_for
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import atexit, os, signal, sys
+import atexit, os, signal, sys, time
 from pathlib import Path
 
 def threads():
-    return sum("gloo_runloop" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
+    found = 0
+    for name in Path("/proc/self/task").glob("*/comm"):
+        try:
+            found += "gloo_runloop" in name.read_text()
+        except OSError:  # it has just ended
+            pass
+    return found
 
-# Registered first, so called last, but before the interpreter ends.
-atexit.register(lambda: print("threads", threads(), flush=True))
+@atexit.register  # first, so it is called last, but before the interpreter ends
+def tell():
+    limit = time.monotonic() + 10
+    while threads() > int(sys.argv[2]) and time.monotonic() < limit:
+        time.sleep(0.01)  # one that was joined may be listed for another moment
+    print("threads", threads(), flush=True)
+
 import torch
 import torch.distributed as dist
 import elastic_resume as er
@@ -67,7 +78,7 @@ def test_no_thread_that_may_hold_a_tensor_is_left_when_the_interpreter_ends(
     how: list[str], left: int, script: Path, tmp_path: Path
 ) -> None:
     """One that drops it then aborts the process: "terminate called without an active exception"."""
-    for done in ranks.run(2, script, str(tmp_path / "kept"), *how):
+    for done in ranks.run(2, script, str(tmp_path / "kept"), str(left), *how):
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == f"threads {left}", done.stderr
 
@@ -78,7 +89,7 @@ def test_a_peer_that_stands_still_does_not_hold_the_end_up(
 ) -> None:
     """Not even where one of our collectives waits for it; gloo would wait for half an hour."""
     port = free_port("")
-    words = [sys.executable, str(script), str(tmp_path / "kept"), "stop", *how]
+    words = [sys.executable, str(script), str(tmp_path / "kept"), "99", "stop", *how]
     peers = [
         subprocess.Popen(words, env=ranks.environment(rank, 2, port), stderr=subprocess.PIPE, text=True)
         for rank in range(2)
