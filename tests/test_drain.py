@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from elastic_resume import contract
 from elastic_resume.store.catalog import Catalog
 from tests.test_cli_run import Agent, Agents, alive, wait_for
 from tests.test_cli_run import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
@@ -21,6 +25,42 @@ signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("told").touch())
 pathlib.Path(f"worker-{os.getpid()}").touch()
 while True:
     time.sleep(1)
+"""
+
+# Children of all kinds that a script forks, while its rank may be asked to end.
+FORKS = """
+import multiprocessing, os, signal, sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import elastic_resume as er
+
+model = torch.nn.Linear(2, 2)
+run = er.resume(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+fork = multiprocessing.get_context("fork")
+
+def idle(ready):
+    ready.set()
+    while True:
+        time.sleep(3600)
+
+def child(**kind):
+    ready = fork.Event()
+    process = fork.Process(target=idle, args=(ready,), **kind)
+    process.start()
+    ready.wait()
+    return process
+
+terminated = child()
+terminated.terminate()
+terminated.join(20)
+print("terminated", terminated.exitcode, flush=True)
+os.kill(terminated.pid, signal.SIGKILL) if terminated.exitcode is None else None
+idle_child = child(daemon=True)  # Python terminates it at the end of this process, and waits for that
+loader = DataLoader(TensorDataset(torch.zeros(4, 2)), num_workers=1, persistent_workers=True)
+for _ in run.epochs(1):
+    for batch in loader:
+        run.step()
+run.close()
 """
 
 
@@ -99,3 +139,41 @@ def test_a_grace_that_is_no_time_is_refused(agents: Agents, grace: str) -> None:
     assert code == 1
     assert "--grace is" in log
     assert not agents.events("agent-start")
+
+
+def test_processes_that_a_script_forks_end_by_sigterm(agents: Agents) -> None:
+    """`terminate()` ends a child, and a finished job does not wait for its idle children."""
+    agents.script(FORKS)
+    code, log = agents.run("train.py", OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    assert code == 0, log
+    assert f"terminated -{signal.SIGTERM.value}\n" in log, log
+
+
+# One child is signalled before any of our own code runs in it; the other one's parent had been asked to end.
+FORKED_EARLY = """
+import os, signal
+early = []
+os.register_at_fork(after_in_child=lambda: early and os.kill(os.getpid(), signal.SIGTERM))
+from elastic_resume.worker import drain
+
+def child():
+    if (pid := os.fork()) == 0:
+        drain.Drain.end_instead_of(RuntimeError)
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+mine = drain.Drain()
+signal.raise_signal(signal.SIGTERM)
+assert mine.wanted
+told = [child()]
+early.append(True)
+print(*told, child())
+"""
+
+
+def test_a_forked_child_ends_when_it_is_asked_and_not_when_its_parent_was() -> None:
+    """Even when it is asked before it has given SIGTERM back."""
+    env = {**os.environ, contract.ENV_AGENT_PID: str(os.getpid())}
+    code = [sys.executable, "-c", FORKED_EARLY]
+    done = subprocess.run(code, env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["7", str(-signal.SIGTERM)], done.stderr

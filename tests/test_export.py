@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import sys
 from collections import Counter, deque
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ import elastic_resume as er
 from elastic_resume import contract
 from elastic_resume.cli import main
 from elastic_resume.errors import CorruptError, MachineError, UsageError
-from elastic_resume.store import checkpoint, writing
+from elastic_resume.store import checkpoint, durable, writing
 from elastic_resume.store.durable import Disk
 from elastic_resume.store.manifest import Manifest, Position
 from elastic_resume.worker import state
@@ -212,6 +216,84 @@ def test_dcp_loads_it(saved: Path, net: Net, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a directory"):
         out(saved, tmp_path / "mine", file_format="dcp", force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "dcp", "mine"]
+
+
+def test_a_directory_is_replaced_in_one_step_or_refused(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file system cannot exchange two names; the old directory stays as it was."""
+    target = tmp_path / "out" / "dcp"
+    target.parent.mkdir()
+    out(saved, target, file_format="dcp")
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    monkeypatch.setattr(durable, "_exchange", lambda *_: errno.EINVAL)
+    with pytest.raises(MachineError, match="cannot exchange two names in one step; remove it first"):
+        out(saved, target, file_format="dcp", name="optimizer", force=True)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert [path.name for path in target.parent.iterdir()] == ["dcp"]
+
+
+# Replaces a directory of DCP's in one child after the other, each killed behind one operation more.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from elastic_resume.store import checkpoint
+from elastic_resume.store.durable import Disk
+from elastic_resume.worker import contents
+from elastic_resume.worker.export import export
+
+class Doomed(Disk):
+    left = 0
+    def die(self):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def doomed(operation):
+    def done(self, *given):
+        operation(self, *given)
+        self.die()
+    return done
+
+for name in ("rename", "exchange", "unlink", "rmdir", "sync_dir"):
+    if hasattr(Disk, name):
+        setattr(Doomed, name, doomed(getattr(Disk, name)))
+
+torch.set_num_threads(1)
+saved, target = Path(sys.argv[1]), Path(sys.argv[2])
+manifest = checkpoint.quick_check(saved, None)
+for left in range(1, 1000):
+    if (pid := os.fork()) == 0:
+        Doomed.left = left
+        export(saved, manifest, target, name="optimizer", file_format="dcp", force=True, disk=Doomed())
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    tree = contents.look_into(target).tree if target.exists() else {}
+    print(os.waitstatus_to_exitcode(status), *tree, flush=True)
+    if status == 0:
+        break
+    for path in target.parent.iterdir():
+        os.system(f"rm -r {path}")
+    export(saved, manifest, target, file_format="dcp")
+"""
+
+
+@pytest.mark.slow
+def test_a_crash_leaves_the_old_directory_or_the_new_one(saved: Path, tmp_path: Path) -> None:
+    """After each operation of the disk; never nothing."""
+    target = tmp_path / "out" / "dcp"
+    target.parent.mkdir()
+    out(saved, target, file_format="dcp")
+    words = [sys.executable, "-W", "ignore", "-c", KILLED, str(saved), str(target)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=120)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[-1:] == [["0", "optimizer"]], done.stdout + done.stderr
+    assert {code for code, *_ in lines[:-1]} == {"-9"}
+    held = [line[1:] for line in lines]
+    assert held == sorted(held), "first the old one, then the new one"
+    assert [*map(list, dict.fromkeys(map(tuple, held)))] == [["model"], ["optimizer"]]
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

@@ -268,6 +268,19 @@ def test_a_step_seeds_all_that_draws_on_the_cpu() -> None:
     assert torch.initial_seed() == words[-1]
 
 
+@pytest.mark.parametrize("step", [0, 1, 12345])
+def test_no_two_ranks_have_the_same_seed_at_a_step(step: int) -> None:
+    """In the 32 bits that torch's CPU generator and numpy take: random ones would coincide 8 times."""
+    first, second = (torch.Generator().manual_seed(word) for word in (5, 5 + (1 << 32)))
+    assert torch.equal(torch.rand(4, generator=first), torch.rand(4, generator=second)), "32 bits it is"
+    words = [rng.word_of(7, rank, step) for rank in range(1 << 18)]
+    assert len({word & 0xFFFFFFFF for word in words}) == len(words)
+    assert all(0 <= word < 1 << 63 for word in words)
+    assert len({word >> 32 for word in words}) > len(words) * 0.99, "other generators take all of them"
+    assert rng.word_of(7, 1, step) != rng.word_of(8, 1, step)
+    assert rng.word_of(7, 1, step) != rng.word_of(7, 1, step + 1)
+
+
 class Job:
     """A script that draws in its dataset, in its steps, after some of them and between epochs."""
 
@@ -391,7 +404,7 @@ def test_numbers_that_were_not_saved_begin_anew_and_that_is_said(capsys: pytest.
     numbers = rng.RandomNumbers("saved", 4)
     numbers.load_state_dict(old)
     numbers.begin(8, resumed=True)
-    assert torch.initial_seed() == rng.mix(3, 0, 8)
+    assert torch.initial_seed() == rng.word_of(3, 0, 8)
     assert "without states of generators" in capsys.readouterr().err
     before = host_state()
     for numbers in (rng.RandomNumbers("saved", 4), rng.RandomNumbers("off", 4)):

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from elastic_resume import contract
 from elastic_resume.agent import guard
 from elastic_resume.policy import budget
-from elastic_resume.store import slots
+from elastic_resume.store import ordering, slots
 from elastic_resume.store.layout import Layout, TensorSpec
 from elastic_resume.store.rack import Rack
 from elastic_resume.store.slots import Control, SlotState, mark_of, order_of
@@ -413,3 +414,48 @@ def test_a_guard_waits_for_a_copy_and_not_for_one_that_may_never_begin(
     assert seen == [(False, False), (False, True), (True, True)]
     control.close()
     os.close(descriptor)
+
+
+# ---- processors that reorder ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64", "ppc64le", "riscv64"])
+def test_where_stores_may_be_reordered_a_barrier_lies_between_them(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two accesses of the words; what each barrier finds stored is told."""
+    found: list[int] = []
+    descriptor = Control.make()
+    monkeypatch.setattr(ordering, "MACHINE", "x86_64")
+    plain = Control(descriptor)
+    monkeypatch.setattr(ordering, "MACHINE", machine)
+    monkeypatch.setattr(ordering, "barrier", lambda: found.append(plain.record(0).get("target")))
+    control = Control(descriptor)
+    os.close(descriptor)
+    record = control.record(0)
+    for value in (7, 8):
+        record.set("target", value)
+        assert record.get("target") == value
+    seen = found.copy()
+    control.set("decided", 8)
+    control.copying(0, 8)
+    record.mark(0, 8)
+    record.set("parts", 1)
+    assert record.counts() == 8
+    assert not control.is_behind([0], 8)
+    accesses = 10  # `counts` has three
+    if machine == "x86_64":
+        assert found == []
+    else:
+        # Around each of: store 7, read it, store 8, read it.
+        assert seen == [0, 7, 7, 7, 7, 8, 8, 8]
+        assert len(found) - len(seen) == 2 * (accesses - 2)
+    for one in (control, plain):
+        one.close()
+
+
+def test_a_barrier_holds_up_nobody() -> None:
+    """Any number of threads may pass one at the same time."""
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(ordering.barrier) for _ in range(4000)]:
+            done.result(60)

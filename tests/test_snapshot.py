@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import elastic_resume as er
-from elastic_resume import failpoints
+from elastic_resume import events, failpoints
 from elastic_resume.errors import UsageError
 from elastic_resume.store import slots
 from elastic_resume.store.layout import Layout
@@ -240,6 +240,142 @@ def test_state_that_changes_behind_the_fence_is_found_and_named(begin: Callable[
         objects["model"].a.weight.mul_(1.5)
     with pytest.raises(UsageError, match=r"model/a\.weight changed between run\.step\(\) and the next"):
         step(objects)
+
+
+def replay(objects: dict[str, Any]) -> None:
+    """Change parameters and optimizer state as a replayed CUDA graph of the step does: without any hook."""
+    with torch.no_grad():
+        for leaf in state.flatten(objects).of_kind(state.REPLICATED):
+            leaf.tensor.add_(1)
+
+
+def failures(run: Run) -> list[str]:
+    """What the event log says of snapshots that failed."""
+    path = run._place.node_dir / "events.jsonl"
+    return [str(event["reason"]) for event in events.read(path) if event["event"] == "snapshot-failed"]
+
+
+SLOWLY = "snapshot.copying=delay:0.2"  # so that what training does meanwhile would be in the copy
+
+
+def test_a_step_without_hooks_is_never_copied_half(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replayed CUDA graph runs none: training waits for the copy."""
+    objects = KINDS["adamw"]()
+    run = begin(**objects)
+    replay(objects)
+    monkeypatch.setattr(failpoints, "_points", failpoints._parse(SLOWLY))
+    for number in range(1, 4):
+        run.step()
+        tensors, _ = expected(run)
+        replay(objects)
+        assert run._saver.snapshots.finished(20)
+        found, _, at = held(run)
+        assert at == number
+        assert same(tensors, found) == []
+    assert failures(run) == []
+
+
+@pytest.mark.parametrize("when", ["before it is copied", "when it has been copied"])
+def test_what_was_copied_while_a_graph_was_replayed_counts_no_more(
+    when: str, begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Behind steps that had hooks nobody can know that the next one has none: it is seen at its end."""
+    objects = KINDS["adamw"]()
+    run = begin(**objects)
+    step(objects)
+    monkeypatch.setattr(failpoints, "_points", failpoints._parse(SLOWLY))
+    run.step()
+    if when == "before it is copied":
+        replay(objects)
+    else:
+        assert run._saver.snapshots.finished(20)
+        objects["model"].a.weight.data.add_(1)  # which counts no version
+    monkeypatch.setattr(run._saver.snapshots, "take", lambda *_, **__: False)  # else the next one counts
+    run.step()
+    assert run._keeping.memory.newest() is None
+    (reason,) = failures(run)
+    assert reason.startswith("model/")
+    assert "Change what is tracked in optimizer.step(), outside of CUDA graphs" in reason
+    assert reason in capsys.readouterr().err
+
+
+def test_steps_that_leave_the_optimizer_out_keep_their_copies(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GradScaler does after an overflow, or a script that adds gradients up by itself."""
+    objects = KINDS["two"]()
+    run = begin(**objects)
+    monkeypatch.setattr(failpoints, "_points", failpoints._parse("snapshot.copying=delay:0.02"))
+    for number in range(1, 9):
+        if number % 3 == 0:
+            step(objects)
+        run.step()
+        assert run._saver.snapshots.finished(20)
+        assert held(run)[2] == number
+    assert failures(run) == []
+
+
+def test_an_optimizers_step_that_is_captured_is_refused(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a CUDA graph; before any replay."""
+    objects = KINDS["adamw"]()
+    begin(**objects)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    before = [parameter.clone() for parameter in objects["model"].parameters()]
+    with pytest.raises(UsageError, match=r"Capture forward and backward only, and call optimizer\.step"):
+        objects["optimizer"].step()
+    assert all(map(torch.equal, before, objects["model"].parameters()))
+
+
+class Cudart:
+    """Stands for CUDA's runtime: knows which memory is registered, and refuses what it would."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.most = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        """Register, once."""
+        assert flags == 0
+        assert address not in self.registered
+        self.registered[address] = size
+        self.most = max(self.most, len(self.registered))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        """Forget what is registered, and still mapped."""
+        del self.registered[address]
+        assert f"{address:x}-" in Path("/proc/self/maps").read_text()
+        return 0
+
+
+def test_slots_that_are_replaced_are_not_left_pinned(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process that uses CUDA; a closed run leaves none."""
+    cuda = Cudart()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(copying.Streams, "begin", lambda *_: {torch.device("cpu"): None})
+    monkeypatch.setattr(copying.Streams, "copy", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    model, diary = nn.Linear(4, 4), Diary()
+    objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    run = begin(**objects, diary=diary)
+    for number in range(15):
+        step(objects)
+        diary.text = "x" * (70_000 << number // 3 * 2)
+        run.step()
+        assert run._saver.snapshots.finished(20), number
+    states = run._keeping.memory.control.states()
+    assert max(one.serial for one in states) > 9  # so there were others before
+    assert 0 < cuda.most <= 2 * len(states)
+    run.close()
+    assert not cuda.registered
 
 
 def test_new_tensors_make_a_new_layout_and_the_newest_snapshot_stays(begin: Callable[..., Run]) -> None:

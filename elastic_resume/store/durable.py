@@ -41,6 +41,8 @@ _ADVICE = {
 }
 # Some network file systems have no fsync of a directory; their rename is then as durable as it gets.
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+_NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}  # NFS, 9p and others
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
 
 @contextlib.contextmanager
@@ -136,6 +138,23 @@ class Disk:
         with machine("rename to", target):
             os.rename(source, target)  # noqa: PTH104  one spelling for what the crash test records
 
+    def exchange(self, source: Path, target: Path) -> None:
+        """Let two names that exist change places, atomically: how a directory is replaced.
+
+        Raises:
+            MachineError: also where the kernel or the file system cannot.
+
+        """
+        with machine("exchange names with", target):
+            number = _exchange(os.fsencode(source), os.fsencode(target))
+            if number in _NO_EXCHANGE:
+                raise MachineError(
+                    f"cannot replace {target}: its file system cannot exchange two names in one step; remove "
+                    "it first, or give another name."
+                )
+            if number:
+                raise OSError(number, os.strerror(number))
+
     def unlink(self, path: Path) -> None:
         """Remove a file."""
         with machine("remove", path):
@@ -184,6 +203,16 @@ class Disk:
 
 
 DISK = Disk()
+
+
+def _exchange(source: bytes, target: bytes) -> int:
+    """Call renameat2(2); give the error's number, 0 when it went well."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        failed = libc.renameat2(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_EXCHANGE)
+    except AttributeError:  # glibc before 2.28
+        return errno.ENOSYS
+    return ctypes.get_errno() if failed else 0
 
 
 def _write_direct(descriptor: int, view: memoryview) -> int:

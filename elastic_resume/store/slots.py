@@ -14,8 +14,9 @@ then stores the mark as its own. A slot counts when target and all those marks a
 somebody died over never does.
 
 Readers do not lock. The keeper says which mark it ``held`` while it reads a slot, so that the lead takes
-another, and looks again when it has read: what was taken away meanwhile is not used. Between two such
-stores lie thousands of instructions, locked ones among them: processors that reorder stores do no harm.
+another, and looks again when it has read: what was taken away meanwhile is not used. On x86 stores are seen
+in the order in which they were made, and between a store and a read that must not overtake it lie thousands
+of instructions, locked ones among them. Elsewhere each access has a barrier on either side (`ordering`).
 
 Does not know torch, disks or sockets.
 """
@@ -32,7 +33,9 @@ from dataclasses import dataclass
 
 import xxhash
 
+from elastic_resume.store import ordering
 from elastic_resume.store.board import MAX_LOCAL_RANKS
+from elastic_resume.store.ordering import Words
 
 MAX_SLOTS = 8  # three in use, and as many again while a larger layout takes their place
 ALIGNMENT = 4096
@@ -151,7 +154,8 @@ class Control:
         """Map the block; ``descriptor`` stays the caller's."""
         self._is_closed = False
         self._map = mmap.mmap(descriptor, CONTROL_BYTES)
-        self._words = (ctypes.c_uint64 * (CONTROL_BYTES // 8)).from_buffer(self._map)
+        words = (ctypes.c_uint64 * (CONTROL_BYTES // 8)).from_buffer(self._map)
+        self._words = ordering.ordered(words)
 
     @staticmethod
     def make() -> int:
@@ -204,7 +208,7 @@ class Record:
 
     __slots__ = ("_at", "_words", "index")
 
-    def __init__(self, words: ctypes.Array[ctypes.c_uint64], index: int) -> None:
+    def __init__(self, words: Words, index: int) -> None:
         self.index = index
         self._words = words
         self._at = _RECORDS_AT + index * _RECORD_WORDS

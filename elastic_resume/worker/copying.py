@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from elastic_resume.store.board import STACKS_SIGNAL
 from elastic_resume.store.layout import Layout
+from elastic_resume.store.slots import Slot
 from elastic_resume.worker.image import DTYPES
 
 _dtype = attrgetter("dtype")
@@ -159,7 +160,7 @@ class Streams:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
-        self._pinned: dict[int, memoryview] = {}  # held: memory that CUDA knows must not be unmapped
+        self._pinned: dict[tuple[int, int], Slot | None] = {}  # held: CUDA's memory must stay mapped
 
     def begin(self, devices: Iterable[torch.device]) -> dict[torch.device, Any]:
         """Note, for each device, what its training stream has been given until now."""
@@ -183,16 +184,31 @@ class Streams:
                 stream.record_event(copied)
                 job.events.append((device, copied))
 
-    def pin(self, memory: memoryview) -> None:
+    def pin(self, slot: Slot) -> None:
         """Register a slot's memory with CUDA, once: copies to other memory are staged, and so wait."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        if address in self._pinned or not torch.cuda.is_initialized():
+        key = (slot.index, slot.serial)
+        if key in self._pinned or not torch.cuda.is_initialized():
             return
-        self._pinned[address] = memory
         with contextlib.suppress(RuntimeError, AttributeError):
-            code = torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
+            code = torch.cuda.cudart().cudaHostRegister(_address(slot), slot.capacity, 0)
+            self._pinned[key] = slot if int(code) == 0 else None
             if int(code) != 0:
                 warnings.warn(f"a slot cannot be pinned (CUDA error {int(code)})", stacklevel=2)
+
+    def unpin(self, alive: Collection[tuple[int, int]] = ()) -> None:
+        """Let CUDA forget slots that are not among those (index, serial): else their memory stays.
+
+        Call it while nothing is being copied.
+        """
+        for key in [key for key in self._pinned if key not in alive]:
+            slot = self._pinned.pop(key)
+            if slot is not None:
+                with contextlib.suppress(RuntimeError, AttributeError):
+                    torch.cuda.cudart().cudaHostUnregister(_address(slot))
+
+
+def _address(slot: Slot) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(slot.memory))
 
 
 def fence(job: Job) -> None:

@@ -2,6 +2,9 @@
 
 Only under our agent, where SIGTERM means a drain: a restart kills at once. Under torchrun the signal comes
 with every restart, when no further step may ever end. A handler of the script's own is left in place.
+
+Processes that the script forks get back what SIGTERM did before: they have no step to end at, and
+``Process.terminate()`` has to end them.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ class Drain:
     def __init__(self) -> None:
         Drain.newest = self
         self.wanted = False
+        self._pid = os.getpid()
         self._takes_part = (
             contract.ENV_AGENT_PID in os.environ
             and threading.current_thread() is threading.main_thread()
@@ -32,6 +36,8 @@ class Drain:
 
     def _note(self, number: int, frame: object) -> None:
         del number, frame
+        if os.getpid() != self._pid:  # a forked child, asked before `_give_back` ran in it
+            self.end()
         self.wanted = True
 
     def end(self) -> None:
@@ -52,3 +58,14 @@ class Drain:
         self._takes_part = False
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _give_back() -> None:
+    """Let SIGTERM do in a forked child what it did before a drain took it."""
+    taker = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    if isinstance(taker, Drain):
+        taker.close()
+    Drain.newest = None
+
+
+os.register_at_fork(after_in_child=_give_back)

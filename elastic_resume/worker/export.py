@@ -219,10 +219,9 @@ def _put_dcp(target: Path, state: Any, disk: Disk) -> int:
             size = sum(path.stat().st_size for path in temporary.iterdir())
         disk.sync_dir(temporary)
         if os.path.lexists(target):
-            old = target.with_name(temporary_name(target.name))
-            disk.rename(target, old)
-            disk.rename(temporary, target)
-            disk.remove_tree(old)
+            disk.exchange(temporary, target)  # now the temporary name is the old one's
+            disk.sync_dir(target.parent)  # or a power cut gives it back its name, and not all of its files
+            disk.remove_tree(temporary)
         else:
             disk.rename(temporary, target)
     except BaseException:

@@ -1,9 +1,10 @@
 """Random numbers that a resumed run draws as the uninterrupted one did.
 
 ``derived``: nothing is stored. At each step boundary, and again when the next batch is asked for, every rank
-seeds its generators from (seed, rank, step). So a rank that never existed before has its stream too, two
-ranks never share one, and what a script draws in between (an evaluation every N steps, the seed that each
-DataLoader draws for its workers) is not missed by a run that resumes behind it.
+seeds its generators from (seed, rank, step). So a rank that never existed before has its stream too, and
+what a script draws in between (an evaluation every N steps, the seed that each DataLoader draws for its
+workers) is not missed by a run that resumes behind it. At any step no two ranks have the same seed, although
+torch's CPU generator and numpy take 32 bits of it only; streams of different steps may coincide.
 
 ``saved``: nothing is seeded, and the states of the generators are part of each copy, so that a job draws what
 the plain script draws, resumed or not. In a world of one only: a node's copy stands for the whole job
@@ -36,6 +37,8 @@ import xxhash
 from elastic_resume.worker.telling import say
 
 DERIVED, SAVED, OFF = MODES = ("derived", "saved", "off")
+_LOW = 0xFFFFFFFF
+_RANKS = 2  # salt of what all ranks have in common at a step; 1 is that of samples, see `seeding`
 
 
 class RandomNumbers:
@@ -101,7 +104,19 @@ class RandomNumbers:
             self._seed(step)
 
     def _seed(self, step: int) -> None:
-        seed_all(mix(self.seed, self._rank, step))
+        seed_all(word_of(self.seed, self._rank, step))
+
+
+def word_of(seed: int, rank: int, step: int) -> int:
+    """Give the 63 bits that ``rank`` seeds its generators with at ``step``.
+
+    No two ranks have the same low 32 bits: of 1,024 ranks with random ones, two would in one step of 8,000.
+    """
+    low = (mix(seed, step, 0, _RANKS) + rank) & _LOW
+    low = ((low ^ low >> 16) * 0x85EBCA6B) & _LOW  # MurmurHash3's fmix32, which is one to one
+    low = ((low ^ low >> 13) * 0xC2B2AE35) & _LOW
+    low ^= low >> 16
+    return mix(seed, rank, step) & ~_LOW | low
 
 
 def mix(first: int, second: int, third: int, salt: int = 0) -> int:
@@ -115,7 +130,7 @@ def seed_host(word: int) -> None:
     random.seed(word)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(word & 0xFFFFFFFF)
+        numpy.random.seed(word & _LOW)
 
 
 def seed_all(word: int) -> None:

@@ -104,6 +104,7 @@ class Saver:
 
         """
         with self._counted():
+            self.snapshots.end_step(position.step)
             self._take_due(position, may_save=may_save, epoch_over=epoch_over)
 
     def _take_due(self, position: Position, *, may_save: bool, epoch_over: bool) -> None:

@@ -5,10 +5,11 @@ Made anew only when a tensor comes, goes or is replaced. Every local rank makes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import xxhash
 from torch import Tensor
 
@@ -16,11 +17,12 @@ from elastic_resume.store import note, slots
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.slots import Slot
 from elastic_resume.worker.image import spec_of
-from elastic_resume.worker.state import REPLICATED, Leaf
+from elastic_resume.worker.state import REPLICATED, Leaf, fingerprints
 from elastic_resume.worker.tracking import Sight, without_collection
 
 # Below this the lead copies all: another rank's thread would cost more than its share takes.
 SPLIT_BYTES = 32 << 20
+VERSIONS = 64  # of so many tensors the version is looked at, for it takes 60 ns each
 
 
 class Share:
@@ -33,6 +35,7 @@ class Share:
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.leaves = tuple(leaves)
         self.tensors = [leaf.tensor for leaf in leaves]
+        self._looked_at = self.leaves[:: 1 + len(self.leaves) // VERSIONS]
         self.devices = frozenset(tensor.device for tensor in self.tensors if tensor.is_cuda)
         self._targets: dict[tuple[int, int], list[Tensor]] = {}
 
@@ -43,6 +46,21 @@ class Share:
             by_name = views()
             self._targets[key] = [by_name[leaf.name] for leaf in self.leaves]
         return self._targets[key]
+
+    def versions(self) -> list[int]:
+        """How often some of the tensors, all over the share, have been changed in place."""
+        return [0 if leaf.tensor.is_inference() else leaf.tensor._version for leaf in self._looked_at]  # noqa: SLF001
+
+    def changed(self, views: Mapping[str, Tensor], versions: list[int]) -> list[str]:
+        """Name those that may not be in ``views`` as they were when they had the ``versions``.
+
+        What was changed before it was copied shows by its version, what was changed afterwards by its bytes,
+        all of which are read.
+        """
+        both = zip(self._looked_at, versions, self.versions(), strict=True)
+        before = [leaf.name for leaf, was, now in both if was != now]
+        copied = fingerprints(replace(leaf, tensor=views[leaf.name]) for leaf in self.leaves)
+        return before or [name for name, now in fingerprints(self.leaves).items() if now != copied[name]]
 
     def forget(self, alive: Collection[tuple[int, int]]) -> None:
         """Let go of slots that are not among those (index, serial): else their memory stays."""
@@ -82,6 +100,19 @@ class Sheet:
             share.forget(alive)
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a rank copies of one snapshot. ``slot`` None: the lead has still to say which."""
+
+    sheet: Sheet
+    slot: Slot | None
+    mark: int
+    share: Share
+    clones: list[tuple[str, Tensor]]  # on devices, of what is copied at once
+    after: dict[torch.device, Any]
+    due: Iterable[bool]  # see `tracking.Sight`
+
+
 @without_collection
 def make(sight: Sight, about: Mapping[str, Any], parts: int) -> Sheet:
     """Plan a snapshot of what is seen.
@@ -114,6 +145,11 @@ def make(sight: Sight, about: Mapping[str, Any], parts: int) -> Sheet:
 def size_of(tensor: Tensor) -> int:
     """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
+
+
+def some(names: Sequence[str]) -> str:
+    """Name the first, and say how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _dealt(leaves: Sequence[Leaf], parts: int) -> list[list[Leaf]]:

@@ -6,8 +6,9 @@ then copy their shares of parameters and optimizer state in a thread, while forw
 before ``optimizer.step()`` waits until this rank's share is copied: the fence. A slot counts when every
 share is in place; one that somebody died over never does.
 
-Without a tracked optimizer to put the fence before, all is copied at once. What changes parameters
-otherwise, between ``run.step()`` and ``optimizer.step()``, would be copied half: `verify` finds that.
+Without a tracked optimizer to put the fence before, or where none called its hook in the step before
+(`barrier`), training waits for the whole copy. What changes parameters otherwise, between ``run.step()`` and
+``optimizer.step()``, would be copied half: `verify` finds that.
 
 Does not know when (`saver`) nor what becomes of a snapshot (the keeper).
 """
@@ -16,8 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,29 +30,17 @@ from elastic_resume.store.manifest import Position
 from elastic_resume.store.slots import Slot, mark_of
 from elastic_resume.worker import sheet as sheets
 from elastic_resume.worker import state, telling
+from elastic_resume.worker.barrier import UNSEEN, Barrier
 from elastic_resume.worker.copying import Copyist, Job, Streams, copy_now, fence, run, verify, views
 from elastic_resume.worker.memory import Memory
 from elastic_resume.worker.place import Place
-from elastic_resume.worker.sheet import Share, Sheet
+from elastic_resume.worker.sheet import Share, Sheet, Task, some
 from elastic_resume.worker.tracking import Sight, Tracker
 
 # The other local ranks finish the same step at about the same time, or are gone.
 PATIENCE_S = 2.0
 LOOK_S = 0.0002
 LATE_LOOK_S = 0.005  # when it takes longer
-
-
-@dataclass(frozen=True)
-class _Task:
-    """What a rank copies of one snapshot. ``slot`` None: the lead has still to say which."""
-
-    sheet: Sheet
-    slot: Slot | None
-    mark: int
-    share: Share
-    clones: list[tuple[str, torch.Tensor]]  # on devices, of what is copied at once
-    after: dict[torch.device, Any]
-    due: Iterable[bool]  # see `tracking.Sight`
 
 
 class Snapshots:
@@ -79,13 +67,25 @@ class Snapshots:
         self._said_failed = False
         self._pid = os.getpid()
         optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
-        self._fences = [optimizer.register_step_pre_hook(self._fence) for optimizer in optimizers]
+        self._barrier: Barrier[tuple[int, Sheet, list[int]]] = Barrier(optimizers, self._fence)
         memory.control.copying(place.local_rank, 0)
         self.verify = False
         self.stall_s = 0.0  # that the newest snapshot has cost the training thread so far
         self.cpu_s = 0.0  # of processors, for this rank's share of it
         self.problem = ""  # why the newest one did not come about
         self.taken = 0  # the newest mark that this rank has taken part in
+
+    def end_step(self, step: int) -> None:
+        """End a step. What was copied during it, and has changed without the barrier, counts no more."""
+        if (behind := self._barrier.end_step(step)) is None:
+            return
+        self.wait()
+        mark, sheet, versions = behind
+        slot = self._memory.find(mark)
+        if slot and (changed := self._share(sheet).changed(self._views_of(slot, sheet), versions)):
+            slot.record.mark(self._place.local_rank, slots.FAILED)
+            self._divided = False
+            self._tell_failed(UNSEEN.format(some(changed)))
 
     def take(
         self, position: Position, *, epoch_over: bool = False, want: bool = False, alone: bool = False
@@ -104,7 +104,7 @@ class Snapshots:
         self._await_shares()
         mark = mark_of(self._generation, position.step, epoch_over=epoch_over)
         # What goes to disk, or is copied at once, shall not fail for what shows later.
-        sight = self._tracker.look(whole=alone or want or self.verify or not self._fences)
+        sight = self._tracker.look(whole=alone or want or self.verify or not self._barrier.exists)
         sheet = self._planned(sight)
         sheet = sheet.undivided() if alone or self._sheet_failed == sheet.number else sheet
         if self._memory.lead:
@@ -174,17 +174,15 @@ class Snapshots:
         if os.getpid() != self._pid:
             return
         self.wait()
-        for hook in self._fences:
-            hook.remove()
-        self._fences = []
+        self._barrier.close()
         self._copyist.close()
+        self._streams.unpin()
 
     # ---- in the training thread ------------------------------------------------------------------------
 
-    def _fence(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
+    def _fence(self) -> None:
         job = self._job
-        if job is None or os.getpid() != self._pid:
+        if job is None:
             return
         began = time.perf_counter()
         fence(job)
@@ -203,7 +201,7 @@ class Snapshots:
                 "world_size": self._place.world.size,
                 "writer": __version__,
             }
-            self._sheet = (key, sheets.make(sight, about, self._parts if self._fences else 1))
+            self._sheet = (key, sheets.make(sight, about, self._parts if self._barrier.exists else 1))
             self._views = {}
         return self._sheet[1]
 
@@ -291,38 +289,39 @@ class Snapshots:
         share = self._share(sheet)
         clones, self._clones = self._clones, []
         devices = share.devices.union(tensor.device for _, tensor in clones)
-        task = _Task(sheet, slot, mark, share, clones, self._streams.begin(devices), sight.due or ())
+        task = Task(sheet, slot, mark, share, clones, self._streams.begin(devices), sight.due or ())
         self._memory.control.copying(self._place.local_rank, mark, waits=slot is None)
         job = self._job = Job(lambda job: self._copy(job, task))
-        if self._fences:
-            self._copyist.submit(job)
+        self._copyist.submit(job) if self._barrier.exists else run(job)
+        if self._barrier.holds:
+            self._barrier.copies((mark, sheet, share.versions()))
         else:
-            run(job)
+            job.await_done()
 
     def _look_at(self, job: Job) -> None:
         """See how a copy ended. One that failed costs a snapshot and not the training."""
         if job.error is not None:
-            self.problem = f"{type(job.error).__name__}: {job.error}"[:500]
-            self._place.events.write("snapshot-failed", generation=self._generation, reason=self.problem)
-            if not self._tracker.doubted:
+            doubted = self._tracker.doubted
+            self._tell_failed(f"{type(job.error).__name__}: {job.error}"[:500], aloud=not doubted)
+            if not doubted:
                 self._tracker = Tracker(self._tracked)  # it may have overlooked something
-                self._say_failed()
         prints, self._prints = self._prints, {}
         now = state.fingerprints(self._shared) if prints else {}
         changed = [name for name, was in prints.items() if now.get(name) != was]
         if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise UsageError(
-                f"{changed[0]}{more} changed between run.step() and the next optimizer.step(), while it was "
+                f"{some(changed)} changed between run.step() and the next optimizer.step(), while it was "
                 "being copied: a snapshot would hold half of the change. Make all changes of a step before "
                 "run.step(), or track what changes elsewhere under a name of its own, not as optimizer state."
             )
 
-    def _say_failed(self) -> None:
-        """Tell people of the first one that failed; the others are in the events."""
-        if not self._said_failed:
+    def _tell_failed(self, problem: str, *, aloud: bool = True) -> None:
+        """Write an event for a snapshot that failed; tell people of the first."""
+        self.problem = problem
+        self._place.events.write("snapshot-failed", generation=self._generation, reason=problem)
+        if aloud and not self._said_failed:
             self._said_failed = True
-            text = f"a snapshot failed ({self.problem}). Training goes on; older copies are untouched."
+            text = f"a snapshot failed ({problem}). Training goes on; older copies are untouched."
             telling.say(f"rank {self._place.world.rank}: {text}")
 
     def _share(self, sheet: Sheet) -> Share:
@@ -331,7 +330,7 @@ class Snapshots:
 
     # ---- in the thread ---------------------------------------------------------------------------------
 
-    def _copy(self, job: Job, task: _Task) -> None:
+    def _copy(self, job: Job, task: Task) -> None:
         began = time.thread_time()
         rank, slot = self._place.local_rank, task.slot
         try:
@@ -350,7 +349,7 @@ class Snapshots:
             self._memory.control.copying(rank, 0)
             self.cpu_s = time.thread_time() - began
 
-    def _copy_into(self, slot: Slot, task: _Task, job: Job) -> None:
+    def _copy_into(self, slot: Slot, task: Task, job: Job) -> None:
         if slot.record.get("layout") != task.sheet.number:
             raise RuntimeError(
                 f"local rank {self._place.local_rank} tracks or freezes other tensors than local rank 0"
@@ -362,7 +361,7 @@ class Snapshots:
             by_name = self._views_of(slot, task.sheet)
             sources = sources + [tensor for _, tensor in task.clones]
             targets = targets + [by_name[name] for name, _ in task.clones]
-            self._streams.pin(slot.memory)
+            self._streams.pin(slot)
             self._streams.copy(targets, sources, task.after, job)
             near = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
             targets, sources = [t for t, _ in near], [s for _, s in near]
@@ -396,5 +395,6 @@ class Snapshots:
             alive = {(state.index, state.serial) for state in self._memory.control.states()}
             self._views = {at: kept for at, kept in self._views.items() if at[:2] in alive}
             sheet.forget(alive)
+            self._streams.unpin(alive)
             found = self._views[key] = views(slot.memory, sheet.layout)
         return found

@@ -8,8 +8,10 @@ collective; a store would cost rank 0 as many requests as there are ranks, twice
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,6 +27,7 @@ MAX_JSON_BYTES = 256 * 1024 * 1024  # a manifest of a model with a million tenso
 # Reading and sending a large state happens between two collectives; a dead peer is noticed by its closed
 # connection at once, so this bounds only a peer that hangs.
 TIMEOUT = timedelta(minutes=30)
+LEAVE_S = 5.0  # to end threads that wait for nobody takes a millisecond
 
 
 class World:
@@ -36,6 +39,9 @@ class World:
         self.size = size
         self.local_rank = local_rank
         self._group = group
+        self._made = [] if group is None else [group]  # groups to let go of at the end
+        self._made_default = False
+        self._pid = os.getpid()
 
     @classmethod
     def join(cls) -> World:
@@ -44,16 +50,19 @@ class World:
             return cls(0, 1, 0, None)
         launched = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if not dist.is_initialized():
+        makes_default = not dist.is_initialized()
+        if makes_default:
             if not launched:
                 return cls(0, 1, 0, None)
             if torch.cuda.is_available() and torch.cuda.device_count() > local_rank:
                 torch.cuda.set_device(local_rank)  # or every rank's first allocation lands on GPU 0
             cuda = torch.cuda.is_available() and dist.is_nccl_available()
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-            atexit.register(_leave)
         group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        return cls(dist.get_rank(), dist.get_world_size(), local_rank, group)
+        world = cls(dist.get_rank(), dist.get_world_size(), local_rank, group)
+        world._made_default = makes_default
+        atexit.register(world._leave)
+        return world
 
     def gather(self, value: Any) -> list[Any]:
         """Give every rank every rank's ``value`` (anything JSON can say), by rank. Keep it small.
@@ -86,11 +95,29 @@ class World:
         if self._group is None:
             return None
         group = dist.new_group(sorted(ranks), backend="gloo", timeout=TIMEOUT)
-        return Channel(group) if self.rank in ranks else None
+        if self.rank not in ranks:
+            return None
+        self._made.append(group)
+        return Channel(group)
 
     def everybody(self) -> Channel | None:
         """Give a channel among all ranks, or None in a world of one."""
         return None if self._group is None else Channel(self._group)
+
+    def _leave(self) -> None:
+        """Let go of the groups that were made here, when the process ends.
+
+        A thread of gloo may still hold the tensors of the last collective. Where it drops them while the
+        interpreter ends it aborts the process (pytorch#190489), so its end is waited for; by a thread, since
+        one that waits for a peer would take until its timeout.
+        """
+        if os.getpid() != self._pid:  # a forked child has none of those threads
+            return
+        self._group = None
+        leaving = threading.Thread(target=_let_go, args=(self._made, self._made_default), daemon=True)
+        with contextlib.suppress(RuntimeError):  # Python 3.12.0 starts no thread any more
+            leaving.start()
+            leaving.join(LEAVE_S)
 
 
 class Channel:
@@ -132,6 +159,11 @@ def _parse(data: memoryview) -> Any:
         raise CorruptError(f"a rank sent what is not JSON: {error}.") from error
 
 
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _let_go(groups: list[dist.ProcessGroup], default: bool) -> None:
+    with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # the script has done it
+        if default:
+            dist.destroy_process_group()
+    while groups:
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            dist.destroy_process_group(groups[-1])
+        groups.pop()  # the last reference to it: its threads are joined here
