@@ -274,9 +274,12 @@ class Body:
         """Return until when no world can have begun without us, from what the leader on `link` granted.
 
         The leader counted on a quorum of followers until its lease ended (`Former.lease_until`). Should it be
-        dead, its other followers wait for us a node timeout before they form a world without us. Both times
-        count from when we sent what the leader answered: what it said may have waited here to be read.
+        dead, those of its followers who know us for a member wait for us a node timeout before they form a
+        world without us; nobody waits for a spare. Both times count from when we sent what the leader
+        answered: what it said may have waited here to be read.
         """
+        if any(world.rank(self.me) is None for world in self.known.worlds):
+            return NEVER
         return min(link.lease_end, link.echoed_at + self.settings.lease_s)
 
     def hello(self) -> Hello:

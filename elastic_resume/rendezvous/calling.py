@@ -8,7 +8,7 @@ down.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from elastic_resume.rendezvous.body import Body
 from elastic_resume.rendezvous.link import Link
@@ -28,6 +28,8 @@ class Caller:
         self.known = known
         self.next_at = body.now
         self.calls: dict[int, float] = {}
+        self._busy: dict[str, int] = {}
+        """The number of the call at an address."""
         self._turn = 0
 
     def targets(self) -> list[str]:
@@ -55,9 +57,24 @@ class Caller:
 
     def call(self, address: str) -> None:
         """Call one address, unless a call there is under way."""
-        busy = {self.body.links[conn].address for conn in self.calls}
-        if address not in busy:
-            self.calls[self.body.dial(address).conn] = self.body.now
+        if address not in self._busy:
+            conn = self.body.dial(address).conn
+            self.calls[conn], self._busy[address] = self.body.now, conn
+
+    def probe(self, addresses: Iterable[str]) -> None:
+        """Call those who may be dead in turn, some at a time: a switch may break a thousand links at once."""
+        turn = list(addresses)
+        room = CALLS_AT_ONCE - sum(address in self._busy for address in turn)
+        start = self._turn % len(turn)
+        for address in [one for one in turn[start:] + turn[:start] if one not in self._busy][: max(0, room)]:
+            self.call(address)
+            self._turn += 1
+
+    def over(self, link: Link) -> None:
+        """Forget a call that has ended."""
+        self.calls.pop(link.conn, None)
+        if self._busy.get(link.address) == link.conn:
+            del self._busy[link.address]
 
     def connected(self, link: Link) -> None:
         """Tell who leads."""
@@ -86,9 +103,11 @@ class Caller:
 
     def end(self, conn: int) -> None:
         """End one call."""
+        link = self.body.links.get(conn)
+        if link:
+            self.over(link)
+            self.body.hang_up(link)
         self.calls.pop(conn, None)
-        if conn in self.body.links:
-            self.body.hang_up(self.body.links[conn])
 
     def retire(self) -> None:
         """End all calls."""

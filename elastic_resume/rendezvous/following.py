@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_resume.rendezvous.body import Body
-from elastic_resume.rendezvous.link import Link
+from elastic_resume.rendezvous.link import NEVER, Link
 from elastic_resume.rendezvous.messages import (
     Acknowledge,
     Beat,
@@ -44,12 +44,17 @@ class Follower:
         self.watched = 0
         """The generation that runs without this node."""
         self.next_beat = body.now
+        # The leader counts us among its followers from our first answer on. Until it has seen that, it need
+        # not ask us about worlds, so its death would prove nothing.
+        link.echoed_at = link.lease_end = NEVER
         self.proposal: World | None = None
         self.proposal_change = 0
         self.begun_next: World | None = None
         self.broken = False
         """The link to the leader broke: it is called again until it answers, is dead, or is given up."""
         self.redial: Link | None = None
+        self.calls = 0
+        """How many since the link broke."""
         self.redial_at = body.now
         """When the call under way has taken too long; without one, when to make the next."""
         body.silent.discard(leader)
@@ -136,8 +141,10 @@ class Follower:
     def _remade(self, link: Link, message: Message) -> None:
         if isinstance(message, Welcome):
             self.body.hang_up(self.link)
+            link.echoed_at = link.lease_end = NEVER
             if message.who == self.leader:
                 link.succeed(self.link)
+            self.next_beat = self.body.now
             self.leader = link.who = message.who
             self.link, self.redial, self.broken = link, None, False
             self.body.learn(message.knowledge)
@@ -163,6 +170,7 @@ class Follower:
             self.broken = True
             self.proposal = None
             self.begun_next = None
+            self.calls = 0
             self._redial()
         elif link is self.redial and refused:
             gone = body.proves_end(self.link, refused=True)
@@ -171,24 +179,29 @@ class Follower:
             self.redial, self.redial_at = None, body.now + body.settings.probe_s
 
     def _redial(self) -> None:
-        """Call the leader where it answered before; a slow name server must not cost the world."""
+        """Call the leader where it answered before; a slow name server must not cost the world.
+
+        Every other call is by its name, which may have another address.
+        """
         body = self.body
         if self.redial:
             body.hang_up(self.redial)
-        self.redial = body.dial(self.leader.address, self.link.host)
+        self.calls += 1
+        self.redial = body.dial(self.leader.address, self.link.host if self.calls % 2 else "")
         self.redial_at = body.now + body.settings.redial_s
 
     def _over(self, reason: str, *, gone: bool = False, silent: bool = False) -> None:
-        body = self.body
+        body, timeout_s = self.body, self.body.settings.node_timeout_s
         self.over = True
+        if body.now < min(self.link.heard_at, self.link.lease_end) + timeout_s:
+            body.grace(timeout_s)  # other followers may run until their leases end
         body.stop(reason)
         body.log("leader-lost", reason)
         if gone or silent:
             body.lost(self.leader, reason.removeprefix(f"{self.leader}, which led, "))
         if gone:
             body.believe(body.known.with_gone([self.leader]))
-            # Its other followers may not know yet.
-            body.grace(body.settings.node_timeout_s)
+            body.grace(timeout_s)  # its other followers may not know yet
             body.current_until = body.current_for(self.link)
         if silent:
             body.silent.add(self.leader)

@@ -54,6 +54,8 @@ class Former:
         """Some might live on elsewhere: that is what we wait for."""
         self.more_at = float("inf")
         """When newcomers to the running world are due to be taken in."""
+        self.welcomed: dict[int, float] = {}
+        """Until when to wait for the first answer of a node that was welcomed on a connection."""
         self.waiting_since = body.now
         self.told = ""
         """What all followers were told that we wait for."""
@@ -131,6 +133,9 @@ class Former:
             return self._wait("this node's workers have not stopped")
         if self.roster.broken:
             return self._wait("a link has just broken")
+        answer_by = max(self.welcomed.values(), default=NEVER)
+        if body.now < answer_by:
+            return self._wait("a node was welcomed and has not answered yet", answer_by)
         for part in self.roster.parts.values():
             if not part.settled:
                 return self._wait(f"the workers of {part.who} have not stopped")

@@ -29,7 +29,7 @@ from elastic_resume.rendezvous.messages import (
     Waiting,
     Welcome,
 )
-from elastic_resume.rendezvous.quorum import World
+from elastic_resume.rendezvous.quorum import Incarnation, World
 from elastic_resume.rendezvous.roster import Part, Roster
 from elastic_resume.rendezvous.steps import Explained, Heard
 
@@ -51,6 +51,11 @@ class Leader:
         self.finished_in = 0
         """The newest generation in which a node has finished."""
         self.gate = Gate(body, self.roster, self._replace)
+        self.pending: dict[int, tuple[Hello, bool]] = {}
+        """Who was welcomed on a connection and has not answered there, and whether it was told to go on."""
+        self.unanswered: set[Incarnation] = set()
+        """Who did not answer its last welcome: nobody waits for it again."""
+        self.probe_at = body.now
         body.log("leading", f"{body.me} leads")
         for conn, hello in waiters.items():
             if conn in body.links:
@@ -78,6 +83,8 @@ class Leader:
         for part in self.roster:
             if part.lost_at is None:
                 self._tell(part, message)
+        for conn in self.pending:
+            self.body.send(self.body.links[conn], message)
 
     # What the leader hears.
 
@@ -94,6 +101,8 @@ class Leader:
             if self.caller.parted(link, message.who, message):
                 self.former.stir()
         else:
+            if link.conn in self.pending:
+                self._take_in(link)
             part = self.roster.of(link)
             if part and part.lost_at is None:
                 self._heed(part, message)
@@ -135,33 +144,55 @@ class Leader:
         if refused:
             self.body.send(link, refused)
         else:
-            self._take_in(link, hello)
+            self._welcome(link, hello)
         newest = self.body.known.begun
         if self.world and newest and newest.generation > self.world.generation:
             self.restart(f"generation {newest.generation} has begun elsewhere")
 
-    def _take_in(self, link: Link, hello: Hello) -> None:
+    def _welcome(self, link: Link, hello: Hello) -> None:
+        """Welcome a node; it follows us from its first answer on, which shows that it receives what we send.
+
+        A connection that carries messages one way only would else hold up every world: a world waits for the
+        first answer once, and not long.
+        """
+        body, part = self.body, self.roster.parts.get(hello.who)
+        if part and part.link is not link and part.lost_at is None:
+            body.hang_up(part.link)
+            self._break(part)
+        resumed = bool(self.world and part and hello.running == part.running == self.world.generation)
+        self.pending[link.conn] = hello, resumed
+        if hello.who not in self.unanswered:
+            self.former.welcomed[link.conn] = body.now + body.settings.dial_s
+        body.send(link, Welcome(body.me, body.known, resumed))
+
+    def _take_in(self, link: Link) -> None:
+        """Count a node that has answered our welcome among the followers."""
+        hello, resumed = self.pending.pop(link.conn)
+        self.former.welcomed.pop(link.conn, None)
+        self.former.stir()
         body, who = self.body, hello.who
+        self.unanswered.discard(who)
+        refused = self.gate.check(hello)
+        if refused:
+            body.send(link, refused)
+            return
         body.silent.discard(who)
         part = self.roster.parts.get(who)
-        if part and part.link is not link:
-            # Calls may overtake each other: should the old link be the one it holds, it calls once more.
-            body.hang_up(part.link)
+        if part:
             self.roster.mend(part, link)
-            self.former.disturbed(who)
-        if part is None:
+        else:
             part = Part(who, link)
             self.roster.add(part)
-        resumed = bool(self.world and hello.running == part.running == self.world.generation)
         part.join, part.finished = hello.join, hello.finished
         self.finished_in = max(self.finished_in, hello.finished)
-        if not resumed:
+        if not (resumed and self.world and self.world.generation == hello.running):
             ran, part.running = part.running, hello.running
+            if resumed:  # its world ended while our welcome was under way
+                self._tell(part, Restart(hello.running, "the world ended meanwhile", body.known))
             # Of our world, and neither in it nor through: its workers failed, or it never heard of it.
             idle = self.world and not hello.finished and (ran == self.world.generation or hello.join)
             if idle and self.world and who in self.world.members:
                 self.restart(f"the workers of {who} stopped")
-        self._tell(part, Welcome(body.me, body.known, resumed))
         self.comparer.remind(part)
         if self.world is None and self.former.told:
             self._tell(part, Waiting(self.former.told))
@@ -187,15 +218,23 @@ class Leader:
 
     def lost(self, link: Link, *, refused: bool) -> None:
         """A follower's link broke, or a call failed: only a refused call proves a death."""
-        self.caller.calls.pop(link.conn, None)
+        self.caller.over(link)
+        if link.conn in self.pending:
+            self.unanswered.add(self.pending.pop(link.conn)[0].who)
+            self.former.welcomed.pop(link.conn, None)
+            self.former.stir()
         part = self.roster.of(link)
         if part and part.lost_at is None:
-            self.roster.mark_broken(part, self.body.now)
-            self.former.disturbed(part.who)
+            self._break(part)
         elif refused:
             for one in list(self.roster.broken.values()):
                 if one.who.address == link.address:
                     self._lose(one, f"{one.who} died", gone=self.body.proves_end(one.link, refused=True))
+
+    def _break(self, part: Part) -> None:
+        self.roster.mark_broken(part, self.body.now)
+        self.former.disturbed(part.who)
+        self.probe_at = self.body.now
 
     def _lose(self, part: Part, reason: str, *, gone: bool) -> None:
         body = self.body
@@ -304,10 +343,10 @@ class Leader:
     def _probe_broken(self) -> None:
         """Call those whose link broke: whoever lives calls us too, and a refused call proves a death."""
         body = self.body
-        for part in self.roster.broken.values():
-            if body.now >= part.probe_at:
-                self.caller.call(part.who.address)
-                part.probe_at = body.now + body.settings.probe_s
+        if not self.roster.broken or body.now < self.probe_at:
+            return
+        self.probe_at = body.now + body.settings.probe_s
+        self.caller.probe(part.who.address for part in self.roster.broken.values())
 
     def _form(self) -> None:
         begun = self.former.advance()
@@ -347,6 +386,8 @@ class Leader:
 
     def _step_down(self) -> None:
         body = self.body
+        if self.world or body.now < self.former.since + body.settings.node_timeout_s:
+            body.grace(body.settings.node_timeout_s)  # who does not hear this may run until its lease ends
         why = f"{self.yield_to} leads" if self.yield_to else "the leader's disk takes no writes"
         self.stepped_down = True
         self.restart(why, at_once=True)
@@ -354,6 +395,10 @@ class Leader:
         for part in self.roster:
             if part.lost_at is None:
                 body.part(part.link, self.yield_to)
+            else:
+                body.let_go(part.link)
+        for conn in self.pending:
+            body.send(body.links[conn], Redirect(self.yield_to))
         body.log("step-down", f"{body.me} leads no more: {why}")
 
     def retire(self) -> None:
@@ -383,7 +428,8 @@ class Leader:
         """When to look again."""
         body = self.body
         waits = [self.next_scan, self.caller.deadline()]
-        waits += [part.probe_at for part in self.roster.broken.values()]
+        if self.roster.broken:
+            waits.append(self.probe_at)
         if self.world:
             waits += [self.lease_until, self.former.more_at]
         else:

@@ -21,7 +21,6 @@ class Part:
     finished: int = 0
     lost_at: float | None = None
     """When its link broke; it is called at its address until it answers, is dead, or is given up."""
-    probe_at: float = 0.0
 
     @property
     def settled(self) -> bool:
@@ -65,7 +64,7 @@ class Roster:
 
     def mark_broken(self, part: Part, now: float) -> None:
         """Remember that its link broke."""
-        part.lost_at = part.probe_at = now
+        part.lost_at = now
         self.broken[part.who] = part
 
     def mend(self, part: Part, link: Link) -> None:
