@@ -75,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
 
 BREAKS = (
     *("incarnations", "two-steps", "later-proposals", "gone-brings-knowledge", "word-of-all"),
-    *("sent-not-read", "leader-had-a-quorum", "claims-tell-generations", "refusal-in-time"),
+    *("sent-not-read", "leader-had-a-quorum", "a-spare-is-not-asked", "grace-for-those-left-behind"),
+    *("claims-tell-generations", "refusal-in-time"),
     *("reset-is-no-death-to-a-follower", "reset-is-no-death-to-a-leader", "clock-goes-on"),
 )
 """What `simulate rendezvous --break` takes: `simbatch.BREAKS`, which is slow to import."""

@@ -230,14 +230,18 @@ def late_reader(rng: random.Random, start: Moment, count: int) -> list[Fault]:
 
     Against times that count from the reading of a message, and not from the sending of what it answers.
     """
-    victim = rng.randrange(1, count)
+    victim = rng.choice((f"#{rng.randrange(1, count)}", "!0"))
     kind = rng.choice(("pause", "pause", "pause", "suspend"))
-    faults = [Fault(start, kind, ranks(victim), rng.uniform(6.0, 14.0))]
+    faults = [Fault(start, kind, (victim,), rng.choice((rng.uniform(0.5, 4.0), rng.uniform(6.0, 14.0))))]
     going = rng.choice(("leave", "leave", "kill"))
     faults.append(Fault(then(rng.choice((*SHORTLY_S, 0.2))), going, (LEADER,), LONG_S))
     # From here on ranks are those of the world that the others have formed.
-    dead = range(count - 2)
-    faults.append(Fault(then(rng.choice((*SOON_S, *SETTLED_S[:2])), "world"), "kill", ranks(*dead), LONG_S))
+    dead = list(range(count - 2))
+    if rng.random() < 0.3:
+        dead = rng.sample(dead, rng.randint(1, len(dead))) if dead else dead
+    faults.append(
+        Fault(then(rng.choice((0.02, *SOON_S, *SETTLED_S[:2])), "world"), "kill", ranks(*dead), LONG_S)
+    )
     return faults
 
 
@@ -248,6 +252,32 @@ def sleeper(rng: random.Random, start: Moment, count: int) -> list[Fault]:
     if rng.random() < 0.5:
         faults.append(shift(then(rng.choice((*SHORTLY_S, *SOON_S, 3.0))), *asleep))
     return faults
+
+
+def second_leader(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+    """Let one node lead elsewhere for long, and meet the others while one of theirs is cut off but runs.
+
+    Against worlds that do not wait for leases: the second leader has waited long enough for all it knows of.
+    """
+    faults = [
+        Fault(start, "worker", ranks(2)),
+        shift(then(rng.choice(SHORTLY_S), "Propose"), 0, 1),
+        Fault(then(rng.choice((0.1, 0.2, 0.5))), "kill", (LEADER,), LONG_S),
+        shift(then(0.0), 1),
+    ]
+    # From here on ranks are those of the world that the others have formed.
+    last = count - 3
+    apart = Fault(then(rng.choice(SETTLED_S), "world"), "shift", (f"#{last}", "|", "!0"), LONG_S)
+    faults.append(apart)
+    how = rng.choice(("reset", "half-reset", "none"))
+    if how != "none":
+        faults.append(Fault(then(rng.choice(SHORTLY_S)), how, (LEADER, f"#{last}")))
+    trouble = rng.choice(
+        (("worker", ranks(1)), ("worker", (LEADER,)), ("kill", (LEADER,)), ("leave", (LEADER,)))
+    )
+    faults.append(Fault(then(rng.choice(SHORTLY_S)), *trouble, rng.choice((0.05, 0.3, LONG_S))))
+    faults.append(shift(then(rng.choice((*SHORTLY_S, 0.1, 0.3))), last))
+    return [*faults, heal(rng)] if rng.random() < 0.3 else faults
 
 
 def heir(rng: random.Random, start: Moment, count: int) -> list[Fault]:
@@ -281,10 +311,22 @@ def rumour(rng: random.Random, names: tuple[str, ...]) -> list[Fault]:
     return [*faults, Fault(then(9.0), "worker", names[:1])]  # the network heals after the last fault
 
 
-CHASES = (defection, defection, ghost, ghost, ghost, torn_proposal, wanderer, wanderer, staggered, heir)
+CHASES = (
+    defection,
+    defection,
+    ghost,
+    ghost,
+    ghost,
+    torn_proposal,
+    wanderer,
+    wanderer,
+    staggered,
+    heir,
+    second_leader,
+)
 PLOTS = {
     CHASE: CHASES,
-    RESETS: (reset_and_cut, reset_and_cut, reset_and_cut, resets, resets, torn_proposal, ghost),
+    RESETS: (reset_and_cut, reset_and_cut, reset_and_cut, resets, second_leader, torn_proposal, ghost),
     LATE: (late_reader, late_reader, late_reader, sleeper, sleeper, heir, wanderer),
 }
 """The plots of each family that follows worlds as they form."""

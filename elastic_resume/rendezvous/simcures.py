@@ -18,6 +18,8 @@ from elastic_resume.rendezvous.link import Link
 from elastic_resume.rendezvous.messages import Claim
 from elastic_resume.rendezvous.simnode import Node
 
+Patch = tuple[type, str, Any]
+"""A class, the name of one of its attributes, and what that is to be."""
 IMPATIENT_S = 0.2
 """A broken connection that was not made again for so long used to count as a death."""
 
@@ -31,6 +33,22 @@ def _trust_any_leader(self: Body, link: Link) -> float:
     return link.echoed_at + self.settings.lease_s
 
 
+def _spares_too(self: Body, link: Link) -> float:
+    return min(link.lease_end, link.echoed_at + self.settings.lease_s)
+
+
+def _no_grace_when_turning_early() -> list[Patch]:
+    over = Follower._over  # noqa: SLF001 - what is taken back is inside of it
+
+    def leave(self: Follower, reason: str, *, gone: bool = False, silent: bool = False) -> None:
+        before = self.body.grace_until
+        over(self, reason, gone=gone, silent=silent)
+        if not gone:
+            self.body.grace_until = before
+
+    return [(Follower, "_over", leave), *_no_grace_when_stepping_down()]
+
+
 def _ignore_claims(self: Body, claim: Claim) -> None:
     del self, claim
 
@@ -40,7 +58,7 @@ def _believe_every_refusal(self: Body, link: Link, *, refused: bool) -> bool:
     return refused
 
 
-def _hasty_follower() -> dict[str, Callable[..., Any]]:
+def _hasty_follower() -> list[Patch]:
     lost, advance = Follower.lost, Follower.advance
     broken: dict[Follower, tuple[float, bool]] = {}
 
@@ -55,10 +73,10 @@ def _hasty_follower() -> dict[str, Callable[..., Any]]:
             self._over(f"{self.leader}, which led, died", gone=fresh, silent=not fresh)
         advance(self)
 
-    return {"lost": note, "advance": give_up}
+    return [(Follower, "lost", note), (Follower, "advance", give_up)]
 
 
-def _hasty_leader() -> dict[str, Callable[..., Any]]:
+def _hasty_leader() -> list[Patch]:
     lost, advance = Leader.lost, Leader.advance
     fresh: dict[int, bool] = {}
 
@@ -72,27 +90,39 @@ def _hasty_leader() -> dict[str, Callable[..., Any]]:
                 self._lose(part, f"{part.who} died", gone=fresh.get(id(part.link), False))
         advance(self)
 
-    return {"lost": note, "advance": give_up}
+    return [(Leader, "lost", note), (Leader, "advance", give_up)]
 
 
-CURES: dict[str, tuple[type, Callable[[], dict[str, Any]]]] = {
-    "sent-not-read": (Body, lambda: {"current_for": _count_from_reading}),
-    "leader-had-a-quorum": (Body, lambda: {"current_for": _trust_any_leader}),
-    "claims-tell-generations": (Body, lambda: {"hear_claim": _ignore_claims}),
-    "refusal-in-time": (Body, lambda: {"proves_end": _believe_every_refusal}),
-    "reset-is-no-death-to-a-follower": (Follower, _hasty_follower),
-    "reset-is-no-death-to-a-leader": (Leader, _hasty_leader),
-    "clock-goes-on": (Node, lambda: {"clock_stops": True}),
+def _no_grace_when_stepping_down() -> list[Patch]:
+    step_down = Leader._step_down  # noqa: SLF001 - what is taken back is inside of it
+
+    def yield_at_once(self: Leader) -> None:
+        before = self.body.grace_until
+        step_down(self)
+        self.body.grace_until = before
+        self.body.witnesses.clear()
+
+    return [(Leader, "_step_down", yield_at_once)]
+
+
+CURES: dict[str, Callable[[], list[Patch]]] = {
+    "sent-not-read": lambda: [(Body, "current_for", _count_from_reading)],
+    "leader-had-a-quorum": lambda: [(Body, "current_for", _trust_any_leader)],
+    "a-spare-is-not-asked": lambda: [(Body, "current_for", _spares_too)],
+    "grace-for-those-left-behind": _no_grace_when_turning_early,
+    "claims-tell-generations": lambda: [(Body, "hear_claim", _ignore_claims)],
+    "refusal-in-time": lambda: [(Body, "proves_end", _believe_every_refusal)],
+    "reset-is-no-death-to-a-follower": _hasty_follower,
+    "reset-is-no-death-to-a-leader": _hasty_leader,
+    "clock-goes-on": lambda: [(Node, "clock_stops", True)],
 }
-"""What to patch, by the name that `--break` takes: a class and its former attributes."""
+"""The patches that take a cure out, by the name that `--break` takes."""
 
 
 @contextlib.contextmanager
 def without(cure: str) -> Iterator[None]:
     """Take one cure out; an empty name leaves the core as it is."""
     with contextlib.ExitStack() as stack:
-        if cure:
-            owner, former = CURES[cure]
-            for name, value in former().items():
-                stack.enter_context(mock.patch.object(owner, name, value))
+        for owner, name, value in CURES[cure]() if cure else []:
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield

@@ -137,7 +137,7 @@ class Fault:
     """Something that happens, and is over (if it ever is) after `for_s`.
 
     `nodes` are names; `#2` is whoever has rank 2 in the newest world then, `@` whoever leads it, `%` who
-    leads elsewhere. Kinds:
+    leads elsewhere, `!0` a living node that is not in it. Kinds:
 
     - of nodes: `kill`, `power` (dies silently), `wipe` (dies and loses its disk), `pause` (the agent),
       `suspend` (the whole machine), `leave`; `unsent` and `written`: dies before it sends its next message

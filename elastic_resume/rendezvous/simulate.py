@@ -162,13 +162,16 @@ class Simulation:
         """Turn ranks in the newest world, and its leader, into names."""
         worlds = self.checkers.worlds
         members = [one.node for one in worlds[max(worlds)]] if worlds else list(self.nodes)
+        outside = [node.name for node in self.nodes.values() if node.process and node.name not in members]
         leaders = [node.name for node in self.nodes.values() if node.leads]
         leaders.sort(key=lambda one: not self.nodes[one].running)
 
         def name(one: str) -> str:
             if one in (LEADER, OTHER_LEADER):
                 return leaders[0 if one == LEADER else -1] if leaders else members[0]
-            return members[int(one[1:]) % len(members)] if one.startswith("#") else one
+            if one.startswith("!") and outside:
+                return outside[int(one[1:]) % len(outside)]
+            return members[int(one[1:]) % len(members)] if one[0] in "#!" else one
 
         return list(dict.fromkeys(map(name, nodes)))
 
