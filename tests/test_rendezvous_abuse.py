@@ -399,7 +399,8 @@ def test_a_peer_that_takes_the_name_of_a_live_node_is_refused(node: Station) -> 
     assert isinstance(answer, Redirect) or (isinstance(answer, Refused) and "called n" in answer.reason)
 
 
-def test_a_spare_that_falls_silent_is_lost_and_nobody_else_minds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answers", [True, False], ids=["after an answer", "after its welcome"])
+def test_a_spare_that_falls_silent_is_lost_and_nobody_else_minds(tmp_path: Path, *, answers: bool) -> None:
     """Its connection stands, half open: heartbeats end it."""
     stations = Stations(tmp_path, LIMITS)
     (alone,) = stations.build(1, node_timeout_s=1.0)  # whose world no silence ends
@@ -410,8 +411,11 @@ def test_a_spare_that_falls_silent_is_lost_and_nobody_else_minds(tmp_path: Path)
             late = Incarnation("late", "x", "127.0.0.1:1")
             say(peer, Hello(late, Knowledge(1), 0, node_timeout_s=1.0, min_nodes=1, max_nodes=1))
             assert isinstance(hear(peer), Welcome)
+            if answers:
+                say(peer, Beat())
             assert dropped(peer)
-        until(lambda: bool(alone.told("lost", "late is silent")), "the leader says so")
+        if answers:
+            until(lambda: bool(alone.told("lost", "late is silent")), "the leader says so")
         undisturbed([alone])
     finally:
         stations.stop()
@@ -430,8 +434,10 @@ def test_a_thief_of_an_identity_costs_one_restart_at_most(tmp_path: Path) -> Non
         with calling(leader.address) as peer:
             prove(peer)
             say(peer, hello(victim.me, node_timeout_s=1.0))
+            taken_in = isinstance(hear(peer), Welcome)
+            say(peer, Beat())
             # The one it pretended to be has its place back in the end.
-            return isinstance(hear(peer), Welcome) and dropped(peer)
+            return taken_in and dropped(peer)
 
     try:
         for one in made:

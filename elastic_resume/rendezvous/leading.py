@@ -220,9 +220,7 @@ class Leader:
         """A follower's link broke, or a call failed: only a refused call proves a death."""
         self.caller.over(link)
         if link.conn in self.pending:
-            self.unanswered.add(self.pending.pop(link.conn)[0].who)
-            self.former.welcomed.pop(link.conn, None)
-            self.former.stir()
+            self._never_answered(link)
         part = self.roster.of(link)
         if part and part.lost_at is None:
             self._break(part)
@@ -339,6 +337,17 @@ class Leader:
             if body.now >= part.link.heard_at + body.settings.node_timeout_s:
                 what = "is silent" if part.lost_at is None else "cannot be reached"
                 self._lose(part, f"{part.who} {what}", gone=False)
+        for link in [body.links[conn] for conn in self.pending]:
+            if body.now >= link.heard_at + body.settings.node_timeout_s:
+                self._never_answered(link)
+                body.hang_up(link)
+
+    def _never_answered(self, link: Link) -> None:
+        """Nobody waits again for a node that lets a welcome go unanswered."""
+        hello, _ = self.pending.pop(link.conn)
+        self.unanswered.add(hello.who)
+        self.former.welcomed.pop(link.conn, None)
+        self.former.stir()
 
     def _probe_broken(self) -> None:
         """Call those whose link broke: whoever lives calls us too, and a refused call proves a death."""
