@@ -10,15 +10,17 @@ import os
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_resume.policy.divergence import RESUME, Verdict, labels, summary
 from elastic_resume.policy.failures import describe
 from elastic_resume.rendezvous.checkers import Checkers
+from elastic_resume.rendezvous.messages import Propose, Restart, Welcome
 from elastic_resume.rendezvous.quorum import Question
 from elastic_resume.rendezvous.simcures import without
-from elastic_resume.rendezvous.simnet import Clock, Network
+from elastic_resume.rendezvous.simnet import Clock, End, Network
 from elastic_resume.rendezvous.simnode import Node
 from elastic_resume.rendezvous.steps import (
     BeginWorld,
@@ -111,6 +113,8 @@ class Stage:
             self.net.set_cut({(words[0], word) for word in words[1:]})
         elif verb == "cut-links":
             self.net.set_cut({pair for word in words for pair in directions(word)})
+        elif verb == "lose-large-messages-to":
+            self.lose_large_messages_to(words[0])
         elif verb == "heal":
             self.net.set_cut(set())
         elif verb == "reset":
@@ -128,6 +132,17 @@ class Stage:
         else:
             for name in words:
                 self.do_to(verb, self.nodes[name])
+
+    def lose_large_messages_to(self, name: str) -> None:
+        """Carry heartbeats to that node and nothing larger, as a path does that drops large packets."""
+        send = self.net.send
+
+        def send_small(end: End, payload: Any) -> None:
+            large = isinstance(payload[1], (Welcome, Propose, Restart))
+            if not (large and end.peer and end.peer.host == name):
+                send(end, payload)
+
+        self.net.send = send_small  # type: ignore[method-assign]
 
     def ask_scheduler(self, verb: str, words: list[str]) -> None:
         """Have it look for one node, and answer: these, or all whom it asks about, are dead; or only look."""
