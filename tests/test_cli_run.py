@@ -207,13 +207,15 @@ def test_max_restarts_keeps_its_meaning(agents: Agents) -> None:
     assert "Traceback" not in log
 
 
+# A failure that ends the job, told as a real worker tells it: to the agent's memory and to the node's log.
 FAULTY = """
-import json, os, sys, time
-event = dict(t=time.time(), event="failure", node="a", pid=os.getpid(), generation=1, rank=0, step=0,
-             type="MismatchError", message="fc.weight is (3,) and was (4,)", frame="train.py:9",
-             at_fault=True)
-with open(os.environ["ELASTIC_RESUME_EVENTS_PATH"], "a") as file:
-    file.write(json.dumps(event) + chr(10))
+import os, sys
+from pathlib import Path
+from elastic_resume.events import EventLog
+path, memory = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), os.environ["ELASTIC_RESUME_ROUND_EVENTS"]
+log = EventLog(path, memory=memory, node=os.environ["ELASTIC_RESUME_NODE_NAME"], rank=int(os.environ["RANK"]))
+log.write("failure", generation=int(os.environ["ELASTIC_RESUME_GENERATION"]), step=0, type="MismatchError",
+          message="fc.weight is (3,) and was (4,)", frame="train.py:9", at_fault=True)
 sys.exit(1)
 """
 
@@ -228,12 +230,13 @@ def test_an_error_of_the_jobs_own_ends_it_at_once(agents: Agents) -> None:
 
 
 WRONG_USE = """
-import json, os, sys, time
-event = dict(t=time.time(), event="failure", node="a", pid=os.getpid(), generation=None, rank=None, step=None,
-             type="ConfigError", message="keep is 1, which is too few. Write 2 or more.", frame="",
-             at_fault=True)
-with open(os.environ["ELASTIC_RESUME_EVENTS_PATH"], "a") as file:
-    file.write(json.dumps(event) + chr(10))
+import os, sys
+from pathlib import Path
+from elastic_resume.events import EventLog
+path, memory = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), os.environ["ELASTIC_RESUME_ROUND_EVENTS"]
+event = EventLog(path, memory=memory, node="a").write(
+    "failure", generation=None, rank=None, step=None, type="ConfigError",
+    message="keep is 1, which is too few. Write 2 or more.", frame="", at_fault=True)
 print("elastic_resume: error: " + event["message"], file=sys.stderr)
 sys.exit(1)
 """

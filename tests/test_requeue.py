@@ -228,5 +228,5 @@ def test_what_cannot_be_is_refused(agents: Agents, flag: str) -> None:
     """Before anything starts."""
     agents.script("")
     code, log = agents.run(flag, "train.py")
-    assert code == 1
+    assert code == 2, log
     assert f"{flag.partition('=')[0].removeprefix('--')} is" in log

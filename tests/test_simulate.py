@@ -391,14 +391,16 @@ def test_a_cadence_that_only_the_first_run_likes_is_not_recommended(
         ("--nodes", "9:3", "at least 9 of 3 nodes"),
         ("--state", "30", "30 bytes"),
         ("--state", "lots", "state is 'lots': write a size"),
-        ("--mtbf-node", "200", "mtbf-node is '200': write a time with its unit"),
+        ("--mtbf-node", "200", "a longer --mtbf-node. Is its unit the one you mean?"),  # seconds, not days
+        ("--mtbf-node", "200x", "mtbf-node is '200x': write a time in seconds (30) or with a unit"),
         ("--mtbf-node", "1s", "fail"),
         ("--network", "10Gb/s", "network is '10Gb/s': write a speed, as 2GB/s, 500MB/s or 25Gbit/s"),
         ("--disk", "0GB/s", "disk is '0GB/s'"),
         ("--mix", "worker=1,nod=2", "there is no failure 'nod'"),
         ("--mix", "worker=0", "nothing would ever fail"),
-        ("--snapshot-every", "5m", "snapshot-every is '5m'"),
-        ("--duration", "1s", "write 60s or more"),
+        ("--snapshot-every", "5x", "snapshot-every is '5x': write a number of steps (100), a time (30s, 5m)"),
+        ("--duration", "1s", "duration is '1s': write a time in seconds (30) or with a unit"),
+        ("--duration", "59", "from 60s to "),
     ],
 )
 def test_plan_refuses_what_cannot_be_meant(

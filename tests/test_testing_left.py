@@ -133,6 +133,12 @@ def _descriptors(pid: int) -> list[Path]:
         return []
 
 
+def _as_at_a_terminal() -> None:
+    """End with the parent, and let Ctrl-C through: a shell has what it starts in the background ignore it."""
+    ending.die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Run:
     """A pytest of a user's, in a folder of its own."""
 
@@ -155,7 +161,7 @@ class Run:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=ending.die_with_parent,  # noqa: PLW1509  as in `lab`
+                preexec_fn=_as_at_a_terminal,  # noqa: PLW1509  as in `lab`
             )
 
     def traces_of(self, worker: str = "") -> Traces:
