@@ -237,6 +237,9 @@ class Agent:
             role.retire()
             body.learn(role.welcome.knowledge)
             role.link.who = role.welcome.who
+            if body.known != role.welcome.knowledge:
+                # A call was refused after we had said hello: the leader may wait for somebody who is dead.
+                body.send(role.link, body.hello())
             self.role = Follower(body, role.link, role.welcome.who)
             self.role.report()
             for conn, hello in role.waiters.items():
