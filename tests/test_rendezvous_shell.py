@@ -23,7 +23,7 @@ from elastic_resume.rendezvous.following import Follower
 from elastic_resume.rendezvous.record import RECORD_FILE, Record
 from elastic_resume.rendezvous.steps import BeginWorld, Effect
 from elastic_resume.store.durable import Disk, machine
-from tests.stations import RUN, TOKEN, Station, Stations, descriptors, until
+from tests.stations import RUN, TOKEN, Station, Stations, descriptors, read_line, until
 
 pytestmark = pytest.mark.slow
 
@@ -144,8 +144,9 @@ class Caller:
 async def call(address: str) -> channel.Channel:
     """Call somebody who will not go through the handshake, and wait until the call is over."""
     caller = Caller()
-    handshake = wire.call(TOKEN, RUN, secrets.token_hex(32))
-    made = channel.Channel(cast("channel.Owner", caller), handshake, 30.0, 1)
+    nonce = secrets.token_hex(32)
+    handshake, parting = wire.call(TOKEN, RUN, nonce), wire.parting(TOKEN, RUN, nonce)
+    made = channel.Channel(cast("channel.Owner", caller), handshake, 30.0, 1, parting)
     try:
         await channel.connect(made, address)
     except OSError as error:
@@ -170,6 +171,22 @@ def test_only_a_refused_call_is_told_as_refused(*, answers: bool) -> None:
             threading.Thread(target=reset_one, args=(listener,), daemon=True).start()
         made = asyncio.run(call(f"127.0.0.1:{listener.getsockname()[1]}"))
     assert made.refused is not answers
+
+
+def test_acceptor_that_ends_before_its_proof_is_not_told_of_as_a_stranger() -> None:
+    """A peer that is killed in the handshake had said nothing that proves anything: it is no intruder."""
+
+    def begin_and_end(listener: socket.socket) -> None:
+        taken, _ = listener.accept()
+        side = wire.accept(TOKEN, RUN, secrets.token_hex(32))
+        next(side)
+        taken.sendall(side.send(read_line(taken)))
+        taken.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=begin_and_end, args=(listener,), daemon=True).start()
+        made = asyncio.run(call(f"127.0.0.1:{listener.getsockname()[1]}"))
+    assert not made.greeted, "`Node.ended` tells of whoever greeted and proved nothing"
 
 
 def test_a_disk_that_refuses_is_tried_again_and_told_of_once(

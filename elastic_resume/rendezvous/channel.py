@@ -194,7 +194,7 @@ class Channel(asyncio.BufferedProtocol):
     def _shake(self, line: bytes) -> None:
         try:
             self.write(self._handshake.send(line))
-            self.greeted = True
+            self.greeted = not self._dialled  # what answers our call need not be of this job
             self._parting = b""  # whoever dialled has proved itself by now: it cannot take that back
         except wire.PartedError:
             self.greeted = False
