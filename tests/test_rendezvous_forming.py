@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from elastic_resume.rendezvous.admitting import Gate
 from elastic_resume.rendezvous.body import Body
 from elastic_resume.rendezvous.forming import Former
-from elastic_resume.rendezvous.messages import Join
+from elastic_resume.rendezvous.link import Link
+from elastic_resume.rendezvous.messages import Hello, Join
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
-from elastic_resume.rendezvous.roster import Roster
+from elastic_resume.rendezvous.roster import Part, Roster
 from elastic_resume.rendezvous.steps import Settings
 
 A, B, C, D = (Incarnation(name, "1", f"{name}:1", candidate=at) for at, name in enumerate("abcd"))
@@ -27,3 +29,18 @@ def test_a_death_that_a_refused_call_proves_wakes_a_leader_that_waits() -> None:
     former.advance()
     assert former.forming is not None
     assert former.forming.world.members == (D,)
+
+
+def test_newer_life_is_taken_in_though_the_leader_still_has_the_former_one_for_a_follower() -> None:
+    """The leader was suspended: it hears of the follower's death from the follower's next life."""
+    me = Incarnation("a", "1", "a", 0)
+    former, newer = Incarnation("c", "1", "c", 2), Incarnation("c", "2", "c", 2)
+    begun = World(1, (me, former), me)
+    body = Body(Settings(("a", "b", "c"), max_nodes=3), me, None, 100.0)
+    body.believe(Knowledge(3, begun))
+    roster = Roster()
+    roster.add(Part(former, Link(-1, who=former)))
+    known = Knowledge(3, begun, (World(2, (newer,), newer),), frozenset({former}))
+    gate = Gate(body, roster, lambda part, _: body.log("lost", str(roster.drop(part.who))))
+    assert gate.check(Hello(newer, known, 2, node_timeout_s=3.0, min_nodes=1, max_nodes=3)) is None
+    assert body.known.gone == {former}

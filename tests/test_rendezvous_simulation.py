@@ -155,6 +155,11 @@ def test_part_that_knows_two_worlds_of_one_generation_need_not_form_another(seed
     assert not run(seed).violations
 
 
+def test_follower_tells_what_it_learnt_while_its_welcome_was_under_way() -> None:
+    """A call to a third node is refused in that moment: else the leader waits for the dead for ever."""
+    assert not run(60008553).violations
+
+
 def test_a_seed_is_a_schedule() -> None:
     """The same seed plays the same story, to the last message."""
     first, again = run(7, told=True), run(7, told=True)
