@@ -8,7 +8,7 @@ The tree, from general to particular::
      │   ├─ UntrackableError     an object holds state that cannot be stored
      │   ├─ MismatchError        the model does not fit the checkpoint
      │   └─ WorldChangedError    another number of ranks, where the script wants that to be an error
-     ├─ MachineError           the machine is wrong: disk full, not writable   exit 1; ``run`` before a start: 74
+     ├─ MachineError           the machine is wrong: disk full, not writable   exit 1; 74: unstarted ``run``
      │   ├─ NodeTakenError       another agent holds this node's directory
      │   └─ RecordError          a small file of the node's directory is damaged
      ├─ CheckpointError        bytes on disk or from a peer are wrong

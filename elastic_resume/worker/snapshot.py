@@ -7,7 +7,8 @@ before ``optimizer.step()`` waits until this rank's share is copied: the fence. 
 share is in place; one that somebody died over never does.
 
 Without a tracked optimizer, or after a step that ran no hook (`barrier`), the copy is synchronous. What
-changes parameters otherwise, between ``run.step()`` and ``optimizer.step()``, would be copied half: `verify` finds that.
+changes parameters otherwise, between ``run.step()`` and ``optimizer.step()``, would be copied half: `verify`
+finds that.
 
 Does not know when (`saver`) nor what becomes of a snapshot (the keeper).
 """
