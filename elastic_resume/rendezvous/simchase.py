@@ -1,6 +1,6 @@
 """Faults that follow each world as it forms: partitions that shift between the steps of forming, and deaths.
 
-A plot says which rule or bug fix it guards. Some guard a rule of the quorum (`quorum`), and make two worlds
+Most plots say what they guard. Some guard a rule of the quorum (`quorum`), and make two worlds
 when that rule is broken; others guard what the core concludes from resets, late messages and suspended
 machines. Nodes go by rank in the newest world, so that a plot holds for whatever has formed.
 """
