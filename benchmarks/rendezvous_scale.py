@@ -8,7 +8,7 @@ an upper bound for a real job, in which only the leader's part grows with the nu
 leader, whose sockets close at once (as a killed process's do), or one that stays connected and says nothing
 more. "told" is from then until the last survivor hears that the world is over, "begun" until the last is
 told the next one; every survivor asks to join the moment it hears. Detection is part of both: a closed
-connection must stay closed for 0.2 s, and silence must last for the node timeout.
+connection is called again and the call must be refused, and silence must last for the node timeout.
 
 Each member makes the world durable before it begins. "disk": it writes a file and syncs it, all of them to
 one disk, where real nodes have one each. "memory": it does not. Stock is torchelastic's c10d rendezvous with

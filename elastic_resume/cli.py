@@ -1,8 +1,8 @@
 """The command ``elastic-resume``: one function per subcommand, each importing what it needs when called.
 
-Promise: an error made by the user is one line on stderr and exit code 1 (of ``run``, ``diff`` and ``chaos``
-2; of ``run`` on a machine that is unfit 74), without a traceback. ``ls``, ``verify``, ``report`` and
-``status`` do not import torch.
+Promise: an error made by the user is one line on stderr, without a traceback. The exit code is 1; of ``diff``
+and ``chaos`` always 2; of ``run`` before a start 2 for a `ConfigError` and 74 for a `MachineError`. ``ls``,
+``verify``, ``report`` and ``status`` do not import torch.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _add_simulate(subparsers: argparse._SubParsersAction[Any]) -> None:
         default="",
         metavar="RULE",
         choices=BREAKS,
-        help="break one rule on purpose, or take back what cured a defect: %(choices)s",
+        help="disable one rule or one bug fix, to test the simulator's checkers: %(choices)s",
     )
     one.set_defaults(function=simulate)
 

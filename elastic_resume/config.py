@@ -191,7 +191,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "elastic_resume",
         "A flag beats the --config file, the file beats the environment (ELASTIC_RESUME_*, PET_*). TIME is a "
-        "number of seconds, or has a unit: 500ms, 30s, 5m, 1.5h.",
+        "number of seconds, or has a unit: 500ms, 30s, 5m, 1.5h. For --save-every and --snapshot-every a "
+        "bare number is steps.",
     )
 
     def add(name: str, metavar: str, text: str) -> None:

@@ -29,10 +29,17 @@ def parse_duration(what: str, text: object, *, least_s: float = 0.0, most_s: flo
     """
     given = str(text).strip()
     match = _DURATION.fullmatch(given)
-    found_s = float(match[1]) * _UNIT_S[match[2] or "s"] if match else -1.0
-    if not least_s <= found_s <= most_s:
+    if match is None:
         raise ConfigError(
-            f"{what} is {given[:100]!r}: write a time in seconds (30) or with a unit (500ms, 30s, 5m, 1.5h), "
-            f"from {least_s:.12g}s to {most_s:.12g}s."
+            f"{what} is {given[:100]!r}: write a time in seconds (30) or with a unit (500ms, 30s, 5m, 1.5h)."
         )
+    found_s = float(match[1]) * _UNIT_S[match[2] or "s"]
+    if not least_s <= found_s <= most_s:
+        raise ConfigError(f"{what} is {given[:100]!r}: write a time {_limits(least_s, most_s)}.")
     return found_s
+
+
+def _limits(least_s: float, most_s: float) -> str:
+    if least_s > 0 and most_s < LONGEST_S:
+        return f"from {least_s:.12g}s to {most_s:.12g}s"
+    return f"of {least_s:.12g}s or more" if least_s > 0 else f"of {most_s:.12g}s or less"

@@ -8,7 +8,7 @@ The tree, from general to particular::
      │   ├─ UntrackableError     an object holds state that cannot be stored
      │   ├─ MismatchError        the model does not fit the checkpoint
      │   └─ WorldChangedError    another number of ranks, where the script wants that to be an error
-     ├─ MachineError           the machine is wrong: disk full, not writable   exit 1; 74 ahead of any start
+     ├─ MachineError           the machine is wrong: disk full, not writable   exit 1; 74: unstarted ``run``
      │   ├─ NodeTakenError       another agent holds this node's directory
      │   └─ RecordError          a small file of the node's directory is damaged
      ├─ CheckpointError        bytes on disk or from a peer are wrong
@@ -22,6 +22,9 @@ The tree, from general to particular::
      ├─ RendezvousLostError    the agents cannot reach each other any more     exit 75
      ├─ NodeUnfitError         this node leaves, the others go on              exit 75
      └─ DivergenceError        replicas that must be equal are not             exit 1
+
+Exit codes are those of the command line. ``chaos`` and ``diff`` exit 2 for any of these errors, since their 1
+means that the job ended wrong, or that two files differ.
 
 An error's text says what, where, why and what to do, in one or two lines: it is all that a user sees.
 ``at_fault`` tells the agent that a restart would meet the same error again, so none is tried.

@@ -76,7 +76,7 @@ def words(directory: Path, *flags: str, epochs: int = 3, step_s: float = 0.02) -
         (["--nnodes", "4"], "--nnodes is not for chaos to pass on: it decides that itself; see --nodes and"),
         (["--ckpt-dir=x"], "--ckpt-dir is not for chaos to pass on"),
         (["--min-nodes", "4"], "--min-nodes is 4: write 1 to 3"),
-        (["--mtbf", "15x"], "it is '15x': write a time"),
+        (["--mtbf", "15x"], "--mtbf is '15x': write a time"),
         (["--nodes", "0"], "'0' is not a number from 1"),
         (["--save-plan", "none/x.yaml"], "--save-plan none/x.yaml: cannot be written"),
         (["--dir", "train.py"], "train.py: cannot be used: Not a directory"),

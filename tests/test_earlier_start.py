@@ -39,7 +39,7 @@ def started(directory: Path, *args: str, size: int = 1, **env: str) -> list[str]
 
 def lines_of(text: str) -> list[str]:
     """The lines about an earlier start."""
-    return [line for line in text.splitlines() if "AN EARLIER START" in line]
+    return [line for line in text.splitlines() if "AN EARLIER RUN" in line]
 
 
 def test_start_over_an_earlier_one_is_told_once_with_what_differs(
@@ -52,16 +52,18 @@ def test_start_over_an_earlier_one_is_told_once_with_what_differs(
 
     (line,) = started(tmp_path, "1", "--lr", "0.1")
     assert f"from {tmp_path / 'checkpoints' / 'train'} at step 3 (epoch 1)" in line
-    assert "same arguments and number of ranks. NOTHING IS TRAINED: epoch 1 of 1 is over." in line
-    assert line.endswith("To start anew instead: --resume never, or ELASTIC_RESUME_RESUME=never.")
+    assert "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 1 of 1 is over." in line
+    assert line.endswith("To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never.")
 
     (line,) = started(tmp_path, "2", "--lr", "0.5", size=2)
-    assert "at step 3 (epoch 1); its arguments: 1 --lr 0.1; now: 2 --lr 0.5; its ranks: 1; now: 2. To" in line
+    assert (
+        "at step 3 (epoch 1). Arguments then: 1 --lr 0.1; now: 2 --lr 0.5. Ranks then: 1; now: 2. To" in line
+    )
 
     assert started(tmp_path, "1", ELASTIC_RESUME_RESUME="never") == []
     monkeypatch.setenv("SECRET_OF_THE_USER", "hunter2")
     (line,) = started(tmp_path, "3")
-    assert "its arguments: 1; now: 3. To start" in line
+    assert "Arguments then: 1; now: 3. To start" in line
     kept = (tmp_path / "checkpoints" / "train" / "n0" / life.START_FILE).read_text()
     assert '"3"' in kept
     assert "hunter2" not in kept
@@ -81,17 +83,17 @@ def test_restart_within_a_job_tells_nothing_and_its_next_start_does(tmp_path: Pa
         cluster.start(str(tmp_path / "train.py"), "2", "once")
         assert cluster.wait_exit(120) == [0, 0]
         (line,) = lines_of(cluster.output(0) + cluster.output(1))
-    assert "same arguments and number of ranks. NOTHING IS TRAINED: epoch 2 of 2 is over." in line
+    assert "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 2 of 2 is over." in line
 
 
 @pytest.mark.parametrize(
     ("before", "now", "sizes", "said"),
     [
-        (["t.py", "--lr", "1"], ["t.py", "--lr", "1"], (2, 2), "same arguments and number of ranks"),
-        (["t.py"], ["t.py", "a b"], (2, 2), "its arguments: (none); now: 'a b'"),
-        (["t.py", "x"], ["u.py", "x"], (2, 2), "its command: t.py x; now: u.py x"),
-        ([], ["t.py"], (2, 3), "its arguments are not known; its ranks: 2; now: 3"),
-        (["t.py"], ["t.py", "x" * 400], (None, 3), f"its arguments: (none); now: {'x' * 300}…"),
+        (["t.py", "--lr", "1"], ["t.py", "--lr", "1"], (2, 2), "Same arguments and number of ranks"),
+        (["t.py"], ["t.py", "a b"], (2, 2), "Arguments then: (none); now: 'a b'"),
+        (["t.py", "x"], ["u.py", "x"], (2, 2), "Command then: t.py x; now: u.py x"),
+        ([], ["t.py"], (2, 3), "Arguments then: unknown. Ranks then: 2; now: 3"),
+        (["t.py"], ["t.py", "x" * 400], (None, 3), f"Arguments then: (none); now: {'x' * 300}…"),
     ],
 )
 def test_difference_names_command_and_ranks(

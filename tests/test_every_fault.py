@@ -63,7 +63,7 @@ OF_PROCESSES = [
     case("slow-rank", trouble=r"n2: rank 2 is slow", rank=2, delay_s=0.1, for_s=UNTIL_SEEN_S),
     case(
         "corrupt-message",
-        trouble=r"n0: a connection was dropped: .*damaged on its way",
+        trouble=r"n0: a connection was dropped: .*wrong digest",
         node=1,
         sender="peer",
     ),

@@ -310,7 +310,7 @@ def test_what_is_written_into_a_proven_connection_ends_it(node: Station, kind: s
     with calling(node.address) as peer:
         peer.sendall(INJECTED[kind](prove(peer).sends))
         assert dropped(peer)
-    until(lambda: "damaged on its way" in "".join(node.told("stranger")[before:]), "a line says so")
+    until(lambda: "wrong digest" in "".join(node.told("stranger")[before:]), "a line says so")
 
 
 def test_a_proven_peer_is_held_to_the_longest_line(node: Station) -> None:

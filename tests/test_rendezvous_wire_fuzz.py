@@ -254,7 +254,7 @@ def test_each_line_is_read_once_in_its_order_by_the_one_it_was_signed_for(looks:
         hears = shaken(b"token", nonces)[1].hears
         for line in said[:good]:
             hears.check(line)
-        with pytest.raises(WireError, match="damaged on its way"):
+        with pytest.raises(WireError, match="wrong digest"):
             hears.check(said[good])
 
     first, second, third = map(shaken(b"token", nonces)[0].sends.sign, lines)

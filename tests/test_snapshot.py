@@ -297,7 +297,7 @@ def test_what_was_copied_while_a_graph_was_replayed_counts_no_more(
     assert run._keeping.memory.newest() is None
     (reason,) = failures(run)
     assert reason.startswith("model/")
-    assert "Change what is tracked in optimizer.step(), outside of CUDA graphs" in reason
+    assert "Call optimizer.step() outside CUDA graphs" in reason
     assert reason in capsys.readouterr().err
 
 

@@ -165,7 +165,10 @@ def test_pages_open_to_the_key_for_looking_and_to_nothing_else(cluster: Cluster)
             f"Digest {PASSWORD[:8]}",
         ):
             code, text, headers = get(pages[0] + page, authorization)
-            assert (code, text) == (401, "The text of http-token in this node's directory, please.\n")
+            assert (code, text) == (
+                401,
+                "Password required: the contents of http-token in the node's directory.\n",
+            )
             assert headers["WWW-Authenticate"].startswith("Basic realm=")
         assert get(f"{pages[0]}{page}?token=x", None)[0] == 401
 

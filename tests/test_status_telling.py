@@ -188,7 +188,7 @@ def test_an_answer_that_somebody_wrote_into_the_connection_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer, args=[listener])
         thread.start()
-        with pytest.raises(WireError, match="damaged on its way"):
+        with pytest.raises(WireError, match="wrong digest"):
             looking.ask(address_of(listener), RUN, KEY)
         thread.join()
 

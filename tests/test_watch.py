@@ -404,7 +404,7 @@ def test_the_flag_sets_the_threshold_or_turns_it_off(text: str | None, patience:
 @pytest.mark.parametrize("text", ["", "-1", "nan", "inf", "2 s", "1e99"])
 def test_other_values_of_the_flag_are_refused(text: str) -> None:
     """Before anything is started."""
-    with pytest.raises(ConfigError, match=r"--hang-timeout is .* write a time in seconds"):
+    with pytest.raises(ConfigError, match=r"--hang-timeout is .* write a time "):
         patience_of(text)
 
 

@@ -201,11 +201,11 @@ def _beat(pipe: int) -> bytes | None:
 
 
 def password_file(node_dir: Path, key: bytes | None) -> Path:
-    """Give the file that holds the password of this node's pages; write it where it is missing or outdated.
+    """Return the file with the password of this node's pages; write it if it is missing or outdated.
 
     Args:
         node_dir: the node's directory.
-        key: the password, in hexadecimal in the file; None: the one that stands there, or a random one.
+        key: the look key, in hexadecimal in the file; None: the one that stands there, or a random one.
 
     Raises:
         ConfigError: others may read the password that stands there, or it holds nothing.

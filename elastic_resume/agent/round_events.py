@@ -1,7 +1,7 @@
-"""The events that decide what follows a round, in memory: no disk can lose them.
+"""In-memory log of the events that decide whether to restart.
 
-Guards and workers of this node append them to a file without a name that the agent owns, beside the log on
-disk. The log is for people. Events are a few for each worker of a round, and go when the next round begins.
+Guards and workers of this node append to a memory file that the agent owns. A failing disk cannot lose these
+events. The next round clears the file. The log on disk gets the same events, for people.
 """
 
 from __future__ import annotations

@@ -72,15 +72,17 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
         _claimed(settings, here) as node_dir,
         contextlib.closing(Fence()) as fence,
         contextlib.closing(Gauge()) as gauge,
-        contextlib.closing(RoundEvents()) as told,
+        contextlib.closing(RoundEvents()) as round_events,
     ):
         events_path = node_dir.path / contract.EVENTS_FILE
-        _set_environment(settings, args, events_path, fence, told)
+        _set_environment(settings, args, events_path, fence, round_events)
         tail = Tail(events_path)
-        log = events.EventLog(events_path, hear=tail.hear, memory=told.path, node=settings.node_name)
+        log = events.EventLog(events_path, hear=tail.hear, memory=round_events.path, node=settings.node_name)
         config = launch.config
         limits = replace(asked.limits, min_nodes=config.min_nodes)
-        witness = Witness(settings.node_name, log, events_path, fence, told, limits=limits, gauge=gauge)
+        witness = Witness(
+            settings.node_name, log, events_path, fence, round_events, limits=limits, gauge=gauge
+        )
         gauge.start()
         _begin(launch, args, log, witness, node_dir)
         say, tell = witness.say, witness.note
@@ -299,14 +301,14 @@ def _limits(args: argparse.Namespace, given: set[str]) -> restart.Limits:
 
 
 def _set_environment(
-    settings: Settings, args: argparse.Namespace, events_path: Path, fence: Fence, told: RoundEvents
+    settings: Settings, args: argparse.Namespace, events_path: Path, fence: Fence, round_events: RoundEvents
 ) -> None:
     os.environ.update(settings.to_env())
     os.environ.pop(contract.ENV_ZYGOTE, None)  # of an agent in whose worker this one runs
     os.environ.pop(contract.ENV_TOKEN, None)  # read by now, and no business of the training script
     os.environ[contract.ENV_AGENT_PID] = str(os.getpid())
     os.environ[contract.ENV_EVENTS_PATH] = str(events_path)
-    os.environ[contract.ENV_ROUND_EVENTS] = told.path
+    os.environ[contract.ENV_ROUND_EVENTS] = round_events.path
     os.environ[contract.ENV_FENCE] = fence.path
     drain_signals = args.drain_signals or os.environ.get(contract.ENV_DRAIN_SIGNALS)
     os.environ[contract.ENV_DRAIN_SIGNALS] = ",".join(preflight.drain_signals(drain_signals))

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import math
 import secrets
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -193,9 +194,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers-per-node", "ranks on each (default 1)", type=_count, default=1, metavar="N")
     add("--plan", "what befalls whom and when: see docs/chaos.md", type=Path, metavar="FILE.yaml")
     add("--seed", "decides all that the plan leaves open, or all of it", type=int, metavar="N")
-    add("--mtbf", "mean time between faults that are drawn (default 15s without a plan)", type=_seconds,
-        metavar="TIME")  # fmt: skip
-    add("--for", "no fault comes later than this after the first step", dest="for_s", type=_seconds,
+    add("--mtbf", "mean time between faults that are drawn (default 15s without a plan)",
+        type=_seconds("--mtbf"), metavar="TIME")  # fmt: skip
+    add("--for", "no fault comes later than this after the first step", dest="for_s", type=_seconds("--for"),
         metavar="TIME")  # fmt: skip
     add("--drain", "then drain the job, whose script has no end", action="store_true")
     add("--hosts", "namespaces: an address, a disk and a /dev/shm for each node, as root (default where that "
@@ -205,8 +206,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--dir", "logs, checkpoints and events go there (default ./chaos-run)", type=Path,
         default=Path("chaos-run"))  # fmt: skip
     add("--save-plan", "write the plan that is carried out", type=Path, metavar="FILE.yaml")
-    add("--patience", "a job without a step for so long stands still (default 5m)", type=_seconds,
-        default=PATIENCE_S, metavar="TIME")  # fmt: skip
+    add("--patience", "a job without a step for so long stands still (default 5m)",
+        type=_seconds("--patience"), default=PATIENCE_S, metavar="TIME")  # fmt: skip
     return parser
 
 
@@ -216,11 +217,9 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    try:
-        return parse_duration("it", text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _seconds(flag: str) -> Callable[[str], float]:
+    """Return a reader of the flag's durations."""
+    return functools.partial(parse_duration, flag)
 
 
 def _size(text: str) -> int:

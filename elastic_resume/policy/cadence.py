@@ -128,8 +128,8 @@ def snapshot_gap(
     steps: after a failure they load what they have, and nothing is sent.
 
     Args:
-        every: the setting. A number of steps is given back: it means its multiples. Seconds are a bound,
-            which only a step that takes longer exceeds.
+        every: the setting. A number of steps is given back: it means its multiples. Seconds are an upper
+            bound, except when one step takes longer.
         step_s: seconds that a step takes without a snapshot; None before one was measured.
         cost_s: seconds that a snapshot adds to training; None before one was measured.
         mtbf: of `mtbf_s`.
@@ -150,7 +150,7 @@ def snapshot_gap(
     if cost_s is None or math.isnan(cost_s):
         return 1
     interval = min(_seconds(cost_s) / LARGEST_SHARE, optimum_s(cost_s, mtbf))
-    # Up to a power of two, for the sake of the share; and down, for the sake of the bound.
+    # Round up to limit the cost, then cap at the time bound.
     wanted = max(1, _whole(interval / step))
     return min(1 << (wanted - 1).bit_length(), _within(LONGEST_SNAPSHOT_GAP_S, step))
 

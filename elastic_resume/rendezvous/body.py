@@ -236,10 +236,10 @@ class Body:
             self.effects.append(Disconnect(link.conn))
 
     def part(self, link: Link, address: str) -> None:
-        """End a member's relation to us while it may still take a refused call for our whole story.
+        """Redirect a member; until it disconnects it may treat a refused call as proof that we died.
 
-        Until it has closed its side, or its evidence has expired, we neither acknowledge nor begin anything:
-        it may yet count us gone without knowing that.
+        So until it disconnects, or a node timeout has passed, we neither acknowledge nor begin a world: it
+        may count us dead without knowing of that world.
         """
         self.send(link, Redirect(address))
         self.let_go(link)
@@ -256,9 +256,9 @@ class Body:
                 self.hang_up(self.links[conn])
 
     def is_fresh(self, link: Link) -> bool:
-        """Whether the peer on that link surely has not turned away from us yet.
+        """Return whether the peer still follows us.
 
-        It turns away a node timeout after it heard us last, and it had heard us after `echoed_at`.
+        It does if less than `lease_s` has passed since we sent the newest message that it acknowledged.
         """
         return self.now < link.echoed_at + self.settings.lease_s
 
@@ -271,12 +271,11 @@ class Body:
         return refused and self.is_fresh(link)
 
     def current_for(self, link: Link) -> float:
-        """Return until when no world can have begun without us, from what the leader on `link` granted.
+        """Return the time until which no world can have started without this node.
 
-        The leader counted on a quorum of followers until its lease ended (`Former.lease_until`). Should it be
-        dead, those of its followers who know us for a member wait for us a node timeout before they form a
-        world without us; nobody waits for a spare. Both times count from when we sent what the leader
-        answered: what it said may have waited here to be read.
+        The leader on `link` had a quorum of followers until its lease ended (`Former.lease_until`). Followers
+        of a dead leader wait one node timeout for the members that they know; they never wait for spares.
+        Count from sending: the leader's message may have been queued here.
         """
         if any(world.rank(self.me) is None for world in self.known.worlds):
             return NEVER

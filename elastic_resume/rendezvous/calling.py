@@ -62,7 +62,10 @@ class Caller:
             self.calls[conn], self._busy[address] = self.body.now, conn
 
     def probe(self, addresses: Iterable[str]) -> None:
-        """Call those who may be dead in turn, some at a time: a switch may break a thousand links at once."""
+        """Probe addresses round-robin, at most `CALLS_AT_ONCE` at a time.
+
+        A switch failure breaks many links at once.
+        """
         turn = list(addresses)
         room = CALLS_AT_ONCE - sum(address in self._busy for address in turn)
         start = self._turn % len(turn)

@@ -44,8 +44,8 @@ class Follower:
         self.watched = 0
         """The generation that runs without this node."""
         self.next_beat = body.now
-        # The leader counts us among its followers from our first answer on. Until it has seen that, it need
-        # not ask us about worlds, so its death would prove nothing.
+        # The leader includes us only after it receives our first reply. Until then it may form worlds without
+        # us, so its death would prove nothing.
         link.echoed_at = link.lease_end = NEVER
         self.proposal: World | None = None
         self.proposal_change = 0
@@ -179,9 +179,9 @@ class Follower:
             self.redial, self.redial_at = None, body.now + body.settings.probe_s
 
     def _redial(self) -> None:
-        """Call the leader where it answered before; a slow name server must not cost the world.
+        """Redial the leader; alternate its last IP address, which needs no DNS, with its name.
 
-        Every other call is by its name, which may have another address.
+        A slow name server must not cost the world, and the name may have another address now.
         """
         body = self.body
         if self.redial:

@@ -55,7 +55,7 @@ class Former:
         self.more_at = float("inf")
         """When newcomers to the running world are due to be taken in."""
         self.welcomed: dict[int, float] = {}
-        """Until when to wait for the first answer of a node that was welcomed on a connection."""
+        """Until when to wait for the first reply of a node that was welcomed on a connection."""
         self.waiting_since = body.now
         self.told = ""
         """What all followers were told that we wait for."""
@@ -135,7 +135,7 @@ class Former:
             return self._wait("a link has just broken")
         answer_by = max(self.welcomed.values(), default=NEVER)
         if body.now < answer_by:
-            return self._wait("a node was welcomed and has not answered yet", answer_by)
+            return self._wait("waiting for the first reply of a node that was welcomed", answer_by)
         for part in self.roster.parts.values():
             if not part.settled:
                 return self._wait(f"the workers of {part.who} have not stopped")

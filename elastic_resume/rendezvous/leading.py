@@ -150,10 +150,10 @@ class Leader:
             self.restart(f"generation {newest.generation} has begun elsewhere")
 
     def _welcome(self, link: Link, hello: Hello) -> None:
-        """Welcome a node; it follows us from its first answer on, which shows that it receives what we send.
+        """Send Welcome. The node counts as a follower after its first reply.
 
-        A connection that carries messages one way only would else hold up every world: a world waits for the
-        first answer once, and not long.
+        The reply proves that the link works both ways. A one-way link would otherwise delay every world:
+        forming waits for the first reply once, and not long.
         """
         body, part = self.body, self.roster.parts.get(hello.who)
         if part and part.link is not link and part.lost_at is None:
@@ -188,7 +188,14 @@ class Leader:
         if not (resumed and self.world and self.world.generation == hello.running):
             ran, part.running = part.running, hello.running
             if resumed:  # its world ended while our welcome was under way
-                self._tell(part, Restart(hello.running, "the world ended meanwhile", body.known))
+                self._tell(
+                    part,
+                    Restart(
+                        hello.running,
+                        f"generation {hello.running} ended while this node was reconnecting",
+                        body.known,
+                    ),
+                )
             # Of our world, and neither in it nor through: its workers failed, or it never heard of it.
             idle = self.world and not hello.finished and (ran == self.world.generation or hello.join)
             if idle and self.world and who in self.world.members:
@@ -343,14 +350,14 @@ class Leader:
                 body.hang_up(link)
 
     def _never_answered(self, link: Link) -> None:
-        """Nobody waits again for a node that lets a welcome go unanswered."""
+        """Record that the node ignored a Welcome; forming waits for it only once."""
         hello, _ = self.pending.pop(link.conn)
         self.unanswered.add(hello.who)
         self.former.welcomed.pop(link.conn, None)
         self.former.stir()
 
     def _probe_broken(self) -> None:
-        """Call those whose link broke: whoever lives calls us too, and a refused call proves a death."""
+        """Probe members with broken links. A live member also calls us; a refused call proves a death."""
         body = self.body
         if not self.roster.broken or body.now < self.probe_at:
             return

@@ -43,7 +43,7 @@ class Link:
         return Stamp(self.seq, self.heard, generation, lease_s)
 
     def succeed(self, broken: Link) -> None:
-        """Go on where a broken link to the same process ended: what it had seen, it has seen."""
+        """Inherit `echoed_at` and `lease_end` from the broken link to the same process."""
         self.echoed_at, self.lease_end = broken.echoed_at, broken.lease_end
 
     def note(self, stamp: Stamp, now: float) -> None:

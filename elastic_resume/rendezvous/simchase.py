@@ -1,7 +1,8 @@
 """Faults that follow each world as it forms: partitions that shift between the steps of forming, and deaths.
 
-Each plot is aimed at one rule of the quorum (`quorum`): with the rule broken it makes two worlds, with all
-four it makes none. Nodes go by rank in the newest world, so that a plot holds for whatever has formed.
+Most plots say what they guard. Some guard a rule of the quorum (`quorum`), and make two worlds
+when that rule is broken; others guard what the core concludes from resets, late messages and suspended
+machines. Nodes go by rank in the newest world, so that a plot holds for whatever has formed.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def ghost(rng: random.Random, start: Moment, count: int) -> list[Fault]:
     """A node dies, and comes back on the other side of a partition from those who saw it die.
 
     Against rule 1: to them it is gone and has no vote, so it may not vote there for its former self. The
-    leader sees it die at once, and tells when the connection was not made again: the cut comes between.
+    leader sees the link break at once, and counts it dead when a call is refused: the cut comes between.
     """
     victim = rng.randrange(1, count) if rng.random() < 0.9 else 0
     others = [one for one in range(1, count) if one != victim]
@@ -281,9 +282,9 @@ def second_leader(rng: random.Random, start: Moment, count: int) -> list[Fault]:
 
 
 def heir(rng: random.Random, start: Moment, count: int) -> list[Fault]:
-    """Let a majority go on behind a cut and die there; the leader of the others dies, and the cut heals.
+    """Partition a majority, kill it after it forms a world, kill the other leader, then heal.
 
-    Against the conclusion that no world began without us because our leader lived: it had no quorum.
+    Guards against trusting a leader without a quorum.
     """
     ours = majority(rng, count)
     rest = [one for one in range(count) if one not in ours]

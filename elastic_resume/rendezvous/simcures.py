@@ -1,7 +1,7 @@
-"""Decisions of the core taken back one at a time, to see that the simulator's checkers notice.
+"""Mutation tests of the simulator: undo one bug fix at a time and check that a checker reports it.
 
-Each entry of `CURES` puts back what the core once did wrong, as a patch of one method or two. The core has no
-switch for any of them: it is patched for as long as a block lasts.
+Each entry of `CURES` restores one former bug by patching one or two methods of the core inside a ``with``
+block. The core itself has no switch for any of them.
 """
 
 from __future__ import annotations
@@ -106,22 +106,31 @@ def _no_grace_when_stepping_down() -> list[Patch]:
 
 
 CURES: dict[str, Callable[[], list[Patch]]] = {
+    # A late reader counts `current_until` from when it read the leader's message, not from sending.
     "sent-not-read": lambda: [(Body, "current_for", _count_from_reading)],
+    # `current_until` ignores whether the dead leader had a quorum.
     "leader-had-a-quorum": lambda: [(Body, "current_for", _trust_any_leader)],
+    # A spare concludes that no world began without it, though nobody waits for a spare.
     "a-spare-is-not-asked": lambda: [(Body, "current_for", _spares_too)],
+    # A node that leaves its leader early does not wait for the leases of the nodes it left.
     "grace-for-those-left-behind": _no_grace_when_turning_early,
+    # A node does not note the generations in a leader's claim, and uses such a number again.
     "claims-tell-generations": lambda: [(Body, "hear_claim", _ignore_claims)],
+    # A refused call proves a death however long ago the peer acknowledged a message.
     "refusal-in-time": lambda: [(Body, "proves_end", _believe_every_refusal)],
+    # A follower takes its leader for dead when the connection stays closed for `IMPATIENT_S`.
     "reset-is-no-death-to-a-follower": _hasty_follower,
+    # A leader takes a follower for dead when the connection stays closed for `IMPATIENT_S`.
     "reset-is-no-death-to-a-leader": _hasty_leader,
+    # The clock of leases stands still while a machine is suspended.
     "clock-goes-on": lambda: [(Node, "clock_stops", True)],
 }
-"""The patches that take a cure out, by the name that `--break` takes."""
+"""The patches that undo a bug fix, by the name that `--break` takes."""
 
 
 @contextlib.contextmanager
 def without(cure: str) -> Iterator[None]:
-    """Take one cure out; an empty name leaves the core as it is."""
+    """Undo one bug fix; an empty name leaves the core as it is."""
     with contextlib.ExitStack() as stack:
         for owner, name, value in CURES[cure]() if cure else []:
             stack.enter_context(mock.patch.object(owner, name, value))

@@ -11,9 +11,9 @@ The handshake is mutual, before any message (HMAC-SHA256, RFC 2104; challenge an
     dialler   {"proof": HMAC(token, "dialler" RUN A B)}
     acceptor  {"proof": HMAC(token, "acceptor" RUN A B)}
 
-The dialler proves itself first: a stranger who dials gets nothing that is made from the token, and so nothing
-to try tokens out on. Whoever reads along, or listens where a node dials, does get that: so a token has 16
-bytes or more (`token`). A wrong proof is answered with an empty one, so that the dialler too can say why.
+The dialler proves itself first. An unauthenticated dialler receives nothing derived from the token. An
+eavesdropper, or a fake acceptor, does, hence 16 bytes or more (`token`). A wrong proof is answered with an
+empty one, so that the dialler too can say why.
 Each side's nonce is in both proofs, so a recorded handshake proves nothing later; the words "acceptor" and
 "dialler" keep a proof from being sent back where it came from; the run's name keeps two jobs apart. A dialler
 that *looks* wants to be told how the job stands, in one line, and to do nothing. It proves that it holds the
@@ -26,8 +26,8 @@ What follows a handshake is signed and not encrypted. Each line ends with a dige
 bytes, of the line and of how many went before it in that direction (`Seal`). Each direction has a key of its
 own, HMAC(token, "dialler sends" RUN A B) or "acceptor sends". So whoever can write into a connection can end
 it, and cannot make, change, repeat, reorder or leave out a line unnoticed; nor can a damaged packet, of which
-TCP's own sum lets one in 65,536 pass. Where no token is set all this is made from the run's name, which is
-no secret: it then finds damage and keeps strays out, and no attacker who knows the name.
+TCP's own sum lets one in 65,536 pass. Without a token the keys are derived from the run's name. This detects
+corruption and misdirected peers only; an attacker who knows the run's name can forge lines.
 """
 
 from __future__ import annotations
@@ -140,8 +140,7 @@ class Seal:
         said = line[:-DIGEST_HEX]
         if not hmac.compare_digest(line[-DIGEST_HEX:], self._digest(said)):
             raise WireError(
-                "a line that was damaged on its way, or is not the next one of this connection: its digest "
-                "is wrong"
+                "wrong digest: the line was damaged, or lines were lost or reordered; closing the connection"
             )
         return said
 

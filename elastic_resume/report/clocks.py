@@ -1,7 +1,7 @@
 """Clocks of nodes that jump or differ, set right.
 
-A wall clock may jump. So each event tells of CLOCK_BOOTTIME too: events of one boot of a machine are as far
-apart as that says, and when the boot was is what most of them agree on (`zeros`, `level`).
+A wall clock may jump, so each event has CLOCK_BOOTTIME (`b`) beside the wall time (`t`). Within one boot,
+CLOCK_BOOTTIME gives the intervals. The boot's wall time is the median of `t - b` (`zeros`, `level`).
 
 Boots of different machines are laid side by side by what must have happened at once (`straighten`).
 All nodes of a generation hear of it within milliseconds, and no rank ends a step before all have begun to add
@@ -57,9 +57,9 @@ class Clock:
 
 
 def zeros(events: Iterable[Event]) -> dict[str, float]:
-    """When each boot was, in Unix seconds: the middle of what its events say.
+    """Return the wall time of each boot, in Unix seconds: the median of `t - b` of its events.
 
-    Those of faults alone where there are any: who injects them does not set its own clock.
+    If a boot has fault events, only they count: the fault injector's own clock does not jump.
     """
     found: dict[str, list[float]] = defaultdict(list)
     of_faults: dict[str, list[float]] = defaultdict(list)
@@ -71,10 +71,10 @@ def zeros(events: Iterable[Event]) -> dict[str, float]:
 
 
 def level(events: Iterable[Event], began: Mapping[str, float]) -> tuple[list[Event], tuple[Clock, ...]]:
-    """Give the events with times that do not jump within a boot, and which clocks had jumped.
+    """Return the events with times from CLOCK_BOOTTIME, and the clocks that had jumped.
 
-    ``began``: when each boot was, see `zeros`. Events that tell of no boot keep their times. Those of a node
-    in one boot come in order, however they were sorted by clocks that jumped.
+    ``began``: the wall time of each boot, see `zeros`. Events without a boot keep their times. The events of
+    a node in one boot are sorted by CLOCK_BOOTTIME.
     """
     made: list[Event] = []
     told: list[tuple[str, Clock]] = []  # each with its boot

@@ -134,7 +134,7 @@ class Visit(http.server.BaseHTTPRequestHandler):
         if not self._may():
             self._send(
                 HTTPStatus.UNAUTHORIZED,
-                b"The text of http-token in this node's directory, please.\n",
+                b"Password required: the contents of http-token in the node's directory.\n",
                 "text/plain; charset=utf-8",
             )
             return

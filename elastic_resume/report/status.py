@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic_resume import contract
 from elastic_resume.durations import parse_duration
-from elastic_resume.errors import ConfigError, RendezvousLostError, UsageError
+from elastic_resume.errors import RendezvousLostError, UsageError
 from elastic_resume.report import asking, status_screen
 from elastic_resume.report.saying import say
 
@@ -45,10 +45,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def _seconds(text: str) -> float:
-    try:
-        return parse_duration("it", text, least_s=0.1, most_s=3600)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return parse_duration("--interval", text, least_s=0.1, most_s=3600)
 
 
 def status(args: argparse.Namespace) -> int:

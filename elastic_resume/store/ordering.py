@@ -1,6 +1,7 @@
 """Words of shared memory whose accesses other processes see in the order in which they were made.
 
-x86 keeps that order by itself, but for a read that overtakes a store; Arm, POWER and RISC-V do not.
+x86 keeps that order by itself, but for a read that overtakes a store; Arm, POWER and RISC-V do not. `barrier`
+restores it on Arm, and as far as it says on the others.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ _KEEP_ORDER = {"x86_64", "i686", "i586", "i386"}
 
 
 def barrier() -> None:
-    """Have all that this thread has read and stored come before all that it will.
+    """Order this thread's earlier accesses to memory before its later ones: a full barrier on Armv8.
 
-    Python has no name for that. To let go of a lock is a store-release, to take it again a load-acquire, of
-    whichever lock (a POSIX semaphore; from Python 3.13 on compare-and-exchange). Armv8 keeps what comes
-    before a store-release before it, a load-acquire behind it in that order, and behind that what comes next
-    (Arm ARM, B2.3, barrier-ordered-before). To take it first would not do: what is stored before and
-    afterwards could then meet while it is held. POWER lets go of a lock by lwsync, which orders stores among
-    each other.
+    Release, then acquire, a lock (release store, then acquire load). Armv8 does not reorder these (Arm ARM,
+    B2.3, barrier-ordered-before). Acquiring first would let earlier and later accesses overlap. It does not
+    matter which lock, or how Python makes it (a POSIX semaphore; from 3.13 on compare-and-exchange).
+
+    On POWER and RISC-V this is best effort. POWER releases a lock by lwsync, which orders stores among each
+    other; that a later load cannot overtake an earlier store is not shown there, and for RISC-V nothing is.
     """
     lock = threading.Lock()  # of this call: of one that threads share another could let go
     lock.acquire()

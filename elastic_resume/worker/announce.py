@@ -13,7 +13,7 @@ from elastic_resume.worker import telling
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.resume import Resumed
 
-START_ANEW = "To start anew instead: --resume never, or ELASTIC_RESUME_RESUME=never."
+START_ANEW = "To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never."
 MOST_WORDS = 300  # characters of a script's arguments in a line
 
 
@@ -66,7 +66,7 @@ def again(steps: int) -> str:
 
 
 class Earlier:
-    """Tells once that this start of the job goes on with what an earlier one has left.
+    """Logs once that this job resumes an earlier run.
 
     It waits until the script says how many epochs it wants: a run that is finished trains nothing, and looks
     like one that failed in silence.
@@ -78,29 +78,29 @@ class Earlier:
         if place.world.rank == 0 and resumed.earlier is not None:
             where = f"at step {position.step} (epoch {position.epoch})"
             differs = difference(resumed.earlier, words, resumed.plan.previous_world_size, place.world.size)
-            self._text = f"RESUMING AN EARLIER START of this job, from {place.run_dir} {where}; {differs}"
+            self._text = f"RESUMING AN EARLIER RUN from {place.run_dir} {where}. {differs}."
 
     def tell(self, nothing: str = "") -> None:
         """Say it, the first time. ``nothing``: why nothing is trained."""
         text, self._text = self._text, ""
         if text:
-            left = f" NOTHING IS TRAINED: {nothing}." if nothing else ""
-            telling.say(f"{text}.{left} {START_ANEW}")
+            left = f" NOTHING IS LEFT TO TRAIN: {nothing}." if nothing else ""
+            telling.say(f"{text}{left} {START_ANEW}")
 
 
 def difference(before: Sequence[str], now: Sequence[str], size_before: int | None, size_now: int) -> str:
     """Say how two starts of a job differ: their commands (none: not known) and numbers of ranks."""
     found = []
     if not before:
-        found.append("its arguments are not known")
+        found.append("Arguments then: unknown")
     elif list(before) != list(now):
         same_script = before[0] == now[0]
         texts = [shlex.join(words[same_script:]) or "(none)" for words in (before, now)]
-        what = "arguments" if same_script else "command"
-        found.append(f"its {what}: {_cut(texts[0])}; now: {_cut(texts[1])}")
+        what = "Arguments" if same_script else "Command"
+        found.append(f"{what} then: {_cut(texts[0])}; now: {_cut(texts[1])}")
     if size_before not in {None, size_now}:
-        found.append(f"its ranks: {size_before}; now: {size_now}")
-    return "; ".join(found) or "same arguments and number of ranks"
+        found.append(f"Ranks then: {size_before}; now: {size_now}")
+    return ". ".join(found) or "Same arguments and number of ranks"
 
 
 def _cut(text: str) -> str:

@@ -1,8 +1,8 @@
 """The barrier between copying state and changing it: a hook before each ``optimizer.step()``.
 
 Python runs the hook, so it says nothing of parameters that change otherwise: a replayed CUDA graph that
-contains the step runs no hook, nor does a function that writes into parameters. So a copy is left behind
-training's back only when the step before has passed the barrier, and the step after it is looked at too.
+contains the step runs no hook, nor does a function that writes into parameters. So a copy runs in the
+background only if the previous step ran the hook; the next step is checked as well.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from elastic_resume.errors import UsageError
 
 T = TypeVar("T")
 UNSEEN = (
-    "{} changed in a step in which Python did not call optimizer.step(), as when a CUDA graph is replayed; "
-    "behind such a step copies are made in run.step(), and training waits for them. Change what is tracked "
-    "in optimizer.step(), outside of CUDA graphs"
+    "{} changed although optimizer.step() was not called, for example by a replayed CUDA graph. The snapshot "
+    "was discarded; later ones block run.step(). Call optimizer.step() outside CUDA graphs"
 )
 
 

@@ -110,7 +110,8 @@ class RandomNumbers:
 def word_of(seed: int, rank: int, step: int) -> int:
     """Give the 63 bits that ``rank`` seeds its generators with at ``step``.
 
-    No two ranks have the same low 32 bits: of 1,024 ranks with random ones, two would in one step of 8,000.
+    No two ranks have the same low 32 bits. Independent 32-bit seeds would collide for 1,024 ranks about once
+    in 8,000 steps.
     """
     low = (mix(seed, step, 0, _RANKS) + rank) & _LOW
     low = ((low ^ low >> 16) * 0x85EBCA6B) & _LOW  # MurmurHash3's fmix32, which is one to one

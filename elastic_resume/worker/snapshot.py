@@ -6,9 +6,9 @@ then copy their shares of parameters and optimizer state in a thread, while forw
 before ``optimizer.step()`` waits until this rank's share is copied: the fence. A slot counts when every
 share is in place; one that somebody died over never does.
 
-Without a tracked optimizer to put the fence before, or where none called its hook in the step before
-(`barrier`), training waits for the whole copy. What changes parameters otherwise, between ``run.step()`` and
-``optimizer.step()``, would be copied half: `verify` finds that.
+Without a tracked optimizer, or after a step that ran no hook (`barrier`), the copy is synchronous. What
+changes parameters otherwise, between ``run.step()`` and ``optimizer.step()``, would be copied half: `verify`
+finds that.
 
 Does not know when (`saver`) nor what becomes of a snapshot (the keeper).
 """

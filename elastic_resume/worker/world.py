@@ -105,11 +105,10 @@ class World:
         return None if self._group is None else Channel(self._group)
 
     def _leave(self) -> None:
-        """Let go of the groups that were made here, when the process ends.
+        """Destroy the groups that were made here, when the process ends.
 
-        A thread of gloo may still hold the tensors of the last collective. Where it drops them while the
-        interpreter ends it aborts the process (pytorch#190489), so its end is waited for; by a thread, since
-        one that waits for a peer would take until its timeout.
+        A gloo thread that frees tensors at interpreter exit aborts the process (pytorch#190489). Destroy the
+        groups in a thread; wait at most `LEAVE_S`, since a gloo thread that waits for a peer takes longer.
         """
         if os.getpid() != self._pid:  # a forked child has none of those threads
             return
