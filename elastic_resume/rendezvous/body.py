@@ -61,6 +61,8 @@ class Body:
     ) -> None:
         self.settings = settings
         self.me = me
+        self.introduced = False
+        """Others have been told of this life."""
         self.known = Knowledge(len(settings.candidates))
         self.seen = seen
         self.now = now
@@ -283,6 +285,7 @@ class Body:
 
     def hello(self) -> Hello:
         """Tell all that we are."""
+        self.introduced = True
         running = self.running.generation if self.running else 0
         settings = self.settings
         return Hello(
@@ -398,6 +401,7 @@ class Body:
         old = self.me
         self.stop(f"{old.node} was counted gone while it lived")
         self.me = old.reborn()
+        self.introduced = False
         self.believe(self.known.with_gone([old]))
         self.changes += 1
 

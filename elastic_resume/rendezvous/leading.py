@@ -385,8 +385,10 @@ class Leader:
     def _is_end(self) -> bool:
         """Whether some have finished and nobody who could is left."""
         body, newest = self.body, self.body.known.begun
-        if newest is None or self.former.forming or not self.somebody_finished():
+        if newest is None or self.former.forming:
             return False
+        if not self.somebody_finished():
+            return self._is_past_end()
         if body.me in newest.members and body.finished != newest.generation:
             return False
         present = {part.who for part in self.roster} | {body.me}
@@ -394,6 +396,18 @@ class Leader:
             return False
         absent = body.rivals(present) - body.silent
         return not absent or body.now >= self.former.since + body.settings.node_timeout_s
+
+    def _is_past_end(self) -> bool:
+        """Whether all who are here have finished, and the newest world was of others, who have been lost.
+
+        A node that was cut off while the others finished goes on alone; should it die, nobody waits for it.
+        """
+        body, newest = self.body, self.body.known.begun
+        present = {part.who for part in self.roster} | {body.me}
+        through = body.finished and all(part.finished and not part.join for part in self.roster)
+        if not through or body.join or newest is None or present.intersection(newest.members):
+            return False
+        return not self.roster.broken and body.now >= self.former.since + body.settings.node_timeout_s
 
     def _end(self) -> None:
         here = {part.who for part in self.roster if part.lost_at is None}

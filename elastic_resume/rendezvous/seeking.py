@@ -142,8 +142,8 @@ class Seeker:
             self._call_now(message.who.address)
             return
         body.send(link, Goodbye("its disk takes no writes", body.known, body.me))
-        if body.me in body.rivals([]):
-            body.reborn()
+        if body.introduced or body.me in body.rivals([]):
+            body.reborn()  # others may know of a world with this life that we have not heard of
 
     def _redirected(self, link: Link, address: str) -> None:
         if not address or address == self.body.me.address:

@@ -88,6 +88,8 @@ class Node(Host):
         self.heard = 0
         """The greatest generation that a leader's claim has told this node of, while its disk took writes."""
         self.heard_at = 0.0
+        self._writes = 0
+        """The life whose write is under way; 0 while none is."""
         self.kept = 0
         """What of that is surely on its disk."""
         self._gone: frozenset[Incarnation] = frozenset()
@@ -142,7 +144,7 @@ class Node(Host):
         self.life += 1
         self.power = self.process = True
         self.paused = self.suspended = self.fenced = False
-        self.heard, self._gone = self.kept, frozenset()
+        self.heard, self._gone, self._writes = self.kept, frozenset(), 0
         self.ended = self.doom = ""
         place = self.settings.candidates.index(self.name) if self.name in self.settings.candidates else None
         me = Incarnation(self.name, str(self.life), self.name, place)
@@ -190,7 +192,7 @@ class Node(Host):
         if power:
             self.net.power_lost(self.name)
             self.power = False
-        if self.clock.now >= self.heard_at + DURABLE_S and self.disk_s < DURABLE_S:
+        if self.clock.now >= self.heard_at + DURABLE_S and self.disk_s < DURABLE_S and not self._writes:
             self.kept = self.heard
         self.process, self.agent = False, None
         self.checkers.ended(self.name)
@@ -395,6 +397,7 @@ class Node(Host):
             if done:
                 self.net.close(done)
         elif isinstance(effect, Persist):
+            self._writes = self.life
             delay = self.rng.random() * self.disk_s
             self.clock.at(self.clock.now + delay, self._written, effect, self.life)
         elif isinstance(effect, BeginWorld):
@@ -456,6 +459,7 @@ class Node(Host):
 
     def _written(self, effect: Persist, life: int) -> None:
         if life == self.life and self.agent:
+            self._writes = 0
             self.disk = effect.memory
             if self.doom == "written":
                 self._meet_doom()
