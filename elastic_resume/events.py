@@ -186,7 +186,7 @@ def read(path: Path, offset: int = 0) -> Iterator[Event]:
         with open(path, "rb") as file:
             file.seek(offset)
             for line in file:
-                event = _whole(line)
+                event = parse_ended(line)
                 if event is not None:
                     yield event
     except FileNotFoundError:
@@ -204,6 +204,17 @@ def parse(line: str | bytes) -> Event | None:
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return None
     return event if time_of(event) is not None else None
+
+
+def parse_ended(line: bytes) -> Event | None:
+    """Read a line that its writer has finished, or the event that was glued to the rest of a torn one."""
+    if not line.endswith(b"\n"):
+        return None
+    event = parse(line)
+    if event is None:
+        glued = line.rfind(_START, max(1, len(line) - MAX_LINE_BYTES))
+        event = parse(line[glued:]) if glued > 0 else None
+    return event
 
 
 def time_of(event: Mapping[str, Any], name: str = "t") -> float | None:
@@ -267,14 +278,3 @@ def _boot() -> str:
 def _ends_torn(descriptor: int) -> bool:
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-
-
-def _whole(line: bytes) -> Event | None:
-    """Read a line that its writer has finished, or the event that was glued to the rest of a torn one."""
-    if not line.endswith(b"\n"):
-        return None
-    event = parse(line)
-    if event is None:
-        glued = line.rfind(_START, max(1, len(line) - MAX_LINE_BYTES))
-        event = parse(line[glued:]) if glued > 0 else None
-    return event

@@ -192,6 +192,17 @@ def test_a_log_that_cannot_be_read_hides_neither_causes_nor_steps(
         assert [one.text for one in [witness.account().failure] if one] == ["was killed by SIGSEGV"]
 
 
+def test_event_after_a_torn_one_is_in_memory_too() -> None:
+    """A writer that is killed within a line leaves its start, and the next one appends to that."""
+    with contextlib.closing(RoundEvents()) as told:
+        with open(told.path, "ab") as file:
+            file.write(b'{"t":1.0,"event":"failure","mess')
+        with contextlib.closing(EventLog(Path("/dev/full"), memory=told.path)) as log:
+            log.write("worker-exit", rank=0)
+            log.write("hang", rank=0)
+        assert [event["event"] for event in told.read()] == ["worker-exit", "hang"]
+
+
 def test_line_of_an_earlier_life_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container its agent had the same pid and its round the same number; a volume keeps its board."""
     for name in (contract.ENV_ROUND, contract.ENV_MTBF_S):  # which a round sets
