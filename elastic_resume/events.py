@@ -85,6 +85,7 @@ MAX_TIME_S = 1e12  # the year 33658: what is beyond is no time
 DECISIVE = frozenset({"worker-start", "failure", "worker-exit", "hang", "hang-over"})
 MOST_WAITING = 1000  # lines, of some hundred bytes each
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MEMORY = "/memfd:elastic_resume-round-events"  # what the link in /proc of an `agent.round_events` says
 _START = b'{"t":'  # of every event, whoever writes it; inside a JSON text the quotes would be escaped
 
 
@@ -259,6 +260,8 @@ def read_run(run_dir: Path) -> list[Event]:
 
 def _keep(memory: str, line: bytes) -> None:
     with contextlib.suppress(OSError):  # the agent has ended, and decides no more
+        if not str(Path(memory).readlink()).startswith(_MEMORY):  # its pid is another process's by now
+            return
         descriptor = os.open(memory, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             os.write(descriptor, line)
