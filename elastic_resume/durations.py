@@ -10,7 +10,7 @@ import re
 from elastic_resume.errors import ConfigError
 
 LONGEST_S = 1e9  # thirty years: more is a typing error
-_DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?|\.[0-9]{1,9})(ms|s|m|h|d)?")
+_DURATION = re.compile(r"((?:[0-9]{1,12}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)(ms|s|m|h|d)?")
 _UNIT_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 

@@ -85,6 +85,7 @@ MAX_TIME_S = 1e12  # the year 33658: what is beyond is no time
 DECISIVE = frozenset({"worker-start", "failure", "worker-exit", "hang", "hang-over"})
 MOST_WAITING = 1000  # lines, of some hundred bytes each
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MEMORY = "/memfd:elastic_resume-round-events"  # what the link in /proc of an `agent.round_events` says
 _START = b'{"t":'  # of every event, whoever writes it; inside a JSON text the quotes would be escaped
 
 
@@ -186,7 +187,7 @@ def read(path: Path, offset: int = 0) -> Iterator[Event]:
         with open(path, "rb") as file:
             file.seek(offset)
             for line in file:
-                event = _whole(line)
+                event = parse_ended(line)
                 if event is not None:
                     yield event
     except FileNotFoundError:
@@ -204,6 +205,17 @@ def parse(line: str | bytes) -> Event | None:
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return None
     return event if time_of(event) is not None else None
+
+
+def parse_ended(line: bytes) -> Event | None:
+    """Read a line that its writer has finished, or the event that was glued to the rest of a torn one."""
+    if not line.endswith(b"\n"):
+        return None
+    event = parse(line)
+    if event is None:
+        glued = line.rfind(_START, max(1, len(line) - MAX_LINE_BYTES))
+        event = parse(line[glued:]) if glued > 0 else None
+    return event
 
 
 def time_of(event: Mapping[str, Any], name: str = "t") -> float | None:
@@ -248,6 +260,8 @@ def read_run(run_dir: Path) -> list[Event]:
 
 def _keep(memory: str, line: bytes) -> None:
     with contextlib.suppress(OSError):  # the agent has ended, and decides no more
+        if not str(Path(memory).readlink()).startswith(_MEMORY):  # its pid is another process's by now
+            return
         descriptor = os.open(memory, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             os.write(descriptor, line)
@@ -267,14 +281,3 @@ def _boot() -> str:
 def _ends_torn(descriptor: int) -> bool:
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-
-
-def _whole(line: bytes) -> Event | None:
-    """Read a line that its writer has finished, or the event that was glued to the rest of a torn one."""
-    if not line.endswith(b"\n"):
-        return None
-    event = parse(line)
-    if event is None:
-        glued = line.rfind(_START, max(1, len(line) - MAX_LINE_BYTES))
-        event = parse(line[glued:]) if glued > 0 else None
-    return event

@@ -24,7 +24,9 @@ from elastic_resume.rendezvous.terms import Terms
 from elastic_resume.report import status
 
 FORMS = {"300": 300.0, "5m": 300.0, "30s": 30.0, "1.5h": 5400.0, " 45 ": 45.0, "90000ms": 90.0}
-NONSENSE = ["", " ", "-5", "-5s", "nan", "inf", "infs", "1e400", "5 minutes", "5x", "s", "1.5.2", "5\u0661"]
+FORMS |= {"4.5e1": 45.0, "30.": 30.0}
+NONSENSE = ["", " ", "-5", "-5s", "nan", "inf", "infs", "1e400", "5 minutes", "3 s", "5x", "s", "1.5.2"]
+NONSENSE += ["e5", ".", "5\u0661"]
 
 
 def _terms(text: str) -> float:
@@ -93,6 +95,20 @@ def test_nonsense_is_refused_everywhere(where: str, text: str) -> None:
     """Empty, negative, not finite, no unit of ours: an error that shows what to write."""
     with pytest.raises((ConfigError, argparse.ArgumentTypeError)):
         READERS[where](text)
+
+
+@pytest.mark.parametrize("value", [10 / 3, 0.1 + 0.2, 1e-05, 1e3, 5, 1e9])
+def test_number_is_taken_as_it_is(value: float) -> None:
+    """Python's own configuration of a rendezvous holds floats, and scripts print them with all digits."""
+    assert parse_duration("--settle", value) == value
+    assert parse_duration("--settle", f"{value!r}ms") == value * 0.001
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-05, 1e300])
+def test_number_that_is_no_duration_is_refused(value: float) -> None:
+    """As its text is."""
+    with pytest.raises(ConfigError):
+        parse_duration("--settle", value)
 
 
 @pytest.mark.parametrize("text", NONSENSE)

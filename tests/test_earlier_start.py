@@ -94,6 +94,13 @@ def test_restart_within_a_job_tells_nothing_and_its_next_start_does(tmp_path: Pa
         (["t.py", "x"], ["u.py", "x"], (2, 2), "Command then: t.py x; now: u.py x"),
         ([], ["t.py"], (2, 3), "Arguments then: unknown. Ranks then: 2; now: 3"),
         (["t.py"], ["t.py", "x" * 400], (None, 3), f"Arguments then: (none); now: {'x' * 300}…"),
+        (
+            ["t.py", "--api-key=a", "x"],
+            ["t.py", "--api-key=b", "y"],
+            (2, 2),
+            "Arguments then: '--api-key=***' x; now: '--api-key=***' y",
+        ),
+        (["t.py", "--token", "a"], ["t.py", "--token", "b"], (2, 2), "Same arguments and number of ranks"),
     ],
 )
 def test_difference_names_command_and_ranks(
@@ -116,3 +123,26 @@ def test_note_of_a_start_is_read_back_and_of_too_many_arguments_without_them(tmp
     assert life.last_start(tmp_path) == ("1 2 boot", ["t.py", "ä \udcff"])
     life.note_start(tmp_path, "1 2 boot", ["x" * 70_000])
     assert life.last_start(tmp_path) == ("1 2 boot", [])
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["t.py", "--api-key=a=b", "--lr=1"], ["t.py", "--api-key=***", "--lr=1"]),
+        (["--hf_token", "a", "x"], ["--hf_token", "***", "x"]),
+        (["--apiKey", "a"], ["--apiKey", "***"]),
+        (["db.password=a\nb", "--config=MY_SECRET=a"], ["db.password=***", "--config=MY_SECRET=***"]),
+        (["--clientSecretId=", "--access-keys", "a"], ["--clientSecretId=***", "--access-keys", "***"]),
+        (["--use-token", "--lr", "1"], ["--use-token", "--lr", "1"]),
+        (["--tokenizer", "bpe", "--max-tokens=9", "--keypoints", "4"], None),
+        (["key.py", "data", "--token"], None),
+        ([], None),
+    ],
+)
+def test_values_of_secret_arguments_are_not_kept(
+    tmp_path: Path, words: list[str], kept: list[str] | None
+) -> None:
+    """The note is read by all who may read checkpoints, the line by all who may read the job's output."""
+    life.note_start(tmp_path, "1 2 boot", words)
+    assert life.last_start(tmp_path)[1] == (words if kept is None else kept)
+    assert life.masked(life.masked(words)) == life.masked(words)

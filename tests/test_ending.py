@@ -192,6 +192,38 @@ def test_a_log_that_cannot_be_read_hides_neither_causes_nor_steps(
         assert [one.text for one in [witness.account().failure] if one] == ["was killed by SIGSEGV"]
 
 
+def test_event_after_a_torn_one_is_in_memory_too() -> None:
+    """A writer that is killed within a line leaves its start, and the next one appends to that."""
+    with contextlib.closing(RoundEvents()) as told:
+        with open(told.path, "ab") as file:
+            file.write(b'{"t":1.0,"event":"failure","mess')
+        with contextlib.closing(EventLog(Path("/dev/full"), memory=told.path)) as log:
+            log.write("worker-exit", rank=0)
+            log.write("hang", rank=0)
+        assert [event["event"] for event in told.read()] == ["worker-exit", "hang"]
+
+
+def test_line_of_an_earlier_life_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container its agent had the same pid and its round the same number; a volume keeps its board."""
+    for name in (contract.ENV_ROUND, contract.ENV_MTBF_S):  # which a round sets
+        monkeypatch.setenv(name, "1")
+    path = tmp_path / contract.EVENTS_FILE
+    worker = Worker(0, os.getpid(), 1, os.getpid(), 7, 0, 0)
+    Board(tmp_path / contract.BOARD_FILE).begin(0, generation=1, step=5000, world_size=1, worker=worker)
+    with (
+        contextlib.closing(Fence()) as fence,
+        contextlib.closing(RoundEvents()) as told,
+        contextlib.closing(EventLog(path, memory=told.path, node="a")) as log,
+    ):
+        witness = Witness("a", log, path, fence, told)
+        witness.round_formed(node_rank=0, num_nodes=1)
+        log.write("failure", rank=0, type="ImportError", message="no module named x", at_fault=False)
+        log.write("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
+        assert witness.account().step == 0
+        with pytest.raises(GaveUpError, match="no module named x"):
+            witness.before_round(failed=True)
+
+
 def test_a_notice_for_this_node_alone_drains_it(told: list[dict[str, Any]]) -> None:
     """With the same signal, sent to ourselves once it is heeded."""
     this, heeded = ending(told), threading.Event()

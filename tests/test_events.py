@@ -34,6 +34,15 @@ def test_a_torn_last_line_does_not_swallow_the_next_event(tmp_path: Path) -> Non
     assert json.loads(path.read_bytes().splitlines()[-2])["event"] == "second"
 
 
+def test_event_is_not_written_into_a_file_that_is_not_an_agents(tmp_path: Path) -> None:
+    """The agent has ended, and the descriptor in /proc is that of a process that got its pid."""
+    path = tmp_path / "events.jsonl"
+    with open(tmp_path / "strangers", "w") as file:
+        EventLog(path, memory=f"/proc/{os.getpid()}/fd/{file.fileno()}").write("worker-exit")
+    assert (tmp_path / "strangers").read_text() == ""
+    assert kinds(path) == ["worker-exit"]
+
+
 @pytest.mark.parametrize("torn", [TORN, TORN * 3, b"\0" * 500, b"{", b'{"t":', TORN * 9000])
 def test_an_event_glued_to_a_torn_one_is_found(tmp_path: Path, torn: bytes) -> None:
     """A writer that had the log open, or does not look, appends to the torn line itself."""

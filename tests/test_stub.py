@@ -206,6 +206,17 @@ def test_how_a_worker_ended_is_in_the_agents_memory_though_no_disk_takes_it(envi
         assert event["signal"] == "SIGKILL"
 
 
+def test_end_is_not_written_into_a_file_that_is_not_an_agents(
+    environ: Any, start: Any, tmp_path: Path
+) -> None:
+    """The agent has ended, and the descriptor in /proc is that of a process that got its pid."""
+    with open(tmp_path / "strangers", "w") as file:
+        environ[contract.ENV_ROUND_EVENTS] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        assert start("/bin/sh", "-c", "exit 5").wait(30) == 5
+        assert exit_event(tmp_path)["exit_code"] == 5
+    assert (tmp_path / "strangers").read_text() == ""
+
+
 def test_sigterm_to_the_group_lets_the_worker_end_by_itself(start: Any, tmp_path: Path) -> None:
     """Its own exit code counts, and the event says that it had been told."""
     code = (

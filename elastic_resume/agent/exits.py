@@ -6,6 +6,7 @@ import time
 
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"
 ENV_ROUND_EVENTS = "ELASTIC_RESUME_ROUND_EVENTS"
+MEMORY = "/memfd:elastic_resume-round-events"  # as in `events`
 ENV_ROUND = "ELASTIC_RESUME_ROUND"
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"
 ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"
@@ -56,7 +57,10 @@ def stamp() -> "dict[str, object]":
 def append(variable: str, line: bytes, flags: int) -> None:
     """Append a line to the file that the variable names; a lost disk costs the line."""
     try:
-        descriptor = os.open(os.environ[variable], flags, 0o644)
+        path = os.environ[variable]
+        if variable == ENV_ROUND_EVENTS and not os.readlink(path).startswith(MEMORY):  # noqa: PTH115
+            return  # the agent has ended, and its pid is another process's by now
+        descriptor = os.open(path, flags, 0o644)
     except (KeyError, OSError):
         return
     try:  # noqa: SIM105 - contextlib would cost a third of the start

@@ -23,7 +23,7 @@ class RoundEvents:
     def read(self) -> list[events.Event]:
         """Give them in the order in which they were appended."""
         data = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
-        found = (events.parse(line) for line in data.splitlines())
+        found = (events.parse_ended(line) for line in data.splitlines(keepends=True))
         return [event for event in found if event is not None]
 
     def clear(self) -> None:

@@ -26,7 +26,7 @@ from elastic_resume.policy import cadence, failures, restart
 from elastic_resume.policy.failures import Failure, Verdict, describe, judge
 from elastic_resume.policy.requeue import idle_lives
 from elastic_resume.rendezvous.steps import Log
-from elastic_resume.store.board import MAX_LOCAL_RANKS, read_lines
+from elastic_resume.store.board import MAX_LOCAL_RANKS, Line, Worker, read_lines
 
 # What the rendezvous tells that a person wants to read; the rest is in the event log only.
 TOLD = {"waiting", "buried", "refused", "spare", "disk", "stranger", "late", "minority", "through"}
@@ -64,6 +64,7 @@ class Witness:
         self.stands_by = False  # a world runs without this node
         self._world = restart.World()
         self._offset = 0  # of the first event of the round, in the node's file
+        self._stale: frozenset[Worker] = frozenset()  # on the board before the round began
         self._why_over = ""
         self._verdict = Verdict()  # of the last round that failed anywhere
         self._untold = ""  # the traceback of our own part in it
@@ -171,6 +172,8 @@ class Witness:
         self._nodes, self._rank, self.stands_by = num_nodes, node_rank, False
         self._generation = generation
         self._offset = _size(self._path)
+        # In a container each life's agent has the same pid, and the board's volume may outlive the pod.
+        self._stale = frozenset(line.worker for line in self._lines())
         self._round_events.clear()
         if self._gauge is not None:
             self._gauge.mark()
@@ -292,12 +295,15 @@ class Witness:
 
     def _steps(self) -> list[events.Event]:
         """How far this round came: by the log, and by the board, which has steps that a full disk refused."""
-        lines = read_lines(self._path.with_name(contract.BOARD_FILE), MAX_LOCAL_RANKS)
+        lines = [line for line in self._lines() if line.worker not in self._stale]
         ours = [
             line for line in lines if (line.worker.agent_pid, line.worker.round) == (os.getpid(), self._round)
         ]
         logged = [event for event in self._logged(self._offset) if event["event"] in {"step", "commit"}]
         return [*logged, *({"event": "step", "step": line.step} for line in ours)]
+
+    def _lines(self) -> list[Line]:
+        return read_lines(self._path.with_name(contract.BOARD_FILE), MAX_LOCAL_RANKS)
 
     def _logged(self, offset: int) -> list[events.Event]:
         """What the node's log holds from there on, as far as its disk gives it."""

@@ -7,7 +7,7 @@ generation that anybody knew when the job was started. A crash between two notes
 which names another supervisor: nothing saved is ever set aside by mistake. Other modes do not look here.
 
 A second small file holds the arguments with which a script was started last: a person is told what differs.
-It is never relied upon, and the environment, where secrets are, is not in it.
+It is never relied upon. The environment is not in it, nor the values of arguments that hold secrets by name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,9 @@ _MAX_BYTES = 4096
 LIFE_FILE = "life.json"
 _MAX_START_BYTES = 64 * 1024
 START_FILE = "start.json"
+# --api-key, HF_TOKEN, db.password, apiKey; not --tokenizer, --max-tokens or --keypoints.
+_SECRET = re.compile(r"(?i:keys?|token|secrets?|passwords?)(?![a-z])[^=]*(=|\Z)", re.DOTALL)
+MASK = "***"
 
 
 def floor_of(node_dir: Path, supervisor: str, generation: int) -> tuple[int, bool]:
@@ -78,8 +82,26 @@ def last_start(node_dir: Path) -> tuple[str, list[str]]:
 
 def note_start(node_dir: Path, supervisor: str, words: Sequence[str], disk: Disk = DISK) -> None:
     """Record the words with which ``supervisor`` starts the script. A disk that refuses changes nothing."""
-    data = json.dumps({"supervisor": supervisor, "words": list(words)}).encode()
+    data = json.dumps({"supervisor": supervisor, "words": masked(words)}).encode()
     if len(data) > _MAX_START_BYTES:
         data = json.dumps({"supervisor": supervisor, "words": []}).encode()
     with contextlib.suppress(MachineError):
         disk.write_atomic(node_dir / START_FILE, data)
+
+
+def masked(words: Sequence[str]) -> list[str]:
+    """Replace the values of arguments that are secret by name, as in ``--x=VALUE`` and ``--x VALUE``."""
+    found: list[str] = []
+    follows = False  # whether the word may be the value of the one before it
+    for word in words:
+        name = _SECRET.search(word)
+        if follows and not word.startswith("-"):
+            found.append(MASK)
+            follows = False
+        elif name is not None and name[1]:
+            found.append(word[: name.end()] + MASK)
+            follows = False
+        else:
+            found.append(word)
+            follows = name is not None and word.startswith("-")
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic_resume.plural import amount, verb
 from elastic_resume.policy.source import DISK
+from elastic_resume.store import life
 from elastic_resume.store.manifest import Position
 from elastic_resume.worker import telling
 from elastic_resume.worker.place import Place
@@ -91,6 +92,7 @@ class Earlier:
 def difference(before: Sequence[str], now: Sequence[str], size_before: int | None, size_now: int) -> str:
     """Say how two starts of a job differ: their commands (none: not known) and numbers of ranks."""
     found = []
+    before, now = life.masked(before), life.masked(now)
     if not before:
         found.append("Arguments then: unknown")
     elif list(before) != list(now):
