@@ -5,6 +5,7 @@ A number alone is seconds; with a unit it is that many ms, s, m, h or d.
 
 from __future__ import annotations
 
+import math
 import re
 
 from elastic_resume.errors import ConfigError
@@ -29,7 +30,7 @@ def parse_duration(what: str, text: object, *, least_s: float = 0.0, most_s: flo
     """
     given = str(text).strip()
     match = _DURATION.fullmatch(given)
-    if match is None:
+    if match is None or math.isinf(float(match[1])):
         raise ConfigError(
             f"{what} is {given[:100]!r}: write a time in seconds (30) or with a unit (500ms, 30s, 5m, 1.5h)."
         )
