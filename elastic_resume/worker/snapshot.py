@@ -80,12 +80,17 @@ class Snapshots:
         if (behind := self._barrier.end_step(step)) is None:
             return
         self.wait()
-        mark, sheet, versions = behind
-        slot = self._memory.find(mark)
-        if slot and (changed := self._share(sheet).changed(self._views_of(slot, sheet), versions)):
+        began = time.perf_counter()
+        (mark, sheet, versions), among = behind, self._barrier.unfenced
+        share, slot = self._share(sheet), self._memory.find(mark)
+        if slot is None:
+            return
+        changed = share.rewritten(versions, among) or share.differing(self._views_of(slot, sheet), among)
+        if changed:
             slot.record.mark(self._place.local_rank, slots.FAILED)
             self._divided = False
             self._tell_failed(UNSEEN.format(some(changed)))
+        self.stall_s += time.perf_counter() - began
 
     def take(
         self, position: Position, *, epoch_over: bool = False, want: bool = False, alone: bool = False
