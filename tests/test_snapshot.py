@@ -295,6 +295,7 @@ def test_what_was_copied_while_a_graph_was_replayed_counts_no_more(
         objects["model"].a.weight.data.add_(1)  # which counts no version
     monkeypatch.setattr(run._saver.snapshots, "take", lambda *_, **__: False)  # else the next one counts
     run.step()
+    run._saver.snapshots.wait()
     assert run._keeping.memory.newest() is None
     (reason,) = failures(run)
     assert reason.startswith("model/")
@@ -367,6 +368,7 @@ def test_what_looking_for_changes_takes_is_counted_as_a_stall(
     snapshots.end_step(2)
     snapshots.wait()
     assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()  # forward and backward go on meanwhile
     assert snapshots.stall_s >= before + 0.2
     assert snapshots.finished(20)
 

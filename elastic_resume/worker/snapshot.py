@@ -6,8 +6,8 @@ then copy their shares of parameters and optimizer state in a thread, while forw
 before ``optimizer.step()`` waits until this rank's share is copied: the fence. A slot counts when every
 share is in place; one that somebody died over never does.
 
-Without a tracked optimizer to put the fence before, or where none called its hook in the step before
-(`barrier`), training waits for the whole copy. What changes parameters otherwise, between ``run.step()`` and
+Without a tracked optimizer to put the fence before, or where one did not call its hook in the step
+before (`barrier`), training waits for the whole copy. What changes parameters otherwise, between ``run.step()`` and
 ``optimizer.step()``, would be copied half: `verify` finds that.
 
 Does not know when (`saver`) nor what becomes of a snapshot (the keeper).
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class Snapshots:
         self._sheet_failed = 0  # number of the sheet whose shares did not come together
         self._divided = False  # whether others have a share in the newest snapshot
         self._clones: list[tuple[str, torch.Tensor]] = []
+        self._torn: list[str] = []  # what has changed while it was copied
         self._said_failed = False
         self._pid = os.getpid()
         optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
@@ -82,15 +83,15 @@ class Snapshots:
         self.wait()
         began = time.perf_counter()
         (mark, sheet, versions), among = behind, self._barrier.unfenced
-        share, slot = self._share(sheet), self._memory.find(mark)
-        if slot is None:
-            return
-        changed = share.rewritten(versions, among) or share.differing(self._views_of(slot, sheet), among)
-        if changed:
-            slot.record.mark(self._place.local_rank, slots.FAILED)
-            self._divided = False
-            self._tell_failed(UNSEEN.format(some(changed)))
+        share = self._share(sheet)
+        rewritten = share.rewritten(versions, among)
+        self._memory.control.copying(self._place.local_rank, mark)  # so nobody takes the slot
+        job = self._job = Job(lambda _: self._compare(mark, sheet, rewritten, among))
+        # A device is read in the training stream's turn; what lies on the host while training goes on.
+        run(job) if rewritten or share.devices else self._copyist.submit(job)
         self.stall_s += time.perf_counter() - began
+        if job.done.is_set():
+            self.wait()
 
     def take(
         self, position: Position, *, epoch_over: bool = False, want: bool = False, alone: bool = False
@@ -310,6 +311,10 @@ class Snapshots:
             self._tell_failed(f"{type(job.error).__name__}: {job.error}"[:500], aloud=not doubted)
             if not doubted:
                 self._tracker = Tracker(self._tracked)  # it may have overlooked something
+        torn, self._torn = self._torn, []
+        if torn:
+            self._divided = False
+            self._tell_failed(UNSEEN.format(some(torn)))
         prints, self._prints = self._prints, {}
         now = state.fingerprints(self._shared) if prints else {}
         changed = [name for name, was in prints.items() if now.get(name) != was]
@@ -377,6 +382,20 @@ class Snapshots:
         for _, event in job.events:
             event.synchronize()
         failpoints.hit("snapshot.copied")
+
+    def _compare(self, mark: int, sheet: Sheet, rewritten: list[str], among: Collection[int] | None) -> None:
+        """Let the snapshot fail if something is ``rewritten``, or differs from what was copied."""
+        began, holds = time.thread_time(), False
+        slot = self._memory.find(mark)
+        try:
+            if slot is not None:
+                self._torn = rewritten or self._share(sheet).differing(self._views_of(slot, sheet), among)
+            holds = not self._torn
+        finally:
+            if slot is not None and not holds:
+                slot.record.mark(self._place.local_rank, slots.FAILED)
+            self._memory.control.copying(self._place.local_rank, 0)
+            self.cpu_s += time.thread_time() - began
 
     def _find(self, mark: int, job: Job) -> Slot | None:
         """Wait for the lead's word about ``mark``: a slot, or that there is none.
