@@ -6,8 +6,8 @@ then copy their shares of parameters and optimizer state in a thread, while forw
 before ``optimizer.step()`` waits until this rank's share is copied: the fence. A slot counts when every
 share is in place; one that somebody died over never does.
 
-Without a tracked optimizer to put the fence before, or where one did not call its hook in the step
-before (`barrier`), training waits for the whole copy. What changes parameters otherwise, between ``run.step()`` and
+Without a tracked optimizer to put the fence before, or where one did not call its hook in the step before
+(`barrier`), training waits for the whole copy. What changes parameters otherwise, between ``run.step()`` and
 ``optimizer.step()``, would be copied half: `verify` finds that.
 
 Does not know when (`saver`) nor what becomes of a snapshot (the keeper).
@@ -39,6 +39,8 @@ from elastic_resume.worker.tracking import Sight, Tracker
 
 # The other local ranks finish the same step at about the same time, or are gone.
 PATIENCE_S = 2.0
+# Where training waits for the copy at once, the lead may still evaluate before it ends the same step.
+LONG_PATIENCE_S = 60.0
 LOOK_S = 0.0002
 LATE_LOOK_S = 0.005  # when it takes longer
 
@@ -297,7 +299,8 @@ class Snapshots:
         devices = share.devices.union(tensor.device for _, tensor in clones)
         task = Task(sheet, slot, mark, share, clones, self._streams.begin(devices), sight.due or ())
         self._memory.control.copying(self._place.local_rank, mark, waits=slot is None)
-        job = self._job = Job(lambda job: self._copy(job, task))
+        patience_s = PATIENCE_S if self._barrier.holds else LONG_PATIENCE_S
+        job = self._job = Job(lambda job: self._copy(job, task), patience_s)
         self._copyist.submit(job) if self._barrier.exists else run(job)
         if self._barrier.holds:
             self._barrier.copies((mark, sheet, share.versions()))
@@ -406,8 +409,8 @@ class Snapshots:
         began = time.monotonic()
         while control.get("decided") < mark:
             now = time.monotonic()
-            if now > job.awaited + PATIENCE_S:
-                raise RuntimeError(f"local rank 0 has not come to the same step within {PATIENCE_S:g} s")
+            if now > job.awaited + job.patience_s:
+                raise RuntimeError(f"local rank 0 has not come to the same step within {job.patience_s:g} s")
             time.sleep(LOOK_S if now < began + PATIENCE_S else LATE_LOOK_S)
         return self._memory.find(mark)
 
