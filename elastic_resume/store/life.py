@@ -78,6 +78,8 @@ def last_start(node_dir: Path) -> tuple[str, list[str]]:
 
 def note_start(node_dir: Path, supervisor: str, words: Sequence[str], disk: Disk = DISK) -> None:
     """Record the words with which ``supervisor`` starts the script. A disk that refuses changes nothing."""
+    if last_start(node_dir) == (supervisor, list(words)):
+        return  # a restart, which shall not wait for the disk
     data = json.dumps({"supervisor": supervisor, "words": list(words)}).encode()
     if len(data) > _MAX_START_BYTES:
         data = json.dumps({"supervisor": supervisor, "words": []}).encode()
