@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from elastic_resume import testing
+from elastic_resume import contract, testing
 from elastic_resume.store import life
 from elastic_resume.store.durable import Disk
 from elastic_resume.worker.announce import difference
@@ -108,10 +109,10 @@ def test_a_first_round_that_crashes_before_its_first_step_does_not_silence_the_n
     """Restarted by the same supervisor, it would go on from an earlier start in silence."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(CRASHES)
-    torchrun = {"TORCHELASTIC_RUN_ID": "x"}  # the supervisor is the parent then, else the rank itself
+    agent = {contract.ENV_AGENT_PID: str(os.getpid())}  # the supervisor, who lives; else each rank is its own
     ends = []
-    for env in ({}, torchrun, torchrun):
-        [one] = ranks.run(1, tmp_path / "train.py", env=[{"ELASTIC_RESUME_RUN_ID": "job", **env}])
+    for env in ({}, agent, agent):
+        [one] = ranks.run(1, tmp_path / "train.py", env=[env])
         ends.append((one.returncode, len(lines_of(one.stderr))))
     assert ends == [(0, 0), (9, 0), (0, 1)]
 
