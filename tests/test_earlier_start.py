@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from elastic_resume import testing
+from elastic_resume import contract, testing
 from elastic_resume.store import life
+from elastic_resume.store.durable import Disk
 from elastic_resume.worker.announce import difference
 from tests import ranks
 
@@ -86,6 +88,37 @@ def test_restart_within_a_job_tells_nothing_and_its_next_start_does(tmp_path: Pa
     assert "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 2 of 2 is over." in line
 
 
+CRASHES = """
+import os, pathlib, sys
+import torch
+import elastic_resume as er
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = er.resume(model=model, optimizer=optimizer)
+if not pathlib.Path("crashed").exists() and run.plan.kind == "checkpoint":
+    pathlib.Path("crashed").touch()
+    os._exit(9)
+for epoch in run.epochs(1):
+    optimizer.step()
+    run.step()
+"""
+
+
+def test_a_first_round_that_crashes_before_its_first_step_does_not_silence_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Restarted by the same supervisor, it would go on from an earlier start in silence."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(CRASHES)
+    agent = {contract.ENV_AGENT_PID: str(os.getpid())}  # the supervisor, who lives; else each rank is its own
+    ends = []
+    for env in ({}, agent, agent):
+        [one] = ranks.run(1, tmp_path / "train.py", env=[env])
+        ends.append((one.returncode, len(lines_of(one.stderr))))
+    assert ends == [(0, 0), (9, 0), (0, 1)]
+
+
 @pytest.mark.parametrize(
     ("before", "now", "sizes", "said"),
     [
@@ -117,10 +150,25 @@ def test_damaged_note_of_a_start_is_no_note(tmp_path: Path, text: str) -> None:
     assert life.last_start(tmp_path) == ("", [])
 
 
+class Counting(Disk):
+    """Counts how often it has synced a file."""
+
+    syncs = 0
+
+    def sync_file(self, descriptor: int, path: Path) -> None:
+        """Count."""
+        self.syncs += 1
+        super().sync_file(descriptor, path)
+
+
 def test_note_of_a_start_is_read_back_and_of_too_many_arguments_without_them(tmp_path: Path) -> None:
     """A command line may be 2 MB long."""
     life.note_start(tmp_path, "1 2 boot", ["t.py", "ä \udcff"])
     assert life.last_start(tmp_path) == ("1 2 boot", ["t.py", "ä \udcff"])
+    disk = Counting()
+    for words in (["t.py"], ["t.py"], ["t.py"]):
+        life.note_start(tmp_path, "1 2 boot", words, disk)
+    assert disk.syncs == 1  # a restart does not wait for the disk
     life.note_start(tmp_path, "1 2 boot", ["x" * 70_000])
     assert life.last_start(tmp_path) == ("1 2 boot", [])
 

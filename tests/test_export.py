@@ -227,10 +227,13 @@ def test_a_directory_is_replaced_in_one_step_or_refused(
     out(saved, target, file_format="dcp")
     before = {path.name: path.read_bytes() for path in target.iterdir()}
     monkeypatch.setattr(durable, "_exchange", lambda *_: errno.EINVAL)
+    written: list[Any] = []
+    monkeypatch.setattr("elastic_resume.worker.export.save", lambda *_, **__: written.append(1))
     with pytest.raises(MachineError, match="cannot exchange two names in one step; remove it first"):
         out(saved, target, file_format="dcp", name="optimizer", force=True)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     assert [path.name for path in target.parent.iterdir()] == ["dcp"]
+    assert not written  # hours of it, perhaps
 
 
 # Replaces a directory of DCP's in one child after the other, each killed behind one operation more.

@@ -59,6 +59,7 @@ for number in range(1, 4):
 if first:
     told["finished"] = run._saver.snapshots.finished(20)
     told["step"] = held()[0]
+told["problem"] = run._saver.snapshots.problem
 run._place.together(lambda: None)
 """
 BEHIND = """
@@ -144,6 +145,13 @@ def test_a_lead_that_is_late_at_a_step_boundary_still_gets_its_snapshot(tmp_path
     """The others wait in a thread, for as long as training does not wait for them."""
     lead, _ = together(tmp_path, LAGGING)
     assert (lead["finished"], lead["step"]) == (True, 3)
+
+
+@pytest.mark.slow
+def test_a_lead_that_is_late_is_waited_for_longer_where_no_hook_ran(tmp_path: Path) -> None:
+    """Training waits for such a copy at once: its patience would be over before the lead's evaluation."""
+    lead, other = together(tmp_path, LAGGING.replace("    step()", "    ddp(torch.randn(4, 8))"))
+    assert (lead["finished"], lead["step"], other["problem"]) == (True, 3, "")
 
 
 def test_ranks_that_share_the_copying_otherwise_leave_nothing_out(tmp_path: Path) -> None:

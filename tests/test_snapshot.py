@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from elastic_resume import events, failpoints
 from elastic_resume.errors import UsageError
 from elastic_resume.store import slots
 from elastic_resume.store.layout import Layout
-from elastic_resume.worker import copying, snapshot, state, tracking
+from elastic_resume.worker import copying, sheet, snapshot, state, tracking
 from elastic_resume.worker.copying import copy_now
 from elastic_resume.worker.image import Image
 from elastic_resume.worker.run import Run
@@ -294,6 +295,7 @@ def test_what_was_copied_while_a_graph_was_replayed_counts_no_more(
         objects["model"].a.weight.data.add_(1)  # which counts no version
     monkeypatch.setattr(run._saver.snapshots, "take", lambda *_, **__: False)  # else the next one counts
     run.step()
+    run._saver.snapshots.wait()
     assert run._keeping.memory.newest() is None
     (reason,) = failures(run)
     assert reason.startswith("model/")
@@ -315,6 +317,60 @@ def test_steps_that_leave_the_optimizer_out_keep_their_copies(
         assert run._saver.snapshots.finished(20)
         assert held(run)[2] == number
     assert failures(run) == []
+
+
+@pytest.mark.parametrize("when", ["before it is copied", "when it has been copied", "never"])
+def test_two_optimizers_of_which_one_is_replayed_have_no_torn_copy(
+    when: str, begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's hook says nothing of it, nor does what the other changes."""
+    objects = KINDS["two"]()
+    run = begin(**objects)
+    step(objects)
+    monkeypatch.setattr(failpoints, "_points", failpoints._parse(SLOWLY))
+    run.step()
+    weight, changed = objects["model"]["g"].weight, when != "never"
+    if when == "before it is copied":
+        with torch.no_grad():
+            weight.add_(1)
+    elif changed:
+        assert run._saver.snapshots.finished(20)
+        weight.data.add_(1)  # which counts no version
+    objects["model"]["d"](torch.ones(1, 4)).sum().backward()
+    objects["optimizer"]["d"].step()
+    monkeypatch.setattr(run._saver.snapshots, "take", lambda *_, **__: False)  # else the next one counts
+    run.step()
+    run._saver.snapshots.wait()
+    assert (run._keeping.memory.newest() is None) == changed
+    assert [reason.split("/")[0] for reason in failures(run)] == ["model.g"] * changed
+    assert not run._saver.snapshots._barrier.holds  # so training waits for the next copy
+
+
+def test_what_looking_for_changes_takes_is_counted_as_a_stall(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else snapshots would come more often than they may cost."""
+    objects = KINDS["adamw"]()
+    run = begin(**objects)
+    step(objects)
+    run.step()
+    snapshots, threads = run._saver.snapshots, []
+    assert snapshots.finished(20)
+    before = snapshots.stall_s
+    looked = sheet.Share.differing
+
+    def slowly(*given: Any) -> list[str]:
+        threads.append(threading.current_thread())
+        time.sleep(0.2)
+        return looked(*given)
+
+    monkeypatch.setattr(sheet.Share, "differing", slowly)
+    snapshots.end_step(2)
+    snapshots.wait()
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()  # forward and backward go on meanwhile
+    assert snapshots.stall_s >= before + 0.2
+    assert snapshots.finished(20)
 
 
 def test_an_optimizers_step_that_is_captured_is_refused(

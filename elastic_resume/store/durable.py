@@ -148,12 +148,25 @@ class Disk:
         with machine("exchange names with", target):
             number = _exchange(os.fsencode(source), os.fsencode(target))
             if number in _NO_EXCHANGE:
-                raise MachineError(
-                    f"cannot replace {target}: its file system cannot exchange two names in one step; remove "
-                    "it first, or give another name."
-                )
+                raise MachineError(_cannot_replace(target))
             if number:
                 raise OSError(number, os.strerror(number))
+
+    def require_exchange(self, target: Path) -> None:
+        """Try `exchange` on two empty directories beside ``target``: before much is written, not behind it.
+
+        Raises:
+            MachineError: the kernel or the file system cannot.
+
+        """
+        with contextlib.ExitStack() as made:
+            pair = [target.with_name(temporary_name("try")) for _ in range(2)]
+            for path in pair:
+                self.mkdir(path)
+                made.callback(self.rmdir, path)
+            number = _exchange(*map(os.fsencode, pair))
+        if number in _NO_EXCHANGE:
+            raise MachineError(_cannot_replace(target))
 
     def unlink(self, path: Path) -> None:
         """Remove a file."""
@@ -203,6 +216,13 @@ class Disk:
 
 
 DISK = Disk()
+
+
+def _cannot_replace(target: Path) -> str:
+    return (
+        f"cannot replace {target}: its file system cannot exchange two names in one step; remove it first, "
+        "or give another name."
+    )
 
 
 def _exchange(source: bytes, target: bytes) -> int:

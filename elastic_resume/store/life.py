@@ -82,7 +82,10 @@ def last_start(node_dir: Path) -> tuple[str, list[str]]:
 
 def note_start(node_dir: Path, supervisor: str, words: Sequence[str], disk: Disk = DISK) -> None:
     """Record the words with which ``supervisor`` starts the script. A disk that refuses changes nothing."""
-    data = json.dumps({"supervisor": supervisor, "words": masked(words)}).encode()
+    kept = masked(words)
+    if last_start(node_dir) == (supervisor, kept):
+        return  # a restart, which shall not wait for the disk
+    data = json.dumps({"supervisor": supervisor, "words": kept}).encode()
     if len(data) > _MAX_START_BYTES:
         data = json.dumps({"supervisor": supervisor, "words": []}).encode()
     with contextlib.suppress(MachineError):

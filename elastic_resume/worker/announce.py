@@ -10,7 +10,7 @@ from elastic_resume.plural import amount, verb
 from elastic_resume.policy.source import DISK
 from elastic_resume.store import life
 from elastic_resume.store.manifest import Position
-from elastic_resume.worker import telling
+from elastic_resume.worker import inventory, telling
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.resume import Resumed
 
@@ -76,6 +76,7 @@ class Earlier:
     def __init__(self, resumed: Resumed, place: Place, position: Position, words: Sequence[str]) -> None:
         """``words``: the script and its arguments of this start."""
         self._text = ""
+        self._place, self._words, self._noted = place, words, not place.leads
         if place.world.rank == 0 and resumed.earlier is not None:
             where = f"at step {position.step} (epoch {position.epoch})"
             differs = difference(resumed.earlier, words, resumed.plan.previous_world_size, place.world.size)
@@ -87,6 +88,15 @@ class Earlier:
         if text:
             left = f" NOTHING IS LEFT TO TRAIN: {nothing}." if nothing else ""
             telling.say(f"{text}{left} {START_ANEW}")
+
+    def note(self) -> None:
+        """Note this start, the first time: in its later generations there is nothing to tell.
+
+        Not before it is told, on rank 0 too: a crash before the first step would silence it for good.
+        """
+        if not self._noted:
+            self._noted = True
+            life.note_start(self._place.node_dir, inventory.supervisor(), self._words)
 
 
 def difference(before: Sequence[str], now: Sequence[str], size_before: int | None, size_now: int) -> str:

@@ -2,16 +2,20 @@
 
 Python runs the hook, so it says nothing of parameters that change otherwise: a replayed CUDA graph that
 contains the step runs no hook, nor does a function that writes into parameters. So a copy runs in the
-background only if the previous step ran the hook; the next step is checked as well.
+background only if the hooks of all optimizers ran in the previous step, since one of two may be in a graph.
+The next step is checked as well.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_resume.errors import UsageError
@@ -29,12 +33,22 @@ class Barrier(Generic[T]):
     def __init__(self, optimizers: Iterable[Optimizer], wait: Callable[[], None]) -> None:
         """Put the hooks in place."""
         self._wait = wait
-        self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        self._optimizers = list(optimizers)
+        self._hooks = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
         self._pid = os.getpid()
         self._step = -1
-        self._passed = False  # since the last step boundary
+        self._passed: set[int] = set()  # ids of optimizers, since the last step boundary
         self._behind: T | None = None
-        self.holds = False  # whether the step that ended last has passed it
+        self.missing: list[Optimizer] = []  # that have not passed it in the step that ended last
+        self.holds = False  # whether all have
+
+    @property
+    def unfenced(self) -> Collection[int] | None:
+        """Addresses of what only the `missing` optimizers change; None where all of them are missing."""
+        if len(self.missing) == len(self._optimizers):
+            return None
+        others = [one for one in self._optimizers if one not in self.missing]
+        return set[int]().union(*map(_addresses, self.missing)).difference(*map(_addresses, others))
 
     @property
     def exists(self) -> bool:
@@ -46,13 +60,16 @@ class Barrier(Generic[T]):
         self._behind = what
 
     def end_step(self, step: int) -> T | None:
-        """End ``step``; give what was copied during it, if it did not pass the barrier: it may be torn.
+        """End ``step``; give what was copied during it, if an optimizer is `missing`: it may be torn.
 
         An optimizer's step may rightly be left out, as a GradScaler does after an overflow.
         """
         if step == self._step:  # the second look at an epoch's last step
             return None
-        self._step, self.holds, self._passed = step, self._passed, False
+        self._step = step
+        self.missing = [one for one in self._optimizers if id(one) not in self._passed]
+        self.holds = self.exists and not self.missing
+        self._passed.clear()
         behind, self._behind = self._behind, None
         return None if self.holds else behind
 
@@ -60,10 +77,10 @@ class Barrier(Generic[T]):
         """Take the hooks away."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._optimizers = [], []
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
+        del args, kwargs
         if os.getpid() != self._pid:
             return
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -72,5 +89,20 @@ class Barrier(Generic[T]):
                 "while er.resume() copies them, since they run no hooks. Capture forward and backward only, "
                 "and call optimizer.step() outside of the graph."
             )
-        self._passed = True
+        self._passed.add(id(optimizer))
         self._wait()
+
+
+def _addresses(optimizer: Optimizer) -> set[int]:
+    """Give where an optimizer's parameters and state lie."""
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return {tensor.data_ptr() for tensor in chain(parameters, _tensors(optimizer.state))}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Find tensors, in containers too."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple, deque)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)

@@ -96,10 +96,11 @@ class Job:
     """One share of one snapshot. ``work`` runs in the thread; ``done`` is set when it is over.
 
     ``read`` is set when the host's tensors have been read and all that a device has to copy is in its
-    stream: ``events`` are then complete.
+    stream: ``events`` are then complete. ``patience_s``: how long training waits for other ranks' part of it.
     """
 
     work: Callable[[Job], None]
+    patience_s: float = 0.0
     error: BaseException | None = None
     events: list[Any] = field(default_factory=list)
     read: threading.Event = field(default_factory=threading.Event)

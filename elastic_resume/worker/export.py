@@ -211,6 +211,8 @@ def _put_state(target: Path, state: Any, file_format: str, disk: Disk) -> int:
 
 def _put_dcp(target: Path, state: Any, disk: Disk) -> int:
     """Have DCP write under a temporary name, rename that; return the size of all files."""
+    if os.path.lexists(target):
+        disk.require_exchange(target)
     temporary = target.with_name(temporary_name(target.name))
     try:
         with warnings.catch_warnings(), machine("write", temporary):

@@ -8,7 +8,6 @@ through on all ranks, and an error on one rank is raised on all.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -183,7 +182,6 @@ def _enter(place: Place, node_dir: NodeDir, plan: ResumePlan) -> None:
         node_dir.persist_generation(plan.generation)
         if plan.floor >= 0:  # all nodes note the one that was agreed on, a new and empty one too
             life.note(place.node_dir, inventory.supervisor(), plan.floor)
-        life.note_start(place.node_dir, inventory.supervisor(), sys.argv)
 
 
 def _earlier(plan: ResumePlan, stock: list[Inventory]) -> tuple[str, ...] | None:

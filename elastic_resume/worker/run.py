@@ -188,6 +188,7 @@ class Run:
             raise UsageError("run.step() was called after run.close(); close the run when training is over.")
         self._hooks.begin()
         self._earlier.tell()
+        self._earlier.note()
         position = self._progress.step()
         self._buckets.end_step()
         self._beat.finish_step(position.step, self._own_time.end_step())
@@ -374,6 +375,7 @@ class Run:
             return
         self._closed = True
         self._earlier.tell("the script has taken no step")
+        self._earlier.note()
         atexit.unregister(self._release)  # it would keep this run, and so its slots, until the process ends
         self._beat.end()
         self._own_time.close()

@@ -51,16 +51,19 @@ class Share:
         """How often some of the tensors, all over the share, have been changed in place."""
         return [0 if leaf.tensor.is_inference() else leaf.tensor._version for leaf in self._looked_at]  # noqa: SLF001
 
-    def changed(self, views: Mapping[str, Tensor], versions: list[int]) -> list[str]:
-        """Name those that may not be in ``views`` as they were when they had the ``versions``.
+    def rewritten(self, versions: list[int], among: Collection[int] | None) -> list[str]:
+        """Name those whose version is not among the ``versions`` any more: for certain changed.
 
-        What was changed before it was copied shows by its version, what was changed afterwards by its bytes,
-        all of which are read.
+        ``among``: addresses of those to look at; None: all.
         """
         both = zip(self._looked_at, versions, self.versions(), strict=True)
-        before = [leaf.name for leaf, was, now in both if was != now]
-        copied = fingerprints(replace(leaf, tensor=views[leaf.name]) for leaf in self.leaves)
-        return before or [name for name, now in fingerprints(self.leaves).items() if now != copied[name]]
+        return [leaf.name for leaf, was, now in both if was != now and _is_among(leaf, among)]
+
+    def differing(self, views: Mapping[str, Tensor], among: Collection[int] | None) -> list[str]:
+        """Name those that are not as they are in ``views``, all bytes of which are read; see `rewritten`."""
+        leaves = [leaf for leaf in self.leaves if _is_among(leaf, among)]
+        copied = fingerprints(replace(leaf, tensor=views[leaf.name]) for leaf in leaves)
+        return [name for name, now in fingerprints(leaves).items() if now != copied[name]]
 
     def forget(self, alive: Collection[tuple[int, int]]) -> None:
         """Let go of slots that are not among those (index, serial): else their memory stays."""
@@ -150,6 +153,10 @@ def size_of(tensor: Tensor) -> int:
 def some(names: Sequence[str]) -> str:
     """Name the first, and say how many more there are."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _is_among(leaf: Leaf, addresses: Collection[int] | None) -> bool:
+    return addresses is None or leaf.tensor.data_ptr() in addresses
 
 
 def _dealt(leaves: Sequence[Leaf], parts: int) -> list[list[Leaf]]:

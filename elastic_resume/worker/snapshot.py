@@ -6,9 +6,9 @@ then copy their shares of parameters and optimizer state in a thread, while forw
 before ``optimizer.step()`` waits until this rank's share is copied: the fence. A slot counts when every
 share is in place; one that somebody died over never does.
 
-Without a tracked optimizer, or after a step that ran no hook (`barrier`), the copy is synchronous. What
-changes parameters otherwise, between ``run.step()`` and ``optimizer.step()``, would be copied half: `verify`
-finds that.
+Without a tracked optimizer, or after a step in which one ran no hook (`barrier`), the copy is synchronous.
+What changes parameters otherwise, between ``run.step()`` and ``optimizer.step()``, would be copied half:
+`verify` finds that.
 
 Does not know when (`saver`) nor what becomes of a snapshot (the keeper).
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ from elastic_resume.worker.tracking import Sight, Tracker
 
 # The other local ranks finish the same step at about the same time, or are gone.
 PATIENCE_S = 2.0
+# Where training waits for the copy at once, the lead may still evaluate before it ends the same step.
+LONG_PATIENCE_S = 60.0
 LOOK_S = 0.0002
 LATE_LOOK_S = 0.005  # when it takes longer
 
@@ -64,6 +66,7 @@ class Snapshots:
         self._sheet_failed = 0  # number of the sheet whose shares did not come together
         self._divided = False  # whether others have a share in the newest snapshot
         self._clones: list[tuple[str, torch.Tensor]] = []
+        self._torn: list[str] = []  # what has changed while it was copied
         self._said_failed = False
         self._pid = os.getpid()
         optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
@@ -80,12 +83,17 @@ class Snapshots:
         if (behind := self._barrier.end_step(step)) is None:
             return
         self.wait()
-        mark, sheet, versions = behind
-        slot = self._memory.find(mark)
-        if slot and (changed := self._share(sheet).changed(self._views_of(slot, sheet), versions)):
-            slot.record.mark(self._place.local_rank, slots.FAILED)
-            self._divided = False
-            self._tell_failed(UNSEEN.format(some(changed)))
+        began = time.perf_counter()
+        (mark, sheet, versions), among = behind, self._barrier.unfenced
+        share = self._share(sheet)
+        rewritten = share.rewritten(versions, among)
+        self._memory.control.copying(self._place.local_rank, mark)  # so nobody takes the slot
+        job = self._job = Job(lambda _: self._compare(mark, sheet, rewritten, among))
+        # A device is read in the training stream's turn; what lies on the host while training goes on.
+        run(job) if rewritten or share.devices else self._copyist.submit(job)
+        self.stall_s += time.perf_counter() - began
+        if job.done.is_set():
+            self.wait()
 
     def take(
         self, position: Position, *, epoch_over: bool = False, want: bool = False, alone: bool = False
@@ -291,7 +299,8 @@ class Snapshots:
         devices = share.devices.union(tensor.device for _, tensor in clones)
         task = Task(sheet, slot, mark, share, clones, self._streams.begin(devices), sight.due or ())
         self._memory.control.copying(self._place.local_rank, mark, waits=slot is None)
-        job = self._job = Job(lambda job: self._copy(job, task))
+        patience_s = PATIENCE_S if self._barrier.holds else LONG_PATIENCE_S
+        job = self._job = Job(lambda job: self._copy(job, task), patience_s)
         self._copyist.submit(job) if self._barrier.exists else run(job)
         if self._barrier.holds:
             self._barrier.copies((mark, sheet, share.versions()))
@@ -305,6 +314,10 @@ class Snapshots:
             self._tell_failed(f"{type(job.error).__name__}: {job.error}"[:500], aloud=not doubted)
             if not doubted:
                 self._tracker = Tracker(self._tracked)  # it may have overlooked something
+        torn, self._torn = self._torn, []
+        if torn:
+            self._divided = False
+            self._tell_failed(UNSEEN.format(some(torn)))
         prints, self._prints = self._prints, {}
         now = state.fingerprints(self._shared) if prints else {}
         changed = [name for name, was in prints.items() if now.get(name) != was]
@@ -373,6 +386,20 @@ class Snapshots:
             event.synchronize()
         failpoints.hit("snapshot.copied")
 
+    def _compare(self, mark: int, sheet: Sheet, rewritten: list[str], among: Collection[int] | None) -> None:
+        """Let the snapshot fail if something is ``rewritten``, or differs from what was copied."""
+        began, holds = time.thread_time(), False
+        slot = self._memory.find(mark)
+        try:
+            if slot is not None:
+                self._torn = rewritten or self._share(sheet).differing(self._views_of(slot, sheet), among)
+            holds = not self._torn
+        finally:
+            if slot is not None and not holds:
+                slot.record.mark(self._place.local_rank, slots.FAILED)
+            self._memory.control.copying(self._place.local_rank, 0)
+            self.cpu_s += time.thread_time() - began
+
     def _find(self, mark: int, job: Job) -> Slot | None:
         """Wait for the lead's word about ``mark``: a slot, or that there is none.
 
@@ -382,8 +409,8 @@ class Snapshots:
         began = time.monotonic()
         while control.get("decided") < mark:
             now = time.monotonic()
-            if now > job.awaited + PATIENCE_S:
-                raise RuntimeError(f"local rank 0 has not come to the same step within {PATIENCE_S:g} s")
+            if now > job.awaited + job.patience_s:
+                raise RuntimeError(f"local rank 0 has not come to the same step within {job.patience_s:g} s")
             time.sleep(LOOK_S if now < began + PATIENCE_S else LATE_LOOK_S)
         return self._memory.find(mark)
 
