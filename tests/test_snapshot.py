@@ -443,9 +443,10 @@ def test_new_tensors_make_a_new_layout_and_the_newest_snapshot_stays(begin: Call
     for _ in range(3):
         step(objects)
         run.step()
+    assert run._saver.snapshots.finished(20)
+    assert held(run)[2] == 3
     model.register_parameter("late", nn.Parameter(torch.randn(1_000_000)))
     optimizer.add_param_group({"params": [model.late]})
-    assert held(run)[2] == 3
     for number in range(4, 8):
         step(objects)
         run.step()
