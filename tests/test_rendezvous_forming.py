@@ -23,8 +23,8 @@ def test_a_death_that_a_refused_call_proves_wakes_a_leader_that_waits() -> None:
     former.advance()
     assert "1 of the 2 votes" in former.waiting_for
     body.current_until = body.now + 1
-    body.nobody_at("b:1")
-    body.nobody_at("c:1")
+    body.nobody_at("b:1", body.known)
+    body.nobody_at("c:1", body.known)
     body.now = former.since + body.settings.node_timeout_s  # until their leases have ended
     former.advance()
     assert former.forming is not None

@@ -160,6 +160,7 @@ def test_part_that_knows_two_worlds_of_one_generation_need_not_form_another(seed
     [
         pytest.param(60008553, id="a follower learns of a death while its welcome is under way"),
         pytest.param(70065200, id="a node whose disk is stuck says goodbye, and goes on as somebody new"),
+        pytest.param(80058237, id="a refused call is answered late, when the node has come back"),
         pytest.param(70080964, id="a straggler forms a world of its own, and is lost"),
     ],
 )

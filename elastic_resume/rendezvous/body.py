@@ -152,15 +152,16 @@ class Body:
             self.seen = newest
             self.changes += 1
 
-    def nobody_at(self, address: str) -> None:
+    def nobody_at(self, address: str, known: Knowledge) -> None:
         """Count the member at that address gone, if it can have known nothing that we do not.
 
         The call was refused: whoever listened there has ended, since an agent listens in one place for all
-        its life. Until `current_until` no world can have begun without us, so the dead one knew of none.
+        its life. The answer may come late, so it counts only for whom we knew when we dialled. Until `current_until` no world can have begun without us, so the dead one knew of none.
         """
         if self.now >= self.current_until:
             return
-        ended = {one for one in self.rivals([self.me]) if one.address == address}
+        then = {one for world in known.worlds for one in known.alive(world) if one.address == address}
+        ended = then & self.rivals([self.me])
         if ended:
             self.believe(self.known.with_gone(ended))
             self.log("lost", f"{', '.join(map(str, ended))} died too: nobody listens at {address}")
@@ -223,7 +224,7 @@ class Body:
     def dial(self, address: str, host: str = "") -> Link:
         """Ask for a connection; with `host`, at the IP address where the same peer answered before."""
         self._conns += 1
-        link = Link(self._conns, address)
+        link = Link(self._conns, address, known=self.known, dialled_at=self.now)
         self.links[link.conn] = link
         self.effects.append(Connect(link.conn, address, host))
         return link

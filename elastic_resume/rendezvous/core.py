@@ -121,8 +121,8 @@ class Agent:
             body.witnesses.pop(event.conn, None)
             if link and link.address in body.settings.candidates:
                 body.unreached[link.address] = event.why[:120]
-            if event.refused and link:
-                body.nobody_at(link.address)
+            if event.refused and link and link.known:
+                body.nobody_at(link.address, link.known)
             if link and role:
                 role.lost(link, refused=event.refused)
         elif isinstance(event, Persisted):

@@ -233,7 +233,7 @@ class Leader:
             self._break(part)
         elif refused:
             for one in list(self.roster.broken.values()):
-                if one.who.address == link.address:
+                if one.who.address == link.address and link.dialled_at >= (one.lost_at or 0.0):
                     self._lose(one, f"{one.who} died", gone=self.body.proves_end(one.link, refused=True))
 
     def _break(self, part: Part) -> None:

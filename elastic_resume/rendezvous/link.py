@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from elastic_resume.rendezvous.messages import Stamp
-from elastic_resume.rendezvous.quorum import Incarnation
+from elastic_resume.rendezvous.quorum import Incarnation, Knowledge
 
 NEVER = float("-inf")
 UNSEEN_LIMIT = 64
@@ -25,6 +25,9 @@ class Link:
     conn: int
     address: str = ""
     who: Incarnation | None = None
+    known: Knowledge | None = None
+    """What we knew when we dialled: a refused call proves the end of nobody who came later."""
+    dialled_at: float = NEVER
     host: str = ""
     """The IP address that answered, where we dialled."""
     heard_at: float = NEVER
