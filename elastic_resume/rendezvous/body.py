@@ -156,7 +156,8 @@ class Body:
         """Count the member at that address gone, if it can have known nothing that we do not.
 
         The call was refused: whoever listened there has ended, since an agent listens in one place for all
-        its life. The answer may come late, so it counts only for whom we knew when we dialled. Until `current_until` no world can have begun without us, so the dead one knew of none.
+        its life. The answer may come late, so it counts only for those whom we knew when we dialled. Until
+        `current_until` no world can have begun without us, so the dead one knew of none.
         """
         if self.now >= self.current_until:
             return
