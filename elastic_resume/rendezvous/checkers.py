@@ -47,6 +47,7 @@ class Checkers:
         self.worlds: dict[int, tuple[Incarnation, ...]] = {}
         self.started: dict[int, set[Incarnation]] = {}
         """Which members of a generation have started workers in it: the others may not know that it began."""
+        self.proposed: set[tuple[int, tuple[Incarnation, ...]]] = set()
         self.news: dict[int, tuple[int, tuple[Failure, ...]]] = {}
         self.last: dict[str, int] = {}
         self.live: dict[str, BeginWorld] = {}
@@ -112,6 +113,8 @@ class Checkers:
         # Where generations may go back, the one with the greatest number is not the one before.
         if FORWARD not in self.waived:
             befores = [self.worlds.get(number, ()) for number in (newest, *self._known_to(members))]
+            # One that was proposed later may have begun at its leader, whose Begin reached nobody in time.
+            befores += [one for number, one in self.proposed if newest < number < generation]
             if not any(in_order(before, members) for before in befores):
                 self.violate(RANKS, at_s, f"{' or '.join(map(names, befores))} became {names(members)}")
         self.worlds[generation] = members

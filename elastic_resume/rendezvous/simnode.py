@@ -425,6 +425,8 @@ class Node(Host):
             if self.doom == "unsent":
                 self._meet_doom()
                 return
+        if isinstance(effect.message, Propose):
+            self.checkers.proposed.add((effect.message.world.generation, effect.message.world.members))
         if isinstance(effect.message, Propose) and effect.message.world.generation <= self.heard:
             number = effect.message.world.generation
             self.checkers.violate(
