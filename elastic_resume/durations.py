@@ -11,7 +11,7 @@ import re
 from elastic_resume.errors import ConfigError
 
 LONGEST_S = 1e9  # thirty years: more is a typing error
-_DURATION = re.compile(r"((?:[0-9]{1,12}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)(ms|s|m|h|d)?")
+_DURATION = re.compile(r"((?:[0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)(ms|s|m|h|d)?")
 _UNIT_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -36,11 +36,11 @@ def parse_duration(what: str, text: object, *, least_s: float = 0.0, most_s: flo
         )
     found_s = float(match[1]) * _UNIT_S[match[2] or "s"]
     if not least_s <= found_s <= most_s:
-        raise ConfigError(f"{what} is {given[:100]!r}: write a time {_limits(least_s, most_s)}.")
+        raise ConfigError(f"{what} is {given[:100]!r}: write a time {_limits(found_s, least_s, most_s)}.")
     return found_s
 
 
-def _limits(least_s: float, most_s: float) -> str:
+def _limits(found_s: float, least_s: float, most_s: float) -> str:
     if least_s > 0 and most_s < LONGEST_S:
         return f"from {least_s:.12g}s to {most_s:.12g}s"
-    return f"of {least_s:.12g}s or more" if least_s > 0 else f"of {most_s:.12g}s or less"
+    return f"of {least_s:.12g}s or more" if found_s < least_s else f"of {most_s:.12g}s or less"
