@@ -29,6 +29,10 @@ from elastic_resume.rendezvous.messages import (
 from elastic_resume.rendezvous.quorum import Incarnation, World
 from elastic_resume.rendezvous.steps import AskPrints, Explained, Heard, ReplicasDiffer
 
+FIRST_PAUSE_S = 0.0025
+"""Half of the pause before the second call to a lost leader; each pause doubles, up to `probe_s`."""
+MANY_CALLS = 10
+
 
 class Follower:
     """The role of an agent that has a leader."""
@@ -176,7 +180,9 @@ class Follower:
             gone = body.proves_end(self.link, refused=True)
             self._over(f"{self.leader}, which led, died", gone=gone, silent=not gone)
         elif link is self.redial:
-            self.redial, self.redial_at = None, body.now + body.settings.probe_s
+            # A dying process may still take a call in the moment before its host refuses all.
+            pause_s = min(body.settings.probe_s, FIRST_PAUSE_S * 2 ** min(self.calls, MANY_CALLS))
+            self.redial, self.redial_at = None, body.now + pause_s
 
     def _redial(self) -> None:
         """Redial the leader; alternate its last IP address, which needs no DNS, with its name.
