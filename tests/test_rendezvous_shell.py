@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import secrets
 import socket
 import struct
@@ -291,3 +292,27 @@ def test_an_agents_end_waits_for_no_name_server() -> None:
     with pytest.raises(OSError, match="nobody"):
         asyncio.run(channel.connect(channel.Channel.__new__(channel.Channel), "nobody:1", resolve))
     assert daemons == [True]
+
+
+def test_look_up_that_fails_after_its_call_was_given_up_prints_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A name server may answer late that there is no such name, and nobody waits any more."""
+    released = threading.Event()
+
+    def resolve(_: str) -> list[str]:
+        released.wait()
+        raise OSError("no such name")
+
+    async def give_up() -> None:
+        asking = asyncio.ensure_future(channel._look_up("nobody.test", resolve))
+        await asyncio.sleep(0)  # it asks
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        (under_way,) = channel._lookups.values()
+        released.set()
+        await asyncio.wait([under_way])
+
+    asyncio.run(give_up())
+    gc.collect()
+    assert "never retrieved" not in caplog.text

@@ -272,9 +272,15 @@ async def _look_up(host: str, resolve: Resolve) -> Sequence[str]:
         # Not an executor's thread: the interpreter's end waits for these, for as long as DNS is silent.
         threading.Thread(target=_ask, args=(answer, resolve, host), daemon=True).start()
         task = asyncio.wrap_future(answer, loop=loop)
-        task.add_done_callback(lambda _: _lookups.pop(key, None))
+        task.add_done_callback(functools.partial(_looked_up, key))
         _lookups[key] = task
     return await asyncio.shield(_lookups[key])
+
+
+def _looked_up(key: tuple[asyncio.AbstractEventLoop, str], task: asyncio.Future[Sequence[str]]) -> None:
+    _lookups.pop(key, None)
+    if not task.cancelled():
+        task.exception()  # of a call that was given up nobody asks for it, and asyncio would print it
 
 
 def _ask(answer: concurrent.futures.Future[Sequence[str]], resolve: Resolve, host: str) -> None:
