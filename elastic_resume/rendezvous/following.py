@@ -29,8 +29,8 @@ from elastic_resume.rendezvous.messages import (
 from elastic_resume.rendezvous.quorum import Incarnation, World
 from elastic_resume.rendezvous.steps import AskPrints, Explained, Heard, ReplicasDiffer
 
-FIRST_PAUSE_S = 0.0025
-"""Half of the pause before the second call to a lost leader; each pause doubles, up to `probe_s`."""
+FIRST_PAUSE_S = 0.005
+"""Before the second call to a lost leader; each later pause is twice as long, up to `probe_s`."""
 MANY_CALLS = 10
 
 
@@ -181,7 +181,7 @@ class Follower:
             self._over(f"{self.leader}, which led, died", gone=gone, silent=not gone)
         elif link is self.redial:
             # A dying process may still take a call in the moment before its host refuses all.
-            pause_s = min(body.settings.probe_s, FIRST_PAUSE_S * 2 ** min(self.calls, MANY_CALLS))
+            pause_s = min(body.settings.probe_s, FIRST_PAUSE_S * 2 ** min(self.calls - 1, MANY_CALLS))
             self.redial, self.redial_at = None, body.now + pause_s
 
     def _redial(self) -> None:
