@@ -176,18 +176,6 @@ def test_functions_fit_a_screen_and_modules_have_one_idea(path: Path) -> None:
             )
 
 
-def test_the_order_to_read_names_every_module_once() -> None:
-    """A name without a folder lies in the folder before it."""
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    section = text.split("## In which order to read")[1].split("\n## ")[0]
-    named, folder = [], ""
-    for given, name in re.findall(r"`(\w+/)?(\w+\.py)`", section):
-        folder = given or folder
-        named.append(folder + name)
-    named.remove("tests/test_source.py")
-    assert sorted(named) == sorted(relative(path) for path in SOURCES if not path.name.startswith("__"))
-
-
 @of_each_part
 def test_every_module_says_what_it_is_and_no_name_says_nothing(path: Path) -> None:
     """A docstring at the top; no utils, helpers, Manager or Handler of our own."""
