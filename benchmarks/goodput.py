@@ -221,8 +221,6 @@ def run(system: str, every_s: float, options: argparse.Namespace, directory: Pat
         "disturbed": {**asdict(rough), "wasted": rough.wasted},
         "expected": expected,
         "goodput": rough.done / expected,
-        "times": times[1:],
-        "plan": [asdict(kill) for kill in kills],
     }
 
 

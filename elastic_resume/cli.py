@@ -51,7 +51,6 @@ def run_exit_code(error: ElasticResumeError) -> int:
 def _parser() -> argparse.ArgumentParser:
     from elastic_resume.cluster import manifest  # noqa: PLC0415
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
-    from elastic_resume.faults import advice_flags  # noqa: PLC0415
     from elastic_resume.report import commands, diff, doctor, status  # noqa: PLC0415
 
     parser = Parser(
@@ -66,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     for part in (commands, diff, manifest, doctor, status):
         part.register(subparsers)
     _add_simulate(subparsers)
-    advice_flags.register(subparsers)
     return parser
 
 

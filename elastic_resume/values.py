@@ -136,17 +136,6 @@ def size(what: str, text: str) -> int:
     return found
 
 
-def speed(what: str, text: str) -> float:
-    """``text`` as bytes for each second: 2GB/s, 500MB/s, or of a link 25Gbit/s."""
-    amount, slash, per = str(text).strip().partition("/")
-    bits = amount.endswith("bit")
-    # Gb is a giga of bits to some and of bytes to others, eight times as much: it is refused.
-    found = None if amount.endswith(("b", "i")) else _bytes(amount[:-3] + "B" if bits else amount)
-    if found is None or found <= 0 or not slash or per != "s":
-        raise ConfigError(f"{what} is {str(text)[:100]!r}: write a speed, as 2GB/s, 500MB/s or 25Gbit/s.")
-    return found / 8 if bits else found
-
-
 def _bytes(text: str) -> int | None:
     match = _SIZE.fullmatch(text)
     # Half a byte is nothing that anybody means: a point needs a unit.

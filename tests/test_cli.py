@@ -132,22 +132,21 @@ def test_help_shows_our_flags_beside_torchruns(capsys: Any) -> None:
 
 def test_help_can_be_read_on_any_terminal(capsys: Any) -> None:
     """One of ASCII, say: what it lacks was the end of all help."""
-    commands = "run chaos report ls verify export diff manifest doctor status simulate plan"
+    commands = "run chaos report ls verify export diff manifest doctor status simulate"
     for words in ([], *([command] for command in commands.split())):
         with pytest.raises(SystemExit):
             cli.main([*words, "--help"])
         assert capsys.readouterr().out.isascii()
 
 
-@pytest.mark.parametrize("command", ["report", "plan", "ls"])
+@pytest.mark.parametrize("command", ["report", "ls"])
 @pytest.mark.parametrize(("where", "why"), [(">/dev/full", "No space left"), (">&-", "stdout is closed")])
 def test_an_answer_that_nobody_takes_is_one_line(tmp_path: Path, command: str, where: str, why: str) -> None:
     """And not a traceback, nor a success."""
     run = tmp_path / "job" / "n0"
     run.mkdir(parents=True)
     (run / "events.jsonl").write_text('{"t":1.0,"event":"agent-start","node":"n0","run_id":"job"}\n')
-    plan = ["--nodes", "8", "--state", "1GB", "--runs", "1", "--duration", "1h"]
-    words = [command, *(plan if command == "plan" else [str(run.parent)])]
+    words = [command, str(run.parent)]
     code = f"import sys; from elastic_resume import cli; sys.exit(cli.main({words}))"
     line = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} {where}"
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)

@@ -17,7 +17,7 @@ from elastic_resume.cluster import kubernetes, manifest
 from elastic_resume.config import Settings
 from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
-from elastic_resume.faults import advice_flags, chaos, plan_text
+from elastic_resume.faults import chaos, plan_text
 from elastic_resume.faults.fault import Fault
 from elastic_resume.policy.cadence import Every
 from elastic_resume.rendezvous.terms import Terms
@@ -71,7 +71,6 @@ READERS: dict[str, Callable[[str], float | None]] = {
     "chaos --patience": chaos._seconds("--patience"),
     "fault": _fault,
     "fault plan": _plan_file,
-    "plan --duration": lambda text: advice_flags._time("duration", text),
     "manifest --grace": manifest._grace,
 }
 # What these leave out is not for the parser: an empty variable is one that is not set.

@@ -1,9 +1,13 @@
 """How often state is copied to memory, and how often to disk. Pure: times and costs come in as numbers.
 
 ``auto`` follows Young's first-order optimum (J. W. Young, CACM 17(9), 1974; J. T. Daly, FGCS 22(3), 2006):
-with a copy that costs training w seconds and a mean time between failures of M seconds, the time lost to
-copies plus the time lost to repeating is least at an interval of sqrt(2 w M) - w. From w = M/2 on that falls
-again, which only shows that the approximation has ended; there its greatest value, M/2, is kept.
+with a copy that costs training w seconds, a mean time between failures of M seconds, and u seconds from a
+failure until training goes on, copies at an interval of x seconds leave a share of the time of
+
+    (1 - (u + x/2) / M) / (1 + w/x)        greatest, to first order, at  x = sqrt(2 w M) - w.
+
+From w = M/2 on that falls again, which only shows that the approximation has ended; there its greatest value,
+M/2, is kept.
 
 Promise: a cost, a step or a failure count that is zero, infinite or not a number gives an answer within the
 bounds below, never an error. Does not know what a copy is, nor where it goes.
