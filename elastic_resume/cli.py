@@ -49,7 +49,6 @@ def run_exit_code(error: ElasticResumeError) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from elastic_resume.cluster import manifest  # noqa: PLC0415
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
     from elastic_resume.report import commands, diff, doctor, status  # noqa: PLC0415
 
@@ -62,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     subparsers.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)
     # What follows its own flags is for `run`, so it is taken apart by itself.
     subparsers.add_parser("chaos", help="run a job on simulated nodes, break them by a plan", add_help=False)
-    for part in (commands, diff, manifest, doctor, status):
+    for part in (commands, diff, doctor, status):
         part.register(subparsers)
     _add_simulate(subparsers)
     return parser

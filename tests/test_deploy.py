@@ -1,11 +1,10 @@
-"""What ships under deploy/, as far as it takes no cluster; for Kubernetes see test_manifest.py.
+"""What ships under deploy/, as far as it takes no cluster.
 
 The Slurm script runs for real, with stand-ins for `srun` and `scontrol` that note how they were called.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -16,22 +15,34 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate as schemas
 import pytest
-from torch.distributed.run import get_args_parser
+import yaml
+from kubernetes_validate.utils import all_versions
 
 from elastic_resume import config, contract
-from elastic_resume.cluster import sbatch
+from elastic_resume.agent import elastic
+from elastic_resume.cluster import kubernetes, node
+from tests import manifests
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 ALLOCATION, ARRAY = DEPLOY / "slurm" / "train.sbatch", DEPLOY / "slurm" / "array.sbatch"
+MINORS = {int(version.split(".")[1]): version for version in all_versions()}
 
 
-def flags(words: list[str]) -> argparse.Namespace:
-    """What `elastic-resume run` makes of these words; an unknown flag ends the test."""
-    parser = get_args_parser()
-    config.add_flags(parser)
-    return parser.parse_args(words)
+def test_flags_in_the_files_are_flags_of_run() -> None:
+    """Those of the Job, and those of the examples in the comments."""
+    examples = re.compile(
+        r"^#   (?:sbatch .*?\.sbatch|docker run .*?elastic-resume:\S+) (.+?)(?:  +#.*)?$", re.MULTILINE
+    )
+    commands = [" ".join(container(shipped_job())["args"])]
+    for path in (DEPLOY / "Dockerfile", *(DEPLOY / "slurm").iterdir()):
+        commands += examples.findall(path.read_text())
+    assert len(commands) > 3
+    for command in commands:
+        args, _ = config.parse_layers(elastic.parser(), command.split())
+        assert args.training_script.endswith(".py")
 
 
 # ---- the image ---------------------------------------------------------------------------------------
@@ -62,6 +73,153 @@ def test_the_agent_is_process_1_of_the_container(
         sys.exit(script.load()())
     assert not end.value.code
     assert "usage: elastic-resume run" in capsys.readouterr().out
+
+
+# ---- Kubernetes --------------------------------------------------------------------------------------
+
+
+def shipped_job() -> dict[str, Any]:
+    """The spec of job.yaml."""
+    return manifests.job_of(manifests.documents())
+
+
+def container(job: dict[str, Any]) -> dict[str, Any]:
+    """The container of a Job."""
+    (found,) = job["template"]["spec"]["containers"]
+    return dict(found)
+
+
+@pytest.mark.parametrize("minor", range(29, 38))
+def test_published_schemas_take_job_and_service(minor: int) -> None:
+    """Strictly; before 1.31 with the two changes that docs/kubernetes.md names."""
+    loaded = manifests.documents()
+    if minor < 31:
+        manifests.for_1_29(manifests.job_of(loaded))
+    for document in loaded:
+        schemas.validate(document, MINORS[minor], strict=True)
+
+
+def test_schemas_find_mistakes() -> None:
+    """An unknown field, and a wrong type: the test above would not notice an idle schema."""
+    for key, value in (("completion", 3), ("completions", "three")):
+        loaded = manifests.documents()
+        manifests.job_of(loaded)[key] = value
+        with pytest.raises(schemas.ValidationError):
+            schemas.validate(loaded[-1], MINORS[37], strict=True)
+
+
+def test_jobset_holds_the_same_job() -> None:
+    """Its controller makes the Service that the Job's pods name."""
+    loaded = manifests.documents(manifests.JOBSET)
+    assert manifests.job_of(loaded) == shipped_job()
+    subdomain = shipped_job()["template"]["spec"]["subdomain"]
+    assert loaded[0]["spec"]["network"]["subdomain"] == subdomain
+
+
+def test_kustomization_names_the_other_files_and_the_image() -> None:
+    """A Job and its Service; the JobSet is the other way to run the same job."""
+    kustomization = yaml.safe_load((manifests.KUBERNETES / "kustomization.yaml").read_text())
+    assert tuple(kustomization["resources"]) == manifests.JOB
+    (image,) = kustomization["images"]
+    assert container(shipped_job())["image"] == f"{image['name']}:{image['newTag']}"
+
+
+def test_service_is_the_one_that_the_pods_need() -> None:
+    """Headless, for pods that are not ready yet, by the name that they have as their subdomain."""
+    service, job = manifests.documents()
+    template = job["spec"]["template"]
+    assert service["metadata"]["name"] == template["spec"]["subdomain"]
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    ports = [port["name"] for port in container(job["spec"])["ports"]]
+    assert [port["targetPort"] for port in service["spec"]["ports"]] == ports
+
+
+def test_values_that_stand_in_two_places_agree() -> None:
+    """No schema knows that they belong together."""
+    job = shipped_job()
+    pod, agent = job["template"]["spec"], container(job)
+    env = {one["name"]: one.get("value", "") for one in agent["env"]}
+    least, most = map(int, env["ELASTIC_RESUME_NODES"].split(":"))
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", most, most)
+    assert job["maxFailedIndexes"] == most - least
+    # A podFailurePolicy asks for both.
+    assert (pod["restartPolicy"], job["podReplacementPolicy"]) == ("Never", "Failed")
+    assert env["ELASTIC_RESUME_SERVICE"] == pod["subdomain"]
+    assert env[contract.ENV_TERMINATION_GRACE_S] == str(pod["terminationGracePeriodSeconds"])
+    mounts = {mount["mountPath"]: mount["name"] for mount in agent["volumeMounts"]}
+    volumes = {volume["name"]: volume["emptyDir"] for volume in pod["volumes"]}
+    assert set(mounts.values()) == set(volumes)
+    disk, shared = volumes[mounts[env[contract.ENV_CKPT_DIR]]], volumes[mounts["/dev/shm"]]  # noqa: S108
+    assert (disk["sizeLimit"], shared["medium"]) == (env[contract.ENV_CKPT_LIMIT], "Memory")
+    limits = {name: kubernetes.size_bytes(size, name) for name, size in agent["resources"]["limits"].items()}
+    assert kubernetes.size_bytes(shared["sizeLimit"], "shm") < limits["memory"]
+    assert kubernetes.size_bytes(disk["sizeLimit"], "disk") < limits["ephemeral-storage"]
+
+
+def test_every_variable_that_a_pod_reads_is_set() -> None:
+    """By the Job, by its controller, or by Kubernetes; and each variable of ours is one that exists."""
+    env = {one["name"]: one.get("value", "") for one in container(shipped_job())["env"]}
+    given = {
+        "JOB_COMPLETION_INDEX": "2",
+        "HOSTNAME": "elastic-resume-train-2",
+        "KUBERNETES_SERVICE_HOST": "x",
+    }
+    read = {variable for variables in node.KUBERNETES.values() for variable in variables}
+    assert read <= set(env) | set(given)
+    known = {getattr(contract, name) for name in dir(contract) if name.startswith("ENV_")}
+    assert {name for name in env if name.startswith(contract.ENV_PREFIX)} <= read | known
+    filled_in = {"ELASTIC_RESUME_JOB": "elastic-resume-train", "POD_NAMESPACE": "ml", "POD_IP": "10.1.2.3"}
+    here = node.read({**env, **given, **filled_in})
+    assert here.problems == ()
+    assert (here.name, here.job, here.order) == ("elastic-resume-train-2", "elastic-resume-train", 2)
+    assert (here.min_nodes, here.nodes, here.workers) == (2, 3, 1)
+    assert here.candidates[0] == "elastic-resume-train-0.elastic-resume-train.ml.svc:29400"
+    assert kubernetes.termination_grace_s(env) == 120
+
+
+def test_exit_codes_mean_what_the_contract_says() -> None:
+    """Eviction is looked at first: an agent that is evicted may end with any code."""
+    job = shipped_job()
+    evicted, again, fault = job["podFailurePolicy"]["rules"]
+    assert (evicted["action"], again["action"], fault["action"]) == ("Ignore", "Ignore", "FailJob")
+    assert evicted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert again["onExitCodes"]["values"] == [contract.EXIT_REQUEUE, contract.EXIT_SIGNALLED + 15]
+    assert fault["onExitCodes"]["values"] == [contract.EXIT_AT_FAULT, contract.EXIT_USAGE]
+    names = {rule["onExitCodes"]["containerName"] for rule in (again, fault)}
+    assert names == {container(job)["name"]}
+    assert job["successPolicy"]["rules"] == [{"succeededCount": 1}]
+
+
+def test_the_pod_runs_as_the_user_that_the_image_makes() -> None:
+    """A volume is writable for the group of the image's user, who is not root."""
+    user = re.search(r"^USER (\d+):(\d+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert user is not None
+    context = shipped_job()["template"]["spec"]["securityContext"]
+    assert (context["runAsUser"], context["runAsGroup"]) == tuple(int(number) for number in user.groups())
+    assert context["fsGroup"] == context["runAsGroup"]
+    assert context["runAsNonRoot"] is True
+
+
+def test_the_example_of_the_job_is_in_the_image() -> None:
+    """And takes the arguments that the Job gives it."""
+    agent = container(shipped_job())
+    assert agent["command"] == ["elastic-resume", "run"]
+    script, *words = agent["args"]
+    source = (ROOT / script).read_text()
+    assert [word for word in words if f'"{word.partition("=")[0]}"' not in source] == []
+
+
+def test_the_account_of_the_docs_is_one() -> None:
+    """Role, account and binding in docs/kubernetes.md name each other, and the schemas take them."""
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    account, role, binding = yaml.safe_load_all(block)
+    for one in (account, role, binding):
+        schemas.validate(one, MINORS[29], strict=True)
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account["metadata"]["name"]}]
 
 
 # ---- Slurm -------------------------------------------------------------------------------------------
@@ -233,9 +391,3 @@ def test_without_a_script_the_usage_is_told(tmp_path: Path, script: Path) -> Non
     ended = submit(tmp_path, script, **ELEMENT)
     assert (ended.code, ended.srun) == (contract.EXIT_USAGE, [])
     assert "usage: sbatch" in ended.stderr
-
-
-@both
-def test_the_scripts_are_what_manifest_slurm_fills_in(script: Path) -> None:
-    """Of an installed package the same can be had: `elastic-resume manifest slurm`."""
-    assert script.read_text() == sbatch.fill(script.name, nodes=3)

@@ -20,8 +20,8 @@ JOB = Path(__file__).parent / "jobs" / "page.py"
 README = PAGE.parents[1] / "README.md"
 # Flags in the documents that belong to Slurm, kubectl, docker, our benchmarks and example scripts.
 FOREIGN = {
-    "--cpus-per-task", "--epochs", "--exclusive", "--export", "--filename", "--follow",
-    "--from-literal", "--grace-period", "--kill-on-bad-exit", "--kills", "--kustomize", "--lr",
+    "--cpus-per-task", "--dry-run", "--epochs", "--exclusive", "--export", "--follow",
+    "--from-literal", "--grace-period", "--kill-on-bad-exit", "--kills", "--kustomize",
     "--no-kill", "--nodelist", "--ntasks-per-node", "--open-mode", "--output", "--prefix",
     "--privileged", "--selector", "--signal", "--step-delay", "--wait",
 }  # fmt: skip

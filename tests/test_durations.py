@@ -13,7 +13,7 @@ from elastic_resume import values
 from elastic_resume.agent import preflight, supervise, watch
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.round_events import RoundEvents
-from elastic_resume.cluster import kubernetes, manifest
+from elastic_resume.cluster import kubernetes
 from elastic_resume.config import Settings
 from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
@@ -71,7 +71,6 @@ READERS: dict[str, Callable[[str], float | None]] = {
     "chaos --patience": chaos._seconds("--patience"),
     "fault": _fault,
     "fault plan": _plan_file,
-    "manifest --grace": manifest._grace,
 }
 # What these leave out is not for the parser: an empty variable is one that is not set.
 UNSET = {"ELASTIC_RESUME_GRACE_S", "TERMINATION_GRACE_S"}

@@ -1,4 +1,4 @@
-"""A rendered Job, run on simulated machines through what clusters do to pods; and the rules it is run by."""
+"""The Job of deploy/kubernetes on simulated machines, and the rules of its controller."""
 
 from __future__ import annotations
 
@@ -10,27 +10,21 @@ from typing import Any
 import pytest
 import yaml
 
-from elastic_resume import cli, contract
-from elastic_resume.cluster import manifest
+from elastic_resume import contract
 from elastic_resume.faults import hosts
 from elastic_resume.faults.job_controller import Job
 from elastic_resume.faults.pods import Pods, expanded
+from tests import manifests
+from tests.manifests import manifest
 
 PAGE = Path(__file__).parents[1] / "docs" / "kubernetes.md"
 TOKEN = {"train-token": {"token": "a secret that all pods share, and nobody else"}}
 STEP = "STEP "
 
 
-def rendered(*flags: str, command: tuple[str, ...] = ("train.py",)) -> str:
-    """The YAML of a job called train."""
-    words = ["manifest", "kubernetes", "--image", "image", "--name", "train", *flags, "--", *command]
-    return manifest.render_kubernetes(cli._parser().parse_args(words))
-
-
-def spec(*flags: str) -> dict[str, Any]:
-    """The Job's spec of it."""
-    found: dict[str, Any] = list(yaml.safe_load_all(rendered("--nodes", "2:3", *flags)))[1]["spec"]
-    return found
+def spec() -> dict[str, Any]:
+    """The spec of the Job that ships."""
+    return manifests.job_of(manifests.documents())
 
 
 # ---- the controller's rules ----------------------------------------------------------------------------
@@ -80,7 +74,9 @@ def test_only_ends_that_are_nobodys_fault_are_free(code: int, free: bool) -> Non
 
 def test_without_a_success_policy_all_have_to_end_well() -> None:
     """As before Kubernetes 1.31, where 75 counts, so that a late node's waiting has an end."""
-    job = Job(spec("--kubernetes", "1.29"))
+    old = spec()
+    manifests.for_1_29(old)
+    job = Job(old)
     assert [job.ended(index, {"agent": 0}) for index in (0, 1)] == ["index done", "index done"]
     verdicts = [job.ended(2, {"agent": contract.EXIT_REQUEUE}) for _ in range(21)]
     assert verdicts[-1] == "job failed"
@@ -108,12 +104,12 @@ def _machines() -> None:
         pytest.skip(why)
 
 
-def in_place_of_the_agent(text: str, does: str, **pod: Any) -> str:
-    """The manifest, with a shell's line as its container, and other fields of the pod."""
+def in_place_of_the_agent(text: str, does: str) -> str:
+    """The manifest, with a shell's line as its container."""
     documents = list(yaml.safe_load_all(text))
-    template = documents[1]["spec"]["template"]["spec"]
-    template.update(pod)
-    template["containers"][0].update(command=["sh", "-c", does.replace("$", "$$")], args=[])
+    documents[1]["spec"]["template"]["spec"]["containers"][0].update(
+        command=["sh", "-c", does.replace("$", "$$")], args=[]
+    )
     return yaml.safe_dump_all(documents)
 
 
@@ -127,8 +123,7 @@ def test_a_container_sees_what_its_manifest_says(tmp_path: Path) -> None:
         "touch /checkpoints/mine; until getent hosts train-1.train.ml.svc; do sleep 0.01; done; "
         "getent hosts train-0; while :; do sleep 0.01; done"
     )
-    flags = ("--nodes", "2", "--disk", "30Mi", "--memory", "512Mi")
-    text = in_place_of_the_agent(rendered(*flags), look)
+    text = in_place_of_the_agent(manifest("1:2"), look)
     with Pods(text, tmp_path, secrets=TOKEN, namespace="ml") as pods:
         pods.dns_held = True
         pods.start()
@@ -153,8 +148,7 @@ def test_a_container_sees_what_its_manifest_says(tmp_path: Path) -> None:
 @pytest.mark.cluster
 def test_doctor_in_a_pod_of_a_jobset_knows_its_peers(tmp_path: Path) -> None:
     """Its Job is called SET-node-0, its Service SET; names lead to both pods, one of them this one."""
-    text = rendered("--nodes", "2", "--kind", "jobset", "--memory", "512Mi", "--disk", "30Mi")
-    jobset = yaml.safe_load(text)
+    jobset = yaml.safe_load(manifest("1:2", files=manifests.JOBSET))
     container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
     look = "until getent hosts train-node-0-1.train.default.svc; do sleep 0.01; done"
     container.update(command=["sh", "-c", f"{look}; elastic-resume doctor; echo code $?; sleep 600"], args=[])
@@ -183,8 +177,7 @@ def test_real_exit_codes_meet_the_policies(tmp_path: Path) -> None:
         "1) mkdir /control/took && python3 /control/hog; wait never;; "
         "2) wait fault; exit 1;; esac"
     )
-    flags = ("--nodes", "2:3", "--memory", "128Mi", "--shm", "64Mi", "--disk", "10Mi")
-    text = in_place_of_the_agent(rendered(*flags), does, terminationGracePeriodSeconds=1)
+    text = in_place_of_the_agent(manifest(memory="128Mi", shm="64Mi", disk="10Mi", grace=1), does)
     with Pods(text, tmp_path / "logs", secrets=TOKEN, bind={"/control": control}) as pods:
         pods.start()
         deaf, greedy = pods.pod(0), pods.pod(1)
@@ -201,7 +194,7 @@ def test_real_exit_codes_meet_the_policies(tmp_path: Path) -> None:
 def test_by_default_kubernetes_would_have_two_pods_of_one_index(tmp_path: Path) -> None:
     """Without podReplacementPolicy: Failed the new one starts while the old one still ends."""
     does = "trap '' TERM; while :; do sleep 0.01; done"
-    text = in_place_of_the_agent(rendered("--nodes", "1", "--memory", "128Mi", "--shm", "64Mi"), does)
+    text = in_place_of_the_agent(manifest("1:1", memory="128Mi", shm="64Mi"), does)
     with Pods(text, tmp_path, secrets=TOKEN) as pods:
         pods.start()
         old = pods.delete(0)

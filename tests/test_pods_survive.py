@@ -1,4 +1,4 @@
-"""A rendered Job with real agents in its pods, one machine each: what clusters do to pods costs no step."""
+"""The Job of deploy/kubernetes with real agents in its pods: what clusters do to these costs no step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from elastic_resume import contract
 from elastic_resume.faults import hosts
 from elastic_resume.faults.nursery import Nursery
 from elastic_resume.faults.pods import Pod, Pods
+from tests.manifests import manifest
 from tests.pod_agents import Agents
-from tests.test_pods import TOKEN, rendered
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 100.0  # of one wait: a pod starts in a second, or in twenty where all cores are busy
+TOKEN = {"train-token": {"token": "a secret that all pods share, and nobody else"}}
 Line = dict[str, int]
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -41,13 +42,13 @@ def nursery() -> Iterator[Nursery]:
     one.close()
 
 
-def started(tmp_path: Path, nursery: Nursery, *flags: str, steps: int) -> Pods:
+def started(tmp_path: Path, nursery: Nursery, nodes: str, *, steps: int, shm: str, claim: str = "") -> Pods:
     """The pods of a job that trains so many steps; what they look for in /control is in ``tmp_path``.
 
     The first agent of train-1 is started as in a real pod.
     """
-    sizes = ("--memory", "2Gi", "--shm", "256Mi", "--disk", "100Mi", "--grace", "30")
-    text = rendered(*sizes, *flags, command=("tests/jobs/pod.py", str(steps), "/control"))
+    args = ("tests/jobs/pod.py", str(steps), "/control")
+    text = manifest(nodes, args=args, memory="2Gi", shm=shm, disk="100Mi", grace=30, claim=claim)
     for name in ("control", "claim"):
         (tmp_path / name).mkdir()
     agents = Agents(nursery, tmp_path / "control")
@@ -112,7 +113,7 @@ def test_eviction_node_loss_want_of_memory_and_two_pods_of_one_index(
     tmp_path: Path, nursery: Nursery
 ) -> None:
     """One job of three pods, with checkpoints in emptyDirs: each new pod is empty, and fed by its peers."""
-    with started(tmp_path, nursery, "--nodes", "2:3", steps=100_000) as pods:
+    with started(tmp_path, nursery, "2:3", steps=100_000, shm="256Mi") as pods:
         # DNS comes late: each agent is up, knows itself alone, and waits.
         pods.wait(lambda: all("checkpoints in" in pods.log(pod) for pod in pods.pods), "agents", LIMIT_S)
         assert newest(pods)["step"] == 0
@@ -158,9 +159,7 @@ def test_eviction_node_loss_want_of_memory_and_two_pods_of_one_index(
 
 def test_all_pods_deleted_at_once_go_on_from_a_claim_and_finish(tmp_path: Path, nursery: Nursery) -> None:
     """Each commits in its grace. The first that ends well ends the Job, by its successPolicy."""
-    with started(
-        tmp_path, nursery, "--nodes", "1:2", "--claim", "shared", "--shm", "64Mi", steps=300
-    ) as pods:
+    with started(tmp_path, nursery, "1:2", steps=300, shm="64Mi", claim="shared") as pods:
         pods.publish()
         world(pods, 2, after=5)
         assert "shm has 64 MiB" in pods.log(pods.pod(0))  # and what to do

@@ -1,7 +1,4 @@
-"""Which names and sizes Kubernetes takes, and how long it lets a pod end. What a pod is told, `node` reads.
-
-Promise: what passes here is refused neither at once nor when the first pod is to start. Asks no API server.
-"""
+"""How Kubernetes writes sizes, and how long it lets a pod end. What else a pod is told, `node` reads."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from elastic_resume import contract
 from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 
-LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")  # DNS-1123, of 63 characters at most
-MAX_LABEL = 63
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][0-9]{1,2})?")
 _UNITS = {
     "": Decimal(1),
@@ -37,36 +32,6 @@ def termination_grace_s(environ: Mapping[str, str]) -> float | None:
     return parse_duration(
         f"{contract.ENV_TERMINATION_GRACE_S} (the pod's terminationGracePeriodSeconds)", text, most_s=1e6
     )
-
-
-def is_label(text: str) -> bool:
-    """Whether it is a DNS-1123 label."""
-    return len(text) <= MAX_LABEL and LABEL.fullmatch(text) is not None
-
-
-def check_name(name: str, nodes: int, *, between: str = "") -> None:
-    """Check a job's name: the host names of its pods are made of it, and its Service has it too.
-
-    Args:
-        name: of the Job and the Service.
-        nodes: how many pods there are.
-        between: what comes between name and index in a pod's host name (of a JobSet).
-
-    Raises:
-        ConfigError: Kubernetes would refuse it, at once or when the first pod is to start.
-
-    """
-    if not is_label(name) or not name[0].isalpha():
-        raise ConfigError(
-            f"--name is {name!r}: write lower-case letters, digits and dashes, a letter first, no dash last, "
-            f"{MAX_LABEL} characters at most (DNS-1123, and DNS-1035 for the Service)."
-        )
-    longest = f"{name}{between}-{nodes - 1}"
-    if len(longest) > MAX_LABEL:
-        raise ConfigError(
-            f"--name is {len(name)} characters long: the host name {longest} has {len(longest)}, "
-            f"and {MAX_LABEL} are allowed. Shorten it by {len(longest) - MAX_LABEL}."
-        )
 
 
 def size_bytes(text: str, what: str) -> int:

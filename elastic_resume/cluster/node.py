@@ -305,7 +305,7 @@ def _deadline(told: _Told) -> float | None:
 
 
 def _kubernetes(told: _Told) -> Node:
-    """A pod of an Indexed Job, as `elastic-resume manifest kubernetes` describes it."""
+    """A pod of an Indexed Job, as `deploy/kubernetes` describes it."""
     name, index = told.name(), told.number("order", 0)
     least, nodes = told.span("nodes")
     job = told.text("job") or _job_of_pod(told, name)
@@ -315,7 +315,7 @@ def _kubernetes(told: _Told) -> Node:
     if nodes > 1 and not (job and service):
         told.problems.append(
             f"a pod of {nodes}: without the Job's and the Service's name it cannot find the others (see "
-            "elastic-resume manifest kubernetes)"
+            "deploy/kubernetes)"
         )
     if nodes > 1 and index >= nodes:
         told.problems.append(

@@ -24,11 +24,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
-from elastic_resume.cluster import kubernetes, kubernetes_rules
+from elastic_resume.cluster import kubernetes
 from elastic_resume.errors import UsageError
 from elastic_resume.faults import job_controller
 from elastic_resume.faults.machines import Machines
@@ -97,7 +97,7 @@ class Pods:
 
         """
         kinds = {str(one["kind"]): one for one in yaml.safe_load_all(text)}
-        spec, prefix, service = kubernetes_rules.job_of(kinds)
+        spec, prefix = _job_of(kinds)
         if spec is None:
             raise UsageError("this manifest has neither a Job nor a JobSet.")
         self.job = job_controller.Job(spec)
@@ -105,7 +105,7 @@ class Pods:
         self._template = spec["template"]
         self._pod = self._template["spec"]
         (self._container,) = self._pod["containers"]
-        self._has_names = service is not None or "JobSet" in kinds
+        self._has_names = "Service" in kinds or "JobSet" in kinds
         self._secrets, self._claims, self._bind = secrets or {}, claims or {}, bind or {}
         self._image = {**IMAGE, **(image or {})}
         self._cwd = cwd or Path.cwd()
@@ -363,6 +363,16 @@ class Pods:
         for pod in live:
             if self._machines.is_up(pod.slot):
                 self._machines.name_service(pod.slot, self._names(pod.index, pod.address))
+
+
+def _job_of(kinds: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any] | None, str]:
+    """Return the Job's spec, and the beginning of its pods' host names."""
+    if "JobSet" not in kinds:
+        job = kinds.get("Job")
+        return (job["spec"], job["metadata"]["name"]) if job else (None, "")
+    jobset = kinds["JobSet"]
+    (job,) = jobset["spec"]["replicatedJobs"]
+    return job["template"]["spec"], f"{jobset['metadata']['name']}-{job['name']}-0"
 
 
 def expanded(text: str, env: Mapping[str, str]) -> str:
