@@ -133,25 +133,19 @@ def run(words: Sequence[str]) -> int:
 
     ahead.heed_early()
     first.stand_if_first()  # while this process is small, and before anything that it should do takes time
-    from elastic_resume import config, values  # noqa: PLC0415
+    from elastic_resume import config  # noqa: PLC0415
     from elastic_resume.cluster import node  # noqa: PLC0415
 
     # libtorch reads its log level once, when it is loaded. At the default the agent would print a stack of
     # C++ frames for every connection that a dead node breaks. Workers keep what the user set.
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
-    from elastic_resume.agent import elastic, scheduled, supervise  # noqa: PLC0415 - imports torch, seconds
+    from elastic_resume.agent import elastic, supervise  # noqa: PLC0415 - imports torch, seconds
 
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
 
     args, given = config.parse_layers(elastic.parser(), words)
-    if args.array_elements is not None:
-        os.environ[contract.ENV_ARRAY_ELEMENTS] = values.array_elements(args.array_elements)
     here = node.read(os.environ)
     settings = config.Settings.for_agent(args, os.environ, here)
-    try:
-        return supervise.run_agent(settings, args, given, here)
-    except scheduled.JobOverError as over:
-        print(f"elastic_resume[{settings.node_name}] {over}", file=sys.stderr)
-        return contract.EXIT_DONE
+    return supervise.run_agent(settings, args, given, here)

@@ -249,10 +249,8 @@ def _add_meeting_flags(add: Add) -> None:
     add(
         "shared-dir",
         "DIR|off",
-        "Slurm: a directory that all nodes see, for token and addresses of the job (default: where it was "
-        "submitted)",
+        "Slurm: a directory that all nodes see, for the job's token (default: where it was submitted)",
     )
-    add("array-elements", "|".join(node.ARRAY_ELEMENTS), "Slurm: an array's elements are (default jobs)")
     add("node-timeout", "TIME", "a node that is silent for so long is lost; the same on all (default 3s)")
     add("settle", "TIME", "how long a first start waits for one more node (default 3s; in pods 35s)")
     add("join-timeout", "TIME", "how long a node waits for a world to form (default 10m)")

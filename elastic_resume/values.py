@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume import contract
-from elastic_resume.cluster.node import ARRAY_ELEMENTS
 from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 
@@ -159,8 +158,3 @@ def choice(setting: str, value: str, choices: Sequence[str]) -> str:
 def on_divergence(value: str) -> str:
     """What is done when replicas differ: one of `DIVERGENCE_POLICIES`."""
     return choice("on-divergence", value, DIVERGENCE_POLICIES)
-
-
-def array_elements(value: str) -> str:
-    """What the elements of a Slurm array are: one of `cluster.node.ARRAY_ELEMENTS`."""
-    return choice("array-elements", value, ARRAY_ELEMENTS)

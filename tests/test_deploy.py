@@ -27,7 +27,7 @@ from tests import manifests
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
-ALLOCATION, ARRAY = DEPLOY / "slurm" / "train.sbatch", DEPLOY / "slurm" / "array.sbatch"
+SCRIPT = DEPLOY / "slurm" / "train.sbatch"
 MINORS = {int(version.split(".")[1]): version for version in all_versions()}
 
 
@@ -256,9 +256,7 @@ class Ended:
         return [call for call in self.scontrol if call[0] == "requeue"]
 
 
-def submit(
-    tmp_path: Path, script: Path, *words: str, srun_exit: int = 0, requeue_exit: int = 0, **variables: str
-) -> Ended:
+def submit(tmp_path: Path, *words: str, srun_exit: int = 0, requeue_exit: int = 0, **variables: str) -> Ended:
     """Run a batch script in the environment that Slurm would give it."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -279,7 +277,7 @@ def submit(
         "SLURMD_NODENAME": "n7",
         **variables,
     }
-    command = ["bash", str(script), *words]
+    command = ["bash", str(SCRIPT), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
     return Ended(done.returncode, done.stderr, calls(tmp_path / "srun"), calls(tmp_path / "scontrol"))
 
@@ -295,33 +293,27 @@ ELEMENT: dict[str, Any] = {
     "SLURM_ARRAY_TASK_ID": "2",
     "SLURM_JOB_NUM_NODES": "1",
 }
-both = pytest.mark.parametrize("script", [ALLOCATION, ARRAY], ids=["allocation", "array"])
 
 
-@both
-def test_sbatch_sees_the_options_that_a_flaky_cluster_needs(script: Path) -> None:
+def test_sbatch_sees_the_options_that_a_flaky_cluster_needs() -> None:
     """They stand before the first command, where sbatch stops reading; bash reads the rest."""
-    subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
-    head = script.read_text().split("\nset -uo")[0]
+    subprocess.run(["bash", "-n", str(SCRIPT)], check=True, timeout=60)
+    head = SCRIPT.read_text().split("\nset -uo")[0]
     options = set(re.findall(r"^#SBATCH (\S+)$", head, re.MULTILINE))
-    assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1"} <= options
-    assert ("--no-kill" in options) == (script == ALLOCATION)
-    assert ("--array=0-2" in options) == (script == ARRAY)
+    assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1", "--no-kill"} <= options
 
 
-@both
-def test_agents_get_the_words_as_they_are_and_nothing_else(tmp_path: Path, script: Path) -> None:
-    """What they need is in Slurm's variables; only what an array is has to be said."""
-    ended = submit(tmp_path, script, "train.py", "--lr", "0.1 0.2", **ELEMENT)
+def test_agents_get_the_words_as_they_are_and_nothing_else(tmp_path: Path) -> None:
+    """What they need is in Slurm's variables."""
+    ended = submit(tmp_path, "train.py", "--lr", "0.1 0.2", **ELEMENT)
     assert ended.code == 0
     words = ended.agents
-    own = ["--array-elements=nodes"] if script == ARRAY else []
-    assert words[words.index("elastic-resume") + 1 :] == ["run", *own, "train.py", "--lr", "0.1 0.2"]
+    assert words[words.index("elastic-resume") + 1 :] == ["run", "train.py", "--lr", "0.1 0.2"]
 
 
 def test_the_end_of_one_agent_of_an_allocation_ends_no_other(tmp_path: Path) -> None:
     """Whatever its exit code, whether its node is lost; two other nodes look whether the first is there."""
-    ended = submit(tmp_path, ALLOCATION, "train.py")
+    ended = submit(tmp_path, "train.py")
     assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(ended.agents)
     (watch,) = (words for words in ended.srun if words[0] == "--overlap")
     assert {"--relative=1", "--nodes=2", "--ntasks=2", "--no-kill"} <= set(watch)
@@ -330,25 +322,23 @@ def test_the_end_of_one_agent_of_an_allocation_ends_no_other(tmp_path: Path) -> 
 @pytest.mark.parametrize(("nodes", "others"), [("1", None), ("2", "--nodes=1"), ("64", "--nodes=2")])
 def test_as_many_nodes_watch_as_there_are_up_to_two(tmp_path: Path, nodes: str, others: str | None) -> None:
     """A job of one node has nobody to watch it, and needs none."""
-    ended = submit(tmp_path, ALLOCATION, "train.py", SLURM_JOB_NUM_NODES=nodes)
+    ended = submit(tmp_path, "train.py", SLURM_JOB_NUM_NODES=nodes)
     watches = [words for words in ended.srun if words[0] == "--overlap"]
     assert [others in words for words in watches] == [True] * (others is not None)
 
 
-@both
-def test_the_code_that_asks_for_it_requeues_an_element_alone(tmp_path: Path, script: Path) -> None:
+def test_the_code_that_asks_for_it_requeues_an_element_alone(tmp_path: Path) -> None:
     """Its job id may be the whole array's: requeueing that takes the siblings along."""
-    ended = submit(tmp_path, script, "train.py", srun_exit=contract.EXIT_REQUEUE, **ELEMENT)
+    ended = submit(tmp_path, "train.py", srun_exit=contract.EXIT_REQUEUE, **ELEMENT)
     assert (ended.code, ended.requeues) == (0, [["requeue", "1234567_2"]])
 
 
 def test_a_job_that_is_no_array_is_requeued_by_its_number(tmp_path: Path) -> None:
     """The one that Slurm gives it."""
-    ended = submit(tmp_path, ALLOCATION, "train.py", srun_exit=contract.EXIT_REQUEUE)
+    ended = submit(tmp_path, "train.py", srun_exit=contract.EXIT_REQUEUE)
     assert ended.requeues == [["requeue", "1234567"]]
 
 
-@both
 @pytest.mark.parametrize(
     ("code", "shown", "requeues"),
     [
@@ -359,35 +349,32 @@ def test_a_job_that_is_no_array_is_requeued_by_its_number(tmp_path: Path) -> Non
     ],
 )
 def test_slurms_word_decides_where_agents_cannot_ask(
-    tmp_path: Path, script: Path, code: int, shown: str, requeues: int
+    tmp_path: Path, code: int, shown: str, requeues: int
 ) -> None:
     """A preempted job would be over; one that is being cancelled would be brought back."""
-    ended = submit(tmp_path, script, "train.py", srun_exit=code, SHOWN=shown, **ELEMENT)
+    ended = submit(tmp_path, "train.py", srun_exit=code, SHOWN=shown, **ELEMENT)
     assert len(ended.requeues) == requeues
     (tmp_path / "off").mkdir()
     told = {**ELEMENT, "SHOWN": shown, "ELASTIC_RESUME_REQUEUE": "off"}
-    assert submit(tmp_path / "off", script, "train.py", srun_exit=code, **told).requeues == []
+    assert submit(tmp_path / "off", "train.py", srun_exit=code, **told).requeues == []
 
 
-@both
 @pytest.mark.parametrize("code", [0, contract.EXIT_AT_FAULT, contract.EXIT_USAGE, 137, 143])
-def test_no_other_code_requeues(tmp_path: Path, script: Path, code: int) -> None:
+def test_no_other_code_requeues(tmp_path: Path, code: int) -> None:
     """A job at fault would fail again, and a user's scancel (143) must not be undone."""
-    ended = submit(tmp_path, script, "train.py", srun_exit=code, **ELEMENT)
+    ended = submit(tmp_path, "train.py", srun_exit=code, **ELEMENT)
     assert (ended.code, ended.requeues) == (code, [])
 
 
-@both
-def test_a_controller_that_is_away_is_asked_six_times(tmp_path: Path, script: Path) -> None:
+def test_a_controller_that_is_away_is_asked_six_times(tmp_path: Path) -> None:
     """Then the job ends with the code that says what to do."""
-    ended = submit(tmp_path, script, "train.py", srun_exit=contract.EXIT_REQUEUE, requeue_exit=1, **ELEMENT)
+    ended = submit(tmp_path, "train.py", srun_exit=contract.EXIT_REQUEUE, requeue_exit=1, **ELEMENT)
     assert ended.code == contract.EXIT_REQUEUE
     assert len(ended.requeues) == 6
 
 
-@both
-def test_without_a_script_the_usage_is_told(tmp_path: Path, script: Path) -> None:
+def test_without_a_script_the_usage_is_told(tmp_path: Path) -> None:
     """Before anything is started."""
-    ended = submit(tmp_path, script, **ELEMENT)
+    ended = submit(tmp_path, **ELEMENT)
     assert (ended.code, ended.srun) == (contract.EXIT_USAGE, [])
     assert "usage: sbatch" in ended.stderr

@@ -11,7 +11,7 @@ import pytest
 from elastic_resume.cli import main
 from elastic_resume.cluster import node
 from elastic_resume.report import doctor
-from tests.test_node import OF_ONE_JOB, POD, STEP
+from tests.test_node import POD, STEP
 
 
 @pytest.fixture
@@ -66,7 +66,6 @@ def test_names_that_hang_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2"}, "--ntasks-per-node=1"),
         ({**STEP, "ELASTIC_RESUME_SCHEDULER_WORD": "maybe"}, "--scheduler-word"),
         ({**POD, "ELASTIC_RESUME_NODES": "4:2"}, "ELASTIC_RESUME_NODES"),
-        ({**OF_ONE_JOB, "SLURM_ARRAY_TASK_COUNT": "3"}, "--array=0-N"),
         ({"ELASTIC_RESUME_CKPT_DIR": "/proc/nothing"}, "/proc"),
         ({"ELASTIC_RESUME_CKPT_DIR": "/proc/stat"}, "/proc/stat is no directory"),
         ({"ELASTIC_RESUME_CKPT_DIR": "/x" * 3000}, "name too long"),

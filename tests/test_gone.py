@@ -209,12 +209,8 @@ def test_who_is_asked() -> None:
     """Slurm by the number that covers the job; nobody where it is off or nothing is known."""
     slurm = {"SLURM_JOB_ID": "9", "SLURMD_NODENAME": "n1", "SLURM_JOB_NODELIST": "n[1-2]"}
     element = {**slurm, "SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"}
-    made = [
-        gone.oracle(slurm, "auto"),
-        gone.oracle(element, "auto"),
-        gone.oracle(element, "down", array_is_job=True),
-    ]
-    assert [one._job for one in made if isinstance(one, Slurm)] == ["9", "8_1", "8"]
+    made = [gone.oracle(slurm, "auto"), gone.oracle(element, "down")]
+    assert [one._job for one in made if isinstance(one, Slurm)] == ["9", "8_1"]
     for environ, mode in ((slurm, "off"), ({}, "auto"), ({**slurm, "SLURM_JOB_NODELIST": "n["}, "auto")):
         assert gone.oracle(environ, mode) is None
     assert gone.oracle({"KUBERNETES_SERVICE_HOST": "a", "POD_NAME": "b"}, "auto") is None

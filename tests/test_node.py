@@ -38,16 +38,11 @@ ELEMENT = {
     "SLURM_JOB_ID": "77",
     "SLURM_ARRAY_JOB_ID": "77",
     "SLURM_ARRAY_TASK_ID": "1",
-    "SLURM_ARRAY_TASK_COUNT": "4",
-    "SLURM_ARRAY_TASK_MIN": "0",
-    "SLURM_ARRAY_TASK_MAX": "3",
-    "SLURM_ARRAY_TASK_STEP": "1",
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_NODES": "1",
     "SLURM_STEP_NODELIST": "n2",
     "SLURMD_NODENAME": "n2",
 }
-OF_ONE_JOB = {**ELEMENT, "ELASTIC_RESUME_ARRAY_ELEMENTS": "nodes"}
 POD = {
     "KUBERNETES_SERVICE_HOST": "10.0.0.1",
     "HOSTNAME": "train-2",
@@ -89,24 +84,11 @@ def test_a_slurm_step_tells_all_that_a_start_needs() -> None:
     assert len({node.read({**STEP, **one}).candidates for one in steps}) == len(steps)
 
 
-def test_an_array_element_is_a_job_of_its_own_unless_it_is_said_to_be_a_node() -> None:
+def test_an_array_element_is_a_job_of_its_own() -> None:
     """Its job id may be the whole array's; requeueing that takes the siblings along."""
     here = node.read(ELEMENT)
     assert (here.job, here.requeue, here.nodes, here.candidates) == ("slurm-77_1", "77_1", 1, ("n2:20077",))
     assert here.launch == "slurm 77_1 0"
-    here = node.read(OF_ONE_JOB)
-    assert (here.job, here.requeue, here.nodes, here.order) == ("slurm-77", "77_1", 4, 1)
-    assert here.candidates == ("element-0:20077", "element-1:20077", "element-2:20077")
-    assert (here.element, here.launch, here.name) == (1, "", "n2")
-    assert node.read({**OF_ONE_JOB, "SLURM_STEP_ID": "3"}).candidates == here.candidates
-
-
-def test_elements_may_begin_anywhere_and_have_a_stride() -> None:
-    """``--array=10-30:10``."""
-    numbers = {"COUNT": "3", "MIN": "10", "MAX": "30", "STEP": "10", "ID": "20"}
-    here = node.read({**OF_ONE_JOB, **{f"SLURM_ARRAY_TASK_{key}": text for key, text in numbers.items()}})
-    assert here.peers == ("element-10", "element-20", "element-30")
-    assert (here.order, here.problems) == (1, ())
 
 
 def test_a_pod_of_an_indexed_job_knows_its_peers_by_name() -> None:
@@ -132,8 +114,6 @@ def test_a_trainers_variables_name_where_all_meet() -> None:
         ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, "--ntasks-per-node=1"),
         ({**STEP, "SLURM_STEP_NODELIST": "gpu[07-"}, "SLURM_STEP_NODELIST"),
         ({**STEP, "SLURM_NODEID": "first"}, "SLURM_NODEID is 'first'"),
-        ({**OF_ONE_JOB, "SLURM_ARRAY_TASK_COUNT": "3"}, "--array=0-N"),
-        ({**OF_ONE_JOB, "SLURM_STEP_NUM_NODES": "2"}, "-N1"),
         ({k: v for k, v in POD.items() if k != "ELASTIC_RESUME_SERVICE"}, "Service"),
         ({**POD, "ELASTIC_RESUME_NODES": "4:2"}, "MIN:MAX"),
         ({**POD, "ELASTIC_RESUME_NODES": "2"}, "JOB_COMPLETION_INDEX is 2"),
@@ -148,13 +128,13 @@ def test_what_a_start_cannot_rely_on_is_a_problem_that_says_what_to_do(
 
 NAMES = sorted({
     variable
-    for concepts in (*node.SCHEDULERS.values(), node.SLURM_ARRAY)
+    for concepts in node.SCHEDULERS.values()
     for variables in concepts.values()
     for variable in variables
-} | {"SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST", "ELASTIC_RESUME_ARRAY_ELEMENTS"})  # fmt: skip
+} | {"SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"})  # fmt: skip
 
 
-@given(st.dictionaries(st.sampled_from(NAMES), st.text(max_size=12) | st.sampled_from(["nodes", "1", "3"])))
+@given(st.dictionaries(st.sampled_from(NAMES), st.text(max_size=12) | st.sampled_from(["1", "3"])))
 def test_no_environment_makes_reading_fail(environ: dict[str, str]) -> None:
     """And what comes back can be used: safe names, at least one node."""
     here = node.read(environ)
@@ -200,7 +180,7 @@ def test_without_flags_all_comes_from_the_scheduler(tmp_path: Path, monkeypatch:
     assert found.shared is not None
     monkeypatch.setenv("SLURM_STEP_ID", "1")  # another training of the same job
     other, _ = start(node.read({**STEP, "SLURM_NODEID": "0"}))
-    found.shared.finish(remember=False)
+    found.shared.finish()
     assert Path(other.rdzv_token_file).exists()
 
 
@@ -266,27 +246,6 @@ def test_a_trainers_place_to_meet_becomes_ours(monkeypatch: pytest.MonkeyPatch) 
     assert args.rdzv_endpoint == ""
 
 
-def test_elements_find_each_other_through_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each tells its address, the newest counts; without such a directory they cannot."""
-    monkeypatch.delenv("ELASTIC_RESUME_TOKEN", raising=False)
-    here = node.read(OF_ONE_JOB)
-    args, found = start(here, shared_dir=str(tmp_path))
-    assert args.nnodes == "1:4"
-    assert found.resolve("element-1") == [args.local_addr]
-    with pytest.raises(OSError, match="no address yet"):
-        found.resolve("element-0")
-    start(here, shared_dir=str(tmp_path), local_addr="10.9.8.7")
-    assert found.resolve("element-1") == ["10.9.8.7"]
-    with pytest.raises(ConfigError, match="name one"):
-        start(here, shared_dir="off")
-    assert found.shared is not None
-    found.shared.finish(remember=True)
-    with pytest.raises(scheduled.JobOverError):
-        start(here, shared_dir=str(tmp_path))
-
-
 # ---- the directory -------------------------------------------------------------------------------------
 
 
@@ -321,15 +280,10 @@ def test_a_directory_that_is_not_shared_is_told_of(tmp_path: Path) -> None:
         SharedDir(tmp_path / "not on this node", "slurm-1")  # made here it would be nobody else's
 
 
-def test_garbage_in_the_directory_is_no_address(tmp_path: Path) -> None:
-    """Of any length; a name is not looked up either."""
+def test_the_end_of_a_job_takes_its_directory_away(tmp_path: Path) -> None:
+    """And not the one above, in which another job may be making its own in this moment."""
     shared = SharedDir(tmp_path, "slurm-1")
-    for text in (b"", b"\xff" * 10, b"1.2.3.4 5.6.7.8", b"1" * 10_000_000, b"example.org"):
-        (shared.path / "element-0").write_bytes(text)
-        with pytest.raises(OSError, match="no address yet"):
-            shared.resolve("element-0")
-    shared.tell("element-0", "fd00::1")
-    assert shared.resolve("element-0") == ["fd00::1"]
-    shared.finish(remember=False)
+    shared.token(make=True)
+    shared.finish()
     assert not shared.path.exists()
-    assert shared.path.parent.exists()  # in which another job may be making its own in this moment
+    assert shared.path.parent.exists()

@@ -68,19 +68,10 @@ def test_a_start_of_the_whole_job_by_its_scheduler_asks_no_former_world(
         ({"SLURM_JOB_ID": "7"}, "slurm 7 0"),
         ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, "slurm 7 2"),
         ({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1"}, "slurm 6_1 0"),
-        (
-            {
-                "SLURM_JOB_ID": "7",
-                "SLURM_ARRAY_JOB_ID": "6",
-                "SLURM_ARRAY_TASK_ID": "1",
-                "ELASTIC_RESUME_ARRAY_ELEMENTS": "nodes",
-            },
-            "",
-        ),
     ],
 )
 def test_slurm_tells_one_start_of_a_job_from_the_next(environ: dict[str, str], launch: str) -> None:
-    """An array's element is requeued alone: where it is a node of a job, its siblings live on."""
+    """An array's element is requeued alone."""
     assert node.read(environ).launch == launch
 
 

@@ -17,9 +17,6 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import contract
-from elastic_resume.agent import supervise
-from elastic_resume.cluster.node import Node
-from elastic_resume.config import Settings
 from elastic_resume.errors import (
     ConfigError,
     MachineError,
@@ -232,20 +229,6 @@ def test_an_owner_whose_note_is_damaged_is_unknown(tmp_path: Path) -> None:
         (tmp_path / RUN / "a" / contract.LOCK_OWNER_FILE).write_bytes(b"\xff not json")
         with pytest.raises(NodeTakenError, match=r"process \?"):
             NodeDir.claim(tmp_path, RUN, "a", timeout_s=0.05)
-        first.kill()
-        first.communicate()
-
-
-@pytest.mark.parametrize("element", [None, 3])
-def test_two_elements_of_an_array_on_one_machine_hear_what_to_do(tmp_path: Path, element: int | None) -> None:
-    """Another name for the node, or ending the other, would not do there."""
-    settings = Settings.for_worker({}, "t.py", ckpt_dir=str(tmp_path), run_id=RUN, node_name="a")
-    with python(HOLD, str(tmp_path)) as first:
-        assert first.stdout
-        assert first.stdout.readline() == "held\n"
-        with pytest.raises(NodeTakenError) as told:
-            supervise._claimed(settings, Node("slurm", "a", element=element), timeout_s=0.05)
-        assert ("--exclusive" in str(told.value)) == (element is not None)
         first.kill()
         first.communicate()
 

@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +128,6 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str, here: Node)
         preflight.check_launch(config)
         _check_torch_names(config)
         terms = _terms(config, args, given)
-        if terms is not None:
-            terms = replace(terms, resolve=scheduled.resolve)
         _prepare_drain(config, args)
         why_cold = preflight.why_cold(args, entrypoint)
         command = None

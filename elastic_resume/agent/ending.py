@@ -178,7 +178,7 @@ class Ending:
         if end in {End.DONE, End.AT_FAULT, End.INTERRUPTED}:
             return None, code
         here = self._here
-        only_here = here.element is not None or os.environ.get("SLURM_JOB_NUM_NODES", str(here.nodes)) == "1"
+        only_here = os.environ.get("SLURM_JOB_NUM_NODES", str(here.nodes)) == "1"
         mine = (here.order if rank is None else rank) == 0 and not stands_by
         ask = here.scheduler == "slurm" and end is End.TERMINATED and (only_here or mine)
         facts = Facts(

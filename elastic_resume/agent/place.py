@@ -65,7 +65,6 @@ def taken(
         terms.local_addr,
         run_id=terms.run_id,
         token=terms.token,
-        resolve=terms.resolve,
         say=say,
     )
     if seat.notice:

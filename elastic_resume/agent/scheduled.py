@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_resume import contract
 from elastic_resume.agent import preflight
-from elastic_resume.cluster.node import ELEMENT, Node
+from elastic_resume.cluster.node import Node
 from elastic_resume.cluster.shared import SharedDir
 from elastic_resume.errors import ConfigError
-from elastic_resume.rendezvous.names import Resolve, lookup, own_addresses, read_address
+from elastic_resume.rendezvous.names import own_addresses, read_address
 
 OFF = "off"
 MEETING = {"rdzv_endpoint", "standalone", "rdzv_backend", "master_addr", "master_port", "node_rank"}
@@ -30,17 +29,12 @@ MEETING = {"rdzv_endpoint", "standalone", "rdzv_backend", "master_addr", "master
 SETTLE_S = "35"
 
 
-class JobOverError(Exception):
-    """The job was done before this node came back. Not an error."""
-
-
 @dataclass(frozen=True)
 class Scheduled:
     """What was filled in: ``given`` are the names of flags that hold now, ``shared`` the job's directory."""
 
     given: frozenset[str]
     shared: SharedDir | None = None
-    resolve: Resolve = lookup
 
 
 def fill(args: argparse.Namespace, given: set[str], here: Node) -> Scheduled:
@@ -48,7 +42,6 @@ def fill(args: argparse.Namespace, given: set[str], here: Node) -> Scheduled:
 
     Raises:
         ConfigError: what the scheduler tells does not do, or the shared directory does not.
-        JobOverError: there is nothing to be started.
 
     """
     found = set(given)
@@ -86,52 +79,14 @@ def _by_trainer(given: set[str]) -> bool:
 
 
 def _meet_in_slurm(args: argparse.Namespace, given: set[str], here: Node) -> Scheduled:
-    """Let the nodes of a Slurm job share a directory, where they need one."""
+    """Let the nodes of a Slurm job share a directory with their token, where they need one."""
     wanted = args.shared_dir or os.environ.get(contract.ENV_SHARED_DIR) or ""
-    has_token = "rdzv_token_file" in given or contract.ENV_TOKEN in os.environ
-    if wanted == OFF and here.element is not None:
-        raise ConfigError(
-            "--shared-dir is off, and the elements of an array find each other through a directory that all "
-            "of them see: name one."
-        )
-    if wanted == OFF or (has_token and here.element is None):
+    if wanted == OFF or "rdzv_token_file" in given or contract.ENV_TOKEN in os.environ:
         return Scheduled(frozenset(given))
     root = Path(wanted or os.environ.get("SLURM_SUBMIT_DIR") or ".").absolute()
-    # Of an allocation each step is a training of its own, whose end takes its directory away.
-    step = "" if here.element is not None else f".{os.environ.get('SLURM_STEP_ID', '0')}"
-    shared = SharedDir(root, here.job + step)
-    if not has_token:
-        # Of an array any element may be the first. Else one node alone: where the directory is not shared
-        # after all, the others find nothing there, and say so.
-        args.rdzv_token_file = str(shared.token(make=here.element is not None or here.order == 0))
-        given = given | {"rdzv_token_file"}
-    if here.element is None:
-        return Scheduled(frozenset(given), shared)
-    if shared.done is not None:
-        raise JobOverError(f"this job is done ({shared.done} says so; without that file it starts again).")
-    args.local_addr = args.local_addr or own_address(here.name)
-    shared.tell(f"{ELEMENT}{here.element}", args.local_addr)
-    return Scheduled(frozenset(given), shared, shared.resolve)
-
-
-def own_address(name: str) -> str:
-    """Give the address of this machine that its name leads to, else any at which others may reach it.
-
-    Raises:
-        ConfigError: it has none but the loopback's.
-
-    """
-    own = {one for one in own_addresses() if not (one.is_loopback or one.is_link_local)}
-    for known in (name, socket.gethostname()):
-        try:
-            found = [one for one in map(read_address, lookup(known)) if one in own]
-        except OSError:
-            continue
-        if found:  # Debian's 127.0.1.1 is none of them
-            return str(found[0])
-    if not own:
-        raise ConfigError(
-            "this machine has no address at which others could reach it: see to its network, or give one as "
-            "--local-addr."
-        )
-    return str(min(own, key=lambda one: (one.version, int(one))))
+    # Each step is a training of its own, whose end takes its directory away.
+    shared = SharedDir(root, f"{here.job}.{os.environ.get('SLURM_STEP_ID', '0')}")
+    # One node alone makes the token: where the directory is not shared after all, the others find nothing
+    # there, and say so.
+    args.rdzv_token_file = str(shared.token(make=here.order == 0))
+    return Scheduled(frozenset(given | {"rdzv_token_file"}), shared)

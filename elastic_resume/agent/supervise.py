@@ -34,7 +34,7 @@ from elastic_resume.cluster import gone, notices, storage
 from elastic_resume.cluster.node import Node
 from elastic_resume.cluster.verdict import Oracle
 from elastic_resume.config import Settings
-from elastic_resume.errors import ConfigError, ElasticResumeError, NodeTakenError, NodeUnfitError
+from elastic_resume.errors import ConfigError, ElasticResumeError, NodeUnfitError
 from elastic_resume.policy import restart
 from elastic_resume.policy.health import Patience
 from elastic_resume.rendezvous.wire import look_key
@@ -66,10 +66,10 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
         ElasticResumeError: nothing was started.
 
     """
-    asked = _asked(args, given, here)
+    asked = _asked(args, given)
     with (
         elastic.prepared(args, given, settings.run_id, here) as launch,
-        _claimed(settings, here) as node_dir,
+        NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
         contextlib.closing(Fence()) as fence,
         contextlib.closing(Gauge()) as gauge,
         contextlib.closing(RoundEvents()) as round_events,
@@ -115,12 +115,12 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
                 witness.explain_end(args.log_dir or "")
             code = _end(outcome, code, message, witness=witness, ending=ending, log=log, here=here)
         if outcome == "done" and launch.shared is not None:
-            launch.shared.finish(remember=here.element is not None)
+            launch.shared.finish()
         log.close()
         return code
 
 
-def _asked(args: argparse.Namespace, given: set[str], here: Node) -> _Asked:
+def _asked(args: argparse.Namespace, given: set[str]) -> _Asked:
     """Read it.
 
     Raises:
@@ -135,7 +135,7 @@ def _asked(args: argparse.Namespace, given: set[str], here: Node) -> _Asked:
         patience=patience_of(args.hang_timeout),
         requeue=values.choice("requeue", requeue, values.REQUEUE_MODES),
         notice_sources=notices.sources(notice),
-        oracle=gone.oracle(os.environ, scheduler_word, array_is_job=here.element is not None),
+        oracle=gone.oracle(os.environ, scheduler_word),
         pages_wanted=pages.wanted(args.http, os.environ, metrics=args.metrics),
     )
 
@@ -160,18 +160,6 @@ def _begin(
     little = storage.why_little_shared_memory()
     if little:
         witness.say(f"{little}.")
-
-
-def _claimed(settings: Settings, here: Node, timeout_s: float = 2.0) -> NodeDir:
-    try:
-        return NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name, timeout_s)
-    except NodeTakenError as error:
-        if here.element is None:
-            raise
-        raise NodeTakenError(
-            f"{error} If it is another element of this array: two on one machine cannot be two nodes of a "
-            "job; submit the array with --exclusive."
-        ) from error
 
 
 @contextlib.contextmanager

@@ -74,13 +74,12 @@ def boot_time(proc: Path = Path("/proc")) -> int:
     return int(match[1]) if match else 0
 
 
-def oracle(environ: Mapping[str, str], mode: str, *, array_is_job: bool = False) -> Oracle | None:
+def oracle(environ: Mapping[str, str], mode: str) -> Oracle | None:
     """Give who can be asked from here; None where nobody can, or it is not wanted.
 
     Args:
         environ: of this agent.
         mode: of `mode_of`.
-        array_is_job: whether the elements of a Slurm array are the nodes of one job.
 
     """
     if mode == OFF or not home(environ):
@@ -90,7 +89,7 @@ def oracle(environ: Mapping[str, str], mode: str, *, array_is_job: bool = False)
     job = environ["SLURM_JOB_ID"]
     array, element = environ.get("SLURM_ARRAY_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID", "")
     if array and element:
-        job = array if array_is_job else f"{array}_{element}"
+        job = f"{array}_{element}"
     try:
         nodes = slurm.hostnames(environ.get("SLURM_JOB_NODELIST", ""))
     except ConfigError:

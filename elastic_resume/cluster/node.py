@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from elastic_resume import contract
 from elastic_resume.cluster import slurm
 from elastic_resume.errors import ConfigError
 
@@ -30,15 +29,6 @@ SLURM: dict[str, tuple[str, ...]] = {
     "workers": ("SLURM_GPUS_ON_NODE",),
     "restarts": ("SLURM_RESTART_COUNT",),  # not set in a job's first life
     "deadline": ("SLURM_JOB_END_TIME",),  # since Slurm 23.02; else `slurm_job.deadline` asks
-}
-# An element of an array is told by these; its SLURM_JOB_ID may be the whole array's.
-SLURM_ARRAY: dict[str, tuple[str, ...]] = {
-    "job": ("SLURM_ARRAY_JOB_ID",),
-    "element": ("SLURM_ARRAY_TASK_ID",),
-    "nodes": ("SLURM_ARRAY_TASK_COUNT",),
-    "least": ("SLURM_ARRAY_TASK_MIN",),
-    "most": ("SLURM_ARRAY_TASK_MAX",),
-    "stride": ("SLURM_ARRAY_TASK_STEP",),
 }
 KUBERNETES: dict[str, tuple[str, ...]] = {
     # An Indexed Job gives its pods stable host names (JOB-INDEX); POD_NAME is the downward API's usual name,
@@ -66,9 +56,6 @@ CANDIDATES = 3  # any one of them may be absent
 PORT = 29400  # torchrun's own
 SLURM_PORTS = range(20000, 30000)  # below those that Linux hands out by itself (32768 and up)
 STEP_PORTS = 101  # apart from each other: the next jobs' steps are not met
-ELEMENT = "element-"  # with its number: how an array's element is called by its siblings, wherever it runs
-ARRAY_ELEMENTS = JOBS, NODES = ("jobs", "nodes")
-"""What the elements of an array may be: a job each, or the nodes of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +75,6 @@ class Node:
         workers: per node; None where nothing is told.
         restarts: lives of the job before this one.
         launch: names this start of the whole job where the scheduler has ended all of it before; else empty.
-        element: this array element's number where the elements are the nodes of one job; else None.
         requeue: what the scheduler knows the part by that this node's requeue concerns; else empty.
         deadline: unix seconds at which the scheduler ends the job, where a variable tells.
         tasks: how many are started on this node, or another; more than one are none of ours.
@@ -109,7 +95,6 @@ class Node:
     workers: int | None = None
     restarts: int = 0
     launch: str = ""
-    element: int | None = None
     requeue: str = ""
     deadline: float | None = None
     tasks: int = 1
@@ -118,7 +103,7 @@ class Node:
 
 
 def read(environ: Mapping[str, str]) -> Node:
-    """Read what the scheduler tells. ``ELASTIC_RESUME_ARRAY_ELEMENTS`` says what an array's elements are."""
+    """Read what the scheduler tells."""
     found = scheduler(environ)
     told = _Told(environ, SCHEDULERS[found])
     node = _READERS[found](told)
@@ -193,11 +178,9 @@ class _Told:
 
 def _slurm(told: _Told) -> Node:
     environ = told.environ
-    is_element = "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ
-    if is_element and environ.get(contract.ENV_ARRAY_ELEMENTS, JOBS) == NODES:
-        return _slurm_element(told)
     number = told.text("job")
-    if is_element:  # a requeue of the bare number would take its siblings along
+    # An array's element may have the whole array's number: a requeue of that would take its siblings along.
+    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
         number = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
         told.sources["job"] = "SLURM_ARRAY_JOB_ID and SLURM_ARRAY_TASK_ID"
     peers = _slurm_peers(told)
@@ -224,43 +207,7 @@ def _slurm(told: _Told) -> Node:
     )
 
 
-def _slurm_element(told: _Told) -> Node:
-    """One node of a job that is an array. Elements come and go, each by itself, to whatever machine."""
-    array = _Told(told.environ, SLURM_ARRAY)
-    number, element = array.text("job"), array.number("element", 0)
-    nodes, least = array.number("nodes", 1), array.number("least", 0)
-    stride = max(1, array.number("stride", 1))
-    most = array.number("most", least + stride * (nodes - 1))
-    problems = [*array.problems, *_slurm_problems(told.environ, 1)]
-    if (most - least) // stride + 1 != nodes:
-        problems.append(
-            f"an array of {nodes} elements from {least} to {most} has gaps, so nobody can tell which others "
-            "there are: submit it as --array=0-N"
-        )
-    if told.number("nodes", 1) != 1:
-        problems.append("an element that is one node of a job has several nodes itself: submit it with -N1")
-    told.sources.update(array.sources)
-    port = slurm_port(number)
-    elements = [least + stride * at for at in range(max(1, nodes))]
-    return Node(
-        "slurm",
-        told.name(),
-        job=safe_name(f"slurm-{number}", "slurm"),
-        order=max(0, element - least) // stride,
-        nodes=nodes,
-        peers=tuple(f"{ELEMENT}{one}" for one in elements),
-        candidates=tuple(f"{ELEMENT}{one}:{port}" for one in elements[:CANDIDATES]),
-        workers=told.number("workers", 0) or None,
-        restarts=told.number("restarts", 0),
-        element=element,
-        requeue=f"{number}_{element}",
-        deadline=_deadline(told),
-        tasks=_tasks(told.environ),
-        problems=tuple(problems),
-    )
-
-
-def slurm_port(job: str, step: str = "") -> int:
+def slurm_port(job: str, step: str) -> int:
     """Where the nodes of a job meet: the same for all, and another than most other jobs'."""
     numbers = [int(re.sub(r"\D", "", text)[-9:] or "0") for text in (job, step)]
     return SLURM_PORTS[(numbers[0] + STEP_PORTS * numbers[1]) % len(SLURM_PORTS)]

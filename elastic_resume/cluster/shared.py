@@ -1,30 +1,24 @@
-"""A directory that all nodes of one job see: in it they find each other's addresses, and the job's token.
+"""A directory that all nodes of one Slurm job see, with the job's token: Slurm itself gives a job no secret.
 
-For Slurm, which gives a job neither names that stay with the elements of an array, wherever they run, nor a
-secret. ``ROOT/.elastic_resume/JOB/`` holds ``token`` (mode 0600) and one file for each element, which holds
-its address.
+``ROOT/.elastic_resume/JOB.STEP/`` holds ``token`` (mode 0600).
 
 Promise: whoever creates the token creates it whole, and nobody changes it; no error text shows it. A file
 system that keeps what it knows for a while (NFS) delays an answer and never makes it wrong: files are opened
-in ways that ask the server. Does not know what an address or the token is for.
+in ways that ask the server. Does not know what the token is for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import secrets
-import socket
 import time
 from pathlib import Path
 
 from elastic_resume.errors import ConfigError
 
 DIRECTORY = ".elastic_resume"
-DONE = "done"
 TOKEN = "token"  # noqa: S105 - the file's name
-MAX_ADDRESS_BYTES = 64
 PATIENCE_S = 60.0
 _PAUSE_S = 0.25
 
@@ -58,8 +52,6 @@ class SharedDir:
                 f"{self.path} belongs to another user (uid {owner}), who would know the job's token. Name "
                 "another directory with --shared-dir."
             )
-
-    # ---- token ---------------------------------------------------------------------------------------
 
     def token(self, *, make: bool, patience_s: float = PATIENCE_S) -> Path:
         """Give the file of the job's token.
@@ -104,60 +96,9 @@ class SharedDir:
         finally:
             mine.unlink(missing_ok=True)
 
-    # ---- addresses -----------------------------------------------------------------------------------
-
-    def tell(self, name: str, address: str) -> None:
-        """Say where ``name`` is from now on.
-
-        Raises:
-            ConfigError: the file cannot be written.
-
-        """
-        try:
-            descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with open(descriptor, "w") as file:
-                os.ftruncate(descriptor, 0)
-                file.write(f"{address}\n")
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path / name} cannot be written: {error.strerror}. Name another with --shared-dir."
-            ) from error
-
-    def resolve(self, name: str) -> list[str]:
-        """Look up where ``name`` is.
-
-        Raises:
-            OSError: nobody has told (yet): as of a name that is not known.
-
-        """
-        # With O_CREAT an NFS client asks the server, instead of remembering for half a minute that there is
-        # no such file. What it leaves is an empty one.
-        descriptor = os.open(self.path / name, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "rb") as file:
-            text = file.read(MAX_ADDRESS_BYTES + 1).decode(errors="replace").strip()
-        try:
-            return [str(ipaddress.ip_address(text))]
-        except ValueError as error:
-            raise socket.gaierror(socket.EAI_NONAME, f"{self.path / name} holds no address yet") from error
-
-    # ---- the end -------------------------------------------------------------------------------------
-
-    @property
-    def done(self) -> Path | None:
-        """The file that says that the job is done; None while it is not."""
-        path = self.path / DONE
-        return path if _is_there(path) else None
-
-    def finish(self, *, remember: bool) -> None:
-        """The job is done: take all of it away. Others may do so at the same time.
-
-        ``remember``: leave word of it, for an element that was on its way back at that moment: alone it would
-        wait for the others in vain.
-        """
+    def finish(self) -> None:
+        """Remove the directory: the job is done. Others may do so at the same time."""
         with contextlib.suppress(OSError):
-            if remember:
-                (self.path / DONE).touch(mode=0o600)
-                return
             for path in self.path.iterdir():
                 path.unlink(missing_ok=True)
             self.path.rmdir()  # and not its parent, in which another job may be making its own

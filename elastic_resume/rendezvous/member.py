@@ -135,7 +135,6 @@ class Member:
             carry_out=self._carry_out,
             watch=self._watch,
             seen=seen,
-            resolve=terms.resolve,
             show=show,
         )
 

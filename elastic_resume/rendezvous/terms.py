@@ -15,7 +15,6 @@ from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.divergence import RESUME, STOP
 from elastic_resume.rendezvous.address import Endpoint, parse_endpoints
-from elastic_resume.rendezvous.names import Resolve, lookup
 from elastic_resume.rendezvous.steps import Settings
 from elastic_resume.rendezvous.token import read_token
 
@@ -46,7 +45,6 @@ class Terms:
     join_timeout_s: float = 600.0
     allow_minority: bool = False
     on_divergence: str = STOP  # or RESUME; the leader's counts
-    resolve: Resolve = lookup  # gives the addresses of a candidate's name
 
     @classmethod
     def read(

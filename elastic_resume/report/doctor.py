@@ -23,7 +23,7 @@ import psutil
 from elastic_resume import contract
 from elastic_resume.cluster import gone, kubernetes, memory, node, notices, slurm_job, storage
 from elastic_resume.cluster.gone import Slurm
-from elastic_resume.cluster.node import ELEMENT, Node
+from elastic_resume.cluster.node import Node
 from elastic_resume.cluster.pods import Pods
 from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import ConfigError
@@ -133,7 +133,7 @@ def of_word(here: Node, environ: Mapping[str, str]) -> list[Finding]:
         mode = gone.mode_of(environ.get(variable))
     except ConfigError as error:
         return [Finding(what, "nobody to ask", variable, str(error))]
-    asked = gone.oracle(environ, mode, array_is_job=here.element is not None)
+    asked = gone.oracle(environ, mode)
     value = "nobody to ask"
     if isinstance(asked, Pods):
         value = "the API server is asked"
@@ -149,13 +149,8 @@ def of_candidates(here: Node) -> list[Finding]:
         return []
     own = own_addresses()
     found = []
-    hosts = [candidate.rpartition(":")[0] for candidate in here.candidates]
-    known = _addresses([host for host in hosts if not host.startswith(ELEMENT)])
-    for host in hosts:
-        if host.startswith(ELEMENT):
-            found.append(Finding(host, "in the shared directory once it runs", _shared_dir()))
-            continue
-        addresses = known[host]
+    known = _addresses([candidate.rpartition(":")[0] for candidate in here.candidates])
+    for host, addresses in known.items():
         mine = any(read_address(one) in own for one in addresses)
         told = ", ".join(addresses) or "no address yet"
         loopback = [one for one in addresses if (read := read_address(one)) and read.is_loopback]
@@ -241,10 +236,6 @@ def _kind(path: Path) -> str:
     """The file system under a path."""
     mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
     return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else "unknown file system"
-
-
-def _shared_dir() -> str:
-    return os.environ.get(contract.ENV_SHARED_DIR) or os.environ.get("SLURM_SUBMIT_DIR") or "."
 
 
 def _addresses(hosts: list[str]) -> dict[str, list[str]]:

@@ -116,7 +116,6 @@ class Slurm:
             k: v for k, v in self.env.items() if not k.startswith(("ELASTIC_RESUME_", "TORCHELASTIC_"))
         }
         self.shim = str(directory / "bin" / "elastic-resume")
-        self._said: dict[int, int] = {}  # how much a node had printed before it booted
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         try:
             self._configure()
@@ -231,20 +230,8 @@ class Slurm:
     def boot(self, *indices: int) -> None:
         """Boot nodes that are down, with empty disks."""
         for index in indices:
-            self._said[index] = len(self._node_log(index))
             self.machines.boot(index)
             self._start_node(index)
-
-    def wait_for_late_kill(self, index: int) -> None:
-        """Wait until a node that has booted is told to end what ran there before.
-
-        Slurm holds a requeued job back for two minutes. Without these the next life may be there by then,
-        and is killed in the former one's place.
-        """
-        self.wait(
-            lambda: "_rpc_terminate_job" in self._node_log(index)[self._said[index] :],
-            f"Slurm's word to {self.machines.name(index)} that the job there is over",
-        )
 
     # ---- inside --------------------------------------------------------------------------------------
 
@@ -296,9 +283,6 @@ class Slurm:
             shim.write_text(hatchery.SHIM.format(python=sys.executable, socket=HATCHERY))
             shim.chmod(0o755)
             self.env["PATH"] = f"{shim.parent}:{self.env['PATH']}"
-
-    def _node_log(self, index: int) -> str:
-        return (self.directory / f"slurmd.{self.machines.name(index)}.log").read_text(errors="replace")
 
     def _daemon(self, index: int, log: str, tool: str, *argv: str) -> subprocess.Popen[bytes]:
         with open(self.directory / f"{log}.log", "ab") as output:

@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 TRAIN = str(ROOT / "tests" / "jobs" / "train.py")
 ALLOCATION = str(ROOT / "deploy" / "slurm" / "train.sbatch")
-ARRAY = str(ROOT / "deploy" / "slurm" / "array.sbatch")
 DISK = "/scratch/checkpoints"
 STEPS_PER_EPOCH = 10
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
@@ -114,11 +113,11 @@ class Job:
         self.wait_step(resume["step"] + 10, resume["generation"])
         return resume
 
-    def wait_state(self, *states: str, element: str = "") -> str:
+    def wait_state(self, *states: str) -> str:
         """Wait until Slurm says one of these of it."""
-        job = f"{self.id}_{element}" if element else self.id
         return self.slurm.wait(
-            lambda: next((s for s in [self.slurm.state(job)] if s in states), None), f"job {job} {states}"
+            lambda: next((s for s in [self.slurm.state(self.id)] if s in states), None),
+            f"job {self.id} {states}",
         )
 
     def hurry(self) -> None:
@@ -261,26 +260,6 @@ def test_elements_of_a_sweep_are_queued_again_one_by_one(slurm: Slurm) -> None:
     went_on(same, former)
     assert [slurm.job(each.id)["Restarts"] for each in elements if each is not same] == ["0", "0"]
     assert [slurm.state(each.id) for each in elements] == ["RUNNING"] * 3
-
-
-def test_an_array_of_nodes_loses_one_and_gets_it_back(slurm: Slurm) -> None:
-    """3 -> 2 -> 3: Slurm starts the lost element again, by itself and elsewhere if need be."""
-    job = submit(slurm, ARRAY, epochs=400)
-    former = job.wait_world(3)["generation"]
-    lost = slurm.index(slurm.job(f"{job.id}_2")["BatchHost"])
-    off = job.lose_power(lost)
-    first = job.wait_step(1, former + 1)
-    print(f"the next step was done {first['t'] - off:.2f} s after the loss")  # -rP shows it
-    assert went_on(job, former)["world_size"] == 2
-    job.wait_state("PENDING", element="2")
-    slurm.boot(lost)
-    slurm.wait_for_late_kill(lost)
-    slurm.start_now(f"{job.id}_2")
-    back = job.wait_world(3, former + 2)
-    assert (back["lost_steps"], back["previous_world_size"]) == (0, 2)
-    assert [slurm.job(f"{job.id}_{each}")["Restarts"] for each in range(3)] == ["0", "0", "1"]
-    slurm.command("scancel", job.id)
-    assert {job.wait_state(*OVER, element=str(each)) for each in range(3)} == {"CANCELLED"}
 
 
 def test_an_allocation_that_loses_the_batch_host_does_not_hang(slurm: Slurm) -> None:
