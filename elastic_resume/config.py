@@ -204,11 +204,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_meeting_flags(add)
     _add_failure_flags(add)
     add(
-        "http",
+        "metrics",
         "[ADDRESS:]PORT",
-        "serve status and report to browsers, of 127.0.0.1 unless said (default off)",
+        "serve metrics for Prometheus, at 127.0.0.1 if no address is given (default off; "
+        "needs pip install 'elastic-resume[metrics]')",
     )
-    add("metrics", "", "serve /metrics for Prometheus there as well (pip install 'elastic-resume[metrics]')")
     add("preload", "MODULE,...", "modules to import once, ahead of all workers, beside torch")
     add("log-prefix", "", "begin each line of a worker with [NODE:RANK GENERATION]")
     add("no-warm", "", "start each worker as a new process, as torchrun does")

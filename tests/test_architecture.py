@@ -20,8 +20,8 @@ LAYERS = [
     ["failpoints", "events", "policy", "cluster"],
     ["config", "values", "store"],
     ["rendezvous"],  # its core is pure; the shell around it keeps a record on disk
-    ["worker", "agent"],
-    ["faults", "report"],
+    ["worker", "agent", "report"],
+    ["faults"],
     ["cli", "testing"],
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}

@@ -5,18 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_resume import contract
-from elastic_resume.agent import pages
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.failures import KINDS
-from elastic_resume.rendezvous import wire
 from elastic_resume.report import metrics
 from tests.test_status import said
 
@@ -25,12 +26,16 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "elastic-resume.json"
 
 
 def scrape(document: dict[str, Any]) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Read a document's exposition as Prometheus would: name and values of labels -> value."""
-    text, kind = metrics.exposition(document, {"productive": 5.0, "waiting": 1.0})
-    assert kind.startswith("text/plain; version=")
-    families = text_string_to_metric_families(text.decode())
+    """Read a document's metrics as Prometheus would: name and values of labels -> value."""
+    return samples(generate_latest(metrics.registry(lambda: document)).decode())
+
+
+def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Read a scrape."""
     return {
-        (one.name, tuple(one.labels.values())): one.value for family in families for one in family.samples
+        (one.name, tuple(one.labels.values())): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
     }
 
 
@@ -58,7 +63,6 @@ def test_a_scrape_tells_of_job_and_nodes() -> None:
         ("node_trouble", ("n0",), 0),
         ("node_trouble", ("n1",), 1),
         ("commits_total", ("n0",), 0),
-        ("time_seconds", ("productive",), 5),
     ):
         assert found["elastic_resume_" + name, labels] == pytest.approx(value), name
     assert ("elastic_resume_checkpoint_step", ("n0",)) not in found, "there is none"
@@ -89,10 +93,7 @@ def test_who_does_not_lead_tells_nothing_of_the_whole() -> None:
     document = {**said(), "leads": False}
     names = {name for name, _ in scrape(document)}
     assert "elastic_resume_node_step" in names
-    assert (
-        not {f"elastic_resume_{name}" for name in (*metrics.JOB_GAUGES, "incidents_total", "time_seconds")}
-        & names
-    )
+    assert not {f"elastic_resume_{name}" for name in (*metrics.JOB_GAUGES, "incidents_total")} & names
 
 
 def test_the_dashboard_asks_for_nothing_that_is_not_there() -> None:
@@ -121,45 +122,46 @@ def test_the_scrape_is_of_the_flags_that_it_speaks_of() -> None:
     """Prometheus would refuse a file that is not YAML."""
     text = (DASHBOARD.parent / "prometheus.yml").read_text()
     (job,) = yaml.safe_load(text)["scrape_configs"]
-    (flag,) = re.findall(r"--http \S+:(\d+) --metrics", text)
+    (flag,) = re.findall(r"--metrics \S+:(\d+)", text)
     assert job["static_configs"][0]["targets"][0].endswith(f":{flag}")
-    assert job["authorization"]["type"] == "Bearer"
 
 
-def test_pages_are_asked_for_in_words_that_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loopback unless an address is given; what is missing for metrics is said only to who wants them."""
-    assert pages.wanted(None, {}, metrics=False) is None
-    assert pages.wanted("9400", {}, metrics=False) == pages.Wanted("127.0.0.1", 9400)
-    assert pages.wanted(None, {contract.ENV_HTTP: "[::1]:0"}, metrics=True) == pages.Wanted("::1", 0, True)
-    assert pages.wanted("0.0.0.0:80", {}, metrics=False) == pages.Wanted("0.0.0.0", 80)  # noqa: S104
-    for text in ("x", "localhost:80", "1.2.3:80", "70000", ":", "-1", "80:80:80:80:1"):
-        with pytest.raises(ConfigError, match=r"--http is .*write PORT \(of 127\.0\.0\.1\)"):
-            pages.wanted(text, {}, metrics=False)
-    with pytest.raises(ConfigError, match="add --http"):
-        pages.wanted(None, {}, metrics=True)
+def test_metrics_flag_invalid_or_without_prometheus_client_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The address is loopback unless one is given."""
+    assert metrics.listening(None, {}) is None
+    assert metrics.listening("9400", {}) == ("127.0.0.1", 9400)
+    assert metrics.listening(None, {contract.ENV_METRICS: "[::1]:0"}) == ("::1", 0)
+    assert metrics.listening("0.0.0.0:80", {}) == ("0.0.0.0", 80)  # noqa: S104
+    for text in ("x", "localhost:80", "1.2.3:80", "70000", ":", "-1", "80:80:80:80:1", "train.py"):
+        with pytest.raises(ConfigError, match=r"--metrics is .*write PORT \(of 127\.0\.0\.1\)"):
+            metrics.listening(text, {})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert pages.wanted("9400", {}, metrics=False) is not None
+    assert metrics.listening(None, {}) is None
     with pytest.raises(ConfigError, match=r"pip install 'elastic-resume\[metrics\]'"):
-        pages.wanted("9400", {}, metrics=True)
+        metrics.listening("9400", {})
 
 
-def test_the_password_of_a_job_without_a_secret_is_this_users_alone(tmp_path: Path) -> None:
-    """Made once, and kept over restarts; one that others may read is refused."""
-    path = pages.password_file(tmp_path, None)
-    assert path.stat().st_mode & 0o777 == 0o600
-    text = path.read_text()
-    assert len(text) > 30
-    assert pages.password_file(tmp_path, None).read_text() == text
-    path.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        pages.password_file(tmp_path, None)
+def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
+    """Before the agent has its place, and after it has left it, there is nothing to export."""
+    documents: list[dict[str, Any]] = []
 
+    def status() -> dict[str, Any]:
+        if not documents:
+            raise ConnectionRefusedError
+        return documents[0]
 
-def test_the_password_of_a_job_with_a_token_is_its_key_for_looking(tmp_path: Path) -> None:
-    """It replaces what stands there: of a time without a token, of another token, or open to others."""
-    pages.password_file(tmp_path, None).chmod(0o644)
-    for key in (wire.look_key(b"a"), wire.look_key(b"b"), wire.look_key(b"b")):
-        path = pages.password_file(tmp_path, key)
-        assert path.read_text() == f"{key.hex()}\n"
-        assert path.stat().st_mode & 0o777 == 0o600
-    assert list(tmp_path.iterdir()) == [path]
+    said_lines: list[str] = []
+    metrics.serve(("127.0.0.1", 0), status, said_lines.append)
+    address = said_lines[0].removeprefix("metrics at ")
+    with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 - of this process
+        assert answer.read() == b""
+    documents.append(said())
+    with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310
+        assert samples(answer.read().decode())["elastic_resume_step", ()] == 101
+    with pytest.raises(urllib.error.HTTPError, match="405"):
+        urllib.request.urlopen(address, data=b"x", timeout=20)  # noqa: S310
+    metrics.serve(("127.0.0.1", int(address.split(":")[2].split("/")[0])), status, said_lines.append)
+    assert said_lines[1].startswith("no metrics at 127.0.0.1 port ")
+    assert said_lines[1].endswith("Address already in use. Training goes on.")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.report import page, story
+from elastic_resume.report import html, story
 from elastic_resume.report.story import Story
 from elastic_resume.report.text import clean
 from tests import browser, report_runs
@@ -38,7 +38,7 @@ def told() -> Story:
 def written(told: Story, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its page."""
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(page.of(told), encoding="utf-8")
+    path.write_text(html.render(told), encoding="utf-8")
     return path
 
 
@@ -126,7 +126,7 @@ def test_five_thousand_generations(chromium: Browser, tmp_path: Path) -> None:
     """The page stays small, draws few elements, and lays out only what is looked at; all of it is there."""
     job = report_runs.long(5000)
     path = tmp_path / "long.html"
-    path.write_text(page.render(job.events), encoding="utf-8")
+    path.write_text(html.render(story.tell(job.events)), encoding="utf-8")
     assert path.stat().st_size < MAX_BYTES
     chromium.open(path)
     spent = chromium.value("performance.timing.loadEventEnd - performance.timing.navigationStart")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_resume.events import Event
-from elastic_resume.report import incidents, page, render, schema, story
+from elastic_resume.report import html, incidents, render, story
 from elastic_resume.report.incidents import Report
 from elastic_resume.report.text import WIDTH
 
@@ -517,8 +517,8 @@ def test_any_list_of_events_gives_a_report(events: list[Event]) -> None:
     assert all(one.recovered_s is None or one.recovered_s >= 0 for one in told.report.generations)
     assert all(len(line) <= WIDTH and line.isprintable() for line in render.as_text(told).splitlines())
     assert told.goodput.total_s == pytest.approx(sum(spent for _, spent in told.goodput.parts))
-    json.loads(schema.as_json(told))
-    assert page.of(told).endswith("</html>\n")
+    json.loads(story.as_json(told))
+    assert html.render(told).endswith("</html>\n")
 
 
 @settings(max_examples=60, deadline=None)

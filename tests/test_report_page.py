@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from elastic_resume.report import page, render, story
+from elastic_resume.report import html, render, story
 from tests.test_report_incidents import Job
 
 HOSTILE = "</script><script>alert(1)</script>\x00\"'<!-- <img src=x onerror=alert(2)>"
@@ -37,19 +37,12 @@ def test_what_an_exception_says_is_text() -> None:
     job = Job().begun()
     job.fail(110.2, 1, HOSTILE, HOSTILE)
     job.begin(115, 10, "n0", HOSTILE, "n2")
-    found = Elements(page.render(job.events, title=HOSTILE))
+    found = Elements(html.render(story.tell(job.events), title=HOSTILE))
     assert "script" not in found.names
     assert "img" not in found.names
     assert not [name for name, _ in found.attributes if name.startswith("on")]
     assert "<script>alert(1)</script>" in found.text
     assert "\x00" not in found.text
-
-
-def test_a_live_page_asks_for_itself_again() -> None:
-    """And one that was written to a file does not."""
-    events = Job().begun().events
-    assert '<meta http-equiv="refresh" content="2.5"/>' in page.render(events, live_s=2.5)
-    assert "refresh" not in page.render(events)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +54,7 @@ def test_the_word_beside_the_name_is_the_verdicts(died: bool, now: float, word: 
     job = Job().begun()
     if died:
         job.exit(110.2, 1, signal="SIGKILL")
-    assert f">{word}</span>" in page.render(job.events, now=now)
+    assert f">{word}</span>" in html.render(story.tell(job.events, now=now))
 
 
 def test_a_fault_after_which_nothing_ended_harmed_nobody() -> None:
@@ -74,7 +67,7 @@ def test_a_fault_after_which_nothing_ended_harmed_nobody() -> None:
     job.exit(110.2, 1, signal="SIGKILL")
     job.begin(115, 10, "n0", "n1", "n2")
     job.add(116, "fault", "n1", **{**kill, "number": 3}, message="kill-worker n1")
-    told = page.render(job.events)
+    told = html.render(story.tell(job.events))
     rows = told[told.index("Injected faults") :].split("<tr>")[2:5]
     followed = ["training went on", "generation 1 ended: rank 1 on n1: SIGKILL", "no step came after it"]
     assert [words in row for words, row in zip(followed, rows, strict=True)] == [True] * 3

@@ -13,7 +13,7 @@ import pytest
 from elastic_resume import contract, events
 from elastic_resume.cli import main
 from elastic_resume.events import Event
-from elastic_resume.report import lanes, story
+from elastic_resume.report import html, story
 from elastic_resume.report.checkpoints import Item
 from elastic_resume.report.gather import gather
 from elastic_resume.report.story import Story
@@ -192,7 +192,7 @@ def test_a_dead_node_is_gone_until_its_agent_is_back() -> None:
     job.agents(130, "n2")
     job.stop(139, 0, 1)
     job.begin(142, 20, "n0", "n1", "n2", lacking=["n2"])
-    lane = {one.node: one for one in lanes.of(story.tell(job.events))}["n2"]
+    lane = {one.node: one for one in html.lanes(story.tell(job.events))}["n2"]
     spans = [(span.what, span.began, span.until) for span in lane.spans]
     assert spans[-4:-1] == [("gone", 110, 130), ("idle", 130, 140), ("preparing", 140, 142)]
     assert [mark.text for mark in lane.marks] == ["generation 1: node n2 lost"]
@@ -200,15 +200,15 @@ def test_a_dead_node_is_gone_until_its_agent_is_back() -> None:
 
 def test_a_lane_never_has_more_than_can_be_seen() -> None:
     """Spans become columns that are split by what fills them; no mark is lost, they are counted."""
-    spans = [lanes.Span("training" if i % 3 else "gone", i, i + 1, "") for i in range(9000)]
-    (column,) = lanes.columns(spans, 0, 9000, 100)
+    spans = [html.Span("training" if i % 3 else "gone", i, i + 1, "") for i in range(9000)]
+    (column,) = html.columns(spans, 0, 9000, 100)
     assert (column.began, column.until) == (0, 9000)
     assert column.shares == (("training", 0.667), ("gone", 0.333))
-    first, second = lanes.columns(spans[:5250], 0, 9000, 6)  # of the last that is not empty, half is
+    first, second = html.columns(spans[:5250], 0, 9000, 6)  # of the last that is not empty, half is
     assert (first.until, second.until) == (4500, 6000)
     assert sum(share for _, share in second.shares) == pytest.approx(0.5)
-    marks = [lanes.Mark("incident", t, "died") for t in range(9000)]
-    few = lanes.clustered(marks, 0, 9000, 60)
+    marks = [html.Mark("incident", t, "died") for t in range(9000)]
+    few = html.clustered(marks, 0, 9000, 60)
     assert len(few) == 60
     assert sum(int(one.text.split()[0]) for one in few) == 9000
 
@@ -317,5 +317,5 @@ def test_the_json_has_its_promised_members(
 
 def test_the_parts_of_the_page_are_in_the_package() -> None:
     """Where importlib finds them, installed or not."""
-    for name in ("page.html", "page.css"):
+    for name in ("report.html.j2", "report.css"):
         assert resources.files("elastic_resume.report").joinpath(name).is_file()

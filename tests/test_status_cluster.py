@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -12,36 +11,32 @@ import secrets
 import socket
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_resume import contract
-from elastic_resume.rendezvous import wire
 from elastic_resume.report.gather import gather
 from elastic_resume.report.incidents import tell
 from elastic_resume.testing import Cluster
-from tests.stations import descriptors, dropped, until
+from tests.stations import dropped
 
 pytestmark = pytest.mark.cluster
 
 SCRIPT = Path(__file__).parent / "jobs" / "train.py"
 Told = subprocess.CompletedProcess[str]
 TOKEN = "a secret with a : in it, and ümlauts"  # noqa: S105 - of this test alone
-PASSWORD = wire.look_key(TOKEN.encode()).hex()
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three nodes with a worker each; n0 has a disk that goes with it."""
     directory = tmp_path_factory.mktemp("looked-at")
-    flags = ["--snapshot-every", "1", "--save-every", "10", "--http", "0", "--metrics", "--settle", "60"]
+    flags = ["--snapshot-every", "1", "--save-every", "10", "--metrics", "0", "--settle", "60"]
     env = {contract.ENV_TOKEN: TOKEN}
     with Cluster(directory, nodes=3, min_nodes=2, flags=flags, env=env) as made:
         made.start(SCRIPT, "--diary", str(directory), "--epochs", "1000")
@@ -77,39 +72,11 @@ def by_name(cluster: Cluster, index: int) -> list[str]:
     return ["--rdzv-endpoint", look["address"], "--rdzv-id", cluster.run_id]
 
 
-def url(cluster: Cluster, index: int) -> str:
-    """Where a node serves its pages."""
-
-    def said() -> str | None:
-        found = re.search(
-            r"status and report at (http://\S+/) .*the password is the text of \S+/http-token",
-            cluster.output(index),
-        )
-        return found[1] if found else None
-
-    return cluster.wait(said, f"pages of n{index}")
-
-
-def get(address: str, authorization: str | None, method: str = "GET") -> tuple[int, str, dict[str, str]]:
-    """Ask for a page; give status, text and headers."""
-    request = urllib.request.Request(address, method=method)  # noqa: S310 - of our own node
-    if authorization is not None:
-        request.add_header("Authorization", authorization)
-    try:
-        with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310
-            return answer.status, answer.read().decode(), dict(answer.headers)
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode(), dict(error.headers)
-
-
-def bearer(token: str) -> str:
-    """As Prometheus says it."""
-    return f"Bearer {token.encode().decode('latin-1')}"
-
-
-def basic(token: str) -> str:
-    """As a browser says it."""
-    return f"Basic {base64.b64encode(b'me:' + token.encode()).decode()}"
+def scrape(cluster: Cluster, index: int) -> dict[str, float]:
+    """Read a node's metrics."""
+    address = cluster.wait(lambda: re.search(r"metrics at (http://\S+)", cluster.output(index)), "metrics")
+    with urllib.request.urlopen(address[1], timeout=20) as answer:  # noqa: S310 - of our own node
+        return figures(answer.read().decode())
 
 
 def figures(text: str) -> dict[str, float]:
@@ -147,34 +114,11 @@ def test_status_tells_the_same_whoever_is_asked(cluster: Cluster) -> None:
     assert not any(TOKEN in path.read_text() for path in cluster.run_dir.glob(f"*/{contract.LOOK_FILE}"))
 
 
-def test_pages_open_to_the_key_for_looking_and_to_nothing_else(cluster: Cluster) -> None:
-    """Page, document and metrics; as a browser and as Prometheus ask; on nodes that lead and that do not."""
-    pages = [url(cluster, index) for index in (0, 1)]
-    for index in (0, 1):
-        path = cluster.nodes[index].directory / contract.HTTP_KEY_FILE
-        assert (path.read_text(), path.stat().st_mode & 0o777) == (f"{PASSWORD}\n", 0o600)
-    for page in ("", "status.json", "metrics", "nowhere"):
-        for authorization in (
-            None,
-            bearer("another"),
-            bearer(TOKEN),  # it joins, and so must not travel over plain HTTP
-            basic(TOKEN),
-            basic(""),
-            basic(PASSWORD)[:-8],
-            "Basic \xff",
-            f"Digest {PASSWORD[:8]}",
-        ):
-            code, text, headers = get(pages[0] + page, authorization)
-            assert (code, text) == (
-                401,
-                "Password required: the contents of http-token in the node's directory.\n",
-            )
-            assert headers["WWW-Authenticate"].startswith("Basic realm=")
-        assert get(f"{pages[0]}{page}?token=x", None)[0] == 401
+def test_metrics_of_leader_cover_the_job_and_of_follower_its_node(cluster: Cluster) -> None:
+    """Each node serves its own; a stranger's garbage does no harm."""
 
     def heard() -> list[dict[str, float]] | None:
-        found = [figures(get(f"{page}metrics", bearer(PASSWORD))[1]) for page in pages]
-        leads, follows = found
+        leads, follows = found = [scrape(cluster, index) for index in (0, 1)]
         told = leads.get("elastic_resume_node_stepn2") and follows.get("elastic_resume_node_stepn1")
         return found if told else None
 
@@ -182,37 +126,14 @@ def test_pages_open_to_the_key_for_looking_and_to_nothing_else(cluster: Cluster)
     assert (leads["elastic_resume_leads"], follows["elastic_resume_leads"]) == (1, 0)
     assert leads["elastic_resume_world_ranks"] == 3
     assert "elastic_resume_world_ranks" not in follows
-    assert json.loads(get(f"{pages[1]}status.json", basic(PASSWORD))[1])["leader"]["node"] == "n0"
-    code, text, headers = get(pages[0], basic(PASSWORD))
-    assert (code, headers["Cache-Control"]) == (200, "no-store")
-    assert "generation 1, 3 nodes, 3 ranks, led by n0" in text
-    assert 'http-equiv="refresh"' in text
-    code, text, _ = get(pages[1], basic(PASSWORD))
-    assert code == 200
-    assert "n0 leads and knows of all nodes: <a href=" in text
-    assert get(f"{pages[0]}nowhere", bearer(PASSWORD))[0] == 404
-    assert get(pages[0], bearer(PASSWORD), "HEAD")[:2] == (200, "")
-    assert get(pages[0], bearer(PASSWORD), "POST")[0] == 501
-
-
-def test_strangers_cost_pages_little_and_training_nothing(cluster: Cluster) -> None:
-    """Garbage, a head that never ends, one of many megabytes, a crowd that says nothing."""
-    host, port = re.findall(r"//(.*):(\d+)/", url(cluster, 0))[0]
-    before = descriptors()
+    port = int(re.findall(r"metrics at http://127.0.0.1:(\d+)/", cluster.output(0))[0])
     generation = cluster.events("round")[-1]["generation"]
-    with contextlib.ExitStack() as stack:
-        crowd = [stack.enter_context(socket.create_connection((host, int(port)), 20)) for _ in range(40)]
-        crowd[0].sendall(b"GET / HTTP/1.1\r\nX: ")
-        assert all(dropped(one) for one in crowd[:24]), "there is room for 16: the oldest go at once"
-        answers = [get(f"http://{host}:{port}/status.json", bearer(PASSWORD))[0] for _ in range(3)]
-        assert answers == [200] * 3, "whoever has the password gets in all the same"
     for data in (secrets.token_bytes(4096), b"GET / HTTP/1.1\r\n" + b"A: " + b"x" * 4_000_000):
-        with socket.create_connection((host, int(port)), 20) as stranger:
-            with contextlib.suppress(OSError):
-                stranger.sendall(data)
+        with socket.create_connection(("127.0.0.1", port), 20) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(data)
+            stranger.shutdown(socket.SHUT_WR)
             assert dropped(stranger)
-    until(lambda: get(f"http://{host}:{port}/status.json", bearer(PASSWORD))[0] == 200, "it serves again")
-    until(lambda: descriptors() <= before, "nothing is left of them here")
+    assert scrape(cluster, 0)["elastic_resume_leads"] == 1
     assert cluster.events("round")[-1]["generation"] == generation
     step = max(event["step"] for event in cluster.events("step"))
     cluster.wait(step=step + 20)
@@ -259,26 +180,9 @@ def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:
     found = gather([cluster.run_dir])
     assert {"n0", "n1", "n2"} <= {event["node"] for event in found.events}
     assert "node n0" in tell(found.events).generations[0].end.text
-    after = figures(get(f"{url(cluster, 1)}metrics", bearer(PASSWORD))[1])
+    after = scrape(cluster, 1)
     assert after["elastic_resume_leads"] == 1
     assert after["elastic_resume_incidents_totalnode-lost"] == 1
-
-
-def serves(process: psutil.Process) -> bool:
-    """Whether it serves pages; one that has just ended does not."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return "elastic_resume.report.serve" in " ".join(process.cmdline())
-    return False
-
-
-def test_pages_end_with_their_agent(cluster: Cluster) -> None:
-    """No process outlives its agent, and nobody answers at its address."""
-    address = url(cluster, 2)
-    (served,) = [one for one in cluster.processes(2) if serves(one)]
-    cluster.kill_node(2)
-    until(lambda: not served.is_running(), "it ends with its agent")
-    with pytest.raises(urllib.error.URLError):
-        get(address, bearer(PASSWORD))
 
 
 def test_a_job_that_was_killed_as_a_whole_goes_on_counting(cluster: Cluster) -> None:

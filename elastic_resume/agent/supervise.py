@@ -12,12 +12,14 @@ import contextlib
 import math
 import os
 import shlex
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from elastic_resume import contract, events, values
-from elastic_resume.agent import elastic, impatience, pages, preemption, preflight, word
+from elastic_resume.agent import elastic, impatience, preemption, preflight, word
 from elastic_resume.agent.ending import Ending
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.keeper import Kept, kept
@@ -38,6 +40,7 @@ from elastic_resume.errors import ConfigError, ElasticResumeError, NodeUnfitErro
 from elastic_resume.policy import restart
 from elastic_resume.policy.health import Patience
 from elastic_resume.rendezvous.wire import look_key
+from elastic_resume.report import asking, metrics
 from elastic_resume.store.node_dir import NodeDir
 
 
@@ -50,7 +53,7 @@ class _Asked:
     requeue: str
     notice_sources: list[notices.Source]
     oracle: Oracle | None
-    pages_wanted: pages.Wanted | None
+    metrics_at: tuple[str, int] | None
 
 
 def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], here: Node) -> int:
@@ -136,7 +139,7 @@ def _asked(args: argparse.Namespace, given: set[str]) -> _Asked:
         requeue=values.choice("requeue", requeue, values.REQUEUE_MODES),
         notice_sources=notices.sources(notice),
         oracle=gone.oracle(os.environ, scheduler_word),
-        pages_wanted=pages.wanted(args.http, os.environ, metrics=args.metrics),
+        metrics_at=metrics.listening(args.metrics, os.environ),
     )
 
 
@@ -196,8 +199,8 @@ def _run(
     end = ""
     try:
         if launch.terms is None:
-            if asked.pages_wanted is not None:
-                witness.say("no pages: --http needs a rendezvous of ours, and --rdzv-backend names another.")
+            if asked.metrics_at is not None:
+                witness.say("no metrics: --metrics needs our rendezvous, and --rdzv-backend names another.")
             fence.set(math.inf)  # there is no lease: a stock rendezvous never says who is lost
             os.environ[contract.ENV_CHECK_REPLICAS] = "off"  # nor carries anything of ours
             elastic.launch(launch, witness, None)
@@ -211,13 +214,13 @@ def _run(
                     launch.terms, node_dir, fence, here, say=witness.say, tell=witness.told, teller=teller
                 ) as place,
                 word.asked(asked.oracle, place.member, say=witness.say, tell=witness.note),
-                pages.served(
-                    asked.pages_wanted,
-                    node_dir.path,
-                    look_key(launch.terms.token) if launch.terms.secret else None,
-                    say=witness.say,
-                ),
             ):
+                if asked.metrics_at is not None:
+                    key = look_key(launch.terms.token)
+                    status = partial(asking.ask_agent, place.member.address, launch.terms.run_id, key)
+                    threading.Thread(  # looks up the name of this host, which may take long
+                        target=metrics.serve, args=(asked.metrics_at, status, witness.say), daemon=True
+                    ).start()
                 snapshots.compare(place.member, say=witness.say, tell=witness.note)
                 try:
                     elastic.launch(launch, witness, place)

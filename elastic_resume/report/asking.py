@@ -63,23 +63,9 @@ class Job:
         told = "; ".join(f"{address}: {reason}" for address, reason in list(why.items())[:_NAMED])
         raise RendezvousLostError(f"no agent of job {self.run_id!r} answers ({told}).")
 
-    def ask_first(self) -> dict[str, Any]:
-        """Give the document of the agent that was named first, whoever leads.
-
-        Raises:
-            RendezvousLostError: it does not answer.
-
-        """
-        why: dict[str, str] = {}
-        said = self._ask(self.addresses[0], why)
-        if said is None:
-            raise RendezvousLostError(f"the agent does not answer ({'; '.join(why.values())}).")
-        return said
-
     def _ask(self, address: str, why: dict[str, str]) -> dict[str, Any] | None:
         try:
-            line = looking.ask(address, self.run_id, self.key, patience_s=PATIENCE_S)
-            return _document(line)
+            return ask_agent(address, self.run_id, self.key)
         except WireError as error:
             why[address] = str(error)
         except (OSError, ValueError) as error:
@@ -91,6 +77,17 @@ class Job:
         world = said["world"]
         members = world["addresses"] if world else []
         self.addresses = list(dict.fromkeys([said["address"], *members, *self.addresses]))[:MAX_KNOWN]
+
+
+def ask_agent(address: str, run_id: str, key: bytes) -> dict[str, Any]:
+    """Return the document of one agent; ``key`` is a `wire.look_key`.
+
+    Raises:
+        WireError: it is no agent of that job, or refuses the key.
+        OSError: it is not reached, or does not answer in time.
+
+    """
+    return _document(looking.ask(address, run_id, key, patience_s=PATIENCE_S))
 
 
 def find(path: Path | None, *, endpoint: str | None, run_id: str | None, token_file: Path | None) -> Job:

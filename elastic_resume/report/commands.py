@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_resume import contract, events
 from elastic_resume.errors import CheckpointError, UsageError
-from elastic_resume.report import checkpoints, page, places, render, story
+from elastic_resume.report import checkpoints, places, render, story
 from elastic_resume.report.checkpoints import Item
 from elastic_resume.report.gather import gather
 from elastic_resume.report.saying import say
-from elastic_resume.report.schema import as_json
 from elastic_resume.report.text import amount, seconds, size, wrap
 
 if TYPE_CHECKING:
@@ -93,10 +92,12 @@ def report(args: argparse.Namespace) -> int:
     for problem in found.problems:
         print(problem, file=sys.stderr)
     if args.html is not None:
-        _write(args.html, page.of(told))
+        from elastic_resume.report import html  # noqa: PLC0415 - imports jinja2, which no other command needs
+
+        _write(args.html, html.render(told))
         say("\n".join(wrap(told.verdict.text)) + f"\nwritten to {args.html}\n")
     else:
-        say(as_json(told) if args.json else render.as_text(told))
+        say(story.as_json(told) if args.json else render.as_text(told))
     return EXIT_GOOD
 
 

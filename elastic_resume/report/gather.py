@@ -22,7 +22,6 @@ from elastic_resume.errors import ElasticResumeError, UsageError
 from elastic_resume.events import Event
 from elastic_resume.report import checkpoints, places
 from elastic_resume.report.checkpoints import Item
-from elastic_resume.report.thinning import thin
 
 MAX_STACKS = 50  # files of hangs that are read, the newest
 MAX_STACKS_BYTES = 256 * 1024
@@ -76,10 +75,8 @@ class Gathered:
     problems: list[str] = field(default_factory=list)
 
 
-def gather(paths: Sequence[Path], *, most_bytes: int | None = None) -> Gathered:
+def gather(paths: Sequence[Path]) -> Gathered:
     """Read what lies at ``paths``: directories of a run, of its nodes, or roots with one run in them.
-
-    Of logs that hold more than ``most_bytes`` some steps are left out (`thinning`).
 
     Raises:
         UsageError: there are no events, or they are of several runs.
@@ -88,14 +85,8 @@ def gather(paths: Sequence[Path], *, most_bytes: int | None = None) -> Gathered:
     found = Gathered()
     directories = [directory for path in paths for directory in _directories(path)]
     logs = list(dict.fromkeys(log for directory in directories for log in _logs(directory)))
-    one_in = 1
-    if most_bytes is not None:
-        size = sum(_size(log) for log in logs)
-        one_in += size // most_bytes
-        if one_in > 1:
-            found.problems.append(f"logs of {size >> 20} MB: of steps about one in {one_in} was read")
     names = _Names()
-    found.events = _merged(logs, found.problems, one_in, names)
+    found.events = _merged(logs, found.problems, names)
     names.run()
     for directory in dict.fromkeys(directories):
         _stacks(directory, found, names)
@@ -143,14 +134,7 @@ def _below(directory: Path) -> Iterator[Path]:
         yield from sorted(path for path in directory.glob(f"*/{name}") if path.is_file())
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _merged(logs: Iterable[Path], problems: list[str], one_in: int, names: _Names) -> list[Event]:
+def _merged(logs: Iterable[Path], problems: list[str], names: _Names) -> list[Event]:
     """Each event once; each node's own in the order of its log."""
     own: list[Event] = []
     others: list[Event] = []
@@ -158,7 +142,7 @@ def _merged(logs: Iterable[Path], problems: list[str], one_in: int, names: _Name
     for log in sorted(logs, key=lambda path: path.name == contract.PEERS_FILE):
         second_hand = log.name == contract.PEERS_FILE
         try:
-            for event in thin(events.read(log), one_in):
+            for event in events.read(log):
                 line = repr(event)  # of the same line, the same
                 if line not in seen:
                     seen.add(line)

@@ -1,22 +1,27 @@
-"""What Prometheus scrapes, made of the document that agents give (`agent.document`).
+"""Serve an agent's status (`agent.document`) as metrics for Prometheus, with prometheus_client's own server.
 
-Names follow https://prometheus.io/docs/practices/naming: base units, ``_total`` for what only grows. Labels
-are a node's name, a kind of incident, a part of the time: as many series as nodes and kinds. An agent that
-does not lead tells of its own node; of the job its leader alone tells, so that sums over agents are right.
+Names follow https://prometheus.io/docs/practices/naming: base units, ``_total`` for counters. Labels are a
+node's name and a kind of incident, so there are as many series as nodes and kinds. A follower exports its own
+node only, the leader the whole job, so sums over agents are right. The server is read-only, and no metric
+holds a secret of the job.
 
-prometheus_client is imported when it is needed: the rest of the package does without it.
+prometheus_client is an optional dependency: it is imported only if metrics are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from elastic_resume import contract, values
+from elastic_resume.errors import ConfigError
 from elastic_resume.policy.failures import KINDS
 from elastic_resume.policy.tally import UNKNOWN
+from elastic_resume.rendezvous.wire import WireError
 
 if TYPE_CHECKING:
-    from prometheus_client import Metric
+    from prometheus_client import CollectorRegistry, Metric
 
 PREFIX = "elastic_resume_"
 # name -> what it is, and where a node's part of the document has it.
@@ -47,31 +52,64 @@ JOB_GAUGES = {
 }
 
 
-def exposition(said: Mapping[str, Any], parts: Mapping[str, float] | None = None) -> tuple[bytes, str]:
-    """Give the text and its content type. ``parts``: seconds of the job's time by what they went into.
+def listening(flag: str | None, environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return the address and port of ``--metrics``; None if metrics are off.
 
     Raises:
-        ImportError: prometheus_client is not installed.
-        KeyError, TypeError: it is no such document.
+        ConfigError: the value is wrong, or prometheus_client is not installed.
 
     """
-    from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - an extra
-    from prometheus_client.exposition import CONTENT_TYPE_LATEST  # noqa: PLC0415
+    text = flag if flag is not None else environ.get(contract.ENV_METRICS)
+    if not text:
+        return None
+    where = values.listening("metrics", text)
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigError(
+            "--metrics needs prometheus-client, which is not installed: "
+            "pip install 'elastic-resume[metrics]'."
+        )
+    return where
+
+
+def serve(
+    where: tuple[str, int], status: Callable[[], Mapping[str, Any]], say: Callable[[str], None]
+) -> None:
+    """Serve metrics from daemon threads until this process ends.
+
+    ``status`` gives the agent's document for each scrape. A port that is taken costs a line, not the job.
+    """
+    from prometheus_client import start_http_server  # noqa: PLC0415 - an extra
+
+    address, port = where
+    try:
+        server, _ = start_http_server(port, address, registry(status))
+    except OSError as error:
+        say(f"no metrics at {address} port {port}: {error.strerror or error}. Training goes on.")
+        return
+    shown = f"[{address}]" if ":" in address else address
+    say(f"metrics at http://{shown}:{server.server_port}/metrics")
+
+
+def registry(status: Callable[[], Mapping[str, Any]]) -> CollectorRegistry:
+    """Return a registry that collects the metrics of ``status`` anew for each scrape."""
+    from prometheus_client import CollectorRegistry  # noqa: PLC0415 - an extra
     from prometheus_client.registry import Collector  # noqa: PLC0415
 
-    found = list(metrics(said, parts))
-
-    class Document(Collector):
+    class Status(Collector):
         def collect(self) -> Iterator[Metric]:
-            return iter(found)
+            try:
+                said = status()
+            except (OSError, ValueError, WireError):
+                return  # the agent starts or ends: there is nothing to tell
+            yield from metrics(said)
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Document())
-    return generate_latest(registry), CONTENT_TYPE_LATEST
+    made = CollectorRegistry(auto_describe=False)
+    made.register(Status())
+    return made
 
 
-def metrics(said: Mapping[str, Any], parts: Mapping[str, float] | None) -> Iterator[Metric]:
-    """Give each family of samples."""
+def metrics(said: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yield each family of samples of a document."""
     from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415
 
     leads = GaugeMetricFamily(
@@ -83,15 +121,6 @@ def metrics(said: Mapping[str, Any], parts: Mapping[str, float] | None) -> Itera
     if said["leads"]:
         yield from _of_job(said)
         yield from _of_incidents(said["sums"])
-    if said["leads"] and parts:
-        spent = GaugeMetricFamily(
-            f"{PREFIX}time_seconds",
-            "What the job's time went into so far, as the report tells it.",
-            labels=["part"],
-        )
-        for part, seconds in parts.items():
-            spent.add_metric([part], seconds)
-        yield spent
 
 
 def _of_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:

@@ -7,8 +7,10 @@ disk, the texts of hangs and what could not be read are arguments, since events 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from elastic_resume.events import Event, booted
 from elastic_resume.report import clocks, goodput, incidents, ledger, lives, timeline, troubles, verdict
@@ -21,6 +23,8 @@ from elastic_resume.report.moments import Moments, Phases, moments, phases
 from elastic_resume.report.timeline import Timeline
 from elastic_resume.report.troubles import Trouble
 from elastic_resume.report.verdict import Verdict
+
+SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -171,3 +175,34 @@ def _faults(line: Timeline, found: Sequence[Moments]) -> tuple[Fault, ...]:
             )
         )
     return tuple(made)
+
+
+def as_json(told: Story) -> str:
+    """Return the report as JSON, whose members docs/report.md describes.
+
+    Within one `SCHEMA` members are only added. Times are Unix seconds, durations seconds, null is unknown.
+    """
+    report = asdict(told.report)
+    for row in report["generations"]:
+        phases = told.recoveries.get(row["number"])
+        row["recovery"] = asdict(phases) if phases is not None else None
+        row["cost_s"] = told.costs.get(row["number"])
+    members: dict[str, Any] = {
+        "schema": SCHEMA,
+        "run_id": told.run_id,
+        "command": told.command,
+        "began": told.began,
+        "until": told.until,
+        "verdict": asdict(told.verdict),
+        "outcome": report.pop("outcome"),
+        "message": report.pop("message"),
+        "goodput": {**asdict(told.goodput), "share": told.goodput.share},
+        **report,
+        "troubles": [asdict(one) for one in told.troubles],
+        "faults": [asdict(one) for one in told.faults],
+        "checkpoints": [asdict(one) for one in told.copies],
+        "clocks": [asdict(one) for one in told.clocks],
+        "hangs": [{"file": name, "text": text} for name, text in told.stacks.items()],
+        "problems": list(told.problems),
+    }
+    return json.dumps(members, indent=1, allow_nan=False) + "\n"
