@@ -56,8 +56,8 @@ C10D = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h"]
         (["--join-timeout", "nan", "train.py"], "--join-timeout is 'nan'"),
         (["--settle", "-1", "train.py"], "--settle is '-1'"),
         (
-            ["--rdzv-conf", "allow_minority=maybe", "train.py"],
-            "allow_minority is 'maybe': write true or false",
+            ["--rdzv-conf", "allow_minority=true", "train.py"],
+            "allow_minority belongs to another rendezvous",
         ),
         (
             ["--rdzv-conf", "last_call_timeout=3", "train.py"],

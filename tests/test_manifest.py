@@ -441,20 +441,6 @@ def test_the_commands_of_the_docs_print_manifests() -> None:
         assert manifest.render_kubernetes(cli._parser().parse_args(words))
 
 
-def test_the_account_of_the_docs_is_one() -> None:
-    """Role, account and binding in docs/kubernetes.md name each other, and the schemas take them."""
-    (block,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    account, role, binding = yaml.safe_load_all(block)
-    for one in (account, role, binding):
-        schemas.validate(one, MINORS[0], strict=True)
-    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]}]
-    assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account["metadata"]["name"]}]
-    pod = job("--service-account", "asks-for-pods")["spec"]["template"]["spec"]
-    assert pod["serviceAccountName"] == account["metadata"]["name"]
-    assert pod["automountServiceAccountToken"] is True
-
-
 # ---- templates -----------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_resume import contract, events, values
-from elastic_resume.agent import elastic, impatience, pages, preemption, preflight, word
+from elastic_resume.agent import elastic, impatience, pages, preemption, preflight
 from elastic_resume.agent.ending import Ending
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.keeper import Kept, kept
@@ -30,9 +30,8 @@ from elastic_resume.agent.telling import Teller
 from elastic_resume.agent.warm import Warmth
 from elastic_resume.agent.watch import patience_of, watched
 from elastic_resume.agent.witness import Witness
-from elastic_resume.cluster import gone, notices, storage
+from elastic_resume.cluster import notices, storage
 from elastic_resume.cluster.node import Node
-from elastic_resume.cluster.verdict import Oracle
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError, NodeTakenError, NodeUnfitError
 from elastic_resume.policy import restart
@@ -49,7 +48,6 @@ class _Asked:
     patience: Patience | None
     requeue: str
     notice_sources: list[notices.Source]
-    oracle: Oracle | None
     pages_wanted: pages.Wanted | None
 
 
@@ -66,7 +64,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
         ElasticResumeError: nothing was started.
 
     """
-    asked = _asked(args, given, here)
+    asked = _asked(args, given)
     with (
         elastic.prepared(args, given, settings.run_id, here) as launch,
         _claimed(settings, here) as node_dir,
@@ -120,7 +118,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
         return code
 
 
-def _asked(args: argparse.Namespace, given: set[str], here: Node) -> _Asked:
+def _asked(args: argparse.Namespace, given: set[str]) -> _Asked:
     """Read it.
 
     Raises:
@@ -129,13 +127,11 @@ def _asked(args: argparse.Namespace, given: set[str], here: Node) -> _Asked:
     """
     requeue = args.requeue or os.environ.get(contract.ENV_REQUEUE) or "auto"
     notice = args.preemption_notice or os.environ.get(contract.ENV_PREEMPTION_NOTICE)
-    scheduler_word = gone.mode_of(args.scheduler_word or os.environ.get(contract.ENV_SCHEDULER_WORD))
     return _Asked(
         limits=_limits(args, given),
         patience=patience_of(args.hang_timeout),
         requeue=values.choice("requeue", requeue, values.REQUEUE_MODES),
         notice_sources=notices.sources(notice),
-        oracle=gone.oracle(os.environ, scheduler_word, array_is_job=here.element is not None),
         pages_wanted=pages.wanted(args.http, os.environ, metrics=args.metrics),
     )
 
@@ -222,7 +218,6 @@ def _run(
                 taken(
                     launch.terms, node_dir, fence, here, say=witness.say, tell=witness.told, teller=teller
                 ) as place,
-                word.asked(asked.oracle, place.member, say=witness.say, tell=witness.note),
                 pages.served(
                     asked.pages_wanted,
                     node_dir.path,

@@ -29,7 +29,7 @@ from elastic_resume.rendezvous.steps import Log
 from elastic_resume.store.board import MAX_LOCAL_RANKS, Line, Worker, read_lines
 
 # What the rendezvous tells that a person wants to read; the rest is in the event log only.
-TOLD = {"waiting", "buried", "refused", "spare", "disk", "stranger", "late", "minority", "through"}
+TOLD = {"waiting", "refused", "spare", "disk", "stranger", "late", "forced", "through"}
 
 
 class Witness:
