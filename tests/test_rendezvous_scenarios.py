@@ -231,3 +231,11 @@ def test_scenario_makes_two_worlds_without_its_cure(cure: str, scenario: str) ->
     text = (Path(__file__).parent / "scenarios" / f"{scenario}.txt").read_text()
     with without(cure), pytest.raises(AssertionError, match="Violation"):
         play(text)
+
+
+def test_scenario_forgets_a_claimed_generation_without_its_cure() -> None:
+    """Then only the generations that a forced quorum skips stand between the two worlds."""
+    name = "a-claim-tells-of-generations-that-are-not-given-again"
+    text = (Path(__file__).parent / "scenarios" / f"{name}.txt").read_text()
+    with without("claims-tell-generations"):
+        assert "c  begins generation 1002 " in play(text)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import shlex
 from collections.abc import Iterator
@@ -65,6 +64,8 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
 
     """
     asked = _asked(args, given)
+    if "node_rank" in given:
+        here = replace(here, order=args.node_rank)
     with (
         elastic.prepared(args, given, settings.run_id, here) as launch,
         _claimed(settings, here) as node_dir,
@@ -96,7 +97,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
             ):
                 witness.between = snapshots.keeper.between
                 ending.commit_s = lambda: snapshots.keeper.rack.control.get("commit_us") / 1e6
-                terms = launch.terms and replace(launch.terms, on_divergence=settings.on_divergence)
+                terms = replace(launch.terms, on_divergence=settings.on_divergence)
                 outcome, code, message = _run(
                     replace(launch, terms=terms),
                     witness,
@@ -153,6 +154,8 @@ def _begin(
         local_world_size=config.nproc_per_node,
     )
     witness.say(f"job {config.run_id}, checkpoints in {node_dir.path}")
+    if launch.notice:
+        witness.say(launch.notice)
     little = storage.why_little_shared_memory()
     if little:
         witness.say(f"{little}.")
@@ -203,34 +206,27 @@ def _run(
     """Give outcome, exit code and message for people."""
     end = ""
     try:
-        if launch.terms is None:
-            if asked.pages_wanted is not None:
-                witness.say("no pages: --http needs a rendezvous of ours, and --rdzv-backend names another.")
-            fence.set(math.inf)  # there is no lease: a stock rendezvous never says who is lost
-            os.environ[contract.ENV_CHECK_REPLICAS] = "off"  # nor carries anything of ours
-            elastic.launch(launch, witness, None)
-        else:
-            if warmth is not None:
-                # A node that joins stops the workers of the others, who would wait for what it still imports.
-                with elastic.stoppable(launch):
-                    warmth.wait(launch.terms.join_timeout_s)
-            with (
-                taken(
-                    launch.terms, node_dir, fence, here, say=witness.say, tell=witness.told, teller=teller
-                ) as place,
-                pages.served(
-                    asked.pages_wanted,
-                    node_dir.path,
-                    look_key(launch.terms.token) if launch.terms.secret else None,
-                    say=witness.say,
-                ),
-            ):
-                snapshots.compare(place.member, say=witness.say, tell=witness.note)
-                try:
-                    elastic.launch(launch, witness, place)
-                finally:
-                    witness.heard(place.member.failures)
-                end = f"{place.member.end}."
+        if warmth is not None:
+            # A node that joins stops the workers of the others, who would wait for what it still imports.
+            with elastic.stoppable(launch):
+                warmth.wait(launch.terms.join_timeout_s)
+        with (
+            taken(
+                launch.terms, node_dir, fence, here, say=witness.say, tell=witness.told, teller=teller
+            ) as place,
+            pages.served(
+                asked.pages_wanted,
+                node_dir.path,
+                look_key(launch.terms.token) if launch.terms.secret else None,
+                say=witness.say,
+            ),
+        ):
+            snapshots.compare(place.member, say=witness.say, tell=witness.note)
+            try:
+                elastic.launch(launch, witness, place)
+            finally:
+                witness.heard(place.member.failures)
+            end = f"{place.member.end}."
     except elastic.StoppedError as stop:
         ending.begun(stop.signal)
         return "signalled", contract.EXIT_SIGNALLED + stop.signal, ending.words()

@@ -66,9 +66,7 @@ class Terms:
             if key not in KEYS:
                 near = difflib.get_close_matches(key, KEYS, 1)
                 hint = f" Did you mean {near[0]}?" if near else ""
-                raise ConfigError(
-                    f"--rdzv-conf: {key} belongs to another rendezvous (--rdzv-backend c10d, say).{hint}"
-                )
+                raise ConfigError(f"--rdzv-conf: unknown key {key}.{hint}")
         given = {key: value for key, value in conf.items() if value is not None}
         path = given.get("token_file")
         token, secret = read_token(Path(path) if path else None, environ, run_id)
