@@ -18,7 +18,7 @@ from elastic_resume.agent import preflight
 from elastic_resume.cluster.node import ELEMENT, Node
 from elastic_resume.cluster.shared import SharedDir
 from elastic_resume.errors import ConfigError
-from elastic_resume.rendezvous.names import Resolve, lookup, own_addresses, read_address
+from elastic_resume.rendezvous.address import Resolve, lookup, own_addresses, read_address
 
 OFF = "off"
 MEETING = {"rdzv_endpoint", "standalone", "master_addr", "master_port", "node_rank"}

@@ -24,11 +24,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from elastic_resume.errors import MachineError
 from elastic_resume.rendezvous import wire
+from elastic_resume.rendezvous.address import Resolve, lookup
 from elastic_resume.rendezvous.channel import Channel, connect
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.door import Door, Limits, Notices
 from elastic_resume.rendezvous.messages import Message
-from elastic_resume.rendezvous.names import Resolve, lookup
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.record import Record
 from elastic_resume.rendezvous.steps import (

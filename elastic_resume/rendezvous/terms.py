@@ -14,8 +14,7 @@ from typing import Any
 from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.divergence import RESUME, STOP
-from elastic_resume.rendezvous.address import Endpoint, parse_endpoints
-from elastic_resume.rendezvous.names import Resolve, lookup
+from elastic_resume.rendezvous.address import Endpoint, Resolve, lookup, parse_endpoints
 from elastic_resume.rendezvous.steps import Settings
 from elastic_resume.rendezvous.token import read_token
 

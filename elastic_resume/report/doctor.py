@@ -24,7 +24,7 @@ from elastic_resume.cluster import kubernetes, memory, node, notices, slurm_job,
 from elastic_resume.cluster.node import ELEMENT, Node
 from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import ConfigError
-from elastic_resume.rendezvous.names import lookup, own_addresses, read_address
+from elastic_resume.rendezvous.address import lookup, own_addresses, read_address
 from elastic_resume.rendezvous.token import read_token
 from elastic_resume.report.saying import say
 from elastic_resume.report.text import size
