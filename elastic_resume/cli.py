@@ -50,7 +50,7 @@ def run_exit_code(error: ElasticResumeError) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
-    from elastic_resume.report import commands, diff, doctor, status  # noqa: PLC0415
+    from elastic_resume.report import commands, diff, doctor, force_quorum, status  # noqa: PLC0415
 
     parser = Parser(
         prog=PROG, description="Wraps a PyTorch DDP job so that nothing is lost when a node dies."
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     subparsers.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)
     # What follows its own flags is for `run`, so it is taken apart by itself.
     subparsers.add_parser("chaos", help="run a job on simulated nodes, break them by a plan", add_help=False)
-    for part in (commands, diff, doctor, status):
+    for part in (commands, diff, doctor, status, force_quorum):
         part.register(subparsers)
     _add_simulate(subparsers)
     return parser
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 BREAKS = (
-    *("incarnations", "two-steps", "later-proposals", "gone-brings-knowledge", "word-of-all"),
+    *("incarnations", "two-steps", "later-proposals", "gone-brings-knowledge"),
     *("sent-not-read", "leader-had-a-quorum", "a-spare-is-not-asked", "grace-for-those-left-behind"),
     *("claims-tell-generations", "refusal-in-time"),
     *("reset-is-no-death-to-a-follower", "reset-is-no-death-to-a-leader", "clock-goes-on"),

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from elastic_resume import contract, values
-from elastic_resume.cluster import gone, node
+from elastic_resume.cluster import node
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.cadence import AUTO, Every
 
@@ -259,12 +259,6 @@ def _add_meeting_flags(add: Add) -> None:
         "FILE",
         "0600 file whose text, 16 bytes or more, all nodes share (or ELASTIC_RESUME_TOKEN)",
     )
-    add(
-        "scheduler-word",
-        "|".join(gone.MODES),
-        "ask Slurm or Kubernetes whether missing nodes are dead; down: Slurm's DOWN is (default auto)",
-    )
-    add("allow-minority", "", "once: form a world though the missing nodes might live on, cut off")
 
 
 def _add_failure_flags(add: Add) -> None:

@@ -31,7 +31,6 @@ ENV_KEEP = "ELASTIC_RESUME_KEEP"  # (user) checkpoints kept on each node, >= 2
 ENV_RESUME = "ELASTIC_RESUME_RESUME"  # (user) auto, must, never or a path
 ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least time between two step marks of a rank
 ENV_SHARED_DIR = "ELASTIC_RESUME_SHARED_DIR"  # (user) Slurm: a directory that all nodes see, or off
-ENV_SCHEDULER_WORD = "ELASTIC_RESUME_SCHEDULER_WORD"  # (user) auto, down or off
 ENV_PREEMPTION_NOTICE = "ELASTIC_RESUME_PREEMPTION_NOTICE"  # (user) off, aws, file:PATH, … with commas
 ENV_METRICS = "ELASTIC_RESUME_METRICS"  # (user) [ADDRESS:]PORT at which an agent serves metrics
 ENV_TOKEN = "ELASTIC_RESUME_TOKEN"  # noqa: S105 - (user) the secret that all nodes of a job share

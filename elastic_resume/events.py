@@ -28,7 +28,6 @@ Kinds, who writes them, and their own fields::
     drain            agent    cause (SIGTERM, SIGUSR1, …, deadline, a preemption notice), alone (others stay)
     requeue          agent    action (requeue | exit code | leave alone), why; of a request: job, done, tries,
                               message (what Slurm said last)
-    scheduler-word   agent    dead [node], alone (nobody else of the job can be alive), why (if not)
     preemption-notice agent   source, reason, deadline (seconds since the epoch, or null); drains
     verdict          agent    generation, causes, cascade    how all nodes see its end (policy.failures)
     replicas-differ  agent    generation, step, agreed_step (the newest at which all were equal), nodes [those

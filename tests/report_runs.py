@@ -164,7 +164,6 @@ def _what_others_say(job: Story) -> None:
     differ = {"generation": job.generation, "step": job.step, "agreed_step": job.step - 8, "wrong": ["n2"]}
     first = {"tensors": ["model.layer4.weight"], "differing": 3, "goes_on": True}
     job.add(job.t, "replicas-differ", "n0", **differ, **first)
-    job.add(job.t, "scheduler-word", "n0", dead=["n2"], alone=False, why="others may live")
     job.add(job.t, "watch-failed", "n0", error="KeyError('x')")
     job.train(30)
 

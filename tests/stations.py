@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from elastic_resume.rendezvous import wire
+from elastic_resume.rendezvous.address import Resolve, lookup
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.messages import Join, Message, Stamp
-from elastic_resume.rendezvous.names import Resolve, lookup
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.record import Record
 from elastic_resume.rendezvous.shell import Limits, Shell

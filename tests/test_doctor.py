@@ -45,7 +45,6 @@ def test_each_line_says_where_it_comes_from(
     assert "127.0.0.1 (this node)" in lines["localhost"]  # perhaps behind ::1
     assert lines["nobody2"].startswith("no address")
     assert "free" in lines["checkpoints"]
-    assert "scheduler word: auto" in lines["silent"]
     assert "do not show" not in str(lines)
 
 
@@ -64,7 +63,6 @@ def test_names_that_hang_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ("environ", "problem"),
     [
         ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2"}, "--ntasks-per-node=1"),
-        ({**STEP, "ELASTIC_RESUME_SCHEDULER_WORD": "maybe"}, "--scheduler-word"),
         ({**POD, "ELASTIC_RESUME_NODES": "4:2"}, "ELASTIC_RESUME_NODES"),
         ({"ELASTIC_RESUME_CKPT_DIR": "/proc/nothing"}, "/proc"),
         ({"ELASTIC_RESUME_CKPT_DIR": "/proc/stat"}, "/proc/stat is no directory"),

@@ -171,7 +171,7 @@ def test_a_log_that_cannot_be_read_hides_neither_causes_nor_steps(
         log.write("agent-start")
         board = Board(disk.path / contract.BOARD_FILE)
         witness = Witness("a", log, path, fence, told, limits=Limits(max_no_progress=1))
-        witness.round_formed(node_rank=0, num_nodes=1)
+        witness.round_formed(node_rank=0, num_nodes=1, generation=1)
         with path.open("rb") as file:
             os.fsync(file.fileno())  # so that failing forgets what memory holds of it
         log.close()
@@ -184,11 +184,10 @@ def test_a_log_that_cannot_be_read_hides_neither_causes_nor_steps(
         board.finish_step(0, step)
         log.write("worker-start", step=5, rank=0)
         log.write("worker-exit", rank=0, signal="SIGSEGV", exit_code=None, stopped=False)
+        witness.before_round(failed=True)
         if stands_still:
             with pytest.raises(GaveUpError, match="rank 0 was killed by SIGSEGV"):
-                witness.before_round(failed=True)
-        else:
-            witness.before_round(failed=True)
+                witness.round_formed(node_rank=0, num_nodes=1, generation=2)
         assert [one.text for one in [witness.account().failure] if one] == ["was killed by SIGSEGV"]
 
 
@@ -216,12 +215,13 @@ def test_line_of_an_earlier_life_is_no_progress(tmp_path: Path, monkeypatch: pyt
         contextlib.closing(EventLog(path, memory=told.path, node="a")) as log,
     ):
         witness = Witness("a", log, path, fence, told)
-        witness.round_formed(node_rank=0, num_nodes=1)
+        witness.round_formed(node_rank=0, num_nodes=1, generation=1)
         log.write("failure", rank=0, type="ImportError", message="no module named x", at_fault=False)
         log.write("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
         assert witness.account().step == 0
+        witness.before_round(failed=True)
         with pytest.raises(GaveUpError, match="no module named x"):
-            witness.before_round(failed=True)
+            witness.round_formed(node_rank=0, num_nodes=1, generation=2)
 
 
 def test_a_notice_for_this_node_alone_drains_it(told: list[dict[str, Any]]) -> None:

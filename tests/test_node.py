@@ -234,7 +234,7 @@ def test_pods_wait_for_others_longer_than_dns_keeps_the_address_of_a_dead_one() 
 
 
 def test_a_trainers_place_to_meet_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not where it was given as a flag, or with a rendezvous of torch's own."""
+    """But not where it was given as a flag."""
     for name, text in TRAINER.items():
         monkeypatch.setenv(name, text)
     names = {"nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port"}
@@ -243,7 +243,7 @@ def test_a_trainers_place_to_meet_becomes_ours(monkeypatch: pytest.MonkeyPatch) 
     assert args.rdzv_endpoint == "job-node-0-0.job:29500"
     assert not found.given & {"master_addr", "node_rank"}
     args, _ = start(here, *names, nnodes="3", rdzv_backend="c10d")
-    assert args.rdzv_endpoint == ""
+    assert args.rdzv_endpoint == "job-node-0-0.job:29500"
 
 
 # ---- the directory -------------------------------------------------------------------------------------

@@ -28,8 +28,7 @@ from elastic_resume import config
 from elastic_resume.agent import preemption
 from elastic_resume.cluster import notices
 from elastic_resume.cluster.asking import MAX_BYTES, MAX_SHORT, AskError, ask
-from elastic_resume.cluster.gone import boot_time
-from elastic_resume.cluster.notices import Notice, Source, sources
+from elastic_resume.cluster.notices import Notice, Source, boot_time, sources
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing import Cluster
 from tests.stations import PATIENCE_S, until

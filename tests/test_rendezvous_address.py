@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from elastic_resume.contract import ENV_TOKEN
 from elastic_resume.errors import ConfigError, MachineError
-from elastic_resume.rendezvous import address, names, ports, wire
-from elastic_resume.rendezvous.address import Endpoint, Seat, parse_endpoints, take_seat
-from elastic_resume.rendezvous.names import Known, read_address
+from elastic_resume.rendezvous import address, wire
+from elastic_resume.rendezvous.address import Endpoint, Known, Seat, parse_endpoints, read_address, take_seat
 from elastic_resume.rendezvous.token import MAX_TOKEN_BYTES, read_token
 
 RUN, TOKEN = "job", b"open sesame"
@@ -35,7 +34,7 @@ ONE, TWO, THREE = (f"{_BLOCK}.{number}" for number in (1, 2, 3))
 
 def outer_address() -> str:
     """An IPv4 address of this machine that is not loopback's."""
-    for one in sorted(names.own_addresses(), key=str):
+    for one in sorted(address.own_addresses(), key=str):
         if one.version == 4 and not one.is_loopback:
             return str(one)
     pytest.skip("this machine has nothing but loopback")
@@ -58,8 +57,8 @@ def free_port() -> int:
     """A port that nobody of this machine holds, below those that the kernel hands out."""
     for _ in range(100):
         number = random.SystemRandom().randrange(15000, 32000)
-        with contextlib.suppress(ports.TakenError):
-            ports.listen(ports.ANYWHERE, number).close()
+        with contextlib.suppress(address.TakenError):
+            address.listen(address.ANYWHERE, number).close()
             return number
     pytest.fail("no port is free")
 
@@ -86,17 +85,17 @@ def _named_node1(monkeypatch: pytest.MonkeyPatch) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waiting for a port to become free; the holder has any time to answer."""
     monkeypatch.setattr(address, "PORT_PATIENCE_S", 0.0)
-    monkeypatch.setattr(ports, "ANSWER_S", 60.0)
+    monkeypatch.setattr(address, "ANSWER_S", 60.0)
 
 
 @pytest.fixture
 def curt(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waiting for a port to become free, and little for an answer that never comes."""
     monkeypatch.setattr(address, "PORT_PATIENCE_S", 0.0)
-    monkeypatch.setattr(ports, "ANSWER_S", 0.2)
+    monkeypatch.setattr(address, "ANSWER_S", 0.2)
 
 
-def directory(entries: Mapping[str, Sequence[str]]) -> names.Resolve:
+def directory(entries: Mapping[str, Sequence[str]]) -> address.Resolve:
     """Names with their addresses; others have none."""
 
     def resolve(name: str) -> Sequence[str]:
@@ -118,7 +117,7 @@ class Seats:
         text: str,
         local: str | None = None,
         *,
-        resolve: names.Resolve | None = None,
+        resolve: address.Resolve | None = None,
         resolve_s: float = FOREVER_S,
         say: Callable[[str], None] | None = None,
     ) -> Seat:
@@ -390,12 +389,12 @@ def test_where_the_kernel_has_no_ipv6_a_name_is_listened_for_in_the_other(
 ) -> None:
     """A kernel started with ipv6.disable=1 refuses the socket."""
 
-    def open_socket(place: names.Address, kind: socket.SocketKind) -> socket.socket:
+    def open_socket(place: address.Address, kind: socket.SocketKind) -> socket.socket:
         if place.version == 6:
             raise OSError(97, "Address family not supported by protocol")
         return socket.socket(socket.AF_INET, kind)
 
-    monkeypatch.setattr(ports, "open_socket", open_socket)
+    monkeypatch.setattr(address, "open_socket", open_socket)
     assert bound(seats.take(f"node1:{port}")) == ("0.0.0.0", port)  # noqa: S104
 
 
@@ -477,7 +476,7 @@ def test_without_a_way_to_any_candidate_nobody_knows_where_this_node_is(
 ) -> None:
     """The error asks for --local-addr."""
 
-    def unreachable(place: names.Address, kind: socket.SocketKind) -> socket.socket:
+    def unreachable(place: address.Address, kind: socket.SocketKind) -> socket.socket:
         raise OSError(101, f"Network is unreachable: {place} {kind}")
 
     monkeypatch.setattr(address, "open_socket", unreachable)
@@ -531,7 +530,7 @@ def test_an_address_that_is_not_there_yet_is_no_other_programs(
     """An interface lists it and it cannot be bound: the system's own words."""
     gone = read_address(ELSEWHERE)
     assert gone is not None
-    monkeypatch.setattr(names, "own_addresses", lambda: frozenset({gone}))
+    monkeypatch.setattr(address, "own_addresses", lambda: frozenset({gone}))
     with pytest.raises(ConfigError, match=rf"cannot listen at {ELSEWHERE}, port 29400: Cannot assign"):
         seats.take(ELSEWHERE)
 
@@ -539,11 +538,11 @@ def test_an_address_that_is_not_there_yet_is_no_other_programs(
 def test_a_port_of_roots_is_refused(seats: Seats, monkeypatch: pytest.MonkeyPatch) -> None:
     """Below 1024. To root, as whom tests may run, nothing is refused."""
 
-    def forbidden(place: names.Address, kind: socket.SocketKind) -> socket.socket:
+    def forbidden(place: address.Address, kind: socket.SocketKind) -> socket.socket:
         raise OSError(errno.EACCES, f"Permission denied: {place} {kind}")
 
     if os.geteuid() == 0:
-        monkeypatch.setattr(ports, "open_socket", forbidden)
+        monkeypatch.setattr(address, "open_socket", forbidden)
     with pytest.raises(ConfigError, match="only root may listen on port 1:"):
         seats.take(f"{ONE}:1")
 
@@ -553,10 +552,10 @@ def test_an_error_of_the_system_is_no_fault_of_the_flags(
 ) -> None:
     """No descriptor is left, say."""
 
-    def full(place: names.Address, kind: socket.SocketKind) -> socket.socket:
+    def full(place: address.Address, kind: socket.SocketKind) -> socket.socket:
         raise OSError(24, f"Too many open files: {place} {kind}")
 
-    monkeypatch.setattr(ports, "open_socket", full)
+    monkeypatch.setattr(address, "open_socket", full)
     with pytest.raises(MachineError, match=rf"cannot listen at {ONE}, port 29400: Too many open files"):
         seats.take(ONE)
 
@@ -711,7 +710,7 @@ def test_nobody_asks_any_more_when_the_seat_is_taken(seats: Seats) -> None:
 
 def test_the_systems_own_lookup_knows_localhost() -> None:
     """Each address once."""
-    found = names.lookup("localhost")
+    found = address.lookup("localhost")
     assert set(found) <= {"127.0.0.1", "::1"}
     assert len(found) == len(set(found))
 
@@ -809,13 +808,14 @@ def test_a_port_is_waited_for_while_its_last_holder_dies(
 ) -> None:
     """The holder goes after the first try."""
     monkeypatch.setattr(address, "PORT_PATIENCE_S", FOREVER_S)
+    bind = address.listen
     with contextlib.ExitStack() as stack:
         stack.enter_context(holder((ONE, PORT)))
 
-        def listen(places: Sequence[names.Address], port: int) -> socket.socket:
+        def listen(places: Sequence[address.Address], port: int) -> socket.socket:
             try:
-                return ports.listen(places, port)
-            except ports.TakenError:
+                return bind(places, port)
+            except address.TakenError:
                 stack.close()
                 raise
 

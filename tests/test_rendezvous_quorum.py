@@ -30,10 +30,14 @@ def world(generation: int, *members: Incarnation) -> World:
 
 
 def knows(
-    begun: World | None = None, *proposals: World, gone: tuple[Incarnation, ...] = (), candidates: int = 3
+    begun: World | None = None,
+    *proposals: World,
+    gone: tuple[Incarnation, ...] = (),
+    candidates: int = 3,
+    forced: int = 0,
 ) -> Knowledge:
     """Knowledge with three candidates unless told."""
-    return Knowledge(candidates, begun, proposals, frozenset(gone))
+    return Knowledge(candidates, begun, proposals, frozenset(gone), forced=forced)
 
 
 FIVE = world(1, A, B, C, D, E)
@@ -56,6 +60,9 @@ TABLE = [
     ("where all are gone one candidate is too few", (A2,), knows(world(1, A), gone=(A,)), False),
     ("a later proposal must consent too", (A, B, C), knows(FIVE, world(2, C, D, E)), False),
     ("and may", (B, C, D), knows(FIVE, world(2, C, D, E)), True),
+    ("a forced world need not consent", (E,), knows(FIVE, forced=1), True),
+    ("nor need its restarted members", (A2,), knows(FIVE, gone=(A,), forced=1), True),
+    ("a later proposal must consent", (A,), knows(FIVE, world(2, C, D, E), forced=1), False),
     ("a proposal for the first world must consent", (B, C), knows(None, world(1, A, B)), False),
     ("a proposal of the first world does not waive its rule", (B,), knows(None, world(1, B)), False),
 ]
@@ -84,7 +91,7 @@ def test_a_shortfall_names_who_is_waited_for() -> None:
     lack = shortfall((A, B), knows(FIVE))
     assert str(lack) == (
         "generation 1 may live on elsewhere: 2 of the 3 votes it takes are here; waiting for c, d, e "
-        "(if dead: start one node with --allow-minority)"
+        "(if dead for good: elastic-resume force-quorum)"
     )
     assert str(shortfall((A,), knows())) == "1 of the 2 candidates that a first world takes are here"
 
@@ -108,6 +115,14 @@ def test_a_begun_world_ends_what_came_before_it() -> None:
     """Proposals and the gone that no longer matter are forgotten: knowledge stays small."""
     known = knows(FIVE, world(2, C, D, E), gone=(A, B)).with_begun(world(3, C, D))
     assert known == knows(world(3, C, D))
+
+
+def test_a_forced_generation_counts_until_a_later_world_begins() -> None:
+    """It reaches others with all else that is known, and a later world ends it."""
+    forced = knows(FIVE, forced=1)
+    assert knows(FIVE).merge(forced) == forced == forced.tidy()
+    assert forced.with_begun(world(2, A)).forced == 0
+    assert forced.merge(knows(world(2, C, D, E))) == knows(world(2, C, D, E))
 
 
 def test_a_reborn_agent_is_another_incarnation() -> None:

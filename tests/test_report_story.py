@@ -132,7 +132,7 @@ def test_every_kind_of_trouble_has_its_sentence() -> None:
     said = {one.kind: (one.weight, one.node) for one in told.troubles}
     bad = {"commit-failed": "n2", "quarantine": "n3", "hang": "n2", "replicas-differ": "n0"}
     bad |= {"watch-failed": "n0", "stranger": "n3", "slow-disk": "n2"}
-    notes = {"drain": "n1", "preemption-notice": "n1", "scheduler-word": "n0"}
+    notes = {"drain": "n1", "preemption-notice": "n1"}
     assert said == {kind: ("bad", node) for kind, node in bad.items()} | {
         kind: ("note", node) for kind, node in notes.items()
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_resume import cli
 from elastic_resume.faults.hosts import Namespaces
 from elastic_resume.testing import Cluster
 from tests.hearts import Hearts
@@ -98,21 +99,20 @@ def test_of_a_job_cut_in_three_nobody_goes_on_until_it_heals(make: Make) -> None
     end(hearts)
 
 
-def test_the_last_one_that_is_not_silent_waits_unless_a_minority_is_allowed(make: Make) -> None:
-    """Three of four are cut off: they might live. Somebody has to say that they do not."""
+def test_the_last_one_that_is_not_silent_waits_until_its_quorum_is_forced(make: Make) -> None:
+    """Three of four are cut off, then killed: they might live. An operator has to say that they do not."""
     hearts = make(4)
     hearts.start()
     now = hearts.wait([0, 1, 2, 3])
     hearts.cluster.partition({0}, {1}, {2}, {3})
     hearts.wait_says(3, "waiting for n0, n1, n2")
     hearts.check_no_world_of_one_side(now, {"n0"}, {"n1"}, {"n2"}, {"n3"})
-    hearts.cluster.kill_node(3)
-    hearts.cluster.start_node(3, flags=["--allow-minority"])
+    hearts.cluster.kill_nodes([0, 1, 2])
+    assert cli.main(["force-quorum", str(hearts.cluster.run_dir / "n3"), "--yes"]) == 0
     now = hearts.wait([3], now)
-    # n0 first: healed all at once, the three may find each other before they hear the one that was believed.
-    hearts.cluster.partition({0, 3}, {1}, {2})
-    now = hearts.wait([0, 3], now)
     hearts.cluster.heal()
+    for index in range(3):
+        hearts.cluster.start_node(index)
     hearts.wait([0, 1, 2, 3], now)
     end(hearts)
 

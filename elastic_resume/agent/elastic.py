@@ -1,8 +1,8 @@
 """From parsed flags to torchelastic's `launch_agent`, through its public extension points only.
 
-It makes torchrun's `LaunchConfig`, puts the stub in front of the worker's command, chooses the rendezvous
-and hands it to torchelastic as a handler of its registry (`handler` has the two kinds). With that module
-it is all that touches torch.distributed.elastic.
+It makes torchrun's `LaunchConfig`, puts the stub in front of the worker's command, and hands our rendezvous
+to torchelastic as a handler of its registry (`handler`). With that module it is all that touches
+torch.distributed.elastic.
 
 Does not decide anything about failures, and writes nothing.
 """
@@ -26,35 +26,40 @@ from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousParameters,
-    RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args, get_args_parser
 
 from elastic_resume import config, contract
 from elastic_resume.agent import preflight
 from elastic_resume.agent.ahead import ahead
-from elastic_resume.agent.handler import BACKEND, Observer, OwnRendezvous, StockRendezvous
+from elastic_resume.agent.handler import BACKEND, Observer, OwnRendezvous
 from elastic_resume.agent.place import Place
 from elastic_resume.agent.scheduled import fill
 from elastic_resume.cluster.node import Node
 from elastic_resume.cluster.shared import SharedDir
-from elastic_resume.errors import ConfigError, GaveUpError, RendezvousLostError
+from elastic_resume.errors import ConfigError, GaveUpError
 from elastic_resume.rendezvous.address import Endpoint
 from elastic_resume.rendezvous.terms import KEYS, Terms
 
-# Under this name torchelastic finds what a start of ours brings along; plain torchrun knows us by BACKEND.
-REGISTERED = "elastic-resume-run"
-# c10d's own values (30 s of last call, 15 s until a dead node is dropped) are for a cluster that
-# starts once; --rdzv-conf sets others. With two attempts instead of three a node that comes back is dropped
-# again while it waits, and two agents never formed their second round (torch 2.13).
-C10D_CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+STOCK_BACKENDS = ("c10d", "static")
+"""torch's own rendezvous that need no server: ours stands in for them."""
+STOCK_CONF = {
+    *(
+        "last_call_timeout",
+        "close_timeout",
+        "heartbeat_timeout",
+        "read_timeout",
+        "timeout",
+        "rank",
+        "is_host",
+    ),
+    *("keep_alive_interval", "keep_alive_max_attempt", "store_type", "use_libuv"),
+}
+"""Keys of --rdzv-conf that torch's own rendezvous take, and ours has no use for."""
 # torchelastic wants a number. TORCHELASTIC_MAX_RESTARTS shows it to workers.
 UNLIMITED_RESTARTS = 1_000_000
 # torchelastic looks at its workers, and asks whether there is to be another round, once in so many seconds.
@@ -65,19 +70,21 @@ STUB = Path(__file__).with_name("stub.py")
 
 @dataclass(frozen=True)
 class Launch:
-    """What `launch` starts. ``terms`` are those of our own rendezvous; None where a stock one was chosen.
+    """What `launch` starts, and the terms of its rendezvous.
 
     ``command`` is the workers' own, which a zygote can run; None where it cannot, and ``why_cold`` says why
     (nothing, where the user asked for it). ``shared`` is a directory that all nodes see, where there is one.
+    ``notice`` says which flags of torch's rendezvous mean ours.
     """
 
     config: LaunchConfig
     entrypoint: Callable[..., Any] | str
     args: list[str]
-    terms: Terms | None
+    terms: Terms
     command: list[str] | None = None
     why_cold: str = ""
     shared: SharedDir | None = None
+    notice: str = ""
 
 
 def parser() -> config.Parser:
@@ -112,7 +119,7 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str, here: Node)
     scheduled = fill(args, given, here)
     given = set(scheduled.given)
     one_node = preflight.check_nodes(args.nnodes) == (1, 1)
-    _choose_rendezvous(args, given, one_node=one_node)
+    notice = _choose_rendezvous(args, given, one_node=one_node)
     if "max_restarts" not in given:
         args.max_restarts = UNLIMITED_RESTARTS
     if "monitor_interval" not in given:
@@ -126,7 +133,10 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str, here: Node)
         except (AssertionError, RuntimeError, ValueError, OSError) as error:
             raise ConfigError(str(error) or f"torchrun refuses these flags: {error!r}") from error
         preflight.check_launch(config)
-        _check_torch_names(config)
+        _check_event_log_handler(config)
+        ignored = sorted(STOCK_CONF & config.rdzv_configs.keys() - {"timeout"})
+        if ignored:
+            notice = f"{notice} --rdzv-conf {', '.join(ignored)}: without effect there.".lstrip()
         terms = _terms(config, args, given)
         _prepare_drain(config, args)
         why_cold = preflight.why_cold(args, entrypoint)
@@ -136,7 +146,7 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str, here: Node)
             # "${local_rank}" is torchelastic's macro: it puts the number in.
             words = ["-I", "-S", str(STUB), "${local_rank}", entrypoint, *words]
             entrypoint = sys.executable
-        yield Launch(config, entrypoint, words, terms, command, why_cold, scheduled.shared)
+        yield Launch(config, entrypoint, words, terms, command, why_cold, scheduled.shared, notice)
 
 
 def _prepare_drain(config: LaunchConfig, args: argparse.Namespace) -> None:
@@ -155,11 +165,11 @@ def _drain_signals(args: argparse.Namespace) -> list[str]:
     return preflight.drain_signals(args.drain_signals or os.environ.get(contract.ENV_DRAIN_SIGNALS))
 
 
-def launch(launch: Launch, observer: Observer, place: Place | None) -> None:
-    """Run the job on this node until it is done. ``place`` is needed where ``launch.terms`` are.
+def launch(launch: Launch, observer: Observer, place: Place) -> None:
+    """Run the job on this node until it is done.
 
     Raises:
-        ConfigError: the rendezvous refuses its settings.
+        ConfigError: the other nodes refuse this node's settings.
         GaveUpError: this node or another ended the job; the text says why.
         RendezvousLostError: no world can be formed any more.
         StoppedError: a signal stopped this agent.
@@ -168,13 +178,8 @@ def launch(launch: Launch, observer: Observer, place: Place | None) -> None:
     config = launch.config
     signals = _signals(config)
     before = {number: signal.getsignal(number) for number in signals}
-    config.rdzv_configs.update(
-        backend_name=config.rdzv_backend,
-        make=lambda params: _handler(params, config, observer, place, signals),
-    )
-    config.rdzv_backend = REGISTERED
-    rendezvous_handler_registry.register(REGISTERED, _create)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    config.rdzv_configs["make"] = lambda: _handler(config, observer, place, signals)
+    rendezvous_handler_registry.register(BACKEND, _create)
     _quieten()
     try:
         launch_agent(config, launch.entrypoint, launch.args)
@@ -187,20 +192,12 @@ def launch(launch: Launch, observer: Observer, place: Place | None) -> None:
         raise StoppedError(signal.Signals(error.sigval)) from error
     except ChildFailedError as error:
         words = observer.last_words(workers_failed=True) or _first_line(error)
-        if place is not None:
-            place.member.fail(words)
+        place.member.fail(words)
         raise GaveUpError(words) from error
-    except RendezvousClosedError as error:
-        raise GaveUpError("another node has ended the job, or it is over.") from error
-    except (RendezvousConnectionError, RendezvousTimeoutError) as error:
-        raise RendezvousLostError(
-            f"no rendezvous at {config.rdzv_endpoint or 'the given endpoint'} "
-            f"({_cause(error)}): the node that hosts it is gone or too few nodes came. Start the job again."
-        ) from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if place is not None and place.member.failure:
+    if place.member.failure:
         raise GaveUpError(place.member.failure)
 
 
@@ -224,31 +221,19 @@ def _signals(config: LaunchConfig) -> list[signal.Signals]:
 
 
 def _handler(
-    params: RendezvousParameters,
-    config: LaunchConfig,
-    observer: Observer,
-    place: Place | None,
-    signals: list[signal.Signals],
+    config: LaunchConfig, observer: Observer, place: Place, signals: list[signal.Signals]
 ) -> RendezvousHandler:
     """Make the handler of this start."""
-    handler: RendezvousHandler
-    if place is None:
-        handler = StockRendezvous(_stock(params), observer, REGISTERED)
-    else:
-        workers = config.nproc_per_node
-        handler = OwnRendezvous(
-            place.member, observer, REGISTERED, host=place.host, workers=workers, order=place.order
-        )
-    # torchelastic takes these when the first workers start, but a rendezvous can last minutes. Not earlier:
-    # while a stock store's host is looked for (60 s) no Python runs, and the default is the prompt end.
+    # torchelastic takes these when the first workers start, but a rendezvous can last minutes.
     for number in signals:
         signal.signal(number, _raise_stopped)
-    return handler
+    workers = config.nproc_per_node
+    return OwnRendezvous(place.member, observer, BACKEND, host=place.host, workers=workers, order=place.order)
 
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
-    make: Callable[[RendezvousParameters], RendezvousHandler] = params.config.pop("make")
-    return make(params)
+    make: Callable[[], RendezvousHandler] = params.config.pop("make")
+    return make()
 
 
 class StoppedError(Exception):
@@ -259,40 +244,9 @@ class StoppedError(Exception):
         self.signal = number
 
 
-def _stock(params: RendezvousParameters) -> RendezvousHandler:
-    """Make a handler of torch's own, by its name."""
-    conf = dict(params.config)
-    backend = conf.pop("backend_name")
-    if backend == "c10d":
-        conf = {**C10D_CONF, **conf}
-    inner = RendezvousParameters(
-        backend=backend,
-        endpoint=params.endpoint,
-        run_id=params.run_id,
-        min_nodes=params.min_nodes,
-        max_nodes=params.max_nodes,
-        local_addr=params.local_addr,
-        **conf,
-    )
-    try:
-        return rendezvous_handler_registry.create_handler(inner)
-    except ValueError as error:  # a name or a value of --rdzv-backend, -endpoint or -conf
-        raise ConfigError(f"the rendezvous refuses its settings: {error}") from error
-
-
-def _terms(config: LaunchConfig, args: argparse.Namespace, given: set[str]) -> Terms | None:
-    """Read the terms of our own rendezvous; None where a stock one was chosen."""
+def _terms(config: LaunchConfig, args: argparse.Namespace, given: set[str]) -> Terms:
     flags = {key: getattr(args, _dest(flag)) for key, flag in KEYS.items() if _dest(flag) in given}
-    if config.rdzv_backend != BACKEND:
-        if flags:
-            names = ", ".join(KEYS[key] for key in flags)
-            raise ConfigError(
-                f"{names}: for our own rendezvous only, and --rdzv-backend is {config.rdzv_backend}."
-            )
-        preflight.check_stock_conf(config.rdzv_configs)
-        return None
-    # LaunchConfig puts torchrun's own default for "timeout" among what the user said.
-    conf = {key: value for key, value in config.rdzv_configs.items() if key != "timeout"}
+    conf = {key: value for key, value in config.rdzv_configs.items() if key not in STOCK_CONF}
     return Terms.read(
         config.rdzv_endpoint,
         {**conf, **flags},
@@ -307,39 +261,43 @@ def _dest(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _choose_rendezvous(args: argparse.Namespace, given: set[str], *, one_node: bool) -> None:
-    """Stand alone with one node and nothing said about a rendezvous; else ours unless another is named.
+def _choose_rendezvous(args: argparse.Namespace, given: set[str], *, one_node: bool) -> str:
+    """Fill in where the nodes meet in our rendezvous; return what to log of flags that mean torch's own.
 
-    ``static`` is torchrun's default; it is meant only where it, or one of its own flags, is given.
+    One node for which no place to meet is named stands alone.
     """
-    open_to_us = not given & {"rdzv_backend", "master_addr", "master_port", "node_rank"}
-    if args.standalone or (open_to_us and one_node and not args.rdzv_endpoint):
+    named = args.rdzv_backend if "rdzv_backend" in given else BACKEND
+    if named not in {BACKEND, *STOCK_BACKENDS}:
+        raise ConfigError(
+            f"--rdzv-backend is {named!r}, and nodes meet in elastic_resume's own rendezvous, which needs no "
+            "server. Leave the flag out, and let --rdzv-endpoint HOST,HOST,… name some of the nodes."
+        )
+    args.rdzv_backend = BACKEND
+    if args.node_rank < 0:
+        raise ConfigError(f"--node-rank is {args.node_rank}: write a whole number, 0 or more.")
+    by_master = bool(given & {"master_addr", "master_port", "node_rank"})
+    if args.standalone or (one_node and not args.rdzv_endpoint):
         if not one_node:
             raise ConfigError(f"--standalone means one node, and --nnodes is {args.nnodes}.")
         # A number, because the host's own names may not resolve, or not to us.
         args.local_addr = args.local_addr or "127.0.0.1"
-        args.rdzv_backend, args.rdzv_endpoint = BACKEND, str(Endpoint(args.local_addr, 0))
-    elif open_to_us:
-        args.rdzv_backend = BACKEND
-        if not args.rdzv_endpoint:
-            raise ConfigError(
-                f"--nnodes is {args.nnodes}, so the nodes need a place to meet: --rdzv-endpoint HOST,HOST,…, "
-                "the same on each, naming some of them (three, say: the job outlives each of them)."
-            )
-    if args.master_port is None:
-        args.master_port = 29500  # torchrun's own
+        args.rdzv_endpoint = str(Endpoint(args.local_addr, 0))
+    elif not args.rdzv_endpoint and by_master:
+        args.rdzv_endpoint = str(Endpoint(args.master_addr, args.master_port or 29500))  # torchrun's own
+    elif not args.rdzv_endpoint:
+        raise ConfigError(
+            f"--nnodes is {args.nnodes}, so the nodes need a place to meet: --rdzv-endpoint HOST,HOST,…, "
+            "the same on each, naming some of them (three, say: the job outlives each of them)."
+        )
+    if named == BACKEND and not by_master:
+        return ""
+    what = "--master-addr" if by_master and named == BACKEND else f"--rdzv-backend {named}"
+    return f"{what}: nodes meet in elastic_resume's own rendezvous, at {args.rdzv_endpoint}."
 
 
-def _check_torch_names(config: LaunchConfig) -> None:
-    """Check what only torch can judge: where the nodes meet, and where its own events go."""
+def _check_event_log_handler(config: LaunchConfig) -> None:
     try:
-        if config.rdzv_backend in {"c10d", "static"}:
-            _, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1)
-            if port < 0 and config.rdzv_backend == "static":
-                raise ConfigError(f"--rdzv-endpoint is {config.rdzv_endpoint!r}: static needs HOST:PORT.")
         get_logging_handler(config.event_log_handler)
-    except ValueError as error:
-        raise ConfigError(f"--rdzv-endpoint: {error}") from error
     except KeyError as error:
         raise ConfigError(
             f"--event-log-handler is {config.event_log_handler!r}, which torch has not."
@@ -366,11 +324,6 @@ def _quieten() -> None:
 
 def _raise_stopped(number: int, _frame: object) -> None:
     raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
-
-
-def _cause(error: BaseException) -> str:
-    text = str(error.__cause__ or error) or type(error).__name__
-    return text.splitlines()[0][:200]
 
 
 def _first_line(error: ChildFailedError) -> str:

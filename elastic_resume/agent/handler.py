@@ -1,30 +1,22 @@
-"""The two `RendezvousHandler`s that torchelastic sees: our own, and one around a stock rendezvous.
+"""The `RendezvousHandler` that torchelastic sees.
 
-Both ask an `Observer` whether there is to be another round, and say who ended the job. `OwnRendezvous` turns
-a `Member`'s worlds into what torchelastic wants; of its calls only `next_rendezvous` and the exit barrier
-wait for others, and they end when the core says so. Does not know flags.
+`OwnRendezvous` turns a `Member`'s worlds into what torchelastic wants, and asks an `Observer` whether there
+is to be another round. Only `next_rendezvous` and the exit barrier wait for other nodes, and they end when
+the core says so. Does not know flags.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
-from torch.distributed.run import determine_local_world_size, get_args_parser
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from elastic_resume.errors import GaveUpError, MachineError
+from elastic_resume.errors import MachineError
 from elastic_resume.policy.failures import Failure
 from elastic_resume.policy.restart import Account
 from elastic_resume.rendezvous.member import JobOver, Member
@@ -33,10 +25,6 @@ from elastic_resume.rendezvous.steps import BeginWorld
 
 BACKEND = "elastic_resume"
 ENV_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"  # torchelastic's: 1 spares it the exchange of ranks
-ENDED_KEY = "elastic_resume/ended"  # set in a round's store by the node that ends the job, to its reason
-HEARD_KEY = "elastic_resume/heard"  # counts the nodes that have read it
-LINGER_S = 2.0  # how long a node that ends the job, and may host the store, waits for the others to read why
-LEAVE_S = 0.5
 
 
 class Observer(Protocol):
@@ -45,11 +33,11 @@ class Observer(Protocol):
     def account(self) -> Account:
         """Tell what became of the round on this node; its workers are dead."""
 
-    def before_round(self, *, failed: bool, why: str = "", may_be_victim: bool = False) -> None:
+    def before_round(self, *, failed: bool, why: str = "") -> None:
         """A round is asked for. Raise GaveUpError to refuse it.
 
-        ``failed``: because own workers failed; ``why``: what the others did. ``may_be_victim``: whether a
-        node was lost that took our workers along is told by `round_formed`, and judged there.
+        ``failed``: because own workers failed; ``why``: what the others did. Whether a node was lost that
+        took our workers along is told by `round_formed`, and judged there.
         """
 
     def round_formed(
@@ -57,7 +45,7 @@ class Observer(Protocol):
         *,
         node_rank: int,
         num_nodes: int,
-        generation: int | None = None,
+        generation: int,
         changed: bool = False,
         nodes: Sequence[str] = (),
         step: int = 0,
@@ -68,9 +56,6 @@ class Observer(Protocol):
         ``changed``: not the same processes as last time. ``nodes`` are the members, ``step`` tells how far
         any of them has come, ``told`` how the last world ended, as far as the leader heard.
         """
-
-    def round_over(self) -> None:
-        """Nodes come or go: torchelastic is about to stop this round's workers, to start others."""
 
     def last_words(self, *, workers_failed: bool = False) -> str:
         """Why this node ends the job for all; empty when it ends because its workers are done.
@@ -87,7 +72,7 @@ class OwnRendezvous(RendezvousHandler):
     ) -> None:
         """``host`` is where others reach this node, ``order`` its place in the scheduler's order.
 
-        ``workers`` is how many this node starts, 0 where that is not known.
+        ``workers`` is how many this node starts.
         """
         self._member = member
         self._observer = observer
@@ -122,7 +107,7 @@ class OwnRendezvous(RendezvousHandler):
         if last is not None:
             account = self._report(last)
             step = account.step
-            self._observer.before_round(failed=not why, why=why, may_be_victim=True)
+            self._observer.before_round(failed=not why, why=why)
             self._member.pause(account.pause_s)
         # A fresh store for each generation: workers of different ones never meet. Only rank 0's is used.
         self._server = None
@@ -146,7 +131,8 @@ class OwnRendezvous(RendezvousHandler):
             told=world.failures,
         )
         where = RendezvousStoreInfo(*_host_and_port(world.store))
-        store: Any = _RoundStore(self._ranks(world, where), self._member)
+        os.environ[ENV_IDENTICAL] = str(int(len(set(world.workers)) == 1))
+        store: Any = _RoundStore(_known_ranks(world.workers), self._member)
         return RendezvousInfo(store, world.rank, len(world.members), where)
 
     def _report(self, world: BeginWorld) -> Account:
@@ -155,13 +141,6 @@ class OwnRendezvous(RendezvousHandler):
         if account.failure is not None:
             self._member.report(world.generation, account.failure)
         return account
-
-    def _ranks(self, world: BeginWorld, where: RendezvousStoreInfo) -> Store:
-        """Give the store through which torchelastic works out the workers' ranks."""
-        if not all(world.workers):  # under plain torchrun a node cannot know how many workers it has
-            return self._server or TCPStore(where.master_addr, where.master_port, is_master=False)
-        os.environ[ENV_IDENTICAL] = str(int(len(set(world.workers)) == 1))
-        return _known_ranks(world.workers)
 
     def num_nodes_waiting(self) -> int:
         """See base class. A flag of this process: to ask costs nothing, and no silent host can block it."""
@@ -209,15 +188,6 @@ class _RoundStore:
         return getattr(self._inner, name)
 
 
-def workers_of_torchrun(words: list[str]) -> int:
-    """How many workers torchrun's command line asks for on this node; 0 where it cannot be told."""
-    try:
-        args, _ = get_args_parser().parse_known_args(words)
-        return int(determine_local_world_size(args.nproc_per_node))
-    except (SystemExit, ValueError, AttributeError):  # not torchrun's words: somebody calls launch_agent
-        return 0
-
-
 def _known_ranks(workers: tuple[int, ...]) -> Store:
     """A store of this process that already holds what nodes would tell each other about ranks.
 
@@ -252,106 +222,3 @@ def _serve(host: str) -> TCPStore:
 
 def _at(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-class StockRendezvous(RendezvousHandler):
-    """A stock rendezvous with an observer, and an end that all nodes of the round hear of.
-
-    The stock one closes without a word: the others notice when their collectives fail, and not why.
-    """
-
-    def __init__(self, inner: RendezvousHandler, observer: Observer, backend: str) -> None:
-        self._inner = inner
-        self._backend = backend
-        self._observer = observer
-        self._round: RendezvousInfo | None = None
-        self._membership_changed = False
-
-    def get_backend(self) -> str:
-        """See base class."""
-        return self._backend
-
-    @property
-    def use_agent_store(self) -> bool:
-        """See base class."""
-        return self._inner.use_agent_store
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """See base class. Raises GaveUpError when the observer or another node ends the job."""
-        self._raise_if_ended()
-        if self._round is not None:
-            # torchelastic asks for another round for two reasons only.
-            account = self._observer.account()
-            self._observer.before_round(failed=not self._membership_changed)
-            time.sleep(account.pause_s)
-        self._membership_changed = False
-        try:
-            self._round = self._inner.next_rendezvous()
-        except RendezvousClosedError:
-            self._raise_if_ended()
-            raise
-        self._observer.round_formed(node_rank=self._round.rank, num_nodes=self._round.world_size)
-        return self._round
-
-    def num_nodes_waiting(self) -> int:
-        """See base class. Also non-zero when another node has ended the job, so that workers are stopped."""
-        waiting = self._inner.num_nodes_waiting()
-        if waiting == 0 and self._ended():
-            waiting = 1
-        self._membership_changed = waiting > 0
-        if waiting > 0:
-            self._observer.round_over()
-        return waiting
-
-    def is_closed(self) -> bool:
-        """See base class."""
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        """See base class."""
-        close: Callable[[], Any] = self._inner.set_closed  # torch leaves it without types
-        close()
-
-    def get_run_id(self) -> str:
-        """See base class."""
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        """See base class. Tells the other nodes why, when this one ends the job for all."""
-        words = self._observer.last_words(workers_failed=True)
-        if words and self._round is not None and self._round.world_size > 1:
-            with contextlib.suppress(RuntimeError):  # the store's host is gone: nobody is left to be told
-                self._tell(self._round, words)
-        closed = self._inner.shutdown()
-        if not words and self._round is not None and self._round.world_size > 1:
-            # All nodes come here within milliseconds of the exit barrier. The one with the store must not
-            # be the first to go, or the others see it break; which one that is, torch does not tell.
-            time.sleep(LEAVE_S)
-        return closed
-
-    def _tell(self, this_round: RendezvousInfo, words: str) -> None:
-        store = this_round.store
-        if not store.check([ENDED_KEY]):
-            store.set(ENDED_KEY, words)
-        deadline = time.monotonic() + LINGER_S
-        while store.add(HEARD_KEY, 0) < this_round.world_size - 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
-
-    def _ended(self) -> bool:
-        return self._round is not None and _holds(self._round.store, ENDED_KEY)
-
-    def _raise_if_ended(self) -> None:
-        if self._round is None or not self._ended():
-            return
-        store = self._round.store
-        words = store.get(ENDED_KEY).decode()
-        store.add(HEARD_KEY, 1)
-        self._round = None
-        raise GaveUpError(words)
-
-
-def _holds(store: Store, key: str) -> bool:
-    try:
-        return store.check([key])
-    except RuntimeError:
-        return False  # unreachable: the stock rendezvous will say so itself

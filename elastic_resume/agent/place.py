@@ -6,13 +6,11 @@ Promise: whatever ends the agent short of SIGKILL, the others are told goodbye. 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.telling import Teller
-from elastic_resume.cluster import gone
 from elastic_resume.cluster.node import Node
 from elastic_resume.rendezvous.address import take_seat
 from elastic_resume.rendezvous.member import Member
@@ -83,7 +81,6 @@ def taken(
         seen=node_dir.generation(),
         fence=fence,
         tell=tell,
-        home=gone.home(os.environ),
         hear=teller.hear if teller else lambda _: None,
         show=teller.show if teller else None,
     )

@@ -22,11 +22,6 @@ from elastic_resume.cluster import kubernetes
 from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
 
-# Of c10d and of the static rendezvous; torch reads each as a whole number of seconds or attempts.
-_WHOLE_NUMBERS = (
-    "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout", "timeout",
-    "keep_alive_interval", "keep_alive_max_attempt", "rank",
-)  # fmt: skip
 # Read once, by the interpreter, the loader, a library or torch, when it starts.
 READ_AT_START = (
     "PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LANG", "LC_",
@@ -37,7 +32,6 @@ DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 MAX_SCRIPT_BYTES = 1 << 20
 _SETS_ITEM = re.compile(r"""environ\[\s*["'](\w+)["']\s*\]\s*=[^=]""")
 _SETS_DEFAULT = re.compile(r"""environ\.setdefault\(\s*["'](\w+)["']""")
-_TRUTH_VALUES = {"1", "true", "t", "yes", "y", "0", "false", "f", "no", "n"}
 
 
 def check_nodes(text: str) -> tuple[int, int]:
@@ -135,15 +129,6 @@ def sets_too_late(script: Path) -> list[str]:
         return []
     names = {*_SETS_ITEM.findall(text), *_SETS_DEFAULT.findall(text)}
     return sorted(name for name in names if name.startswith(READ_AT_START) and name not in os.environ)
-
-
-def check_stock_conf(conf: Mapping[str, Any]) -> None:
-    """Check what ``--rdzv-conf`` says to one of torch's own rendezvous."""
-    for key in _WHOLE_NUMBERS:
-        if key in conf and not re.fullmatch(r"-?\d{1,9}", str(conf[key])):
-            raise ConfigError(f"--rdzv-conf: {key} is {conf[key]!r}: write a whole number.")
-    if str(conf.get("is_host", "1")).lower() not in _TRUTH_VALUES:
-        raise ConfigError(f"--rdzv-conf: is_host is {conf['is_host']!r}: write true or false.")
 
 
 def check_script(args: argparse.Namespace) -> None:

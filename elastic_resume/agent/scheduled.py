@@ -17,10 +17,10 @@ from elastic_resume.agent import preflight
 from elastic_resume.cluster.node import Node
 from elastic_resume.cluster.shared import SharedDir
 from elastic_resume.errors import ConfigError
-from elastic_resume.rendezvous.names import own_addresses, read_address
+from elastic_resume.rendezvous.address import own_addresses, read_address
 
 OFF = "off"
-MEETING = {"rdzv_endpoint", "standalone", "rdzv_backend", "master_addr", "master_port", "node_rank"}
+MEETING = {"rdzv_endpoint", "standalone", "master_addr", "master_port", "node_rank"}
 """Who gives one of these says where nodes meet, or that there is but one."""
 
 
@@ -75,7 +75,7 @@ def fill(args: argparse.Namespace, given: set[str], here: Node) -> Scheduled:
 def _by_trainer(given: set[str]) -> bool:
     """Whether nothing but a trainer's variables says where nodes meet."""
     names = {f"PET_{name.upper()}" for name in given & MEETING}
-    return not given & {"rdzv_endpoint", "rdzv_backend", "standalone"} and names <= set(os.environ)
+    return not given & {"rdzv_endpoint", "standalone"} and names <= set(os.environ)
 
 
 def _meet_in_slurm(args: argparse.Namespace, given: set[str], here: Node) -> Scheduled:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import shlex
 import threading
@@ -19,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from elastic_resume import contract, events, values
-from elastic_resume.agent import elastic, impatience, preemption, preflight, word
+from elastic_resume.agent import elastic, impatience, preemption, preflight
 from elastic_resume.agent.ending import Ending
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.keeper import Kept, kept
@@ -32,9 +31,8 @@ from elastic_resume.agent.telling import Teller
 from elastic_resume.agent.warm import Warmth
 from elastic_resume.agent.watch import patience_of, watched
 from elastic_resume.agent.witness import Witness
-from elastic_resume.cluster import gone, notices, storage
+from elastic_resume.cluster import notices, storage
 from elastic_resume.cluster.node import Node
-from elastic_resume.cluster.verdict import Oracle
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError, NodeUnfitError
 from elastic_resume.policy import restart
@@ -52,7 +50,6 @@ class _Asked:
     patience: Patience | None
     requeue: str
     notice_sources: list[notices.Source]
-    oracle: Oracle | None
     metrics_at: tuple[str, int] | None
 
 
@@ -70,6 +67,8 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
 
     """
     asked = _asked(args, given)
+    if "node_rank" in given:
+        here = replace(here, order=args.node_rank)
     with (
         elastic.prepared(args, given, settings.run_id, here) as launch,
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
@@ -101,7 +100,7 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
             ):
                 witness.between = snapshots.keeper.between
                 ending.commit_s = lambda: snapshots.keeper.rack.control.get("commit_us") / 1e6
-                terms = launch.terms and replace(launch.terms, on_divergence=settings.on_divergence)
+                terms = replace(launch.terms, on_divergence=settings.on_divergence)
                 outcome, code, message = _run(
                     replace(launch, terms=terms),
                     witness,
@@ -132,13 +131,11 @@ def _asked(args: argparse.Namespace, given: set[str]) -> _Asked:
     """
     requeue = args.requeue or os.environ.get(contract.ENV_REQUEUE) or "auto"
     notice = args.preemption_notice or os.environ.get(contract.ENV_PREEMPTION_NOTICE)
-    scheduler_word = gone.mode_of(args.scheduler_word or os.environ.get(contract.ENV_SCHEDULER_WORD))
     return _Asked(
         limits=_limits(args, given),
         patience=patience_of(args.hang_timeout),
         requeue=values.choice("requeue", requeue, values.REQUEUE_MODES),
         notice_sources=notices.sources(notice),
-        oracle=gone.oracle(os.environ, scheduler_word),
         metrics_at=metrics.listening(args.metrics, os.environ),
     )
 
@@ -160,6 +157,8 @@ def _begin(
         local_world_size=config.nproc_per_node,
     )
     witness.say(f"job {config.run_id}, checkpoints in {node_dir.path}")
+    if launch.notice:
+        witness.say(launch.notice)
     little = storage.why_little_shared_memory()
     if little:
         witness.say(f"{little}.")
@@ -198,35 +197,25 @@ def _run(
     """Give outcome, exit code and message for people."""
     end = ""
     try:
-        if launch.terms is None:
+        if warmth is not None:
+            # A node that joins stops the workers of the others, who would wait for what it still imports.
+            with elastic.stoppable(launch):
+                warmth.wait(launch.terms.join_timeout_s)
+        with taken(
+            launch.terms, node_dir, fence, here, say=witness.say, tell=witness.told, teller=teller
+        ) as place:
             if asked.metrics_at is not None:
-                witness.say("no metrics: --metrics needs our rendezvous, and --rdzv-backend names another.")
-            fence.set(math.inf)  # there is no lease: a stock rendezvous never says who is lost
-            os.environ[contract.ENV_CHECK_REPLICAS] = "off"  # nor carries anything of ours
-            elastic.launch(launch, witness, None)
-        else:
-            if warmth is not None:
-                # A node that joins stops the workers of the others, who would wait for what it still imports.
-                with elastic.stoppable(launch):
-                    warmth.wait(launch.terms.join_timeout_s)
-            with (
-                taken(
-                    launch.terms, node_dir, fence, here, say=witness.say, tell=witness.told, teller=teller
-                ) as place,
-                word.asked(asked.oracle, place.member, say=witness.say, tell=witness.note),
-            ):
-                if asked.metrics_at is not None:
-                    key = look_key(launch.terms.token)
-                    status = partial(asking.ask_agent, place.member.address, launch.terms.run_id, key)
-                    threading.Thread(  # looks up the name of this host, which may take long
-                        target=metrics.serve, args=(asked.metrics_at, status, witness.say), daemon=True
-                    ).start()
-                snapshots.compare(place.member, say=witness.say, tell=witness.note)
-                try:
-                    elastic.launch(launch, witness, place)
-                finally:
-                    witness.heard(place.member.failures)
-                end = f"{place.member.end}."
+                key = look_key(launch.terms.token)
+                status = partial(asking.ask_agent, place.member.address, launch.terms.run_id, key)
+                threading.Thread(  # looks up the name of this host, which may take long
+                    target=metrics.serve, args=(asked.metrics_at, status, witness.say), daemon=True
+                ).start()
+            snapshots.compare(place.member, say=witness.say, tell=witness.note)
+            try:
+                elastic.launch(launch, witness, place)
+            finally:
+                witness.heard(place.member.failures)
+            end = f"{place.member.end}."
     except elastic.StoppedError as stop:
         ending.begun(stop.signal)
         return "signalled", contract.EXIT_SIGNALLED + stop.signal, ending.words()

@@ -29,7 +29,7 @@ from elastic_resume.rendezvous.steps import Log
 from elastic_resume.store.board import MAX_LOCAL_RANKS, Line, Worker, read_lines
 
 # What the rendezvous tells that a person wants to read; the rest is in the event log only.
-TOLD = {"waiting", "buried", "refused", "spare", "disk", "stranger", "late", "minority", "through"}
+TOLD = {"waiting", "refused", "spare", "disk", "stranger", "late", "forced", "through"}
 
 
 class Witness:
@@ -121,10 +121,10 @@ class Witness:
         """What is decided if no other node has failed."""
         return restart.decide(history, self._limits, self._world)
 
-    def before_round(self, *, failed: bool, why: str = "", may_be_victim: bool = False) -> None:
+    def before_round(self, *, failed: bool, why: str = "") -> None:
         """Judge the round that ended; raise GaveUpError or NodeUnfitError when there is to be no other.
 
-        With ``may_be_victim`` only what is sure without the other nodes is judged here.
+        Only what is sure without the other nodes is judged here.
         """
         self.between()
         # Others may have been told of the end before our own part in it was noticed.
@@ -141,7 +141,7 @@ class Witness:
             self.say(f"{why or 'nodes have come or gone'}: forming a new world.")
             return
         root = this.verdict.root
-        if not may_be_victim or (root is not None and root.at_fault):
+        if root is not None and root.at_fault:
             decision = restart.decide(self._history, self._limits)
             if decision.give_up:
                 self._give_up(decision.reason)
@@ -155,7 +155,7 @@ class Witness:
         *,
         node_rank: int,
         num_nodes: int,
-        generation: int | None = None,
+        generation: int,
         changed: bool = False,
         nodes: Sequence[str] = (),
         step: int = 0,
@@ -181,13 +181,11 @@ class Witness:
         mtbf = cadence.mtbf_s(failed, time.monotonic() - self._began)
         os.environ[contract.ENV_MTBF_S] = f"{mtbf:.3f}"
         os.environ[contract.ENV_ROUND] = str(self._round)  # torchelastic hands its environment to workers
-        name = f"round {self._round}"
-        fields = {}
-        if generation is not None:
-            os.environ[contract.ENV_GENERATION] = str(generation)
-            name, fields = f"generation {generation}", {"generation": generation}
-        self._log.write("round", round=self._round, node_rank=node_rank, num_nodes=num_nodes, **fields)
-        self.say(f"{name}: node {node_rank} of {num_nodes}.")
+        os.environ[contract.ENV_GENERATION] = str(generation)
+        self._log.write(
+            "round", round=self._round, node_rank=node_rank, num_nodes=num_nodes, generation=generation
+        )
+        self.say(f"generation {generation}: node {node_rank} of {num_nodes}.")
 
     def _judge(self, told: Sequence[Failure], *, changed: bool) -> None:
         """Judge the last round by what all nodes know of it."""

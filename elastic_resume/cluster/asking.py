@@ -1,9 +1,9 @@
-"""One question over HTTP to an address that the machine or its cluster vouches for: metadata, an API server.
+"""One question over HTTP to the metadata address of a cloud machine.
 
-Promise: an answer comes within the time given, headers and body together, and of no more than the bytes
-given, or `AskError` says in one clause why not. No proxy of the environment is used (it would answer for
-another machine), no redirect is followed, nothing is kept open. What is not bounded is the resolver's time to
-look up a name. Does not know what is asked.
+Promise: an answer comes within the time given, headers and body together, and of at most `MAX_BYTES`, or
+`AskError` says in one clause why not. No proxy of the environment is used (it would answer for another
+machine), no redirect is followed, nothing is kept open. What is not bounded is the resolver's time to look up
+a name. Does not know what is asked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import http.client
 import io
 import re
 import socket
-import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,10 +86,8 @@ def ask(
     method: str = "GET",
     headers: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
-    max_bytes: int = MAX_BYTES,
-    tls: ssl.SSLContext | None = None,
 ) -> Answer:
-    """Ask ``url`` (http, or https where ``tls`` says whom to trust) and return the whole answer.
+    """Ask ``url``, which is plain http, and return the whole answer.
 
     Raises:
         AskError: nobody answers in time, or what comes is no answer.
@@ -99,17 +96,14 @@ def ask(
     until = time.monotonic() + timeout_s
     try:
         parts = urlsplit(url)
-        if parts.scheme != ("https" if tls else "http") or not parts.hostname:
+        if parts.scheme != "http" or not parts.hostname:
             raise AskError(f"{url!r} is no address to ask")
         request = _request(method, parts, headers or {})
-        address = (parts.hostname, parts.port or (443 if tls else 80))
-        with socket.create_connection(address, _left(until)) as plain:
-            plain.settimeout(_left(until))
-            connection = tls.wrap_socket(plain, server_hostname=parts.hostname) if tls else plain
-            with connection:
-                connection.settimeout(_left(until))
-                connection.sendall(request)
-                return _read(_Stream(connection, until, max_bytes), method)
+        address = (parts.hostname, parts.port or 80)
+        with socket.create_connection(address, _left(until)) as connection:
+            connection.settimeout(_left(until))
+            connection.sendall(request)
+            return _read(_Stream(connection, until, MAX_BYTES), method)
     except TimeoutError:
         raise AskError(f"no answer within {timeout_s:g} s") from None
     except (OSError, http.client.HTTPException, ValueError) as error:

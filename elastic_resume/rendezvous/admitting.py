@@ -32,7 +32,6 @@ class Gate:
         if body.known != before:
             self._count_former_lives()
         body.grace(hello.others_s)
-        body.minority = body.minority or hello.minority
         if hello.who in body.known.gone:
             return Refused("gone")
         if self._name_taken(hello):

@@ -26,7 +26,7 @@ from elastic_resume.rendezvous.messages import (
     Redirect,
     Report,
 )
-from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World, listed
+from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
 from elastic_resume.rendezvous.steps import (
     BeginWorld,
     Connect,
@@ -37,7 +37,6 @@ from elastic_resume.rendezvous.steps import (
     Memory,
     Persist,
     RestartWorkers,
-    SchedulerSays,
     Send,
     Settings,
     StopWorkers,
@@ -74,8 +73,6 @@ class Body:
         self.last: World | None = None
         """The newest world whose workers ran here."""
         self.finished = 0
-        self.minority = settings.allow_minority
-        """A world may yet be formed without a quorum: once."""
         self.unreached: dict[str, str] = {}
         """Why a candidate did not answer the last call, by its address."""
         self.failed = ""
@@ -101,6 +98,8 @@ class Body:
         self._conns = 0
         if memory:
             self._recall(memory)
+        if settings.alone:
+            self.known = replace(self.known, forced=self.known.generation)
 
     def _recall(self, memory: Memory) -> None:
         self.known = self.known.merge(memory.knowledge)
@@ -167,19 +166,19 @@ class Body:
             self.believe(self.known.with_gone(ended))
             self.log("lost", f"{', '.join(map(str, ended))} died too: nobody listens at {address}")
 
-    def bury(self, says: SchedulerSays) -> None:
-        """Count those gone who are dead by their scheduler's word, if nobody but us is left of the job.
+    def force_quorum(self, generation: int, *, running: bool) -> None:
+        """Waive the consent of the worlds up to ``generation``, which an operator asked for.
 
-        Of a few it would not do. The dead may have known of a world that we do not, with members who are new
-        to us or cut off from us, and who go on as its heirs: what the dead knew is lost (rule 4). Where
-        nobody is left there is no such heir, and the numbers that such a world may have used are left out.
+        The missing members may have begun a later world among themselves before they died. Its generation
+        must not be given again, so the next `LEFT_OUT` generations are skipped.
         """
-        if self.settings.rules.word_of_all and not (says.alone and says.question.missing <= says.dead):
-            return
-        dead = says.dead & says.question.missing
-        self.believe(self.known.with_gone(dead))
-        self.seen = max(self.seen, self.known.generation) + LEFT_OUT
-        self.log("buried", f"{listed(dead)}: dead, says the scheduler, and nobody else is left of the job")
+        if running or generation != self.known.generation:
+            why = "a world runs" if running else f"the newest generation is {self.known.generation}"
+            self.log("forced", f"force-quorum for generation {generation} is ignored: {why}")
+        elif self.known.forced < generation:
+            self.believe(replace(self.known, forced=generation))
+            self.seen += LEFT_OUT
+            self.log("forced", f"an operator declared the missing members of generation {generation} dead")
 
     def grace(self, seconds: float) -> None:
         """Worlds of others may go on for so long without our hearing of it."""
@@ -301,7 +300,6 @@ class Body:
             settings.node_timeout_s,
             settings.min_nodes,
             settings.max_nodes,
-            self.minority,
         )
 
     # Workers.
@@ -313,7 +311,6 @@ class Body:
             return
         self.running, self.join, self.finished, self.fence_at = world, None, 0, fence_at
         self.last = world
-        self.minority = False
         self.report = None
         self.effects.append(
             BeginWorld(

@@ -21,7 +21,7 @@ from typing import Protocol, cast
 
 from elastic_resume import failpoints
 from elastic_resume.rendezvous import wire
-from elastic_resume.rendezvous.names import Resolve, lookup
+from elastic_resume.rendezvous.address import Resolve, lookup
 
 # Errors that say "nobody lives there"; others (no route, time-out) are silence.
 _REFUSED = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED}

@@ -41,7 +41,7 @@ from elastic_resume.rendezvous.leading import Leader
 from elastic_resume.rendezvous.ledger import received
 from elastic_resume.rendezvous.link import Link
 from elastic_resume.rendezvous.messages import Hello, JobEnd, Report, Stamp
-from elastic_resume.rendezvous.quorum import Incarnation, Question, World
+from elastic_resume.rendezvous.quorum import Incarnation, World
 from elastic_resume.rendezvous.seeking import Seeker, Verdict
 from elastic_resume.rendezvous.steps import (
     Digested,
@@ -49,6 +49,7 @@ from elastic_resume.rendezvous.steps import (
     EndJob,
     Event,
     Explained,
+    ForceQuorum,
     GiveUp,
     JobFailed,
     JoinRequested,
@@ -58,7 +59,6 @@ from elastic_resume.rendezvous.steps import (
     PeerConnected,
     PeerLost,
     Persisted,
-    SchedulerSays,
     Settings,
     Telling,
     WorkerFailed,
@@ -147,9 +147,8 @@ class Agent:
                 role.explained(event)
         elif isinstance(event, Telling):
             body.outbox.put(event.pulse, event.lines)
-        elif isinstance(event, SchedulerSays):
-            if event.question == self.question:
-                body.bury(event)
+        elif isinstance(event, ForceQuorum):
+            self._force_quorum(event.generation)
         elif isinstance(event, Leave):
             self._leave(event)
 
@@ -184,6 +183,13 @@ class Agent:
         body.heard(body.me, body.report)  # should we lead, now or next
         if isinstance(self.role, Follower):
             self.role.report()
+
+    def _force_quorum(self, generation: int) -> None:
+        if isinstance(self.role, Follower):
+            self.role.force_quorum(generation)
+        else:
+            running = isinstance(self.role, Leader) and self.role.world is not None
+            self.body.force_quorum(generation, running=running)
 
     def _leave(self, event: Leave) -> None:
         if isinstance(self.role, (Follower, Leader)):
@@ -317,14 +323,9 @@ class Agent:
         return not self.body.rivals(present)
 
     @property
-    def question(self) -> Question | None:
-        """Whose death would let this agent go on; None while it waits for nobody that is missing."""
-        role = self.role
-        if not isinstance(role, Leader) or role.world or not role.former.lacks_quorum:
-            return None  # who finds nobody soon leads
-        here = {self.body.me, *role.roster.parts}
-        missing = self.body.rivals(here)
-        return Question(frozenset(missing), frozenset(here)) if missing else None
+    def can_force_quorum(self) -> bool:
+        """Whether to hand in `ForceQuorum` now: not while a search goes on that will end soon."""
+        return not isinstance(self.role, Seeker) or self.role.elders() is None
 
     @property
     def leads(self) -> bool:

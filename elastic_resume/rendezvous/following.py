@@ -13,6 +13,7 @@ from elastic_resume.rendezvous.messages import (
     Explain,
     Failed,
     Finished,
+    Force,
     Goodbye,
     Hello,
     JobEnd,
@@ -113,7 +114,6 @@ class Follower:
             return
         self.begun_next = self.proposal = None
         body.believe(body.known.with_begun(world))
-        body.minority = False
         fence_at = self._fence(stamp)
         if world.rank(body.me) is None:
             return
@@ -252,6 +252,11 @@ class Follower:
         """Tell the leader that this node's workers are stopped and it wants to be in the next world."""
         if self.body.join and not self.broken:
             self.body.send(self.link, Ready(self.body.join))
+
+    def force_quorum(self, generation: int) -> None:
+        """Hand an operator's declaration on to the leader, which judges it."""
+        if not self.broken:
+            self.body.send(self.link, Force(generation))
 
     def finished(self) -> None:
         """Tell the leader that this node's workers have succeeded."""

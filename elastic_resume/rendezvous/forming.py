@@ -34,8 +34,6 @@ class Forming:
     change: int
     awaited: set[Incarnation]
     present: frozenset[Incarnation]
-    waived: bool
-    """It has no quorum."""
 
 
 class Former:
@@ -50,8 +48,6 @@ class Former:
         self.look_at = body.now
         self._looked_at = body.known
         self.waiting_for = "nobody has joined yet"
-        self.lacks_quorum = False
-        """Some might live on elsewhere: that is what we wait for."""
         self.more_at = float("inf")
         """When newcomers to the running world are due to be taken in."""
         self.welcomed: dict[int, float] = {}
@@ -128,7 +124,6 @@ class Former:
     def _joiners(self) -> dict[Incarnation, Join]:
         """Return those who want to be in the next world; nobody when it cannot form yet."""
         body, settings = self.body, self.body.settings
-        self.lacks_quorum = False
         if body.join is None and not body.finished:
             return self._wait("this node's workers have not stopped")
         if self.roster.broken:
@@ -146,9 +141,8 @@ class Former:
         if not joins or (len(joins) < settings.min_nodes and not through):
             return self._wait(f"{len(joins)} of at least {settings.min_nodes} nodes have joined")
         present = {body.me, *self.roster.parts}
-        lack = None if body.minority else shortfall(present, body.known, settings.rules)
+        lack = shortfall(present, body.known, settings.rules)
         if lack:
-            self.lacks_quorum = True
             absent = "" if lack.generation else f"; not here: {body.not_here(present)}"
             return self._wait(f"{lack}{absent}")
         until = self._patience(present, full=len(joins) >= settings.max_nodes)
@@ -198,7 +192,6 @@ class Former:
             body.changes,
             set(others),
             frozenset({body.me, *others}),
-            not has_quorum({body.me, *others}, before, body.settings.rules),
         )
         message = Propose(world, before)
         for part in self.roster.parts.values():
@@ -216,9 +209,6 @@ class Former:
             self.abort("its members may have turned to another leader")
             return None
         self.forming = None
-        body.minority = False
-        if forming.waived:
-            body.log("minority", f"--allow-minority is spent on generation {forming.world.generation}")
         self.told = self.waiting_for = ""
         stores = tuple(forming.joins[member].workers for member in forming.world.members)
         store = forming.joins[forming.world.members[0]].store
@@ -235,10 +225,6 @@ class Former:
         """Whether those who acknowledged surely follow us still, and know of nothing that forbids this."""
         if not self.body.settings.rules.two_steps:
             return True
-        if forming.waived:
-            # What has begun meanwhile and is known now was not among what is waived.
-            begun = self.body.known.begun
-            return begun is None or begun.generation < forming.world.generation
         fresh = {self.body.me} | {
             part.who
             for part in self.roster.parts.values()

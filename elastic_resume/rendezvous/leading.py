@@ -17,6 +17,7 @@ from elastic_resume.rendezvous.messages import (
     Claim,
     Failed,
     Finished,
+    Force,
     Goodbye,
     Hello,
     Message,
@@ -128,6 +129,8 @@ class Leader:
             body.heard(part.who, message)
         elif isinstance(message, Failed):
             body.failed = message.reason
+        elif isinstance(message, Force):
+            body.force_quorum(message.generation, running=self.world is not None)
         elif isinstance(message, Goodbye):
             body.learn(message.knowledge)
             self._lose(part, f"{part.who} left ({message.reason})", gone=True)

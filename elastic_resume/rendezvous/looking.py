@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 
 from elastic_resume.rendezvous import wire
-from elastic_resume.rendezvous.names import Resolve, lookup
+from elastic_resume.rendezvous.address import Resolve, lookup
 
 MAX_ANSWER_BYTES = 16 << 20  # of a job of 10,000 nodes
 

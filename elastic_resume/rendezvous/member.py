@@ -25,7 +25,7 @@ from elastic_resume.rendezvous.beats import Beats
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.following import Follower
 from elastic_resume.rendezvous.messages import Diverged, Join, Print
-from elastic_resume.rendezvous.quorum import Incarnation, Question
+from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.record import Record
 from elastic_resume.rendezvous.shell import Shell
 from elastic_resume.rendezvous.steps import (
@@ -43,7 +43,6 @@ from elastic_resume.rendezvous.steps import (
     Log,
     ReplicasDiffer,
     RestartWorkers,
-    SchedulerSays,
     StopWorkers,
     Telling,
     WorkerFailed,
@@ -57,7 +56,6 @@ LINGER_S = 2.0
 """How long a node that ends the job for all waits at least for its leader's word that all have been told."""
 GOODBYE_S = 3.0
 """How long a node that leaves looks for somebody to say goodbye to."""
-ASKING_S = 0.5
 LOOK_S = 1.0
 """Between two looks whether the shell still lives, while nothing happens."""
 
@@ -86,14 +84,13 @@ class Member:
         seen: int,
         fence: Fence,
         tell: Callable[[Log], None],
-        home: str = "",
         hear: Callable[[Heard], None] = lambda _: None,
         show: Callable[[View], bytes] | None = None,
     ) -> None:
         """``seen`` is the greatest generation this node knows of; ``tell`` may block.
 
-        ``home``: what its scheduler knows this agent by (`cluster.gone`). ``hear`` gets what other nodes tell
-        people, and must not block; ``show`` answers those who look how the job stands (`Shell`).
+        ``hear`` gets what other nodes tell people, and must not block; ``show`` answers those who look how
+        the job stands (`Shell`).
         """
         self.run_id = terms.run_id
         self.node = node
@@ -115,13 +112,9 @@ class Member:
         self._teller = threading.Thread(
             target=self._hand_on, args=(tell,), name="elastic-resume-news", daemon=True
         )
-        self.question: Question | None = None
-        """Whose death would let this agent, which leads, go on: not older than `ASKING_S`."""
-        self._question_at = 0.0
         self.leads = False
         self.beats = Beats()
-        life = secrets.token_hex(8) + (f"@{home}" if home else "")
-        me = Incarnation(node, life, seat.address, seat.candidate)
+        me = Incarnation(node, secrets.token_hex(8), seat.address, seat.candidate)
         settings = terms.settings(seat.address)
         self.address = seat.address
         self.candidates = settings.candidates
@@ -241,10 +234,6 @@ class Member:
         over = self._over
         return over.reason if isinstance(over, EndJob) else ""
 
-    def scheduler_says(self, word: SchedulerSays) -> None:
-        """Tell what was answered to `question`; from any thread."""
-        self._shell.submit(word)
-
     def tell_people(self, pulse: Pulse | None, lines: Sequence[str]) -> None:
         """Hand on what this node has to tell, with the next heartbeats; from any thread."""
         self._shell.submit(Telling(pulse, tuple(lines)))
@@ -347,9 +336,6 @@ class Member:
         """Move the fence before anything else is done about an event."""
         self._is_heard, self.leads = agent.is_heard, agent.leads
         self.beats.note(agent.role.link if isinstance(agent.role, Follower) else None)
-        if time.monotonic() >= self._question_at:
-            self._question_at = time.monotonic() + ASKING_S
-            self.question = agent.question
         if agent.running is None:
             self._fence.set(-math.inf)
         else:

@@ -5,7 +5,7 @@ the other its leader. `Stamp` rides on every message, both ways: with it each si
 messages the other has seen, and counts its lease from when it *sent* that one.
 
     searching → anyone     Hello                        and back    Welcome | Redirect | Refused
-    member    → leader     Ready Acknowledge Finished Report Failed Beat Prints Goodbye
+    member    → leader     Ready Acknowledge Finished Report Failed Force Beat Prints Goodbye
     leader    → member     Propose Begin Restart Waiting JobEnd Beat Explain Diverged Redirect Refused Goodbye
     ended     → anyone     JobEnd
     leader    → anyone     Claim                        and back    Claim | Redirect
@@ -67,8 +67,6 @@ class Hello:
     node_timeout_s: float = 0.0
     min_nodes: int = 0
     max_nodes: int = 0
-    minority: bool = False
-    """Somebody said that the missing nodes are dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +224,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Force:
+    """An operator declares the missing members of that generation, the newest, dead for good."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """My workers of that generation have all succeeded."""
 
@@ -295,6 +300,7 @@ Message = (
     | Waiting
     | Report
     | Failed
+    | Force
     | Finished
     | JobEnd
     | Goodbye

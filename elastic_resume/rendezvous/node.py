@@ -24,11 +24,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from elastic_resume.errors import MachineError
 from elastic_resume.rendezvous import wire
+from elastic_resume.rendezvous.address import Resolve, lookup
 from elastic_resume.rendezvous.channel import Channel, connect
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.door import Door, Limits, Notices
 from elastic_resume.rendezvous.messages import Message
-from elastic_resume.rendezvous.names import Resolve, lookup
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.record import Record
 from elastic_resume.rendezvous.steps import (
@@ -36,6 +36,7 @@ from elastic_resume.rendezvous.steps import (
     Disconnect,
     Effect,
     Event,
+    ForceQuorum,
     Log,
     MessageArrived,
     PeerConnected,
@@ -55,6 +56,8 @@ DISK_PAUSE_S = 1.0
 """Between two attempts to write to a disk that refuses."""
 DISK_NEWS_S = 60.0
 """Between two lines that say so."""
+FORCE_LOOK_S = 0.5
+"""Between two looks for the file of ``elastic-resume force-quorum``, while no workers run."""
 SWEEPS = 2
 """Somebody has been mute for so many sweeps, however long this process itself paused in between."""
 
@@ -110,6 +113,7 @@ class Node:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = math.inf
         self._sweeper: asyncio.TimerHandle | None = None
+        self._force_timer: asyncio.TimerHandle | None = None
         self._body: tuple[Message, bytes] | None = None
         self._server: asyncio.Server | None = None
         self._closing = False
@@ -124,13 +128,14 @@ class Node:
         """Listen, and look for the others."""
         self._server = await self._loop.create_server(self._accept, sock=self._listener, backlog=BACKLOG)
         self._sweep()
+        self._look_for_force()
         self.happen(Tick())
 
     async def close(self, linger_s: float) -> None:
         """Write and send what is queued, for so long at most, and leave no socket and no task behind."""
         await self._written(linger_s)
         self._closing = True  # the core takes no part any more: it would dial those who are being left
-        for timer in (self._timer, self._sweeper):
+        for timer in (self._timer, self._sweeper, self._force_timer):
             if timer is not None:
                 timer.cancel()
         if self._server is not None:
@@ -235,6 +240,20 @@ class Node:
                 return
             await asyncio.sleep(DISK_PAUSE_S)
         self.happen(Persisted(effect.number))
+
+    def _look_for_force(self) -> None:
+        if self._agent.running is None and not self._agent.over and self._agent.can_force_quorum:
+            self._spawn(self._take_force())
+        else:
+            self._force_timer = self._loop.call_later(FORCE_LOOK_S, self._look_for_force)
+
+    async def _take_force(self) -> None:
+        """Hand an operator's declaration to the core. The file goes after what the core knows is written."""
+        generation = await self._loop.run_in_executor(self._disk, self._record.read_force)
+        if generation is not None:
+            self.happen(ForceQuorum(generation))
+            await self._loop.run_in_executor(self._disk, self._record.drop_force)
+        self._force_timer = self._loop.call_later(FORCE_LOOK_S, self._look_for_force)
 
     # ---- connections, as the core sees them ----------------------------------------------------------
 

@@ -11,6 +11,8 @@ from many nodes to one by single deaths, and yet no two halves of a partition bo
 4. Gone is knowledge, silence is not, and it never travels without what the gone one knew: `Knowledge` is
    sent, merged and made durable as a whole or not at all.
 
+An operator may waive rule 3 for the worlds up to a generation: `Knowledge.forced`.
+
 After a crash the same Knowledge is read back from disk. This module knows nothing of time or messages.
 """
 
@@ -40,11 +42,6 @@ class Incarnation:
     def __str__(self) -> str:
         """The node's name, as messages for people give it."""
         return self.node
-
-    @property
-    def home(self) -> str:
-        """What its scheduler knows it by (`cluster.gone`): part of its life, which is nobody else's."""
-        return self.life.partition("+")[0].partition("@")[2]
 
     def reborn(self) -> Incarnation:
         """Return the next life of the same process, for one that was declared gone and is not."""
@@ -92,8 +89,6 @@ class Rules:
     two_steps: bool = True
     later_proposals: bool = True
     gone_brings_knowledge: bool = True
-    word_of_all: bool = True
-    """A scheduler's word counts where it speaks of everybody: see `Body.bury`."""
 
 
 ALL_RULES = Rules()
@@ -106,6 +101,8 @@ class Knowledge:
     `void` names proposals (generation, leader) that their own leader has dropped and so can never begin.
     `candidates` is how many addresses the job was given; it never changes. Worlds up to the generation
     `settled` are over for good: the job had ended in all of them, and is not asked about them any more.
+    `forced`: an operator declared the missing members of the worlds up to this generation dead for good, so
+    that those worlds need not consent; 0 once a later world has begun.
     """
 
     candidates: int
@@ -114,6 +111,7 @@ class Knowledge:
     gone: frozenset[Incarnation] = frozenset()
     void: frozenset[tuple[int, Incarnation]] = frozenset()
     settled: int = 0
+    forced: int = 0
 
     @property
     def generation(self) -> int:
@@ -135,9 +133,10 @@ class Knowledge:
         begun = self.begun if self.begun and self.begun.generation > self.settled else None
         floor = begun.generation if begun else self.settled
         void = frozenset(one for one in self.void if one[0] > floor)
+        forced = self.forced if self.forced >= floor else 0
         if not self.proposals:
-            same = void == self.void and begun is self.begun
-            return self if same else replace(self, begun=begun, void=void)
+            same = void == self.void and begun is self.begun and forced == self.forced
+            return self if same else replace(self, begun=begun, void=void, forced=forced)
         later = {
             world
             for world in self.proposals
@@ -145,7 +144,7 @@ class Knowledge:
         }
         # A world's place and hash take as long as it has members.
         proposals = tuple(sorted(later, key=_place) if len(later) > 1 else later)
-        return replace(self, begun=begun, proposals=proposals, void=void)
+        return replace(self, begun=begun, proposals=proposals, void=void, forced=forced)
 
     def relevant(self) -> Knowledge:
         """Forget those gone from worlds that count no more, so that knowledge stays small over a long job.
@@ -192,6 +191,7 @@ class Knowledge:
             gone=self.gone | other.gone,
             void=self.void | other.void,
             settled=max(self.settled, other.settled),
+            forced=max(self.forced, other.forced),
         ).tidy()
         return both if begun == self.begun else both.relevant()
 
@@ -205,14 +205,6 @@ def _alive(world: World, gone: frozenset[Incarnation]) -> tuple[Incarnation, ...
 def _place(world: World) -> tuple[int, tuple[tuple[str, str], ...]]:
     """An order of worlds that does not depend on who heard of which first."""
     return world.generation, tuple((one.node, one.life) for one in (world.leader, *world.members))
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """Of whom it would help to know that they are dead, so that those who are `here` may go on."""
-
-    missing: frozenset[Incarnation]
-    here: frozenset[Incarnation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +223,7 @@ class Shortfall:
             return f"{self.present} of the {self.needed} candidates that a first world takes are here"
         names = listed(self.missing)
         votes = f"{self.present} of the {self.needed} votes it takes are here"
-        wait = f"waiting for {names} (if dead: start one node with --allow-minority)"
+        wait = f"waiting for {names} (if dead for good: elastic-resume force-quorum)"
         return f"generation {self.generation} may live on elsewhere: {votes}; {wait}"
 
 
@@ -250,13 +242,11 @@ def shortfall(
     asked = knowledge.worlds
     if not rules.later_proposals:
         asked = (knowledge.begun,) if knowledge.begun else ()
-    if not asked:
-        return _candidates_lack(here, knowledge)
     for world in reversed(asked):
-        lack = _world_lacks(world, here, knowledge, rules)
+        lack = _world_lacks(world, here, knowledge, rules) if world.generation > knowledge.forced else None
         if lack:
             return lack
-    if knowledge.begun is None:
+    if knowledge.begun is None and not knowledge.forced:
         return _candidates_lack(here, knowledge)
     return None
 

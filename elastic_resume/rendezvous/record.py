@@ -9,6 +9,7 @@ that the worlds of before are over, and they are not asked: the nodes are others
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from elastic_resume.rendezvous.steps import Memory
 from elastic_resume.store.durable import DISK, Disk
 
 RECORD_FILE = "rendezvous.json"
+FORCE_FILE = "force-quorum.json"
+"""Written by ``elastic-resume force-quorum`` and removed once the agent has taken it in."""
 
 
 class Record:
@@ -57,6 +60,31 @@ class Record:
         )
         self._disk.write_atomic(self._path, text.encode())
         self.memory = memory
+
+    def order_force(self, generation: int) -> None:
+        """Leave ``generation``, whose missing members an operator declares dead, for this node's agent.
+
+        Raises:
+            MachineError: the disk refuses.
+
+        """
+        self._disk.write_atomic(
+            self._path.with_name(FORCE_FILE), f'{{"generation": {generation}}}\n'.encode()
+        )
+
+    def read_force(self) -> int | None:
+        """Return the generation that `order_force` left; None where there is none, or it cannot be read."""
+        try:
+            said = json.loads(self._path.with_name(FORCE_FILE).read_bytes())
+            generation = said["generation"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return generation if type(generation) is int else None
+
+    def drop_force(self) -> None:
+        """Remove what `order_force` left."""
+        with contextlib.suppress(OSError):
+            self._path.with_name(FORCE_FILE).unlink()
 
     def _read(self) -> Memory | None:
         try:

@@ -109,10 +109,10 @@ class Seeker:
         return living + list(body.settings.candidates[:place])
 
     def _may_stand_in(self) -> bool:
-        """Whether somebody said that the others are dead, and this node was in the last world."""
+        """Whether an operator declared the others dead, and this node was in the last world."""
         begun = self.body.known.begun
         named = begun is not None and any(m.node == self.body.me.node for m in begun.members)
-        return self.body.minority and named
+        return bool(self.body.known.forced) and named
 
     def answer(self, link: Link, stamp: Stamp, message: Message) -> None:
         """Take in a message; a claim tells us where to ask."""

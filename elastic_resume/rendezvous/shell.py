@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from elastic_resume.rendezvous.address import Resolve, lookup
 from elastic_resume.rendezvous.channel import end_lookups
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.door import Limits
-from elastic_resume.rendezvous.names import Resolve, lookup
 from elastic_resume.rendezvous.node import Node
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.record import Record

@@ -29,7 +29,6 @@ BROKEN_RULES = {
     "two-steps": Rules(two_steps=False),
     "later-proposals": Rules(later_proposals=False),
     "gone-brings-knowledge": Rules(gone_brings_knowledge=False),
-    "word-of-all": Rules(word_of_all=False),
 }
 """One rule of the quorum broken on purpose, by the name that `--break` takes."""
 BREAKS = (*BROKEN_RULES, *CURES)

@@ -125,7 +125,7 @@ def torn_proposal(rng: random.Random, start: Moment, count: int) -> list[Fault]:
 def burials(rng: random.Random, count: int) -> list[Fault]:
     """A majority goes on without the others, takes in who comes, and all of it or most of it loses its power.
 
-    Against the word of a scheduler: what the dead knew is lost, and who of them lives is its only heir.
+    Against a forced quorum: what the dead knew is lost, and who of them lives is its only heir.
     """
     ours = majority(rng, count)
     faults = [shift(Moment(rng.choice(SOON_S), "world", 1), *ours)]
@@ -141,7 +141,7 @@ def burials(rng: random.Random, count: int) -> list[Fault]:
     faults.append(Fault(then(rng.choice(SOON_S)), "power", ranks(*dead[:apart]), rng.choice((8.0, LONG_S))))
     if rng.random() < 0.2:
         faults.append(heal(rng))
-    # The scheduler is asked when the dead have been missed, and its word has to arrive.
+    # The operator looks when the dead have been missed, and the word has to arrive.
     faults.append(Fault(then(rng.uniform(6.0, 12.0)), "worker", ranks(0)))
     return [one for one in faults if one.nodes or one.kind == "shift"]
 
@@ -295,21 +295,6 @@ def heir(rng: random.Random, start: Moment, count: int) -> list[Fault]:
     if rest:
         faults.insert(2, Fault(then(rng.choice((0.0, 0.5, 2.0))), "kill", (OTHER_LEADER,), LONG_S))
     return faults
-
-
-def rumour(rng: random.Random, names: tuple[str, ...]) -> list[Fault]:
-    """Let nodes that were left out hear a leader's claim and no more; they start again and go on alone.
-
-    Against the number of a world that exists: they are allowed to go on, but not to take its generation.
-    """
-    count = len(names)
-    ours = majority(rng, count)
-    faults = [shift(Moment(rng.choice(SOON_S), "world", 1), *ours)]
-    faults.append(Fault(then(rng.choice(SETTLED_S), "world"), "shift", (), 0.0))
-    # From here on ranks are those of the world that the majority has formed.
-    faults.append(shift(then(rng.uniform(0.01, 0.04), "Claim"), *range(len(ours))))
-    faults.append(Fault(then(rng.choice((0.8, 2.0))), "kill", names, rng.choice(SOON_S)))
-    return [*faults, Fault(then(9.0), "worker", names[:1])]  # the network heals after the last fault
 
 
 CHASES = (

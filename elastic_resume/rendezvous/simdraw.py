@@ -23,12 +23,11 @@ FAMILIES = {
     kinds.LATE: 7,
     kinds.CALM_DAYS: 6,
     kinds.END_GAME: 6,
-    kinds.IMPATIENCE: 4,
-    kinds.MINORITY: 4,
+    kinds.IMPATIENCE: 8,
     kinds.LOST_DISKS: 3,
     kinds.LOST_DISKS_AND_SILENCE: 3,
     kinds.REJECTION: 3,
-    kinds.WORD: 4,
+    kinds.FORCED: 4,
 }
 """How many of a hundred schedules belong to each family."""
 
@@ -40,10 +39,9 @@ KINDS = {
     kinds.CALM_DAYS: ("reset", "worker", "half-reset", "slowish", "reset", "kill"),
     kinds.END_GAME: (*DEATHS, *SILENCES, "finish", "finish", "finish", "finish", "fail", "worker", "leave"),
     kinds.IMPATIENCE: (*DEATHS, *SILENCES, *TROUBLE),
-    kinds.MINORITY: (*DEATHS, *SILENCES, *TROUBLE),
     kinds.LOST_DISKS: (*DEATHS, "wipe", "wipe", "wipe", "worker", "leave", "disk"),
     kinds.LOST_DISKS_AND_SILENCE: (*DEATHS, *SILENCES, *TROUBLE, "wipe", "wipe", "wipe", "wipe"),
-    kinds.WORD: (*DEATHS, *SILENCES, *TROUBLE, "power", "power", "shift"),
+    kinds.FORCED: (*DEATHS, *SILENCES, *TROUBLE, "power", "power", "shift"),
     kinds.REJECTION: (*DEATHS, "reject", "reject", "reject", "pause", "worker", "leave"),
 }
 LONGEST_S = {"slow": 8.0, "slowish": 12.0, "disk": 8.0, "pause": 8.0, "suspend": 12.0, "stuck": 12.0}
@@ -64,14 +62,11 @@ def draw(seed: int) -> Schedule:
             job = replace(job, settings=replace(job.settings, max_nodes=len(job.sites) - 1))
         return Schedule(seed, family, job, tuple(simchase.draw_faults(rng, family, len(job.sites))))
     job = draw_job(rng, family, rng.choice((3, 3, 4, 5, 5, 6, 7, 9)))
-    if family == kinds.WORD and rng.random() < 0.7:
+    if family == kinds.FORCED and rng.random() < 0.7:
         job = replace(job, settings=replace(job.settings, max_nodes=len(job.sites)))
         return Schedule(seed, family, job, tuple(simchase.burials(rng, len(job.sites))))
     if family == kinds.END_GAME and rng.random() < 0.5:
         return Schedule(seed, family, job, tuple(simchase.last_words(rng, len(job.sites))))
-    if family == kinds.MINORITY and rng.random() < 0.6:
-        job = replace(job, settings=replace(job.settings, min_nodes=1))
-        return Schedule(seed, family, job, tuple(simchase.rumour(rng, job.names)))
     faults = draw_faults(rng, family, job.names)
     if family == kinds.LOST_DISKS:
         faults = spare_candidates(rng, job, faults)
@@ -87,7 +82,6 @@ def draw_job(rng: random.Random, family: str, count: int) -> Job:
         min_nodes=rng.choice((1, 1, 1, 2)),
         max_nodes=count if family in simchase.PLOTS else rng.choice((count, count, count - 1, 2)),
         beats_per_timeout=4,
-        allow_minority=family == kinds.MINORITY,
         join_timeout_s=rng.choice((10.0, 15.0, 20.0)) if family == kinds.IMPATIENCE else 600.0,
     )
     late = {kinds.IMPATIENCE: 0.4, **dict.fromkeys(simchase.PLOTS, 0.0)}.get(family, 0.05)
@@ -106,7 +100,7 @@ def draw_job(rng: random.Random, family: str, count: int) -> Job:
         settings,
         linger_s=rng.choice((2.0, 2.0, 5.0)),
         ends=family == kinds.END_GAME,
-        scheduler=family == kinds.WORD,
+        operator=family == kinds.FORCED,
     )
 
 

@@ -95,7 +95,7 @@ class Node(Host):
         self._gone: frozenset[Incarnation] = frozenset()
         self.fenced = False
         """Its workers ended by themselves while it was paused."""
-        self.buried = False  # as `simword` says
+        self.buried = False  # by the operator of `simword`
         self.agent: Agent | None = None
         self.ends: dict[int, End] = {}
         self.backlog: list[tuple[Event, int]] = []

@@ -25,21 +25,17 @@ END_GAME = "end game"
 """Workers that finish and nodes that give the job up, among other faults: the job must end everywhere."""
 IMPATIENCE = "impatience"
 """Short join timeouts, late nodes and some that never come."""
-MINORITY = "minority allowed"
-"""`--allow-minority`: two halves may both go on, and must find together again."""
 LOST_DISKS = "lost disks"
 """Disks are lost, but most candidates keep theirs and nobody falls silent."""
 LOST_DISKS_AND_SILENCE = "lost disks and silence"
 """Any nodes lose their disks, while others are cut off, paused or without power."""
-WORD = "a scheduler's word"
-"""A scheduler tells those who wait who is dead, whatever happened before: see `simword`."""
+FORCED = "quorum forced"
+"""An operator forces the quorum of the last who live, whatever happened before: see `simword`."""
 REJECTION = "rejecting firewall"
 """Partitions in which every connection is reset and every call refused, as if all over there had died."""
 
 TWO_WORLDS = frozenset({ONE_LIVE, ONE_WORLD, FORWARD, SAME_NEWS})
 WAIVED = {
-    # The user asked for it.
-    MINORITY: TWO_WORLDS,
     # Who knew the newest generation has forgotten it: its number may be given again.
     LOST_DISKS: frozenset({ONE_WORLD, FORWARD, SAME_NEWS}),
     # Rule 2 rests on disks that keep what was acknowledged.
@@ -77,8 +73,8 @@ class Job:
     """How long an agent still answers after the end of the job, or its own."""
     ends: bool = False
     """At last all workers finish."""
-    scheduler: bool = False
-    """Those who wait for others may ask who of them is dead."""
+    operator: bool = False
+    """An operator forces the quorum where all who are missing are dead."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,12 +86,10 @@ class Job:
         s = self.settings
         words = [f"{len(self.sites)} nodes", f"candidates {' '.join(s.candidates)}"]
         words.append(f"nnodes {s.min_nodes}:{s.max_nodes}")
-        if s.allow_minority:
-            words.append("minority allowed")
         if s.join_timeout_s < Settings(()).join_timeout_s:
             words.append(f"join timeout {s.join_timeout_s:g} s")
-        if self.scheduler:
-            words.append("a scheduler to ask")
+        if self.operator:
+            words.append("an operator forces the quorum")
         if self.ends:
             words.append("finishes at last")
         return "\n".join([", ".join(words), *(f"    {site}" for site in self.sites)])

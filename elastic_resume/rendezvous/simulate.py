@@ -21,7 +21,7 @@ from elastic_resume.rendezvous.simnet import FAST_S, Clock, Network, StormError
 from elastic_resume.rendezvous.simnode import Node, Story
 from elastic_resume.rendezvous.simschedule import CUTS, LEADER, OTHER_LEADER, Fault, Schedule
 from elastic_resume.rendezvous.simtell import tell
-from elastic_resume.rendezvous.simword import Scheduler
+from elastic_resume.rendezvous.simword import Operator
 
 BOUND_S = 25.0
 """From the last fault to a world: a node timeout to notice, one of grace, the settle time, some calls."""
@@ -72,7 +72,7 @@ class Simulation:
             node.order, node.origin, node.rate = site.order, site.origin, site.rate
             node.linger_s = job.linger_s
             node.watch = self._saw
-        self.scheduler = Scheduler(self.nodes, self.clock, self.rng) if job.scheduler else None
+        self.operator = Operator(self.nodes, self.clock, self.rng) if job.operator else None
         self.seen: Counter[str] = Counter()
         self.awaited: dict[tuple[str, int], list[int]] = {}
         self.left = len(schedule.faults)
@@ -99,8 +99,8 @@ class Simulation:
         for site in self.schedule.job.sites:
             if site.comes_s < float("inf"):
                 self.clock.at(site.comes_s, self.nodes[site.name].boot)
-        if self.scheduler:
-            self.scheduler.start()
+        if self.operator:
+            self.operator.start()
         faults = self.schedule.faults
         for number, fault in enumerate(faults):
             if not fault.when.then:
@@ -243,8 +243,8 @@ class Simulation:
             node.resume()
             if site.comes_s < float("inf") and (ours == names or rng.random() < 0.5):
                 node.boot()
-        if self.scheduler and ours == names:
-            self.scheduler.release()
+        if self.operator and ours == names:
+            self.operator.release()
         self.clock.run_until(self.clock.now + 1)
         parts = [part for part in (ours, names - ours) if part]
         may = [part for part in parts if self._may_form(part)]
@@ -275,8 +275,7 @@ class Simulation:
     def _alive(self, part: set[str]) -> list[Node]:
         """Agents of a part that can hear of each other: the largest such set.
 
-        Newcomers find a job through addresses, and two worlds that share none (a minority was allowed)
-        never meet.
+        Newcomers find a job through addresses, and two worlds that share none never meet.
         """
         up = {name for name in sorted(part) if (agent := self.nodes[name].agent) and not agent.over}
         knows = {name: self.nodes[name].addresses() & up for name in up}
@@ -301,15 +300,12 @@ class Simulation:
             return True
         if len(here) < self.settings.min_nodes:
             return False
-        # A person's word is used up once its leader has begun a world with it, whoever else still has it.
-        leading = [agent for agent in agents if agent.leads] or agents
-        waived = any(agent.body.minority for agent in leading)
         # Of two worlds of one generation (their family waives that) each agent keeps the one that it knows.
         for agent in agents:
             known = functools.reduce(Knowledge.merge, (one.body.known for one in agents), agent.body.known)
             members = {one for world in known.worlds for one in known.alive(world)}
             reachable = any(one.candidate is not None or one in members for one in here)
-            if not (reachable and (waived or has_quorum(here, known))):
+            if not (reachable and has_quorum(here, known)):
                 return False
         return bool(agents)
 

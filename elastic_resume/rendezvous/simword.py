@@ -1,8 +1,8 @@
-"""A scheduler that knows which simulated nodes are dead, and tells those who ask, at random moments and late.
+"""An operator who forces the quorum of simulated nodes, at random moments, and whose word arrives late.
 
-It tells the truth. When it has said that nobody else is left, the dead stay away until the network is whole:
-Slurm takes a lost node out of the job for good, a deleted pod comes back as another one without a disk.
-(Nodes that ran on behind a cut, were declared dead, and came back behind it with their disks would go on.)
+The operator forces it only where every other node is dead, and keeps the dead away until the network is
+whole: "dead for good". (Nodes that ran on behind a cut, were declared dead, and came back behind it with
+their disks would go on.)
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from elastic_resume.rendezvous.quorum import Incarnation, Question
+from elastic_resume.rendezvous.core import Agent
+from elastic_resume.rendezvous.leading import Leader
 from elastic_resume.rendezvous.simnet import Clock
 from elastic_resume.rendezvous.simnode import Node
-from elastic_resume.rendezvous.steps import SchedulerSays
+from elastic_resume.rendezvous.steps import ForceQuorum
+from elastic_resume.rendezvous.view import look
 
-ASKED_S = (0.3, 3.0)
-"""Between two questions."""
+LOOKS_S = (0.3, 3.0)
+"""Between two looks at the job."""
 LATE_S = 2.0
-"""An answer takes so long at most, and nobody starts an agent on a node that was declared dead sooner."""
+"""The word takes so long at most, and nobody starts an agent on a node that was declared dead sooner."""
 
 
-class Scheduler:
-    """The scheduler of one job."""
+class Operator:
+    """The operator of one job."""
 
     def __init__(self, nodes: Mapping[str, Node], clock: Clock, rng: random.Random) -> None:
         self.nodes = nodes
@@ -30,8 +32,8 @@ class Scheduler:
         self.rng = rng
 
     def start(self) -> None:
-        """Be there to be asked."""
-        self.clock.at(self.clock.now + self.rng.uniform(*ASKED_S), self._be_asked)
+        """Look again and again."""
+        self.clock.at(self.clock.now + self.rng.uniform(*LOOKS_S), self._look)
 
     def release(self) -> None:
         """The network is whole: who was declared dead may come back."""
@@ -44,24 +46,20 @@ class Scheduler:
         node.buried = False
         node.boot()
 
-    def _be_asked(self) -> None:
+    def _look(self) -> None:
         for node in self.nodes.values():
-            question = node.agent.question if node.agent and not node.paused else None
-            if question:
-                self._answer(node, question)
+            agent = None if node.paused else node.agent
+            if agent and isinstance(agent.role, Leader) and look(agent).missing:
+                self._force(agent, {node.name, *agent.role.roster.nodes})
         self.start()
 
-    def _answer(self, node: Node, question: Question) -> None:
-        here = {one.node for one in question.here}
+    def _force(self, agent: Agent, here: set[str]) -> None:
+        """Tell any of those that are here; it tells its leader."""
         others = [one for one in self.nodes.values() if one.name not in here]
-        dead = frozenset(one for one in question.missing if not self._lives(one))
-        alone = not any(one.process for one in others)
-        if alone:
-            for other in others:
-                other.buried = other.life > 0
-        says = SchedulerSays(question, dead, alone)
-        self.clock.at(self.clock.now + self.rng.random() * LATE_S, node.hear, says, node.life)
-
-    def _lives(self, who: Incarnation) -> bool:
-        node = self.nodes[who.node]
-        return node.process and str(node.life) == who.life.partition("+")[0]
+        if any(one.process for one in others):
+            return
+        for other in others:
+            other.buried = other.life > 0
+        told = self.nodes[self.rng.choice(sorted(here))]
+        force = ForceQuorum(agent.body.known.generation)
+        self.clock.at(self.clock.now + self.rng.random() * LATE_S, told.hear, force, told.life)

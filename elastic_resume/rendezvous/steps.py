@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from elastic_resume.policy.divergence import Groups
 from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.messages import Diverged, Join, Message, Print, Stamp
-from elastic_resume.rendezvous.quorum import ALL_RULES, Incarnation, Knowledge, Question, Rules
+from elastic_resume.rendezvous.quorum import ALL_RULES, Incarnation, Knowledge, Rules
 from elastic_resume.rendezvous.tidings import Pulse, Tidings
 
 FEW = 64
@@ -30,7 +30,8 @@ class Settings:
     node_timeout_s: float = 3.0
     settle_s: float = 3.0
     join_timeout_s: float = 600.0
-    allow_minority: bool = False
+    alone: bool = False
+    """There is no other node: worlds that this node took part in with others need not consent."""
     stagger_s: float = 0.2
     """A search waits so long for an answer before it calls the next address too."""
     probe_s: float = 0.05
@@ -177,15 +178,14 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerSays:
-    """What the scheduler answers to `core.Agent.question`: these have ended, and nothing is left of them.
+class ForceQuorum:
+    """An operator declares the missing members of the newest world, of this generation, dead for good.
 
-    `alone`: nor can anybody else of this job be alive, of whom we may never have heard, but those who asked.
+    Whoever leads judges it. It is ignored where a world runs, or where a later generation is known: other
+    members may be missing by now.
     """
 
-    question: Question
-    dead: frozenset[Incarnation]
-    alone: bool
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ Event = (
     | Explained
     | Telling
     | Leave
-    | SchedulerSays
+    | ForceQuorum
     | Persisted
 )
 

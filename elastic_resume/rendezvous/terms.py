@@ -23,10 +23,8 @@ KEYS = {
     "node_timeout": "--node-timeout",
     "settle": "--settle",
     "join_timeout": "--join-timeout",
-    "allow_minority": "--allow-minority",
     "token_file": "--rdzv-token-file",
 }
-_TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class Terms:
     node_timeout_s: float = 3.0  # a tenth of it is the time between heartbeats
     settle_s: float = 3.0  # at a first start: how long after the last newcomer the world waits for another
     join_timeout_s: float = 600.0
-    allow_minority: bool = False
     on_divergence: str = STOP  # or RESUME; the leader's counts
 
     @classmethod
@@ -67,9 +64,7 @@ class Terms:
             if key not in KEYS:
                 near = difflib.get_close_matches(key, KEYS, 1)
                 hint = f" Did you mean {near[0]}?" if near else ""
-                raise ConfigError(
-                    f"--rdzv-conf: {key} belongs to another rendezvous (--rdzv-backend c10d, say).{hint}"
-                )
+                raise ConfigError(f"--rdzv-conf: unknown key {key}.{hint}")
         given = {key: value for key, value in conf.items() if value is not None}
         path = given.get("token_file")
         token, secret = read_token(Path(path) if path else None, environ, run_id)
@@ -84,7 +79,6 @@ class Terms:
             node_timeout_s=_seconds(given, "node_timeout", 3.0, 0.5),
             settle_s=_seconds(given, "settle", 3.0, 0.0),
             join_timeout_s=_seconds(given, "join_timeout", 600.0, 1.0),
-            allow_minority=_truth(given, "allow_minority"),
         )
 
     def settings(self, own_address: str) -> Settings:
@@ -97,7 +91,7 @@ class Terms:
             node_timeout_s=self.node_timeout_s,
             settle_s=self.settle_s,
             join_timeout_s=self.join_timeout_s,
-            allow_minority=self.allow_minority or self.alone,
+            alone=self.alone,
             resume_from_majority=self.on_divergence == RESUME,
         )
 
@@ -109,10 +103,3 @@ class Terms:
 
 def _seconds(given: Mapping[str, Any], key: str, default: float, least: float) -> float:
     return parse_duration(KEYS[key], given.get(key, default), least_s=least, most_s=86400)
-
-
-def _truth(given: Mapping[str, Any], key: str) -> bool:
-    value = _TRUTH.get(str(given.get(key, False)).strip().lower())
-    if value is None:
-        raise ConfigError(f"--rdzv-conf: {key} is {given[key]!r}: write true or false.")
-    return value

@@ -71,7 +71,7 @@ __all__ = [
     "to_plain",
 ]
 
-VERSION = 3
+VERSION = 4
 DIGEST_HEX = 32
 MAX_GREETING_BYTES = 4096  # a line of somebody who has proved nothing yet
 MAX_LINE_BYTES = 8 * 1024 * 1024  # what is known of worlds with 10,000 members

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -21,13 +20,11 @@ from typing import Any
 import psutil
 
 from elastic_resume import contract
-from elastic_resume.cluster import gone, kubernetes, memory, node, notices, slurm_job, storage
-from elastic_resume.cluster.gone import Slurm
+from elastic_resume.cluster import kubernetes, memory, node, notices, slurm_job, storage
 from elastic_resume.cluster.node import Node
-from elastic_resume.cluster.pods import Pods
 from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import ConfigError
-from elastic_resume.rendezvous.names import lookup, own_addresses, read_address
+from elastic_resume.rendezvous.address import lookup, own_addresses, read_address
 from elastic_resume.rendezvous.token import read_token
 from elastic_resume.report.saying import say
 from elastic_resume.report.text import size
@@ -60,7 +57,6 @@ def doctor(args: argparse.Namespace) -> int:
     findings = [
         *of_scheduler(here),
         *of_candidates(here),
-        *of_word(here, os.environ),
         *of_machine(directory, os.environ),
     ]
     problems = [*here.problems, *(one.problem for one in findings if one.problem)]
@@ -122,25 +118,6 @@ def of_scheduler(here: Node) -> list[Finding]:
         sources["scheduler"] = "no variable of Slurm, Kubernetes or a trainer is set"
     sources |= here.sources
     return [Finding(what, value, sources.get(what, "")) for what, value in told.items() if value]
-
-
-def of_word(here: Node, environ: Mapping[str, str]) -> list[Finding]:
-    """Who can be asked whether nodes that are silent are dead."""
-    if here.nodes == 1:
-        return []
-    what, variable = "silent nodes", contract.ENV_SCHEDULER_WORD
-    try:
-        mode = gone.mode_of(environ.get(variable))
-    except ConfigError as error:
-        return [Finding(what, "nobody to ask", variable, str(error))]
-    asked = gone.oracle(environ, mode)
-    value = "nobody to ask"
-    if isinstance(asked, Pods):
-        value = "the API server is asked"
-    elif isinstance(asked, Slurm):
-        missing = [name for name in ("squeue", "scontrol") if shutil.which(name) is None]
-        value = f"nobody to ask: no {', '.join(missing)}" if missing else "squeue and scontrol are asked"
-    return [Finding(what, value, f"scheduler word: {mode}")]
 
 
 def of_candidates(here: Node) -> list[Finding]:

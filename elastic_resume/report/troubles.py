@@ -195,12 +195,6 @@ def _requeue(one: Seen) -> str:
     return f"{_said(one, 'action')}{done}" + (f" ({told})" if told else "")
 
 
-def _word(one: Seen) -> str:
-    dead = ", ".join(one.names("dead")) or "nobody"
-    why = one.text("why")
-    return f"dead, by the scheduler's word: {dead}" + (f"; that is no proof: {why}" if why else "")
-
-
 def _hang(one: Seen) -> str:
     suspects = one.raw.get("suspects")
     named = [s for s in suspects if isinstance(s, dict)] if isinstance(suspects, list) else []
@@ -240,7 +234,6 @@ _SENTENCES: dict[str, tuple[str, Callable[[Seen], str]]] = {
     "drain": (NOTE, _drain),
     "preemption-notice": (NOTE, _notice),
     "requeue": (NOTE, _requeue),
-    "scheduler-word": (NOTE, _word),
     "zygote-ready": (NOTE, _zygote),
     "zygote-exit": (NOTE, _left_out),
     "import": (NOTE, lambda one: f"began with {_said(one, 'path')}: {one.text('message')}"),
@@ -249,10 +242,9 @@ _OF_RENDEZVOUS = {
     "disk": BAD,
     "refused": BAD,
     "stranger": BAD,
-    "minority": BAD,
+    "forced": BAD,
     "late": BAD,
     "waiting": NOTE,
-    "buried": NOTE,
     "spare": NEWS,
     "dropped": NEWS,
     "step-down": NEWS,

@@ -1,0 +1,74 @@
+"""`elastic-resume force-quorum`: what it prints and writes, and how an agent takes it in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import cli
+from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.record import FORCE_FILE, Record
+from elastic_resume.rendezvous.steps import Memory
+
+A, B, C = (Incarnation(name, "1", f"{name}:1", candidate=place) for place, name in enumerate("abc"))
+
+
+def node_dir(run_dir: Path, me: Incarnation = A, generation: int = 7) -> Path:
+    """Make the directory of a node that was in a world of three, or in none."""
+    path = run_dir / me.node
+    path.mkdir(parents=True)
+    begun = World(generation, (A, B, C), A) if generation else None
+    Record(path).write(Memory(me, Knowledge(3, begun), generation))
+    return path
+
+
+def test_force_quorum_with_yes_leaves_the_generation_for_the_agent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file names the newest generation; it is read back, and removed once."""
+    path = node_dir(tmp_path)
+    assert cli.main(["force-quorum", str(tmp_path), "--yes"]) == 0
+    said = capsys.readouterr().out
+    assert "Generation 7, of which a knows: a, b, c." in said
+    assert "two worlds train at the same time" in said
+    record = Record(path)
+    assert record.read_force() == 7
+    record.drop_force()
+    record.drop_force()
+    assert record.read_force() is None
+
+
+def test_force_quorum_without_yes_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says what would be done, and how to do it."""
+    path = node_dir(tmp_path)
+    assert cli.main(["force-quorum", str(path)]) == 1
+    assert "again with --yes" in capsys.readouterr().out
+    assert not (path / FORCE_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "problem"),
+    [
+        ([], "no node has taken part in a rendezvous here"),
+        ([(A, 7), (B, 7)], "2 nodes are here (a, b): give the directory of one of them"),
+        ([(A, 0)], "this node has been in no world yet"),
+    ],
+)
+def test_force_quorum_refuses_what_it_cannot_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: list[tuple[Incarnation, int]], problem: str
+) -> None:
+    """One line of error, and no file."""
+    for who, generation in nodes:
+        node_dir(tmp_path, who, generation)
+    assert cli.main(["force-quorum", str(tmp_path), "--yes"]) == 1
+    assert problem in capsys.readouterr().err
+    assert not list(tmp_path.rglob(FORCE_FILE))
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"generation": "7"}', b"\xff"])
+def test_read_force_of_a_damaged_file_is_none(tmp_path: Path, data: bytes) -> None:
+    """A file that nobody wrote this way declares nobody dead."""
+    path = node_dir(tmp_path)
+    (path / FORCE_FILE).write_bytes(data)
+    assert Record(path).read_force() is None
