@@ -277,7 +277,7 @@ def test_what_a_schema_finds_is_left_to_it() -> None:
 
 def test_the_entrypoint_has_no_flags() -> None:
     """All that a pod has to know is in its environment."""
-    assert agent(job())["command"] == ["elastic-resume", "run"]
+    assert agent(job())["command"] == ["tini", "--", "elastic-resume", "run"]
     assert agent(job())["args"] == COMMAND[1:]
 
 

@@ -21,9 +21,7 @@ from elastic_resume.errors import ConfigError, GaveUpError, RendezvousLostError
 from elastic_resume.policy.divergence import Digest, Groups, are_groups, is_digest
 from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.address import Seat
-from elastic_resume.rendezvous.beats import Beats
 from elastic_resume.rendezvous.core import Agent
-from elastic_resume.rendezvous.following import Follower
 from elastic_resume.rendezvous.messages import Diverged, Join, Print
 from elastic_resume.rendezvous.quorum import Incarnation, Question
 from elastic_resume.rendezvous.record import Record
@@ -118,8 +116,6 @@ class Member:
         self.question: Question | None = None
         """Whose death would let this agent, which leads, go on: not older than `ASKING_S`."""
         self._question_at = 0.0
-        self.leads = False
-        self.beats = Beats()
         life = secrets.token_hex(8) + (f"@{home}" if home else "")
         me = Incarnation(node, life, seat.address, seat.candidate)
         settings = terms.settings(seat.address)
@@ -346,8 +342,7 @@ class Member:
 
     def _watch(self, agent: Agent) -> None:
         """Move the fence before anything else is done about an event."""
-        self._is_heard, self.leads = agent.is_heard, agent.leads
-        self.beats.note(agent.role.link if isinstance(agent.role, Follower) else None)
+        self._is_heard = agent.is_heard
         if time.monotonic() >= self._question_at:
             self._question_at = time.monotonic() + ASKING_S
             self.question = agent.question
