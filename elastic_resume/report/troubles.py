@@ -122,11 +122,10 @@ def _quarantine(one: Seen) -> str:
 
 
 def _differ(one: Seen) -> str:
-    wrong, tensors = one.names("wrong"), one.names("tensors")
+    wrong = one.names("wrong")
     who = f"of {', '.join(wrong)} differ from the others'" if wrong else "differ, and no majority says whose"
-    first = f", first in {tensors[0]}" if tensors else ""
     then = "the majority's state is taken" if one.raw.get("goes_on") is True else "the job ends"
-    return f"replicas {who}{first}; {then}"
+    return f"replicas {who}; {then}"
 
 
 def _drain(one: Seen) -> str:
