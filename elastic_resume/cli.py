@@ -129,10 +129,9 @@ def chaos(words: Sequence[str]) -> int:
 
 def run(words: Sequence[str]) -> int:
     """``elastic-resume run [flags] script args…``."""
-    from elastic_resume.agent import ahead, first  # noqa: PLC0415
+    from elastic_resume.agent import ahead  # noqa: PLC0415
 
     ahead.heed_early()
-    first.stand_if_first()  # while this process is small, and before anything that it should do takes time
     from elastic_resume import config  # noqa: PLC0415
     from elastic_resume.cluster import node  # noqa: PLC0415
 

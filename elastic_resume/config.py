@@ -210,7 +210,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "needs pip install 'elastic-resume[metrics]')",
     )
     add("preload", "MODULE,...", "modules to import once, ahead of all workers, beside torch")
-    add("log-prefix", "", "begin each line of a worker with [NODE:RANK GENERATION]")
     add("no-warm", "", "start each worker as a new process, as torchrun does")
     group.add_argument(
         *("--preemption-notice", "--preemption_notice"),

@@ -42,7 +42,6 @@ ENV_ROUND_EVENTS = "ELASTIC_RESUME_ROUND_EVENTS"  # the same in the agent's memo
 ENV_ROUND = "ELASTIC_RESUME_ROUND"  # how many rendezvous this agent has been through
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"  # the generation that the rendezvous gave this world
 ENV_FENCE = "ELASTIC_RESUME_FENCE"  # where the page lies that says until when workers may run, for guards
-ENV_LOG_PREFIX = "ELASTIC_RESUME_LOG_PREFIX"  # 1: each line of a worker says which node, rank and generation
 ENV_ZYGOTE = "ELASTIC_RESUME_ZYGOTE"  # the abstract unix socket at which stubs ask for warm workers
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"  # the true one: --virtual-local-rank makes LOCAL_RANK 0
 ENV_KEEPER = "ELASTIC_RESUME_KEEPER"  # the abstract unix socket of the agent that keeps snapshots

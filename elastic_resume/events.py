@@ -31,12 +31,8 @@ Kinds, who writes them, and their own fields::
     preemption-notice agent   source, reason, deadline (seconds since the epoch, or null); drains
     verdict          agent    generation, causes, cascade    how all nodes see its end (policy.failures)
     replicas-differ  agent    generation, step, agreed_step (the newest at which all were equal), nodes [those
-                              that hold the same, as lists, most first], wrong [node], tensors [the first],
-                              differing (how many), goes_on (from the majority's state; else the job ends)
-    slow-rank        leader   generation, step, slow_node, slow_rank (null: all of that node), own_s (a step
-                              takes it, waiting for no other), others_s, steps (slow so far), cost_s, is_over
-    slow-link        leader   generation, slow_node, round_s (a heartbeat takes it to the leader and back),
-                              others_s, is_over
+                              that hold the same, as lists, most first], wrong [node], goes_on (from the
+                              majority's state; else the job ends)
     agent-end        agent    outcome (done | failed | signalled | left), exit_code, message
     import           worker   generation, step, path, message    a file of others became a checkpoint of ours
     resume           rank 0   generation, step, epoch, world_size, previous_world_size (or null), nodes,

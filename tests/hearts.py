@@ -101,7 +101,8 @@ class Hearts:
             with contextlib.suppress(psutil.NoSuchProcess):
                 words = process.cmdline()
                 # Agent and stub name the script too.
-                if SCRIPT.as_posix() in words and words[1] == "-u":
+                is_cold = SCRIPT.as_posix() in words and words[1] == "-u"
+                if process.name() == "er-worker" or is_cold:
                     found.append(process)
         return found
 

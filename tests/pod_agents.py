@@ -1,8 +1,8 @@
 """In simulated pods: `elastic-resume` starts in a moment, forked from a process that has imported torch.
 
-A pod's PATH leads to `SHIM`. It is process 1 and does what the agent's own process 1 does, by the same code;
-its child comes from the nursery, in all of the pod's namespaces and its control group. What is left out of a
-real start is seconds of importing. A host named by `Agents.really` starts the real command, once.
+A pod's PATH leads to `SHIM` as tini: it is process 1, and does what tini does. Its child comes from the
+nursery, in all of the pod's namespaces and its control group. What is left out of a real start is seconds of
+importing. A host named by `Agents.really` starts the real command, once.
 """
 
 from __future__ import annotations
@@ -20,24 +20,39 @@ from elastic_resume.faults import brood
 from elastic_resume.faults.nursery import Nursery
 from elastic_resume.faults.pods import IMAGE
 
-ROOT = Path(__file__).parents[1]
 SHIM = f"""#!{sys.executable} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
+signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+dashes, command, *words = sys.argv[1:]
 real = "/control/really-" + os.environ["HOSTNAME"]
 if os.path.exists(real):
     os.unlink(real)
-    os.execv("{Path(sys.executable).parent}/elastic-resume", sys.argv)
-sys.path.insert(0, "{ROOT}")
-from elastic_resume.agent import first
-first.hold_if_first()
-with socket.socket(socket.AF_UNIX) as line:
-    line.connect("/control/agents")
-    data = json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}}).encode()
-    socket.send_fds(line, [len(data).to_bytes(4, "big")], [1])
-    line.sendall(data)
-    line.recv(1)
-(agent,) = open("/proc/self/task/1/children").read().split()
-sys.exit(first.look_after(int(agent)))
+    agent = os.fork()
+    if agent == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+        os.execv("{Path(sys.executable).parent}/elastic-resume", [command, *words])
+else:
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect("/control/agents")
+        data = json.dumps({{"argv": words, "env": dict(os.environ), "cwd": os.getcwd()}}).encode()
+        socket.send_fds(line, [len(data).to_bytes(4, "big")], [1])
+        line.sendall(data)
+        line.recv(1)
+    agent = int(open("/proc/self/task/1/children").read())
+while True:
+    number = signal.sigwait(signal.valid_signals())
+    if number != signal.SIGCHLD:
+        os.kill(agent, number)
+        continue
+    while True:
+        try:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            break
+        if ended == agent:
+            sys.exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+        if ended == 0:
+            break
 """
 
 
@@ -50,8 +65,8 @@ class Agents:
         self._door = socket.socket(socket.AF_UNIX)
         self._door.bind(str(control / "agents"))
         self._door.listen()
-        (control / "elastic-resume").write_text(SHIM)
-        (control / "elastic-resume").chmod(0o755)
+        (control / "tini").write_text(SHIM)
+        (control / "tini").chmod(0o755)
         threading.Thread(target=self._serve, daemon=True).start()
         self.image = {"PATH": f"/control:{IMAGE['PATH']}"}
         """Of the pods."""

@@ -162,8 +162,7 @@ def _what_others_say(job: Story) -> None:
     job.add(job.t, "rendezvous", "n3", what="stranger", message="10.0.0.9:4 said nothing that we understand")
     job.train(40)
     differ = {"generation": job.generation, "step": job.step, "agreed_step": job.step - 8, "wrong": ["n2"]}
-    first = {"tensors": ["model.layer4.weight"], "differing": 3, "goes_on": True}
-    job.add(job.t, "replicas-differ", "n0", **differ, **first)
+    job.add(job.t, "replicas-differ", "n0", **differ, goes_on=True)
     job.add(job.t, "watch-failed", "n0", error="KeyError('x')")
     job.train(30)
 

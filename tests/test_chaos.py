@@ -136,10 +136,10 @@ def test_flags_of_run_are_passed_on_and_the_rest_is_chaos_own(tmp_path: Path) ->
     """As they stand, in their order; a seed and a rate make a plan, or change that of the file."""
     file = tmp_path / "plan.yaml"
     file.write_text("seed: 3\nfaults: [worker 1 at step 20]\nevery: {mtbf: 1m, kinds: [raise]}")
-    line = ["--nodes", "4", "--save-every", "10", "--dir", str(tmp_path / "new"), "--log-prefix"]
+    line = ["--nodes", "4", "--save-every", "10", "--dir", str(tmp_path / "new"), "--no-warm"]
     job, saved = chaos.parse([*line, "--hosts", "loopback", "--", str(SCRIPT), "--", "--nodes", "9"])
     assert (job.flags, job.script, job.nodes) == (
-        ("--save-every", "10", "--log-prefix"), (str(SCRIPT), "--", "--nodes", "9"), 4
+        ("--save-every", "10", "--no-warm"), (str(SCRIPT), "--", "--nodes", "9"), 4
     )  # fmt: skip
     assert saved is None
     assert job.plan.every is not None

@@ -1,4 +1,4 @@
-"""The leader's comparison: what it remembers and asks, and that it finds whoever is wrong, and only those."""
+"""The leader's comparison: what it remembers, and that it finds whoever is wrong, and only those."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from collections import Counter
 
 import pytest
 
-from elastic_resume.policy.divergence import Digest, Groups, due
-from elastic_resume.rendezvous.body import KEPT_PRINTS, Body
+from elastic_resume.policy.divergence import Digest, Verdict, due
+from elastic_resume.rendezvous.body import Body
 from elastic_resume.rendezvous.checkers import Checkers
 from elastic_resume.rendezvous.comparing import DOUBT_TIMEOUTS, KEPT_STEPS, Comparer
 from elastic_resume.rendezvous.leading import Leader
 from elastic_resume.rendezvous.link import Link
-from elastic_resume.rendezvous.messages import Beat, Diverged, Explain, Message, Print, Prints
+from elastic_resume.rendezvous.messages import Beat, Diverged, Message, Print
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
 from elastic_resume.rendezvous.roster import Part, Roster
 from elastic_resume.rendezvous.simnet import Clock, Network
 from elastic_resume.rendezvous.simnode import Node
-from elastic_resume.rendezvous.steps import AskPrints, Explained, ReplicasDiffer, Send, Settings
+from elastic_resume.rendezvous.steps import ReplicasDiffer, Send, Settings
 
 ONE, OTHER = Digest("1" * 32), Digest("2" * 32)
-SAME, CHANGED = Groups(("a" * 16, "b" * 16)), Groups(("a" * 16, "c" * 16))
 
 
 class Table:
@@ -45,13 +44,10 @@ class Table:
         """One member's heartbeat."""
         self.comparer.told(self.who[name], Print(generation, step, digest))
 
-    def asked(self) -> list[str]:
-        """Who is asked, and forget it."""
-        names = [name for name, message in self.said if isinstance(message, Explain)]
-        names += [self.body.me.node for effect in self.body.effects if isinstance(effect, AskPrints)]
-        self.said.clear()
-        self.body.effects.clear()
-        return sorted(names)
+    def wait(self, node_timeouts: float) -> str:
+        """Let time pass; why the world is to restart."""
+        self.body.now += node_timeouts * self.body.settings.node_timeout_s
+        return self.comparer.advance()
 
     def found(self) -> Diverged | None:
         """What all were told."""
@@ -62,14 +58,14 @@ class Table:
 
 
 def test_equal_prints_are_forgotten_and_the_step_is_remembered() -> None:
-    """Late ones of earlier steps too; nobody is asked anything."""
+    """Late ones of earlier steps too."""
     table = Table()
     for name in "abc":
         table.tell(name, 64, ONE)
     table.tell("a", 32, OTHER)
     table.tell("b", 32, ONE)
     assert (table.comparer.agreed, table.comparer.steps) == (64, {})
-    assert not table.asked()
+    assert table.comparer.unequal_since is None
 
 
 def test_only_prints_of_members_of_the_running_generation_are_compared() -> None:
@@ -79,13 +75,13 @@ def test_only_prints_of_members_of_the_running_generation_are_compared() -> None
     table.tell("b", 64, OTHER, generation=6)
     table.comparer.told(Incarnation("spare", "1"), Print(7, 64, OTHER))
     table.comparer.told(Incarnation("b", "0"), Print(7, 64, OTHER))
-    assert not table.asked()
+    assert table.comparer.unequal_since is None
     table.comparer.over()
     table.tell("b", 64, OTHER)
     table.comparer.began(World(8, table.world.members, table.world.leader))
     table.tell("b", 64, OTHER)
     table.tell("b", 64, OTHER, generation=8)
-    assert not table.asked()
+    assert table.comparer.unequal_since is None
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -99,51 +95,52 @@ def test_what_is_remembered_is_bounded() -> None:
     assert table.comparer.agreed == 999
 
 
-def test_all_are_asked_once_and_answer_once() -> None:
-    """However many more differences are seen meanwhile; who was not asked is not heard."""
+def judged(table: Table, step: int, camps: tuple[str, ...], wrong: str, *, goes_on: bool) -> bool:
+    """Whether that is what all were told; each letter is a node."""
+    verdict = Verdict(step, table.comparer.agreed, tuple(map(tuple, camps)), tuple(wrong))
+    return table.found() == Diverged(7, verdict, goes_on)
+
+
+def test_who_is_wrong_is_named_when_all_have_told() -> None:
+    """At once, and once."""
     table = Table()
     table.tell("a", 64, ONE)
     table.tell("b", 64, OTHER)
-    assert table.asked() == ["a", "b", "c"]
-    table.tell("c", 64, ONE)
-    table.tell("a", 96, ONE)
-    table.tell("b", 96, OTHER)
-    assert not table.asked()
-    comparer, who = table.comparer, table.who
-    comparer.explained(who["c"], Prints(7, 64, None, SAME))
-    comparer.explained(who["c"], Prints(7, 64, None, CHANGED))
-    comparer.explained(who["b"], Prints(7, 32, None, SAME))
-    comparer.explained(who["b"], Prints(6, 64, None, SAME))
-    comparer.explained(Incarnation("d", "1"), Prints(7, 64, None, SAME))
-    assert not comparer.advance()
+    assert not table.wait(0)
     assert table.found() is None
-    comparer.explained(who["b"], Prints(7, 64, None, CHANGED))
-    comparer.explained(who["a"], Prints(7, 64, None, SAME), ("weight", "bias"))
-    assert not comparer.advance()
-    assert table.found() == Diverged(7, 64, 0, (("a", "c"), ("b",)), ("b",), (1,), 1, goes_on=False)
+    table.tell("c", 64, ONE)
+    assert not table.wait(0)
+    assert judged(table, 64, ("ac", "b"), "b", goes_on=False)
     assert table.body.failed.startswith("replicas differ at step 64: node b is not as nodes a and c")
-    assert "first in bias." in table.body.failed
-
-
-@pytest.mark.parametrize("answers", [{}, {"a": SAME}, {"a": SAME, "b": SAME}, {"b": Groups(())}])
-def test_digests_tell_who_is_wrong_where_nobody_explains_more(answers: dict[str, Groups]) -> None:
-    """After a node timeout; also where all that explain themselves are equal in what they explain."""
-    table = Table(on="resume-from-majority")
-    for name, digest in zip("abc", [ONE, OTHER, ONE], strict=True):
-        table.tell(name, 64, digest)
-    for name, groups in answers.items():
-        table.comparer.explained(table.who[name], Prints(7, 64, None, groups))
-    assert not table.comparer.advance()
-    table.body.now += table.body.settings.node_timeout_s
-    assert (
-        table.comparer.advance() == "replicas differ at step 64: node b is not as nodes a and c, the majority"
-    )
-    assert table.found() == Diverged(7, 64, 0, (("a", "c"), ("b",)), ("b",), (), 0, goes_on=True)
-    assert not table.body.failed
-    table.asked()
+    table.said.clear()
+    table.body.effects.clear()
     for name, digest in zip("abc", [ONE, OTHER, ONE], strict=True):
         table.tell(name, 128, digest)
-    assert not table.asked(), "what is known need not be asked again in this world"
+    assert not table.wait(99)
+    assert table.found() is None
+
+
+def test_a_majority_does_not_wait_longer_than_a_node_timeout_for_the_others() -> None:
+    """Who tells nothing is neither wrong nor right."""
+    table = Table("abcde", on="resume-from-majority")
+    for name, digest in zip("abcd", [ONE, OTHER, ONE, ONE], strict=True):
+        table.tell(name, 64, digest)
+    assert not table.wait(0.9)
+    said = "replicas differ at step 64: node b is not as nodes a, c and d, the majority"
+    assert table.wait(0.1) == said
+    assert judged(table, 64, ("acd", "b"), "b", goes_on=True)
+    assert not table.body.failed
+
+
+@pytest.mark.parametrize("on", ["stop", "resume-from-majority"])
+def test_of_two_halves_nobody_is_named_and_the_job_ends(on: str) -> None:
+    """By either policy."""
+    table = Table("abcd", on=on)
+    for name, digest in zip("abcd", [ONE, OTHER, ONE, OTHER], strict=True):
+        table.tell(name, 64, digest)
+    assert not table.wait(0)
+    assert judged(table, 64, ("ac", "bd"), "", goes_on=False)
+    assert "no majority" in table.body.failed
 
 
 def test_who_tells_nothing_is_no_part_of_a_majority() -> None:
@@ -151,129 +148,51 @@ def test_who_tells_nothing_is_no_part_of_a_majority() -> None:
     table = Table("abcde", on="resume-from-majority")
     for name, digest in zip("abc", [ONE, ONE, OTHER], strict=True):
         table.tell(name, 64, digest)
-    table.body.now += table.body.settings.node_timeout_s
-    assert not table.comparer.advance()
+    assert not table.wait(1)
     assert table.found() is None, "a later step may tell more"
-    table.body.now += DOUBT_TIMEOUTS * table.body.settings.node_timeout_s
-    assert not table.comparer.advance()
-    assert table.found() == Diverged(7, 64, 0, (("a", "b"), ("c",)), (), (), 0, goes_on=False)
+    assert not table.wait(DOUBT_TIMEOUTS)
+    assert judged(table, 64, ("ab", "c"), "", goes_on=False)
 
 
 def test_a_leader_in_doubt_waits_for_a_step_that_more_tell_of() -> None:
     """The third node digests more seldom; until it tells, the two that differ name nobody."""
     table = Table(on="resume-from-majority")
-    comparer, timeout_s = table.comparer, table.body.settings.node_timeout_s
-    table.tell("a", 96, ONE)
-    table.tell("b", 96, OTHER)
-    assert table.asked() == ["a", "b", "c"]
-    table.body.now += timeout_s
-    assert not comparer.advance()
-    table.tell("a", 100, ONE)
-    table.tell("b", 100, OTHER)
-    assert not table.asked(), "that step says no more"
-    table.tell("a", 128, ONE)
-    table.tell("b", 128, OTHER)
+    for step in (96, 100, 128):
+        table.tell("a", step, ONE)
+        table.tell("b", step, OTHER)
+        assert not table.wait(1)
     table.tell("c", 128, ONE)
-    assert table.asked() == ["a", "b", "c"]
-    table.body.now += timeout_s
-    assert comparer.advance()
-    assert table.found() == Diverged(7, 128, 0, (("a", "c"), ("b",)), ("b",), (), 0, goes_on=True)
-
-
-def test_a_step_that_shows_who_is_wrong_may_have_been_told_of_before_the_doubt() -> None:
-    """While all were asked about another one."""
-    table = Table()
-    table.tell("a", 96, ONE)
-    table.tell("b", 96, OTHER)
-    for name, digest in zip("abc", [ONE, OTHER, ONE], strict=True):
-        table.tell(name, 128, digest)
-    table.asked()
-    table.body.now += table.body.settings.node_timeout_s
-    assert not table.comparer.advance()
-    assert table.asked() == ["a", "b", "c"]
-
-
-def test_a_step_that_is_told_of_after_it_was_forgotten_harms_nothing() -> None:
-    """An answer about it brings it back, beyond what is remembered."""
-    table = Table()
-    comparer = table.comparer
-    table.tell("a", 1, ONE)
-    table.tell("b", 1, OTHER)
-    for step in range(2, KEPT_STEPS + 9):
-        table.tell("b", step, ONE)
-    comparer.explained(table.who["b"], Prints(7, 1, OTHER, SAME))
-    comparer.explained(table.who["c"], Prints(7, 1, ONE, SAME))
-    table.body.now += table.body.settings.node_timeout_s
-    assert not comparer.advance()
-    assert comparer.doubt is not None
-    table.tell("b", 1, OTHER)
-    assert 1 not in comparer.steps
+    assert table.wait(0)
+    assert judged(table, 128, ("ac", "b"), "b", goes_on=True)
 
 
 def test_a_doubt_comes_to_an_end() -> None:
     """Nobody is named then, and by either policy the job ends; that all were equal later excuses nothing."""
     table = Table(on="resume-from-majority")
-    settings = table.body.settings
     table.tell("a", 96, ONE)
     table.tell("b", 96, OTHER)
-    table.body.now += settings.node_timeout_s
-    assert not table.comparer.advance()
-    for name in "abc":
-        table.tell(name, 128, ONE)
-    table.body.now += DOUBT_TIMEOUTS * settings.node_timeout_s
-    assert not table.comparer.advance()
-    assert table.found() == Diverged(7, 96, 0, (("a",), ("b",)), (), (), 0, goes_on=False)
+    assert not table.wait(1)
+    for step in range(128, 1000):
+        for name in "abc":
+            table.tell(name, step, ONE)
+        assert len(table.comparer.steps) <= KEPT_STEPS
+    assert not table.wait(DOUBT_TIMEOUTS)
+    assert judged(table, 96, ("a", "b"), "", goes_on=False)
     assert "no majority" in table.body.failed
-    assert not table.comparer.advance()
+    assert not table.wait(0)
 
 
-def test_who_explains_more_and_who_tells_its_digest_only_are_compared() -> None:
-    """A heartbeat may have had no room for the digest: the answer brings it."""
-    table = Table("abcd")
-    table.tell("a", 64, ONE)
-    table.tell("d", 64, OTHER)
-    for name in "bc":
-        table.comparer.explained(table.who[name], Prints(7, 64, ONE, SAME))
-    table.comparer.explained(table.who["d"], Prints(7, 64, OTHER, CHANGED))
-    table.comparer.explained(table.who["a"], Prints(7, 64, None, Groups(())))
-    assert not table.comparer.advance()
-    assert table.found() == Diverged(7, 64, 0, (("a", "b", "c"), ("d",)), ("d",), (1,), 1, goes_on=False)
-
-
-def test_an_explanation_without_a_digest_is_compared_with_those_that_have_both() -> None:
-    """Where it is not among them, nothing is known of that node."""
-    table = Table("abcd")
-    for name, digest in zip("ab", [ONE, OTHER], strict=True):
+def test_who_is_back_hears_of_it_if_it_is_wrong() -> None:
+    """Its link may have broken over it."""
+    table = Table(on="resume-from-majority")
+    for name, digest in zip("abc", [ONE, OTHER, ONE], strict=True):
         table.tell(name, 64, digest)
-    for name, groups in zip("abcd", [SAME, CHANGED, SAME, Groups(("d" * 16,))], strict=True):
-        table.comparer.explained(table.who[name], Prints(7, 64, None, groups))
-    assert not table.comparer.advance()
-    table.body.now += DOUBT_TIMEOUTS * table.body.settings.node_timeout_s
-    assert not table.comparer.advance()
-    assert table.found() == Diverged(7, 64, 0, (("a", "c"), ("b",)), (), (1,), 1, goes_on=False)
-
-
-def test_a_node_explains_with_the_digest_that_it_has_made() -> None:
-    """Of the newest ones, whether a heartbeat has told of them or not."""
-    body = Table().body
-    for step in range(1, 1000):
-        body.digested(Print(7, step, ONE))
-    assert body.explain(Explained(7, 999, SAME)) == Prints(7, 999, ONE, SAME)
-    assert body.explain(Explained(7, 999 - KEPT_PRINTS + 1, SAME)).digest == ONE
-    assert body.explain(Explained(7, 999 - KEPT_PRINTS, SAME)).digest is None
-    assert body.explain(Explained(6, 999, SAME)).digest is None
-
-
-def test_equal_explanations_are_kept_once() -> None:
-    """A thousand nodes that answer with 4096 digests each would not fit."""
-    table = Table()
-    table.tell("a", 64, ONE)
-    table.tell("b", 64, OTHER)
-    for name in "bc":
-        table.comparer.explained(table.who[name], Prints(7, 64, None, Groups(tuple(SAME))))
-    question = table.comparer.question
-    assert question is not None
-    assert len({id(groups) for groups in question.groups.values()}) == 1
+    assert table.wait(0)
+    table.comparer.over()
+    table.said.clear()
+    for part in table.comparer.roster:
+        table.comparer.remind(part)
+    assert [name for name, _ in table.said] == ["b"]
 
 
 def test_a_digest_of_an_earlier_world_is_not_told_of_a_later_one() -> None:
@@ -313,7 +232,6 @@ class Job:
         self.sent: Counter[str] = Counter()
         for node in self.nodes:
             node.story = self.see
-            node.explain_s = rng.uniform(0, 4)
             node.boot()
         self.clock.run_until(5)
         assert all(node.running for node in self.nodes)
@@ -352,7 +270,7 @@ def test_replicas_that_are_equal_are_never_said_to_differ(seed: int) -> None:
     job = Job(seed)
     job.train(400, 0.05, {})
     assert job.sent["print"] > 0
-    assert not job.sent["Explain"] + job.sent["Prints"] + job.sent["Diverged"] + job.sent["JobEnd"]
+    assert not job.sent["Diverged"] + job.sent["JobEnd"]
     (leader,) = [node.agent.role for node in job.nodes if node.agent and isinstance(node.agent.role, Leader)]
     assert leader.comparer.agreed >= 352, "of 400 steps, the multiples of 16 that fell into the last second"
     assert len(leader.comparer.steps) <= KEPT_STEPS
@@ -365,7 +283,7 @@ def test_one_replica_that_differs_is_named_on_all_nodes(seed: int) -> None:
     name = job.rng.choice(job.names)
     since = job.rng.randint(100, 200)
     job.train(400, 0.05, {name: since})
-    node_timeout_steps = int(3 / 0.05)  # to wait for those who do not explain their state
+    node_timeout_steps = int(3 / 0.05)  # to wait for those who tell nothing
     named = (name,) if len(job.names) > 2 else ()
     assert any(node.differed for node in job.nodes)
     for node in job.nodes:
@@ -373,13 +291,9 @@ def test_one_replica_that_differs_is_named_on_all_nodes(seed: int) -> None:
             assert "EndJob: replicas differ" in node.ended
             continue
         told = node.differed[0]
-        assert told.wrong == named
-        assert told.agreed_step < since <= told.step < since + 48 + 2 * node_timeout_steps
+        verdict = told.verdict
+        assert verdict.wrong == named
+        assert verdict.agreed_step < since <= verdict.step < since + 48 + 2 * node_timeout_steps
         assert told.goes_on == (bool(named) and job.on)
-        assert told.differing in {(6,), ()}, (
-            "the letter in the state that differs, where two explained theirs"
-        )
     if not told.goes_on and told.generation == 1:
-        others = len(job.names) - 1
-        assert job.sent["Explain"] <= 2 * others
-        assert job.sent["Diverged"] <= others
+        assert job.sent["Diverged"] <= len(job.names) - 1

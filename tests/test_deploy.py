@@ -58,14 +58,16 @@ def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
     assert {line[1:] for line in ignore if line.startswith("!")} == sources
 
 
-def test_the_agent_is_process_1_of_the_container(
+def test_the_agent_is_the_child_of_tini_in_the_container(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A shell in its place would swallow SIGTERM: the form is a list, and names a command of this package."""
     text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", "")
     lines = [line.partition(" ")[::2] for line in text.splitlines()]
     (form,) = (rest for instruction, rest in lines if instruction == "ENTRYPOINT")
-    program, *words = json.loads(form)
+    assert "install --yes --no-install-recommends tini" in text
+    first, dashes, program, *words = json.loads(form)
+    assert (first, dashes) == ("tini", "--")
     (script,) = entry_points(group="console_scripts", name=program)
     assert script.value.startswith("elastic_resume.")
     monkeypatch.setattr("sys.argv", [program, *words, "--help"])

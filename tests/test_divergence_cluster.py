@@ -24,14 +24,13 @@ def start(cluster: Cluster, directory: Path) -> Path:
 
 
 def test_a_node_that_differs_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    """By step, node and tensor; all nodes say so and exit with 1."""
+    """By step and node; all nodes say so and exit with 1."""
     with Cluster(tmp_path, nodes=3, flags=FLAGS) as cluster:
         start(cluster, tmp_path)
         assert cluster.wait_exit() == [1, 1, 1]
         found = cluster.events("replicas-differ")[0]
         assert (found["step"], found["wrong"]) == (8, ["n1"])
         assert found["agreed_step"] in {0, 4}  # which a node that stood still may not have told of
-        assert "model/4.bias" in found["tensors"]
         for index in range(3):
             assert "replicas differ at step 8: node n1 is not as nodes n0 and n2" in cluster.output(index)
 

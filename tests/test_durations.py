@@ -169,7 +169,7 @@ def test_guards_are_told_seconds_whatever_the_user_wrote(
     """Guards read the variable as a plain number: the agent rewrites one that has a unit."""
     monkeypatch.setattr("os.environ", {"ELASTIC_RESUME_GRACE_S": "1.5m"})
     settings = Settings.for_worker({}, "t.py")
-    args = argparse.Namespace(grace=None, drain_signals=None, log_prefix=False)
+    args = argparse.Namespace(grace=None, drain_signals=None)
     with contextlib.closing(Fence()) as fence, contextlib.closing(RoundEvents()) as told:
         supervise._set_environment(settings, args, tmp_path / "events.jsonl", fence, told)
     from elastic_resume.agent.guard import grace_s  # noqa: PLC0415 - reads the environment when asked

@@ -103,7 +103,7 @@ def test_the_dashboard_asks_for_nothing_that_is_not_there() -> None:
         target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
     ) + " ".join(str(one.get("expr")) for one in dashboard["annotations"]["list"])
     document = said()
-    document["nodes"][0].update(checkpoint_step=1, checkpoint_age_s=2.0, own_s=0.1)
+    document["nodes"][0].update(checkpoint_step=1, checkpoint_age_s=2.0)
     exposed = {name for name, _ in scrape(document)}
     names = set(re.findall(r"elastic_resume_\w+", asked))
     assert len(names) > 15

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic_resume.policy.divergence import RESUME, Verdict, labels, summary
+from elastic_resume.policy.divergence import RESUME, summary
 from elastic_resume.policy.failures import describe
 from elastic_resume.rendezvous.checkers import Checkers
 from elastic_resume.rendezvous.messages import Propose, Restart, Welcome
@@ -34,7 +34,6 @@ from elastic_resume.rendezvous.steps import (
 )
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
-NAMES = ("fc.weight", "fc.bias", "out.weight", "out.bias")
 REWRITE = os.environ.get("ELASTIC_RESUME_REWRITE") == "1"
 
 
@@ -70,7 +69,6 @@ class Stage:
             node = self.nodes[name] = Node(name, own, self.net, self.checkers)
             node.order = place if "ordered" in told else 0
             node.story = self.tell
-            node.names = NAMES
 
     def tell(self, name: str, what: object) -> None:
         """Note what people would notice."""
@@ -83,10 +81,8 @@ class Stage:
             verb = "restarts" if isinstance(what, RestartWorkers) else "kills its workers of"
             text = f"{verb} generation {what.generation}: {what.reason}"
         elif isinstance(what, ReplicasDiffer):
-            it = what.told
-            verdict = Verdict(it.camps, it.wrong, it.differing, it.count)
-            where = ", ".join(labels(verdict, NAMES)) or "what nobody can tell"
-            text = f"hears that {summary(verdict, it.step)}, in {where}; equal at step {it.agreed_step}"
+            verdict = what.told.verdict
+            text = f"hears that {summary(verdict)}; equal at step {verdict.agreed_step}"
         elif isinstance(what, EndJob):
             told = "; ".join(describe(one, node=True) for one in what.failures)
             text = f"ends the job: {what.reason}" + f", after: {told}" * bool(told)
@@ -154,10 +150,6 @@ class Stage:
             node.fail_worker("was killed by SIGABRT")
         elif verb == "slow-disk":
             node.disk_s = 20.0
-        elif verb == "slow-to-explain":
-            node.explain_s = 20.0
-        elif verb == "forget":
-            node.state.clear()
         elif verb == "give-up":
             node.fail(f"node {node.name} gave up")
         else:

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from elastic_resume import contract
-from elastic_resume.agent.keeper import kept
-from elastic_resume.agent.replicas import Replicas
+from elastic_resume.agent.keeper import Kept, kept
 from elastic_resume.config import Settings as NodeSettings
 from elastic_resume.errors import GaveUpError, MachineError
 from elastic_resume.policy.cadence import AUTO
-from elastic_resume.policy.divergence import RESUME, STOP
+from elastic_resume.policy.divergence import RESUME, STOP, Verdict
 from elastic_resume.policy.failures import DIVERGENCE
 from elastic_resume.rendezvous.address import Endpoint, Seat
 from elastic_resume.rendezvous.member import Member
@@ -36,13 +35,12 @@ from tests.test_keeper import NEEDED, snapshot
 pytestmark = pytest.mark.slow
 
 BEAT_S = 0.2  # which carries a digest
-TENSORS = ("fc.weight", "fc.bias", "out.weight")
 STATE = (1.0, 2.0, 3.0)
 
 
-def digest(text: str, digits: int) -> str:
+def digest(text: str) -> str:
     """Of any text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class Unfenced:
@@ -64,15 +62,8 @@ class Trainer:
         self.member = Member(
             terms, seat, node=name, record=Record(directory), seen=0, fence=Unfenced(), tell=self.told
         )
-        self.replicas = Replicas(
-            self.member,
-            names=lambda: TENSORS,
-            prints=self.prints,
-            distrust=self.distrust,
-            say=self.said,
-            tell=self.tell,
-        )
-        self.states: dict[tuple[int, int], tuple[float, ...]] = {}
+        keeper: Any = self
+        Kept(keeper, keeper).compare(self.member, say=self.said, tell=self.tell)
         self.diary: list[str] = []
         self.news: list[str] = []
         self.lines: list[str] = []
@@ -108,13 +99,7 @@ class Trainer:
 
     def train(self, generation: int, step: int, state: tuple[float, ...] = STATE) -> None:
         """Finish a step, and tell of it."""
-        self.states[generation, step] = state
-        self.replicas.note(generation, step, digest(repr(state), 32))
-
-    def prints(self, generation: int, step: int) -> Sequence[str] | None:
-        """Explain the state after a step."""
-        state = self.states.get((generation, step))
-        return None if state is None else [digest(repr(value), 16) for value in state]
+        self.member.tell_print(generation, step, digest(repr(state)))
 
     def distrust(self, generation: int, agreed_step: int) -> None:
         """Take its time."""
@@ -186,20 +171,17 @@ def check_event(one: Trainer, generation: int, *, goes_on: bool) -> None:
         "agreed_step": 64,
         "nodes": [["a", "b"], ["c"]],
         "wrong": ["c"],
-        "tensors": ["fc.bias"],
-        "differing": 1,
         "goes_on": goes_on,
     }
 
 
 @pytest.mark.parametrize("terms", [STOP], indirect=True)
 def test_the_job_ends_on_all_nodes_when_replicas_differ(trainers: list[Trainer]) -> None:
-    """With a sentence that names step, node and tensor; no copy is touched, whoever was right."""
+    """With a sentence that names step and node; no copy is touched, whoever was right."""
     generation = diverge(trainers)
     until(lambda: all(one.end and one.events for one in trainers), "the job has ended everywhere")
     for one in trainers:
         assert one.end.startswith("replicas differ at step 128: node c is not as nodes a and b, the majority")
-        assert "first in fc.bias" in one.end
         check_event(one, generation, goes_on=False)
         assert not one.lines, "the end says it"
         assert one.diary == [f"world {generation}"]
@@ -241,7 +223,7 @@ def test_what_is_no_digest_is_refused_where_it_is_told(trainers: list[Trainer]) 
     """The others would drop the connection for it."""
     for wrong in ("", "AB" * 16, "ab" * 8):
         with pytest.raises(ValueError, match="not a digest"):
-            trainers[0].replicas.note(1, 1, wrong)
+            trainers[0].member.tell_print(1, 1, wrong)
 
 
 class Hearing:
@@ -252,9 +234,9 @@ class Hearing:
     def __init__(self) -> None:
         self.told: list[tuple[int, int, str]] = []
 
-    def compare(self, **asked: Any) -> None:
-        """Take what answers."""
-        self.asked = asked
+    def compare(self, differ: Any) -> None:
+        """Take what is called when replicas differ."""
+        self.differ = differ
 
     def tell_print(self, *told: Any) -> None:
         """Keep it."""
@@ -277,7 +259,6 @@ def test_a_state_is_told_under_its_worlds_generation_whatever_its_workers_count(
         line.tell("compare", mark=mark, world=1)
         until(lambda: bool(hearing.told), "the digest")
         assert hearing.told[0][:2] == (1, 9)
-        assert len(hearing.asked["explain"](1, 9)) == 1
-        hearing.asked["differ"](Diverged(1, 9, 8, (("b", "c"), ("a",)), ("a",), (0,), 1, goes_on=True))
+        hearing.differ(Diverged(1, Verdict(9, 8, (("b", "c"), ("a",)), ("a",)), goes_on=True))
         assert not any(slot.whole for slot in rack.control.states())
         line.close()

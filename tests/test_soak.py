@@ -93,11 +93,12 @@ def strike(cluster: Cluster, rng: random.Random) -> None:
 def kind_of(process: psutil.Process) -> str:
     """What a process under an agent is, by the name that it shows to people."""
     try:
-        line = " ".join(process.cmdline())
+        name, words = process.name(), process.cmdline()
     except psutil.NoSuchProcess:
         return ""
-    words = {"zygote of": "zygote", "guard of": "guard", "stub.py": "stub", "train.py": "worker"}
-    return next((kind for word, kind in words.items() if word in line), "")
+    if any(word.endswith("stub.py") for word in words):
+        return "stub"
+    return name.removeprefix("er-") if name in {"er-zygote", "er-guard", "er-worker"} else ""
 
 
 def left_behind(directory: Path) -> Iterator[str]:

@@ -392,7 +392,7 @@ class Silent(Finger):
 
 def test_a_new_leader_misses_only_what_it_was_not_told(tmp_path: Path) -> None:
     """What a node told the one before it, and keeps no more, is not missing; a gap after that is."""
-    teller = Teller(tmp_path, "job", Silent(), Tail(tmp_path / "none"), say=print, tell=print)
+    teller = Teller(tmp_path, "job", Silent(), Tail(tmp_path / "none"), say=print)
     for first, lines in ((5000, 3), (5001, 3), (5010, 1)):
         teller.hear(Heard(B, Tidings(None, first, News(("x",) * lines)), 1))
     assert json.loads(teller.show(View(A, True, A)))["missed_lines"] == 6

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from elastic_resume import contract, events
-from elastic_resume.agent import ahead, exits, guard, relay, stub
+from elastic_resume.agent import ahead, exits, guard, stub
 from elastic_resume.agent.fence import Fence
 from elastic_resume.agent.round_events import RoundEvents
 
@@ -103,9 +103,9 @@ def exit_event(tmp_path: Path) -> dict[str, Any]:
 
 def test_its_literals_are_the_contracts() -> None:
     """The stub imports nothing of the package, so it repeats the names."""
-    modules = (stub, guard, exits, relay, ahead)
+    modules = (stub, guard, exits, ahead)
     names = [(module, name) for module in modules for name in vars(module) if name.startswith("ENV_")]
-    assert len(names) >= 9
+    assert len(names) >= 7
     for module, name in names:
         assert getattr(module, name) == getattr(contract, name)
 
@@ -228,58 +228,6 @@ def test_sigterm_to_the_group_lets_the_worker_end_by_itself(start: Any, tmp_path
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(30) == 9
     assert exit_event(tmp_path)["stopped"] is True
-
-
-def test_each_line_says_who_printed_it(environ: dict[str, str], start: Any, tmp_path: Path) -> None:
-    """Whole lines, in order, of output and errors, the last one without its end included; none is lost."""
-    environ[contract.ENV_LOG_PREFIX] = "1"
-    environ[contract.ENV_GENERATION] = "7"
-    code = (
-        "import os, sys; [print('line', i) for i in range(20000)]; os.write(2, b'two\\nhalves'); sys.exit(3)"
-    )
-    # Files, since this process may be late to read.
-    with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
-        assert start(*python(code), stdout=out, stderr=err).wait(60) == 3
-    assert (tmp_path / "out").read_text() == "".join(f"[a:3 7] line {i}\n" for i in range(20000))
-    assert (tmp_path / "err").read_text() == "[a:3 7] two\n[a:3 7] halves\n"
-
-
-STOPPED = """
-import os, signal, threading
-from elastic_resume.agent import guard, relay
-relay.HELD_UP_S = 0.0
-relays = relay.Relays([])
-for pid in relays.pids:
-    os.kill(pid, signal.SIGSTOP)
-if os.fork() == 0:
-    relays.attach()
-    os.write(1, b"last words")
-    os._exit(0)
-relays.detach()
-threading.Timer(0.2, lambda: [os.kill(pid, signal.SIGCONT) for pid in relays.pids]).start()
-guard.drained(relays.pids)
-"""
-
-
-def test_a_line_is_waited_for_whose_relay_waits_for_a_processor(environ: dict[str, str]) -> None:
-    """Longer than for a reader that does not read: nobody else is held up by it, and nothing is lost."""
-    environ[contract.ENV_LOG_PREFIX] = "1"
-    done = subprocess.run(python(STOPPED), env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("] last words\n"), done.stderr
-
-
-def test_a_reader_that_does_not_read_holds_nobody(
-    environ: dict[str, str], start: Any, tmp_path: Path
-) -> None:
-    """The worker waits in its print, as it would without us; its end does not."""
-    environ[contract.ENV_LOG_PREFIX] = "1"
-    code = f"open({str(tmp_path / 'pid')!r}, 'w').write('1')\nwhile True: print('x' * 4096)"
-    process = start(*python(code), stdout=subprocess.PIPE)
-    pid_in(tmp_path / "pid")
-    process.terminate()
-    assert process.wait(30) == -signal.SIGTERM
-    assert process.stdout is not None
-    process.stdout.close()
 
 
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(

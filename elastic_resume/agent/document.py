@@ -8,18 +8,16 @@ who leads. Pure but for the clocks. It takes time in proportion to the number of
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from elastic_resume.policy.links import SlowLink
-from elastic_resume.policy.stragglers import Straggler
 from elastic_resume.policy.tally import BOUNDS_S, Tally
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.tidings import Pulse
 from elastic_resume.rendezvous.view import View
 
-VERSION = 1
+VERSION = 2
 MAX_INCIDENTS = 10
 STALE_S = 60.0
 """A node that is in no world, no spare, and has told nothing for so long is left out."""
@@ -40,8 +38,6 @@ def make(
     known: Mapping[str, Known],
     tally: Tally,
     *,
-    stragglers: Sequence[Straggler] = (),
-    slow_links: Sequence[SlowLink] = (),
     run_id: str,
     missed: int,
 ) -> dict[str, Any]:
@@ -75,8 +71,6 @@ def make(
         "step": furthest["step"] if furthest else max((int(one["step"]) for one in nodes), default=0),
         "steps_per_s": furthest["steps_per_s"] if furthest else 0.0,
         "nodes": nodes,
-        "stragglers": [asdict(one) for one in stragglers],
-        "slow_links": [asdict(one) for one in slow_links],
         "incidents": [asdict(one) for one in tally.incidents()[-MAX_INCIDENTS:]],
         "sums": {
             "incidents": dict(sums.incidents),

@@ -43,15 +43,12 @@ if TYPE_CHECKING:
 
     from elastic_resume.agent.ahead import ahead
     from elastic_resume.agent.exits import number_or_none, write_exit
-    from elastic_resume.agent.relay import Relays, are_held_up
 elif __package__:
     from .ahead import ahead
     from .exits import number_or_none, write_exit
-    from .relay import Relays, are_held_up
 else:
     from ahead import ahead
     from exits import number_or_none, write_exit
-    from relay import Relays, are_held_up
 
 ENV_ROUND = "ELASTIC_RESUME_ROUND"
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"
@@ -169,7 +166,6 @@ def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     guard = os.getpid()
     try:
-        relays = Relays([line.fileno(), bell, ringer])
         worker = os.fork()
     except OSError as error:
         refuse(line, f"no process can be forked for the worker: {error.strerror}.")
@@ -185,11 +181,9 @@ def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:
         for descriptor in (bell, ringer):
             os.close(descriptor)
         line.close()
-        relays.attach()
         return
-    relays.detach()
     say(line, f"started {worker} {guard}")
-    _watch_over(worker, line, bell, page, copying, relays.pids)
+    _watch_over(worker, line, bell, page, copying)
     os._exit(0)
 
 
@@ -197,9 +191,7 @@ def wake(number: int, frame: object) -> None:
     """Do nothing: the signal's number is in the pipe of `set_wakeup_fd`."""
 
 
-def _watch_over(  # noqa: PLR0917
-    worker: int, line: "_socket.socket", bell: int, page: Page, copying: Copying, relays: "set[int]"
-) -> None:
+def _watch_over(worker: int, line: "_socket.socket", bell: int, page: Page, copying: Copying) -> None:
     """See the worker and all that it leaves to their end, and tell of it."""
     status, told, fenced = watch(worker, line, bell, page, copying)
     if status is None:
@@ -210,8 +202,7 @@ def _watch_over(  # noqa: PLR0917
         return
     if status != 0 and not (told or fenced):
         page.note_failure()
-    sweep(page, at_once=fenced or page.failed(), but=relays)
-    drained(relays)
+    sweep(page, at_once=fenced or page.failed())
     write_exit(worker, status, stopped=told or fenced, fenced=fenced)
     if fenced and not told and hold(line, page):
         status = int(signal.SIGKILL)
@@ -359,22 +350,12 @@ def reap(worker: int) -> "int | None":
             found = status
 
 
-def drained(relays: "set[int]") -> None:
-    """Let the relays put out what the worker's last lines are; a reader that does not read loses them."""
-    start = time.monotonic()
-    while relays & set(children()):
-        if are_held_up(time.monotonic() - start):
-            sweep(Page(None), at_once=True)
-        reap(0)
-        time.sleep(0.002)
-
-
-def sweep(page: Page, *, at_once: bool, but: "set[int] | frozenset[int]" = frozenset()) -> None:
+def sweep(page: Page, *, at_once: bool) -> None:
     """Kill what the worker left behind. Orphans come to us as their parents die: ask until none is left."""
     start = time.monotonic()
     while True:
         reap(0)
-        left = set(children()) - but
+        left = children()
         age_s = time.monotonic() - start
         if not left or age_s > STUCK_S:
             return

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume import contract
-from elastic_resume.agent.replicas import Replicas
 from elastic_resume.config import Settings
-from elastic_resume.errors import MachineError
+from elastic_resume.errors import ElasticResumeError, MachineError
+from elastic_resume.policy.divergence import describe
 from elastic_resume.rendezvous.member import Member
+from elastic_resume.rendezvous.messages import Diverged
 from elastic_resume.store.digests import Digester
 from elastic_resume.store.handing import Desk
 from elastic_resume.store.keeper import Keeper
@@ -33,18 +34,14 @@ class Kept:
     digester: Digester
 
     def compare(self, member: Member, *, say: Callable[[str], None], tell: Callable[..., Any]) -> None:
-        """Compare this node's state with that of the others in ``member``'s rendezvous from now on."""
+        """Compare this node's state with that of the others in ``member``'s rendezvous from now on.
+
+        When this node is found wrong and the job goes on, its own later copies of that generation are
+        distrusted before it enters another world (`Member.join` waits).
+        """
         keeper, digester = self.keeper, self.digester
         # A world's generation -> its workers'. That is greater where they began with a copy of another job.
         workers: dict[int, int] = {}
-        replicas = Replicas(
-            member,
-            names=digester.names,
-            prints=lambda world, step: digester.prints(workers.get(world, world), step),
-            distrust=lambda world, step: keeper.distrust(workers.get(world, world), step),
-            say=say,
-            tell=tell,
-        )
 
         def compare(mark: int, world: int) -> None:
             workers[world] = order_of(mark)[0]
@@ -52,8 +49,30 @@ class Kept:
 
         def note(generation: int, step: int, digest: str) -> None:
             worlds = {generation: world for world, generation in list(workers.items())}
-            replicas.note(worlds[generation], step, digest)
+            member.tell_print(worlds[generation], step, digest)
 
+        def differ(told: Diverged) -> None:
+            verdict = told.verdict
+            tell(
+                "replicas-differ",
+                generation=told.generation,
+                step=verdict.step,
+                agreed_step=verdict.agreed_step,
+                nodes=[list(camp) for camp in verdict.camps],
+                wrong=list(verdict.wrong),
+                goes_on=told.goes_on,
+            )
+            if not told.goes_on:
+                return  # the end of the job says it
+            say(describe(verdict, goes_on=True))
+            if member.node in verdict.wrong:
+                try:
+                    keeper.distrust(workers.get(told.generation, told.generation), verdict.agreed_step)
+                except ElasticResumeError as error:
+                    # The next start compares what it has resumed from, and would find it.
+                    say(f"copies that are wrong could not be set aside: {error}")
+
+        member.compare(differ)
         digester.tell = note
         keeper.compare = compare
 

@@ -31,7 +31,7 @@ KINDS = frozenset({
     "agent-start", "round", "rendezvous", "zygote-exit", "worker-exit", "hang", "hang-over", "drain",
     "requeue", "preemption-notice", "verdict", "replicas-differ", "agent-end", "import",
     "resume", "worker-start", "commit", "commit-failed", "prune", "snapshot-failed", "quarantine", "failure",
-    "run-end", "slow-link", "slow-rank",
+    "run-end",
 })  # fmt: skip
 
 

@@ -7,7 +7,6 @@ Decides nothing.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,10 +14,9 @@ from pathlib import Path
 
 from elastic_resume import contract
 from elastic_resume.events import Event, age_s
-from elastic_resume.policy.stragglers import STEPS
 from elastic_resume.rendezvous.tidings import Pulse
 from elastic_resume.store import slots
-from elastic_resume.store.board import Line, read_lines
+from elastic_resume.store.board import read_lines
 from elastic_resume.store.slots import SlotState, order_of
 
 LOOKS = 3
@@ -47,9 +45,6 @@ class Finger:
         self._clock = clock
         self._steps: deque[tuple[float, int]] = deque()
         self._generation = 0
-        self._own: dict[
-            int, tuple[Line, float | None]
-        ] = {}  # by local rank: at the last step seen, and since
         self._snapshot: tuple[int, float] | None = None  # mark, and when it was first seen
         self._checkpoint: tuple[int, float] | None = None  # step, and when it was committed
         self._commits = self._commit_failures = self._commit_bytes = 0
@@ -79,7 +74,6 @@ class Finger:
         if newest is not None and (self._snapshot is None or newest.target != self._snapshot[0]):
             self._snapshot = (newest.target, now)
         held = self._snapshot if newest is not None else None
-        slowest, own_s, rest_s = self._pace([line for line in lines if line.generation == generation])
         return Pulse(
             generation=generation,
             step=step,
@@ -96,29 +90,7 @@ class Finger:
             commit_failures=self._commit_failures,
             incidents=incidents,
             trouble=self._trouble()[:500],
-            slowest=slowest,
-            own_s=own_s,
-            rest_s=rest_s,
         )
-
-    def _pace(self, lines: list[Line]) -> tuple[int | None, float | None, float | None]:
-        """Which rank takes longest for a step by itself, how long, and the others; lately."""
-        self._own = {line.local_rank: self._own_of(line) for line in lines if line.own_ns}
-        told = {line.worker.rank: own_s for line, own_s in self._own.values() if own_s is not None}
-        if not told:
-            return None, None, None
-        slowest = max(told, key=lambda rank: told[rank])
-        rest = [own_s for rank, own_s in told.items() if rank != slowest]
-        return slowest, round(told[slowest], 6), round(statistics.median_low(rest), 6) if rest else None
-
-    def _own_of(self, line: Line) -> tuple[Line, float | None]:
-        before, own_s = self._own.get(line.local_rank, (line, None))
-        if (before.worker, before.generation) != (line.worker, line.generation):
-            return line, None
-        steps, own_ns = line.step - before.step, line.own_ns - before.own_ns
-        if steps < STEPS or own_ns < 0:
-            return before, own_s
-        return line, own_ns / steps / 1e9
 
     def _rate(self, now: float, generation: int, step: int) -> float:
         if generation != self._generation or (self._steps and step < self._steps[-1][1]):

@@ -257,7 +257,7 @@ def _teller(
         states=keeper.rack.control.states,
         trouble=lambda: keeper.problem or gauge.strain().pressed,
     )
-    return Teller(node_dir.path, launch.config.run_id, finger, tail, say=witness.say, tell=witness.note)
+    return Teller(node_dir.path, launch.config.run_id, finger, tail, say=witness.say)
 
 
 def _limits(args: argparse.Namespace, given: set[str]) -> restart.Limits:
@@ -292,8 +292,6 @@ def _set_environment(
     os.environ[contract.ENV_FENCE] = fence.path
     drain_signals = args.drain_signals or os.environ.get(contract.ENV_DRAIN_SIGNALS)
     os.environ[contract.ENV_DRAIN_SIGNALS] = ",".join(preflight.drain_signals(drain_signals))
-    if args.log_prefix:
-        os.environ[contract.ENV_LOG_PREFIX] = "1"
     grace_s = preflight.grace_s(args, os.environ)
     if grace_s is not None:
         os.environ[contract.ENV_GRACE_S] = f"{grace_s:g}"

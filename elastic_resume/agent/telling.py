@@ -2,8 +2,8 @@
 
 A thread takes the node's pulse once a second, reads what is new in its event log, and hands both to the
 rendezvous; what other nodes tell it writes into ``peers.jsonl``. Who looks gets a document made of that
-(`document.py`). While this node leads, what slows the job is told of too (`slowness.py`). Where to look, and
-with which key, stands in ``look.json`` of the node's directory, for those whom its file mode lets read it.
+(`document.py`). Where to look, and with which key, stands in ``look.json`` of the node's directory, for those
+whom its file mode lets read it.
 What befell the job before is asked of the disk when it begins (`recalling.py`).
 
 Promise: neither the rendezvous nor training waits for anything here, and an error here costs them nothing.
@@ -18,7 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from elastic_resume.agent import document
 from elastic_resume.agent.news import Peers, Picker, Tail, parsed
 from elastic_resume.agent.pulse import Finger
 from elastic_resume.agent.recalling import recall
-from elastic_resume.agent.slowness import Slowness
 from elastic_resume.events import Event
 from elastic_resume.policy.tally import Tally
 from elastic_resume.rendezvous.member import Member
@@ -55,12 +53,8 @@ class Teller:
         tail: Tail,
         *,
         say: Callable[[str], None],
-        tell: Callable[..., None],
     ) -> None:
-        """``finger`` takes the node's pulse, ``tail`` reads its events.
-
-        ``say`` gets a line for people, ``tell`` an event's kind and fields.
-        """
+        """``finger`` takes the node's pulse, ``tail`` reads its events, ``say`` gets a line for people."""
         self._run_id = run_id
         self._node_dir = node_dir
         self._look_file = node_dir / contract.LOOK_FILE
@@ -71,7 +65,6 @@ class Teller:
         self._picker = Picker()
         self._peers = Peers(node_dir / contract.PEERS_FILE)
         self._tally = Tally()
-        self._slowness = Slowness(say=say, tell=tell)
         self._nodes: dict[str, document.Known] = {}
         self._heard: deque[str] = deque()
         self._heard_bytes = 0
@@ -139,8 +132,6 @@ class Teller:
                 view,
                 nodes,
                 self._tally,
-                stragglers=self._slowness.ranks if view.leads else (),
-                slow_links=self._slowness.links if view.leads else (),
                 run_id=self._run_id,
                 missed=missed,
             )
@@ -196,16 +187,9 @@ class Teller:
         pulse = self._finger.take(incidents)
         member = self._member
         if member is not None:
-            pulse = replace(pulse, round_s=member.beats.round_s)
             with self._lock:
                 self._nodes[member.node] = document.Known(pulse, time.monotonic())
             member.tell_people(pulse, [line for line, event in own if self._picker.wants(event)])
-            if member.leads:
-                with self._lock:
-                    known = dict(self._nodes)
-                self._slowness.look(known, time.monotonic())
-            else:  # what is slow goes on or ends without us: who leads now tells it
-                self._slowness.forget()
 
 
 def _write_private(path: Path, said: dict[str, object]) -> None:

@@ -21,7 +21,6 @@ from typing import Any
 import psutil
 
 from elastic_resume import contract
-from elastic_resume.agent import script
 
 ZYGOTE = Path(__file__).with_name("zygote.py")
 MAX_FAILURES = 3  # of zygotes in a row that never were ready
@@ -127,7 +126,7 @@ class Warmth:
             spec = {"command": self._command, "preload": self._preload}
             words = [str(listener.fileno()), str(its.fileno()), str(os.getpid()), json.dumps(spec)]
             self._process = spawn(
-                [sys.executable, "-u", str(ZYGOTE), *words, script.PADDING],
+                [sys.executable, "-u", str(ZYGOTE), *words],
                 pass_fds=(listener.fileno(), its.fileno()),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

@@ -1,6 +1,6 @@
 """The zygote: imports torch once, and forks a worker whenever a stub asks for one.
 
-Run by the agent as ``python -u zygote.py LISTENER CONTROL AGENT SPEC PADDING``, in a session of its own; it
+Run by the agent as ``python -u zygote.py LISTENER CONTROL AGENT SPEC``, in a session of its own; it
 dies with the agent. A stub connects, sends its command, environment and standard streams, and gets a guard
 (`guard.py`), which forks the worker::
 
@@ -82,7 +82,7 @@ def main() -> None:
     if os.getppid() != agent:
         return
     libc.prctl(guard.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a killed guard leaves comes to us
-    script.entitle(f"elastic_resume zygote of {agent}")
+    script.entitle("er-zygote")
     for own in (listener, control):
         own.set_inheritable(False)  # a process that a module starts would hold them open beyond our end
     for number in guard.IGNORED:
@@ -299,8 +299,7 @@ def become_guard(request: Request, imported: dict[str, str]) -> None:
         for name, value in {**request.environ, **imported}.items():
             if name and "=" not in name:  # the kernel hands those on, and no shell or library can set them
                 os.environb[name.encode("latin-1")] = value.encode("latin-1")
-        rank = os.environ.get(guard.ENV_LOCAL_RANK, "?")
-        script.entitle(f"elastic_resume guard of local rank {rank}")
+        script.entitle("er-guard")
         for number, stream in enumerate(request.streams):
             os.dup2(stream, number)
             os.close(stream)
@@ -319,7 +318,7 @@ def become_guard(request: Request, imported: dict[str, str]) -> None:
 def become_worker(request: Request) -> list[str]:
     """Make of this fork what a new process would be; give its command."""
     command = [os.fsdecode(word.encode("latin-1")) for word in request.command]
-    script.entitle(" ".join(command))
+    script.entitle("er-worker")
     script.enter(command)
     main_thread: Any = threading.main_thread()
     if hasattr(main_thread, "_set_native_id"):

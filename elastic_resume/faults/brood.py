@@ -1,6 +1,6 @@
 """The nursery's process: imports what an agent and its workers import once, and forks agents on request.
 
-Run by `nursery.py` as ``python -u brood.py LINE PARENT PADDING``; it dies with its parent, and what it has
+Run by `nursery.py` as ``python -u brood.py LINE PARENT``; it dies with its parent, and what it has
 forked dies with it. A simulated node costs seconds of importing, for its agent and again for its zygote. On
 one machine all nodes can share that, as workers share their zygote's.
 
@@ -157,7 +157,7 @@ def main() -> None:
     if not _die_with(parent):
         return
     line.set_inheritable(False)
-    script.entitle(f"elastic_resume nursery of {parent}")
+    script.entitle("er-nursery")
     before = zygote.environment()
     gc.disable()
     level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `elastic-resume run` has it
@@ -276,7 +276,7 @@ def _born(parent: int, asked: dict[str, Any], output: int, imported: dict[str, s
     its.close()
     warm.spawn = _Seed(pid, ours)
     command = asked["command"]
-    script.entitle(" ".join(command))
+    script.entitle("er-agent")
     command[1:1] = ["-u"]  # as this process is; the environment asks for the same
     script.enter(command)
     return lambda: _run(command)

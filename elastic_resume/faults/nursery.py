@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic_resume import contract
-from elastic_resume.agent import preflight, script
+from elastic_resume.agent import preflight
 from elastic_resume.faults import brood, ending
 
 BROOD = Path(brood.__file__)
@@ -37,7 +37,7 @@ class Nursery:
         with its:
             self._process = ending.start_to_last(
                 lambda: subprocess.Popen(
-                    [sys.executable, "-u", str(BROOD), str(its.fileno()), str(os.getpid()), script.PADDING],
+                    [sys.executable, "-u", str(BROOD), str(its.fileno()), str(os.getpid())],
                     pass_fds=(its.fileno(),),
                     stdin=subprocess.DEVNULL,
                     env=env,

@@ -42,7 +42,6 @@ FOLLOWS = " (follows rank 0, and may be another rank's after its node is gone)"
 PREFIX = "same-run-"
 MARKER = ".elastic_resume-same-run"  # in a folder of ours; its process holds a lock on the folder
 SHOWN = 8  # differences in an error
-_PRINTED = re.compile(r"\[n\d+:\d+ \S+\] (.*)")  # what --log-prefix makes of a worker's line
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,9 @@ class Job:
             AssertionError: it failed, or ended in a way that says nothing.
 
         """
-        flags = ["--snapshot-every", "1", *self.flags, "--log-prefix"]
+        logs = directory / "logs"
+        # A file for each worker: lines that several workers write to one may be mixed.
+        flags = ["--snapshot-every", "1", *self.flags, "--tee", "3", "--log-dir", str(logs)]
         with Cluster(
             directory,
             nodes=self.nodes,
@@ -89,9 +90,9 @@ class Job:
             cluster.start(self.script, *self.words)
             _Run(self, cluster, faults).follow()
             cluster.stop()  # what is left to be read then stays
-            return self._end_of(cluster)
+            return self._end_of(cluster, logs)
 
-    def _end_of(self, cluster: Cluster) -> End:
+    def _end_of(self, cluster: Cluster, logs: Path) -> End:
         resumes = tuple(cluster.events("resume"))
         if not resumes:
             raise wrong(cluster, f"{self.script.name} never called er.resume(): there is nothing to compare")
@@ -109,16 +110,19 @@ class Job:
                 f"{self.script.name} ended without a checkpoint: its last step is saved where the loop is "
                 "`for epoch in run.epochs(EPOCHS)`, or by run.close()",
             )
-        return End(*newest, self._printed(cluster), resumes)
+        return End(*newest, self._printed(logs), resumes)
 
-    def _printed(self, cluster: Cluster) -> tuple[str, ...]:
+    def _printed(self, logs: Path) -> tuple[str, ...]:
         if self.lines is None:
             return ()
         wanted = re.compile(self.lines)
-        text = "\n".join(cluster.output(index) for index in range(self.nodes))
-        printed = (match[1] for match in map(_PRINTED.fullmatch, text.splitlines()) if match)
-        printed = (line for line in printed if not line.startswith("elastic_resume"))
-        return tuple(dict.fromkeys(line for line in printed if wanted.search(line)))
+        files = sorted(logs.rglob("std*.log"), key=lambda file: file.stat().st_mtime)
+        printed = (line for file in files for line in file.read_text(errors="replace").splitlines())
+        return tuple(dict.fromkeys(line for line in printed if wanted.search(line) and not _is_ours(line)))
+
+
+def _is_ours(line: str) -> bool:
+    return line.startswith("elastic_resume")
 
 
 class _Run:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from elastic_resume.policy.divergence import Digest, rounder
+from elastic_resume.policy.divergence import rounder
 from elastic_resume.policy.failures import lost
 from elastic_resume.rendezvous.ledger import Ledger, received
 from elastic_resume.rendezvous.link import NEVER, Link
@@ -22,7 +22,6 @@ from elastic_resume.rendezvous.messages import (
     Join,
     Message,
     Print,
-    Prints,
     Redirect,
     Report,
 )
@@ -32,7 +31,6 @@ from elastic_resume.rendezvous.steps import (
     Connect,
     Disconnect,
     Effect,
-    Explained,
     Log,
     Memory,
     Persist,
@@ -48,8 +46,6 @@ NAMED = 5
 LEFT_OUT = 1000
 """So many generations may have begun behind a cut, and ended with all who knew of them."""
 ECHO = Beat()
-KEPT_PRINTS = 256
-"""Of the digests that this node has made: those that it may yet be asked about."""
 
 
 class Body:
@@ -83,7 +79,6 @@ class Body:
         self.report: Report | None = None
         """What this node has to tell of a worker of its own."""
         self._print: Print | None = None
-        self._prints: dict[tuple[int, int], Digest] = {}
         self.fence_at = NEVER
         # A life before this one may have granted leases that still run.
         self.grace_until = now + settings.node_timeout_s if memory else NEVER
@@ -338,16 +333,8 @@ class Body:
         world, kept = self.running or self.last, self._print
         if world is None or told.generation != world.generation:
             return
-        self._prints[told.generation, told.step] = told.digest
-        if len(self._prints) > KEPT_PRINTS:
-            del self._prints[next(iter(self._prints))]
         if kept is None or kept.generation != told.generation or rounder(told.step, kept.step) == told.step:
             self._print = told
-
-    def explain(self, told: Explained) -> Prints:
-        """Give all that this node can tell of its state after that step."""
-        digest = self._prints.get((told.generation, told.step))
-        return Prints(told.generation, told.step, digest, told.groups)
 
     def take_print(self) -> Print | None:
         """Return what is to be told of this node's state, once."""

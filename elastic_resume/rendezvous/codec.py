@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from elastic_resume.policy.divergence import MAX_GROUPS, Digest, Groups, are_groups, is_digest
+from elastic_resume.policy.divergence import Digest, is_digest
 from elastic_resume.rendezvous import packing
 from elastic_resume.rendezvous.quorum import World
 from elastic_resume.rendezvous.tidings import MAX_NEWS_BYTES, News, is_news
@@ -85,12 +85,6 @@ def _read_digest(value: Any, where: str) -> Digest:
     return Digest(value)
 
 
-def _read_groups(value: Any, where: str) -> Groups:
-    if not isinstance(value, list) or not are_groups(value):
-        raise WireError(f"{where}: not at most {MAX_GROUPS} digests of 16 hexadecimal digits")
-    return Groups(tuple(value))
-
-
 def _read_news(value: Any, where: str) -> News:
     if not isinstance(value, list) or not is_news(value):
         raise WireError(f"{where}: not lines of at most {MAX_NEWS_BYTES} characters together")
@@ -135,8 +129,6 @@ def _codec(kind: Any) -> tuple[Encode, Decode]:
         return (lambda value: value), _PLAIN[kind]
     if kind is World:
         return packing.pack, _read_world
-    if kind is Groups:
-        return list, _read_groups
     if kind is News:
         return list, _read_news
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):

@@ -48,7 +48,6 @@ from elastic_resume.rendezvous.steps import (
     Effect,
     EndJob,
     Event,
-    Explained,
     ForceQuorum,
     GiveUp,
     JobFailed,
@@ -142,9 +141,6 @@ class Agent:
                 role.report()
         elif isinstance(event, Digested):
             body.digested(event.told)
-        elif isinstance(event, Explained):
-            if isinstance(role, (Follower, Leader)):
-                role.explained(event)
         elif isinstance(event, Telling):
             body.outbox.put(event.pulse, event.lines)
         elif isinstance(event, ForceQuorum):

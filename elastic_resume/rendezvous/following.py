@@ -10,7 +10,6 @@ from elastic_resume.rendezvous.messages import (
     Begin,
     Claim,
     Diverged,
-    Explain,
     Failed,
     Finished,
     Force,
@@ -28,7 +27,7 @@ from elastic_resume.rendezvous.messages import (
     Welcome,
 )
 from elastic_resume.rendezvous.quorum import Incarnation, World
-from elastic_resume.rendezvous.steps import AskPrints, Explained, Heard, ReplicasDiffer
+from elastic_resume.rendezvous.steps import Heard, ReplicasDiffer
 
 FIRST_PAUSE_S = 0.005
 """Before the second call to a lost leader; each later pause is twice as long, up to `probe_s`."""
@@ -94,8 +93,6 @@ class Follower:
         elif isinstance(message, Waiting):
             self.waiting_for = message.reason
             body.log("waiting", message.reason)
-        elif isinstance(message, Explain):
-            body.effects.append(AskPrints(message.generation, message.step))
         elif isinstance(message, Diverged):
             body.effects.append(ReplicasDiffer(message))
         elif isinstance(message, JobEnd):
@@ -262,11 +259,6 @@ class Follower:
         """Tell the leader that this node's workers have succeeded."""
         if not self.broken:
             self.body.send(self.link, Finished(self.body.finished))
-
-    def explained(self, told: Explained) -> None:
-        """Tell the leader more of this node's state."""
-        if not self.broken:
-            self.body.send(self.link, self.body.explain(told))
 
     def leave(self, reason: str) -> None:
         """Say goodbye."""

@@ -21,7 +21,6 @@ from elastic_resume.rendezvous.messages import (
     Goodbye,
     Hello,
     Message,
-    Prints,
     Ready,
     Redirect,
     Report,
@@ -32,7 +31,7 @@ from elastic_resume.rendezvous.messages import (
 )
 from elastic_resume.rendezvous.quorum import Incarnation, World
 from elastic_resume.rendezvous.roster import Part, Roster
-from elastic_resume.rendezvous.steps import Explained, Heard
+from elastic_resume.rendezvous.steps import Heard
 
 
 class Leader:
@@ -115,8 +114,6 @@ class Leader:
             self.comparer.told(part.who, message.told)
             if message.tidings:
                 body.effects.append(Heard(part.who, message.tidings, body.newest))
-        elif isinstance(message, Prints):
-            self.comparer.explained(part.who, message)
         elif isinstance(message, Ready):
             self._ready(part, message)
         elif isinstance(message, Acknowledge):
@@ -447,10 +444,6 @@ class Leader:
     def finished(self) -> None:
         """Our own node's workers have succeeded."""
         self.former.stir()
-
-    def explained(self, told: Explained) -> None:
-        """Our own node tells more of its state."""
-        self.comparer.explained(self.body.me, self.body.explain(told), told.names)
 
     def leave(self, reason: str) -> None:
         """Say goodbye to all: they turn to another leader at once."""

@@ -3,8 +3,8 @@
 It promises that whoever waits here hears of the end: of the world waited for, of the job, or of this place
 (no world in time, settings that the others refuse, an error of our own). `restart_wanted` costs nothing to
 poll. What the core has to tell people is handed on in a third thread, since a log may lie on a slow disk
-and neither torchelastic's nor the shell's may wait for it. To compare replicas takes time too, and has a
-fourth (`compare`); no world is entered before what follows from it on this node is done. Decides nothing.
+and neither torchelastic's nor the shell's may wait for it. So is what follows when replicas differ
+(`compare`): no world is entered before that is done. Decides nothing.
 """
 
 from __future__ import annotations
@@ -18,23 +18,19 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from elastic_resume.errors import ConfigError, GaveUpError, RendezvousLostError
-from elastic_resume.policy.divergence import Digest, Groups, are_groups, is_digest
+from elastic_resume.policy.divergence import Digest, is_digest
 from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.address import Seat
-from elastic_resume.rendezvous.beats import Beats
 from elastic_resume.rendezvous.core import Agent
-from elastic_resume.rendezvous.following import Follower
 from elastic_resume.rendezvous.messages import Diverged, Join, Print
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.record import Record
 from elastic_resume.rendezvous.shell import Shell
 from elastic_resume.rendezvous.steps import (
-    AskPrints,
     BeginWorld,
     Digested,
     Effect,
     EndJob,
-    Explained,
     GiveUp,
     Heard,
     JobFailed,
@@ -104,16 +100,13 @@ class Member:
         self._world: BeginWorld | None = None
         self._restart = ""
         self._over: EndJob | GiveUp | None = None
-        self._news: queue.SimpleQueue[Log | None] = queue.SimpleQueue()
-        self._asked: queue.SimpleQueue[AskPrints | ReplicasDiffer | None] = queue.SimpleQueue()
-        self._comparing: threading.Thread | None = None
+        self._news: queue.SimpleQueue[Log | ReplicasDiffer | None] = queue.SimpleQueue()
+        self._differ: Callable[[Diverged], None] = lambda _: None
         self._undone = 0
         """So many times replicas were found to differ, and what follows here is not done."""
         self._teller = threading.Thread(
             target=self._hand_on, args=(tell,), name="elastic-resume-news", daemon=True
         )
-        self.leads = False
-        self.beats = Beats()
         me = Incarnation(node, secrets.token_hex(8), seat.address, seat.candidate)
         settings = terms.settings(seat.address)
         self.address = seat.address
@@ -171,13 +164,9 @@ class Member:
 
     def _wait_until_done(self) -> None:
         """Wait until nothing is to be done any more about replicas that differ."""
-        while self._undone and self._compares:
+        while self._undone and self._teller.is_alive():
             self._raise_if_over()
             self._wait()
-
-    @property
-    def _compares(self) -> bool:
-        return self._comparing is not None and self._comparing.is_alive()
 
     @property
     def restart_wanted(self) -> bool:
@@ -256,10 +245,8 @@ class Member:
         self._shell.stop()
         self._fence.set(-math.inf)
         self._news.put(None)
-        self._asked.put(None)
-        for thread in (self._teller, self._comparing):
-            if thread is not None and thread.is_alive():
-                thread.join(LINGER_S)
+        if self._teller.is_alive():
+            self._teller.join(LINGER_S)
 
     def _wait(self) -> None:
         # A signal's handler runs in between and may raise.
@@ -274,27 +261,11 @@ class Member:
         if isinstance(over, GiveUp):
             raise ConfigError(over.reason) if over.final else RendezvousLostError(over.reason)
 
-    # ---- replicas: any thread, and one of their own --------------------------------------------------
+    # ---- replicas: any thread --------------------------------------------------------------------------
 
-    def compare(
-        self,
-        *,
-        explain: Callable[[int, int], Sequence[str] | None],
-        names: Callable[[], Sequence[str]],
-        differ: Callable[[Diverged], None],
-    ) -> None:
-        """Take part in the comparison of replicas; to be called once. All three are called in one thread.
-
-        Args:
-            explain: gives the `Groups` of this node's state of (generation, step); None: not known any more.
-            names: those of all tensors, in the order of their digests.
-            differ: replicas differ, all nodes are told so. `join` waits until this has been done.
-
-        """
-        self._comparing = threading.Thread(
-            target=self._compare, args=(explain, names, differ), name="elastic-resume-replicas", daemon=True
-        )
-        self._comparing.start()
+    def compare(self, differ: Callable[[Diverged], None]) -> None:
+        """Have ``differ`` called in the third thread when replicas differ; `join` waits until it is done."""
+        self._differ = differ
 
     def tell_print(self, generation: int, step: int, digest: str) -> None:
         """Tell how this node's state looked after that step; from any thread.
@@ -309,33 +280,11 @@ class Member:
             raise ValueError(f"not a digest of 32 hexadecimal digits: {digest!r}")
         self._shell.submit(Digested(Print(generation, step, Digest(digest))))
 
-    def _compare(
-        self,
-        explain: Callable[[int, int], Sequence[str] | None],
-        names: Callable[[], Sequence[str]],
-        differ: Callable[[Diverged], None],
-    ) -> None:
-        while (asked := self._asked.get()) is not None:
-            if isinstance(asked, AskPrints):
-                groups = tuple(explain(asked.generation, asked.step) or ())
-                if not are_groups(groups):
-                    raise ValueError(f"not digests of tensors: {groups!r:.100}")
-                known = Groups(groups)
-                self._shell.submit(Explained(asked.generation, asked.step, known, tuple(names())))
-                continue
-            try:
-                differ(asked.told)
-            finally:
-                with self._change:
-                    self._undone -= 1
-                    self._change.notify_all()
-
     # ---- the shell's thread --------------------------------------------------------------------------
 
     def _watch(self, agent: Agent) -> None:
         """Move the fence before anything else is done about an event."""
-        self._is_heard, self.leads = agent.is_heard, agent.leads
-        self.beats.note(agent.role.link if isinstance(agent.role, Follower) else None)
+        self._is_heard = agent.is_heard
         if agent.running is None:
             self._fence.set(-math.inf)
         else:
@@ -349,10 +298,9 @@ class Member:
             self._hear(effect)
             return
         with self._change:
-            if isinstance(effect, (AskPrints, ReplicasDiffer)):
-                if self._compares:  # else the leader does not wait for long
-                    self._undone += isinstance(effect, ReplicasDiffer)
-                    self._asked.put(effect)
+            if isinstance(effect, ReplicasDiffer):
+                self._undone += 1
+                self._news.put(effect)
             elif isinstance(effect, BeginWorld):
                 self._world = effect
             elif isinstance(effect, (RestartWorkers, StopWorkers)):
@@ -366,4 +314,12 @@ class Member:
 
     def _hand_on(self, tell: Callable[[Log], None]) -> None:
         while (news := self._news.get()) is not None:
-            tell(news)
+            if isinstance(news, Log):
+                tell(news)
+                continue
+            try:
+                self._differ(news.told)
+            finally:
+                with self._change:
+                    self._undone -= 1
+                    self._change.notify_all()

@@ -5,8 +5,8 @@ the other its leader. `Stamp` rides on every message, both ways: with it each si
 messages the other has seen, and counts its lease from when it *sent* that one.
 
     searching → anyone     Hello                        and back    Welcome | Redirect | Refused
-    member    → leader     Ready Acknowledge Finished Report Failed Force Beat Prints Goodbye
-    leader    → member     Propose Begin Restart Waiting JobEnd Beat Explain Diverged Redirect Refused Goodbye
+    member    → leader     Ready Acknowledge Finished Report Failed Force Beat Goodbye
+    leader    → member     Propose Begin Restart Waiting JobEnd Beat Diverged Redirect Refused Goodbye
     ended     → anyone     JobEnd
     leader    → anyone     Claim                        and back    Claim | Redirect
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_resume.policy.divergence import Digest, Groups
+from elastic_resume.policy.divergence import Digest, Verdict
 from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
 from elastic_resume.rendezvous.tidings import Tidings
@@ -124,42 +124,15 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Explain:
-    """Members tell different prints of that step: tell me more of yours."""
-
-    generation: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Prints:
-    """The answer: digests of tensors in their order, none where this node no longer has that step.
-
-    With them goes what heartbeats may have had no room for; without both nobody could tell whether those that
-    explain their state and those that do not hold the same.
-    """
-
-    generation: int
-    step: int
-    digest: Digest | None
-    groups: Groups
-
-
-@dataclass(frozen=True, slots=True)
 class Diverged:
-    """The replicas of that generation differ: `policy.divergence.Verdict` says how.
+    """The replicas of that generation differ.
 
-    `agreed_step` is the newest step at which all were equal, 0 where none was. `goes_on`: those that are
-    `wrong` take the majority's state; their own copies of that generation count no later than `agreed_step`.
+    `goes_on`: those that are `wrong` take the majority's state; their own copies of that generation count no
+    later than `agreed_step`.
     """
 
     generation: int
-    step: int
-    agreed_step: int
-    camps: tuple[tuple[str, ...], ...]
-    wrong: tuple[str, ...]
-    differing: tuple[int, ...]
-    count: int
+    verdict: Verdict
     goes_on: bool
 
 
@@ -290,8 +263,6 @@ Message = (
     | Refused
     | Ready
     | Beat
-    | Explain
-    | Prints
     | Diverged
     | Propose
     | Acknowledge

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from elastic_resume.policy.divergence import Digest, Groups
+from elastic_resume.policy.divergence import Digest
 from elastic_resume.policy.failures import SIGNAL, Failure
 from elastic_resume.rendezvous.checkers import ALIVE, NEW_NUMBER, Checkers
 from elastic_resume.rendezvous.core import Agent
@@ -19,14 +19,12 @@ from elastic_resume.rendezvous.messages import Acknowledge, Begin, Claim, Diverg
 from elastic_resume.rendezvous.quorum import Incarnation
 from elastic_resume.rendezvous.simnet import End, Host, Network
 from elastic_resume.rendezvous.steps import (
-    AskPrints,
     BeginWorld,
     Connect,
     Digested,
     Disconnect,
     EndJob,
     Event,
-    Explained,
     GiveUp,
     JobFailed,
     JoinRequested,
@@ -75,7 +73,6 @@ class Node(Host):
         self.disk: Memory | None = None
         self.disk_s = 0.01
         self.stop_s = 0.02
-        self.explain_s = 0.001
         self.life = 0
         self.power = True
         self.process = False
@@ -106,8 +103,6 @@ class Node(Host):
         """What the agent said at the end of its part."""
         self.last = False
         """Once the job has ended here, nobody starts it again."""
-        self.state: dict[int, Groups] = {}
-        self.names: tuple[str, ...] = ()
         """What it can still tell of its state, by step, and the names of its tensors."""
         self.differed: list[Diverged] = []
         self.gave_up_at = float("-inf")
@@ -284,17 +279,11 @@ class Node(Host):
         if self.agent and not (self.agent.body.finished and life == self.life):
             self.ask_to_join(life)
 
-    def digest(self, step: int, tensors: str) -> None:
-        """Its state after that step is digested; each letter stands for a tensor's value."""
+    def digest(self, step: int, state: str) -> None:
+        """Its state after that step is digested."""
         if self.agent and self.agent.body.last:
-            self.state[step] = Groups(tuple(_hex(letter)[:16] for letter in tensors))
             generation = self.agent.body.last.generation
-            self._happen(Digested(Print(generation, step, Digest(_hex(tensors)))))
-
-    def _explain(self, asked: AskPrints, life: int) -> None:
-        if life == self.life and self.agent:
-            groups = self.state.get(asked.step, Groups(()))
-            self._happen(Explained(asked.generation, asked.step, groups, self.names))
+            self._happen(Digested(Print(generation, step, Digest(_hex(state)))))
 
     def finish(self) -> None:
         """Every worker of this node succeeds."""
@@ -404,8 +393,6 @@ class Node(Host):
             self._begin(effect)
         elif isinstance(effect, (RestartWorkers, StopWorkers)):
             self.clock.at(self.clock.now + self.rng.random() * self.stop_s, self._stopped, self.life)
-        elif isinstance(effect, AskPrints):
-            self.clock.at(self.clock.now + self.explain_s, self._explain, effect, self.life)
         elif isinstance(effect, ReplicasDiffer):
             self.differed.append(effect.told)
         elif isinstance(effect, (EndJob, GiveUp)):

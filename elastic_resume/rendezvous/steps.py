@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_resume.policy.divergence import Groups
 from elastic_resume.policy.failures import Failure
 from elastic_resume.rendezvous.messages import Diverged, Join, Message, Print, Stamp
 from elastic_resume.rendezvous.quorum import ALL_RULES, Incarnation, Knowledge, Rules
@@ -153,16 +152,6 @@ class Digested:
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
-    """The answer to `AskPrints`; `names` are those of all tensors, in the order of their digests."""
-
-    generation: int
-    step: int
-    groups: Groups
-    names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Telling:
     """What this node has to tell people, through whoever leads."""
 
@@ -205,7 +194,6 @@ Event = (
     | WorkerFailed
     | JobFailed
     | Digested
-    | Explained
     | Telling
     | Leave
     | ForceQuorum
@@ -292,14 +280,6 @@ class StopWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class AskPrints:
-    """Give the digests of this node's tensors after that step, or none: with `Explained`."""
-
-    generation: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicasDiffer:
     """All members are told so. What follows for the world comes by itself."""
 
@@ -351,7 +331,6 @@ Effect = (
     | BeginWorld
     | RestartWorkers
     | StopWorkers
-    | AskPrints
     | ReplicasDiffer
     | Heard
     | EndJob

@@ -48,14 +48,6 @@ class Pulse:
     """Of the job, as far as this node knows; before its agent's start too."""
     trouble: str = ""
     """What is wrong with its disk or memory; empty while nothing is."""
-    slowest: int | None = None
-    """Which of its ranks takes longest for a step, waiting for no other; None: that is not measured."""
-    own_s: float | None = None
-    """What a step has taken that rank by itself, lately."""
-    rest_s: float | None = None
-    """What it takes its other ranks mostly; None where it has one."""
-    round_s: float | None = None
-    """What a heartbeat takes to the leader and back (`Beats`); None for the leader itself, and at first."""
 
 
 @dataclass(frozen=True, slots=True)

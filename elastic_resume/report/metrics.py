@@ -28,7 +28,6 @@ PREFIX = "elastic_resume_"
 NODE_GAUGES = {
     "node_step": ("The newest step that the node's workers have finished.", "step"),
     "node_steps_per_second": ("Steps a second, over the last ten seconds.", "steps_per_s"),
-    "node_own_seconds": ("What a step takes the slowest of the node's ranks, waiting for no other.", "own_s"),
     "node_heard_age_seconds": ("Seconds since the node told of itself.", "heard_s"),
     "snapshot_step": ("Step of the newest snapshot in the node's memory.", "snapshot_step"),
     "snapshot_age_seconds": ("Age of the newest snapshot in the node's memory.", "snapshot_age_s"),

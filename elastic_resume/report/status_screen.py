@@ -6,12 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_resume.policy import links, stragglers
 from elastic_resume.report.text import amount, clean, cut, seconds, table, wrap
 
 MAX_NODES = 24
 MAX_INCIDENTS = 5
-MAX_SLOW = 5
 MAX_SPARES = 24
 _HEAD = ("rank", "node", "step", "steps/s", "snapshot", "checkpoint", "heard", "")
 
@@ -35,7 +33,6 @@ def screen(said: Mapping[str, Any], most: int = MAX_NODES) -> list[str]:
     return [
         *_headline(said),
         "",
-        *_slow(said),
         *_nodes(said, most),
         *_spares(said["spares"]),
         "",
@@ -60,15 +57,6 @@ def _headline(said: Mapping[str, Any]) -> list[str]:
     if not said["leads"]:
         lines.append(f"(as {clean(said['node'])} knows it: who leads did not answer)")
     return [*lines, f"step {said['step']}, {said['steps_per_s']:.3g} steps/s"]
-
-
-def _slow(said: Mapping[str, Any]) -> list[str]:
-    """Ranks and links that the others wait for."""
-    ranks = sorted(said["stragglers"], key=lambda one: -one["own_s"])
-    told = [stragglers.describe(one["rank"], one["node"], one["own_s"], one["others_s"]) for one in ranks]
-    told += [links.describe(one["node"], one["round_s"], one["others_s"]) for one in said["slow_links"]]
-    more = [f"and {len(told) - MAX_SLOW} more"] if len(told) > MAX_SLOW else []
-    return [*(line for text in [*told[:MAX_SLOW], *more] for line in wrap(text)), ""] if told else []
 
 
 def _spares(names: Sequence[str]) -> list[str]:

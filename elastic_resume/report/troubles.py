@@ -9,14 +9,11 @@ Failures that ended a generation are not among these (`incidents`).
 from __future__ import annotations
 
 import bisect
-import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
 
-from elastic_resume.policy import links, stragglers
 from elastic_resume.report.text import amount, seconds, without_path
 from elastic_resume.report.timeline import Seen, Timeline
 
@@ -57,7 +54,6 @@ def find(line: Timeline) -> tuple[Trouble, ...]:
                 found.append(made)
     found += [one for one in map(_of_rendezvous, line.of_kind("rendezvous")) if one is not None]
     found += _slow(line.of_kind("commit"))
-    found += _slowness(line)
     return tuple(sorted(_folded(found, line), key=lambda trouble: (trouble.t, trouble.node)))
 
 
@@ -114,52 +110,6 @@ def _slow(commits: list[Seen]) -> list[Trouble]:
     return found
 
 
-def _slowness(line: Timeline) -> list[Trouble]:
-    """Ranks and links that others waited for, each from when it was found slow until it was so no more.
-
-    Of a node one rank at a time is told. Who leads after another tells it again, and counts anew.
-    """
-    begun: dict[tuple[Any, ...], tuple[float, Seen]] = {}
-    told: list[Trouble] = []
-    for one in line.of_kind("slow-rank", "slow-link"):
-        # The link outlives a generation, and no rank does.
-        key = (one.kind, one.text("slow_node"), one.generation if one.kind == "slow-rank" else None)
-        since, before = begun.pop(key, (one.t, one))
-        if one.raw.get("is_over") is not True:
-            if before.count("slow_rank") != one.count("slow_rank"):
-                told.append(_unended(since, before, line))
-                since = one.t
-            begun[key] = since, one
-        elif before is not one:
-            until = one.t if one.kind == "slow-link" else max(since, min(one.t, _next_t(one, line)))
-            told.append(replace(_slow_one(one), t=since, until=until))
-    return [*told, *(_unended(since, one, line) for since, one in begun.values())]
-
-
-def _next_t(one: Seen, line: Timeline) -> float:
-    """When a generation after that of ``one`` began."""
-    own = one.generation or 0
-    later = [seen[0].t for number, seen in line.generations.items() if number > own and seen]
-    return min(later, default=math.inf)
-
-
-def _unended(since: float, one: Seen, line: Timeline) -> Trouble:
-    """Make one whose end nobody told: that was then or later, and with its generation at the latest."""
-    is_over = _next_t(one, line) < math.inf or bool(line.of_kind("run-end"))
-    return replace(_slow_one(one, "at least "), t=since, until=one.t, is_over=is_over)
-
-
-def _slow_one(one: Seen, least: str = "") -> Trouble:
-    node, others_s = one.text("slow_node"), one.seconds("others_s") or 0.0
-    if one.kind == "slow-link":
-        text = links.describe("", one.seconds("round_s") or 0.0, others_s)
-    else:
-        steps, longer = amount(one.count("steps") or 0, "step"), seconds(one.seconds("cost_s"))
-        slow = stragglers.describe(one.count("slow_rank"), "", one.seconds("own_s") or 0.0, others_s)
-        text = f"{slow}; {least}{steps} took {longer} longer for it"
-    return Trouble(one.kind, BAD, node, one.t, one.t, 1, text, one.generation, one.step)
-
-
 # ---- one sentence for each kind ------------------------------------------------------------------------
 
 
@@ -172,11 +122,10 @@ def _quarantine(one: Seen) -> str:
 
 
 def _differ(one: Seen) -> str:
-    wrong, tensors = one.names("wrong"), one.names("tensors")
+    wrong = one.names("wrong")
     who = f"of {', '.join(wrong)} differ from the others'" if wrong else "differ, and no majority says whose"
-    first = f", first in {tensors[0]}" if tensors else ""
     then = "the majority's state is taken" if one.raw.get("goes_on") is True else "the job ends"
-    return f"replicas {who}{first}; {then}"
+    return f"replicas {who}; {then}"
 
 
 def _drain(one: Seen) -> str:

@@ -37,10 +37,10 @@ _WORDS = 4  # generation, step, world size, busy
 _MORE_WORDS = 16  # of the second part: see `_MORE`
 _MORE = (
     "rank", "agent_pid", "round", "pid", "start_ticks", "first_step",
-    "beat_ns", "collectives", "busy_until_ns", "epoch_end", "stacks_fd", "bell_fd", "own_ns",
+    "beat_ns", "collectives", "busy_until_ns", "epoch_end", "stacks_fd", "bell_fd",
 )  # fmt: skip
 _AT = {name: at for at, name in enumerate(_MORE)}
-_BEAT_NS, _COLLECTIVES, _OWN_NS = _AT["beat_ns"], _AT["collectives"], _AT["own_ns"]
+_BEAT_NS, _COLLECTIVES = _AT["beat_ns"], _AT["collectives"]
 _MORE_START = MAX_LOCAL_RANKS * _WORDS
 _BYTES = MAX_LOCAL_RANKS * (_WORDS + _MORE_WORDS) * 8
 _MAX_COUNT = 1 << 53
@@ -71,8 +71,7 @@ class Line:
     ``beat_ns`` is the time of the last step (or of the end of what kept it busy); 0 where there is nothing
     to judge by: before the first step, and after the last. ``collectives`` counts those of the default
     process group as the last step ended. ``busy_until_ns`` limits ``busy``; 0: no limit. ``epoch_end`` is the
-    step with which an epoch ended last. ``own_ns`` is what the steps of this generation took the rank itself,
-    waiting for no other; 0 where that is not measured. Times are of CLOCK_MONOTONIC.
+    step with which an epoch ended last. Times are of CLOCK_MONOTONIC.
     """
 
     local_rank: int
@@ -86,7 +85,6 @@ class Line:
     collectives: int
     busy_until_ns: int
     epoch_end: int
-    own_ns: int = 0
 
 
 class Board:
@@ -122,7 +120,6 @@ class Board:
         self._words[more + _AT["busy_until_ns"]] = 0
         self._words[more + _AT["epoch_end"]] = 0
         self._words[more + _COLLECTIVES] = 0
-        self._words[more + _OWN_NS] = 0
         self._words[more + _AT["first_step"]] = step
         self._words[at + 1] = 0
         self._words[at + 3] = 0
@@ -133,10 +130,9 @@ class Board:
             for name in ("rank", "agent_pid", "round", "start_ticks", "stacks_fd", "bell_fd", "pid"):
                 self._words[more + _AT[name]] = getattr(worker, name)
 
-    def finish_step(self, local_rank: int, step: int, collectives: int = 0, own_ns: int = 0) -> None:
+    def finish_step(self, local_rank: int, step: int, collectives: int = 0) -> None:
         """Record that ``local_rank`` has just finished ``step``."""
         words, more = self._words, _MORE_START + local_rank * _MORE_WORDS
-        words[more + _OWN_NS] = own_ns
         words[local_rank * _WORDS + 1] = step
         words[more + _COLLECTIVES] = collectives
         words[more + _BEAT_NS] = time.monotonic_ns()

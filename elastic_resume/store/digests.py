@@ -1,7 +1,8 @@
-"""Digests of snapshots, tensor by tensor, so that nodes can compare what must be equal on all of them.
+"""Digests of snapshots, so that nodes can compare what must be equal on all of them.
 
 A thread of low priority digests the snapshots that the lead names while they lie in their slots; one that is
-written over meanwhile is passed by. Only what training keeps equal counts: parameters and optimizer state.
+written over meanwhile is passed by. What ranks need not agree on (BatchNorm's buffers, say:
+`Manifest.follows_rank0`) is left out.
 
 Promise: a digest that is told is of bytes that were whole and of that step. Does not know who compares.
 """
@@ -12,22 +13,39 @@ import contextlib
 import queue
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+
+import xxhash
 
 from elastic_resume.errors import CheckpointError
 from elastic_resume.store import note
 from elastic_resume.store.keeper import lower_priority
 from elastic_resume.store.layout import Layout
-from elastic_resume.store.prints import prints_of
 from elastic_resume.store.rack import Rack
 from elastic_resume.store.slots import Slot, order_of
 
-REMEMBERED = (
-    16  # steps whose digests can still be asked for: nodes are not further apart than some heartbeats
-)
 WAIT_S = 1.0  # for the local ranks that still copy
 LOOK_S = 0.003
+PIECE_BYTES = 16 * 1024 * 1024  # 2 ms
+
+
+def digest_of(
+    image: memoryview, layout: Layout, left_out: Collection[str], *, still: Callable[[], bool] = lambda: True
+) -> str | None:
+    """Digest an image without those tensors; None as soon as ``still`` says that it is being written over.
+
+    The caller makes sure of that after the last byte as well.
+    """
+    digest = xxhash.xxh3_128()
+    for name, extent in layout.extents.items():
+        if name in left_out:
+            continue
+        digest.update(f"{name} {extent.dtype} {extent.shape} ".encode())
+        for start in range(extent.start, extent.stop, PIECE_BYTES):
+            if not still():
+                return None
+            digest.update(image[start : min(start + PIECE_BYTES, extent.stop)])
+    return digest.hexdigest()
 
 
 class Digester:
@@ -38,10 +56,7 @@ class Digester:
         self.tell: Callable[[int, int, str], None] = lambda *_: None
         self._rack = rack
         self._marks: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._known: OrderedDict[tuple[int, int], tuple[str, ...]] = OrderedDict()
-        self._names: tuple[str, ...] = ()
-        self._layout: tuple[int, Layout, tuple[str, ...]] | None = None  # by the number that stands for it
-        self._lock = threading.Lock()
+        self._layout: tuple[int, Layout, frozenset[str]] | None = None  # by the number that stands for it
         self._thread = threading.Thread(target=self._live, name="elastic-resume-digest", daemon=True)
 
     def start(self) -> None:
@@ -51,15 +66,6 @@ class Digester:
     def name(self, mark: int) -> None:
         """Have that snapshot digested. From any thread."""
         self._marks.put(mark)
-
-    def names(self) -> tuple[str, ...]:
-        """The tensors that are digested, in their order."""
-        return self._names
-
-    def prints(self, generation: int, step: int) -> tuple[str, ...] | None:
-        """What that step's state was, tensor by tensor (see `prints`); None where it is not known."""
-        with self._lock:
-            return self._known.get((generation, step))
 
     def close(self) -> None:
         """End it."""
@@ -88,24 +94,17 @@ class Digester:
 
     def _digest_slot(self, slot: Slot, mark: int) -> None:
         used = time.thread_time()
-        image = slot.image()
+        image, control = slot.image(), self._rack.control
         number = slot.record.get("layout")
         layout = self._layout
         if layout is None or layout[0] != number:
             follows = note.manifest_of(*slot.notes(), len(image)).follows_rank0
-            layout = (number, Layout.parse(image, len(image)), follows)
-        found = prints_of(image, *layout[1:], still=lambda: slot.record.counts() == mark)
+            layout = (number, Layout.parse(image, len(image)), frozenset(follows))
+        found = digest_of(image, *layout[1:], still=lambda: slot.record.counts() == mark)
         used_us = int((time.thread_time() - used) * 1e6)
         if found is None or slot.record.counts() != mark:  # written over meanwhile, what was parsed as well
-            control = self._rack.control
             control.set("digest_cpu_us", max(control.get("digest_cpu_us"), used_us))  # as much at the least
             return
         self._layout = layout
-        order = order_of(mark)
-        with self._lock:
-            self._names = found.names
-            self._known[order] = found.groups
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-        self._rack.control.set("digest_cpu_us", used_us)
-        self.tell(*order, found.digest)
+        control.set("digest_cpu_us", used_us)
+        self.tell(*order_of(mark), found)

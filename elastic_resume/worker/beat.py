@@ -54,9 +54,9 @@ class Beat:
             worker=_introduce(world.rank),
         )
 
-    def finish_step(self, step: int, own_ns: int = 0) -> None:
-        """Record that this rank has just finished ``step``; ``own_ns``: see `OwnTime.end_step`."""
-        self._board.finish_step(self._local_rank, step, self._count(), own_ns)
+    def finish_step(self, step: int) -> None:
+        """Record that this rank has just finished ``step``."""
+        self._board.finish_step(self._local_rank, step, self._count())
 
     def end_epoch(self, step: int) -> None:
         """Record that ``step`` was an epoch's last one: an evaluation may follow."""

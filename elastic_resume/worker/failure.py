@@ -98,11 +98,9 @@ class _Hook:
         ours = os.environ.get(contract.ENV_ROUND)  # a stock torchrun with our plug-in does not tell
         if self.before is not sys.__excepthook__ or not agent.isdigit() or not ours:
             return False
-        # With --log-prefix a relay of our parent, the guard, prints to where that one's output goes.
-        printer = os.getppid() if os.environ.get(contract.ENV_LOG_PREFIX) else "self"
         try:
             # Of the link itself: what it leads to may be beyond our permission, or a pipe.
-            return Path(f"/proc/{agent}/fd/2").readlink() == Path(f"/proc/{printer}/fd/2").readlink()
+            return Path(f"/proc/{agent}/fd/2").readlink() == Path("/proc/self/fd/2").readlink()
         except OSError:
             return False
 

@@ -37,7 +37,7 @@ from elastic_resume.store.checkpoint import fresh_memory
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.slots import Slot
 from elastic_resume.store.writing import Writer
-from elastic_resume.worker import overlay, progress_line, restoring, transfer
+from elastic_resume.worker import overlay, restoring, transfer
 from elastic_resume.worker.arriving import Arriving, Copies, Private, Task, is_own
 from elastic_resume.worker.overlay import Overlay
 from elastic_resume.worker.place import Place
@@ -67,7 +67,6 @@ class Attempt:
         self._follows: list[list[Any]] = []  # what all take from the source, as the source says it
         self._values = Overlay(())
         self._tasks: list[Task] = []
-        self._sent: Private | None = None  # how much of it has gone to other nodes
 
     @property
     def tier(self) -> str:
@@ -205,8 +204,7 @@ class Attempt:
             image = self._image if place.world.rank == plan.source_rank else None
             sent = Task("values", lambda: self._values.exchange(everybody, image, plan.source_rank))
             self._tasks.append(sent)
-        with self._shown():
-            self._load_here(tracked, self.manifest)
+        self._load_here(tracked, self.manifest)
         failures = self._conclude()
         if not failures and self._late:
             place.together(lambda: self._load_late(tracked))
@@ -247,10 +245,7 @@ class Attempt:
         elif self._own is not None:
             image, own = self._require_image(), self._own
             channel.tell(_bare(own).to_bytes().decode(), rank)
-            sent = self._sent = Private()
-            task = Task(
-                "send", lambda: transfer.send(channel, image, own.blocks, own.block_bytes, rank, sent=sent)
-            )
+            task = Task("send", lambda: transfer.send(channel, image, own.blocks, own.block_bytes, rank))
             self._tasks.append(task)
 
     def _begin_to_receive(self, channel: Channel, rank: int) -> None:
@@ -294,18 +289,6 @@ class Attempt:
             self._late |= names[lead] is None and place.node_of.count(node) > 1
             if node == place.node and names[lead] is not None:
                 self._join_lead(names[lead])
-
-    def _shown(self) -> contextlib.AbstractContextManager[None]:
-        """Show people how far it is, on the lead of a node where bytes come from a disk, come or go."""
-        image, plan, sent = self._image, self._plan, self._sent
-        if image is None or not self._place.leads or (sent is None and self.tier == MEMORY):
-            return contextlib.nullcontext()
-        if sent is not None:
-            what = f"sending step {plan.step} to {' '.join(plan.lacking[:4])}"
-        else:
-            what = f"reading step {plan.step}" if self.tier else f"receiving step {plan.step}"
-        arrived = image.arrived if sent is None else lambda: sent.arrived
-        return progress_line.shown(what, plan.nbytes, arrived)
 
     def _load_here(self, tracked: Mapping[str, Any], manifest: Manifest) -> None:
         """Load what comes, and wait for all threads; what went wrong is kept for `_conclude`."""

@@ -28,7 +28,6 @@ from elastic_resume.worker.buckets import BucketOrder
 from elastic_resume.worker.drain import Drain
 from elastic_resume.worker.hooks import Hooks
 from elastic_resume.worker.keeping import Keeping
-from elastic_resume.worker.own_time import OwnTime
 from elastic_resume.worker.parameters import ParameterOrder
 from elastic_resume.worker.place import Place, open_node
 from elastic_resume.worker.progress import Options, Progress
@@ -91,7 +90,6 @@ class Run:
             self._random.seed = options.seed  # said now, and so meant
         self._plan = resumed.plan
         self._beat = Beat(board, place)
-        self._own_time = OwnTime(tracked)
         self._saver = Saver(
             place, self._plan, resumed.saved_step, tracked, keeping.memory, busy=self._beat.busy
         )
@@ -155,9 +153,7 @@ class Run:
         For a tracked model nothing is broadcast (``init_sync=False``): `resume` has compared the digests of
         all ranks. ``ddp_kwargs`` go to DistributedDataParallel and win over what is chosen here.
         """
-        wrapped = wrapping.wrap(model, self._tracked, self._buckets, ddp_kwargs)
-        self._own_time.watch(wrapped)
-        return wrapped
+        return wrapping.wrap(model, self._tracked, self._buckets, ddp_kwargs)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left of ``count``, the interrupted one first.
@@ -191,7 +187,7 @@ class Run:
         self._earlier.note()
         position = self._progress.step()
         self._buckets.end_step()
-        self._beat.finish_step(position.step, self._own_time.end_step())
+        self._beat.finish_step(position.step)
         failpoints.hit("step", position.step)
         self._random.after_step(position.step)
         now = time.monotonic()
@@ -378,7 +374,6 @@ class Run:
         self._earlier.note()
         atexit.unregister(self._release)  # it would keep this run, and so its slots, until the process ends
         self._beat.end()
-        self._own_time.close()
         if self._untracked is not None:
             self._untracked.close()
         self._drain.close()

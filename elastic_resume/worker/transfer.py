@@ -20,7 +20,7 @@ from torch.distributed import Work
 
 from elastic_resume import failpoints
 from elastic_resume.errors import CheckpointError, CorruptError
-from elastic_resume.worker.arriving import Arriving, PeerFailedError, Word
+from elastic_resume.worker.arriving import Arriving, PeerFailedError
 from elastic_resume.worker.world import Channel
 
 FRAME_BLOCKS = 2  # a frame costs 0.2 ms, two blocks 12 ms
@@ -32,18 +32,8 @@ _FRAME_BYTES = 8 + FRAME_BLOCKS * _DIGEST_BYTES
 _GOES_ON, _FAILED = 1, 2
 
 
-def send(
-    channel: Channel,
-    image: Arriving,
-    known: Sequence[str],
-    block_bytes: int,
-    source_rank: int,
-    *,
-    sent: Word,
-) -> None:
+def send(channel: Channel, image: Arriving, known: Sequence[str], block_bytes: int, source_rank: int) -> None:
     """Send the whole of ``image``, as far as it has arrived here. ``known``: its blocks' digests, or nothing.
-
-    ``sent`` has how much is under way or gone.
 
     Raises:
         CheckpointError: what the filler of ``image`` met; the receivers have been told.
@@ -65,7 +55,6 @@ def send(
             block = failpoints.passing("transfer.block", _block(image.memory, index, block_bytes))
             flying.append(channel.start(torch.frombuffer(block, dtype=torch.uint8), source_rank))
             _land(flying, _IN_FLIGHT + 1)
-            sent.arrived = min((index + 1) * block_bytes, len(image.memory))
         at += len(digests)
     _land(flying, 0)
 
