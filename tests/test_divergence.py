@@ -227,8 +227,8 @@ NOBODY = """
 replicas differ at step 128: node a against node b, which tensors is not known. There is no majority to say
 who is wrong (no step of this generation was seen equal). Look for what nodes do not share: random numbers,
 samples, a broken device, state that changes between run.step() and optimizer.step() (run.verify_copies finds
-it). An older copy is taken with --resume PATH. Machines of different kinds round differently: with
---check-replicas off they go on, and one node's values count at each resume.
+it). To go on from an older checkpoint move the newer ones elsewhere. Machines of different kinds round
+differently: with --check-replicas off they go on, and one node's values count at each resume.
 """
 
 

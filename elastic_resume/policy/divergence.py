@@ -209,7 +209,8 @@ def _next(verdict: Verdict, agreed: int, *, goes_on: bool) -> str:
     return (
         f"There is no majority to say who is wrong ({since}). Look for what nodes do not share: random "
         "numbers, samples, a broken device, state that changes between run.step() and optimizer.step() "
-        f"(run.verify_copies finds it). An older copy is taken with --resume PATH. {UNLIKE_MACHINES}"
+        f"(run.verify_copies finds it). To go on from an older checkpoint move the newer ones elsewhere. "
+        f"{UNLIKE_MACHINES}"
     )
 
 

@@ -125,10 +125,9 @@ class Attempt:
 
     def _open_checkpoint(self, copy: Copy) -> None:
         path = self._place.path_of(copy)
-        run_id = self._place.settings.run_id if copy.home else None
-        manifest = checkpoint.quick_check(path, run_id)
+        manifest = checkpoint.quick_check(path, self._place.settings.run_id)
         self.on_disk = copy.home == self._place.node
-        self._own = replace(manifest, run_id=self._place.settings.run_id)
+        self._own = manifest
         image = self._take_slot(self._own) if self._place.leads else None
         if image is not None:
             into, arrived = image.memory, image.advance

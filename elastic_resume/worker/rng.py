@@ -22,6 +22,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import xxhash
@@ -44,7 +45,7 @@ class RandomNumbers:
         """Return the seed."""
         return {"seed": self.seed}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the seed that the job began with; older checkpoints may hold generators beside it."""
         self.seed = state["seed"]
 

@@ -35,13 +35,15 @@ def resume(
     save_every: str | int | None = None,
     snapshot_every: str | int | None = None,
     keep: int | None = None,
-    resume: str | os.PathLike[str] | None = None,
+    resume: str | None = None,
     seed: int | None = None,
     rng: str = "derived",
     on_world_change: str | None = None,
     **named: Any,
 ) -> Run:
     """Bring the given objects to the newest valid state that any node holds, or start fresh.
+
+    A fresh start takes rank 0's values, and so whatever was loaded into the objects there before.
 
     Call it once, on every rank, when the objects are built; before or after DDP is. It joins the process
     group that torchrun's environment describes, unless the script already has.
@@ -62,8 +64,7 @@ def resume(
         save_every: steps or seconds between two checkpoints: a number of steps, "30s", or "auto".
         snapshot_every: the same for copies in memory, or "off".
         keep: how many checkpoints each node keeps, at least 2.
-        resume: "auto", "must", "never", or the path of a checkpoint: ours, or one that was made elsewhere
-            (torch.save, DCP, safetensors), with which the job begins.
+        resume: "auto", "must" or "never".
         seed: from which random numbers are derived, with rank and step; default is what rank 0 gave
             ``torch.manual_seed`` before, kept over all restarts.
         rng: "derived" seeds torch, `random` and numpy (global) at each step boundary, so that a resumed run
