@@ -21,7 +21,7 @@ import elastic_resume as er
 from elastic_resume import contract
 from elastic_resume.cli import main
 from elastic_resume.errors import CorruptError, MachineError, UsageError
-from elastic_resume.store import checkpoint, durable, writing
+from elastic_resume.store import checkpoint, durable
 from elastic_resume.store.durable import Disk
 from elastic_resume.store.manifest import Manifest, Position
 from elastic_resume.worker import state
@@ -50,7 +50,7 @@ def save(node_dir: Path, step: int, **tracked: Any) -> Path:
     position = Position(epoch=0, step_in_epoch=step, step=step, samples=step)
     manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton)
     node_dir.mkdir(parents=True, exist_ok=True)
-    return writing.save_image(node_dir, manifest, image.memory)
+    return store_samples.save_image(node_dir, manifest, image.memory)
 
 
 @pytest.fixture
