@@ -41,13 +41,12 @@ def main() -> None:
 
     def boundary() -> None:
         step.after_step(3)
-        step.before_batch(3, first=False, mid_epoch=True)
+        step.before_batch(3, first=False)
 
     cost = least_us(boundary, 100)
     print(f"a step's boundary and its next batch: {cost:.1f} us; target: at most {TARGET_US:.0f} us")
     print(f"  with torch.manual_seed instead: {2 * least_us(lambda: torch.manual_seed(1), 20):.0f} us more")
     print(f"a sample: {least_us(lambda: rng.seed_host(rng.mix(1, 2, 3)), 100):.1f} us")
-    print(f"the states of a copy with rng='saved': {least_us(rng.states, 20):.0f} us")
     plain = torch.randperm(INDICES).tolist()
     kinds: dict[str, Callable[[], list[int]]] = {
         "a list": lambda: list(plain),

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from elastic_resume.worker.reader import load as load
     from elastic_resume.worker.run import Run as Run
     from elastic_resume.worker.sampler import ElasticSampler as ElasticSampler
-    from elastic_resume.worker.seeding import seed_worker as seed_worker
     from elastic_resume.worker.seeding import seeded as seeded
     from elastic_resume.worker.start import resume as resume
     from elastic_resume.worker.worldsize import WorldChange as WorldChange
@@ -39,7 +38,6 @@ _HOMES = {
     "WorldChange": "elastic_resume.worker.worldsize",
     "load": "elastic_resume.worker.reader",
     "resume": "elastic_resume.worker.start",
-    "seed_worker": "elastic_resume.worker.seeding",
     "seeded": "elastic_resume.worker.seeding",
 }
 
@@ -53,7 +51,6 @@ __all__ = [
     "__version__",
     "load",
     "resume",
-    "seed_worker",
     "seeded",
 ]
 

@@ -130,7 +130,7 @@ class Settings:
             node_name=values.directory_name("node name", name) if name else node.default_name(environ),
             save_every=Every.parse(choose("save_every", contract.ENV_SAVE_EVERY, "auto")),
             keep=values.keep(choose("keep", contract.ENV_KEEP, DEFAULT_KEEP)),
-            resume=values.resume_from(str(choose("resume", contract.ENV_RESUME, "auto"))),
+            resume=values.resume_mode(str(choose("resume", contract.ENV_RESUME, "auto"))),
             step_mark_s=values.step_mark_s(
                 choose("step_mark_s", contract.ENV_STEP_MARK_S, DEFAULT_STEP_MARK_S)
             ),
@@ -240,7 +240,7 @@ def _add_state_flags(add: Add) -> None:
     add("check-replicas", "N|auto|off", "steps between two comparisons of all replicas (default auto)")
     add("on-divergence", "|".join(values.DIVERGENCE_POLICIES), "when replicas differ (default stop)")
     add("keep", "N", f"checkpoints kept on each node, {values.MIN_KEEP} or more (default {DEFAULT_KEEP})")
-    add("resume", "auto|must|never|PATH", "what to resume from (default auto: the newest valid copy, if any)")
+    add("resume", "auto|must|never", "what to resume from (default auto: the newest valid copy, if any)")
 
 
 def _add_meeting_flags(add: Add) -> None:

@@ -28,7 +28,7 @@ ENV_SNAPSHOT_MEMORY = "ELASTIC_RESUME_SNAPSHOT_MEMORY"  # (user) auto, off or a 
 ENV_CHECK_REPLICAS = "ELASTIC_RESUME_CHECK_REPLICAS"  # (user) N, auto or off
 ENV_ON_DIVERGENCE = "ELASTIC_RESUME_ON_DIVERGENCE"  # (user) stop or resume-from-majority
 ENV_KEEP = "ELASTIC_RESUME_KEEP"  # (user) checkpoints kept on each node, >= 2
-ENV_RESUME = "ELASTIC_RESUME_RESUME"  # (user) auto, must, never or a path
+ENV_RESUME = "ELASTIC_RESUME_RESUME"  # (user) auto, must or never
 ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least time between two step marks of a rank
 ENV_SHARED_DIR = "ELASTIC_RESUME_SHARED_DIR"  # (user) Slurm: a directory that all nodes see, or off
 ENV_PREEMPTION_NOTICE = "ELASTIC_RESUME_PREEMPTION_NOTICE"  # (user) off, aws, file:PATH, … with commas

@@ -81,25 +81,15 @@ def keep(value: Any) -> int:
     return int(text)
 
 
-def resume_from(value: str) -> str:
-    """A mode of `RESUME_MODES`, or the absolute path of a checkpoint."""
-    if value in RESUME_MODES:
-        return value
-    # What looks like a path may exist on another node; a bare word that is no file is a typing error.
-    is_word = Path(value).name == value and not Path(value).suffix
-    if not value or (is_word and not _is_there(absolute("resume", value))):
+def resume_mode(value: str) -> str:
+    """Return one of `RESUME_MODES`. A path, which earlier versions took, is told what to do instead."""
+    if value not in RESUME_MODES:
         raise ConfigError(
-            f"resume is {value!r}, and there is no such file or directory here: write auto, must, never, or "
-            "the path of a checkpoint." + near(value, RESUME_MODES)
+            f"resume is {value[:100]!r}: write auto, must or never.{near(value, RESUME_MODES)} To begin with "
+            "a checkpoint, load it into the model and the optimizer before er.resume(): a first start takes "
+            "rank 0's values."
         )
-    return str(absolute("resume", value))
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
+    return value
 
 
 def step_mark_s(value: Any) -> float:

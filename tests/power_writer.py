@@ -28,8 +28,7 @@ from elastic_resume.store.checkpoint import fresh_memory, name_of
 from elastic_resume.store.durable import Disk
 from elastic_resume.store.layout import Layout, TensorSpec
 from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.store.writing import save_image
-from tests.store_samples import RUN, manifest
+from tests.store_samples import RUN, manifest, save_image
 
 NODE = "n0"
 COMMITS = 5  # of a life whose power nobody cuts before

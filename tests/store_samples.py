@@ -52,6 +52,13 @@ def save(
         return writer.commit(manifest(generation, step))
 
 
+def save_image(node_dir: Path, manifest: Manifest, image: memoryview, disk: Disk = DISK) -> Path:
+    """Commit a whole image as a job does; return the checkpoint's directory."""
+    with Writer(node_dir, *manifest.order, disk) as writer:
+        writer.write(image)
+        return writer.commit(manifest)
+
+
 def flip(path: Path, offset: int, mask: int = 0x10) -> None:
     """Flip bits of one byte of a file; a negative offset counts from the end."""
     data = bytearray(path.read_bytes())

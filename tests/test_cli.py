@@ -64,7 +64,7 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
         ([""], "'' is a directory without a __main__.py"),
         (["x" * 300], "cannot be read: File name too long"),
         (["unreadable.py"], "'unreadable.py' cannot be read: this user has no permission"),
-        (["--resume", "x" * 300, "train.py"], "which cannot be a path here: File name too long"),
+        (["--resume", "model.pt", "train.py"], "load it into the model and the optimizer before er.resume()"),
         (["--ckpt-dir", "~nobody-at-all", "train.py"], "which cannot be a path here: Could not determine"),
         (["--nproc-per-node", "some", "train.py"], "some"),
         (["--max-restarts", "-1", "train.py"], "max_restarts must be"),

@@ -75,6 +75,15 @@ def test_without_slots_copies_are_mapped_and_what_is_received_is_committed(tmp_p
 
 
 @pytest.mark.cluster
+def test_a_disk_that_refuses_what_is_received_without_a_slot_ends_all_ranks(tmp_path: Path) -> None:
+    """The transfer goes on to its end, since other ranks are in it; nothing is left behind."""
+    wanted = {"a": {"disk": [[1, 9]]}, "b": {"slots": False, "fail": "commit.before-rename=raise"}}
+    for told in resumed(tmp_path, ["a", "b"], wanted):
+        assert "the device fails" in told["error"]
+    assert not list((tmp_path / "b" / "job" / "b").glob("*s000*"))
+
+
+@pytest.mark.cluster
 @pytest.mark.parametrize("slots", [True, False])
 def test_a_bad_block_met_in_mid_transfer_costs_only_another_plan(tmp_path: Path, slots: bool) -> None:
     """The source finds it while it sends; a second holder serves all. The bad copy is named and set aside."""

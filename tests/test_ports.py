@@ -65,5 +65,6 @@ def test_what_the_scripts_saved_before_can_be_the_first_checkpoint(
     ported = ranks.run(2, PORTS / "imagenet.py", "--epochs", "2", "--resume", "checkpoint.pth.tar")
     assert [done.returncode for done in ported] == [0, 0], ported[0].stderr
     lines = ported[0].stdout.splitlines()
-    assert lines[0].startswith("epoch [2][0/")
+    assert lines[0] == "=> loaded checkpoint 'checkpoint.pth.tar' (epoch 1)"
+    assert lines[1].startswith("epoch [2][0/")
     assert lines[-1].startswith("epoch 2: ")

@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -78,9 +77,6 @@ def test_a_run_that_is_killed_in_mid_epoch_shows_the_model_the_same_tensors(tmp_
 
     kill_in, save_at = STEPS + 5, STEPS + 3
     assert save_at % 3 == 0
-    for one in train("refused", 2, "--rng", "saved"):
-        assert one.returncode != 0
-        assert "rng='saved' needs a world of one, and this is one of 2 ranks" in one.stderr
     undisturbed = told(train("undisturbed", 2))
     killed = train("killed", 2, "--save-at", str(save_at), "--kill-in", str(kill_in))
     assert -signal.SIGKILL in {one.returncode for one in killed}, [one.stderr for one in killed]
@@ -157,7 +153,7 @@ def test_an_elastic_sampler_reads_the_same_samples() -> None:
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_read_what_the_main_process_reads(start: str) -> None:
-    """Persistent workers over two epochs, one of them begun in its middle; seed_worker does the same."""
+    """Persistent workers over two epochs, one of them begun in its middle."""
     batches = batches_at()
     options: dict[str, Any] = {
         "batch_sampler": batches,
@@ -165,14 +161,10 @@ def test_workers_read_what_the_main_process_reads(start: str) -> None:
         "multiprocessing_context": multiprocessing.get_context(start),
     }
     wrapped = DataLoader(er.seeded(Noisy()), persistent_workers=True, **options)
-    bare = DataLoader(Noisy(), worker_init_fn=er.seed_worker, **options)
     here = DataLoader(er.seeded(Noisy()), batch_sampler=batches)
     for epoch, step in [(0, 0), (1, 5)]:
         batches.seek(epoch, step)
-        expected = read(here)
-        assert read(wrapped) == expected
-        if start == "fork":
-            assert read(bare) == expected
+        assert read(wrapped) == read(here)
 
 
 def test_reading_leaves_no_trace_in_the_main_process() -> None:
@@ -221,21 +213,12 @@ def test_a_datasets_own_way_to_read_batches_is_left_aside() -> None:
             lambda: next(iter(DataLoader(Subset(er.seeded(Noisy()), range(60)), batch_sampler=batches_at()))),
             "around all other wrappers",
         ),
-        (lambda: er.seed_worker(0), "num_workers=0 use DataLoader"),
     ],
 )
 def test_what_cannot_be_seeded_is_refused(ask: Callable[[], object], text: str) -> None:
     """Unseeded samples would go unnoticed."""
     with pytest.raises(UsageError, match=text):
         ask()
-
-
-def test_a_dataset_that_takes_no_attribute_is_refused_in_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list, say. Asked here: torch waits 5 s for a worker that could not begin."""
-    worker = SimpleNamespace(dataset=list(range(60)))
-    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", worker)
-    with pytest.raises(UsageError, match=r"a list takes no new attribute .* use DataLoader\(er.seeded"):
-        er.seed_worker(0)
 
 
 def test_a_stream_is_refused() -> None:
@@ -284,8 +267,7 @@ def test_no_two_ranks_have_the_same_seed_at_a_step(step: int) -> None:
 class Job:
     """A script that draws in its dataset, in its steps, after some of them and between epochs."""
 
-    def __init__(self, directory: Path | None, mode: str, workers: int) -> None:
-        """``directory`` None: the plain script, without us."""
+    def __init__(self, directory: Path, workers: int) -> None:
         model = torch.nn.Linear(1, 1)
         torch.manual_seed(7)
         random.seed(7)
@@ -293,32 +275,26 @@ class Job:
         self.batches = er.GlobalBatches(SAMPLES, 20, seed=3)
         dataset = er.seeded(Noisy()) if workers else Noisy()
         self.loader = DataLoader(dataset, batch_sampler=self.batches, num_workers=workers)
-        self.run = None
-        if directory is not None:
-            if any(directory.iterdir()):
-                self.draw()  # in another life of the script
-            names: dict[str, Any] = {"run_id": "job", "node_name": "n", "save_every": 1000}
-            self.run = er.resume(model=model, data=self.batches, rng=mode, ckpt_dir=directory, **names)
+        if directory.exists():
+            self.draw()  # in another life of the script
+        names: dict[str, Any] = {"run_id": "job", "node_name": "n", "save_every": 1000}
+        self.run = er.resume(model=model, data=self.batches, ckpt_dir=directory, **names)
 
     def train(self, stop: int | None = None) -> dict[int, Any]:
         """Give what was drawn, by step; with ``stop`` all ends after a save behind that step."""
         drawn: dict[int, Any] = {}
-        run, step = self.run, self.run.position.step if self.run else 0
-        for epoch in run.epochs(3) if run else range(3):
-            if run is None:
-                self.batches.seek(epoch, 0)
+        run, step = self.run, self.run.position.step
+        for _ in run.epochs(3):
             for batch in self.loader:
                 drawn[step] = [augment.seen(batch), *self.draw()]
                 step += 1
-                if run is not None:
-                    run.step()
-                if step == stop and run is not None and step % 3:
+                run.step()
+                if step == stop and step % 3:
                     run.save()
                     return drawn
-                if run is not None and run._random._mode == rng.DERIVED:
-                    self.draw()
+                self.draw()
             drawn[-step] = self.draw()
-            if step == stop and run is not None:
+            if step == stop:
                 run.save()
                 return drawn
         return drawn
@@ -330,30 +306,37 @@ class Job:
 
 
 @pytest.mark.parametrize("stop", [4, 6])
-@pytest.mark.parametrize(("mode", "workers"), [("saved", 0), ("derived", 0), ("derived", 2)])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_script_draws_what_it_had_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, workers: int, stop: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, stop: int
 ) -> None:
-    """In mid-epoch and between two: with "saved" what the plain script draws, else an undisturbed run."""
+    """In mid-epoch and between two: what an undisturbed run draws."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "parts").mkdir()
-    whole = Job(None if mode == rng.SAVED else tmp_path / "whole", mode, workers)
+    whole = Job(tmp_path / "whole", workers)
     expected = whole.train()
     assert len({str(drawn) for drawn in expected.values()}) == 12
-    first = Job(tmp_path / "parts", mode, workers)
+    first = Job(tmp_path / "parts", workers)
     drawn = first.train(stop)
-    assert first.run is not None
     first.run._release()
-    second = Job(tmp_path / "parts", mode, workers)
-    assert second.run is not None
+    second = Job(tmp_path / "parts", workers)
     assert second.run.position.step == stop
     rest = second.train()
     assert not set(drawn) & set(rest)
     assert drawn | rest == expected
     for job in (whole, second):
-        if job.run is not None:
-            job.run.close()
+        job.run.close()
+
+
+def test_a_checkpoint_that_holds_states_of_generators_gives_its_seed() -> None:
+    """Earlier versions could store them."""
+    numbers = rng.RandomNumbers("off", 4)
+    numbers.load_state_dict({"seed": 3, "generators": {}})
+    before = host_state()
+    numbers.begin(0)
+    numbers.after_step(1)
+    numbers.before_batch(1, first=True)
+    assert host_state() == before
+    assert numbers.state_dict() == {"seed": 3}
 
 
 def test_an_epoch_begins_with_the_same_numbers_where_no_batches_are_tracked(
@@ -378,44 +361,3 @@ def test_an_epoch_begins_with_the_same_numbers_where_no_batches_are_tracked(
     whole = epochs("whole", 3)
     assert len({str(drawn) for drawn in whole.values()}) == 3
     assert epochs("parts", 1) | epochs("parts", 3) == whole
-
-
-def test_states_of_other_generators_are_refused() -> None:
-    """Nothing is put in place before all of it was tried."""
-    before = host_state()
-    good = rng.RandomNumbers("saved", 3).state_dict()
-    rng.RandomNumbers("saved", 4).load_state_dict(good)
-    for name, bad in {
-        "torch": torch.zeros(3, dtype=torch.uint8),
-        "random": [3, torch.zeros(4, dtype=torch.int64), None],
-        "numpy": {"bit_generator": "MT19937"},
-        "cuda": [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 1),
-    }.items():
-        with pytest.raises(ValueError, match="it holds"):
-            numbers = rng.RandomNumbers("saved", 4)
-            numbers.load_state_dict({"seed": 5, "generators": {**good["generators"], name: bad}})
-    assert host_state() == before
-
-
-def test_numbers_that_were_not_saved_begin_anew_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """A job that was started with another rng= goes on, with numbers that its seed gives."""
-    old = rng.RandomNumbers("derived", 3).state_dict()
-    assert old == {"seed": 3}
-    numbers = rng.RandomNumbers("saved", 4)
-    numbers.load_state_dict(old)
-    numbers.begin(8, resumed=True)
-    assert torch.initial_seed() == rng.word_of(3, 0, 8)
-    assert "without states of generators" in capsys.readouterr().err
-    before = host_state()
-    for numbers in (rng.RandomNumbers("saved", 4), rng.RandomNumbers("off", 4)):
-        numbers.begin(0, resumed=False)
-        numbers.after_step(1)
-        numbers.before_batch(1, first=True, mid_epoch=True)
-    assert host_state() == before
-
-
-def test_seed_worker_without_workers_is_refused(tmp_path: Path) -> None:
-    """Nobody would call it, and nobody would notice."""
-    loader = DataLoader(Noisy(), batch_sampler=batches_at(), worker_init_fn=er.seed_worker)
-    with pytest.raises(ConfigError, match=r"use DataLoader\(er.seeded\(dataset\)"):
-        er.resume(model=torch.nn.Linear(1, 1), data=loader, ckpt_dir=tmp_path)

@@ -18,10 +18,10 @@ from torch import nn
 from elastic_resume.errors import ConfigError
 from elastic_resume.faults import same_run
 from elastic_resume.faults.same_run import FOLLOWS, SEEDS, End, lines_unlike, unlike
-from elastic_resume.store import writing
 from elastic_resume.store.manifest import Manifest, Position
 from elastic_resume.testing import Fault, Plan, assert_same_run
 from elastic_resume.worker import state
+from tests import store_samples
 from tests.images import capture
 
 SCRIPT = Path(__file__).parent / "jobs" / "forgetful.py"
@@ -49,7 +49,7 @@ def end_of(place: Path, *, step: int = 5, at: int = 5, follows: tuple[str, ...] 
     position = Position(0, at, step, 8 * step)
     manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton, follows)
     place.mkdir()
-    return End(writing.save_image(place, manifest, image.memory), manifest, (), ())
+    return End(store_samples.save_image(place, manifest, image.memory), manifest, (), ())
 
 
 def net(bump: float = 0.0) -> nn.Module:

@@ -106,22 +106,6 @@ def test_never_does_not_forget_an_unreadable_copy_of_this_start() -> None:
         choose([node("a", 0, (3, 50), floor=3, began=True, rejected=(bad,))], "never")
 
 
-def test_a_given_path_serves_the_start_and_newer_own_copies_the_restarts() -> None:
-    """--resume PATH: first the path, after a failure what was saved since."""
-    given_copy = Copy("", 7, 70, 0)
-    start = choose([node("a", 0, (3, 50), floor=3, given=given_copy), node("b", 1, floor=3)], "/ck/x")
-    assert (start.kind, start.step, start.generation, start.lacking) == ("checkpoint", 70, 8, ("b",))
-    later = [node("a", 0, (3, 50), (8, 75), floor=3, began=True, given=given_copy), node("b", 1, floor=8)]
-    assert choose(later, "/ck/x").step == 75
-
-
-def test_a_given_path_that_nobody_can_read_is_an_error_with_its_reason() -> None:
-    """Never a fresh start instead."""
-    reason = Rejected("a", "/ck/x", "no manifest.json")
-    with pytest.raises(NoValidCheckpointError, match=r"/ck/x.*no manifest.json"):
-        choose([node("a", 0, rejected=(reason,))], "/ck/x")
-
-
 def test_lost_steps_are_those_finished_after_the_chosen_copy() -> None:
     """The board of the node that came furthest in the newest generation tells."""
     plan = choose(
@@ -189,7 +173,7 @@ def test_nothing_older_is_taken_in_place_of_a_newer_format(order: tuple[int, int
     """It is valid: an upgrade brings its steps back. Not older than what can be read is enough."""
     newer = node("a", 0, (1, 3), rejected=(refused("a", order, "newer"),))
     for mode in ("auto", "must"):
-        with pytest.raises(NoValidCheckpointError, match=r"Nothing was changed.*Upgrade.*--resume PATH"):
+        with pytest.raises(NoValidCheckpointError, match=r"Nothing was changed.*Upgrade.*--resume never"):
             choose([newer, node("b", 1, (1, 5))], mode)
 
 
@@ -266,15 +250,13 @@ KINDS = st.sampled_from(["newer", "foreign", "unreadable", "torn", "corrupt", "a
         min_size=1,
         max_size=4,
     ),
-    st.sampled_from(["auto", "must", "never", "/ck/x"]),
+    st.sampled_from(["auto", "must", "never"]),
     st.integers(-1, 6),  # a floor that somebody noted, or nobody
-    st.booleans(),
 )
 def test_a_valid_copy_of_a_newer_format_never_leads_to_less(
     world: list[tuple[list[tuple[int, int]], list[tuple[tuple[int, int], str]], int]],
     mode: str,
     noted: int,
-    given_path: bool,
 ) -> None:
     """Whatever lies about: no older resume and no fresh start, unless it was set aside on purpose."""
     inventories = [
@@ -286,7 +268,6 @@ def test_a_valid_copy_of_a_newer_format_never_leads_to_less(
             rejected=tuple(refused(f"n{i}", order, kind) for order, kind in bad),
             floor=max(noted, 0),
             began=noted >= 0 and i == 0,
-            given=Copy("", 3, 30, 0) if given_path and mode == "/ck/x" else None,
         )
         for i, (copies, bad, known) in enumerate(world)
     ]

@@ -40,8 +40,8 @@ from elastic_resume.store.checkpoint import (
 )
 from elastic_resume.store.layout import Layout
 from elastic_resume.store.manifest import BLOCK_BYTES, Manifest
-from elastic_resume.store.writing import Writer, save_image
-from tests.store_samples import RUN, SMALL_BLOCK, SPECS, flip, image, manifest, save
+from elastic_resume.store.writing import Writer
+from tests.store_samples import RUN, SMALL_BLOCK, SPECS, flip, image, manifest, save, save_image
 
 NEWER = b'{"kind":"elastic_resume checkpoint","format":2,"all":["new"]}'
 

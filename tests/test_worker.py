@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from elastic_resume import events
 from elastic_resume.store.catalog import Catalog
@@ -31,10 +33,10 @@ def probe(
     return ranks.run(size, PROBE, what, str(steps), env=each)
 
 
-def told(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def told(done: subprocess.CompletedProcess[str]) -> Any:
     """What a rank printed at its end."""
     assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result: Any = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
@@ -43,6 +45,69 @@ def test_ranks_that_built_other_weights_start_with_rank_zeros(tmp_path: Path) ->
     ends = [told(done) for done in probe(tmp_path, "other-seeds")]
     assert ends[0]["weight"] == ends[1]["weight"]
     assert ends[0]["hooks"] == [], "hooks are for generations that start from a checkpoint"
+
+
+MADE_ELSEWHERE = """
+import json, os, sys
+import torch
+from torch import nn
+import elastic_resume as er
+
+rank = int(os.environ["RANK"])
+torch.manual_seed(rank)
+model, ema = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), [torch.zeros(3)]
+kind = torch.optim.SGD if sys.argv[1:] == ["other"] and rank else torch.optim.Adam
+optimizer = kind(model.parameters(), lr=0.1 / (rank + 1))
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+loads = rank == 0 and not sys.argv[1:]
+if loads:  # the other node does not see the file
+    found = torch.load("model.pt", weights_only=True)
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(found["state_dict"], "module.")
+    for name, item in (("state_dict", model), ("optimizer", optimizer), ("scheduler", scheduler)):
+        item.load_state_dict(found[name])
+    ema[0].fill_(5.0)
+with er.resume(model=model, optimizer=optimizer, scheduler=scheduler, ema=ema) as run:
+    run.assert_ranks_equal(buffers=True)
+    moments = [state["exp_avg"].tolist() for state in optimizer.state_dict()["state"].values()]
+    values = [model.state_dict()["0.weight"].tolist(), moments, optimizer.param_groups[0]["lr"]]
+    print(json.dumps([run.position.step, *values, scheduler.last_epoch, ema[0].tolist()]))
+    if loads or not sys.argv[1:]:
+        with torch.no_grad():
+            model[0].weight.add_(1.0)
+        run.step()
+"""
+
+
+def test_a_first_start_takes_what_rank_zero_has_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, moments, rate, schedule and average of a file that one node sees. Later it is not needed."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model(torch.rand(4, 3)).square().sum().backward()
+    optimizer.step()
+    scheduler.step()
+    state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    torch.save({"state_dict": nn.DataParallel(model).state_dict(), **state}, "model.pt")
+    Path("train.py").write_text(MADE_ELSEWHERE)
+    first = [told(done) for done in ranks.run(2, "train.py")]
+    moments = [kept["exp_avg"].tolist() for kept in optimizer.state_dict()["state"].values()]
+    rate = optimizer.param_groups[0]["lr"]
+    assert first == [[0, model.state_dict()["0.weight"].tolist(), moments, rate, 1, [5.0] * 3]] * 2
+    again = [told(done) for done in ranks.run(2, "train.py", "again")]
+    assert [one[0] for one in again] == [1, 1]
+    assert again[0][2:] == first[0][2:]
+
+
+def test_ranks_that_built_other_optimizers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's state fits none but its own kind."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(MADE_ELSEWHERE)
+    for done in ranks.run(2, "train.py", "other"):
+        assert done.returncode == 1
+        assert "the ranks built different objects" in done.stderr
 
 
 def test_ranks_that_built_other_shapes_are_told_the_first_that_differs(tmp_path: Path) -> None:
@@ -141,23 +206,6 @@ def test_never_starts_afresh_and_must_insists(tmp_path: Path) -> None:
     left = [entry.path.name for entry in Catalog(tmp_path / "probe" / "n0", "probe").valid()]
     assert set(kept) < set(left), "the old lineage is set aside, not pruned"
     assert ends[0]["generation"] == 2
-
-
-def test_a_given_path_is_where_a_new_job_starts(tmp_path: Path) -> None:
-    """--resume PATH: the checkpoint of another job, seen by one node only, serves both."""
-    first = told(probe(tmp_path / "first", "plain")[0])
-    newest = Catalog(tmp_path / "first" / "probe" / "n0", "probe").valid()[0].path
-    each = [
-        {
-            "ELASTIC_RESUME_CKPT_DIR": str(tmp_path / "second"),
-            "ELASTIC_RESUME_RUN_ID": "other",
-            "ELASTIC_RESUME_NODE_NAME": f"n{rank}",
-            "ELASTIC_RESUME_RESUME": str(newest),
-        }
-        for rank in range(2)
-    ]
-    ends = [told(done) for done in ranks.run(2, PROBE, "plain", "6", env=each)]
-    assert [end["weight"] for end in ends] == [first["weight"]] * 2
 
 
 def test_a_disk_that_refuses_costs_checkpoints_and_not_training(tmp_path: Path) -> None:

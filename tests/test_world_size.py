@@ -345,37 +345,11 @@ def test_a_rank_whose_share_has_fewer_samples_than_parts_repeats_one_that_does_n
     assert [batches.loss_weight(0, part) for part in range(2)] == [2 / 3, 0.0]
 
 
-def progress(data: GlobalBatches, rank: int = 0, world: int = 1, accumulate: int = 1) -> Progress:
-    """A cold start's, without a run."""
-    data.bind(rank, world)
-    return Progress(
-        None, data, Options(None, rng="derived", accumulate=accumulate), World(rank, world, 0, None)
-    )
-
-
-def test_accumulated_batches_are_the_exact_mean_also_at_an_epochs_end() -> None:
-    """25 samples, 3 ranks with batches of 2, two of them a step: the last step has one sample."""
-    losses = np.random.default_rng(1).uniform(1, 2, 25)
-    sums: dict[int, float] = {}
-    shown: dict[int, list[int]] = {}
-    for rank in range(3):
-        data = ElasticSampler(Numbers(25)).attach(2, drop_last=False)
-        counting = progress(data, rank, 3, accumulate=2)
-        counting.begin_epoch()
-        for indices in counting.read(data):
-            step, weight = counting.position.step, counting.loss_weight
-            sums[step] = sums.get(step, 0.0) + weight * losses[indices].mean() / 2 / 3
-            shown.setdefault(step, []).extend(indices if weight else [])
-            if counting.last_part:
-                counting.step()
-        assert counting.position.samples == 25
-    assert [len(indices) for indices in shown.values()] == [12, 12, 1]
-    assert sums == {step: pytest.approx(losses[indices].mean()) for step, indices in shown.items()}
-
-
 def test_micro_batches_are_read_through_the_run() -> None:
     """Each has a weight of its own; who does not say which one it has would train on wrong sums."""
-    counting = progress(GlobalBatches(8, 4, micro_batch=2))
+    data = GlobalBatches(8, 4, micro_batch=2)
+    data.bind(0, 1)
+    counting = Progress(None, data, Options(None, rng="derived"), World(0, 1, 0, None))
     counting.begin_epoch()
     for wrong in (lambda: counting.loss_weight, lambda: counting.last_part, counting.step):
         with pytest.raises(UsageError, match=r"for batch in run\.micro_batches\(loader\)"):
@@ -469,17 +443,6 @@ def test_a_loader_that_is_left_in_mid_epoch_goes_on_where_training_stands(begin:
         assert [*chain(*batches)] == [*range(12)]
 
 
-def test_batches_that_belong_to_no_step_are_told_of(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
-    """After a resume in mid-epoch a script that counts by enumerate() drops what is left over."""
-    batches = GlobalBatches(28, 4)
-    run = begin(batches, accumulate=3)
-    for _ in run.epochs(1):
-        for i, _ in enumerate(batches):
-            if (i + 1) % 3 == 0:
-                run.step()
-    assert "the last 1 batch of the epoch belonged to no step" in capsys.readouterr().err
-
-
 def test_a_hook_hears_of_a_change_once_and_of_no_other_restart(begin: Begin, tmp_path: Path) -> None:
     """What counts is who wrote the copy, not the last start: that may have saved nothing."""
     data = DataLoader(Numbers(24), batch_sampler=GlobalBatches(24, 6))
@@ -550,7 +513,6 @@ class StatefulLoader(DataLoader[int]):
             {"data": DataLoader(Numbers(4), batch_size=2, sampler=ElasticSampler(Numbers(4), 4, 0))},
             "made with num_replicas=4, and here it is 1",
         ),
-        ({"data": GlobalBatches(4, 2, micro_batch=1), "accumulate": 2}, "say twice.*global_batch of 4"),
         (
             {"data": GlobalBatches(4, 2), "on_world_change": "keep"},
             "use one of 'keep_global_batch', 'keep_local",

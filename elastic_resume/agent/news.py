@@ -29,7 +29,7 @@ STEP_EVERY_S = 60.0
 # What a report cannot do without, and is told seldom.
 KINDS = frozenset({
     "agent-start", "round", "rendezvous", "zygote-exit", "worker-exit", "hang", "hang-over", "drain",
-    "requeue", "preemption-notice", "verdict", "replicas-differ", "agent-end", "import",
+    "requeue", "preemption-notice", "verdict", "replicas-differ", "agent-end",
     "resume", "worker-start", "commit", "commit-failed", "prune", "snapshot-failed", "quarantine", "failure",
     "run-end",
 })  # fmt: skip

@@ -128,7 +128,8 @@ def describe(verdict: Verdict, *, goes_on: bool = False) -> str:
         then = (
             f"There is no majority to say who is wrong ({since}). Look for what nodes do not share: random "
             "numbers, samples, a broken device, state that changes between run.step() and optimizer.step() "
-            f"(run.verify_copies finds it). {UNLIKE_MACHINES}"
+            "(run.verify_copies finds it). To go on from an older checkpoint move the newer ones elsewhere. "
+            f"{UNLIKE_MACHINES}"
         )
     tensors = "" if goes_on else " `elastic-resume diff` of two nodes' checkpoints names the tensors."
     return f"{summary(verdict)}. {then}{tensors}"

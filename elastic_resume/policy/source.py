@@ -68,9 +68,9 @@ class Inventory:
     """What one node could resume from.
 
     ``floor`` is the greatest generation the node knew when its supervisor started, and ``began`` tells
-    whether that supervisor has been in a world since: both serve ``--resume never`` and ``--resume PATH``,
-    which set aside what is older than this start of the job, and only that. ``committed`` is the newest
-    generation of which the node knows that it had a checkpoint, whether that is still there or not.
+    whether that supervisor has been in a world since: both serve ``--resume never``, which sets aside what
+    is older than this start of the job, and only that. ``committed`` is the newest generation of which the
+    node knows that it had a checkpoint, whether that is still there or not.
     ``restarted`` tells whether this start of the job has been in a world on this node, and ``words`` are the
     script and the arguments of the last start here: people are told of them, nothing is decided by them.
     """
@@ -83,8 +83,6 @@ class Inventory:
     floor: int = 0
     began: bool = False
     committed: int = 0
-    given: Copy | None = None  # what --resume PATH points at, where this node can read it
-    foreign: str = ""  # or the format of what somebody else has made and lies there
     last_step: int = 0  # newest step that the node's workers finished, in last_generation
     last_generation: int = 0
     last_world_size: int | None = None
@@ -98,7 +96,7 @@ class ResumePlan:
 
     ``kind`` is "checkpoint" or "cold". Of a cold start the source is rank 0 and its live state.
     ``holders`` and ``lacking`` are node names; ``home`` tells in whose directory each holder reads. What is
-    of generation ``floor`` or older has been set aside by ``--resume never`` or ``PATH`` (-1: nothing was).
+    of generation ``floor`` or older has been set aside by ``--resume never`` (-1: nothing was).
     """
 
     kind: str
@@ -189,71 +187,32 @@ def choose(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
 
     Args:
         inventories: one for each node, in any order.
-        mode: auto, must, never, or a path (see `Inventory.given`).
+        mode: auto, must or never.
 
     Raises:
         NoValidCheckpointError: copies exist and none may be loaded; or the newest is of a newer format; or
-            none exists and mode is ``must`` or a path, or a node is known to have had one.
+            none exists and mode is ``must``, or a node is known to have had one.
 
     """
     nodes = sorted(inventories, key=lambda inventory: inventory.lead_rank)
-    floor = -1 if mode in {"auto", "must"} else _floor(nodes)
+    floor = _floor(nodes) if mode == "never" else -1
     readable = {i.node: [copy for copy in i.copies if copy.generation > floor] for i in nodes}
     _refuse_to_go_back(nodes, floor, [copy.order for copies in readable.values() for copy in copies])
-    if not any(readable.values()):
+    if any(readable.values()):
+        plan = _newest(nodes, readable)
+    else:
         _refuse_to_forget(nodes, floor)
-        readable = {i.node: [i.given] for i in nodes if i.given}
-    plan = _cold(nodes, mode) if not any(readable.values()) else _newest(nodes, readable)
+        plan = _cold(nodes, mode)
     lived = max(nodes, key=lambda i: (i.last_generation, i.last_step))
     return replace(
         plan,
-        generation=1 + max(_known(nodes), floor, *(c.generation for i in nodes for c in _given(i))),
+        generation=1 + max(_known(nodes), floor),
         # What is older than the chosen copy would not have been taken anyway.
         rejected=tuple(dict.fromkeys(r for i in nodes for r in i.rejected if r.order >= plan.order)),
         lost_steps=max(0, lived.last_step - plan.step) if lived.last_generation > floor else 0,
         previous_world_size=lived.last_world_size,
         floor=floor,
     )
-
-
-def mode_of(inventories: Sequence[Inventory], mode: str) -> str:
-    """Give the mode that counts where ``--resume PATH`` names a file that another program has made.
-
-    Such a file says what the job begins with. A job that has got further goes on from its own copies, whoever
-    starts it again; a script that names the file would else lose all its steps at each start. Copies that
-    cannot be read are no reason to begin anew either.
-    """
-    theirs = any(i.foreign for i in inventories) and not any(i.given for i in inventories)
-    own = any(
-        i.copies or any(r.order > (0, 0) and r.kind != "foreign" for r in i.rejected) for i in inventories
-    )
-    return "auto" if theirs and own else mode
-
-
-def bringer(inventories: Sequence[Inventory]) -> tuple[str, int] | None:
-    """Which node makes a checkpoint of the file that ``--resume PATH`` names, and the floor to put it above.
-
-    None where there is nothing to do: this start of the job has copies already, or PATH is one of ours. One
-    node only: where the file lacks something, each would fill in a value of its own.
-
-    Raises:
-        NoValidCheckpointError: as `choose`; a file of others is no reason to forget what is newer.
-
-    """
-    nodes = sorted(inventories, key=lambda inventory: inventory.lead_rank)
-    seen = [inventory.node for inventory in nodes if inventory.foreign]
-    if not seen or any(inventory.given for inventory in nodes):
-        return None
-    floor = _floor(nodes)
-    if any(copy.generation > floor for inventory in nodes for copy in inventory.copies):
-        return None
-    _refuse_to_go_back(nodes, floor, [])
-    _refuse_to_forget(nodes, floor)
-    return seen[0], floor
-
-
-def _given(inventory: Inventory) -> tuple[Copy, ...]:
-    return (inventory.given,) if inventory.given else ()
 
 
 def _newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequence[Copy]]) -> ResumePlan:
@@ -291,13 +250,6 @@ def _cold(nodes: Sequence[Inventory], mode: str) -> ResumePlan:
             "--resume must: no node has a checkpoint of this job. "
             "Check --ckpt-dir and --rdzv-id, or start fresh with --resume auto."
         )
-    if mode not in {"auto", "never"}:
-        why = _list([rejected for node in nodes for rejected in node.rejected if rejected.order == (0, 0)])
-        raise NoValidCheckpointError(
-            f"--resume {mode}: no node can read a checkpoint there{f' ({why})' if why else ''}. Give the "
-            "directory that holds manifest.json, as `elastic-resume ls` prints it, a file of torch.save or "
-            "safetensors, or a directory of DCP."
-        )
     return ResumePlan("cold", source_node=nodes[0].node, source_rank=nodes[0].lead_rank)
 
 
@@ -326,7 +278,8 @@ def _refuse_to_go_back(nodes: Sequence[Inventory], floor: int, readable: Sequenc
     if found:
         raise NoValidCheckpointError(
             f"the newest checkpoint is of a newer elastic_resume ({_list(found)}). Nothing was changed. "
-            "Upgrade elastic_resume on every node, or go back on purpose: --resume PATH or --resume never."
+            "Upgrade elastic_resume on every node. To go back on purpose move it elsewhere, or use "
+            "--resume never."
         )
 
 
@@ -358,13 +311,8 @@ def _list(rejected: Sequence[Rejected]) -> str:
 
 def without(inventory: Inventory, copy: Copy, name: str, reason: str, kind: str = "corrupt") -> Inventory:
     """The inventory of a node that has just failed to read ``copy``."""
-    given = inventory.given == copy
     return replace(
         inventory,
         copies=tuple(kept for kept in inventory.copies if kept != copy),
-        given=None if given else inventory.given,
-        rejected=(
-            *inventory.rejected,
-            Rejected(copy.home or inventory.node, name, reason, (0, 0) if given else copy.order, kind),
-        ),
+        rejected=(*inventory.rejected, Rejected(copy.home, name, reason, copy.order, kind)),
     )

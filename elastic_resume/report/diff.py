@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 SAME, DIFFERENT, TROUBLE = contract.EXIT_DONE, contract.EXIT_AT_FAULT, contract.EXIT_USAGE
 _SHOWN = 20
-_KINDS = "ours, torch.save's, DCP's or safetensors; or a run, for its newest"
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -31,8 +30,8 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     one = subparsers.add_parser(
         "diff", help="where two checkpoints differ; exit 0 same, 1 different, 2 trouble"
     )
-    one.add_argument("a", type=Path, metavar="A", help=f"a checkpoint: {_KINDS}")
-    one.add_argument("b", type=Path, metavar="B", help="another one, of the same format or not")
+    one.add_argument("a", type=Path, metavar="A", help="a checkpoint; or a node or a run, for its newest")
+    one.add_argument("b", type=Path, metavar="B", help="another one")
     one.add_argument("--all", action="store_true", help=f"list every difference, not the first {_SHOWN}")
     one.add_argument("--json", action="store_true", help="all differences, as one JSON object")
     one.set_defaults(function=diff)
@@ -78,9 +77,7 @@ def as_text(found: Comparison, shown: int) -> list[str]:
 
 
 def _side(side: Side) -> str:
-    about = side.about
-    where = f", generation {about['generation']}, step {about['step']}" if about else ""
-    return clean(f"{side.path} ({side.format}{where})")
+    return clean(f"{side.path} (generation {side.generation}, step {side.step})")
 
 
 def _line(one: Difference) -> str:

@@ -185,7 +185,6 @@ _SENTENCES: dict[str, tuple[str, Callable[[Seen], str]]] = {
     "requeue": (NOTE, _requeue),
     "zygote-ready": (NOTE, _zygote),
     "zygote-exit": (NOTE, _left_out),
-    "import": (NOTE, lambda one: f"began with {_said(one, 'path')}: {one.text('message')}"),
 }
 _OF_RENDEZVOUS = {
     "disk": BAD,

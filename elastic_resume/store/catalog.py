@@ -88,8 +88,8 @@ class Catalog:
 
         Args:
             keep: how many stay.
-            above_generation: older generations neither count nor go: ``--resume never`` and ``--resume PATH``
-                set an earlier lineage aside, they do not give it up.
+            above_generation: older generations neither count nor go: ``--resume never``
+                sets an earlier lineage aside, it does not give it up.
             trusted: (generation, step) of those whose bytes are known to be good, since this process wrote
                 or verified them. Only they count towards ``keep`` then: a quick check cannot tell a flipped
                 bit, and newer copies with one must not push out the last good one.

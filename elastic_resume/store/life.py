@@ -1,10 +1,10 @@
 """Which start of the job a generation belongs to, as far as one node knows.
 
-``--resume never`` and ``--resume PATH`` speak of the moment the job is started: what is older is set
-aside, what this start has saved since is not, or a restart after a failure would lose it. So each node
-notes, durably, the supervisor (agent, torchrun) under which it last entered a world and the greatest
-generation that anybody knew when the job was started. A crash between two notes leaves the older one,
-which names another supervisor: nothing saved is ever set aside by mistake. Other modes do not look here.
+``--resume never`` speaks of the moment the job is started: what is older is set aside, what this start
+has saved since is not, or a restart after a failure would lose it. So each node notes, durably, the
+supervisor (agent, torchrun) under which it last entered a world and the greatest generation that anybody
+knew when the job was started. A crash between two notes leaves the older one, which names another
+supervisor: nothing saved is ever set aside by mistake. Other modes do not look here.
 
 A second small file holds the arguments with which a script was started last: a person is told what differs.
 It is never relied upon. The environment is not in it, nor the values of arguments that hold secrets by name.

@@ -168,10 +168,3 @@ class Writer:
     def _hit(self, point: str) -> None:
         with machine("commit", self._final):
             failpoints.hit(point)
-
-
-def save_image(node_dir: Path, manifest: Manifest, image: memoryview, disk: Disk = DISK) -> Path:
-    """Write a whole image and commit it; return the checkpoint's directory. Raises MachineError."""
-    with Writer(node_dir, manifest.generation, manifest.step, disk) as writer:
-        writer.write(image)
-        return writer.commit(manifest)

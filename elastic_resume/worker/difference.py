@@ -1,40 +1,35 @@
-"""Where two checkpoints differ, of whatever formats: tensors by name, and every other value by its path.
+"""Where two checkpoints differ: tensors by name, and every other value by its path.
 
 Promise: tensors are read one pair at a time and compared in pieces, so memory does not grow with the
 checkpoints. Equal means the same dtype, shape and bits: -0.0 is not 0.0, and a NaN equals only its like.
-
-Objects are matched by what they are: one file's ``state_dict`` is the other's ``model``, and the prefixes of
-wrappers do not count. What only our checkpoints have (the order of gradients, the seed, positions) is
-compared between two of ours and left out else.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elastic_resume.errors import MismatchError
-from elastic_resume.worker import parts, reader
-from elastic_resume.worker.contents import OURS, Contents, Stored, leaves
+from elastic_resume.store.typed import TensorRef
+from elastic_resume.worker import reader
+from elastic_resume.worker.reader import Opened, leaves
 
 _PIECE = 1 << 20  # elements that are compared at a time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_INTERNAL = ("elastic_resume.", "data")
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: where it lies, its format, and for ours of which step."""
+    """One of the two: where it lies, and of which generation and step it is."""
 
     path: str
-    format: str
-    about: Mapping[str, int]
+    generation: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -74,19 +69,22 @@ def compare(a: Path, b: Path) -> Comparison:
 
     """
     sides = (reader.opened(a), reader.opened(b))
-    for side in sides:
-        side.verify()
-    ours = all(side.format == OURS for side in sides)
-    here, there = (dict(leaves(_objects(side, ours=ours))) for side in sides)
+    here, there = (dict(_leaves(side)) for side in sides)
     names = list(dict.fromkeys([*here, *there]))
     found = [
         difference
         for name in names
         for difference in _differences(name, here.get(name, _NONE), there.get(name, _NONE))
     ]
-    tensors = sum(isinstance(here.get(name), Stored) or isinstance(there.get(name), Stored) for name in names)
-    one, other = (Side(str(side.path), side.format, side.about) for side in sides)
+    tensors = sum(isinstance(here.get(name), Tensor) or isinstance(there.get(name), Tensor) for name in names)
+    one, other = (Side(str(side.path), side.manifest.generation, side.manifest.step) for side in sides)
     return Comparison(one, other, tuple(found), tensors, len(names) - tensors)
+
+
+def _leaves(side: Opened) -> Iterator[tuple[str, Any]]:
+    """Yield position and state by path, tensors as views of the checkpoint."""
+    for name, leaf in leaves({"position": asdict(side.manifest.position), **side.state}):
+        yield name, side.tensor(leaf) if isinstance(leaf, TensorRef) else leaf
 
 
 class _Nothing:
@@ -96,42 +94,20 @@ class _Nothing:
 _NONE = _Nothing()
 
 
-def _objects(side: Contents, *, ours: bool) -> dict[str, Any]:
-    """The states of a checkpoint by the names of objects, as far as they have one."""
-    tree = side.tree if isinstance(side.tree, dict) else {"": side.tree}
-    if ours:
-        position = {key: value for key, value in side.about.items() if key != "generation"}
-        return {"position": position, **tree}
-    if side.format == OURS:
-        return {name: state for name, state in tree.items() if not name.startswith(_INTERNAL)}
-    found: dict[str, Any] = {}
-    used = set()
-    for name in parts.KEYS:
-        try:
-            part = parts.part_of(side, name)
-        except MismatchError:  # which of several is meant does not matter here: all go by their own keys
-            continue
-        if part is not None:
-            found[name] = parts.without_wrappers(part.state) if name == "model" else part.state
-            used.add(part.key)
-    rest = {} if "" in used else {str(key): value for key, value in tree.items() if key not in used}
-    return {**found, **rest}
-
-
 # ---- one name ------------------------------------------------------------------------------------------
 
 
 def _differences(name: str, a: Any, b: Any) -> Iterator[Difference]:
     if isinstance(a, _Nothing) or isinstance(b, _Nothing):
         yield Difference(name, "only in B" if isinstance(a, _Nothing) else "only in A", shown(a), shown(b))
-    elif not isinstance(a, Stored) or not isinstance(b, Stored):
+    elif not isinstance(a, Tensor) or not isinstance(b, Tensor):
         if type(a) is not type(b) or not _equal(a, b):
             yield Difference(name, "value", shown(a), shown(b))
     elif a.shape != b.shape:
         yield Difference(name, "shape", shown(a), shown(b))
     elif a.dtype != b.dtype:
         yield _numbers(name, "dtype", a, b)
-    elif not _same_bits(a.read(), b.read()):
+    elif not _same_bits(a, b):
         yield _numbers(name, "values", a, b)
 
 
@@ -143,7 +119,7 @@ def shown(value: Any) -> str:
     """Say in a few characters what stands at a name."""
     if isinstance(value, _Nothing):
         return "absent"
-    if isinstance(value, Stored):
+    if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -163,11 +139,11 @@ def _bits(piece: Tensor) -> Tensor:
     return piece.contiguous().view(_BITS[piece.element_size()])
 
 
-def _numbers(name: str, kind: str, a: Stored, b: Stored) -> Difference:
+def _numbers(name: str, kind: str, a: Tensor, b: Tensor) -> Difference:
     """Count what differs, and measure by how much."""
     count = total = 0
     most = relative = 0.0
-    for one, other in _pieces(_comparable(a.read()), _comparable(b.read())):
+    for one, other in _pieces(_comparable(a), _comparable(b)):
         total += one.numel()
         alike = one.dtype == other.dtype
         apart = _bits(one) != _bits(other) if alike else one.double() != other.double()

@@ -22,18 +22,18 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.store import checkpoint, typed
+from elastic_resume.store import checkpoint
 from elastic_resume.store.durable import DISK, Disk, machine, temporary_name
 from elastic_resume.store.layout import Layout, TensorSpec
 from elastic_resume.store.manifest import Manifest
+from elastic_resume.store.reading import located
 from elastic_resume.store.typed import TensorRef
-from elastic_resume.worker import contents
-from elastic_resume.worker.contents import Stored
 from elastic_resume.worker.image import Image
+from elastic_resume.worker.reader import INTERNAL, Opened, leaves, state_of
 
 PREFIXES = {"plain": "", "dp": "module.", "ddp": "module."}
+_DCP_METADATA = ".metadata"
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
-INTERNAL = "elastic_resume."
 _LOADABLE = {bool, int, float, str, bytes, complex, set}  # what torch's safe reader takes, beside containers
 _PAIRS = {"complex64": "C64", "complex128": "C128"}  # stored as pairs of reals
 
@@ -85,106 +85,78 @@ def export(
 
     """
     _require_room(target, file_format, force=force)
-    if name is None:
-        return _export_all(source, target, file_format, wrapped, disk)
-    references, left_out = _references(manifest, name, PREFIXES[wrapped])
+    if name is None and file_format == "safetensors":
+        raise UsageError(
+            "safetensors holds tensors and nothing else: use --format torch or dcp, or give one --object."
+        )
     memory = checkpoint.read_image(source, manifest)
-    image = Image(Layout.parse(memory, manifest.file_bytes), memory)
-    for key, ref in references.items():
-        if ref.name not in image.layout.extents:
-            raise UsageError(
-                f"{source}: {key} refers to the tensor {ref.name!r}, which is not in the checkpoint."
-            )
-    if file_format != "safetensors":
-        one_each = {ref: _tensor(image, ref) for ref in references.values()}  # torch.save sees what is tied
-        tensors = {key: one_each[ref] for key, ref in references.items()}
-        state = tensors if file_format == "torch" else {name: tensors}
-        return Exported(len(references), _put_state(target, state, file_format, disk), tuple(left_out))
-    layout = Layout.build(_spec(image, key, ref) for key, ref in references.items())
-
-    def produce(write: Write) -> None:
-        write(layout.header)
-        for key in layout.extents:
-            write(image.bytes_of(references[key].name))
-
-    return Exported(len(references), _put(target, produce, disk), tuple(left_out))
+    with located(source):
+        layout = Layout.parse(memory, manifest.file_bytes)
+        opened = Opened(source, manifest, Image(layout, memory), state_of(manifest, layout))
+    if name is None:
+        return _export_all(opened, target, file_format, wrapped, disk)
+    references, left_out = _references(opened.state, name, PREFIXES[wrapped])
+    if file_format == "safetensors":
+        return Exported(len(references), _put_safetensors(target, opened, references, disk), tuple(left_out))
+    one_each = {ref: opened.tensor(ref) for ref in references.values()}  # torch.save sees what is tied
+    tensors = {key: one_each[ref] for key, ref in references.items()}
+    state = tensors if file_format == "torch" else {name: tensors}
+    return Exported(len(references), _put_state(target, state, file_format, disk), tuple(left_out))
 
 
 def _require_room(target: Path, file_format: str, *, force: bool) -> None:
     """Refuse a name that is taken; a directory always, unless it is DCP's and another is to replace it."""
-    if target.is_dir() and not (file_format == "dcp" and (target / contents.DCP_METADATA).is_file()):
+    if target.is_dir() and not (file_format == "dcp" and (target / _DCP_METADATA).is_file()):
         raise UsageError(f"{target}: is a directory; give the name of a file.")
     if os.path.lexists(target) and not force:
         raise UsageError(f"{target}: exists; give another name, or --force to replace it.")
 
 
-def _export_all(source: Path, target: Path, file_format: str, wrapped: str, disk: Disk) -> Exported:
-    """Write all objects and the position: what a script of its own, or `resume`, goes on from."""
-    if file_format == "safetensors":
-        raise UsageError(
-            "safetensors holds tensors and nothing else: use --format torch or dcp, or give one --object."
-        )
-    found = contents.look_into(source)
+def _export_all(opened: Opened, target: Path, file_format: str, wrapped: str, disk: Disk) -> Exported:
+    """Write all objects and the position, as a script of its own would save them."""
+    one_each: dict[TensorRef, Tensor] = {}
     left_out: list[str] = []
 
-    def leaf(item: Any, path: str) -> Any:
-        if isinstance(item, Stored):
-            return item.read()
+    def plain(item: Any, path: str) -> Any:
+        """Rebuild ``item`` of what torch's safe reader takes: it refuses a deque, for one."""
+        if isinstance(item, TensorRef):
+            return one_each.setdefault(item, opened.tensor(item))
+        if isinstance(item, dict):
+            return {key: plain(part, f"{path}/{key}") for key, part in item.items()}
+        if type(item) in {list, tuple, deque}:
+            parts = [plain(part, f"{path}/{at}") for at, part in enumerate(item)]
+            return tuple(parts) if type(item) is tuple else parts
         if item is not None and type(item) not in _LOADABLE:
             left_out.append(path)
             return None
         return item
 
-    state = {name: part for name, part in found.tree.items() if not name.startswith(INTERNAL)}
+    state = {n: plain(part, n) for n, part in opened.state.items() if not n.startswith(INTERNAL)}
     if PREFIXES[wrapped] and isinstance(state.get("model"), dict):
         state["model"] = {PREFIXES[wrapped] + key: value for key, value in state["model"].items()}
-    tensors = sum(isinstance(value, Stored) for _, value in contents.leaves(state))
-    whole = {
-        **_lists(contents.replace_leaves(state, leaf)),
-        "epoch": found.about["epoch"],
-        "step": found.about["step"],
-    }
+    tensors = sum(isinstance(value, Tensor) for _, value in leaves(state))
+    position = opened.manifest.position
+    whole = {**state, "epoch": position.epoch, "step": position.step}
     return Exported(tensors, _put_state(target, whole, file_format, disk), tuple(left_out))
 
 
-def _references(manifest: Manifest, name: str, prefix: str) -> tuple[dict[str, TensorRef], list[str]]:
+def _references(state: Mapping[str, Any], name: str, prefix: str) -> tuple[dict[str, TensorRef], list[str]]:
     """Tensors of one object by the name they get, and the names of what is not a tensor."""
-    state = manifest.state if isinstance(manifest.state, dict) else {}
-    with_tensors = [key for key, part in state.items() if _walk(typed.decode(part))[0]]
+    with_tensors = [n for n, part in state.items() if any(_is_tensor(leaf) for _, leaf in leaves(part))]
     if name not in with_tensors:
         what = "holds no tensor" if name in state else "is not in this checkpoint"
         known = ", ".join(with_tensors) or "none"
         raise UsageError(f"object {name!r} {what}; objects with tensors: {known}. Choose one with --object.")
-    found, rest = _walk(typed.decode(state[name]))
+    found = [(prefix + key, leaf) for key, leaf in leaves(state[name]) if _is_tensor(leaf)]
     names = [key for key, _ in found]
     doubled = sorted({key for key in names if names.count(key) > 1}) if len(set(names)) < len(names) else []
     if doubled:
         raise UsageError(f"object {name!r} has two tensors under one name: {', '.join(doubled[:4])}.")
-    return {prefix + key: ref for key, ref in found}, rest
+    return dict(found), [key for key, leaf in leaves(state[name]) if not _is_tensor(leaf)]
 
 
-def _walk(value: Any, path: str = "") -> tuple[list[tuple[str, TensorRef]], list[str]]:
-    """Tensors inside ``value`` with their paths, and the paths of everything else."""
-    if isinstance(value, TensorRef):
-        return [(path, value)], []
-    inside: Mapping[Any, Any] | None = None
-    if isinstance(value, dict):
-        inside = value
-    elif isinstance(value, (list, tuple, deque)):
-        inside = dict(enumerate(value))
-    if inside is None:
-        return [], [path]
-    found, rest = [], []
-    for key, item in inside.items():
-        more, other = _walk(item, f"{path}/{key}" if path else str(key))
-        found += more
-        rest += other
-    return found, rest
-
-
-def _tensor(image: Image, ref: TensorRef) -> Tensor:
-    tensor = image.tensor(ref.name)
-    return torch.view_as_complex(tensor) if ref.kind in _PAIRS else tensor
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, TensorRef)
 
 
 def _spec(image: Image, key: str, ref: TensorRef) -> TensorSpec:
@@ -196,11 +168,15 @@ def _spec(image: Image, key: str, ref: TensorRef) -> TensorSpec:
     return TensorSpec(key, _PAIRS[ref.kind], extent.shape[:-1])
 
 
-def _lists(tree: Any) -> Any:
-    """Give lists in the place of deques, which torch's safe reader refuses."""
-    if isinstance(tree, dict):
-        return {key: _lists(part) for key, part in tree.items()}
-    return list(map(_lists, tree)) if type(tree) in {list, deque} else tree
+def _put_safetensors(target: Path, opened: Opened, references: Mapping[str, TensorRef], disk: Disk) -> int:
+    layout = Layout.build(_spec(opened.image, key, ref) for key, ref in references.items())
+
+    def produce(write: Write) -> None:
+        write(layout.header)
+        for key in layout.extents:
+            write(opened.image.bytes_of(references[key].name))
+
+    return _put(target, produce, disk)
 
 
 def _put_state(target: Path, state: Any, file_format: str, disk: Disk) -> int:

@@ -16,8 +16,6 @@ from elastic_resume.store.board import Board
 from elastic_resume.store.catalog import Entry, scan_run
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.quarantine import quarantined, reason_of
-from elastic_resume.store.reading import located
-from elastic_resume.worker import contents
 from elastic_resume.worker.place import Place
 
 _START_FIELD = 19  # of /proc/PID/stat, counted from behind the name: proc(5) calls it starttime
@@ -47,10 +45,9 @@ def take_stock(place: Place, board: Board, generation: int) -> Inventory:
         if entry.manifest is not None and entry.problem is None
     ]
     rejected = [reason for home, entries in homes.items() for reason in _rejected(place, home, entries)]
-    given, foreign, problem = _given(place)
     snapshots, refused = _snapshots(place)
     floor, began = 0, False
-    if place.settings.resume not in {"auto", "must"}:
+    if place.settings.resume == "never":
         floor, began = life.floor_of(place.node_dir, supervisor(), generation)
     last_generation, last_step, last_world_size = _last_step(place, board, generation)
     starter, words = life.last_start(place.node_dir)
@@ -58,15 +55,13 @@ def take_stock(place: Place, board: Board, generation: int) -> Inventory:
         node=place.node,
         lead_rank=place.world.rank,
         copies=tuple(snapshots + copies),
-        rejected=tuple(refused + rejected + problem),
+        rejected=tuple(refused + rejected),
         # The world's generation is one more than the greatest that anybody knew; the agents may have counted
         # further than checkpoints tell, when worlds ended before their first step.
         generation=max(generation, assigned() - 1),
         floor=floor,
         began=began,
         committed=committed.newest(place.node_dir),
-        given=given,
-        foreign=foreign,
         last_step=last_step,
         last_generation=last_generation,
         last_world_size=last_world_size or None,
@@ -90,9 +85,8 @@ def from_json(told: Mapping[str, Any]) -> Inventory:
     try:
         rejected = tuple(Rejected(**{**one, "order": tuple(one["order"])}) for one in told["rejected"])
         copies = tuple(Copy(**one) for one in told["copies"])
-        given = Copy(**told["given"]) if told["given"] else None
         words = tuple(told["words"])
-        return Inventory(**{**told, "rejected": rejected, "copies": copies, "given": given, "words": words})
+        return Inventory(**{**told, "rejected": rejected, "copies": copies, "words": words})
     except (KeyError, TypeError) as error:
         raise ElasticResumeError(
             f"a node's inventory cannot be read ({error}): do all nodes run the same elastic_resume?"
@@ -146,24 +140,6 @@ def _rejected(place: Place, home: str, entries: Sequence[Entry]) -> list[Rejecte
         for path in quarantined(place.run_dir / home)
     )
     return found
-
-
-def _given(place: Place) -> tuple[Copy | None, str, list[Rejected]]:
-    """The checkpoint that ``--resume PATH`` names, as this node sees it: ours, or the format of another's."""
-    path = place.settings.resume
-    if path in {"auto", "must", "never"}:
-        return None, "", []
-    try:
-        with located(Path(path)):
-            if Path(path).name == contract.STATE_FILE and contents.is_ours(Path(path).parent):
-                raise ForeignError("is a part of a checkpoint: give the directory.")
-            kind = contents.format_of(Path(path))
-        if kind != contents.OURS:
-            return None, kind, []
-        manifest = checkpoint.quick_check(Path(path), None)
-    except CheckpointError as error:
-        return None, "", [Rejected(place.node, path, str(error), kind=error.kind)]
-    return _copy_of("", manifest), "", []
 
 
 def _snapshots(place: Place) -> tuple[list[Copy], list[Rejected]]:

@@ -14,7 +14,6 @@ image is whole and all ranks have loaded.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -32,11 +31,11 @@ from elastic_resume.errors import (
 )
 from elastic_resume.policy import source
 from elastic_resume.policy.source import MEMORY, Copy, ResumePlan, Stream
-from elastic_resume.store import checkpoint, committed
+from elastic_resume.store import checkpoint
 from elastic_resume.store.checkpoint import fresh_memory
 from elastic_resume.store.manifest import Manifest
+from elastic_resume.store.shelf import Shelf
 from elastic_resume.store.slots import Slot
-from elastic_resume.store.writing import Writer
 from elastic_resume.worker import overlay, restoring, transfer
 from elastic_resume.worker.arriving import Arriving, Copies, Private, Task, is_own
 from elastic_resume.worker.overlay import Overlay
@@ -124,10 +123,9 @@ class Attempt:
 
     def _open_checkpoint(self, copy: Copy) -> None:
         path = self._place.path_of(copy)
-        run_id = self._place.settings.run_id if copy.home else None
-        manifest = checkpoint.quick_check(path, run_id)
+        manifest = checkpoint.quick_check(path, self._place.settings.run_id)
         self.on_disk = copy.home == self._place.node
-        self._own = replace(manifest, run_id=self._place.settings.run_id)
+        self._own = manifest
         image = self._take_slot(self._own) if self._place.leads else None
         if image is not None:
             into, arrived = image.memory, image.advance
@@ -252,33 +250,24 @@ class Attempt:
         manifest = Manifest.parse(channel.tell(None, rank).encode())
         self._own = own = replace(manifest, node=self._place.node, file_bytes=self._plan.nbytes)
         slot = self._take_slot(own)
-        image = slot or Arriving(fresh_memory(own.file_bytes), Private())
-        if slot is not None:
-            task = Task("receive", lambda: transfer.receive(channel, image, own.block_bytes, rank), image)
-        else:
-            task = Task("receive", lambda: self._receive_and_commit(channel, image, own, rank), image)
-        self._image = image
+        self._image = image = slot or Arriving(fresh_memory(own.file_bytes), Private())
+        task = Task("receive", lambda: transfer.receive(channel, image, own.block_bytes, rank), image)
         self._tasks.append(task)
+        if slot is None:
+            self._tasks.append(Task("commit", lambda: self._commit(own, image)))
 
-    def _receive_and_commit(self, channel: Channel, image: Arriving, manifest: Manifest, rank: int) -> None:
-        """Receive without a slot: the node's disk gets the image at the same time."""
-        refused: list[MachineError] = []
-        with contextlib.ExitStack() as stack:
-            writer: Writer | None = None
+    def _commit(self, manifest: Manifest, image: Arriving) -> None:
+        """Commit what is received without a slot, while it comes. A disk that refuses does not stop that."""
 
-            def write(block: memoryview) -> None:
-                if writer is not None and not refused:
-                    with _kept(refused):
-                        writer.write(block)
+        def pieces() -> Iterator[memoryview]:
+            for start in range(0, manifest.file_bytes, manifest.block_bytes):
+                stop = min(start + manifest.block_bytes, manifest.file_bytes)
+                image.wait(stop)
+                yield image.memory[start:stop]
 
-            with _kept(refused):
-                writer = stack.enter_context(Writer(self._place.node_dir, *manifest.order))
-            transfer.receive(channel, image, manifest.block_bytes, rank, write)
-            if refused or writer is None:
-                raise refused[0]  # only now: the source and other receivers are in the same broadcasts
-            writer.commit(manifest)
-            committed.note(self._place.node_dir, manifest.generation)
-            self.on_disk = True
+        place = self._place
+        Shelf(place.node_dir, place.settings.run_id, place.events.write).put(manifest, pieces())
+        self.on_disk = True
 
     def _agree_on_slots(self) -> None:
         """Tell the other ranks of each receiving node where their lead receives."""
@@ -371,11 +360,3 @@ def _told(problem: ElasticResumeError | None) -> list[str] | None:
 def _bare(manifest: Manifest) -> Manifest:
     """A manifest for another rank: the digests of blocks travel with them, and the plan knows the size."""
     return replace(manifest, blocks=(), file_bytes=0)
-
-
-@contextlib.contextmanager
-def _kept(refused: list[MachineError]) -> Iterator[None]:
-    try:
-        yield
-    except MachineError as error:
-        refused.append(error)

@@ -47,9 +47,7 @@ class Place:
         return Catalog(self.node_dir, self.settings.run_id)
 
     def path_of(self, copy: Copy) -> Path:
-        """Where this node reads ``copy``; a copy without a home is the one that ``--resume PATH`` gives."""
-        if not copy.home:
-            return Path(self.settings.resume)
+        """Where this node reads ``copy``."""
         return self.run_dir / copy.home / checkpoint.name_of(copy.generation, copy.step)
 
     def refuse_namesakes(self, identity: str) -> None:

@@ -30,7 +30,6 @@ class Options:
 
     seed: int | None
     rng: str
-    accumulate: int
     on_world_change: str | None = None
 
 
@@ -54,7 +53,6 @@ class Progress:
         self.repeats = manifest.position.step_in_epoch if manifest and batches is None else 0
         self.epoch_over = False  # whether all of the last epoch is done, what follows its last step too
         self._batches = batches
-        self._accumulate = options.accumulate
         self._warns = world.rank == 0
         self._part: int | None = None  # the micro-batch that the script has, where it says so by `read`
 
@@ -67,13 +65,7 @@ class Progress:
         if self._part is None:
             self._require_reading()
             return batches.loss_weight(at)
-        part = max(0, self._part)
-        if self._accumulate == 1:
-            return batches.loss_weight(at, part)
-        # The script divides by `accumulate`: what an epoch ends with may be fewer batches, or smaller ones.
-        counted = batches.loss_weight(at + part) * batches.samples(at + part)
-        samples = sum(batches.samples(k) for k in range(at, at + self._parts()))
-        return counted * self._accumulate / samples
+        return batches.loss_weight(at, max(0, self._part))
 
     @property
     def last_part(self) -> bool:
@@ -124,7 +116,7 @@ class Progress:
 
         """
         before, batches = self.position, self._batches
-        stop = before.step_in_epoch + self._accumulate
+        stop = before.step_in_epoch + 1
         samples = before.samples
         if batches is not None:
             if self.at_epochs_end:
@@ -139,8 +131,7 @@ class Progress:
                     f"run.step() was called after {self._part + 1} of the {self._parts()} micro-batches of "
                     f"step {before.step + 1}: call it when run.last_micro_batch is true."
                 )
-            stop = min(stop, batches.steps)
-            samples += sum(batches.samples(k) for k in range(before.step_in_epoch, stop))
+            samples += batches.samples(before.step_in_epoch)
             batches.advance(stop)
         self.position = Position(before.epoch, stop, before.step + 1, samples)
         self.epoch_over = False
@@ -154,8 +145,6 @@ class Progress:
         few = batches is not None and 0 < 2 * at <= batches.steps + 1 and at < batches.steps
         if batches is not None and batches.exhausted and few:
             self._warn_of_accumulation(at, batches.steps)
-        elif batches is not None and batches.exhausted and self._accumulate > 1 and at < batches.steps:
-            self._warn_of_rest(batches.steps - at)
         self.position = self._next_epoch()
         self.epoch_over = True
 
@@ -171,11 +160,7 @@ class Progress:
     def _parts(self) -> int:
         """Count what the script reads for the step under way."""
         batches, at = self._batches, self.position.step_in_epoch
-        if batches is None:
-            return self._accumulate
-        if at >= batches.steps:
-            return 1
-        return batches.parts(at) if self._accumulate == 1 else min(self._accumulate, batches.steps - at)
+        return 1 if batches is None or at >= batches.steps else batches.parts(at)
 
     def _require_reading(self) -> None:
         if self._part is None and self._batches is not None and self._batches.micro_batch is not None:
@@ -185,23 +170,15 @@ class Progress:
                 "run.last_micro_batch is true."
             )
 
-    def _warn_of_rest(self, left: int) -> None:
-        if self._warns:
-            self._warns = False
-            telling.say(
-                f"WARNING: the last {amount(left, 'batch', 'batches')} of the epoch belonged to no step. If "
-                "they should, read through run.micro_batches(loader) and decide by run.last_micro_batch: "
-                "places in enumerate(loader), and len(loader), are others after a resume in mid-epoch."
-            )
-
     def _warn_of_accumulation(self, counted: int, batches: int) -> None:
         """Say that positions are wrong. Not an error: a script may leave the loop early."""
         if self._warns:
             self._warns = False
             telling.say(
                 f"WARNING: the loader was read to the end of its {amount(batches, 'batch', 'batches')}, and "
-                f"run.step() counted {counted}. If one optimizer step reads several batches, say "
-                "accumulate=N in resume(): else a resume in mid-epoch reads samples again."
+                f"run.step() counted {counted}: a resume in mid-epoch reads samples again. If one optimizer "
+                "step reads several batches, give GlobalBatches all samples of a step as its global_batch, "
+                "micro_batch= beside it, and read run.micro_batches(loader)."
             )
 
 

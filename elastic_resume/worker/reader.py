@@ -1,26 +1,55 @@
-"""``er.load``: what a checkpoint holds, in plain tensors, without a process group or a run.
+"""Reading a checkpoint outside of a run: ``er.load``, and the checkpoint that ``diff`` and ``export`` read.
 
-Promise: what comes out was verified as far as its format allows (see `contents`), lies in memory of its own,
-and shares it only where it was tied.
+Promise: every byte was verified before any of it is handed out.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from elastic_resume.errors import CheckpointError, ForeignError, NoValidCheckpointError, UsageError
-from elastic_resume.store import catalog
+from elastic_resume import contract
+from elastic_resume.errors import (
+    CheckpointError,
+    CorruptError,
+    ForeignError,
+    NoValidCheckpointError,
+    UsageError,
+)
+from elastic_resume.store import catalog, checkpoint, typed
 from elastic_resume.store.catalog import Catalog, Entry
+from elastic_resume.store.layout import Layout
+from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.reading import located
-from elastic_resume.worker import contents, parts
-from elastic_resume.worker.contents import Contents, Stored, Unreadable, replace_leaves
-from elastic_resume.worker.state import key_of, stored_form
+from elastic_resume.store.typed import TensorRef
+from elastic_resume.worker import restoring
+from elastic_resume.worker.image import Image
+from elastic_resume.worker.state import COMPLEX
 
+INTERNAL = "elastic_resume."  # what the names of objects begin with that a run tracks for itself
 _MAX_RUNS = 1000
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint: its manifest, its tensors, and each tracked object's state, which refers to them."""
+
+    path: Path
+    manifest: Manifest
+    image: Image
+    state: Mapping[str, Any]
+
+    def tensor(self, ref: TensorRef) -> Tensor:
+        """Return the tensor that ``ref`` names. It shares the image's memory: copy what is kept."""
+        tensor = self.image.tensor(ref.name)
+        return torch.view_as_complex(tensor) if ref.kind in COMPLEX.values() else tensor
 
 
 def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
@@ -29,12 +58,10 @@ def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
     Needs no process group, no agent and no GPU, and changes nothing.
 
     Args:
-        path: a checkpoint of ours; the directory of a node or a run, of which the newest valid one is taken;
-            a torch.save file (never unpickled beyond tensors and plain data); a DCP directory; a safetensors
-            file, or several with their index.
+        path: a checkpoint; or the directory of a node or a run, of which the newest valid one is taken.
         name: which object: "model" gives its state_dict, name -> tensor, without ``module.`` and
-            ``_orig_mod.``; "optimizer", "scheduler" … what they take in ``load_state_dict``. None: all there
-            is, as it lies there.
+            ``_orig_mod.``; "optimizer", "scheduler" … what they take in ``load_state_dict``. None: all of
+            them, by name.
 
     Raises:
         UsageError: there is no such object; the text lists those that there are.
@@ -43,82 +70,91 @@ def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
 
     """
     found = opened(Path(path))
-    found.verify()
-    if name is None:
-        with located(found.path):
-            return _owned(found.tree)
-    part = parts.part_of(found, name)
-    if part is None:
-        known = ", ".join(map(repr, list(found.tree)[:20])) if isinstance(found.tree, dict) else "no names"
+    if name is not None and name not in found.state:
+        known = ", ".join(map(repr, list(found.state)[:20]))
         raise UsageError(
             f"{found.path}: holds no {name!r}; there is: {known}. Choose one with name=…, or None."
         )
-    state = part.state
-    if name in {"model", "ema"} and found.format != contents.OURS:
-        state = parts.without_wrappers(state)
-    with located(found.path):
-        return _owned(state)
+    part = found.state if name is None else found.state[name]
+    return restoring.restore(part, restoring.once(lambda key: found.image.tensor(key).clone()))
 
 
-def opened(path: Path) -> Contents:
-    """Look into the checkpoint at ``path``, or into the newest valid one of a node or a run."""
+def opened(path: Path) -> Opened:
+    """Open the checkpoint at ``path``, or the newest valid one of a node or a run; every byte is verified.
+
+    Raises:
+        CheckpointError: nothing readable is there, or its bytes are not what they must be.
+        NoValidCheckpointError: a directory of checkpoints, and none of them is valid.
+        UsageError: a directory of several runs.
+
+    """
+    if path.name in {contract.MANIFEST_FILE, contract.STATE_FILE}:
+        path = path.parent
     with located(path):
         entries = _entries_in(path)
     if not entries:
-        return contents.look_into(path)
+        return _open(path)
     problems = []
     for entry in sorted(entries, key=lambda entry: entry.order, reverse=True):
         try:
             if entry.problem is not None:
                 raise entry.problem
-            return contents.look_into(entry.path)
+            return _open(entry.path)
         except CheckpointError as error:
             problems.append(str(error))
     more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
     raise NoValidCheckpointError(f"{path}: no checkpoint can be read ({'; '.join(problems[:4])}{more}).")
 
 
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of nested containers with its path, as in ``state/0/exp_avg``."""
+    if type(tree) in {list, tuple, deque}:
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, dict):
+        yield path, tree
+        return
+    for key, part in tree.items():
+        yield from leaves(part, f"{path}/{key}" if path else str(key))
+
+
+def state_of(manifest: Manifest, layout: Layout) -> dict[str, Any]:
+    """Decode a manifest's state. Raises CorruptError where it refers to a tensor that ``layout`` lacks."""
+    state = typed.decode(manifest.state)
+    if not isinstance(state, dict):
+        raise CorruptError("the manifest's state is not an object.")
+    for _, leaf in leaves(state):
+        if isinstance(leaf, TensorRef) and leaf.name not in layout.extents:
+            raise CorruptError(f"the manifest names the tensor {leaf.name!r}, which is not there.")
+    return state
+
+
+def _open(path: Path) -> Opened:
+    manifest = checkpoint.quick_check(path, None)
+    memory = checkpoint.map_image(path, manifest)
+    with located(path):
+        image = Image(Layout.parse(memory, manifest.file_bytes), memory)
+        return Opened(path, manifest, image, state_of(manifest, image.layout))
+
+
 def _entries_in(path: Path) -> list[Entry]:
-    """The checkpoints of ours in the directory of a node, a run, or the only run; none in anything else."""
-    if not path.is_dir() or contents.is_ours(path):
+    """List the checkpoints of a node, a run, or the only run in ``path``; none of a checkpoint itself."""
+    if not os.path.lexists(path):
+        raise ForeignError("there is nothing here.")
+    if not path.is_dir():
+        raise ForeignError("is no checkpoint of elastic_resume. torch.load reads a file of torch.save.")
+    if (path / contract.MANIFEST_FILE).is_file() or checkpoint.parse_name(path.name) is not None:
         return []
-    own = Catalog(path, None).entries() or _of_run(path)
-    if own or contents.looks_foreign(path):
-        return own
+    found = Catalog(path, None).entries() or _of_run(path)
+    if found:
+        return found
     runs = {child: _of_run(child) for child in sorted(path.iterdir())[:_MAX_RUNS] if child.is_dir()}
-    found = [child.name for child, entries in runs.items() if entries]
-    if len(found) > 1:
-        raise UsageError(f"{path}: holds {len(found)} runs; give one of them: {', '.join(found[:20])}.")
+    names = [child.name for child, entries in runs.items() if entries]
+    if len(names) > 1:
+        raise UsageError(f"{path}: holds {len(names)} runs; give one of them: {', '.join(names[:20])}.")
+    if not names:
+        raise ForeignError("holds no checkpoint of elastic_resume.")
     return [entry for entries in runs.values() for entry in entries]
 
 
 def _of_run(path: Path) -> list[Entry]:
     return [entry for entries in catalog.scan_run(path, None).values() for entry in entries]
-
-
-def _owned(tree: Any) -> Any:
-    """Copy tensors out of the file's memory; those that were one tensor there stay one."""
-    known: dict[Any, Any] = {}
-
-    def leaf(item: Any, path: str) -> Any:
-        if isinstance(item, Unreadable):
-            raise ForeignError(f"{path or 'what is saved'} is {item.what}: read the other parts with name=….")
-        if not isinstance(item, Stored):
-            return item
-        tensor = item.read()
-        stored_as, plain = stored_form(tensor)
-        key = (key_of(plain, stored_as), item.kind) if tensor.numel() else object()
-        if key not in known:
-            known[key] = (
-                _as_saved(tensor.clone(), item.kind),
-                tensor,
-            )  # which lives on: its address is the key
-        return known[key][0]
-
-    return replace_leaves(tree, leaf)
-
-
-def _as_saved(tensor: Tensor, kind: str) -> Any:
-    if kind == "numpy":
-        return tensor.numpy()
-    return tensor.numpy()[()] if kind == "numpy-scalar" else tensor

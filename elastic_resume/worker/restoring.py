@@ -63,9 +63,9 @@ def load(
         if isinstance(item, nn.Module):
             restored = _state_of_module(item, stored[name], tensor)
         elif isinstance(item, Tensors):
-            restored = _restore(stored[name], tensor)
+            restored = restore(stored[name], tensor)
         else:
-            restored = _restore(stored[name], _once(own or (lambda key: tensor(key).clone())))
+            restored = restore(stored[name], once(own or (lambda key: tensor(key).clone())))
         try:
             item.load_state_dict(restored)
             if isinstance(item, Optimizer):
@@ -133,7 +133,7 @@ def _describe(value: Any, tensor: Callable[[str], Tensor]) -> str:
     if value is None:
         return "absent"
     if isinstance(value, TensorRef):
-        stored = _restore(value, tensor)
+        stored = restore(value, tensor)
         return _describe(stored, tensor)
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
@@ -147,11 +147,11 @@ def _state_of_module(
     live = module.state_dict()
     # The fresh state_dict carries the version numbers that modules look at when they load.
     for key in live:
-        live[key] = _restore(stored[canonical(key)], tensor)
+        live[key] = restore(stored[canonical(key)], tensor)
     return live
 
 
-def _once(own: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+def once(own: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
     """Give one tensor for one name, however often it is asked for: what was one tensor comes back as one."""
     made: dict[str, Tensor] = {}
 
@@ -181,8 +181,8 @@ def _undo_casts(optimizer: Optimizer, restored: Mapping[str, Any]) -> None:
                 live[key] = was.to(now.device)
 
 
-def _restore(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Put tensors back in the place of references."""
+def restore(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Replace the references in a decoded state by tensors and arrays."""
     if isinstance(value, TensorRef):
         found = tensor(value.name)
         if value.kind in COMPLEX.values():
@@ -191,10 +191,10 @@ def _restore(value: Any, tensor: Callable[[str], Tensor]) -> Any:
             return found.numpy()
         return found.numpy()[()] if value.kind == "numpy-scalar" else found
     if isinstance(value, dict):
-        items = {k: _restore(v, tensor) for k, v in value.items()}
+        items = {k: restore(v, tensor) for k, v in value.items()}
         return items if type(value) is dict else type(value)(items)
     if type(value) in {list, tuple}:
-        return type(value)(_restore(v, tensor) for v in value)
+        return type(value)(restore(v, tensor) for v in value)
     if type(value) is deque:
-        return deque((_restore(v, tensor) for v in value), value.maxlen)
+        return deque((restore(v, tensor) for v in value), value.maxlen)
     return value

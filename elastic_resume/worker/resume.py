@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_resume import failpoints
@@ -26,10 +26,12 @@ from elastic_resume.store import checkpoint, life
 from elastic_resume.store.board import Board
 from elastic_resume.store.manifest import Manifest
 from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.worker import foreign, inventory, restoring, state, telling
+from elastic_resume.worker import inventory, restoring, state, telling
+from elastic_resume.worker.image import DTYPES, spec_of
 from elastic_resume.worker.loading import PROVEN_BAD, Attempt, Failures
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.ranks_equal import first_difference
+from elastic_resume.worker.reader import INTERNAL
 from elastic_resume.worker.state import BUFFER, OWN, REPLICATED, FlatState, Leaf
 
 DATA = "data"
@@ -58,12 +60,8 @@ class Resumed:
         return self.plan.step if self.manifest is None or self.on_disk else -1
 
 
-def resume(
-    place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, Any], *, accumulate: int = 1
-) -> Resumed:
+def resume(place: Place, node_dir: NodeDir, board: Board, tracked: Mapping[str, Any]) -> Resumed:
     """Bring the tracked objects of all ranks to the newest state that any node holds.
-
-    ``accumulate``: how many batches of the data a step reads, for the position of a file made elsewhere.
 
     Raises:
         NoValidCheckpointError: copies exist and none is valid.
@@ -77,20 +75,14 @@ def resume(
     flat = place.together(lambda: state.flatten(tracked))
     room = _room(place, node_dir, flat, tracked)
     stock = _take_stock(place, node_dir, board)
-    mode = source.mode_of(stock, place.settings.resume)
-    brought = source.bringer(stock) if mode == place.settings.resume else None
-    if brought is not None:
-        place.together(lambda: foreign.bring(place, tracked, *brought, accumulate))
-        stock = _take_stock(place, node_dir, board)
-        mode = source.mode_of(stock, mode)
-    elif mode != place.settings.resume:
-        place.together(lambda: foreign.leave(place, stock))
+    mode = place.settings.resume
     failpoints.hit("resume.planned")
     while True:
         plan = source.choose(stock, mode)
         if plan.kind == "cold":
             place.together(lambda: _require(room))
             _equalise(place, flat, tracked)
+            flat = place.together(lambda: state.flatten(tracked))
             manifest, on_disk = None, False
             break
         attempt = Attempt(place, plan)
@@ -109,7 +101,7 @@ def resume(
         break
     failpoints.hit("resume.loaded")
     place.together(lambda: _enter(place, node_dir, plan))
-    earlier = _earlier(plan, stock) if mode in {"auto", "must"} else None
+    earlier = _earlier(plan, stock) if mode != "never" else None
     if room is not None and manifest is not None:
         telling.say(f"node {place.node}: {room} Training goes on, from what memory and other nodes hold.")
     took_s = time.monotonic() - began
@@ -220,7 +212,7 @@ def _set_aside(place: Place, plan: ResumePlan, stock: list[Inventory], failures:
         if one.node not in failures or copy is None:
             left.append(one)
             continue
-        name = checkpoint.name_of(copy.generation, copy.step) if copy.home else place.settings.resume
+        name = checkpoint.name_of(copy.generation, copy.step)
         name += " (in memory)" if copy.tier == MEMORY else ""
         kind, reason = failures[one.node]
         left.append(source.without(one, copy, name, reason, kind))
@@ -270,22 +262,25 @@ def _compare(place: Place, plan: ResumePlan, flat: FlatState) -> Failures:
     hint = f", or let the majority decide with --on-divergence {RESUME}" if wrong else ""
     raise DivergenceError(
         f"ranks hold different values of {name!r} after loading the same step ({found.ranks}). Replicas "
-        "diverged before it was saved, or an object does not restore all that it saves. Start from the copy "
-        f"of one node that you trust with --resume PATH (see `elastic-resume ls`){hint}. {UNLIKE_MACHINES}"
+        "diverged before it was saved, or an object does not restore all that it saves. Move this step's "
+        "checkpoints elsewhere on the nodes that you do not trust (see `elastic-resume ls`)"
+        f"{hint}. {UNLIKE_MACHINES}"
     )
 
 
 def _equalise(place: Place, flat: FlatState, tracked: Mapping[str, Any]) -> None:
-    """Start cold: as DDP does when it is built, rank 0's values are the job's; the optimizer's too.
+    """Give all ranks the values of rank 0, at a cold start: as DDP does for a model when it is built.
 
-    And those of an averaged model, which may have been made of each rank's own.
+    Only rank 0 may have loaded a checkpoint that was made elsewhere, so its optimizer may have state where
+    the others' have none. Buffers too, and an average that was made of each rank's own model.
 
     Raises:
-        MismatchError: the ranks built different models.
+        MismatchError: the ranks built different objects.
 
     """
-    leaves = flat.of_kind(REPLICATED, BUFFER, OWN)
-    shapes = {leaf.name: f"{leaf.tensor.dtype}{list(leaf.tensor.shape)}" for leaf in leaves}
+    modules = tuple(f"{name}/" for name, item in tracked.items() if isinstance(item, nn.Module))
+    leaves = {leaf.name: leaf.tensor.detach() for leaf in flat.of_kind(REPLICATED, BUFFER, OWN)}
+    shapes = {name: f"{t.dtype}{list(t.shape)}" for name, t in leaves.items() if name.startswith(modules)}
     found = first_difference(place.world, shapes)
     if found is not None:
         raise MismatchError(
@@ -293,21 +288,38 @@ def _equalise(place: Place, flat: FlatState, tracked: Mapping[str, Any]) -> None
             "Build the model from the same arguments on every rank."
         )
     _require_same_order(place, flat)
+    others = {
+        name: item
+        for name, item in tracked.items()
+        if not (isinstance(item, nn.Module) or name == DATA or name.startswith(INTERNAL))
+    }
+    plain = {name: flat.skeleton[name] for name in others}
+    prints = state.combined({**state.fingerprints(flat.leaves), "": plain})
     channel = place.world.everybody()
-    prints = state.combined(state.fingerprints(leaves))
     if channel is None or len(set(place.world.gather(prints))) == 1:
         return
-    now = {leaf.name: leaf.tensor.detach() for leaf in flat.leaves}
+    plain, specs = place.world.tell([plain, [[*astuple(spec_of(*leaf))] for leaf in leaves.items()]], 0)
+    values = {leaf.name: leaf.tensor.detach() for leaf in flat.leaves}
     with torch.no_grad():
-        for leaf in leaves:
-            here = leaf.tensor.detach().cpu().contiguous()
+        for name, dtype, shape in specs:
+            first = place.world.rank == 0
+            here = values[name].cpu().contiguous() if first else torch.empty(shape, dtype=DTYPES[dtype])
             channel.broadcast(here, 0)
-            leaf.tensor.copy_(here)
-    # What an object's own state_dict() gives may be copies: it has to take them.
-    told = {leaf.name.split("/", maxsplit=1)[0] for leaf in leaves}
-    own = {k: v for k, v in tracked.items() if k in told and not isinstance(v, (nn.Module, Optimizer))}
-    parts = {name: flat.skeleton[name] for name in own}
-    place.together(lambda: restoring.load(own, parts, lambda name: now[name].cpu()))
+            if not name.startswith(modules):
+                values[name] = here
+            elif not first:
+                values[name].copy_(here)
+    place.together(lambda: _load_rank_0s(others, plain, values) if place.world.rank else None)
+
+
+def _load_rank_0s(tracked: Mapping[str, Any], plain: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
+    try:
+        restoring.load(tracked, plain, lambda name: values[name].cpu())
+    except MismatchError as error:
+        raise MismatchError(
+            "the ranks built different objects, and this one cannot take rank 0's state. Build the same on "
+            f"every rank. {error}"
+        ) from error
 
 
 def _require_same_order(place: Place, flat: FlatState) -> None:

@@ -77,7 +77,7 @@ class Run:
             board = place.together(lambda: Board(place.node_dir / contract.BOARD_FILE))
             keeping = self._keeping = Keeping(place)
             place.memory = keeping.memory
-            resumed = resuming.resume(place, self._node_dir, board, tracked, accumulate=options.accumulate)
+            resumed = resuming.resume(place, self._node_dir, board, tracked)
             self._progress = Progress(resumed.manifest, batches, options, place.world)
             if resuming.DATA in tracked:  # which keeps its place itself
                 self._progress.repeats = 0
@@ -167,7 +167,7 @@ class Run:
         self._earlier.tell(done)
         with self._beat.training():
             while self.position.epoch < count:
-                self._random.begin_epoch(self.position.step)
+                self._random.begin(self.position.step)
                 yield self._progress.begin_epoch()
                 self._progress.end_epoch()
                 self._save_if_due()
@@ -204,7 +204,7 @@ class Run:
         """Read ``loader`` where one optimizer step reads several batches of it (see README).
 
         `loss_weight` is then that of the batch just read. So weighted, losses add up to the global batch's
-        mean; with ``accumulate=N`` in `resume` they do when they are divided by N, at an epoch's end too.
+        mean, at an epoch's end too.
         """
         return self._progress.read(loader)
 
@@ -316,7 +316,7 @@ class Run:
         self._place.events.write(
             "worker-start", **self._where(), local_rank=self._place.local_rank, world_size=world.size
         )
-        self._random.begin(self.position.step, resumed=resumed.manifest is not None)
+        self._random.begin(self.position.step)
         if self.rank == 0:
             self._place.events.write("resume", **announce.as_event(resumed, self.position, world.size))
             telling.say(announce.as_text(resumed, self.position, world.size))
@@ -326,7 +326,7 @@ class Run:
 
     def _before_batch(self, first: bool) -> None:
         at = self.position
-        self._random.before_batch(at.step, first=first, mid_epoch=at.step_in_epoch > 0)
+        self._random.before_batch(at.step, first=first)
 
     def _save_if_due(self) -> None:
         if self._drain.wanted and self._place.leads:

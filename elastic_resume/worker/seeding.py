@@ -109,39 +109,6 @@ def seeded(dataset: Dataset[T]) -> SeededDataset[T]:
     return SeededDataset(dataset)
 
 
-def seed_worker(worker_id: int) -> None:
-    """Do what `seeded` does, in workers: ``DataLoader(..., num_workers=4, worker_init_fn=er.seed_worker)``.
-
-    For scripts whose dataset cannot be wrapped; a ``worker_init_fn`` of their own may call it. With
-    ``num_workers=0`` there is no worker and torch does not call it: what is drawn then is the main process's,
-    and other than with workers. `seeded` is right in both cases.
-
-    Raises:
-        UsageError: called outside of a worker, or the dataset takes no ``__getitems__``.
-        ConfigError: the dataset is iterable.
-
-    """
-    del worker_id
-    worker = get_worker_info()
-    if worker is None:
-        raise UsageError(
-            "er.seed_worker is for a DataLoader to call in its workers: pass it as worker_init_fn=. With "
-            "num_workers=0 use DataLoader(er.seeded(dataset), ...) instead."
-        )
-    dataset: Any = worker.dataset
-    wrapped = seeded(dataset)
-    if wrapped is dataset:
-        return
-    try:
-        # Of this worker's own copy. A DataLoader asks for this method before it reads sample by sample.
-        dataset.__getitems__ = wrapped.__getitems__
-    except AttributeError as error:
-        raise UsageError(
-            f"er.seed_worker: a {type(dataset).__name__} takes no new attribute ({error}); use "
-            "DataLoader(er.seeded(dataset), ...) instead."
-        ) from error
-
-
 _NO_EPOCH = (
     "a seeded dataset was asked for {got}, which does not say of which epoch it is: read it through "
     "DataLoader(er.seeded(dataset), batch_sampler=er.GlobalBatches(...)), with seeded() around all other "

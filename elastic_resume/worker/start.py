@@ -15,9 +15,8 @@ from elastic_resume.worker import failure, sampler, state, worldsize
 from elastic_resume.worker.batches import GlobalBatches
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.progress import Options
-from elastic_resume.worker.rng import MODES, SAVED
+from elastic_resume.worker.rng import MODES
 from elastic_resume.worker.run import Run
-from elastic_resume.worker.seeding import seed_worker
 from elastic_resume.worker.world import World
 from elastic_resume.worker.worldsize import ERROR
 
@@ -36,14 +35,15 @@ def resume(
     save_every: str | int | None = None,
     snapshot_every: str | int | None = None,
     keep: int | None = None,
-    resume: str | os.PathLike[str] | None = None,
+    resume: str | None = None,
     seed: int | None = None,
     rng: str = "derived",
-    accumulate: int = 1,
     on_world_change: str | None = None,
     **named: Any,
 ) -> Run:
     """Bring the given objects to the newest valid state that any node holds, or start fresh.
+
+    A fresh start takes rank 0's values, and so whatever was loaded into the objects there before.
 
     Call it once, on every rank, when the objects are built; before or after DDP is. It joins the process
     group that torchrun's environment describes, unless the script already has.
@@ -64,15 +64,12 @@ def resume(
         save_every: steps or seconds between two checkpoints: a number of steps, "30s", or "auto".
         snapshot_every: the same for copies in memory, or "off".
         keep: how many checkpoints each node keeps, at least 2.
-        resume: "auto", "must", "never", or the path of a checkpoint: ours, or one that was made elsewhere
-            (torch.save, DCP, safetensors), with which the job begins.
+        resume: "auto", "must" or "never".
         seed: from which random numbers are derived, with rank and step; default is what rank 0 gave
             ``torch.manual_seed`` before, kept over all restarts.
         rng: "derived" seeds torch, `random` and numpy (global) at each step boundary, so that a resumed run
-            draws what the uninterrupted one drew; "saved" keeps the states of these generators in the
-            checkpoints instead, which a world of one can do only; "off" leaves random numbers alone. For
-            augmentation see `er.seeded`.
-        accumulate: how many batches of ``data`` are read for one optimizer step, and one ``run.step()``.
+            draws what the uninterrupted one drew; "off" leaves random numbers alone. For augmentation see
+            `er.seeded`.
         on_world_change: what another number of ranks than the checkpoint's means. "keep_global_batch" leaves
             the batch of an optimizer step as it is, the default with `GlobalBatches`; "keep_local_batch"
             leaves what each rank reads of it, the default with an `ElasticSampler`; "error" refuses it.
@@ -85,11 +82,10 @@ def resume(
 
     """
     with failure.told():
-        options = Options(seed, rng, accumulate, on_world_change)
-        _check(seed, rng, accumulate)
-        _check_seeding(data)
+        options = Options(seed, rng, on_world_change)
+        _check(seed, rng)
         batches = sampler.batches_of(data)
-        _check_cutting(batches, accumulate, on_world_change)
+        _check_cutting(batches, on_world_change)
         settings = Settings.for_worker(
             os.environ,
             sys.argv[0],
@@ -121,33 +117,19 @@ def resume(
         rank=world.rank,
     )
     failure.report_to(events)
-    _check_world(rng, world.size)
     if batches is None:
         sampler.refuse_own_place(data, world.size)
     return Run(Place(world, settings, events), tracked, batches, options)
 
 
-def _check_world(rng: str, size: int) -> None:
-    if rng == SAVED and size > 1:
-        raise ConfigError(
-            f"rng='saved' needs a world of one, and this is one of {size} ranks: a copy of the state has to "
-            "stand for every rank, and their generators differ. rng='derived' (the default) resumes exactly, "
-            "with any number of ranks."
-        )
-
-
-def _check(seed: object, rng: object, accumulate: object) -> None:
+def _check(seed: object, rng: object) -> None:
     if rng not in MODES:
-        raise ConfigError(f"rng is {rng!r}: use 'derived', 'saved' or 'off'.")
+        raise ConfigError(f"rng is {rng!r}: use 'derived' or 'off'.")
     if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
         raise ConfigError(f"seed is {seed!r}: use an integer of at most 64 bits.")
-    if type(accumulate) is not int or accumulate < 1:
-        raise ConfigError(
-            f"accumulate is {accumulate!r}: use the number of batches that one step reads, 1 or more."
-        )
 
 
-def _check_cutting(batches: GlobalBatches | None, accumulate: int, on_world_change: object) -> None:
+def _check_cutting(batches: GlobalBatches | None, on_world_change: object) -> None:
     if on_world_change is not None and on_world_change not in worldsize.POLICIES:
         raise ConfigError(
             f"on_world_change is {on_world_change!r}: use one of {', '.join(map(repr, worldsize.POLICIES))}."
@@ -156,12 +138,6 @@ def _check_cutting(batches: GlobalBatches | None, accumulate: int, on_world_chan
         raise ConfigError(
             f"on_world_change is {on_world_change!r}, and no data= says how batches are cut: pass a "
             "GlobalBatches or a loader with an ElasticSampler."
-        )
-    if batches is not None and batches.micro_batch is not None and accumulate > 1:
-        raise ConfigError(
-            f"accumulate={accumulate} and micro_batch={batches.micro_batch} say twice how a step is split. "
-            f"Use a global_batch of {accumulate * batches.global_batch} and micro_batch= alone: then the "
-            "mean over it is exact in any world."
         )
 
 
@@ -173,11 +149,3 @@ def _check_data(tracked: Mapping[str, Any], batches: GlobalBatches | None) -> No
                 f"{name}: a run keeps its place in one order of samples, data=, and this is another one. "
                 "Leave it out of resume(): read it with torch's DistributedSampler, or bind() and seek() it."
             )
-
-
-def _check_seeding(data: object) -> None:
-    if getattr(data, "worker_init_fn", None) is seed_worker and getattr(data, "num_workers", 1) == 0:
-        raise ConfigError(
-            "worker_init_fn=er.seed_worker does nothing where num_workers is 0, since torch calls it in "
-            "workers only: use DataLoader(er.seeded(dataset), ...), which is right for any number."
-        )

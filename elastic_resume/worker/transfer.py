@@ -12,7 +12,7 @@ One that dies closes its connections.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import xxhash
@@ -59,14 +59,8 @@ def send(channel: Channel, image: Arriving, known: Sequence[str], block_bytes: i
     _land(flying, 0)
 
 
-def receive(
-    channel: Channel,
-    image: Arriving,
-    block_bytes: int,
-    source_rank: int,
-    keep: Callable[[memoryview], object] = lambda _: None,
-) -> None:
-    """Receive and verify what `send` sends; ``keep`` gets each block when it is verified.
+def receive(channel: Channel, image: Arriving, block_bytes: int, source_rank: int) -> None:
+    """Receive and verify what `send` sends.
 
     Whatever goes wrong here, all blocks are received first: the source and the other receivers are in the
     same broadcasts and would wait for this rank.
@@ -90,23 +84,18 @@ def receive(
         for digest in digests:
             failpoints.hit("transfer.receive")
             while len(flying) >= _IN_FLIGHT:
-                _arrive(image, flying.popleft(), block_bytes, keep)
+                _arrive(image, flying.popleft(), block_bytes)
             block = _block(image.memory, at, block_bytes)
             work = channel.start(torch.frombuffer(block, dtype=torch.uint8), source_rank)
             flying.append((work, at, digest))
             at += 1
     while flying:
-        _arrive(image, flying.popleft(), block_bytes, keep)
+        _arrive(image, flying.popleft(), block_bytes)
     if image.error is not None:
         raise image.error
 
 
-def _arrive(
-    image: Arriving,
-    flown: tuple[Work, int, bytes],
-    block_bytes: int,
-    keep: Callable[[memoryview], object],
-) -> None:
+def _arrive(image: Arriving, flown: tuple[Work, int, bytes], block_bytes: int) -> None:
     work, index, digest = flown
     work.wait()
     block = _block(image.memory, index, block_bytes)
@@ -118,7 +107,6 @@ def _arrive(
         image.fail(CorruptError(text))
         return
     image.advance(start + len(block))
-    keep(block)
 
 
 def _ready(image: Arriving, known: Sequence[str], block_bytes: int, at: int) -> list[bytes]:

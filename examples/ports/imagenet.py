@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 imagenet.py
 elastic-resume run --nproc-per-node 2 imagenet.py
 
 Each goes on where the others stopped. Without elastic_resume it was imagenet_before.py, whose checkpoint
-can be the first one: --resume checkpoint.pth.tar
+a first start can begin with: --resume checkpoint.pth.tar
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
@@ -25,11 +26,12 @@ PRINT_FREQ = 5
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--epochs", default=4, type=int)
+parser.add_argument("--start-epoch", default=0, type=int, help="where to go on; for restarts by hand")
 parser.add_argument("--batch-size", default=16, type=int, help="of each rank")
 parser.add_argument("--lr", default=0.05, type=float)
 parser.add_argument("--momentum", default=0.9, type=float)
 parser.add_argument("--weight-decay", default=1e-4, type=float)
-parser.add_argument("--resume", default=None, type=str, metavar="PATH", help="the checkpoint to begin with")
+parser.add_argument("--resume", default="", type=str, metavar="PATH", help="the checkpoint to go on from")
 parser.add_argument("--seed", default=0, type=int)
 
 
@@ -80,6 +82,17 @@ def main() -> None:
     )
     scheduler = StepLR(optimizer, step_size=2, gamma=0.1)
 
+    # optionally resume from a checkpoint
+    if args.resume:
+        checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
+        args.start_epoch = checkpoint["epoch"]
+        best_acc1.fill_(checkpoint["best_acc1"])
+        consume_prefix_in_state_dict_if_present(checkpoint["state_dict"], "module.")
+        model.load_state_dict(checkpoint["state_dict"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        scheduler.load_state_dict(checkpoint["scheduler"])
+        print(f"=> loaded checkpoint '{args.resume}' (epoch {checkpoint['epoch']})")
+
     # data loading code
     train_dataset, val_dataset = Pictures(400, train=True), Pictures(200, train=False)
     train_sampler = er.ElasticSampler(train_dataset)
@@ -87,20 +100,16 @@ def main() -> None:
     val_loader = DataLoader(val_dataset, batch_size=100)
 
     run = er.resume(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        data=train_loader,
-        best_acc1=best_acc1,
-        resume=args.resume,
+        model=model, optimizer=optimizer, scheduler=scheduler, data=train_loader, best_acc1=best_acc1
     )
     model = run.ddp(model)
 
-    for epoch in run.epochs(args.epochs):
+    for number in run.epochs(args.epochs - args.start_epoch):
+        epoch = args.start_epoch + number
         train_sampler.set_epoch(epoch)
 
         # train for one epoch
-        train(train_loader, model, criterion, optimizer, run)
+        train(train_loader, model, criterion, optimizer, epoch=epoch, run=run)
 
         # evaluate on validation set
         acc1 = validate(val_loader, model)
@@ -120,6 +129,8 @@ def train(
     model: nn.Module,
     criterion: nn.Module,
     optimizer: Optimizer,
+    *,
+    epoch: int,
     run: er.Run,
 ) -> None:
     model.train()
@@ -135,7 +146,6 @@ def train(
         run.step()
 
         if i % PRINT_FREQ == 0:
-            epoch = run.position.epoch
             print(f"epoch [{epoch + 1}][{i}/{len(train_loader)}] loss {loss:.4f}", flush=True)
 
 

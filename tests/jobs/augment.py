@@ -13,7 +13,6 @@ import os
 import random
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from elastic_resume.worker import state
 SAMPLES = 60
 GLOBAL_BATCH = 7
 STEPS = -(-SAMPLES // GLOBAL_BATCH)
-LOADERS = ("0", "2", "4", "2 by seed_worker")
+LOADERS = ("0", "2", "4")
 
 
 class Noisy(Dataset[tuple[int, Tensor]]):
@@ -44,12 +43,10 @@ class Noisy(Dataset[tuple[int, Tensor]]):
 def loaders(batches: er.GlobalBatches) -> list[DataLoader[tuple[int, Tensor]]]:
     """One for each of LOADERS."""
     wrapped = er.seeded(Noisy())
-    kept: dict[str, Any] = {"batch_sampler": batches, "persistent_workers": True}
     return [
         DataLoader(wrapped, batch_sampler=batches),
         DataLoader(wrapped, batch_sampler=batches, num_workers=2),
-        DataLoader(wrapped, num_workers=4, prefetch_factor=1, **kept),
-        DataLoader(Noisy(), num_workers=2, worker_init_fn=er.seed_worker, **kept),
+        DataLoader(wrapped, num_workers=4, prefetch_factor=1, batch_sampler=batches, persistent_workers=True),
     ]
 
 
@@ -67,7 +64,6 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kill-in", type=int, default=0)
     parser.add_argument("--save-at", type=int, default=0)
-    parser.add_argument("--rng", default="derived")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(5)
@@ -75,19 +71,23 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batches = er.GlobalBatches(SAMPLES, GLOBAL_BATCH, seed=3)
     sources = loaders(batches)
-    options = {"ckpt_dir": args.directory, "run_id": "job", "save_every": 1000, "rng": args.rng}
+    options = {"ckpt_dir": args.directory, "run_id": "job", "save_every": 1000}
     run = er.resume(model=model, optimizer=optimizer, data=batches, **options)
     ddp = run.ddp(model)
     began = run.position.step
     diary = (args.directory / f"seen-{run.world_size}-{run.rank}-from-{began}.jsonl").open("a")
     for epoch in run.epochs(2):
-        for quartet in zip(*sources, strict=True):
-            line = {"epoch": epoch, "step": run.position.step, "loaders": [seen(batch) for batch in quartet]}
+        for together in zip(*sources, strict=True):
+            line = {
+                "epoch": epoch,
+                "step": run.position.step,
+                "loaders": [seen(batch) for batch in together],
+            }
             print(json.dumps(line), file=diary, flush=True)
             if args.kill_in and run.position.step + 1 == args.kill_in:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
-            (ddp(quartet[0][1]).square().mean() * run.loss_weight).backward()
+            (ddp(together[0][1]).square().mean() * run.loss_weight).backward()
             optimizer.step()
             run.step()
             if args.save_at and run.position.step == args.save_at:

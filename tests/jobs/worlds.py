@@ -35,8 +35,8 @@ def samples() -> TensorDataset:
 def data_of(way: str, dataset: TensorDataset) -> tuple[DataLoader[tuple[Tensor, ...]], dict[str, Any]]:
     """The loader, and what else resume() is told."""
     if way == "sampler":
-        loader = DataLoader(dataset, batch_size=3, sampler=er.ElasticSampler(dataset, seed=SEED))
-        return loader, {"accumulate": 3}
+        loader = DataLoader(dataset, batch_size=9, sampler=er.ElasticSampler(dataset, seed=SEED))
+        return loader, {}
     micro = 8 if way == "global" else None
     batches = er.GlobalBatches(SAMPLES, 30, seed=SEED, micro_batch=micro)
     return DataLoader(dataset, batch_sampler=batches), {"on_world_change": f"keep_{way}_batch"}
@@ -73,8 +73,7 @@ def train(directory: Path, way: str, steps: int) -> dict[str, Any]:
             before = copy.deepcopy(model)
             lines.append((indices.tolist(), run.loss_weight))
             with contextlib.nullcontext() if run.last_micro_batch else ddp.no_sync():
-                loss = nn.functional.mse_loss(ddp(inputs), targets) * run.loss_weight
-                (loss / more.get("accumulate", 1)).backward()
+                (nn.functional.mse_loss(ddp(inputs), targets) * run.loss_weight).backward()
             if not run.last_micro_batch:
                 continue
             at = run.position.samples
