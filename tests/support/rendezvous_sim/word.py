@@ -11,9 +11,9 @@ import random
 from collections.abc import Mapping
 
 from elastic_resume.rendezvous.quorum import Incarnation, Question
-from elastic_resume.rendezvous.simnet import Clock
-from elastic_resume.rendezvous.simnode import Node
 from elastic_resume.rendezvous.steps import SchedulerSays
+from tests.support.rendezvous_sim.net import Clock
+from tests.support.rendezvous_sim.node import Node
 
 ASKED_S = (0.3, 3.0)
 """Between two questions."""
