@@ -19,7 +19,7 @@ from kubernetes_validate.utils import all_versions
 
 from elastic_resume import cli, contract
 from elastic_resume.cluster import filling, kubernetes, kubernetes_rules, manifest, node
-from elastic_resume.faults.pods import expanded
+from tests.support.pods import expanded
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
