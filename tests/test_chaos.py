@@ -436,8 +436,6 @@ def newest(directory: Path) -> Path:
 
 
 def traces() -> set[str]:
-    """What a laboratory might leave on this machine: mounts, namespaces by name, memory, loop devices."""
+    """What a laboratory might leave on this machine: mounts, namespaces by name, memory."""
     mounts = Path("/proc/self/mounts").read_text().splitlines()
-    # Tests that run beside have disks too.
-    devices = Path("/sys/block").glob("loop*/loop/backing_file") if SOAK else []
-    return {*mounts, *map(str, [*Path("/run/netns").glob("*"), *SHARED_MEMORY.iterdir(), *devices])}
+    return {*mounts, *map(str, [*Path("/run/netns").glob("*"), *SHARED_MEMORY.iterdir()])}
