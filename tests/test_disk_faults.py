@@ -62,7 +62,7 @@ def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
         cluster.poweroff(2)
         assert there & {entry.order for entry in cluster.checkpoints(2)}  # what had been synced is there
         cluster.start_node(2)
-        cluster.wait(generation=2, node=2)
+        cluster.wait(step=1, generation=2, node=2)
         over.touch()
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
         assert cluster.lost_steps == 0
