@@ -78,7 +78,7 @@ test: $(READY) slurm-tools browser-tools
 FIRST ?= $(shell echo $$(( $$(date +%s) / 86400 * 100000 )))
 SEEDS ?= 100000
 simulate: $(READY)
-	$(BIN)/elastic-resume simulate rendezvous --seeds $(SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.support.rendezvous_sim --seeds $(SEEDS) --first $(FIRST)
 
 nightly: simulate
 	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/test_rendezvous_wire_fuzz.py

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from elastic_resume import __version__, contract
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError
@@ -63,55 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     subparsers.add_parser("chaos", help="run a job on simulated nodes, break them by a plan", add_help=False)
     for part in (commands, diff, doctor, status, force_quorum):
         part.register(subparsers)
-    _add_simulate(subparsers)
     return parser
-
-
-# ---- simulate ------------------------------------------------------------------------------------------
-
-
-BREAKS = (
-    *("incarnations", "two-steps", "later-proposals", "gone-brings-knowledge"),
-    *("sent-not-read", "leader-had-a-quorum", "a-spare-is-not-asked", "grace-for-those-left-behind"),
-    *("claims-tell-generations", "refusal-in-time"),
-    *("reset-is-no-death-to-a-follower", "reset-is-no-death-to-a-leader", "clock-goes-on"),
-)
-"""What `simulate rendezvous --break` takes: `simbatch.BREAKS`, which is slow to import."""
-
-
-def _add_simulate(subparsers: argparse._SubParsersAction[Any]) -> None:
-    one = subparsers.add_parser("simulate", help="play random schedules of faults against the rendezvous")
-    parts = one.add_subparsers(title="what to simulate", metavar="PART", required=True)
-    one = parts.add_parser("rendezvous", help="the core of the rendezvous, in simulated time")
-    one.add_argument("--seeds", type=_count, default=2000, metavar="N", help="how many (default %(default)s)")
-    one.add_argument("--first", type=int, default=0, metavar="F", help="the first seed (default %(default)s)")
-    one.add_argument("--seed", type=int, metavar="S", help="play this one only and tell all that happens")
-    one.add_argument("--jobs", type=_count, metavar="J", help="processes (default: one for each core)")
-    one.add_argument(
-        "--break",
-        dest="broken_rule",
-        default="",
-        metavar="RULE",
-        choices=BREAKS,
-        help="disable one rule or one bug fix, to test the simulator's checkers: %(choices)s",
-    )
-    one.set_defaults(function=simulate)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
-
-
-def simulate(args: argparse.Namespace) -> int:
-    """``elastic-resume simulate rendezvous``: 1 if a promise was broken."""
-    from elastic_resume.rendezvous import simbatch  # noqa: PLC0415
-
-    if args.seed is not None:
-        return simbatch.tell_one(args.seed, args.broken_rule)
-    seeds = range(args.first, args.first + args.seeds)
-    return simbatch.tell_many(seeds, args.broken_rule, args.jobs)
 
 
 # ---- chaos ---------------------------------------------------------------------------------------------

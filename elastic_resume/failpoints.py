@@ -243,7 +243,7 @@ def _act(name: str, point: _Point) -> None:
         kind = getattr(builtins, value, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
             raise kind(f"failpoint {name}")
-        raise OSError(errno.EIO, f"failpoint {name}")
+        raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} (failpoint {name})")
     elif verb == "delay":
         time.sleep(float(value or 1))
     elif verb == "hold-gil":

@@ -114,14 +114,14 @@ def elastic_cluster(request: pytest.FixtureRequest, make_cluster: Callable[..., 
 def _made(directory: Path, options: Mapping[str, Any]) -> Cluster:
     import inspect  # noqa: PLC0415
 
-    from elastic_resume.faults import housed  # noqa: PLC0415
+    from elastic_resume.faults import hosts  # noqa: PLC0415
     from elastic_resume.faults.lab import Cluster  # noqa: PLC0415
 
     known = [name for name in inspect.signature(Cluster).parameters if name != "directory"]
     strange = sorted(set(options) - set(known))
     if strange:
         pytest.fail(f"a cluster has no {', '.join(strange)}; it has {', '.join(known)}.", pytrace=False)
-    if options.get("hosts") == "namespaces" and (why := housed.available()):
+    if options.get("hosts") == "namespaces" and (why := hosts.available()):
         pytest.skip(f'hosts="namespaces": {why}')
     nodes = options.get("nodes", 3)
     defaults = {"nodes": nodes, "min_nodes": max(1, nodes - 1)}

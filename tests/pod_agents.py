@@ -18,7 +18,7 @@ from pathlib import Path
 from elastic_resume.cluster.memory import Group
 from elastic_resume.faults import brood
 from elastic_resume.faults.nursery import Nursery
-from elastic_resume.faults.pods import IMAGE
+from tests.support.pods import IMAGE
 
 SHIM = f"""#!{sys.executable} -IS
 import json, os, signal, socket, sys
@@ -91,7 +91,7 @@ class Agents:
             command = [sys.executable, "-m", "elastic_resume", *told["argv"]]
             cwd = Path(told["cwd"])
             between = self._nursery.fork(
-                command, told["env"], output, cwd=cwd, network="", beside=pod, group=group_of(pod)
+                command, told["env"], output, cwd=cwd, beside=pod, group=group_of(pod)
             )
             os.close(output)
             between.wait()

@@ -122,7 +122,7 @@ def test_help_shows_our_flags_beside_torchruns(capsys: Any) -> None:
 
 def test_help_can_be_read_on_any_terminal(capsys: Any) -> None:
     """One of ASCII, say: what it lacks was the end of all help."""
-    commands = "run chaos report ls verify export diff doctor status simulate"
+    commands = "run chaos report ls verify export diff doctor status force-quorum"
     for words in ([], *([command] for command in commands.split())):
         with pytest.raises(SystemExit):
             cli.main([*words, "--help"])

@@ -12,8 +12,8 @@ import pytest
 from elastic_resume.faults import nursery
 from elastic_resume.report import render, story
 from elastic_resume.report.gather import gather
-from elastic_resume.testing import Cluster
 from tests.stations import descriptors
+from tests.support.housed import MachineCluster
 from tests.test_end_to_end import SCRIPT, check_end
 
 pytestmark = pytest.mark.cluster
@@ -22,12 +22,14 @@ EPOCHS = 10  # of ten steps
 AHEAD = 6  # steps that a disk which does not work does not hold up
 
 
-def newest_step(cluster: Cluster) -> int:
+def newest_step(cluster: MachineCluster) -> int:
     """The newest step that any node has told of."""
     return max(int(event["step"]) for event in cluster.events("step"))
 
 
-def befall(cluster: Cluster, index: int, wrong: Callable[[], object], right: Callable[[], object]) -> None:
+def befall(
+    cluster: MachineCluster, index: int, wrong: Callable[[], object], right: Callable[[], object]
+) -> None:
     """Let a disk go wrong, train on, put it right, and see that it takes a checkpoint again."""
     wrong()
     cluster.wait(step=newest_step(cluster) + AHEAD)
@@ -45,7 +47,7 @@ def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
     """It is said once, with what to do, and once more when it is over; the report names node and cause."""
     flags = ["--save-every", "0.2s", "--snapshot-every", "1"]
     held = open_files()
-    with Cluster(tmp_path, nodes=3, min_nodes=2, hosts="namespaces", flags=flags) as cluster:
+    with MachineCluster(tmp_path, nodes=3, min_nodes=2, flags=flags) as cluster:
         kept = tmp_path / "diary"
         over = tmp_path / "over"  # until then the job does not come to its end
         words = ["--step-delay", "0.05", "--slow-from", "60", "--slow-until", str(over)]
@@ -53,15 +55,15 @@ def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
         cluster.wait(commit=3, node=0)
         befall(cluster, 0, lambda: cluster.fill_disk(0), lambda: cluster.free_disk(0))
         befall(cluster, 1, lambda: cluster.break_disk(1), lambda: cluster.mend_disk(1))
-        befall(cluster, 2, lambda: cluster.slow_disk(2, 20_000), lambda: cluster.slow_disk(2, 0))
+        befall(cluster, 2, lambda: cluster.pace_disk(2, 20_000), lambda: cluster.pace_disk(2, 0))
         befall(cluster, 2, lambda: cluster.turn_disk_read_only(2), lambda: cluster.mend_disk(2))
         assert {event["generation"] for event in cluster.events("step")} == {1}  # nobody was held up for long
         there = {entry.order for entry in cluster.checkpoints(2)}
         cluster.poweroff(2)
         assert there & {entry.order for entry in cluster.checkpoints(2)}  # what had been synced is there
         cluster.start_node(2)
+        cluster.wait(step=1, generation=2, node=2)
         over.touch()
-        cluster.wait(generation=2)
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
         assert cluster.lost_steps == 0
         check_end(kept, world_size=3, epochs=EPOCHS)

@@ -18,9 +18,9 @@ import pytest
 from elastic_resume import events
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.events import EventLog
-from elastic_resume.faults import disks
-from elastic_resume.faults.disks import MB, Disk, Kind
-from elastic_resume.faults.machines import Machines
+from tests.support import disks
+from tests.support.disks import MB, Disk, Kind
+from tests.support.machines import Machines
 
 pytestmark = pytest.mark.slow
 
@@ -211,7 +211,7 @@ def test_a_machine_sees_the_disk_at_a_plain_path_before_and_after_it_is_mended(t
 MAKER = """
 import sys, time
 from pathlib import Path
-from elastic_resume.faults.disks import Disk
+from tests.support.disks import Disk
 disk = Disk(sys.argv[1])
 (disk.path / "file").write_bytes(bytes(20 << 20))
 disk.slow(1000)

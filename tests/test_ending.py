@@ -22,11 +22,11 @@ from elastic_resume.agent.witness import Witness
 from elastic_resume.cluster.node import Node
 from elastic_resume.errors import GaveUpError
 from elastic_resume.events import EventLog
-from elastic_resume.faults.disks import Disk
 from elastic_resume.policy.requeue import Action
 from elastic_resume.policy.restart import Limits
 from elastic_resume.rendezvous.steps import Log
 from elastic_resume.store.board import Board, Worker
+from tests.support.disks import Disk
 
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 

@@ -77,7 +77,7 @@ OF_PROCESSES = [
 
 
 OF_MACHINES = [
-    case("out-of-memory", r"rank 1 on n1 .*for want of memory", rank=1),
+    case("out-of-memory", r"rank 1 on n1.*SIGKILL", rank=1),
     case("packet-loss", node=2, percent=15.0, for_s=UNTIL_SEEN_S),
     case("slow-link", node=1, bytes_per_s=1e4, for_s=UNTIL_SEEN_S),
     case(
@@ -88,12 +88,11 @@ OF_MACHINES = [
     ),
     case(
         "disk-error",
-        trouble=r"n2: no checkpoint .*(Input/output error|Read-only file system)",
+        trouble=r"n2: no checkpoint .*Input/output error",
         node=2,
         for_s=UNTIL_SEEN_S,
     ),
-    case("slow-disk", trouble=r"n1: a checkpoint took", node=1, bytes_per_s=2e4, for_s=UNTIL_SEEN_S),
-    case("clock-jump", node=0),
+    case("slow-disk", trouble=r"n1: a checkpoint took", node=1, delay_s=0.3, for_s=UNTIL_SEEN_S),
     case("wipe-disk", r"node n2 (lost|died)", node=2, back_after_s=0.2),
     case("poweroff", r"node n1 (lost|is silent)", node=1, back_after_s=1.5),
     case("cut", r"node n2 (lost|is silent)", node=2, for_s=UNTIL_SEEN_S),
@@ -267,13 +266,11 @@ def is_stopped(cluster: Cluster, index: int) -> bool:
 
 
 def of_machines(tmp_path: Path) -> None:
-    """Links, disks, memory, power and clocks: three nodes that have each their own."""
+    """Links, disks, memory and power: three nodes with a network and a disk each."""
     # Nothing hangs, and it takes a while to use memory up; a disk that fails is to be written to meanwhile;
     # and nobody is to be taken for dead whose link is bad.
     flags = [*FLAGS, "--hang-timeout", "20", "--save-every", "8", "--node-timeout", "4"]
-    with Cluster(
-        tmp_path, nodes=3, min_nodes=2, flags=flags, hosts="namespaces", memory_bytes=1 << 30
-    ) as cluster:
+    with Cluster(tmp_path, nodes=3, min_nodes=2, flags=flags, hosts="namespaces") as cluster:
         start(cluster)
         spans = disturb(cluster, OF_MACHINES)
         told = told_of(cluster)

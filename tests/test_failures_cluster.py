@@ -15,6 +15,7 @@ import pytest
 
 from elastic_resume import cli, contract, events
 from elastic_resume.testing import Cluster
+from tests.support.housed import MachineCluster
 from tests.test_stub import wait_for
 
 pytestmark = pytest.mark.cluster
@@ -110,7 +111,7 @@ def test_a_script_at_fault_is_not_started_again_though_the_disk_takes_and_gives_
         f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n"
         "import nothing_of_that_name\n"
     )
-    with Cluster(tmp_path, nodes=1, hosts="namespaces") as cluster:
+    with MachineCluster(tmp_path, nodes=1) as cluster:
         cluster.start(tmp_path / "train.py")
         cluster.wait(lambda: "generation 1: node 0 of 1" in cluster.output(0), "its first world")
         with (cluster.nodes[0].directory / contract.EVENTS_FILE).open("rb") as log:

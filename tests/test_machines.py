@@ -18,9 +18,9 @@ from elastic_resume.cluster.memory import Group
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.faults import ending
 from elastic_resume.faults.hosts import available
-from elastic_resume.faults.housed import Housed
-from elastic_resume.faults.machines import DISKS, MB, Machines
 from tests.stations import until
+from tests.support.housed import Housed
+from tests.support.machines import DISKS, MB, Machines
 
 pytestmark = pytest.mark.cluster
 
@@ -45,7 +45,7 @@ except TimeoutError:
 """
 OWNER = """
 import signal, sys
-from elastic_resume.faults.machines import Machines
+from tests.support.machines import Machines
 machines = Machines()
 machines.boot(memory_bytes=64 << 20)
 ups = machines._up.values()
@@ -160,7 +160,7 @@ def test_a_machine_may_come_back_with_another_address_which_all_learn(machines: 
 
 EXCHANGES = """
 import os, pathlib, subprocess
-from elastic_resume.faults.machines import Machines
+from tests.support.machines import Machines
 mount = lambda *words: subprocess.run(["mount", *words], check=True)
 mount("--make-rprivate", "/")
 mount("-t", "tmpfs", "tmpfs", "/mnt")

@@ -12,10 +12,10 @@ import yaml
 
 from elastic_resume import contract
 from elastic_resume.faults import hosts
-from elastic_resume.faults.job_controller import Job
-from elastic_resume.faults.pods import Pods, expanded
 from tests import manifests
 from tests.manifests import manifest
+from tests.support.job_controller import Job
+from tests.support.pods import Pods, expanded
 
 PAGE = Path(__file__).parents[1] / "docs" / "kubernetes.md"
 TOKEN = {"train-token": {"token": "a secret that all pods share, and nobody else"}}

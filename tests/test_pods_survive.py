@@ -15,9 +15,10 @@ import pytest
 from elastic_resume import contract
 from elastic_resume.faults import hosts
 from elastic_resume.faults.nursery import Nursery
-from elastic_resume.faults.pods import Pod, Pods
 from tests.manifests import manifest
 from tests.pod_agents import Agents
+from tests.support import pod_brood
+from tests.support.pods import Pod, Pods
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 100.0  # of one wait: a pod starts in a second, or in twenty where all cores are busy
@@ -37,7 +38,7 @@ def _root() -> None:
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
     """What agents are forked from."""
-    one = Nursery({**os.environ, "OMP_NUM_THREADS": "1"})
+    one = Nursery({**os.environ, "OMP_NUM_THREADS": "1"}, Path(pod_brood.__file__))
     yield one
     one.close()
 

@@ -26,8 +26,6 @@ import pytest
 
 from elastic_resume.contract import QUARANTINE_DIR, TEMPORARY_PREFIX
 from elastic_resume.errors import RecordError
-from elastic_resume.faults import disks
-from elastic_resume.faults.disks import LEAST_BYTES, Disk, Kind
 from elastic_resume.rendezvous.record import Record
 from elastic_resume.store import committed, life
 from elastic_resume.store.catalog import MIN_KEEP, Catalog
@@ -35,6 +33,8 @@ from elastic_resume.store.node_dir import NodeDir
 from elastic_resume.store.quarantine import reason_of
 from tests.power_writer import NODE
 from tests.store_samples import RUN, save
+from tests.support import disks
+from tests.support.disks import LEAST_BYTES, Disk, Kind
 
 pytestmark = pytest.mark.slow
 

@@ -16,11 +16,7 @@ import pytest
 
 from elastic_resume.policy.divergence import RESUME, summary
 from elastic_resume.policy.failures import describe
-from elastic_resume.rendezvous.checkers import Checkers
 from elastic_resume.rendezvous.messages import Propose, Restart, Welcome
-from elastic_resume.rendezvous.simcures import without
-from elastic_resume.rendezvous.simnet import Clock, End, Network
-from elastic_resume.rendezvous.simnode import Node
 from elastic_resume.rendezvous.steps import (
     BeginWorld,
     EndJob,
@@ -32,6 +28,10 @@ from elastic_resume.rendezvous.steps import (
     Settings,
     StopWorkers,
 )
+from tests.support.rendezvous_sim.checkers import Checkers
+from tests.support.rendezvous_sim.cures import without
+from tests.support.rendezvous_sim.net import Clock, End, Network
+from tests.support.rendezvous_sim.node import Node
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 REWRITE = os.environ.get("ELASTIC_RESUME_REWRITE") == "1"

@@ -104,7 +104,7 @@ def test_marks_and_errors_say_what_to_do(tmp_path: Path) -> None:
     assert "fixture 'cluster' not found" in text, "many projects have one of their own, which ours would hide"
     assert 'hosts="namespaces": no ' in text
     assert "SIGKILL at step 7 of rank 1: never came" in text
-    assert 'disk_bytes: nodes have sizes of their own with hosts="namespaces"' in text
+    assert 'disk_bytes: nodes have disks of their own with hosts="namespaces"' in text
     assert (
         'these nodes are processes that share one network: make the Cluster with hosts="namespaces"' in text
     )

@@ -19,6 +19,7 @@ from elastic_resume.faults.nodes import Recovery
 from elastic_resume.report.gather import gather
 from elastic_resume.store.board import Line, Worker
 from elastic_resume.testing import Cluster, MomentError
+from tests.support.housed import MachineCluster
 
 SCRIPT = Path(__file__).parent / "jobs" / "train.py"
 MB = 1 << 20
@@ -77,9 +78,6 @@ def test_what_is_planned_comes_once_for_whom_it_is_meant_and_its_errors_come_up(
 def test_what_a_wiped_node_has_told_is_not_forgotten(tmp_path: Path) -> None:
     """Else steps that its job had to run again would count as never run, and a test of that would pass."""
     with Cluster(tmp_path, nodes=2) as cluster:
-        cluster._remembered[1] = b""  # as of a node whose disk fails
-        cluster.wipe(1)
-        assert 1 in cluster._remembered, "its disk is mended when the cluster ends"
         for index, node in enumerate(cluster.nodes):
             for life, last in ((1, 30), (2, 5)):
                 node.directory.mkdir(parents=True)
@@ -132,9 +130,7 @@ def recovered(cluster: Cluster, cause: str) -> None:
 def test_nodes_that_are_machines_lose_what_a_machine_loses(tmp_path: Path) -> None:
     """A worker, the power, a disk; what they told is there in the end, and the newest checkpoints."""
     flags = ["--snapshot-every", "1", "--save-every", "5", "--node-timeout", "1"]
-    with Cluster(
-        tmp_path, min_nodes=2, hosts="namespaces", flags=flags, disk_bytes=32 * MB, shm_bytes=8 * MB
-    ) as cluster:
+    with MachineCluster(tmp_path, min_nodes=2, flags=flags, disk_bytes=32 * MB, shm_bytes=8 * MB) as cluster:
         words = ["--diary", str(tmp_path / "diary"), "--epochs", "100000", "--step-delay", "0.02"]
         cluster.start(SCRIPT, *words)
         cluster.at(step=10, rank=1).kill()
@@ -175,10 +171,10 @@ def test_nodes_that_are_machines_lose_what_a_machine_loses(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_node_does_not_get_back_what_it_lost_with_its_power(tmp_path: Path) -> None:
     """It finds what was synced, as on a real machine; tests and the report still count all, each once."""
-    with Cluster(tmp_path, nodes=1, hosts="namespaces", disk_bytes=32 * MB, shm_bytes=8 * MB) as cluster:
+    with MachineCluster(tmp_path, nodes=1, disk_bytes=32 * MB, shm_bytes=8 * MB) as cluster:
         log = cluster.nodes[0].directory / contract.EVENTS_FILE
         log.parent.mkdir(parents=True)
-        cluster._ground.boot([0])
+        cluster.machines.boot([0])
         for number in (1, 2):  # another time it loses what it has told since
             own = EventLog(log, node="n0")
             own.write("step", step=2 * number - 1)
@@ -187,7 +183,7 @@ def test_a_node_does_not_get_back_what_it_lost_with_its_power(tmp_path: Path) ->
             own.write("step", step=2 * number)
             own.close()
             cluster.poweroff(0)
-            cluster._ground.boot([0])
+            cluster.machines.boot([0])
             assert [event["step"] for event in events.read(log)] == [1, 3][:number], "what the node reads"
             told = list(range(1, 2 * number + 1))
             for found in (cluster.events(), cluster.events_of(0), gather([cluster.run_dir]).events):

@@ -31,7 +31,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
@@ -39,7 +38,6 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
 
 from elastic_resume import failpoints
 from elastic_resume.agent import script, warm, zygote
-from elastic_resume.faults import namespaces
 
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
@@ -201,54 +199,12 @@ def _serve(line: socket.socket, imported: dict[str, str]) -> Callable[[], None]:
         if "reap" in asked:
             send(line, {"code": reap(asked["reap"])})
             continue
-        pid = _fork_inside(asked["inside"]) if asked["inside"] else _fork()
+        pid = _fork()
         if pid == 0:
             line.close()
-            parent = nursery
-            if asked["inside"]:
-                _enter(asked["inside"], asked["group"])
-                parent = 0  # which is what a process sees of a parent in another namespace
-            elif asked["beside"]:
-                parent = _move_in(asked["beside"], asked["group"])
-            return _born(parent, asked, descriptors[0], imported)
+            return _born(nursery, asked, descriptors[0], imported)
         os.close(descriptors[0])
         send(line, {"pid": pid})
-
-
-def _fork_inside(first: int) -> int:
-    """Fork a child that is in another process's namespace for process ids; this one does not go there."""
-    space = os.open(f"/proc/{first}/ns/pid", os.O_RDONLY)
-    try:
-        with namespaces.children_in(space):
-            return _fork()
-    finally:
-        os.close(space)
-
-
-def _enter(first: int, group: str) -> None:
-    """Go to where another process is, the first of its namespace for process ids: there children begin."""
-    if group:
-        Path(group, "cgroup.procs").write_text("0")  # whoever writes
-    kinds = ("net", "uts", "ipc", "pid", "mnt")
-    spaces = [os.open(f"/proc/{first}/ns/{kind}", os.O_RDONLY) for kind in kinds]
-    for space in spaces:
-        namespaces.join(space)
-        os.close(space)
-
-
-def _move_in(first: int, group: str) -> int:
-    """Go to where another process is, as `_enter` does, and become its child."""
-    _enter(first, group)
-    inside = _fork()
-    if inside:
-        os.waitpid(inside, 0)
-        os._exit(0)
-    # An orphan goes to the first process of the namespace in which its parent was: so that is one more.
-    if _fork():
-        os._exit(0)
-    while os.getppid() != 1:
-        time.sleep(0.001)
-    return 1
 
 
 def _born(parent: int, asked: dict[str, Any], output: int, imported: dict[str, str]) -> Callable[[], None]:

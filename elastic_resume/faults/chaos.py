@@ -30,7 +30,7 @@ from elastic_resume.agent import preflight
 from elastic_resume.config import Parser, Settings, add_flags, parse_layers
 from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
-from elastic_resume.faults import disks, hosts, kinds, plan_text
+from elastic_resume.faults import hosts, kinds, plan_text
 from elastic_resume.faults.course import DONE, Fate
 from elastic_resume.faults.lab import Hosts
 from elastic_resume.faults.plan import Every, Plan
@@ -116,12 +116,9 @@ def parse(words: Sequence[str]) -> tuple[Job, Path | None]:
     plan.refuse(**shape, own=kinds.OWN[chosen])
     if not 1 <= args.min_nodes <= args.nodes:
         raise ConfigError(f"--min-nodes is {args.min_nodes}: write 1 to {args.nodes}.")
-    for flag, size in (("--disk", args.disk), ("--memory", args.memory)):
-        if size is not None and chosen != "namespaces":
-            why = hosts.available() or "nodes share what is here with --hosts loopback"
-            raise ConfigError(f"{flag} takes nodes that are machines (--hosts namespaces): {why}.")
-    if args.disk is not None and args.disk < disks.LEAST_BYTES["ext4"]:
-        raise ConfigError(f"--disk is {args.disk} bytes: a file system takes {disks.LEAST_BYTES['ext4']}.")
+    if args.disk is not None and chosen != "namespaces":
+        why = hosts.available() or "nodes share the disk that is here with --hosts loopback"
+        raise ConfigError(f"--disk takes nodes that have one of their own (--hosts namespaces): {why}.")
     _check_run(flags, after)
     job = Job(
         _empty(args.dir.absolute()),
@@ -133,7 +130,6 @@ def parse(words: Sequence[str]) -> tuple[Job, Path | None]:
         plan=plan,
         own=kinds.OWN[chosen],
         disk_bytes=args.disk,
-        memory_bytes=args.memory,
         for_s=args.for_s,
         drain=args.drain,
         patience_s=args.patience,
@@ -199,10 +195,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--for", "no fault comes later than this after the first step", dest="for_s", type=_seconds("--for"),
         metavar="TIME")  # fmt: skip
     add("--drain", "then drain the job, whose script has no end", action="store_true")
-    add("--hosts", "namespaces: an address, a disk and a /dev/shm for each node, as root (default where that "
+    add("--hosts", "namespaces: a network and a disk in memory for each node, as root (default where that "
         "can be); loopback: processes only", choices=sorted(kinds.OWN))  # fmt: skip
     add("--disk", "size of each node's disk, in namespaces (default 256MB)", type=_size, metavar="SIZE")
-    add("--memory", "what its processes may use, likewise (default: no limit)", type=_size, metavar="SIZE")
     add("--dir", "logs, checkpoints and events go there (default ./chaos-run)", type=Path,
         default=Path("chaos-run"))  # fmt: skip
     add("--save-plan", "write the plan that is carried out", type=Path, metavar="FILE.yaml")

@@ -11,7 +11,6 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import psutil
@@ -110,12 +109,3 @@ def wait_for(process: psutil.Process) -> None:
             waiting.poll(KILLED_S * 1000)
         finally:
             os.close(descriptor)
-
-
-def own_pid(process: psutil.Process) -> int:
-    """The id by which a process knows itself, in its own namespace; 0 when it has ended."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-            if line.startswith("NSpid:"):
-                return int(line.split()[-1])
-    return 0

@@ -31,8 +31,6 @@ _TEXT = re.compile(
 )
 GROUPS = "groups are lists of nodes that reach each other: [[0], [1, 2]], each node once"
 
-MOST_OFFSET_S = 10**9  # thirty years; more is no clock that a machine comes up with
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -54,12 +52,11 @@ class Fault:
         signal: for kill-worker, by name.
         error: for raise, a built-in exception.
         code: for exit.
-        delay_s: for slow-rank, of each step.
+        delay_s: for slow-rank, of each step; for slow-disk, of each request.
         limit_bytes: for out-of-memory, where the kernel sets none.
         percent: for packet-loss.
-        bytes_per_s: for slow-link and slow-disk.
+        bytes_per_s: for slow-link.
         fraction: where in a checkpoint it is cut off, or a bit is flipped.
-        offset_s: of a clock.
         sender: of a damaged message: a peer, or a stranger.
 
     """
@@ -83,7 +80,6 @@ class Fault:
     percent: float | None = None
     bytes_per_s: int | None = None
     fraction: float | None = None
-    offset_s: float | None = None
     sender: str | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +92,7 @@ class Fault:
                 raise ConfigError(f"{self.what} has no {key_of(name)}.{_known_settings(self.what)}")
             if given is None:
                 object.__setattr__(self, name, self.kind.settings.get(name))
-        for name in ("at_s", "for_s", "back_after_s", "delay_s", "offset_s"):
+        for name in ("at_s", "for_s", "back_after_s", "delay_s"):
             if getattr(self, name) is not None:  # milliseconds: what is written down is what is meant
                 object.__setattr__(self, name, round(float(getattr(self, name)), 3))
                 if not math.isfinite(getattr(self, name)):
@@ -265,8 +261,6 @@ def _check_settings(fault: Fault) -> None:
     require("code", type(fault.code) is int and 0 < fault.code < 256, "an exit code, 1 to 255")
     require("signal", fault.signal in signal.Signals.__members__, "a signal's name, as SIGSEGV")
     require("error", _is_error(fault.error), "a built-in exception that takes one text, as ValueError")
-    longest = f"a time of 1s to {MOST_OFFSET_S}s, either way"
-    require("offset_s", 1 <= abs(fault.offset_s or 0) <= MOST_OFFSET_S, longest)
     require("sender", fault.sender in {"peer", "stranger"}, "peer or stranger")
 
 

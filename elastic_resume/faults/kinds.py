@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WORKER, NODE, NODES = "worker", "node", "nodes"
-PROCESSES, NETWORK, DISK, CLOCK = "", "a network", "a disk", "a clock"
-OWN = {"loopback": (), "namespaces": (NETWORK, DISK, CLOCK)}
+PROCESSES, NETWORK, DISK = "", "a network", "a disk"
+OWN = {"loopback": (), "namespaces": (NETWORK, DISK)}
 """What each node has of its own, by `grounds.Hosts`."""
 
 
@@ -67,13 +67,12 @@ def _kinds() -> dict[str, Kind]:
         ),
         # Disks.
         "disk-full": Kind(NODE, "no byte is left (ENOSPC)", {"for_s": 5.0}, DISK, 1),
-        "disk-error": Kind(NODE, "the disk fails (EIO)", {"for_s": 5.0}, DISK, 1),
-        "slow-disk": Kind(NODE, "the disk takes less", {"bytes_per_s": 1_000_000, "for_s": 5.0}, DISK, 1),
+        "disk-error": Kind(NODE, "the disk fails (EIO)", {"for_s": 5.0}, weight=1),
+        "slow-disk": Kind(NODE, "each request takes longer", {"delay_s": 0.2, "for_s": 5.0}, weight=1),
         "torn-write": Kind(NODE, "the newest checkpoint loses its end", {"fraction": 0.5}, weight=1),
         "bit-flip": Kind(NODE, "one bit of the newest checkpoint", {"fraction": 0.9}, weight=1),
         "wipe-disk": Kind(NODE, "the node comes back with no disk", {"back_after_s": 2.0}, weight=1),
         # The rest.
-        "clock-jump": Kind(NODE, "the node's wall clock", {"offset_s": 3600.0}, CLOCK, 1),
         "corrupt-message": Kind(NODE, "a damaged message between agents", {"sender": "peer"}, weight=1),
     }  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Simulated nodes: a job on several nodes that are processes of this machine.
 
-Each node has its own name, address and directory, and can be killed, wiped, damaged and started again; with
-``hosts="namespaces"`` each is a machine with a network and a disk of its own, which can be cut off and can
-fail. What is waited for are facts that the nodes have told, never a guess of time. When the process that made
-the cluster ends, in whatever way, the kernel ends the nodes.
+Each node has its own name, address and directory, and can be killed, wiped, damaged and started again. With
+``hosts="namespaces"`` each has a network and a small disk of its own, which can be cut off and filled. A wait
+is for facts that the nodes have told, never a guess of time. When the process that made the cluster ends, in
+whatever way, the kernel ends the nodes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from types import TracebackType
 
 from elastic_resume import contract
 from elastic_resume.errors import UsageError
-from elastic_resume.faults.grounds import Hosts, ground
+from elastic_resume.faults.grounds import Hosts, Loopback, ground
 from elastic_resume.faults.hosts import Namespaces
-from elastic_resume.faults.housed import Housed
 from elastic_resume.faults.mishaps import Mishaps, Moment
 from elastic_resume.faults.moments import MomentError
 from elastic_resume.faults.nodes import ClusterTimeoutError, Node, Recovery
@@ -47,10 +46,8 @@ class Cluster(Mishaps):
         candidates: int = 3,
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-        hosts: Hosts | Namespaces = "loopback",
+        hosts: Hosts | Namespaces | Loopback = "loopback",
         disk_bytes: int | None = None,
-        shm_bytes: int | None = None,
-        memory_bytes: int | None = None,
         fresh: bool = False,
     ) -> None:
         """Describe the cluster; nothing runs before `start`.
@@ -68,12 +65,10 @@ class Cluster(Mishaps):
             candidates: so many of the first nodes are named by ``--rdzv-endpoint``.
             flags: more flags of ``elastic-resume run``.
             env: added to the environment of every node; it wins over what is set here.
-            hosts: "loopback": nodes are processes with an address each. "namespaces": each has a network,
-                process ids, a host name, /dev/shm and a disk of its own; that takes root. Or networks that
-                somebody else has made and closes, after this cluster.
+            hosts: "loopback": nodes are processes with an address each. "namespaces": each has a network and
+                a small disk of its own; that takes root. Or networks that somebody else has made and closes
+                after this cluster; or a ground of another kind, which this cluster closes.
             disk_bytes: size of each node's disk, with "namespaces"; default: 256 MB.
-            shm_bytes: size of its /dev/shm, likewise; default: 64 MB, as containers have it.
-            memory_bytes: what its processes may use together, likewise; default: no limit.
             fresh: start every agent as a new process, which imports torch for itself and for its zygote, as
                 on a node of its own. Else they are forked from one that has done so, which saves seconds.
 
@@ -84,9 +79,7 @@ class Cluster(Mishaps):
         directory = Path(directory).absolute()
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         (directory / "notices").mkdir(exist_ok=True)
-        sizes = {"disk_bytes": disk_bytes, "shm_bytes": shm_bytes, "memory_bytes": memory_bytes}
-        given = {name: size for name, size in sizes.items() if size is not None}
-        below = ground(hosts, directory, nodes, **given)
+        below = ground(hosts, nodes, disk_bytes)
         super().__init__(directory, run_id, below, workers_per_node)
         self._fresh = fresh
         self.nodes = [self._node(index, shared_disk=shared_disk) for index in range(nodes)]
@@ -115,7 +108,6 @@ class Cluster(Mishaps):
         """Start the job on every node (or on those of ``only``)."""
         self._script = [str(script), *args]
         chosen = range(len(self.nodes)) if only is None else only
-        self._ground.boot(chosen)
         for index in chosen:
             self.start_node(index)
 
@@ -149,14 +141,12 @@ class Cluster(Mishaps):
             environ = {**its, **self.env, **(env or {})}
             node.agent = self._ground.start(index, command, environ, log, fresh=self._fresh)
         node.killed = node.waited_for = False
-        if node.ahead_s:
-            self._set_clock(index)
 
     def stop(self) -> None:
         """Kill what is left of every node, and give back what they stood on. A second call does nothing."""
         self._moments.close()
         self.kill_nodes(range(len(self.nodes)))
-        if isinstance(self._ground, Housed):
+        if self._ground.has_disks:
             self._keep()
         self._ground.close()
 
@@ -195,9 +185,6 @@ class Cluster(Mishaps):
             if not seen.is_symlink():
                 continue
             seen.unlink()
-            self.slow_disk(index, 0)
-            if index in self._remembered:  # it fails
-                self.mend_disk(index)
             with contextlib.suppress(OSError, shutil.Error):  # wiped, broken, or never used
                 known = [entry.path.name for entry in self.checkpoints(index)]
                 shutil.copytree(node.directory, seen, ignore=shutil.ignore_patterns(*known[1:], ".tmp-*"))

@@ -1,7 +1,8 @@
 """What can befall simulated nodes: one method for each fault, done for real by the kernel.
 
-Processes are killed and stopped by signals, checkpoints damaged in their files, on nodes of any kind. Links
-and disks fail where each node has its own; elsewhere the method says what that takes. What a method does
+Processes are killed and stopped by signals, checkpoints damaged in their files; a disk fails or is slow by a
+failpoint of whoever uses it. Links fail and disks are full where each node has its own; elsewhere the method
+says what that takes. What a method does
 lasts until its counterpart is called, or the node is started again.
 """
 
@@ -16,12 +17,10 @@ from pathlib import Path
 
 import psutil
 
-from elastic_resume import contract, events
+from elastic_resume import contract
 from elastic_resume.errors import UsageError
-from elastic_resume.events import Event
-from elastic_resume.faults import clocks
 from elastic_resume.faults.arming import Arming
-from elastic_resume.faults.grounds import Ground
+from elastic_resume.faults.grounds import Loopback
 from elastic_resume.faults.hosts import Namespaces
 from elastic_resume.faults.moments import Planned
 from elastic_resume.faults.nodes import Nodes
@@ -32,18 +31,12 @@ from elastic_resume.store.catalog import Entry
 class Mishaps(Nodes):
     """Nodes, and what befalls them."""
 
-    def __init__(self, directory: Path, run_id: str, ground: Ground, workers_per_node: int) -> None:
+    def __init__(self, directory: Path, run_id: str, ground: Loopback, workers_per_node: int) -> None:
         """See `Nodes`."""
         super().__init__(directory, run_id, ground, workers_per_node)
         self.arming = Arming(directory / "armed")
         """For what processes of the nodes do to themselves, with more conditions than `arm` has."""
-        self._remembered: dict[int, bytes] = {}
-        self._lost: dict[int, list[Event]] = {}
-
-    def events_of(self, index: int, kind: str | None = None) -> list[Event]:
-        """One node's events by time, or those of one kind; with those that its disk has lost."""
-        lost = [event for event in self._lost.get(index, []) if kind in (None, event["event"])]
-        return sorted([*super().events_of(index, kind), *lost], key=lambda event: event["t"])
+        self._disk_marks: dict[tuple[int, str], str] = {}  # of failpoints, by node and action
 
     # ---- processes -----------------------------------------------------------------------------------
 
@@ -55,7 +48,7 @@ class Mishaps(Nodes):
         return self.signal_process(index, int(starts[-1]["pid"]), sig)
 
     def signal_process(self, index: int, pid: int, sig: signal.Signals) -> int:
-        """Send ``sig`` to a process that its node knows by this id; give the id that we know it by."""
+        """Send ``sig`` to a process of a node; give its id."""
         process = self.process(index, pid)
         if process is None:
             raise UsageError(f"process {pid} of node {self.nodes[index].name} has ended already.")
@@ -82,14 +75,11 @@ class Mishaps(Nodes):
     def poweroff(self, index: int) -> None:
         """Let a node lose its power: its link falls silent, then all its processes are gone.
 
-        Its peers hear nothing, and have to find out by its silence. A disk of its own loses what was not
-        synced, its events too: `events` and the report have those from elsewhere, the node does not.
-        Starting the node again gives it its link back.
+        Its peers are told nothing, and have to find out by its silence. Starting the node again gives it its
+        link back.
         """
         self.nodes[index].killed = True
-        self._remember(index)
         self._ground.poweroff([index])
-        self._keep_lost_events(index)
 
     def give_notice(self, index: int) -> None:
         """Tell a node that it will be taken away, as a cloud does: it saves what it has, and leaves.
@@ -144,26 +134,16 @@ class Mishaps(Nodes):
         self._ground.disk(index).free()
 
     def break_disk(self, index: int) -> None:
-        """Let all that a node asks of its disk fail with EIO, until `mend_disk`."""
-        disk = self._ground.disk(index)
-        self._remember(index)
-        disk.fail()
+        """Let all that checkpoints and records of a node ask of its disk fail with EIO, until `mend_disk`."""
+        self._set_disk(index, "raise")
 
     def mend_disk(self, index: int) -> None:
-        """Let a node's disk work again, with what had been synced; files that are open stay broken."""
-        self._ground.disk(index).mend()
-        self._keep_lost_events(index)
+        """Undo `break_disk`."""
+        self._reset_disk(index, "raise")
 
-    def turn_disk_read_only(self, index: int) -> None:
-        """Let a node's file system go read-only (EROFS), as after an error it found, until `mend_disk`."""
-        disk = self._ground.disk(index)
-        self._remember(index)
-        disk.turn_read_only()
-
-    def slow_disk(self, index: int, bytes_per_s: float) -> None:
-        """Let a node's disk read and write no faster than this; 0: as fast as it can."""
-        disk = self._ground.disk(index)
-        disk.slow(bytes_per_s) if bytes_per_s else disk.fast()
+    def slow_disk(self, index: int, delay_s: float) -> None:
+        """Let each of those requests take so much longer; 0: no longer."""
+        self._set_disk(index, "delay", f":{delay_s}") if delay_s else self._reset_disk(index, "delay")
 
     def wipe(self, index: int) -> None:
         """Empty a dead node's disk: its checkpoints, its events, all of its directory.
@@ -176,7 +156,6 @@ class Mishaps(Nodes):
         with contextlib.suppress(OSError):  # it has told nothing, or its disk fails
             told = (node.directory / contract.EVENTS_FILE).read_bytes()
             self._keep_events(line + b"\n" for line in told.splitlines())
-        self._lost.pop(index, None)
         shutil.rmtree(node.directory, ignore_errors=True)
 
     def truncate_newest(self, index: int, keep: float = 0.5) -> Path:
@@ -201,20 +180,6 @@ class Mishaps(Nodes):
         return path
 
     # ---- the rest ------------------------------------------------------------------------------------
-
-    def jump_clock(self, index: int, seconds: float) -> None:
-        """Let a node's wall clock jump ahead by so many whole seconds, or back; its other clocks go on.
-
-        The agent, all that it has started and what it forks later see it, also after another start.
-        """
-        node = self.nodes[index]
-        before = node.ahead_s
-        node.ahead_s += round(seconds)
-        try:
-            self._set_clock(index)
-        except UsageError:  # what is refused now would be refused at each later start as well
-            node.ahead_s = before
-            raise
 
     def arm(self, index: int, point: str) -> str:
         """Let a process of a node do something to itself at a named point; once, whichever comes first.
@@ -249,34 +214,19 @@ class Mishaps(Nodes):
             raise UsageError(f"node {self.nodes[index].name} has no checkpoint.")
         return found[0]
 
-    def _remember(self, index: int) -> None:
-        """Remember what a node has told so far: a report needs what no node syncs."""
-        with contextlib.suppress(OSError):
-            self._remembered[index] = (self.nodes[index].directory / contract.EVENTS_FILE).read_bytes()
+    def _set_disk(self, index: int, action: str, value: str = "") -> None:
+        """Arm for one node the failpoint that every request to the disk passes."""
+        self._reset_disk(index, action)
+        mark = self.arming.arm(f"disk.request={action}{value}", node=self.nodes[index].name, once="")
+        self._disk_marks[index, action] = mark
 
-    def _keep_lost_events(self, index: int) -> None:
-        """Keep what the disk has lost of it beside the nodes' directories, where no agent reads it."""
-        there: set[bytes] = set()
-        with contextlib.suppress(OSError):
-            path = self.nodes[index].directory / contract.EVENTS_FILE
-            there = set(path.read_bytes().splitlines(keepends=True))
-        told = self._remembered.pop(index, b"").splitlines(keepends=True)
-        lost = [line for line in told if line not in there and line.endswith(b"\n")]
-        if lost:
-            self._keep_events(lost)
-        found = map(events.parse, lost)
-        self._lost.setdefault(index, []).extend(event for event in found if event is not None)
+    def _reset_disk(self, index: int, action: str) -> None:
+        self.arming.disarm(self._disk_marks.pop((index, action), ""))
 
     def _keep_events(self, lines: Iterable[bytes]) -> None:
         """Write down events as told by others, as far as readers know."""
         with open(self.run_dir / contract.PEERS_FILE, "ab") as log:
             log.writelines(lines)
-
-    def _set_clock(self, index: int) -> None:
-        for _ in range(2):  # who was forked by one that had not been told yet
-            for process in self._ground.processes(index):
-                with contextlib.suppress(ProcessLookupError):
-                    clocks.set_ahead(process.pid, self.nodes[index].ahead_s)
 
     def _notice(self, index: int) -> Path:
         """The file that is a node's notice of preemption."""

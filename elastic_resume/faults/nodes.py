@@ -20,7 +20,7 @@ from elastic_resume import contract, events
 from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
 from elastic_resume.faults import ending
-from elastic_resume.faults.grounds import Ground
+from elastic_resume.faults.grounds import Loopback
 from elastic_resume.faults.moments import Moments
 from elastic_resume.report import incidents, render, story
 from elastic_resume.store import board
@@ -52,7 +52,6 @@ class Node:
     agent: ending.Agent | None = None
     killed: bool = False  # by whoever simulates it, since its last start
     waited_for: bool = False  # `wait_exit` has given how it ended, since its last start
-    ahead_s: int = 0  # its wall clock, of the true time
 
     @property
     def alive(self) -> bool:
@@ -77,7 +76,7 @@ class Recovery:
 class Nodes:
     """Several simulated nodes of one job."""
 
-    def __init__(self, directory: Path, run_id: str, ground: Ground, workers_per_node: int) -> None:
+    def __init__(self, directory: Path, run_id: str, ground: Loopback, workers_per_node: int) -> None:
         """See the nodes that stand on ``ground`` and keep what they do below ``directory``."""
         self.directory = directory
         self.run_id = run_id
@@ -121,8 +120,8 @@ class Nodes:
         return self._ground.processes(index)
 
     def process(self, index: int, pid: int) -> psutil.Process | None:
-        """The process of a node that the node itself knows by this id; None: it has ended."""
-        return next((one for one in self.processes(index) if ending.own_pid(one) == pid), None)
+        """The process of a node with this id; None: it has ended."""
+        return next((one for one in self.processes(index) if one.pid == pid), None)
 
     def lines(self) -> Iterator[tuple[int, board.Line]]:
         """What each rank has noted of the step that it finished last: node, and line of its board."""

@@ -30,14 +30,14 @@ PATIENCE_S = 120.0  # for the first agent, which waits for the imports
 class Nursery:
     """One process that forks agents. Make it through `start`."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        """Start it; it imports while its first agent is asked for."""
+    def __init__(self, env: Mapping[str, str], program: Path | None = None) -> None:
+        """Start it; it imports while its first agent is asked for. ``program``: default `brood`."""
         self._line, its = socket.socketpair()
         self._lock = threading.Lock()
         with its:
             self._process = ending.start_to_last(
                 lambda: subprocess.Popen(
-                    [sys.executable, "-u", str(BROOD), str(its.fileno()), str(os.getpid())],
+                    [sys.executable, "-u", program or BROOD, str(its.fileno()), str(os.getpid())],
                     pass_fds=(its.fileno(),),
                     stdin=subprocess.DEVNULL,
                     env=env,
@@ -54,15 +54,9 @@ class Nursery:
         *,
         cwd: Path,
         network: str = "",
-        inside: int = 0,
-        beside: int = 0,
-        group: str = "",
+        **more: object,
     ) -> brood.Forked:
-        """Fork an agent.
-
-        ``inside`` is the first process of a simulated machine: the agent is born in its namespaces and in the
-        control group ``group``, and what is given back is the agent. ``beside`` is one too, and is to look
-        after the agent, as its parent: what is given back then ends at once.
+        """Fork an agent; ``more`` is for programs other than `brood`.
 
         Raises:
             OSError, EOFError: the process is gone.
@@ -75,9 +69,7 @@ class Nursery:
             },
             "cwd": str(cwd),
             "network": network,
-            "inside": inside,
-            "beside": beside,
-            "group": group,
+            **more,
         }
         return brood.Forked(int(self._ask(asked, [output])["pid"]), self._reap)
 
@@ -127,8 +119,6 @@ def start(
     *,
     cwd: Path | None = None,
     network: str = "",
-    inside: int = 0,
-    group: str = "",
 ) -> brood.Forked | None:
     """Fork ``command``, which is ``python -m …``; None where it has to be started as a new process.
 
@@ -138,8 +128,6 @@ def start(
         output: where it prints to.
         cwd: the folder in which it is to run; None: this process's.
         network: path of the network namespace in which it is to run; empty: this process's.
-        inside: the first process of the simulated machine on which it is to run.
-        group: the control group of that machine, where it has one.
 
     """
     heeded = {
@@ -157,7 +145,5 @@ def start(
             nursery = _nurseries[frozenset(heeded.items())] = Nursery(kept)
             atexit.register(nursery.close)
     with contextlib.suppress(OSError, EOFError):
-        return nursery.fork(
-            command, env, output.fileno(), cwd=cwd or Path.cwd(), network=network, inside=inside, group=group
-        )
+        return nursery.fork(command, env, output.fileno(), cwd=cwd or Path.cwd(), network=network)
     return None

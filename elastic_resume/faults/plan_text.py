@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 MAX_BYTES = 1 << 20
 
-_SECONDS = ("at_s", "for_s", "back_after_s", "delay_s", "offset_s", "mtbf_s", "from_s", "until_s")
+_SECONDS = ("at_s", "for_s", "back_after_s", "delay_s", "mtbf_s", "from_s", "until_s")
 _SIZES = ("bytes_per_s", "limit_bytes")
 _EVERY = {"mtbf": "mtbf_s", "kinds": "kinds", "from": "from_s", "until": "until_s", "count": "count"}
 
@@ -134,8 +134,7 @@ def _value(name: str, node: yaml.Node, where: str) -> Any:
             raise ConfigError(f"{where} is {text!r}: write true or false.")
         return text.lower() == "true"
     if name in _SECONDS:
-        negative = name == "offset_s" and text.startswith("-")
-        return parse_duration(where, text.lstrip("-") if negative else text) * (-1 if negative else 1)
+        return parse_duration(where, text)
     if name in _SIZES:
         return values.size(where, text.removesuffix("/s"))
     if name in {"node", "rank", "step", "code", "count"}:
@@ -224,7 +223,7 @@ def _as_mapping(fault: Fault) -> dict[str, Any]:
 
 def _written(name: str, value: Any) -> Any:
     if name in _SECONDS and value is not None:
-        return ("-" if value < 0 else "") + duration(abs(value))
+        return duration(value)
     if name == "groups":
         return [list(group) for group in value]
     return dict(value) if name == "kinds" else value

@@ -148,10 +148,11 @@ def told(fault: Fault) -> str:
         "signal": lambda: str(fault.signal),
         "error": lambda: str(fault.error),
         "code": lambda: f"code {fault.code}",
-        "delay_s": lambda: f"{duration(fault.delay_s or 0)} a step",
+        "delay_s": lambda: (
+            f"{duration(fault.delay_s or 0)} a {'request' if fault.what == 'slow-disk' else 'step'}"
+        ),
         "percent": lambda: f"{fault.percent:g} %",
         "bytes_per_s": lambda: f"{(fault.bytes_per_s or 0) / 1e6:g} MB/s",
-        "offset_s": lambda: f"{fault.offset_s:+g} s",
         "sender": lambda: f"from a {fault.sender}",
     }
     return ", ".join(say() for name, say in words.items() if getattr(fault, name) is not None)
@@ -263,7 +264,7 @@ def _break_disk(cluster: Cluster, fault: Fault, target: Target) -> Undo:
 
 
 def _slow_disk(cluster: Cluster, fault: Fault, target: Target) -> Undo:
-    cluster.slow_disk(target.index, fault.bytes_per_s or 0)
+    cluster.slow_disk(target.index, fault.delay_s or 0)
     return lambda: cluster.slow_disk(target.index, 0)
 
 
@@ -318,6 +319,5 @@ _ACTS: Mapping[str, Callable[[Cluster, Fault, Target], Undo | None]] = {
     "torn-write": _damage,
     "bit-flip": _damage,
     "wipe-disk": _wipe,
-    "clock-jump": lambda cluster, fault, target: cluster.jump_clock(target.index, fault.offset_s or 0),
     "corrupt-message": _send_garbage,
 }

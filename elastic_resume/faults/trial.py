@@ -48,7 +48,6 @@ class Job:
     plan: Plan
     own: tuple[str, ...] = ()  # what each node has of its own, of `kinds.Kind.needs`
     disk_bytes: int | None = None
-    memory_bytes: int | None = None
     for_s: float | None = None
     drain: bool = False
     patience_s: float = PATIENCE_S
@@ -92,7 +91,7 @@ def run(job: Job, say: Callable[[str], None]) -> Outcome:
 
     Raises:
         MachineError: these hosts cannot be had here.
-        UsageError: they have no disk or memory of a size of their own.
+        UsageError: they have no disk of a size of their own.
         Interrupted: by a KeyboardInterrupt.
 
     """
@@ -105,7 +104,6 @@ def run(job: Job, say: Callable[[str], None]) -> Outcome:
         candidates=job.nodes,
         hosts=job.hosts,
         disk_bytes=job.disk_bytes,
-        memory_bytes=job.memory_bytes,
         flags=job.flags,
         env={contract.ENV_STEP_MARK_S: str(MARK_S)},
     ) as cluster:
@@ -248,8 +246,7 @@ class _Trial:
 class _Tail:
     """Reads what a node's event file has gained: what people are told of it, each line once.
 
-    Not by its times, since clocks jump; nor by its place alone, since a disk may be wiped, or lose what was
-    not synced.
+    Not by its times, since clocks jump; nor by its place alone, since a disk may be wiped.
     """
 
     def __init__(self, path: Path) -> None:

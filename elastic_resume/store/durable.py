@@ -21,7 +21,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic_resume import contract
+from elastic_resume import contract, failpoints
 from elastic_resume.errors import MachineError
 
 _WRITE_BYTES = 16 << 20  # one write(2); also how much becomes dirty before the disk is told to start
@@ -49,6 +49,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 def machine(doing: str, path: Path) -> Iterator[None]:
     """Turn an OSError inside into MachineError saying what failed, where, why, and what to do."""
     try:
+        failpoints.hit("disk.request")
         yield
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "check the directory and the disk under it")

@@ -24,9 +24,9 @@ from typing import TypeVar
 import psutil
 
 from elastic_resume.faults.hosts import available as hosts_available
-from elastic_resume.faults.machines import Machines
 from tests.slurm import hatchery
 from tests.slurm.hatchery import FREEZER
+from tests.support.machines import Machines
 
 T = TypeVar("T")
 

@@ -1,8 +1,8 @@
 """A schedule of faults, played against the real core in simulated time, with named checkers.
 
-`run(seed)` draws the schedule of that seed (`simdraw`) and lets it all happen. At the end the network heals,
+`run(seed)` draws the schedule of that seed (`draw`) and lets it all happen. At the end the network heals,
 whole or in two clean parts, and what then has a quorum must form a world; a job that is through must end.
-`elastic-resume simulate rendezvous` plays many (`simbatch`). Nothing here is real but the core.
+`batch` plays many. Nothing here is real but the core.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from elastic_resume.rendezvous.checkers import BOUNDED, CALM, ENDS, Checkers, Violation
 from elastic_resume.rendezvous.messages import Beat
 from elastic_resume.rendezvous.quorum import ALL_RULES, Knowledge, Rules, has_quorum
-from elastic_resume.rendezvous.simdraw import draw
-from elastic_resume.rendezvous.simnet import FAST_S, Clock, Network, StormError
-from elastic_resume.rendezvous.simnode import Node, Story
-from elastic_resume.rendezvous.simschedule import CUTS, LEADER, OTHER_LEADER, Fault, Schedule
-from elastic_resume.rendezvous.simtell import tell
-from elastic_resume.rendezvous.simword import Operator
+from tests.support.rendezvous_sim.checkers import BOUNDED, CALM, ENDS, Checkers, Violation
+from tests.support.rendezvous_sim.draw import draw
+from tests.support.rendezvous_sim.net import FAST_S, Clock, Network, StormError
+from tests.support.rendezvous_sim.node import Node, Story
+from tests.support.rendezvous_sim.schedule import CUTS, LEADER, OTHER_LEADER, Fault, Schedule
+from tests.support.rendezvous_sim.tell import tell
+from tests.support.rendezvous_sim.word import Operator
 
 BOUND_S = 25.0
 """From the last fault to a world: a node timeout to notice, one of grace, the settle time, some calls."""
@@ -58,7 +58,7 @@ class Simulation:
 
     def __init__(self, schedule: Schedule, rules: Rules = ALL_RULES) -> None:
         self.schedule = schedule
-        self.rng = random.Random(2 * schedule.seed + 1)  # noqa: S311 - seeded on purpose
+        self.rng = random.Random(2 * schedule.seed + 1)
         self.clock = Clock()
         self.checkers = Checkers(schedule.waived)
         self.net = Network(self.clock, self.rng)

@@ -36,7 +36,7 @@ from types import TracebackType
 from typing import Literal
 
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.faults import mounting
+from tests.support import mounting
 
 Kind = Literal["ext4", "xfs"]
 MB = 1 << 20

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from elastic_resume.rendezvous.simschedule import CHASE, LATE, LEADER, OTHER_LEADER, RESETS, Fault, Moment
+from tests.support.rendezvous_sim.schedule import CHASE, LATE, LEADER, OTHER_LEADER, RESETS, Fault, Moment
 
 SHORTLY_S = (0.0, 0.0, 0.005, 0.01, 0.02, 0.05)
 """Within the steps of forming, each of which takes some 20 ms."""

@@ -1,6 +1,6 @@
 """From a seed to a schedule. The same seed gives the same schedule, on every machine.
 
-Families differ in what they draw from; `simchase` writes those that follow worlds as they form.
+Families differ in what they draw from; `chase` writes those that follow worlds as they form.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from elastic_resume.rendezvous import simchase
-from elastic_resume.rendezvous import simschedule as kinds
-from elastic_resume.rendezvous.simschedule import CUTS, Fault, Job, Moment, Schedule, Site
 from elastic_resume.rendezvous.steps import Settings
+from tests.support.rendezvous_sim import chase
+from tests.support.rendezvous_sim import schedule as kinds
+from tests.support.rendezvous_sim.schedule import CUTS, Fault, Job, Moment, Schedule, Site
 
 NAMES = "abcdefghi"
 DRIFT = 0.02
@@ -54,19 +54,19 @@ LATEST_S = 15.0
 
 def draw(seed: int) -> Schedule:
     """Return the schedule of that seed."""
-    rng = random.Random(2 * seed)  # noqa: S311 - seeded on purpose; odd numbers are for the playing
+    rng = random.Random(2 * seed)
     (family,) = rng.choices(list(FAMILIES), list(FAMILIES.values()))
-    if family in simchase.PLOTS:
+    if family in chase.PLOTS:
         job = draw_job(rng, family, rng.choice((3, 3, 3, 4, 5, 5, 5, 5, 6, 7)))
         if rng.random() < SPARES:
             job = replace(job, settings=replace(job.settings, max_nodes=len(job.sites) - 1))
-        return Schedule(seed, family, job, tuple(simchase.draw_faults(rng, family, len(job.sites))))
+        return Schedule(seed, family, job, tuple(chase.draw_faults(rng, family, len(job.sites))))
     job = draw_job(rng, family, rng.choice((3, 3, 4, 5, 5, 6, 7, 9)))
     if family == kinds.FORCED and rng.random() < 0.7:
         job = replace(job, settings=replace(job.settings, max_nodes=len(job.sites)))
-        return Schedule(seed, family, job, tuple(simchase.burials(rng, len(job.sites))))
+        return Schedule(seed, family, job, tuple(chase.burials(rng, len(job.sites))))
     if family == kinds.END_GAME and rng.random() < 0.5:
-        return Schedule(seed, family, job, tuple(simchase.last_words(rng, len(job.sites))))
+        return Schedule(seed, family, job, tuple(chase.last_words(rng, len(job.sites))))
     faults = draw_faults(rng, family, job.names)
     if family == kinds.LOST_DISKS:
         faults = spare_candidates(rng, job, faults)
@@ -80,11 +80,11 @@ def draw_job(rng: random.Random, family: str, count: int) -> Job:
     settings = Settings(
         candidates,
         min_nodes=rng.choice((1, 1, 1, 2)),
-        max_nodes=count if family in simchase.PLOTS else rng.choice((count, count, count - 1, 2)),
+        max_nodes=count if family in chase.PLOTS else rng.choice((count, count, count - 1, 2)),
         beats_per_timeout=4,
         join_timeout_s=rng.choice((10.0, 15.0, 20.0)) if family == kinds.IMPATIENCE else 600.0,
     )
-    late = {kinds.IMPATIENCE: 0.4, **dict.fromkeys(simchase.PLOTS, 0.0)}.get(family, 0.05)
+    late = {kinds.IMPATIENCE: 0.4, **dict.fromkeys(chase.PLOTS, 0.0)}.get(family, 0.05)
     sites = tuple(
         Site(
             name,

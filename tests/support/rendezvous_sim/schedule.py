@@ -1,6 +1,6 @@
 """A schedule: one job and what befalls it, as plain data that prints the way it is read.
 
-It is drawn from a seed (`simdraw`) and played by `simulate`; nothing in here happens. A schedule belongs to a
+It is drawn from a seed (`draw`) and played by `simulate`; nothing in here happens. A schedule belongs to a
 family, and the family says which promises it may defeat: the known limits of the rendezvous, each by name.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_resume.rendezvous.checkers import ALIVE, FORWARD, ONE_LIVE, ONE_WORLD, SAME_NEWS
 from elastic_resume.rendezvous.steps import Settings
+from tests.support.rendezvous_sim.checkers import ALIVE, FORWARD, ONE_LIVE, ONE_WORLD, SAME_NEWS
 
 WEATHER = "weather"
 """Whatever may happen to nodes, disks and the network, at any time."""
@@ -30,7 +30,7 @@ LOST_DISKS = "lost disks"
 LOST_DISKS_AND_SILENCE = "lost disks and silence"
 """Any nodes lose their disks, while others are cut off, paused or without power."""
 FORCED = "quorum forced"
-"""An operator forces the quorum of the last who live, whatever happened before: see `simword`."""
+"""An operator forces the quorum of the last who live, whatever happened before: see `word`."""
 REJECTION = "rejecting firewall"
 """Partitions in which every connection is reset and every call refused, as if all over there had died."""
 

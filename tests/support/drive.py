@@ -88,7 +88,7 @@ class Media:
 
     def lose(self, seed: int) -> int:
         """Lose the power: keep some of the cache's sectors, of none to all; give how many were lost."""
-        chance = random.Random(seed)  # noqa: S311  of a simulation
+        chance = random.Random(seed)
         share = chance.choice((0.0, 0.5, 0.9, 1.0))
         kept = {sector: data for sector, data in self._cached.items() if chance.random() < share}
         lost = len(self._cached) - len(kept)

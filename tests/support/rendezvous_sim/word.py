@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.leading import Leader
-from elastic_resume.rendezvous.simnet import Clock
-from elastic_resume.rendezvous.simnode import Node
 from elastic_resume.rendezvous.steps import ForceQuorum
 from elastic_resume.rendezvous.view import look
+from tests.support.rendezvous_sim.net import Clock
+from tests.support.rendezvous_sim.node import Node
 
 LOOKS_S = (0.3, 3.0)
 """Between two looks at the job."""

@@ -30,8 +30,9 @@ from types import TracebackType
 from typing import IO
 
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.faults import ending, namespaces
+from elastic_resume.faults import ending
 from elastic_resume.faults.hosts import Namespaces
+from tests.support import namespaces
 
 MB = 1 << 20
 DISKS = {"/tmp": 256 * MB, "/scratch": 256 * MB, "/dev/shm": 64 * MB}  # noqa: S108  the machine's own
@@ -58,7 +59,7 @@ class _Up:
     spaces: dict[str, int]
     hosts: int | None  # its file of names; None where it ended before that could be opened
     limit: namespaces.Limit
-    entered: list[ending.Agent] = field(default_factory=list)
+    entered: list[subprocess.Popen[bytes]] = field(default_factory=list)
     """What came from outside: process 1 ends only when their parents have waited for them."""
 
 
@@ -233,19 +234,14 @@ class Machines:
         up.entered.append(started)
         return started
 
-    def first(self, index: int) -> tuple[int, str]:
-        """Give the id of a machine's process 1, and its control group (or ""), for who enters by himself.
+    def first(self, index: int) -> int:
+        """Give the id of a machine's process 1.
 
         Raises:
             UsageError: the machine is down.
 
         """
-        up = self._running(index)
-        return up.first.pid, up.limit.group
-
-    def entered(self, index: int, process: ending.Agent) -> None:
-        """Take note of a process that somebody else has started on a machine, and can wait for."""
-        self._up[index].entered.append(process)
+        return self._running(index).first.pid
 
     def crash(self, *indices: int) -> None:
         """Let machines die at once: every process is killed, and peers see their connections end."""

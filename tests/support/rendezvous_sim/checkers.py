@@ -38,7 +38,7 @@ class Violation:
 class Checkers:
     """Follow every start and stop of workers anywhere.
 
-    `waived` are the promises that the schedule may defeat (`simschedule.WAIVED`).
+    `waived` are the promises that the schedule may defeat (`schedule.WAIVED`).
     """
 
     def __init__(self, waived: frozenset[str] = frozenset()) -> None:

@@ -30,8 +30,8 @@ import yaml
 
 from elastic_resume.cluster import kubernetes
 from elastic_resume.errors import UsageError
-from elastic_resume.faults import job_controller
-from elastic_resume.faults.machines import Machines
+from tests.support import job_controller
+from tests.support.machines import Machines
 
 T = TypeVar("T")
 POLL_S = 0.02

@@ -13,11 +13,9 @@ from typing import Any
 
 from elastic_resume.policy.divergence import Digest
 from elastic_resume.policy.failures import SIGNAL, Failure
-from elastic_resume.rendezvous.checkers import ALIVE, NEW_NUMBER, Checkers
 from elastic_resume.rendezvous.core import Agent
 from elastic_resume.rendezvous.messages import Acknowledge, Begin, Claim, Diverged, Join, Print, Propose
 from elastic_resume.rendezvous.quorum import Incarnation
-from elastic_resume.rendezvous.simnet import End, Host, Network
 from elastic_resume.rendezvous.steps import (
     BeginWorld,
     Connect,
@@ -45,6 +43,8 @@ from elastic_resume.rendezvous.steps import (
     WorkerFailed,
     WorkersFinished,
 )
+from tests.support.rendezvous_sim.checkers import ALIVE, NEW_NUMBER, Checkers
+from tests.support.rendezvous_sim.net import End, Host, Network
 
 AGAIN_S = 1.0
 """When an agent that gave up is started again."""
@@ -92,7 +92,7 @@ class Node(Host):
         self._gone: frozenset[Incarnation] = frozenset()
         self.fenced = False
         """Its workers ended by themselves while it was paused."""
-        self.buried = False  # by the operator of `simword`
+        self.buried = False  # by the operator of `word`
         self.agent: Agent | None = None
         self.ends: dict[int, End] = {}
         self.backlog: list[tuple[Event, int]] = []

@@ -16,7 +16,7 @@ from elastic_resume.rendezvous.following import Follower
 from elastic_resume.rendezvous.leading import Leader
 from elastic_resume.rendezvous.link import Link
 from elastic_resume.rendezvous.messages import Claim
-from elastic_resume.rendezvous.simnode import Node
+from tests.support.rendezvous_sim.node import Node
 
 Patch = tuple[type, str, Any]
 """A class, the name of one of its attributes, and what that is to be."""
@@ -38,7 +38,7 @@ def _spares_too(self: Body, link: Link) -> float:
 
 
 def _no_grace_when_turning_early() -> list[Patch]:
-    over = Follower._over  # noqa: SLF001 - what is taken back is inside of it
+    over = Follower._over
 
     def leave(self: Follower, reason: str, *, gone: bool = False, silent: bool = False) -> None:
         before = self.body.grace_until
@@ -94,7 +94,7 @@ def _hasty_leader() -> list[Patch]:
 
 
 def _no_grace_when_stepping_down() -> list[Patch]:
-    step_down = Leader._step_down  # noqa: SLF001 - what is taken back is inside of it
+    step_down = Leader._step_down
 
     def yield_at_once(self: Leader) -> None:
         before = self.body.grace_until

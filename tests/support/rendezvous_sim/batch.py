@@ -1,4 +1,4 @@
-"""Many schedules on every core, and what there is to say of them: `elastic-resume simulate rendezvous`.
+"""Many schedules on every core, and what there is to say of them.
 
 A failing schedule is printed whole, with the command that plays it again. Nothing here decides whether one
 fails; `simulate` plays them and `checkers` judge.
@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from elastic_resume.rendezvous.checkers import PROMISES
 from elastic_resume.rendezvous.quorum import ALL_RULES, Rules
-from elastic_resume.rendezvous.simcures import CURES, without
-from elastic_resume.rendezvous.simschedule import WAIVED, Fault
-from elastic_resume.rendezvous.simulate import Result, play, run
+from tests.support.rendezvous_sim.checkers import PROMISES
+from tests.support.rendezvous_sim.cures import CURES, without
+from tests.support.rendezvous_sim.schedule import WAIVED, Fault
+from tests.support.rendezvous_sim.simulate import Result, play, run
 
-COMMAND = "elastic-resume simulate rendezvous"
+COMMAND = "python -m tests.support.rendezvous_sim"
 BROKEN_RULES = {
     "incarnations": Rules(incarnations=False),
     "two-steps": Rules(two_steps=False),
@@ -32,7 +32,7 @@ BROKEN_RULES = {
 }
 """One rule of the quorum broken on purpose, by the name that `--break` takes."""
 BREAKS = (*BROKEN_RULES, *CURES)
-"""Everything that can be broken by name: the rules, and the cures of `simcures`."""
+"""Everything that can be broken by name: the rules, and the cures of `cures`."""
 CHUNK = 50
 """Schedules to a task: a quarter of a second of work, so that all cores finish together."""
 SHOWN = 3

@@ -1,0 +1,1 @@
+"""What tests share: simulators, simulated machines, and what several of them say alike."""

@@ -1,0 +1,47 @@
+"""The nursery of simulated pods: what it forks moves in beside a pod's first process, as that one's child."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[2])
+
+from elastic_resume.faults import brood
+from tests.support import namespaces
+
+_born = brood._born
+
+
+def move_in(parent: int, asked: dict[str, Any], output: int, imported: dict[str, str]) -> Callable[[], None]:
+    """Go to where the pod's first process is, become its child, and be born there."""
+    del parent
+    if asked["group"]:
+        Path(asked["group"], "cgroup.procs").write_text("0")  # whoever writes
+    kinds = ("net", "uts", "ipc", "pid", "mnt")
+    spaces = [os.open(f"/proc/{asked['beside']}/ns/{kind}", os.O_RDONLY) for kind in kinds]
+    for space in spaces:
+        namespaces.join(space)
+        os.close(space)
+    inside = brood._fork()
+    if inside:
+        os.waitpid(inside, 0)
+        os._exit(0)
+    # An orphan goes to the first process of the namespace in which its parent was: so that is one more.
+    if brood._fork():
+        os._exit(0)
+    while os.getppid() != 1:
+        time.sleep(0.001)
+    return _born(1, asked, output, imported)
+
+
+if __name__ == "__main__":
+    brood._born = move_in
+    with contextlib.suppress(KeyboardInterrupt):
+        brood.main()
