@@ -1,170 +1,103 @@
-"""A wall clock that jumps by hours costs a job nothing: whatever lasts is measured by another clock."""
+"""A wall clock that jumps by hours costs a report nothing: durations come from CLOCK_BOOTTIME."""
 
 from __future__ import annotations
 
-import ctypes
-import datetime as dt
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
-
-import psutil
 import pytest
 
-from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.faults import clocks
+from elastic_resume.events import Event
 from elastic_resume.report import story
-from elastic_resume.testing import Cluster
-from tests.test_end_to_end import SCRIPT, check_end
+from tests.test_report_goodput import killed
+from tests.test_report_incidents import Job
 
-HOUR_S = 3600
-EPOCHS = 8  # of ten steps
-
-
-def in_child(ahead_s: int) -> list[float]:
-    """What a process whose clock is set so reads, beside what this one does then."""
-    ours, its = os.pipe()
-    go, gone = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.read(go, 1)
-        if os.fork() == 0:  # inherited
-            said = [time.time(), dt.datetime.now(dt.timezone.utc).timestamp(), time.monotonic()]
-            os.write(its, repr(said).encode())
-        os._exit(0)
-    for seconds in (12345, ahead_s):
-        clocks.set_ahead(pid, seconds)
-    now = [time.time(), time.time(), time.monotonic()]
-    os.write(gone, b"x")
-    os.waitpid(pid, 0)
-    read = [float(word) for word in os.read(ours, 1000).decode().strip("[]").split(",")]
-    for descriptor in (ours, its, go, gone):
-        os.close(descriptor)
-    return [theirs - mine for theirs, mine in zip(read, now, strict=True)]
+NODES = ("n0", "n1", "n2")
 
 
-@pytest.mark.parametrize("ahead_s", [HOUR_S, -HOUR_S, 0, 10**9])
-def test_a_process_reads_another_time_of_day_and_no_other_monotonic_clock(ahead_s: int) -> None:
-    """And so does what it forks; the process that set the clock keeps its own."""
-    before = time.time() - time.monotonic()
-    wall, also_wall, monotonic = in_child(ahead_s)
-    assert wall == pytest.approx(ahead_s, abs=60)
-    assert also_wall == pytest.approx(ahead_s, abs=60)
-    assert monotonic == pytest.approx(0, abs=60)
-    assert time.time() - time.monotonic() == pytest.approx(before, abs=60)
+def steady(nodes: int) -> list[Event]:
+    """Sixty steps of a second each; every node's lines in the order in which it wrote them."""
+    job = Job()
+    job.nodes, job.generation = tuple(f"n{rank}" for rank in range(nodes)), 1
+    about = {"generation": 1, "step": 0, "world_size": nodes}
+    for rank, node in enumerate(job.nodes):
+        job.agents(100, node)
+        job.add(101, "round", node, round=1, generation=1)
+        job.add(102, "worker-start", node, **about, rank=rank, **job.pid(rank))
+    for step in range(1, 61):
+        job.steps(102 + step, step)
+    job.finish(162, 60)
+    return job.events
 
 
-READER = """
-import time
-print(flush=True)
-while True:
-    time.time()
-"""
-ATTACH, STEP, PEEK, DETACH = 16, 9, 3, 17  # sys/ptrace.h
-RIP_AT = 128  # sys/user.h: of the program counter
+def stamped(events: list[Event], boots: dict[str, str], jumps: dict[str, tuple[float, float]]) -> list[Event]:
+    """The same, with a clock that does not jump beside one that, from a moment on, is seconds ahead.
+
+    ``boots``: each node's. ``jumps``: by node, when its wall clock jumps and by how much.
+    """
+    made = []
+    for one in events:
+        since, by = jumps.get(one["node"], (0.0, 0.0))
+        boot = boots[one["node"]]
+        b = round(one["t"] - 50 - len(boot), 3)
+        made.append({**one, "t": one["t"] + (by if one["t"] >= since else 0), "b": b, "boot": boot})
+    return made
 
 
-def stop_within(pid: int, place: range) -> None:
-    """Have a child stopped, by SIGSTOP, where it comes to this."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.ptrace.restype = ctypes.c_long
-
-    def trace(request: int, at: int = 0, word: int = 0) -> int:
-        ctypes.set_errno(0)
-        found = int(libc.ptrace(request, pid, ctypes.c_void_p(at), ctypes.c_void_p(word)))
-        assert ctypes.get_errno() == 0
-        return found
-
-    trace(ATTACH)
-    os.waitpid(pid, 0)
-    while trace(PEEK, RIP_AT) not in place:
-        trace(STEP)
-        os.waitpid(pid, 0)
-    trace(DETACH, word=signal.SIGSTOP)
-    os.waitpid(pid, os.WUNTRACED)  # until then it runs, and nothing says that it is to stop
+@pytest.mark.parametrize("by", [-3600.0, 3600.0])
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("machines", [1, 3])
+def test_a_clock_that_jumps_lengthens_nothing(nodes: int, by: float, machines: int) -> None:
+    """Not where each node's clock jumps at another moment, nor in whatever order the lines are read."""
+    boots = {name: f"boot-{'x' * (place % machines)}" for place, name in enumerate(NODES)}
+    jumps = {name: (110.0 + 9 * place, by * (place + 1)) for place, name in enumerate(NODES)}
+    good = story.tell(steady(nodes))
+    events = stamped(steady(nodes), boots, jumps)
+    told = story.tell(events)
+    assert told.goodput == good.goodput
+    assert (told.until or 0) - (told.began or 0) == pytest.approx((good.until or 0) - (good.began or 0))
+    assert story.tell(sorted(events, key=lambda one: one["t"])).goodput == good.goodput
+    assert {clock.node for clock in told.clocks} >= {*NODES[:nodes]} - {"n0"}
+    assert all(abs(clock.ahead_s) >= 3600 for clock in told.clocks)
 
 
-def test_no_code_is_replaced_under_a_thread_that_is_within_it() -> None:
-    """It would go on in the midst of an instruction. If it was stopped there it is left so."""
-    start, end = clocks._vdso(os.getpid()) or (0, 0)
-    (entry, *_) = clocks._code(end - start)[1]
-    with subprocess.Popen([sys.executable, "-S", "-c", READER], stdout=subprocess.PIPE) as reader:
-        try:
-            assert reader.stdout is not None
-            reader.stdout.readline()
-            start, _ = clocks._vdso(reader.pid) or (0, 0)
-            stop_within(reader.pid, range(start + entry + 1, start + entry + 8))
-            with pytest.raises(MachineError, match="stands where it is read"):
-                clocks.set_ahead(reader.pid, 1)
-            assert psutil.Process(reader.pid).status() == psutil.STATUS_STOPPED
-            reader.send_signal(signal.SIGCONT)
-            clocks.set_ahead(reader.pid, 1)
-            assert psutil.Process(reader.pid).status() != psutil.STATUS_STOPPED
-            assert reader.poll() is None
-        finally:
-            reader.kill()
+@pytest.mark.parametrize("by", [-3600.0, -2.5, 4.0, 86400.0])
+def test_a_clock_that_is_off_moves_nothing_and_is_told(by: float) -> None:
+    """Machines are laid side by side by the generations they share; most of their wall clocks are right."""
+    boots = {name: f"boot of {name}" for name in NODES}
+    good = story.tell(stamped(killed().events, boots, {}))
+    told = story.tell(stamped(killed().events, boots, {"n2": (0.0, by)}))
+    assert [(clock.node, clock.ahead_s) for clock in told.clocks] == [("n2", by)]
+    assert (told.goodput, told.report) == (good.goodput, good.report)
+    assert any("the clock of n2 was" in look for look in told.verdict.look)
+    assert good.clocks == ()
 
 
-def test_who_was_just_told_to_stop_stays_stopped() -> None:
-    """Its threads may not have come to stand yet."""
-    with subprocess.Popen([sys.executable, "-S", "-c", READER], stdout=subprocess.PIPE) as reader:
-        try:
-            assert reader.stdout is not None
-            reader.stdout.readline()
-            for _ in range(20):
-                reader.send_signal(signal.SIGSTOP)
-                with clocks._standing(reader.pid, []):
-                    pass
-                assert psutil.Process(reader.pid).status() == psutil.STATUS_STOPPED
-                reader.send_signal(signal.SIGCONT)
-        finally:
-            reader.kill()
+def test_a_machine_that_booted_again_is_placed_by_its_next_generation() -> None:
+    """It counts from nothing, with a wall clock that is an hour ahead until somebody sets it."""
+    boots = {name: f"boot of {name}" for name in NODES}
+    good = story.tell(killed().events)
+    again = [
+        {**one, "t": one["t"] + 3600, "b": one["t"] - 110.9, "boot": "new"}
+        if one["node"] == "n2" and one["t"] >= 111
+        else one
+        for one in stamped(killed().events, boots, {})
+    ]
+    told = story.tell(again)
+    assert (told.goodput, told.recoveries) == (good.goodput, good.recoveries)
+    assert [clock.node for clock in told.clocks] == ["n2"]
 
 
-def test_a_clock_that_cannot_be_set_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process, a thread of the kernel, no such time, another machine."""
-    with pytest.raises(ProcessLookupError):
-        clocks.set_ahead(2**22 + 1, 1)
-    with pytest.raises(UsageError, match="at most"):
-        clocks.set_ahead(os.getpid(), 2**40)
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    with pytest.raises(MachineError, match="x86-64, and this is Linux on aarch64"):
-        clocks.set_ahead(os.getpid(), 1)
+def test_machines_that_share_no_generation_keep_their_wall_clocks() -> None:
+    """As do events that say of no boot."""
+    events = [one for one in steady(2) if one["event"] != "round"]
+    plain = story.tell(events)
+    booted = story.tell(stamped(events, {"n0": "one", "n1": "two"}, {}))
+    assert (booted.goodput, booted.clocks) == (plain.goodput, ())
 
 
-@pytest.mark.cluster
-def test_a_node_whose_clock_jumps_loses_no_step(tmp_path: Path) -> None:
-    """An hour back and two ahead: nobody is taken for dead, saves go on, the newest copy is still that."""
-    flags = ["--save-every", "0.3s", "--snapshot-every", "1"]
-    with Cluster(tmp_path, nodes=3, flags=flags) as cluster:
-        kept, over = tmp_path / "diary", tmp_path / "over"
-        words = ["--step-delay", "0.03", "--slow-from", str(10 * EPOCHS - 20), "--slow-until", str(over)]
-        began = time.clock_gettime(time.CLOCK_BOOTTIME)
-        cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(EPOCHS), *words)
-        cluster.wait(commit=5, node=1)
-        for seconds in (-HOUR_S, 2 * HOUR_S):
-            cluster.jump_clock(1, seconds)
-            step = max(event["step"] for event in cluster.events("commit"))
-            cluster.wait(commit=step + 10, node=1)  # a cadence of seconds is not stuck
-        assert {event["generation"] for event in cluster.events("step")} == {1}
-        true_s, told_s = time.time(), cluster.events_of(1)[-1]["t"]
-        assert told_s - true_s == pytest.approx(HOUR_S, abs=60)  # else nothing was tested
-        cluster.jump_clock(1, -3 * HOUR_S)
-        cluster.kill_worker(0)
-        over.touch()
-        cluster.wait(generation=2)
-        assert cluster.wait_exit() == [0, 0, 0], cluster.output(1)
-        assert cluster.lost_steps == 0
-        check_end(kept, world_size=3, epochs=EPOCHS)
-        lasted_s = time.clock_gettime(time.CLOCK_BOOTTIME) - began
-        told = story.tell(cluster.events())
-        assert "n1" in {clock.node for clock in told.clocks}
-        # The job's part, no more: an hour that a clock jumped is in none of them.
-        assert (told.until or 0) - (told.began or 0) <= lasted_s
-        assert 0 < told.goodput.total_s <= lasted_s
-        (recovered_s,) = (one.seconds for one in cluster.recoveries)
-        assert recovered_s is not None
-        assert recovered_s <= lasted_s
+def test_a_run_on_this_machine_is_silent_for_as_long_as_its_boot_says() -> None:
+    """Though the wall clock jumps after its last event."""
+    events = stamped(steady(1), {"n0": "boot"}, {})
+    stamp = {"boot": "boot", "b": events[-1]["b"] + 5.0}
+    assert story.tell(events, now=events[-1]["t"] + 3605, stamp=stamp).silent_s == pytest.approx(5)
+    assert story.tell(
+        events, now=events[-1]["t"] + 7, stamp={**stamp, "boot": "x"}
+    ).silent_s == pytest.approx(7)

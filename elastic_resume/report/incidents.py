@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from elastic_resume.events import Event
 from elastic_resume.policy.failures import looks_like_echo
-from elastic_resume.report import clocks, lives, timeline
+from elastic_resume.report import clocks, timeline
 from elastic_resume.report.causes import ECHO, Sign, worker_sign
 from elastic_resume.report.endings import End, Facts, end_of, facts_of
 from elastic_resume.report.text import without_path
@@ -96,8 +96,7 @@ class Report:
 def tell(events: Iterable[Event]) -> Report:
     """Make a report of the events of one run, in any order."""
     events = list(events)
-    leveled, _ = clocks.level(events, clocks.zeros(events))
-    return of(timeline.build(lives.apart(leveled)[0]))
+    return of(timeline.build(clocks.align(events, clocks.boot_times(events))[0]))
 
 
 def of(line: Timeline) -> Report:

@@ -1,6 +1,6 @@
 """When what happened on the way from one generation's last step to the next one's first.
 
-Each generation leaves up to nine moments, all on one clock (`clocks`); what left no event is None. `phases`
+Each generation leaves up to nine moments, on one time axis (`clocks`); what left no event is None. `phases`
 makes the seconds of a recovery of two generations' moments. Pure.
 """
 
