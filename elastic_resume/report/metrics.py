@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_resume.policy.failures import KINDS
-from elastic_resume.policy.tally import UNKNOWN
+from elastic_resume.policy.tally import KINDS
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -141,7 +140,7 @@ def _of_incidents(sums: Mapping[str, Any]) -> Iterator[Metric]:
     incidents = CounterMetricFamily(
         f"{PREFIX}incidents", "Worlds that a failure ended, by the kind of the first.", labels=["kind"]
     )
-    for kind in (*KINDS, UNKNOWN):  # each from the beginning: a rate needs a 0 to rise from
+    for kind in KINDS:  # each from the beginning: a rate needs a 0 to rise from
         incidents.add_metric([kind], sums["incidents"].get(kind, 0))
     yield incidents
     yield CounterMetricFamily(f"{PREFIX}lost_steps", "Steps that were run again.", value=sums["lost_steps"])

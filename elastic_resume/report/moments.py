@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-from elastic_resume.report.endings import Facts, facts_of
-from elastic_resume.report.incidents import Generation, Report
+from elastic_resume.report.incidents import Facts, Generation, Report, facts_of
 from elastic_resume.report.timeline import Seen, Timeline
 
 _NOTICE = frozenset({"restart", "lost", "leader-lost"})  # what a rendezvous says when a world is over
