@@ -56,9 +56,9 @@ def case(what: str, ended: str = "", trouble: str = "", **more: object) -> Case:
 
 LOST = "(was lost|died|is silent|cannot be reached)"
 OF_PROCESSES = [
-    case("kill-worker", r"rank 1 on node node n1 was killed by SIGKILL", rank=1),
+    case("kill-worker", r"rank 1 on node n1 was killed by SIGKILL", rank=1),
     case("raise", r"rank 2 on node n2.*RuntimeError: failpoint step", rank=2),
-    case("exit", r"rank 0 on node node n0 ended with exit code 9", rank=0),
+    case("exit", r"rank 0 on node n0 ended with exit code 9", rank=0),
     case("stop-worker", r"rank 0 on node n\d .*(hung|no step)", rank=0),
     case("hold-gil", r"rank 1 on node n\d .*(hung|no step)", rank=1),
     case("slow-rank", trouble=r"n2: rank 2 is slow", rank=2, delay_s=0.1, for_s=UNTIL_SEEN_S),

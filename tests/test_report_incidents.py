@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_resume.events import Event
+from elastic_resume.policy.tally import Tally
 from elastic_resume.report import incidents, page, render, schema, story
 from elastic_resume.report.incidents import Report
 from elastic_resume.report.text import WIDTH
@@ -259,6 +260,25 @@ def test_the_end_of_a_generation(
     assert (one.end.node, one.end.rank) == first
     assert one.lost_steps == price[0]
     assert one.recovered_s == pytest.approx(price[1])
+
+
+@pytest.mark.parametrize(
+    "make", [worker_killed, node_killed, agent_killed, exception, node_returns, job_killed, job_stopped]
+)
+def test_a_live_status_tells_the_same_incidents(make: Callable[[], Job]) -> None:
+    """It hears of the same events, one after the other."""
+    events = sorted(make().events, key=lambda one: one["t"])
+    live = Tally()
+    for event in events:
+        live.take(event)
+    rows = incidents.tell(events).generations
+    assert [
+        (one.generation, one.kind, one.cause, one.lost_steps, one.recovered_s) for one in live.incidents()
+    ] == [
+        (row.number, row.end.kind, row.end.text, row.lost_steps, row.recovered_s)
+        for row in rows
+        if row.end.is_failure
+    ]
 
 
 def test_what_followed_is_told_apart_from_the_cause() -> None:

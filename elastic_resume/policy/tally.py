@@ -238,7 +238,7 @@ class Tally:
 
     def _worker(self, event: Event, node: str, generation: int | None, t: float) -> None:
         place = self._at.get(node)
-        if generation is None or (event["event"] == "worker-exit" and place and "generation" not in event):
+        if generation is None:
             if place is None or t < place.since:  # one of an earlier generation may be told again
                 return
             generation = place.generation
@@ -332,7 +332,9 @@ class Tally:
         turn, later = self._turns[number], self._turns[following]
         known = (turn.changes, following, later.changes)
         if number not in self._told or self._told[number][0] != known:
-            self._told[number] = (known, _incident(number, turn, later))
+            end, t, lost, recovered = judge(turn, later)
+            one = Incident(number, end.kind, end.text, t, lost, recovered, end.node, end.rank)
+            self._told[number] = (known, one if end.is_failure else None)
         return self._told[number][1]
 
     def sums(self) -> Sums:
@@ -365,15 +367,6 @@ class Tally:
         self._told.pop(oldest, None)
 
 
-def _incident(number: int, turn: Turn, following: Turn) -> Incident | None:
-    end = end_of(turn, following)
-    if not end.is_failure:
-        return None
-    lost, recovered = lost_steps(turn, following), recovered_s(turn, following)
-    t = first_sign(turn, following)
-    return Incident(number, end.kind, end.text, t, lost, recovered, end.node, end.rank)
-
-
 def fold(events: Iterable[tuple[float, Event]]) -> Tally:
     """Make a tally of all events of a run, each with its time, in order; it forgets none."""
     tally = Tally(MAX_COUNT, MAX_COUNT)
@@ -398,10 +391,34 @@ _DEFINITE, _SILENT, _ECHO = 0, 1, 2
 _Signs = list[tuple[float | None, Failure]]
 
 
-def end_of(turn: Turn, following: Turn | None) -> End:
-    """Say why a generation ended; ``following`` is the next one, None while there is none."""
+class Judgement(NamedTuple):
+    """Why a generation ended, when that was first seen, and what it cost; see `Incident`."""
+
+    end: End
+    t: float | None
+    lost_steps: int | None
+    recovered_s: float | None
+
+
+def judge(turn: Turn, following: Turn | None) -> Judgement:
+    """Judge the end of a generation; ``following`` is the next one, None while there is none."""
     fates = _fates(turn, following)
-    signs = _signs(turn, following)
+    signs = _signs(turn, fates)
+    end = _end(turn, following, fates, signs)
+    seen = [t for t in (*(t for t, _ in signs), turn.noticed_t) if t is not None]
+    first = min(seen, default=turn.stopped_t if turn.stopped_t is not None else turn.last_t)
+    if following is None:
+        return Judgement(end, first, None, None)
+    told = [] if following.lost_steps is None else [following.lost_steps]
+    if following.start_step is not None and turn.last_step is not None:
+        told.append(max(0, turn.last_step - following.start_step))
+    recovered_s = None
+    if end.kind != FINISHED and first is not None and following.first_step_t is not None:
+        recovered_s = round(max(0.0, following.first_step_t - first), 3)
+    return Judgement(end, first, max(told, default=None), recovered_s)
+
+
+def _end(turn: Turn, following: Turn | None, fates: Mapping[str, _Fate], signs: _Signs) -> End:
     causes, cascade = _judged(turn, signs)
     own = [one for one in causes if turn.causes or not one[1].is_echo]
     if _is_finished(turn, fates, own):
@@ -438,9 +455,9 @@ def _fates(turn: Turn, following: Turn | None) -> dict[str, _Fate]:
     return fates
 
 
-def _signs(turn: Turn, following: Turn | None) -> _Signs:
+def _signs(turn: Turn, fates: Mapping[str, _Fate]) -> _Signs:
     """Every failure that the events show, the likeliest cause first."""
-    fates = _fates(turn, following)
+    dated: set[str] = set()
     found: list[tuple[int, float, float | None, Failure]] = []
     for node, events in turn.events.items():
         is_lost = node in fates and fates[node].how == _LOST
@@ -451,9 +468,9 @@ def _signs(turn: Turn, following: Turn | None) -> _Signs:
         if is_lost and kills:  # a worker's stub sees its agent die: it alone can tell the moment
             killed_t = kills[0]["t"]
             found.append((_DEFINITE, killed_t, killed_t, failures.lost(node, "was lost")))
-            fates.pop(node)
+            dated.add(node)
     for node, fate in fates.items():
-        if fate.how == _LOST:
+        if fate.how == _LOST and node not in dated:
             # Nobody steps without it, so it lived when the others did that last.
             alive = max((t for t in (turn.stepped_t, fate.t) if t is not None), default=None)
             order = float("inf") if alive is None else alive
@@ -538,34 +555,6 @@ def _text(failure: Failure) -> str:
 def _names(names: Sequence[str]) -> str:
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return ("nodes " if len(names) > 1 else "node ") + listed
-
-
-# ---- the cost ------------------------------------------------------------------------------------------
-
-
-def lost_steps(turn: Turn, following: Turn | None) -> int | None:
-    """Return how many steps were run again: the most that anybody tells. None while nobody does."""
-    if following is None:
-        return None
-    known = [] if following.lost_steps is None else [following.lost_steps]
-    if following.start_step is not None and turn.last_step is not None:
-        known.append(max(0, turn.last_step - following.start_step))
-    return max(known, default=None)
-
-
-def first_sign(turn: Turn, following: Turn | None) -> float | None:
-    """Return when the first sign of a generation's end was seen."""
-    signs = [t for t, _ in _signs(turn, following)]
-    seen = [t for t in (*signs, turn.noticed_t) if t is not None]
-    return min(seen, default=turn.stopped_t if turn.stopped_t is not None else turn.last_t)
-
-
-def recovered_s(turn: Turn, following: Turn | None) -> float | None:
-    """Return the seconds from the first sign of the end to the next generation's first step."""
-    first = first_sign(turn, following)
-    if following is None or first is None or following.first_step_t is None:
-        return None
-    return round(max(0.0, following.first_step_t - first), 3)
 
 
 def _failures(listed: Any) -> tuple[Failure, ...]:

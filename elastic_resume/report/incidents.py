@@ -178,7 +178,7 @@ def _generation(one: Facts, following: Facts | None, turn: Turn, later: Turn | N
     last = max(steps, default=None)
     start = one.start_step if one.start_step is not None else _first_mark(one)
     ran = start is not None and last is not None and last > start
-    end = tally.end_of(turn, later)
+    judged = tally.judge(turn, later)
     resume = one.resume
     return Generation(
         number=one.number,
@@ -193,9 +193,9 @@ def _generation(one: Facts, following: Facts | None, turn: Turn, later: Turn | N
         source_generation=resume.count("source_generation") if resume else None,
         lacking=resume.names("lacking") if resume else (),
         rejected=_rejected(resume),
-        end=end,
-        lost_steps=tally.lost_steps(turn, later),
-        recovered_s=None if end.kind == FINISHED else tally.recovered_s(turn, later),
+        end=judged.end,
+        lost_steps=judged.lost_steps,
+        recovered_s=judged.recovered_s,
     )
 
 
