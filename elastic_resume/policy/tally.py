@@ -406,16 +406,17 @@ def judge(turn: Turn, following: Turn | None) -> Judgement:
     signs = _signs(turn, fates)
     end = _end(turn, following, fates, signs)
     seen = [t for t in (*(t for t, _ in signs), turn.noticed_t) if t is not None]
-    first = min(seen, default=turn.stopped_t if turn.stopped_t is not None else turn.last_t)
+    noticed = min(seen, default=turn.stopped_t)
     if following is None:
-        return Judgement(end, first, None, None)
+        return Judgement(end, noticed, None, None)
     told = [] if following.lost_steps is None else [following.lost_steps]
     if following.start_step is not None and turn.last_step is not None:
         told.append(max(0, turn.last_step - following.start_step))
     recovered_s = None
+    first = noticed if noticed is not None else turn.last_t
     if end.kind != FINISHED and first is not None and following.first_step_t is not None:
         recovered_s = round(max(0.0, following.first_step_t - first), 3)
-    return Judgement(end, first, max(told, default=None), recovered_s)
+    return Judgement(end, noticed, max(told, default=None), recovered_s)
 
 
 def _end(turn: Turn, following: Turn | None, fates: Mapping[str, _Fate], signs: _Signs) -> End:

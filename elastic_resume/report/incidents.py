@@ -37,8 +37,9 @@ class Generation:
     """One lifetime of the worker group. Steps are counted over the whole job, times are Unix seconds.
 
     ``start_step`` had been finished before it, ``first_step`` to ``last_step`` are what it ran (None: not
-    one, or not known). ``lost_steps`` and ``recovered_s`` are the price of its end, known once the next one
-    runs: steps run again, and seconds from the first sign of failure to the next generation's first step.
+    one, or not known). ``noticed`` is the first sign of its end. ``lost_steps`` and ``recovered_s`` are the
+    price of its end, known once the next one runs: steps run again, and seconds from the first sign to the
+    next generation's first step.
     """
 
     number: int
@@ -54,6 +55,7 @@ class Generation:
     lacking: tuple[str, ...]
     rejected: tuple[RejectedCopy, ...]
     end: End
+    noticed: float | None
     lost_steps: int | None
     recovered_s: float | None
 
@@ -194,6 +196,7 @@ def _generation(one: Facts, following: Facts | None, turn: Turn, later: Turn | N
         lacking=resume.names("lacking") if resume else (),
         rejected=_rejected(resume),
         end=judged.end,
+        noticed=judged.t,
         lost_steps=judged.lost_steps,
         recovered_s=judged.recovered_s,
     )
