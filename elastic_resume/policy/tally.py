@@ -360,8 +360,10 @@ class Tally:
     def _forget(self) -> None:
         """Sum the oldest up. Whatever is still told of it is too late."""
         oldest = min(self._turns)
-        for incident in self.incidents()[:1]:
-            if incident.generation == oldest:
+        following = min((n for n, turn in self._turns.items() if turn.began and n > oldest), default=None)
+        if following is not None and self._turns[oldest].began:
+            incident = self._incident(oldest, following)
+            if incident is not None:
                 self._forgotten.add(incident)
         del self._turns[oldest]
         self._told.pop(oldest, None)
