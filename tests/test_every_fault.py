@@ -54,7 +54,7 @@ def case(what: str, ended: str = "", trouble: str = "", **more: object) -> Case:
     return Case(Fault(what, at_s=0.0, **more), ended, trouble)  # type: ignore[arg-type]
 
 
-LOST = "(was lost|died|is silent|cannot be reached)"
+LOST = "(was lost|died|is silent|cannot be reached|is back as a new process)"
 OF_PROCESSES = [
     case("kill-worker", r"rank 1 on node n1 was killed by SIGKILL", rank=1),
     case("raise", r"rank 2 on node n2.*RuntimeError: failpoint step", rank=2),

@@ -127,7 +127,7 @@ class Turn:
     failure. ``changes`` counts what was taken in.
     """
 
-    began: bool = False
+    began: float | None = None
     named: tuple[str, ...] = ()
     nodes: set[str] = field(default_factory=set)
     size: int = 0
@@ -204,7 +204,7 @@ class Tally:
         elif generation is None:
             return
         elif kind == "resume":
-            _resume(self._turn(generation), event)
+            _resume(self._turn(generation), event, t)
         elif kind == "worker-start":
             self._began(node, generation, t)
             turn = self._turn(generation)
@@ -280,7 +280,7 @@ class Tally:
     def _began(self, node: str, generation: int, t: float) -> None:
         """A node takes part in a generation."""
         turn, place = self._turn(generation), self._at.get(node)
-        turn.began = True
+        turn.began = min(t, turn.began or t)
         turn.nodes.add(node)
         if place is None or place.generation != generation:
             if place is None or t >= place.since:
@@ -293,7 +293,8 @@ class Tally:
         self._agents[node] = count_of(event, "pid") or None
         if place and t >= place.since:
             self._turn(place.generation).fates.setdefault(node, _Fate(_LOST, place.last))
-        newest = max(self._turns, default=0)
+        begun = (n for n, turn in self._turns.items() if turn.began is not None and turn.began < t)
+        newest = max(begun, default=0)
         if newest and node in self._turns[newest].named and (not place or place.generation < newest):
             self._turn(newest).fates.setdefault(node, _Fate(_LOST, None))  # its log was lost with its disk
 
@@ -323,7 +324,7 @@ class Tally:
 
     def incidents(self) -> list[Incident]:
         """Give those that are remembered, in order."""
-        known = sorted(number for number, turn in self._turns.items() if turn.began)
+        known = sorted(number for number, turn in self._turns.items() if turn.began is not None)
         found = [self._incident(number, following) for number, following in pairwise(known)]
         return [one for one in found if one is not None]
 
@@ -360,8 +361,10 @@ class Tally:
     def _forget(self) -> None:
         """Sum the oldest up. Whatever is still told of it is too late."""
         oldest = min(self._turns)
-        following = min((n for n, turn in self._turns.items() if turn.began and n > oldest), default=None)
-        if following is not None and self._turns[oldest].began:
+        following = min(
+            (n for n, turn in self._turns.items() if turn.began is not None and n > oldest), default=None
+        )
+        if following is not None and self._turns[oldest].began is not None:
             incident = self._incident(oldest, following)
             if incident is not None:
                 self._forgotten.add(incident)
@@ -377,9 +380,9 @@ def fold(events: Iterable[tuple[float, Event]]) -> Tally:
     return tally
 
 
-def _resume(turn: Turn, event: Event) -> None:
+def _resume(turn: Turn, event: Event, t: float) -> None:
     named, lost = event.get("nodes"), count_of(event, "lost_steps")
-    turn.began = True
+    turn.began = min(t, turn.began or t)
     if isinstance(named, list):
         turn.named = tuple(name for name in named if isinstance(name, str)) or turn.named
     turn.lost_steps = lost if turn.lost_steps is None else max(lost or 0, turn.lost_steps)
