@@ -168,9 +168,11 @@ def _what_others_say(job: Story) -> None:
 
 
 def off(events: list[Event], node: str, by: float) -> list[Event]:
-    """The same, where one node's clock is ``by`` seconds ahead."""
+    """The same on machines of their own, where one node's wall clock is ``by`` seconds ahead."""
     return [
-        {**one, "t": one["t"] + by} if one["node"] == node and one["event"] != "fault" else one
+        {**one, "t": one["t"] + by * (one["node"] == node), "b": one["t"] - 1.6e9, "boot": one["node"]}
+        if one["event"] != "fault"
+        else one
         for one in events
     ]
 

@@ -32,8 +32,8 @@ from elastic_resume.faults.fault import Fault
 from elastic_resume.faults.kinds import KINDS
 from elastic_resume.faults.plan import Plan
 from elastic_resume.faults.trial import RUN_ID, Job, Outcome, _Tail, _Trial
+from elastic_resume.policy.tally import End
 from elastic_resume.report import aftermath, story
-from elastic_resume.report.endings import End
 from elastic_resume.report.incidents import Generation, RejectedCopy, Report
 from elastic_resume.testing import Cluster
 from elastic_resume.worker import difference
@@ -163,14 +163,14 @@ def row_of(began: float, end: End, rejected: tuple[RejectedCopy, ...] = ()) -> G
 
 def test_of_two_faults_in_one_moment_the_one_that_hit_the_rank_is_to_blame() -> None:
     """A disk that turns slow just before a worker's death kills nobody; nor does what hit it long before."""
-    rows = [row_of(0.0, End("worker", "rank 1 on n1: SIGKILL", t=10.0, node="n1", rank=1))]
+    rows = [row_of(0.0, End("signal", "rank 1 on node n1 was killed by SIGKILL", t=10.0, node="n1", rank=1))]
     disk = aftermath.Hit(9.99, ["n1"])
     assert aftermath.of([aftermath.Hit(9.96, ["n1"], 1), disk], rows) == [rows, []]
     assert aftermath.of([aftermath.Hit(9.96, ["n1"], 0), disk], rows) == [[], rows]
     assert aftermath.of([aftermath.Hit(5.0, ["n1"], 1), disk], rows) == [[], rows]
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("node", None), ("worker", 0)])
+@pytest.mark.parametrize(("kind", "rank"), [("node-lost", None), ("signal", 0)])
 def test_what_cannot_end_a_node_has_not_if_another_fault_can(kind: str, rank: int | None) -> None:
     """Though it came closer, and to all of them."""
     rows = [row_of(0.0, End(kind, "n0 ended", t=10.0, node="n0", rank=rank))]
@@ -199,7 +199,7 @@ def test_that_all_were_told_to_leave_is_told_of_the_notice() -> None:
 
 def test_a_rank_that_was_hit_without_its_name_was_hit_too() -> None:
     """A plan may name a node or a role: of two faults of one rank the later one killed it."""
-    end = End("worker", "rank 1 on n1: SIGKILL", t=10.0, node="n1", rank=1)
+    end = End("signal", "rank 1 on node n1 was killed by SIGKILL", t=10.0, node="n1", rank=1)
     slow = Fate(1, Fault("slow-rank", rank=1, step=30), state=DONE, t=9.95, nodes=("n1",), rank=1)
     killed = Fate(2, Fault("kill-worker", node=1, step=31), state=DONE, t=9.99, nodes=("n1",), rank=1)
     report = Report((row_of(0.0, end),), (), 4, 0, 0, 7, "stopped", "")
@@ -209,7 +209,10 @@ def test_a_rank_that_was_hit_without_its_name_was_hit_too() -> None:
 
 def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
     """Not of the one that came while the job was down, nor what no fault did, nor how it was drained."""
-    ends = [("worker", "n1", 3.0), ("worker", "n2", 12.0), ("node", "n0", 15.0), ("left", "n0", 22.0)]
+    ends = [
+        *(("signal", "n1", 3.0), ("signal", "n2", 12.0)),
+        *(("node-lost", "n0", 15.0), ("preempted", "n0", 22.0)),
+    ]
     rows = []
     for began, (kind, node, t) in zip((0.0, 9.0, 13.0, 18.0), ends, strict=True):
         copies = (RejectedCopy("n0", 1, 5, "digest"),) if node == "n2" else ()
@@ -224,9 +227,9 @@ def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
     told = replace(story.tell([]), began=0.0, report=report, moments=stepped)
     outcome = Outcome("", (0, 0, 0), fates, told, drained=21.0)
     text = " ".join("\n".join(chaos._fates(outcome)).split())
-    assert "nothing of the plan - worker n2 at 12" in text
+    assert "nothing of the plan - signal n2 at 12" in text
     assert "1 bit-flip node 0 1.0 s a copy of n0 was set aside: digest" in text
-    assert "2 kill-node node 1 2.0 s worker n1 at 3" in text
+    assert "2 kill-node node 1 2.0 s signal n1 at 3" in text
     assert "3 kill-node node 1 5.0 s training went on" in text
     assert "4 kill-node node 0 16 s node n0 at 15" in text  # which it told last, a second before
     assert "6 torn-write node 2 20 s no step came after it" in text

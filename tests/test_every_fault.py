@@ -55,12 +55,13 @@ def case(what: str, ended: str = "", trouble: str = "", **more: object) -> Case:
     return Case(Fault(what, at_s=0.0, **more), ended, trouble)  # type: ignore[arg-type]
 
 
+LOST = "(was lost|died|is silent|cannot be reached|is back as a new process)"
 OF_PROCESSES = [
-    case("kill-worker", r"rank 1 on n1: SIGKILL", rank=1),
-    case("raise", r"rank 2 on n2.*RuntimeError: failpoint step", rank=2),
-    case("exit", r"rank 0 on n0: exit code 9", rank=0),
-    case("stop-worker", r"rank 0 on n\d .*(hung|no step)", rank=0),
-    case("hold-gil", r"rank 1 on n\d .*(hung|no step)", rank=1),
+    case("kill-worker", r"rank 1 on node n1 was killed by SIGKILL", rank=1),
+    case("raise", r"rank 2 on node n2.*RuntimeError: failpoint step", rank=2),
+    case("exit", r"rank 0 on node n0 ended with exit code 9", rank=0),
+    case("stop-worker", r"rank 0 on node n\d .*(hung|no step)", rank=0),
+    case("hold-gil", r"rank 1 on node n\d .*(hung|no step)", rank=1),
     case("slow-rank", rank=2, delay_s=0.1, for_s=UNTIL_SEEN_S),
     case(
         "corrupt-message",
@@ -69,15 +70,15 @@ OF_PROCESSES = [
         sender="peer",
     ),
     case("corrupt-message", trouble=r"n2: a connection was dropped: .*not JSON", node=2, sender="stranger"),
-    case("kill-agent", r"node n\d (lost|died)", role="leader", phase="in commit", back_after_s=0.2),
-    case("kill-node", r"node n2 (lost|died)", node=2, back_after_s=0.2),
+    case("kill-agent", rf"node n\d {LOST}", role="leader", phase="in commit", back_after_s=0.2),
+    case("kill-node", rf"node n2 {LOST}", node=2, back_after_s=0.2),
     case("preemption", r"node n1 left: stopped by a preemption notice", node=1, back_after_s=0.2),
     case("stop-agent", r"node n0 is silent", node=0, for_s=UNTIL_SEEN_S),
 ]
 
 
 OF_MACHINES = [
-    case("out-of-memory", r"rank 1 on n1.*SIGKILL", rank=1),
+    case("out-of-memory", r"rank 1 on node n1.*SIGKILL", rank=1),
     case("packet-loss", node=2, percent=15.0, for_s=UNTIL_SEEN_S),
     case("slow-link", node=1, bytes_per_s=1e4, for_s=UNTIL_SEEN_S),
     case(
@@ -93,12 +94,12 @@ OF_MACHINES = [
         for_s=UNTIL_SEEN_S,
     ),
     case("slow-disk", trouble=r"n1: a checkpoint took", node=1, delay_s=0.3, for_s=UNTIL_SEEN_S),
-    case("wipe-disk", r"node n2 (lost|died)", node=2, back_after_s=0.2),
-    case("poweroff", r"node n1 (lost|is silent)", node=1, back_after_s=1.5),
-    case("cut", r"node n2 (lost|is silent)", node=2, for_s=UNTIL_SEEN_S),
-    case("cut-out", r"node n1 (lost|is silent)", node=1, for_s=UNTIL_SEEN_S),
-    case("cut-in", r"node n2 (lost|is silent)", node=2, for_s=UNTIL_SEEN_S),
-    case("partition", r"node n0 (lost|is silent)", groups=((0,), (1, 2)), for_s=UNTIL_SEEN_S),
+    case("wipe-disk", rf"node n2 {LOST}", node=2, back_after_s=0.2),
+    case("poweroff", rf"node n1 {LOST}", node=1, back_after_s=1.5),
+    case("cut", rf"node n2 {LOST}", node=2, for_s=UNTIL_SEEN_S),
+    case("cut-out", rf"node n1 {LOST}", node=1, for_s=UNTIL_SEEN_S),
+    case("cut-in", rf"node n2 {LOST}", node=2, for_s=UNTIL_SEEN_S),
+    case("partition", rf"node n0 {LOST}", groups=((0,), (1, 2)), for_s=UNTIL_SEEN_S),
 ]
 
 

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_resume import contract
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.failures import KINDS
+from elastic_resume.policy.tally import KINDS
 from elastic_resume.report import metrics
 from tests.test_status import said
 
@@ -76,7 +76,7 @@ def test_there_are_as_many_series_as_nodes_and_kinds() -> None:
     document = said()
     document["sums"]["incidents"]["of a kind that somebody made up"] = 5
     kinds = {labels for name, labels in scrape(document) if name == "elastic_resume_incidents_total"}
-    assert kinds == {(kind,) for kind in (*KINDS, "unknown")}
+    assert kinds == {(kind,) for kind in KINDS}
 
 
 def test_a_node_that_was_not_heard_of_yet_has_no_samples() -> None:

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_resume.events import Event
-from elastic_resume.report import clocks, goodput, incidents, story
-from tests.test_report_incidents import Job, job_killed, node_killed, node_returns, worker_killed
+from elastic_resume.report import goodput, story
+from tests.test_report_incidents import Job, job_killed, node_returns, worker_killed
 
 
 def run(*steps: Any) -> Job:
@@ -172,13 +171,6 @@ def test_the_hour_in_which_nobody_ran_is_waiting() -> None:
     assert spent.total_s == pytest.approx(3620.5)
 
 
-@pytest.mark.parametrize("make", [worker_killed, node_killed, node_returns, job_killed, killed])
-def test_split_alone_says_the_same(make: Callable[[], Job]) -> None:
-    """For those who have a report and its events."""
-    events = make().events
-    assert goodput.split(incidents.tell(events), events) == story.tell(events).goodput
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([killed, worker_killed, node_returns, job_killed]), st.randoms(), st.floats(0, 1))
 def test_slices_have_no_gap_whatever_is_missing(make: Callable[[], Job], random: Any, share: float) -> None:
@@ -190,146 +182,3 @@ def test_slices_have_no_gap_whatever_is_missing(make: Callable[[], Job], random:
     assert told.goodput.total_s == pytest.approx(sum(spent for _, spent in told.goodput.parts))
     assert all(spent >= 0 for _, spent in told.goodput.parts)
     assert all(value >= 0 for phases in told.recoveries.values() for _, value in phases.known)
-
-
-# ---- clocks --------------------------------------------------------------------------------------------
-
-
-def moved(events: list[Event], node: str, by: float, since: float = 0.0) -> list[Event]:
-    """The same, with a node's clock ``by`` seconds ahead from ``since`` on."""
-    return [
-        {**one, "t": round(one["t"] + by, 3)} if one["node"] == node and one["t"] >= since else one
-        for one in events
-    ]
-
-
-@pytest.mark.parametrize("by", [-3600.0, -2.5, 4.0, 86400.0])
-def test_a_clock_that_is_off_is_set_right_and_told(by: float) -> None:
-    """Where the nodes' marks of the same steps lie apart; the report is that of good clocks."""
-    good = story.tell(killed().events)
-    told = story.tell(moved(killed().events, "n2", by))
-    assert [(clock.node, clock.ahead_s, clock.jumped) for clock in told.clocks] == [("n2", by, False)]
-    assert told.goodput == good.goodput
-    assert told.report == good.report
-    assert any("the clock of n2 was" in look for look in told.verdict.look)
-
-
-def test_a_clock_that_jumps_is_followed() -> None:
-    """From the first mark on that shows it."""
-    good = story.tell(killed().events)
-    told = story.tell(moved(killed().events, "n0", -600.0, since=104.0))
-    assert [(clock.node, clock.ahead_s, clock.jumped) for clock in told.clocks] == [("n0", -600.0, True)]
-    assert told.goodput == good.goodput
-
-
-def steady(nodes: int) -> list[Event]:
-    """Sixty steps of a second each; every node's lines in the order in which it wrote them."""
-    job = Job()
-    job.nodes, job.generation = tuple(f"n{rank}" for rank in range(nodes)), 1
-    about = {"generation": 1, "step": 0, "world_size": nodes}
-    for rank, node in enumerate(job.nodes):
-        job.agents(100, node)
-        job.add(101, "round", node, round=1, generation=1)
-        job.add(102, "worker-start", node, **about, rank=rank, **job.pid(rank))
-    for step in range(1, 61):
-        job.steps(102 + step, step)
-    job.finish(162, 60)
-    return job.events
-
-
-def set_at(events: list[Event], place: int, by: float, before: bool) -> list[Event]:
-    """The same, where the clock of the last node is off from its line ``place`` on, or before that."""
-    node = max(one["node"] for one in events)
-    places = [index for index, one in enumerate(events) if one["node"] == node]
-    chosen = set(places[:place] if before else places[place:])
-    return [{**one, "t": one["t"] + by} if index in chosen else one for index, one in enumerate(events)]
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 3])
-@pytest.mark.parametrize(("place", "before"), [(1, True), (30, False), (30, True), (63, False)])
-def test_a_clock_that_is_set_back_is_seen_in_its_own_log(nodes: int, place: int, before: bool) -> None:
-    """Before, among and after the marks that nodes share; and the node that is blamed is the right one."""
-    good = story.tell(steady(nodes)).goodput
-    told = story.tell(set_at(steady(nodes), place, 3600.0 if before else -3600.0, before))
-    assert [clock.node for clock in told.clocks] == [f"n{nodes - 1}"]
-    assert told.goodput.total_s == pytest.approx(good.total_s, abs=3)
-    assert told.goodput.productive_s == pytest.approx(good.productive_s, abs=3)
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_a_node_that_starts_in_1970_waits_for_no_half_a_century(nodes: int) -> None:
-    """Its first line, before its clock was set; a node that comes back after a year was away that long."""
-    events = [{**one, "t": one["t"] + 1.8e9} for one in steady(nodes)]
-    good = story.tell(events).goodput
-    first = max(place for place, one in enumerate(events) if one["event"] == "agent-start")
-    told = story.tell([{**one, "t": 37.5} if place == first else one for place, one in enumerate(events)])
-    assert told.goodput.total_s == pytest.approx(good.total_s, abs=2)
-    assert told.clocks[0].text.endswith("days behind the rest of its own log")
-    year = 365 * 86400.0
-    left = [one for one in events if one["event"] not in {"run-end", "agent-end"}]
-    again = [
-        {**one, "t": one["t"] + year, **({"generation": 2} if "generation" in one else {})} for one in events
-    ]
-    assert story.tell([*left, *again]).goodput.total_s == pytest.approx(year + good.total_s)
-
-
-def stamped(events: list[Event], boots: dict[str, str], jumps: dict[str, tuple[float, float]]) -> list[Event]:
-    """The same, with a clock that does not jump beside one that, from a moment on, is seconds ahead.
-
-    ``boots``: each node's. ``jumps``: by node, when its wall clock jumps and by how much.
-    """
-    made = []
-    for one in events:
-        since, by = jumps.get(one["node"], (0.0, 0.0))
-        boot = boots[one["node"]]
-        b = round(one["t"] - 50 - len(boot), 3)
-        made.append({**one, "t": one["t"] + (by if one["t"] >= since else 0), "b": b, "boot": boot})
-    return made
-
-
-@pytest.mark.parametrize("by", [-3600.0, 3600.0])
-@pytest.mark.parametrize("nodes", [1, 2, 3])
-@pytest.mark.parametrize("machines", [1, 3])
-def test_a_clock_that_jumps_lengthens_nothing(nodes: int, by: float, machines: int) -> None:
-    """Not where each node's clock jumps at another moment: durations come from the machines' boots."""
-    names = ["n0", "n1", "n2"]
-    boots = {name: f"boot-{'x' * (place % machines)}" for place, name in enumerate(names)}
-    jumps = {name: (110.0 + 9 * place, by * (place + 1)) for place, name in enumerate(names)}
-    good = story.tell(steady(nodes))
-    told = story.tell(stamped(steady(nodes), boots, jumps))
-    assert told.goodput == good.goodput
-    assert (told.until or 0) - (told.began or 0) == pytest.approx((good.until or 0) - (good.began or 0))
-    by_clock = sorted(stamped(steady(nodes), boots, jumps), key=lambda one: one["t"])
-    assert story.tell(by_clock).goodput == good.goodput
-    assert {clock.node for clock in told.clocks} >= {*names[:nodes]} - {"n0"}
-    assert all(clock.jumped or abs(clock.ahead_s) >= 3600 for clock in told.clocks)
-
-
-def test_two_boots_are_not_compared() -> None:
-    """A machine that boots again counts from nothing; its nodes' steps say when that was."""
-    events = steady(2)
-    again = [one for one in events if one["node"] == "n1" and one["t"] > 130]
-    plain = story.tell(events)
-    both = stamped(events, {"n0": "one", "n1": "two"}, {})
-    booted = [{**one, "b": one["t"] - 125.0, "boot": "new"} if old in again else one
-              for one, old in zip(both, events, strict=True)]  # fmt: skip
-    assert story.tell(booted).goodput == plain.goodput
-    assert story.tell(booted).clocks == ()
-
-
-def test_a_run_on_this_machine_is_silent_for_as_long_as_its_boot_says() -> None:
-    """Though the wall clock jumps after its last event."""
-    events = stamped(steady(1), {"n0": "boot"}, {})
-    stamp = {"boot": "boot", "b": events[-1]["b"] + 5.0}
-    assert story.tell(events, now=events[-1]["t"] + 3605, stamp=stamp).silent_s == pytest.approx(5)
-    assert story.tell(
-        events, now=events[-1]["t"] + 7, stamp={**stamp, "boot": "x"}
-    ).silent_s == pytest.approx(7)
-
-
-def test_clocks_that_differ_by_little_are_left_alone() -> None:
-    """Steps are not exact either; nor does one late mark make a clock."""
-    events = moved(killed().events, "n1", 0.6)
-    late = next(one for one in events if one["node"] == "n2" and one["event"] == "step")
-    late["t"] += 7.0
-    assert clocks.straighten(events) == (events, ())

@@ -12,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_resume.events import Event
+from elastic_resume.policy.tally import Tally
 from elastic_resume.report import html, incidents, render, story
 from elastic_resume.report.incidents import Report
 from elastic_resume.report.text import WIDTH
 
+KILLED = "rank 1 on node n1 was killed by SIGKILL"
+NAN_2 = "rank 2 on node n2 ended with exit code 1"
 GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2481."
 
 
@@ -229,18 +232,18 @@ def finished_and_run_again() -> Job:
 @pytest.mark.parametrize(
     ("story", "expected", "first", "price"),
     [
-        (worker_killed, ("worker", "rank 1 on n1: SIGKILL"), ("n1", 1), (1, 5.3)),
-        (node_killed, ("node", "node n2 lost"), ("n2", 2), (2, 5.5)),
-        (agent_killed, ("node", "node n2 lost"), ("n2", 2), (0, 5.4)),
-        (node_killed_and_wiped, ("node", "node n2 lost"), ("n2", None), (2, 5.5)),
-        (exception, ("exception", "rank 2 on n2: ValueError: loss is nan"), ("n2", 2), (1, 5.6)),
+        (worker_killed, ("signal", KILLED), ("n1", 1), (1, 5.3)),
+        (node_killed, ("node-lost", "node n2 was lost"), ("n2", None), (2, 5.5)),
+        (agent_killed, ("node-lost", "node n2 was lost"), ("n2", None), (0, 5.4)),
+        (node_killed_and_wiped, ("node-lost", "node n2 was lost"), ("n2", None), (2, 5.5)),
+        (exception, ("exception", f"{NAN_2}: ValueError: loss is nan"), ("n2", 2), (1, 5.6)),
         (node_returns, ("joined", "node n2 joined"), ("", None), (0, 2.35)),
         (job_killed, ("job", "whole job killed"), ("", None), (3, 3600.5)),
-        (newcomers_left_again, ("joined", "nodes came that left again"), ("", None), (0, 2.3)),
+        (newcomers_left_again, ("joined", "nodes came that left again"), ("", None), (0, 2.4)),
         (job_lost_its_power, ("job", "whole job killed"), ("", None), (4, 3600.5)),
         (job_stopped, ("stopped", "stopped by SIGTERM"), ("", None), (0, 3599.5)),
-        (node_told_to_leave, ("left", "node n1 left: stopped by SIGTERM."), ("n1", None), (0, 5.1)),
-        (rank0_node_wiped, ("worker", "rank 1 on n1: SIGKILL"), ("n1", 1), (0, 5.3)),
+        (node_told_to_leave, ("preempted", "node n1 left: stopped by SIGTERM."), ("n1", None), (0, 5.1)),
+        (rank0_node_wiped, ("signal", KILLED), ("n1", 1), (0, 5.3)),
         (without_agents, ("unknown", "ended without a record of why"), ("", None), (5, 20.5)),
         (finished_and_run_again, ("finished", "finished"), ("", None), (0, None)),
     ],
@@ -259,10 +262,31 @@ def test_the_end_of_a_generation(
     assert one.recovered_s == pytest.approx(price[1])
 
 
+@pytest.mark.parametrize(
+    "make", [worker_killed, node_killed, agent_killed, exception, node_returns, job_killed, job_stopped]
+)
+def test_a_live_status_tells_the_same_incidents(make: Callable[[], Job]) -> None:
+    """It hears of the same events, one after the other."""
+    events = sorted(make().events, key=lambda one: one["t"])
+    live = Tally()
+    for event in events:
+        live.take(event)
+    rows = incidents.tell(events).generations
+    assert [
+        (one.generation, one.kind, one.cause, one.lost_steps, one.recovered_s) for one in live.incidents()
+    ] == [
+        (row.number, row.end.kind, row.end.text, row.lost_steps, row.recovered_s)
+        for row in rows
+        if row.end.is_failure
+    ]
+
+
 def test_what_followed_is_told_apart_from_the_cause() -> None:
     """A broken connection is a cascade, whoever's clock is ahead; the stopped worker is neither."""
     end = incidents.tell(exception().events).generations[0].end
-    assert end.cascade == ("rank 0 on n0: DistBackendError: NCCL error: remote process exited",)
+    assert end.cascade == (
+        "rank 0 on node n0 ended with exit code 1: DistBackendError: NCCL error: remote process exited",
+    )
     assert end.also == ()
 
 
@@ -273,8 +297,8 @@ def test_a_wiped_log_blames_its_node_once() -> None:
     job.agents(121, "n2")
     job.begin(125, 10, "n0", "n1", "n2")
     first, second, _ = incidents.tell(job.events).generations
-    assert (first.end.text, first.end.also) == ("rank 1 on n1: SIGKILL", ())
-    assert second.end.text == "node n2 lost"
+    assert (first.end.text, first.end.also) == (KILLED, ())
+    assert second.end.text == "node n2 was lost"
 
 
 def cause(kind: str, node: str, rank: int | None, text: str, **more: str) -> dict[str, Any]:
@@ -291,19 +315,17 @@ def test_a_verdict_goes_before_what_clocks_say() -> None:
     job.add(113, "verdict", "n2", generation=1, causes=[first], cascade=[then])
     end = incidents.tell(job.events).generations[0].end
     assert (end.kind, end.node, end.rank) == ("exception", "n0", 0)
-    assert "rank 1 on n1: SIGKILL" in end.cascade
+    assert KILLED in end.cascade
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"), [("oom", "worker"), ("hang", "worker"), ("disk", "exception"), ("stuck", "worker")]
-)
-def test_a_verdict_says_what_an_exit_does_not(kind: str, expected: str) -> None:
+@pytest.mark.parametrize("kind", ["oom", "hang", "disk", "stuck"])
+def test_a_verdict_says_what_an_exit_does_not(kind: str) -> None:
     """Want of memory looks like any SIGKILL; the verdict's words are shown."""
     job = worker_killed()
     told = cause(kind, "n1", 1, "was killed by SIGKILL for want of memory", message="m")
     job.add(113, "verdict", "n0", generation=1, causes=[told], cascade=[])
     end = incidents.tell(job.events).generations[0].end
-    assert (end.kind, end.text) == (expected, "rank 1 on n1 was killed by SIGKILL for want of memory: m")
+    assert (end.kind, end.text) == (kind, f"{KILLED} for want of memory: m")
     assert end.t == 110.2
 
 
@@ -314,7 +336,7 @@ def test_a_cause_whose_log_is_lost_is_known_from_the_verdict() -> None:
     job.events = [one for one in job.events if one["node"] != "n1"]
     job.add(113, "verdict", "n0", generation=1, causes=told, cascade=[])
     end = incidents.tell(job.events).generations[0].end
-    assert (end.kind, end.text) == ("worker", "rank 1 on n1 was killed by SIGBUS")
+    assert (end.kind, end.text) == ("signal", "rank 1 on node n1 was killed by SIGBUS")
     assert "node n2 died" in end.also
 
 
@@ -329,7 +351,7 @@ def test_what_a_silent_nodes_worker_said_last_is_not_why_it_was_silent() -> None
     job.begin(113, 11, "n1", "n2")
     job.add(115, "round", "n0", round=9)
     end = incidents.tell(job.events).generations[0].end
-    assert (end.kind, end.node, end.text) == ("node", "n0", "node n0 is silent")
+    assert (end.kind, end.node, end.text) == ("node-lost", "n0", "node n0 is silent")
     assert "RuntimeError" in end.cascade[0]
 
 
@@ -342,7 +364,7 @@ def test_a_node_that_said_goodbye_left_though_its_log_is_lost() -> None:
     job.add(111, "verdict", "n1", generation=1, causes=[told], cascade=[])
     job.begin(113, 11, "n1", "n2")
     end = incidents.tell(job.events).generations[0].end
-    assert (end.kind, end.text, end.also) == ("left", "node n0 left (SIGUSR1)", ())
+    assert (end.kind, end.text, end.also) == ("preempted", "node n0 left (SIGUSR1)", ())
 
 
 def test_a_node_that_left_of_itself_is_not_lost() -> None:
@@ -354,7 +376,7 @@ def test_a_node_that_left_of_itself_is_not_lost() -> None:
     job.add(111, "agent-end", "n1", outcome="left", exit_code=75, message=told)
     job.begin(115, 10, "n0", "n2", lost_steps=0)
     end = incidents.tell(job.events).generations[0].end
-    assert end.text == "rank 1 on n1: SIGSEGV"
+    assert end.text == "rank 1 on node n1 was killed by SIGSEGV"
     assert end.also == ("node n1 left: the last 3 failures were of node n1 alone.",)
 
 
@@ -395,8 +417,8 @@ def test_the_whole_run() -> None:
     job.begin(125, 25, "n0", "n1", "n2", lost_steps=7)
     job.finish(130, 40)
     report = incidents.tell(job.events)
-    assert [one.end.kind for one in report.generations] == ["worker", "worker", "finished"]
-    assert report.generations[1].end.text == "rank 2 on n2: exit code 3"
+    assert [one.end.kind for one in report.generations] == ["signal", "exit", "finished"]
+    assert report.generations[1].end.text == "rank 2 on node n2 ended with exit code 3"
     assert (report.incidents, report.lost_steps, report.last_step) == (2, 8, 40)
     assert report.wasted_steps == 11 + 22 + 15 - 40
     assert report.outcome == "finished"
@@ -436,7 +458,10 @@ def test_workers_that_never_came_to_train() -> None:
     assert not report.generations
     assert (report.outcome, report.message) == ("failed", message)
     text = " ".join(render.as_text(story.tell(job.events)).split())
-    assert "2 workers ended before training; first: rank 1 on n1: exit code 1: ModuleNotFound" in text
+    assert (
+        "2 workers ended before training; first: rank 1 on node n1 ended with exit code 1: ModuleNotFound"
+        in text
+    )
 
 
 def test_the_agents_gave_up_because_of_a_node_that_is_gone() -> None:
@@ -446,7 +471,7 @@ def test_the_agents_gave_up_because_of_a_node_that_is_gone() -> None:
     for node in ("n0", "n1"):
         job.add(140, "agent-end", node, outcome="failed", exit_code=75, message="no world formed.")
     report = incidents.tell(job.events)
-    assert report.generations[0].end.text == "node n2 lost"
+    assert report.generations[0].end.text == "node n2 was lost"
     assert (report.outcome, report.message) == ("failed", "no world formed.")
 
 
@@ -458,8 +483,8 @@ def test_a_process_number_may_be_used_again() -> None:
         one["pid"] = 101
     job.add(120, "worker-exit", "n1", rank=1, worker_pid=101, signal="SIGSEGV", exit_code=None, stopped=False)
     first, second = incidents.tell(job.events).generations
-    assert first.end.text == "rank 1 on n1: SIGKILL"
-    assert second.end.text == "rank 1 on n1: SIGSEGV"
+    assert first.end.text == KILLED
+    assert second.end.text == "rank 1 on node n1 was killed by SIGSEGV"
 
 
 # ---- any input -----------------------------------------------------------------------------------------
@@ -545,9 +570,9 @@ def test_the_table() -> None:
         "Finished at step 40 after 40 s. 1 failure cost 5.0 s, 1 step run again; 62 % of the time was",
         "  training that counts.",
         "",
-        "gen  nodes     world  steps  ended because          lost  recovered in",
-        "  1  n0 n1 n2      3   1-11  rank 1 on n1: SIGKILL     1         5.3 s",
-        "  2  n0 n1 n2      3  11-40  finished                  -             -",
+        "gen  nodes     world  steps  ended because                            lost  recovered in",
+        "  1  n0 n1 n2      3   1-11  rank 1 on node n1 was killed by SIGKILL     1         5.3 s",
+        "  2  n0 n1 n2      3  11-40  finished                                    -             -",
     ]
 
 

@@ -69,7 +69,11 @@ def test_a_fault_after_which_nothing_ended_harmed_nobody() -> None:
     job.add(116, "fault", "n1", **{**kill, "number": 3}, message="kill-worker n1")
     told = html.render(story.tell(job.events))
     rows = told[told.index("Injected faults") :].split("<tr>")[2:5]
-    followed = ["training went on", "generation 1 ended: rank 1 on n1: SIGKILL", "no step came after it"]
+    followed = [
+        "training went on",
+        "generation 1 ended: rank 1 on node n1 was killed by SIGKILL",
+        "no step came after it",
+    ]
     assert [words in row for words, row in zip(followed, rows, strict=True)] == [True] * 3
     assert "slow-link n2: slow-link" not in told
 

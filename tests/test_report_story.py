@@ -65,7 +65,7 @@ def nothing() -> Job:
         (job_killed, "Running, or killed as a whole, at step 9 after", "1 failure cost 60 min 02 s, 3 steps"),
         (
             unfinished,
-            "Down at step 10 after 20 s, and not back yet: rank 1 on n1: SIGKILL.",
+            "Down at step 10 after 20 s, and not back yet: rank 1 on node n1 was killed by SIGKILL.",
             "1 failure cost",
         ),
         (nothing, "No training yet.", ""),
@@ -81,7 +81,8 @@ def test_the_verdict(make: Callable[[], Job], begins: str, price: str) -> None:
 def test_what_to_look_at() -> None:
     """The worst first; a silent run is asked about where the present is known."""
     look = story.tell(failed().events).verdict.look
-    assert look[0] == "what ended generation 2: rank 2 on n2: ValueError: loss is nan"
+    cause = "rank 2 on node n2 ended with exit code 1: ValueError: loss is nan"
+    assert look[0] == f"what ended generation 2: {cause}"
     told = story.tell(worker_killed().events, now=1115.5)
     assert told.verdict.look == ("no node has written anything for 16 min 40 s: does the job still run?",)
     assert story.tell(killed().events).verdict.look == ()
@@ -195,7 +196,7 @@ def test_a_dead_node_is_gone_until_its_agent_is_back() -> None:
     lane = {one.node: one for one in html.lanes(story.tell(job.events))}["n2"]
     spans = [(span.what, span.began, span.until) for span in lane.spans]
     assert spans[-4:-1] == [("gone", 110, 130), ("idle", 130, 140), ("preparing", 140, 142)]
-    assert [mark.text for mark in lane.marks] == ["generation 1: node n2 lost"]
+    assert [mark.text for mark in lane.marks] == ["generation 1: node n2 was lost"]
 
 
 def test_a_lane_never_has_more_than_can_be_seen() -> None:
@@ -312,7 +313,7 @@ def test_the_json_has_its_promised_members(
     assert set(told) == {name for name in listed if "." not in name}
     nested = {name for name in listed if "." in name}
     assert {f"generations.{name}" for name in told["generations"][0]} <= nested
-    assert told["generations"][0]["end"]["text"] == "node n2 lost"
+    assert told["generations"][0]["end"]["text"] == "node n2 was lost"
 
 
 def test_the_parts_of_the_page_are_in_the_package() -> None:

@@ -198,7 +198,7 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_counting(cluster: Cluster) -> 
 
     def told() -> str:
         said = status(*by_name(cluster, 1), "--once").stdout
-        return said if "2 incidents (1 node-lost, 1 unknown)" in said else ""
+        return said if "2 incidents (1 job, 1 node-lost)" in said else ""
 
     said = cluster.wait(told, "what befell the worlds of before")
     assert "node n0 died" in said

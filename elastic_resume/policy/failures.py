@@ -191,7 +191,14 @@ def _listed(failures: Sequence[Failure]) -> str:
 
 
 def of_round(events: Iterable[Event], node: str, strain: Strain | None = None) -> tuple[Failure, ...]:
-    """Fold the events of one node's round into its workers' failures, causes first, each group by time.
+    """Fold the events of one node's round into its workers' failures, see `dated`."""
+    return tuple(failure for _, failure in dated(events, node, strain))
+
+
+def dated(
+    events: Iterable[Event], node: str, strain: Strain | None = None
+) -> tuple[tuple[float, Failure], ...]:
+    """Return the failures of one node's workers with their times, causes first, each group by time.
 
     A worker that was told to stop did not fail, and one that was killed for a hang is told by the hang.
     """
@@ -217,7 +224,7 @@ def of_round(events: Iterable[Event], node: str, strain: Strain | None = None) -
         found.append((t, _exit(end, word or {}, node, strain or Strain())))
     found += [(one["t"], _exception(one, {}, node)) for one in words if id(one) not in taken]
     found.sort(key=lambda pair: (not pair[1].at_fault, pair[1].is_echo, pair[0]))
-    return tuple(bounded(failure) for _, failure in found)
+    return tuple((t, bounded(failure)) for t, failure in found)
 
 
 def _exit(end: Event, word: Mapping[str, Any], node: str, strain: Strain) -> Failure:

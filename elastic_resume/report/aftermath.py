@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+from elastic_resume.policy.failures import NODE_LOST
+from elastic_resume.policy.tally import JOB
 from elastic_resume.report.incidents import Generation
 
 SLACK_S = 0.1  # by which a node may tell of what befell it before its maker has done it
@@ -71,7 +73,7 @@ def _cause(row: Generation, same: Sequence[int], faults: Sequence[Hit], until: f
 
     before = first_from(t + SLACK_S)
     since = same[first_from(t - SLACK_S) : first_from(math.nextafter(until, math.inf))]
-    if row.end.kind in {"node", "job"} and since:
+    if row.end.kind in {NODE_LOST, JOB} and since:
         return grave(since)[0]  # it fell silent, and t is what it told last
     just = same[first_from(t - MOMENT_S) : before] or same[max(0, before - 1) : before]
     rank = row.end.rank

@@ -1,9 +1,8 @@
 """From the paths that a person typed to the events that lie there: every log, each event once.
 
 A run's nodes may have left their logs in several places: directories of a shared disk, copies of disks of
-their own, lines that other nodes kept of them (`contract.PEERS_FILE`). Identical lines are one event. A
-node's own log keeps its order; what only others have of it is put in between by time. Copies may lie under
-any name: what a run and its nodes are called is told by their logs.
+their own, lines that other nodes kept of them (`contract.PEERS_FILE`). Identical lines are one event. Copies
+may lie under any name: what a run and its nodes are called is told by their logs.
 
 Promise: only reads, of hangs nothing that is a link or waits; what cannot be read is a problem with its
 reason, and the rest is told all the same.
@@ -135,7 +134,7 @@ def _below(directory: Path) -> Iterator[Path]:
 
 
 def _merged(logs: Iterable[Path], problems: list[str], names: _Names) -> list[Event]:
-    """Each event once; each node's own in the order of its log."""
+    """Each event once: first those of nodes' own logs, then those that only other nodes have."""
     own: list[Event] = []
     others: list[Event] = []
     seen: set[str] = set()
@@ -150,12 +149,7 @@ def _merged(logs: Iterable[Path], problems: list[str], names: _Names) -> list[Ev
                     (others if second_hand else own).append(event)
         except (OSError, RecursionError) as error:
             problems.append(f"{log}: left out: {error}")
-    if not others:
-        return own
-    lacking = {event.get("node") for event in others}
-    mixed = [event for event in own if event.get("node") in lacking] + others
-    mixed.sort(key=lambda event: event["t"])
-    return [event for event in own if event.get("node") not in lacking] + mixed
+    return own + others
 
 
 def _stacks(directory: Path, found: Gathered, names: _Names) -> None:

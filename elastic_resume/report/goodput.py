@@ -12,14 +12,12 @@ Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
-from elastic_resume.events import Event
-from elastic_resume.report import clocks, lives, timeline
 from elastic_resume.report.incidents import Report
-from elastic_resume.report.moments import Moments, moments
+from elastic_resume.report.moments import Moments
 from elastic_resume.report.timeline import Timeline
 
 PRODUCTIVE, REPEATED, STARTING, RESTORING, WAITING = (
@@ -62,15 +60,6 @@ class Goodput:
     def parts(self) -> list[tuple[str, float]]:
         """What the whole is made of, by name."""
         return [(one.name[:-2], getattr(self, one.name)) for one in fields(self) if one.name != "total_s"]
-
-
-def split(report: Report, events: Iterable[Event]) -> Goodput:
-    """Say where the time of the run went that these events are of, and this report."""
-    events = list(events)
-    leveled, _ = clocks.level(events, clocks.zeros(events))
-    line = timeline.build(clocks.straighten(lives.apart(leveled)[0])[0])
-    found = moments(line, report)
-    return total(slices(line, report, found), found)
 
 
 def total(parts: Sequence[Slice], found: Sequence[Moments]) -> Goodput:

@@ -9,19 +9,17 @@ Does not know how a report looks (`render`), nor what a node's disk holds now (`
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from elastic_resume.events import Event
-from elastic_resume.policy.failures import looks_like_echo
-from elastic_resume.report import clocks, lives, timeline
-from elastic_resume.report.causes import ECHO, Sign, worker_sign
-from elastic_resume.report.endings import End, Facts, end_of, facts_of
+from elastic_resume.policy import failures, tally
+from elastic_resume.policy.tally import FINISHED, End, Turn
+from elastic_resume.report import clocks, timeline
 from elastic_resume.report.text import without_path
 from elastic_resume.report.timeline import Seen, Timeline
-
-FINISHED = frozenset({"step", "commit", "run-end"})
-"""Kinds of events whose step was finished; others may tell of one that was under way."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,9 @@ class Generation:
     """One lifetime of the worker group. Steps are counted over the whole job, times are Unix seconds.
 
     ``start_step`` had been finished before it, ``first_step`` to ``last_step`` are what it ran (None: not
-    one, or not known). ``lost_steps`` and ``recovered_s`` are the price of its end, known once the next one
-    runs: steps run again, and seconds from the first sign of failure to the next generation's first step.
+    one, or not known). ``noticed`` is the first sign of its end. ``lost_steps`` and ``recovered_s`` are the
+    price of its end, known once the next one runs: steps run again, and seconds from the first sign to the
+    next generation's first step.
     """
 
     number: int
@@ -56,6 +55,7 @@ class Generation:
     lacking: tuple[str, ...]
     rejected: tuple[RejectedCopy, ...]
     end: End
+    noticed: float | None
     lost_steps: int | None
     recovered_s: float | None
 
@@ -93,19 +93,40 @@ class Report:
     message: str
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the events of one generation say by themselves."""
+
+    number: int
+    events: tuple[Seen, ...]
+    resume: Seen | None
+    nodes: tuple[str, ...]
+    world_size: int | None
+    began: float
+    start_step: int | None
+
+    @property
+    def announced_last(self) -> int | None:
+        """The last step of the generation before, as this one's resume found it."""
+        if self.resume is None or self.start_step is None:
+            return None
+        lost = self.resume.count("lost_steps")
+        return None if lost is None else self.start_step + lost
+
+
 def tell(events: Iterable[Event]) -> Report:
     """Make a report of the events of one run, in any order."""
     events = list(events)
-    leveled, _ = clocks.level(events, clocks.zeros(events))
-    return of(timeline.build(lives.apart(leveled)[0]))
+    return of(timeline.build(clocks.align(events, clocks.boot_times(events))[0]))
 
 
 def of(line: Timeline) -> Report:
     """Make a report of what was seen."""
     facts = facts_of(line)
+    told = tally.fold((one.t, _event(one)) for one in line.seen if _is_dated(one))
     rows = tuple(
-        _generation(line, one, following)
-        for one, following in zip(facts, [*facts[1:], None])  # noqa: B905  strict is of no use here
+        _generation(one, following, told.turn(one.number), told.turn(following.number) if following else None)
+        for one, following in zip_longest(facts, facts[1:])
     )
     outcome, message = _outcome(line, rows)
     return Report(
@@ -120,7 +141,38 @@ def of(line: Timeline) -> Report:
     )
 
 
-def _generation(line: Timeline, one: Facts, following: Facts | None) -> Generation:
+def facts_of(line: Timeline) -> list[Facts]:
+    """Give the generations in order."""
+    return [_facts(number, found) for number, found in line.generations.items()]
+
+
+def _facts(number: int, events: tuple[Seen, ...]) -> Facts:
+    starts = [one for one in events if one.kind == "worker-start"]
+    resume = next((one for one in reversed(events) if one.kind == "resume"), None)
+    told = [resume, *starts] if resume else starts
+    named = resume.names("nodes") if resume else ()
+    return Facts(
+        number=number,
+        events=events,
+        resume=resume,
+        nodes=named or tuple(sorted({one.node for one in events})),
+        world_size=next((size for one in told if (size := one.count("world_size")) is not None), None),
+        began=min(one.t for one in told or events),
+        start_step=next((one.step for one in told if one.step is not None), None),
+    )
+
+
+def _event(one: Seen) -> Event:
+    """The event, with the generation that was found for a worker's exit."""
+    return {**one.raw, "generation": one.generation}
+
+
+def _is_dated(one: Seen) -> bool:
+    """Whether it may tell of a generation's end: a worker that never trained was in none."""
+    return one.generation is not None or one.kind not in {"worker-exit", "failure"}
+
+
+def _generation(one: Facts, following: Facts | None, turn: Turn, later: Turn | None) -> Generation:
     steps = [seen.step for seen in one.events if seen.step is not None]
     if following is not None and following.announced_last is not None:
         # A resume that takes another lineage up says nothing about this one.
@@ -128,15 +180,7 @@ def _generation(line: Timeline, one: Facts, following: Facts | None) -> Generati
     last = max(steps, default=None)
     start = one.start_step if one.start_step is not None else _first_mark(one)
     ran = start is not None and last is not None and last > start
-    end, signs = end_of(line, one, following)
-    lost = None
-    if following is not None and following.start_step is not None:
-        # What ranks noted of their steps may have gone with a disk, or with the power: others have told more.
-        told = following.resume.count("lost_steps") if following.resume else None
-        known = [told] if told is not None else []
-        finished = [seen.step for seen in one.events if seen.kind in FINISHED and seen.step is not None]
-        known += [max(0, max(finished) - following.start_step)] if finished else []
-        lost = max(known, default=None)
+    judged = tally.judge(turn, later)
     resume = one.resume
     return Generation(
         number=one.number,
@@ -151,9 +195,10 @@ def _generation(line: Timeline, one: Facts, following: Facts | None) -> Generati
         source_generation=resume.count("source_generation") if resume else None,
         lacking=resume.names("lacking") if resume else (),
         rejected=_rejected(resume),
-        end=end,
-        lost_steps=lost,
-        recovered_s=_recovered_s(one, following, end, signs),
+        end=judged.end,
+        noticed=judged.t,
+        lost_steps=judged.lost_steps,
+        recovered_s=judged.recovered_s,
     )
 
 
@@ -176,26 +221,6 @@ def _rejected(resume: Seen | None) -> tuple[RejectedCopy, ...]:
     return tuple(found)
 
 
-# ---- what it cost --------------------------------------------------------------------------------------
-
-
-def _recovered_s(one: Facts, following: Facts | None, end: End, signs: Sequence[Sign]) -> float | None:
-    """Seconds from the first sign to the next generation's first step, on one clock where possible."""
-    if following is None or end.kind == "finished":
-        return None
-    marks = [seen for seen in following.events if seen.kind == "step"]
-    dated = [(sign.t, sign.node) for sign in signs if sign.t is not None]
-    if not dated:
-        exits = [seen for seen in one.events if seen.kind == "worker-exit"]
-        dated = [(seen.t, seen.node) for seen in exits] or [(one.events[-1].t, one.events[-1].node)]
-    if not marks:
-        return None
-    t, node = min(dated)
-    # Steps are finished by all ranks together, so the clock of the node that saw the failure will do.
-    first = min((seen.t for seen in marks if seen.node == node), default=marks[0].t)
-    return round(first - t, 3) if first >= t else None
-
-
 # ---- the run as a whole --------------------------------------------------------------------------------
 
 
@@ -208,14 +233,14 @@ def _progress(rows: Sequence[Generation]) -> int:
 
 def _outcome(line: Timeline, rows: Sequence[Generation]) -> tuple[str, str]:
     """How the run stands, and what its agents said about it."""
-    if rows and rows[-1].end.kind == "finished":
+    if rows and rows[-1].end.kind == FINISHED:
         return "finished", ""
     words = line.of_kind("agent-start", "round", "agent-end")
     if not words:
         last = rows[-1].end if rows else None
         if last is None:
             return "", "no generation has begun"
-        return ("failed", last.text) if last.kind == "exception" else ("open", "")
+        return ("failed", last.text) if last.kind == failures.EXCEPTION else ("open", "")
     if words[-1].kind != "agent-end":
         return "open", ""
     latest = max((one.t for one in words if one.kind != "agent-end"), default=words[0].t)
@@ -233,19 +258,14 @@ def _outcome(line: Timeline, rows: Sequence[Generation]) -> tuple[str, str]:
 
 
 def _failed_starts(line: Timeline, facts: Sequence[Facts]) -> tuple[FailedStart, ...]:
-    messages = {
-        (one.node, one.pid): ": ".join(filter(None, [one.text("type"), one.text("message")]))
-        for one in line.of_kind("failure")
-        if one.generation is None
-    }
+    by_node: dict[str, list[Event]] = defaultdict(list)
+    for one in line.of_kind("failure", "worker-exit"):
+        if one.generation is None and (one.kind == "failure" or one.at_fault):
+            by_node[one.node].append({**one.raw, "t": one.t})
     found = []
-    for one in line.of_kind("worker-exit"):
-        if one.generation is not None or one.stopped or not one.at_fault:
-            continue
-        sign = worker_sign(one)
-        said = messages.get((one.node, one.count("worker_pid")), "")
-        text = f"{sign.text}: {said}" if said else sign.text
-        before = next((fact.number for fact in facts if fact.began >= one.t), None)
-        is_echo = sign.weight == ECHO or looks_like_echo(said)
-        found.append(FailedStart(before, one.t, one.node, one.rank, text, is_echo))
-    return tuple(found)
+    for node, events in by_node.items():
+        for t, failure in failures.dated(events, node):
+            before = next((fact.number for fact in facts if fact.began >= t), None)
+            text = failures.describe(failure, node=True)
+            found.append(FailedStart(before, t, node, failure.rank, text, failure.is_echo))
+    return tuple(sorted(found, key=lambda one: one.t))

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_resume import contract, values
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.failures import KINDS
-from elastic_resume.policy.tally import UNKNOWN
+from elastic_resume.policy.tally import KINDS
 from elastic_resume.rendezvous.wire import WireError
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ def _of_incidents(sums: Mapping[str, Any]) -> Iterator[Metric]:
     incidents = CounterMetricFamily(
         f"{PREFIX}incidents", "Worlds that a failure ended, by the kind of the first.", labels=["kind"]
     )
-    for kind in (*KINDS, UNKNOWN):  # each from the beginning: a rate needs a 0 to rise from
+    for kind in KINDS:  # each from the beginning: a rate needs a 0 to rise from
         incidents.add_metric([kind], sums["incidents"].get(kind, 0))
     yield incidents
     yield CounterMetricFamily(f"{PREFIX}lost_steps", "Steps that were run again.", value=sums["lost_steps"])

@@ -1,6 +1,6 @@
 """When what happened on the way from one generation's last step to the next one's first.
 
-Each generation leaves up to nine moments, all on one clock (`clocks`); what left no event is None. `phases`
+Each generation leaves up to nine moments, on one time axis (`clocks`); what left no event is None. `phases`
 makes the seconds of a recovery of two generations' moments. Pure.
 """
 
@@ -13,11 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-from elastic_resume.report.endings import Facts, facts_of
-from elastic_resume.report.incidents import Generation, Report
+from elastic_resume.report.incidents import Facts, Generation, Report, facts_of
 from elastic_resume.report.timeline import Seen, Timeline
-
-_NOTICE = frozenset({"restart", "lost", "leader-lost"})  # what a rendezvous says when a world is over
 
 
 @dataclass(frozen=True)
@@ -110,14 +107,11 @@ NAMES = ("noticed", "stopped", "formed", "started", "restored", "step")
 def moments(line: Timeline, report: Report) -> tuple[Moments, ...]:
     """Find the moments of each generation of the report, in its order."""
     rounds = _rounds(line)
-    news = [one for one in line.of_kind("rendezvous") if one.text("what") in _NOTICE]
     facts = facts_of(line)
     starts = [min([fact.began, *(one.t for one in rounds[fact.number])]) for fact in facts]
     found = []
-    for fact, row, began, following in zip_longest(facts, report.generations, starts, starts[1:]):
-        over = line.seen[-1].t if following is None else following
-        seen = [one.t for one in _between(news, began, over)]
-        found.append(_of(fact, row, rounds, seen, over))
+    for fact, row, following in zip_longest(facts, report.generations, starts[1:]):
+        found.append(_of(fact, row, rounds, line.seen[-1].t if following is None else following))
     usual_s = _usual_step_s(found, report.generations)
     return tuple(
         one if one.pace.step_s is not None or usual_s is None else _reckoned(one, row, usual_s)
@@ -160,9 +154,7 @@ def _rounds(line: Timeline) -> dict[int, list[Seen]]:
     return rounds
 
 
-def _of(
-    fact: Facts, row: Generation, rounds: Mapping[int, list[Seen]], news: Sequence[float], over: float
-) -> Moments:
+def _of(fact: Facts, row: Generation, rounds: Mapping[int, list[Seen]], over: float) -> Moments:
     starts = [one.t for one in fact.events if one.kind == "worker-start"]
     resume = fact.resume
     restored = max(starts, default=resume.t if resume else fact.began)
@@ -171,12 +163,9 @@ def _of(
     pace = _pace(fact, row, restored)
     exits = [one.t for one in fact.events if one.kind == "worker-exit"]
     ends = [one.t for one in fact.events if one.kind == "run-end"]
-    signs = [one.t for one in fact.events if one.kind == "failure"] + exits
-    if row.end.t is not None:
-        signs.append(row.end.t)
     formed = max((one.t for one in rounds.get(fact.number, ())), default=None)
     last = pace.at(row.last_step) if row.last_step is not None and row.first_step is not None else None
-    noticed = min([t for t in [*signs, *news] if t >= restored - 1.0], default=None)
+    noticed = min(exits, default=None) if row.noticed is None else max(row.noticed, restored)
     if last is not None and noticed is not None and not ends:
         last = min(last, max(noticed, pace.marks[-1][1]))  # reckoned, where no mark was left of it
     return Moments(
@@ -245,8 +234,3 @@ def phases(before: Moments, after: Moments) -> Phases | None:
         spent.append(round(max(0.0, until - cursor), 3))
         cursor = max(cursor, until)
     return Phases(*spent)
-
-
-def _between(seen: Sequence[Seen], since: float, until: float) -> Sequence[Seen]:
-    low = bisect.bisect_left(seen, since, key=lambda one: one.t)
-    return seen[low : bisect.bisect_right(seen, until, key=lambda one: one.t)]

@@ -145,7 +145,7 @@ def _faults(told: Story) -> list[tuple[float, str]]:
 
 def clock(one: Clock) -> str:
     """Whose clock was off, as a sentence."""
-    return f"{one.text}; that is set right here"
+    return f"{one.text}; durations here do not depend on it"
 
 
 def _time(told: Story) -> str:

@@ -1,6 +1,6 @@
 """All that a report tells, put together once for the terminal, the page and programs. Pure.
 
-Promise: any list of events gives a story. Times are of clocks that were set right (`clocks`); what lies on
+Promise: any list of events gives a story. Times lie on one axis (`clocks`); what lies on
 disk, the texts of hangs and what could not be read are arguments, since events alone do not tell of them.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from elastic_resume.events import Event, booted
-from elastic_resume.report import clocks, goodput, incidents, ledger, lives, timeline, troubles, verdict
+from elastic_resume.report import clocks, goodput, incidents, ledger, timeline, troubles, verdict
 from elastic_resume.report.checkpoints import Item
 from elastic_resume.report.clocks import Clock
 from elastic_resume.report.goodput import Goodput, Slice
@@ -107,15 +107,12 @@ def tell(
     ``stamp``: the same as `events.stamp` gives it, which counts where the run is on this machine.
     """
     events = list(events)
-    zeros = clocks.zeros(events)
+    zeros = clocks.boot_times(events)
     here = booted(stamp or {})
     if now is not None and here is not None and here[0] in zeros:
         now = zeros[here[0]] + here[1]
-    leveled, jumps = clocks.level(events, zeros)
-    told, items = lives.apart(leveled, items)
-    straight, off = clocks.straighten(told)
-    off = tuple(sorted((*jumps, *off), key=lambda clock: clock.t))
-    line = timeline.build(straight)
+    aligned, off = clocks.align(events, zeros)
+    line = timeline.build(aligned)
     report = incidents.of(line)
     found = moments(line, report)
     parts = goodput.slices(line, report, found)

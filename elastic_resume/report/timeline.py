@@ -20,7 +20,6 @@ from elastic_resume.events import Event, count_of, time_of
 OF_A_GENERATION = frozenset(
     {"resume", "worker-start", "step", "commit", "commit-failed", "busy", "failure", "run-end", "worker-exit"}
 )
-_BY_WORKERS = frozenset({"resume", "worker-start", "step", "busy", "failure", "run-end", "worker-exit"})
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,6 @@ class Seen:
         return tuple(item for item in value if isinstance(item, str)) if isinstance(value, list) else ()
 
     @property
-    def stopped(self) -> bool:
-        """Of a worker's exit: whether it had been told to stop."""
-        return self.raw.get("stopped") is True
-
-    @property
     def at_fault(self) -> bool:
         """Of a worker's exit: whether it ended otherwise than well."""
         return bool(self.text("signal") or self.count("exit_code"))
@@ -67,17 +61,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Everything seen, by time; and the same by generation, by node and by kind.
-
-    ``last`` is the place, in a node's events, of what its workers did last in a generation. A keeper commits
-    copies of generations that are over, in another life of its agent too.
-    """
+    """Everything seen, by time; and the same by generation, by node and by kind."""
 
     seen: tuple[Seen, ...]
     generations: Mapping[int, tuple[Seen, ...]]
     nodes: Mapping[str, tuple[Seen, ...]]
     kinds: Mapping[str, tuple[Seen, ...]]
-    last: Mapping[tuple[str, int], int]
 
     def of_kind(self, *names: str) -> list[Seen]:
         """All events of these kinds, by time."""
@@ -93,10 +82,7 @@ def build(events: Iterable[Event]) -> Timeline:
     by_generation: dict[int, list[Seen]] = defaultdict(list)
     by_node: dict[str, list[Seen]] = defaultdict(list)
     by_kind: dict[str, list[Seen]] = defaultdict(list)
-    last: dict[tuple[str, int], int] = {}
     for one in seen:
-        if one.generation is not None and one.kind in _BY_WORKERS:
-            last[one.node, one.generation] = len(by_node[one.node])
         by_node[one.node].append(one)
         by_kind[one.kind].append(one)
         if one.generation is not None and one.kind in OF_A_GENERATION:
@@ -106,7 +92,6 @@ def build(events: Iterable[Event]) -> Timeline:
         generations={number: tuple(by_generation[number]) for number in sorted(by_generation)},
         nodes={name: tuple(found) for name, found in by_node.items()},
         kinds={name: tuple(found) for name, found in by_kind.items()},
-        last=last,
     )
 
 
