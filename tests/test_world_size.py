@@ -349,7 +349,7 @@ def progress(data: GlobalBatches, rank: int = 0, world: int = 1, accumulate: int
     """A cold start's, without a run."""
     data.bind(rank, world)
     return Progress(
-        None, data, Options(None, rng="derived", accumulate=accumulate), World(rank, world, 0, None)
+        None, data, Options(None, rng="derived", accumulate=accumulate), World(rank, world, None)
     )
 
 

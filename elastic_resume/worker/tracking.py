@@ -247,7 +247,7 @@ class _Cache:
 
     def _add(self, walk: Walk, index: int, name: str, item: Any) -> None:
         own = _tensors_of(item)
-        keys = {_stored_key(tensor): tensor for tensor in own}
+        keys = {key: tensor for tensor in own if (key := _stored_key(tensor)) is not None}
         asked = {leaf.name for leaf in self.live}
         before, seen = len(walk.leaves), len(walk.seen)
         encoded = flatten_object(walk, name, item)
