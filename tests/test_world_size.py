@@ -348,9 +348,7 @@ def test_a_rank_whose_share_has_fewer_samples_than_parts_repeats_one_that_does_n
 def progress(data: GlobalBatches, rank: int = 0, world: int = 1, accumulate: int = 1) -> Progress:
     """A cold start's, without a run."""
     data.bind(rank, world)
-    return Progress(
-        None, data, Options(None, rng="derived", accumulate=accumulate), World(rank, world, None)
-    )
+    return Progress(None, data, Options(None, rng="derived", accumulate=accumulate), World(rank, world, None))
 
 
 def test_accumulated_batches_are_the_exact_mean_also_at_an_epochs_end() -> None:
