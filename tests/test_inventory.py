@@ -53,7 +53,7 @@ def place_at(node: Path, mode: str = "auto") -> Place:
     settings = Settings.for_worker(
         {}, "train.py", ckpt_dir=node.parent.parent, run_id=RUN, node_name="a", resume=mode
     )
-    return Place(World(0, 1, 0, None), settings, EventLog(node / contract.EVENTS_FILE, node="a"))
+    return Place(World(0, 1, None), settings, EventLog(node / contract.EVENTS_FILE, node="a"))
 
 
 def stock_of(node: Path, mode: str = "auto", generation: int = 1) -> Inventory:

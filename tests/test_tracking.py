@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_resume.errors import UntrackableError
 from elastic_resume.store import note
-from elastic_resume.worker import guards, rng, state, tracking
+from elastic_resume.worker import rng, state
 from elastic_resume.worker.buckets import BucketOrder
 from elastic_resume.worker.parameters import ParameterOrder
 from elastic_resume.worker.tracking import Sight, Tracker
@@ -166,6 +166,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "assigning": Assigning,
 }
 
+# They put other tensors into their state at each step, so that nothing stays cached.
+REPLACING = [OPTIMIZERS[name] for name in ("asgd", "assigning")]
+
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_each_step_of_each_optimizer_is_seen_as_it_is(make: Callable[[Any], torch.optim.Optimizer]) -> None:
@@ -195,8 +198,10 @@ def test_each_step_of_each_optimizer_is_seen_as_it_is(make: Callable[[Any], torc
         tracked["ema"].update_parameters(model)
         tracked["odd"].value["t"] = torch.full((2,), float(step))
         seen.append(check(tracker, tracked))
-    assert seen[-1].fixed is seen[-2].fixed
-    assert seen[0].fixed.number <= seen[-1].fixed.number <= 4
+    assert names(seen[-1]) == names(seen[-2])
+    if make not in REPLACING:
+        assert seen[-1].fixed is seen[-2].fixed
+        assert seen[0].fixed.number <= seen[-1].fixed.number <= 4
 
 
 def test_with_names_and_many_groups_too() -> None:
@@ -279,6 +284,8 @@ CHANGES: dict[str, Callable[[Parts], Any]] = {
     "one more buffer": lambda m: m.register_buffer("more", torch.ones(2)),
     "one more hidden buffer": lambda m: m.register_buffer("more", torch.ones(2), persistent=False),
     "other buffers are persistent": _not_persistent,
+    "data elsewhere": lambda m: setattr(m.head.weight, "data", torch.randn(5, 4)),
+    "data of another stride": _restride,
     "data of another dtype": lambda m: setattr(m.head.weight, "data", torch.randn(5, 4).half()),
     "data of another shape": lambda m: setattr(m.head.weight, "data", torch.randn(2, 4)),
     "data cut in place": lambda m: setattr(m.head.weight, "data", m.head.weight.data[:2]),
@@ -314,8 +321,6 @@ def test_a_changed_model_is_seen_at_once(change: Callable[[Parts], Any]) -> None
 @pytest.mark.parametrize(
     "change",
     [
-        lambda m: setattr(m.head.weight, "data", torch.randn(5, 4)),
-        _restride,
         lambda m: m.register_buffer("cache", torch.ones(9), persistent=False),
         lambda m: m.head.weight.add_(1),
         lambda m: m.to(torch.float32),
@@ -323,7 +328,7 @@ def test_a_changed_model_is_seen_at_once(change: Callable[[Parts], Any]) -> None
     ],
 )
 def test_other_values_are_no_change(change: Callable[[Parts], Any]) -> None:
-    """New memory for the same tensor, and what is not part of the state, leave the fixed part as it is."""
+    """Values, and what is not part of the state, leave the fixed part as it is."""
     model = Parts()
     tracked = {"model": model, "alias": Box(model.embed.weight)}
     tracker = Tracker(tracked)
@@ -349,22 +354,6 @@ def test_addresses_of_tied_memory_are_compared_even_when_nothing_else_is() -> No
     assert "model/1.weight" not in names(check(tracker, tracked))
     second.data = first.data.clone()
     assert "model/1.weight" in names(check(tracker, tracked))
-
-
-def test_a_long_list_of_tensors_is_compared_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Optimizer state that changes its dtype without becoming another object is noticed, if not at once."""
-    monkeypatch.setattr(guards, "COMPARED_EACH_LOOK", 3)
-    model = Parts()
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer)
-    tracked = {"model": model, "optimizer": optimizer}
-    tracker = Tracker(tracked)
-    before = check(tracker, tracked)
-    state_of = optimizer.state[model.head.weight]
-    state_of["exp_avg"].data = state_of["exp_avg"].data.half()
-    looks = [tracker.look() for _ in range(len(before.fixed.leaves))]
-    assert looks[-1].fixed is not before.fixed
-    check(tracker, tracked)
 
 
 OPTIMIZER_CHANGES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -400,21 +389,17 @@ def test_a_changed_optimizer_is_seen_at_once(change: Callable[[torch.optim.Optim
     assert check(tracker, tracked).fixed is after.fixed
 
 
-def test_a_buffer_that_is_assigned_at_each_step_becomes_live() -> None:
-    """The fixed part settles, without that buffer; loading once does not make a tensor so."""
+def test_a_buffer_that_is_assigned_at_each_step_is_seen_each_time() -> None:
+    """The tensor that stands there now is held, whatever its shape and ties."""
     model = Parts()
     tracked = {"model": model}
     tracker = Tracker(tracked)
     check(tracker, tracked)
     for step in range(4):
         model.scale = torch.tensor(float(step))
-        sight = check(tracker, tracked)
-    assert [leaf.name for leaf in sight.live] == ["model/scale"]
-    before = sight.fixed
-    model.scale = torch.tensor(9.0)
-    assert check(tracker, tracked).fixed is before
+        check(tracker, tracked)
     model.scale = torch.ones(2)
-    assert check(tracker, tracked).fixed is not before
+    check(tracker, tracked)
     model.scale = model.norm.bias
     check(tracker, tracked)
     check(tracker, tracked)
@@ -606,132 +591,3 @@ def test_any_sequence_of_changes_is_seen_as_it_is(steps: list[str], trained: boo
             return
         check(tracker, tracked)
         check(tracker, tracked)
-
-
-# ---- comparisons that are left for later -------------------------------------------------------------------
-
-
-def settled(tracked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Tracker:
-    """Have a tracker leave comparisons for later, as it does where there are many tensors."""
-    monkeypatch.setattr(tracking, "MANY", 1)
-    tracker = Tracker(tracked)
-    for _ in range(tracking.SETTLED_LOOKS + 1):
-        assert tracker.look(whole=False).due is None
-    sight = tracker.look(whole=False)
-    assert sight.due is not None
-    assert all(sight.due)
-    return tracker
-
-
-def is_true(tracker: Tracker, tracked: dict[str, Any]) -> bool:
-    """Look; whether the sight holds. What holds must be what flattening says."""
-    sight, flat = tracker.look(whole=False), state.flatten(tracked)
-    if sight.due is not None and not all(sight.due):
-        return False
-    assert note.merge(sight.fixed.static, sight.dynamic) == flat.skeleton
-    assert described(sight.leaves) == described(flat.leaves)
-    assert state.fingerprints(sight.leaves) == state.fingerprints(flat.leaves)
-    return True
-
-
-EITHER = {
-    **{f"model: {name}": on("model", change) for name, change in CHANGES.items()},
-    **{f"optimizer: {name}": on("optimizer", change) for name, change in OPTIMIZER_CHANGES.items()},
-}
-
-
-@pytest.mark.parametrize("change", EITHER.values(), ids=EITHER)
-def test_what_has_changed_is_found_by_the_comparisons_that_were_left(
-    change: Callable[[dict[str, Any]], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the look, or by what it left; the next look is whole, has a new fixed part, and is right."""
-    model = Parts()
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer)
-    tracked = {"model": model, "optimizer": optimizer}
-    tracked["order"] = ParameterOrder(tracked)
-    tracker = settled(tracked, monkeypatch)
-    before = tracker.look(whole=False).fixed
-    change(tracked)
-    if not is_true(tracker, tracked):
-        assert tracker.look(whole=False).due is None
-    assert check(tracker, tracked).fixed is not before
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m, _: setattr(m.head, "weight", nn.Parameter(torch.randn(5, 4))),
-        lambda m, _: setattr(m, "scale", torch.zeros(())),
-        lambda m, o: o.state[m.head.weight].update(exp_avg=torch.randn(5, 4)),
-    ],
-)
-def test_a_look_leaves_a_replaced_tensor_for_later(
-    change: Callable[[Parts, Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So what makes the comparisons has to be believed: nothing else tells before the next look."""
-    model = Parts()
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer)
-    tracked = {"model": model, "optimizer": optimizer}
-    tracker = settled(tracked, monkeypatch)
-    before = tracker.look(whole=False).fixed
-    change(model, optimizer)
-    sight = tracker.look(whole=False)
-    assert sight.fixed is before
-    assert sight.due is not None
-    assert not all(sight.due)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=st.lists(st.sampled_from(sorted(STEPS)), max_size=5))
-@example(steps=["model: a hook", "model: a hook"])
-def test_whatever_changes_a_sight_whose_comparisons_hold_is_true(
-    steps: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And one of three looks at what does not change does hold."""
-    torch.manual_seed(0)
-    model = Parts()
-    optimizer = torch.optim.Adam(model.parameters())
-    tracked: dict[str, Any] = {"first": Box(), "model": model, "optimizer": optimizer, "box": Box()}
-    train(model, optimizer)
-    tracker = settled(tracked, monkeypatch)
-    for step in steps:
-        if not takes(step, tracked, tracker):
-            return
-        assert any(is_true(tracker, tracked) for _ in range(3))
-
-
-def test_tensors_that_are_exchanged_while_a_step_runs_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """functional_call puts others in their places, and takes them out: all looks are whole from then on."""
-    model = Parts()
-    tracked = {"model": model}
-    tracker = settled(tracked, monkeypatch)
-    sight = tracker.look(whole=False)
-    due = sight.due
-    assert due is not None
-    model.register_forward_pre_hook(lambda *_: held.append(all(due)))
-    held: list[bool] = []
-    others = {name: parameter * 2 for name, parameter in model.named_parameters()}
-    torch.func.functional_call(model, others, torch.zeros(2, dtype=torch.int64))
-    assert held == [False]
-    for _ in range(tracking.SETTLED_LOOKS + 3):
-        again = tracker.look(whole=False)
-        assert again.fixed is sight.fixed
-        assert again.due is None
-
-
-def test_what_grows_while_it_is_compared_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on beside the comparisons: that is no error of theirs."""
-    monkeypatch.setattr(guards, "AT_A_TIME", 1)
-    model = Parts()
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer)
-    tracker = settled({"optimizer": optimizer, "model": model}, monkeypatch)
-    due = tracker.look(whole=False).due
-    assert due is not None
-    assert next(due)
-    assert next(due)  # in the midst of the optimizer's state
-    optimizer.state[nn.Parameter(torch.ones(1))] = {}
-    assert not all(due)
-    assert tracker.doubted

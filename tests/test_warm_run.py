@@ -142,18 +142,3 @@ def test_any_program_may_be_a_worker(way: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, timeout=200)
     assert sorted(done.stdout.split()) == ["0", "1", "rank", "rank"]
     assert done.stderr.count("workers start cold: --no-python") == 1
-
-
-def test_a_script_that_sets_what_only_a_new_process_heeds_starts_cold(tmp_path: Path) -> None:
-    """As scripts do ahead of importing torch; the user is told what to do about it."""
-    here = tmp_path / "job"
-    here.mkdir()
-    (here / "sets.py").write_text(
-        "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nprint(torch.get_num_threads())"
-    )
-    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        [*OURS, "sets.py"], cwd=here, env=env, capture_output=True, text=True, check=True, timeout=200
-    )
-    assert done.stdout == "1\n"
-    assert "workers start cold: the script sets OMP_NUM_THREADS" in done.stderr

@@ -349,7 +349,7 @@ def test_micro_batches_are_read_through_the_run() -> None:
     """Each has a weight of its own; who does not say which one it has would train on wrong sums."""
     data = GlobalBatches(8, 4, micro_batch=2)
     data.bind(0, 1)
-    counting = Progress(None, data, Options(None, rng="derived"), World(0, 1, 0, None))
+    counting = Progress(None, data, Options(None, rng="derived"), World(0, 1, None))
     counting.begin_epoch()
     for wrong in (lambda: counting.loss_weight, lambda: counting.last_part, counting.step):
         with pytest.raises(UsageError, match=r"for batch in run\.micro_batches\(loader\)"):

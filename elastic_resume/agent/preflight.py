@@ -29,9 +29,6 @@ READ_AT_START = (
     "ELASTIC_RESUME_FAILPOINTS",
 )  # fmt: skip
 DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-MAX_SCRIPT_BYTES = 1 << 20
-_SETS_ITEM = re.compile(r"""environ\[\s*["'](\w+)["']\s*\]\s*=[^=]""")
-_SETS_DEFAULT = re.compile(r"""environ\.setdefault\(\s*["'](\w+)["']""")
 
 
 def check_nodes(text: str) -> tuple[int, int]:
@@ -114,21 +111,7 @@ def why_cold(args: argparse.Namespace, entrypoint: object) -> str:
         return "--no-python means that they may be any program"
     if entrypoint != sys.executable:
         return f"PYTHON_EXEC names another interpreter, {entrypoint}"
-    names = "" if args.module else ", ".join(sets_too_late(Path(args.training_script)))
-    if names:
-        return f"the script sets {names}, which are read when torch is imported (set them outside of it)"
     return ""
-
-
-def sets_too_late(script: Path) -> list[str]:
-    """Names of variables that a script sets for itself, and that are read when what it imports starts."""
-    try:
-        with open(script, "rb") as file:
-            text = file.read(MAX_SCRIPT_BYTES).decode("utf-8", "replace")
-    except OSError:  # a directory, an archive
-        return []
-    names = {*_SETS_ITEM.findall(text), *_SETS_DEFAULT.findall(text)}
-    return sorted(name for name in names if name.startswith(READ_AT_START) and name not in os.environ)
 
 
 def check_script(args: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ SPOIL = frozenset({"torn-write", "bit-flip"})
 """Kinds of faults (`faults.kinds`) that hit a copy, which a later start sets aside: nothing ends of that."""
 MILD = SPOIL | {
     *("slow-rank", "slow-link", "slow-disk", "packet-loss"),
-    *("disk-full", "disk-error", "clock-jump", "corrupt-message"),
+    *("disk-full", "disk-error", "corrupt-message"),
 }
 """Kinds that cost time at the most, as long as all is well: any other explains an end better."""
 

@@ -33,7 +33,6 @@ from elastic_resume.store.slots import Slot
 from elastic_resume.worker.image import DTYPES
 
 _dtype = attrgetter("dtype")
-BREATH_S = 0.0002
 BATCH = 4096  # tensors of one call; it holds the GIL for half a millisecond
 
 
@@ -69,26 +68,6 @@ def copy_now(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocki
                 if list(map(kind, batch)) != list(map(kind, into)):
                     raise ValueError("a tensor has become one of another dtype or size")
             torch._foreach_copy_(into, batch, non_blocking=non_blocking)
-
-
-def verify(due: Iterable[bool], job: Job) -> None:
-    """Make comparisons that a look has left for later (`tracking.Sight.due`).
-
-    Training has the GIL between any two of them, and most of the time, until it waits for ``job``. To sleep
-    is what gives it away: who only lets go of it has it back before another thread is awake.
-
-    Raises:
-        RuntimeError: one does not hold.
-
-    """
-    for holds in due:
-        if not holds:
-            raise RuntimeError(
-                "a tensor was replaced, or has come or gone, since the snapshot before, or while this one "
-                "was being taken; the next one is looked at as a whole"
-            )
-        if job.awaited == math.inf:
-            time.sleep(BREATH_S)
 
 
 @dataclass

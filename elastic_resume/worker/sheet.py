@@ -5,7 +5,7 @@ Made anew only when a tensor comes, goes or is replaced. Every local rank makes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,7 +113,6 @@ class Task:
     share: Share
     clones: list[tuple[str, Tensor]]  # on devices, of what is copied at once
     after: dict[torch.device, Any]
-    due: Iterable[bool]  # see `tracking.Sight`
 
 
 @without_collection

@@ -31,7 +31,7 @@ from elastic_resume.store.slots import Slot, mark_of
 from elastic_resume.worker import sheet as sheets
 from elastic_resume.worker import state, telling
 from elastic_resume.worker.barrier import UNSEEN, Barrier
-from elastic_resume.worker.copying import Copyist, Job, Streams, copy_now, fence, run, verify, views
+from elastic_resume.worker.copying import Copyist, Job, Streams, copy_now, fence, run, views
 from elastic_resume.worker.memory import Memory
 from elastic_resume.worker.place import Place
 from elastic_resume.worker.sheet import Share, Sheet, Task, some
@@ -111,8 +111,7 @@ class Snapshots:
         began = time.perf_counter()
         self._await_shares()
         mark = mark_of(self._generation, position.step, epoch_over=epoch_over)
-        # What goes to disk, or is copied at once, shall not fail for what shows later.
-        sight = self._tracker.look(whole=alone or want or self.verify or not self._barrier.exists)
+        sight = self._tracker.look()
         sheet = self._planned(sight)
         sheet = sheet.undivided() if alone or self._sheet_failed == sheet.number else sheet
         if self._memory.lead:
@@ -120,13 +119,10 @@ class Snapshots:
             if slot is None:
                 return False
         elif len(sheet.shares) <= self._place.local_rank:
-            if sight.due is not None:  # nothing to copy here, but a share may come of what it tells
-                self._job = Job(lambda job: verify(sight.due or (), job))
-                self._copyist.submit(self._job)
             return False
         else:
             slot = None
-        self._start(sight, sheet, slot, mark)
+        self._start(sheet, slot, mark)
         if self.verify:
             self._shared = self._share(sheet).leaves
             self._prints = state.fingerprints(self._shared)
@@ -259,7 +255,7 @@ class Snapshots:
 
     def _await_shares(self) -> None:
         """No rank starts on the next slot before the last one is complete, or a share of it has failed."""
-        if self._divided and not self.finished() and self._sheet is not None and not self._tracker.doubted:
+        if self._divided and not self.finished() and self._sheet is not None:
             # A local rank shares the copying otherwise, or is late: the lead copies all from now on.
             self._sheet_failed = self._sheet[1].number
         self._divided = False
@@ -292,12 +288,12 @@ class Snapshots:
             far = [leaf for leaf in share.leaves if leaf.tensor.is_cuda]
             self._clones += [(leaf.name, leaf.tensor.detach().clone()) for leaf in far]
 
-    def _start(self, sight: Sight, sheet: Sheet, slot: Slot | None, mark: int) -> None:
+    def _start(self, sheet: Sheet, slot: Slot | None, mark: int) -> None:
         """Copy this rank's share: behind the fence where there is one, else now."""
         share = self._share(sheet)
         clones, self._clones = self._clones, []
         devices = share.devices.union(tensor.device for _, tensor in clones)
-        task = Task(sheet, slot, mark, share, clones, self._streams.begin(devices), sight.due or ())
+        task = Task(sheet, slot, mark, share, clones, self._streams.begin(devices))
         self._memory.control.copying(self._place.local_rank, mark, waits=slot is None)
         patience_s = PATIENCE_S if self._barrier.holds else LONG_PATIENCE_S
         job = self._job = Job(lambda job: self._copy(job, task), patience_s)
@@ -310,10 +306,8 @@ class Snapshots:
     def _look_at(self, job: Job) -> None:
         """See how a copy ended. One that failed costs a snapshot and not the training."""
         if job.error is not None:
-            doubted = self._tracker.doubted
-            self._tell_failed(f"{type(job.error).__name__}: {job.error}"[:500], aloud=not doubted)
-            if not doubted:
-                self._tracker = Tracker(self._tracked)  # it may have overlooked something
+            self._tell_failed(f"{type(job.error).__name__}: {job.error}"[:500])
+            self._tracker = Tracker(self._tracked)  # it may have overlooked something
         torn, self._torn = self._torn, []
         if torn:
             self._divided = False
@@ -328,11 +322,11 @@ class Snapshots:
                 "run.step(), or track what changes elsewhere under a name of its own, not as optimizer state."
             )
 
-    def _tell_failed(self, problem: str, *, aloud: bool = True) -> None:
+    def _tell_failed(self, problem: str) -> None:
         """Write an event for a snapshot that failed; tell people of the first."""
         self.problem = problem
         self._place.events.write("snapshot-failed", generation=self._generation, reason=problem)
-        if aloud and not self._said_failed:
+        if not self._said_failed:
             self._said_failed = True
             text = f"a snapshot failed ({problem}). Training goes on; older copies are untouched."
             telling.say(f"rank {self._place.world.rank}: {text}")
@@ -380,7 +374,6 @@ class Snapshots:
             targets, sources = [t for t, _ in near], [s for _, s in near]
         failpoints.hit("snapshot.copying")
         copy_now(targets, sources)
-        verify(task.due, job)
         job.read.set()
         for _, event in job.events:
             event.synchronize()

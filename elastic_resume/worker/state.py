@@ -201,7 +201,7 @@ class Walk:
         """``known`` gives the name of a tensor that another walk has collected, by its `key_of`."""
         self.leaves: list[Leaf] = []
         self._names: set[str] = set()
-        self._seen: dict[Key, str] = {}
+        self.seen: dict[Key, str] = {}
         self._known = known
 
     def replace(self, value: Any, path: str, kind: str, depth: int = 0) -> Any:
@@ -227,14 +227,14 @@ class Walk:
         stored_as, tensor = stored_form(tensor)
         key = key_of(tensor, stored_as)
         if tensor.numel():
-            name = self._seen.get(key) or (self._known(key) if self._known else None)
+            name = self.seen.get(key) or (self._known(key) if self._known else None)
             if name is not None:
                 return TensorRef(name, stored_as)
         name = path
         while name in self._names:  # keys 1 and "1" of one dict print alike
             name += "~"
         self._names.add(name)
-        self._seen[key] = name
+        self.seen[key] = name
         self.leaves.append(Leaf(name, tensor, kind))
         return TensorRef(name, stored_as)
 

@@ -33,11 +33,10 @@ LEAVE_S = 5.0  # to end threads that wait for nobody takes a millisecond
 class World:
     """This process's place among the ranks, and ways to talk to them."""
 
-    def __init__(self, rank: int, size: int, local_rank: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
         """``group`` is a gloo group of all ranks; None in a world of one without a process group."""
         self.rank = rank
         self.size = size
-        self.local_rank = local_rank
         self._group = group
         self._made = [] if group is None else [group]  # groups to let go of at the end
         self._made_default = False
@@ -47,19 +46,19 @@ class World:
     def join(cls) -> World:
         """Use the process group that exists, make one when torchrun's environment is there, or be alone."""
         if not dist.is_available():
-            return cls(0, 1, 0, None)
+            return cls(0, 1, None)
         launched = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         makes_default = not dist.is_initialized()
         if makes_default:
             if not launched:
-                return cls(0, 1, 0, None)
+                return cls(0, 1, None)
             if torch.cuda.is_available() and torch.cuda.device_count() > local_rank:
                 torch.cuda.set_device(local_rank)  # or every rank's first allocation lands on GPU 0
             cuda = torch.cuda.is_available() and dist.is_nccl_available()
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        world = cls(dist.get_rank(), dist.get_world_size(), local_rank, group)
+        world = cls(dist.get_rank(), dist.get_world_size(), group)
         world._made_default = makes_default
         atexit.register(world._leave)
         return world
