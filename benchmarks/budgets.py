@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from elastic_resume.faults.lab import Cluster
+from elastic_resume.testing.cluster import Cluster
 
 HERE = Path(__file__).parent.absolute()
 SCRIPT = HERE / "jobs" / "budgeted.py"

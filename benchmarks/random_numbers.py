@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from elastic_resume.worker import rng
-from elastic_resume.worker.seeding import Indices, marked
+from elastic_resume.data import rng
+from elastic_resume.data.seeded_dataset import Indices, marked
 
 TARGET_US = 50.0
 REPETITIONS = 30

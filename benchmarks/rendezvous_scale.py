@@ -43,13 +43,7 @@ from typing import Any
 
 import psutil
 
-from elastic_resume.rendezvous import wire
-from elastic_resume.rendezvous.messages import Join
-from elastic_resume.rendezvous.node import Node
-from elastic_resume.rendezvous.quorum import Incarnation
-from elastic_resume.rendezvous.record import Record
-from elastic_resume.rendezvous.shell import allow_descriptors
-from elastic_resume.rendezvous.steps import (
+from elastic_resume.rendezvous.core.events import (
     BeginWorld,
     Effect,
     JoinRequested,
@@ -58,6 +52,11 @@ from elastic_resume.rendezvous.steps import (
     Settings,
     StopWorkers,
 )
+from elastic_resume.rendezvous.core.messages import Join
+from elastic_resume.rendezvous.core.quorum import Incarnation
+from elastic_resume.rendezvous.net import protocol
+from elastic_resume.rendezvous.net.durable_state import Record
+from elastic_resume.rendezvous.net.server import Node, allow_descriptors
 
 LIMIT_S = 60.0
 CALM_S = 3.0
@@ -125,7 +124,7 @@ class Traffic:
 
     def count(self) -> None:
         """Count from now on, in this process."""
-        line_of = wire.line_of
+        line_of = protocol.line_of
 
         def counted(stamp: Any, body: bytes) -> bytes:
             line = line_of(stamp, body)
@@ -134,7 +133,7 @@ class Traffic:
             self.bytes[kind] += len(line)
             return line
 
-        wire.line_of = counted
+        protocol.line_of = counted
 
     def take(self, members: int) -> dict[str, float]:
         """Say what was sent per member since the last time, heartbeats apart, and begin again."""

@@ -17,28 +17,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic_resume.policy.source import ResumePlan as ResumePlan
-    from elastic_resume.store.manifest import Position as Position
-    from elastic_resume.worker.batches import GlobalBatches as GlobalBatches
-    from elastic_resume.worker.reader import load as load
-    from elastic_resume.worker.run import Run as Run
-    from elastic_resume.worker.sampler import ElasticSampler as ElasticSampler
-    from elastic_resume.worker.seeding import seeded as seeded
-    from elastic_resume.worker.start import resume as resume
-    from elastic_resume.worker.worldsize import WorldChange as WorldChange
+    from elastic_resume.checkpoint.manifest import Position as Position
+    from elastic_resume.data.elastic_sampler import ElasticSampler as ElasticSampler
+    from elastic_resume.data.global_batches import GlobalBatches as GlobalBatches
+    from elastic_resume.data.seeded_dataset import seeded as seeded
+    from elastic_resume.data.world_size import WorldChange as WorldChange
+    from elastic_resume.policy.resume_plan import ResumePlan as ResumePlan
+    from elastic_resume.state.load import load as load
+    from elastic_resume.training.api import resume as resume
+    from elastic_resume.training.run import Run as Run
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ElasticSampler": "elastic_resume.worker.sampler",
-    "GlobalBatches": "elastic_resume.worker.batches",
-    "Position": "elastic_resume.store.manifest",
-    "ResumePlan": "elastic_resume.policy.source",
-    "Run": "elastic_resume.worker.run",
-    "WorldChange": "elastic_resume.worker.worldsize",
-    "load": "elastic_resume.worker.reader",
-    "resume": "elastic_resume.worker.start",
-    "seeded": "elastic_resume.worker.seeding",
+    "ElasticSampler": "elastic_resume.data.elastic_sampler",
+    "GlobalBatches": "elastic_resume.data.global_batches",
+    "Position": "elastic_resume.checkpoint.manifest",
+    "ResumePlan": "elastic_resume.policy.resume_plan",
+    "Run": "elastic_resume.training.run",
+    "WorldChange": "elastic_resume.data.world_size",
+    "load": "elastic_resume.state.load",
+    "resume": "elastic_resume.training.api",
+    "seeded": "elastic_resume.data.seeded_dataset",
 }
 
 __all__ = [

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from elastic_resume import __version__, contract
+from elastic_resume import __version__, constants
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError
 
 PROG = "elastic-resume"
@@ -35,21 +35,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[:1] == ["run"]:
             return run_exit_code(error)
         # As of these themselves: 1 says that two files differ, or that a job ended wrong.
-        return contract.EXIT_USAGE if words[:1] in (["diff"], ["chaos"]) else contract.EXIT_AT_FAULT
+        return constants.EXIT_USAGE if words[:1] in (["diff"], ["chaos"]) else constants.EXIT_AT_FAULT
     except KeyboardInterrupt:
-        return contract.EXIT_SIGNALLED + signal.SIGINT
+        return constants.EXIT_SIGNALLED + signal.SIGINT
 
 
 def run_exit_code(error: ElasticResumeError) -> int:
     """Return the exit code of a ``run`` that has started nothing."""
     if isinstance(error, MachineError):
-        return contract.EXIT_MACHINE  # on another machine it may do
-    return contract.EXIT_USAGE if isinstance(error, ConfigError) else contract.EXIT_AT_FAULT
+        return constants.EXIT_MACHINE  # on another machine it may do
+    return constants.EXIT_USAGE if isinstance(error, ConfigError) else constants.EXIT_AT_FAULT
 
 
 def _parser() -> argparse.ArgumentParser:
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
-    from elastic_resume.report import commands, diff, doctor, force_quorum, status  # noqa: PLC0415
+    from elastic_resume.report import (
+        commands,
+        doctor,
+        force_quorum,
+        status,
+    )
+    from elastic_resume.report import commands as diff  # noqa: PLC0415
 
     parser = Parser(
         prog=PROG, description="Wraps a PyTorch DDP job so that nothing is lost when a node dies."
@@ -70,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def chaos(words: Sequence[str]) -> int:
     """``elastic-resume chaos [flags] [flags of run] -- script args…``."""
-    from elastic_resume.faults import chaos as breaking  # noqa: PLC0415
+    from elastic_resume.testing import chaos as breaking  # noqa: PLC0415
 
     return breaking.main(words)
 
@@ -80,22 +86,23 @@ def chaos(words: Sequence[str]) -> int:
 
 def run(words: Sequence[str]) -> int:
     """``elastic-resume run [flags] script args…``."""
-    from elastic_resume.agent import ahead  # noqa: PLC0415
+    from elastic_resume.agent.workers import supervisor  # noqa: PLC0415
 
-    ahead.heed_early()
+    supervisor.heed_early()
     from elastic_resume import config  # noqa: PLC0415
-    from elastic_resume.cluster import node  # noqa: PLC0415
+    from elastic_resume.schedulers import environment  # noqa: PLC0415
 
     # libtorch reads its log level once, when it is loaded. At the default the agent would print a stack of
     # C++ frames for every connection that a dead node breaks. Workers keep what the user set.
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
-    from elastic_resume.agent import elastic, supervise  # noqa: PLC0415 - imports torch, seconds
+    from elastic_resume.agent import torchelastic  # noqa: PLC0415 - imports torch, seconds
+    from elastic_resume.agent.main import run_agent  # noqa: PLC0415 - imports torch, seconds
 
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
 
-    args, given = config.parse_layers(elastic.parser(), words)
-    here = node.read(os.environ)
+    args, given = config.parse_layers(torchelastic.parser(), words)
+    here = environment.read(os.environ)
     settings = config.Settings.for_agent(args, os.environ, here)
-    return supervise.run_agent(settings, args, given, here)
+    return run_agent(settings, args, given, here)

@@ -3,23 +3,164 @@
 Promise: a `Settings` that exists is valid, an unknown key or a wrong value is a ConfigError of one or two
 lines, and reading settings changes nothing on disk. Does not import torch: torchrun's own flags come in as
 an argparse parser. Does not know what the settings do.
+
+What the value of each setting may be: from text, or what a script passed, to a value that is valid.
+
+Promise: what comes back is valid, and anything else is a ConfigError that names the setting, what was given
+and what may be written. Does not know where a value came from, nor what it does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
+import ipaddress
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from elastic_resume import contract, values
-from elastic_resume.cluster import node
+from elastic_resume import constants
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.cadence import AUTO, Every
+from elastic_resume.policy.checkpoint_interval import AUTO, Every
+from elastic_resume.schedulers import environment
+from elastic_resume.units import parse_duration
+
+MIN_KEEP = 2
+RESUME_MODES = ("auto", "must", "never")
+DIVERGENCE_POLICIES = ("stop", "resume-from-majority")
+REQUEUE_MODES = ("auto", "off")
+MAX_MEMORY_BYTES = 2**60  # more is a typing error; and the number still fits every word it may be kept in
+_UNITS = {unit: power for power, unit in enumerate("kmgt", start=1)}
+_SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?(?:([kmgt])(i?b|i)?)?", re.IGNORECASE)
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean …?``, or nothing when no known name is like ``name``."""
+    found = list(dict.fromkeys(n.replace("_", "-") for n in difflib.get_close_matches(name, list(known), 6)))
+    return f" Did you mean {' or '.join(found[:3])}?" if found else ""
+
+
+def listening(what: str, text: str) -> tuple[str, int]:
+    """``[ADDRESS:]PORT`` as address and port: loopback where none is given, any port with 0."""
+    host, _, port = text.strip().rpartition(":")
+    address = host.strip("[]") or "127.0.0.1"
+    with contextlib.suppress(ValueError):
+        if re.fullmatch(r"\d{1,5}", port) and int(port) < 1 << 16:
+            return str(ipaddress.ip_address(address)), int(port)
+    raise ConfigError(
+        f"--{what} is {text[:100]!r}: write PORT (of 127.0.0.1), or ADDRESS:PORT with a number for the "
+        "address; 0.0.0.0:9400 is every network of this machine."
+    )
+
+
+def directory_name(what: str, name: object) -> str:
+    """``name``, which can be the name of a directory."""
+    if not re.fullmatch(constants.SAFE_NAME_PATTERN, str(name)):
+        raise ConfigError(
+            f"{what} {name!r} cannot be the name of a directory: use at most 128 letters, digits, '.', '_' "
+            "and '-', beginning with a letter or digit."
+        )
+    return str(name)
+
+
+def absolute(what: str, text: str) -> Path:
+    """``text`` as an absolute path that the system can at least look for."""
+    try:
+        path = Path(text).expanduser().absolute()
+        with contextlib.suppress(PermissionError):  # whoever uses it says what that needs
+            path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name too long, a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{what} is {text[:200]!r}, which cannot be a path here: {reason}.") from error
+    return path
+
+
+def keep(value: Any) -> int:
+    """How many checkpoints are kept on each node."""
+    text = str(value)
+    if isinstance(value, bool) or not re.fullmatch(r"-?\d{1,9}", text):
+        raise ConfigError(f"keep is {text!r}: write a whole number of checkpoints, {MIN_KEEP} or more.")
+    if int(text) < MIN_KEEP:
+        raise ConfigError(
+            f"keep is {text}, which is too few: with one copy kept, a copy that turns out corrupt leaves "
+            f"nothing to resume from. Write {MIN_KEEP} or more."
+        )
+    return int(text)
+
+
+def resume_mode(value: str) -> str:
+    """Return one of `RESUME_MODES`. A path, which earlier versions took, is told what to do instead."""
+    if value not in RESUME_MODES:
+        raise ConfigError(
+            f"resume is {value[:100]!r}: write auto, must or never.{near(value, RESUME_MODES)} To begin with "
+            "a checkpoint, load it into the model and the optimizer before er.resume(): a first start takes "
+            "rank 0's values."
+        )
+    return value
+
+
+def step_mark_s(value: Any) -> float:
+    """Least seconds between two step marks, 0 for every step; the setting has no flag, only a variable."""
+    return parse_duration(constants.ENV_STEP_MARK_S, value)
+
+
+def snapshot_memory(value: Any) -> int | None:
+    """How many bytes of a node's memory snapshots may take; None: ``auto``, 0: ``off``.
+
+    4GB is four times 10⁹ bytes. 4G, 4Gi and 4GiB are four times 2³⁰, as Slurm reads the first and Kubernetes
+    the second. A number alone is bytes.
+    """
+    text = str(value).strip()
+    if text in {"auto", "off"}:
+        return None if text == "auto" else 0
+    size = None if isinstance(value, bool) else _bytes(text)
+    if size is None:
+        raise ConfigError(
+            f"snapshot-memory is {text[:100]!r}: write a size (4GB, 512MiB, 1.5G), auto or off."
+            + near(text, ("auto", "off"))
+        )
+    if size > MAX_MEMORY_BYTES:
+        raise ConfigError(f"snapshot-memory is {text!r}, which is more than any node has.")
+    return size
+
+
+def size(what: str, text: str) -> int:
+    """``text`` as bytes: 4GB is four times 10⁹, 4G, 4Gi and 4GiB four times 2³⁰."""
+    found = _bytes(str(text).strip())
+    if found is None:
+        raise ConfigError(f"{what} is {str(text)[:100]!r}: write a size, as 4GB, 512MiB, 1.5G.")
+    return found
+
+
+def _bytes(text: str) -> int | None:
+    match = _SIZE.fullmatch(text)
+    # Half a byte is nothing that anybody means: a point needs a unit.
+    if match is None or (match[2] is None and "." in text):
+        return None
+    power = _UNITS[match[2].lower()] if match[2] else 0
+    # A whole number is not rounded on its way through a float: `to_env` may have written it.
+    number = float(match[1]) if "." in match[1] else int(match[1])
+    return int(number * (1000 if (match[3] or "").lower() == "b" else 1024) ** power)
+
+
+def choice(setting: str, value: str, choices: Sequence[str]) -> str:
+    """One of ``choices``, which are all that ``setting`` may be."""
+    if value not in choices:
+        raise ConfigError(
+            f"{setting} is {value[:100]!r}: write {' or '.join(choices)}." + near(value, choices)
+        )
+    return value
+
+
+def on_divergence(value: str) -> str:
+    """What is done when replicas differ: one of `DIVERGENCE_POLICIES`."""
+    return choice("on-divergence", value, DIVERGENCE_POLICIES)
+
 
 DEFAULT_CKPT_DIR = "./checkpoints"
 DEFAULT_KEEP = 3  # one more than the least, so that one may turn out corrupt while another is written
@@ -51,24 +192,24 @@ class Settings:
     def to_env(self) -> dict[str, str]:
         """The variables from which `for_worker` reads the same settings again."""
         return {
-            contract.ENV_CKPT_DIR: str(self.ckpt_dir),
-            contract.ENV_RUN_ID: self.run_id,
-            contract.ENV_NODE_NAME: self.node_name,
-            contract.ENV_SAVE_EVERY: str(self.save_every),
-            contract.ENV_KEEP: str(self.keep),
-            contract.ENV_RESUME: self.resume,
-            contract.ENV_STEP_MARK_S: f"{self.step_mark_s:.9f}",
-            contract.ENV_SNAPSHOT_EVERY: str(self.snapshot_every),
-            contract.ENV_SNAPSHOT_MEMORY: {None: "auto", 0: "off"}.get(
+            constants.ENV_CKPT_DIR: str(self.ckpt_dir),
+            constants.ENV_RUN_ID: self.run_id,
+            constants.ENV_NODE_NAME: self.node_name,
+            constants.ENV_SAVE_EVERY: str(self.save_every),
+            constants.ENV_KEEP: str(self.keep),
+            constants.ENV_RESUME: self.resume,
+            constants.ENV_STEP_MARK_S: f"{self.step_mark_s:.9f}",
+            constants.ENV_SNAPSHOT_EVERY: str(self.snapshot_every),
+            constants.ENV_SNAPSHOT_MEMORY: {None: "auto", 0: "off"}.get(
                 self.snapshot_memory, str(self.snapshot_memory)
             ),
-            contract.ENV_CHECK_REPLICAS: str(self.check_replicas),
-            contract.ENV_ON_DIVERGENCE: self.on_divergence,
+            constants.ENV_CHECK_REPLICAS: str(self.check_replicas),
+            constants.ENV_ON_DIVERGENCE: self.on_divergence,
         }
 
     @classmethod
     def for_agent(
-        cls, args: argparse.Namespace, environ: Mapping[str, str], here: node.Node | None = None
+        cls, args: argparse.Namespace, environ: Mapping[str, str], here: environment.Node | None = None
     ) -> Settings:
         """Settings of ``elastic-resume run``.
 
@@ -84,7 +225,7 @@ class Settings:
         spare = args.rdzv_id if args.rdzv_id != "none" else here.job if here is not None else None
         if here is not None and here.scheduler == "slurm" and spare == here.job:
             # Two trainings of one allocation must not go on from each other's checkpoints.
-            spare = node.safe_name(f"{here.job}-{Path(script).stem}", here.job)
+            spare = environment.safe_name(f"{here.job}-{Path(script).stem}", here.job)
         return cls._of({**given, "run_id": args.run_id}, environ, spare, script)
 
     @classmethod
@@ -100,7 +241,7 @@ class Settings:
         unknown = set(overrides) - {field.name for field in fields(cls)}
         if unknown:
             raise ConfigError(f"there is no setting {', '.join(sorted(unknown))}.")
-        if contract.ENV_AGENT_PID in environ:
+        if constants.ENV_AGENT_PID in environ:
             # The agent holds the directory that these name: in another one the worker would be unguarded.
             overrides = {k: v for k, v in overrides.items() if k not in AGENT_DECIDES}
         launcher = environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -118,37 +259,31 @@ class Settings:
             value = given.get(name)
             return value if value is not None else environ.get(variable) or default
 
-        run_id = choose("run_id", contract.ENV_RUN_ID, spare_run_id)
-        name = choose("node_name", contract.ENV_NODE_NAME, None)
-        directory = str(choose("ckpt_dir", contract.ENV_CKPT_DIR, DEFAULT_CKPT_DIR))
+        run_id = choose("run_id", constants.ENV_RUN_ID, spare_run_id)
+        name = choose("node_name", constants.ENV_NODE_NAME, None)
+        directory = str(choose("ckpt_dir", constants.ENV_CKPT_DIR, DEFAULT_CKPT_DIR))
         return cls(
             # Absolute, because the script may change its working directory.
-            ckpt_dir=values.absolute("ckpt-dir", directory),
-            run_id=values.directory_name("run id", run_id)
+            ckpt_dir=absolute("ckpt-dir", directory),
+            run_id=directory_name("run id", run_id)
             if run_id
-            else node.safe_name(Path(script).stem, "job"),
-            node_name=values.directory_name("node name", name) if name else node.default_name(environ),
-            save_every=Every.parse(choose("save_every", contract.ENV_SAVE_EVERY, "auto")),
-            keep=values.keep(choose("keep", contract.ENV_KEEP, DEFAULT_KEEP)),
-            resume=values.resume_mode(str(choose("resume", contract.ENV_RESUME, "auto"))),
-            step_mark_s=values.step_mark_s(
-                choose("step_mark_s", contract.ENV_STEP_MARK_S, DEFAULT_STEP_MARK_S)
-            ),
+            else environment.safe_name(Path(script).stem, "job"),
+            node_name=directory_name("node name", name) if name else environment.default_name(environ),
+            save_every=Every.parse(choose("save_every", constants.ENV_SAVE_EVERY, "auto")),
+            keep=keep(choose("keep", constants.ENV_KEEP, DEFAULT_KEEP)),
+            resume=resume_mode(str(choose("resume", constants.ENV_RESUME, "auto"))),
+            step_mark_s=step_mark_s(choose("step_mark_s", constants.ENV_STEP_MARK_S, DEFAULT_STEP_MARK_S)),
             snapshot_every=Every.parse(
-                choose("snapshot_every", contract.ENV_SNAPSHOT_EVERY, "auto"), "snapshot-every", off=True
+                choose("snapshot_every", constants.ENV_SNAPSHOT_EVERY, "auto"), "snapshot-every", off=True
             ),
-            snapshot_memory=values.snapshot_memory(
-                choose("snapshot_memory", contract.ENV_SNAPSHOT_MEMORY, "auto")
-            ),
+            snapshot_memory=snapshot_memory(choose("snapshot_memory", constants.ENV_SNAPSHOT_MEMORY, "auto")),
             check_replicas=Every.parse(
-                choose("check_replicas", contract.ENV_CHECK_REPLICAS, "auto"),
+                choose("check_replicas", constants.ENV_CHECK_REPLICAS, "auto"),
                 "check-replicas",
                 off=True,
                 seconds=False,
             ),
-            on_divergence=values.on_divergence(
-                str(choose("on_divergence", contract.ENV_ON_DIVERGENCE, "stop"))
-            ),
+            on_divergence=on_divergence(str(choose("on_divergence", constants.ENV_ON_DIVERGENCE, "stop"))),
         )
 
 
@@ -164,7 +299,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(prefix):
             unknown = [word for word in message[len(prefix) :].split() if word.startswith("-")]
             flag = (unknown or [message[len(prefix) :]])[0].partition("=")[0]
-            message = f"unknown flag {flag}." + values.near(flag, flag_actions(self))
+            message = f"unknown flag {flag}." + near(flag, flag_actions(self))
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
@@ -238,8 +373,8 @@ def _add_state_flags(add: Add) -> None:
         "memory of this node for them, as 4GB or 512MiB (default auto: at most half of what is free)",
     )
     add("check-replicas", "N|auto|off", "steps between two comparisons of all replicas (default auto)")
-    add("on-divergence", "|".join(values.DIVERGENCE_POLICIES), "when replicas differ (default stop)")
-    add("keep", "N", f"checkpoints kept on each node, {values.MIN_KEEP} or more (default {DEFAULT_KEEP})")
+    add("on-divergence", "|".join(DIVERGENCE_POLICIES), "when replicas differ (default stop)")
+    add("keep", "N", f"checkpoints kept on each node, {MIN_KEEP} or more (default {DEFAULT_KEEP})")
     add("resume", "auto|must|never", "what to resume from (default auto: the newest valid copy, if any)")
 
 
@@ -270,7 +405,7 @@ def _add_failure_flags(add: Add) -> None:
     add("drain-signals", "NAME,...", "signals that drain this node (default SIGTERM,SIGUSR1)")
     add(
         "requeue",
-        "|".join(values.REQUEUE_MODES),
+        "|".join(REQUEUE_MODES),
         "Slurm: have a job that is drained ahead of its end run again (default auto)",
     )
     add(
@@ -347,7 +482,7 @@ def read_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         key = str(key_node.value)
         action = known.get(key)
         if action is None:
-            raise ConfigError(f"{where}: unknown key {key!r}." + values.near(key, known))
+            raise ConfigError(f"{where}: unknown key {key!r}." + near(key, known))
         if action.dest in found:
             raise ConfigError(f"{where}: {key!r} is given twice.")
         found[action.dest] = _file_value(action, value_node, f"{where}: {key}")

@@ -69,7 +69,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic_resume import contract
+from elastic_resume import constants
 
 Event = dict[str, Any]
 
@@ -247,8 +247,8 @@ def count_of(event: Mapping[str, Any], name: str) -> int | None:
 
 def read_run(run_dir: Path) -> list[Event]:
     """All events of all nodes under ``CKPT_DIR/RUN_ID``, and of injected faults, by time."""
-    beside = [run_dir / name for name in (contract.FAULTS_FILE, contract.PEERS_FILE)]
-    paths = [*sorted(run_dir.glob(f"*/{contract.EVENTS_FILE}")), *beside]
+    beside = [run_dir / name for name in (constants.FAULTS_FILE, constants.PEERS_FILE)]
+    paths = [*sorted(run_dir.glob(f"*/{constants.EVENTS_FILE}")), *beside]
     merged = [event for path in paths for event in read(path)]
     return sorted(merged, key=lambda event: event["t"])
 

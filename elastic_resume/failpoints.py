@@ -39,9 +39,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_resume import contract
-from elastic_resume.cluster.memory import Group
+from elastic_resume import constants
 from elastic_resume.errors import ConfigError
+from elastic_resume.schedulers.resources import Group
 
 Data = TypeVar("Data", bytes, memoryview)
 
@@ -90,7 +90,7 @@ def _parse(text: str) -> dict[str, list[_Point]]:
             readable = False
         if not readable:
             raise ConfigError(
-                f"{contract.ENV_FAILPOINTS}: cannot read {entry!r}; write NAME=ACTION, as in "
+                f"{constants.ENV_FAILPOINTS}: cannot read {entry!r}; write NAME=ACTION, as in "
                 f"commit.before-rename=kill, with one of {', '.join(VERBS)}, :VALUE where it takes one, and "
                 f"optionally @N and ;{'=…;'.join(CONDITIONS)}=…"
             )
@@ -114,9 +114,9 @@ _seen: tuple[int, int] = (0, 0)  # of the file `armed`: its number and time
 def arm() -> None:
     """Read the environment, again in a process that was forked with another one."""
     global _directory, _seen
-    _directory, _seen = os.environ.get(contract.ENV_FAULTS_DIR, ""), (0, 0)
+    _directory, _seen = os.environ.get(constants.ENV_FAULTS_DIR, ""), (0, 0)
     _points.clear()
-    _points.update(_parse(os.environ.get(contract.ENV_FAILPOINTS, "")))
+    _points.update(_parse(os.environ.get(constants.ENV_FAILPOINTS, "")))
 
 
 arm()
@@ -168,7 +168,7 @@ def _look() -> None:
     _seen = (status.st_ino, status.st_mtime_ns)
     known = {_key(name, point): point for name, points in _points.items() for point in points}
     _points.clear()
-    for source in (_parse(os.environ.get(contract.ENV_FAILPOINTS, "")), listed):
+    for source in (_parse(os.environ.get(constants.ENV_FAILPOINTS, "")), listed):
         for name, points in source.items():
             _points.setdefault(name, []).extend(known.get(_key(name, one), one) for one in points)
 
@@ -193,7 +193,7 @@ def _is_due(point: _Point, step: int) -> bool:
         return False
     if point.local and point.local != _local():
         return False
-    if point.node and point.node != os.environ.get(contract.ENV_NODE_NAME):
+    if point.node and point.node != os.environ.get(constants.ENV_NODE_NAME):
         return False
     if step < point.step:
         return False
@@ -210,17 +210,17 @@ def _is_due(point: _Point, step: int) -> bool:
 
 
 def _local() -> str:
-    return os.environ.get(contract.ENV_LOCAL_RANK, os.environ.get("LOCAL_RANK", ""))
+    return os.environ.get(constants.ENV_LOCAL_RANK, os.environ.get("LOCAL_RANK", ""))
 
 
 def _is_first(once: str) -> bool:
     """Whether no process was here before; from now on, one was."""
     if not _directory:
-        raise ConfigError(f"{contract.ENV_FAILPOINTS}: once={once} takes {contract.ENV_FAULTS_DIR}.")
+        raise ConfigError(f"{constants.ENV_FAILPOINTS}: once={once} takes {constants.ENV_FAULTS_DIR}.")
     who = {
         "t": round(time.time(), 3),
         "pid": os.getpid(),
-        "node": os.environ.get(contract.ENV_NODE_NAME, ""),
+        "node": os.environ.get(constants.ENV_NODE_NAME, ""),
         "rank": os.environ.get("RANK", ""),
         "local": _local(),
     }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from elastic_resume.store.layout import Layout
-from elastic_resume.worker import streaming
-from elastic_resume.worker.image import Image
-from elastic_resume.worker.state import FlatState
+from elastic_resume.capture import schedule
+from elastic_resume.checkpoint.layout import Layout
+from elastic_resume.state.state_dict import FlatState
+from elastic_resume.state.tensor_buffer import Image
 
 
 def capture(flat: FlatState) -> Image:
     """Copy every tensor of ``flat`` into one image."""
-    layout: Layout = streaming.layout_of(flat)
-    memory = bytearray().join(bytes(piece) for piece in streaming.image_of(flat, layout))
+    layout: Layout = schedule.layout_of(flat)
+    memory = bytearray().join(bytes(piece) for piece in schedule.image_of(flat, layout))
     return Image(layout, memoryview(memory))

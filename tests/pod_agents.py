@@ -15,9 +15,9 @@ import sys
 import threading
 from pathlib import Path
 
-from elastic_resume.cluster.memory import Group
-from elastic_resume.faults import brood
-from elastic_resume.faults.nursery import Nursery
+from elastic_resume.schedulers.resources import Group
+from elastic_resume.testing import fork_server_main
+from elastic_resume.testing.fork_server import Nursery
 from tests.support.pods import IMAGE
 
 SHIM = f"""#!{sys.executable} -IS
@@ -84,7 +84,7 @@ class Agents:
         """Let an agent be born beside who asks; say so when it is that one's child."""
         with line:
             try:
-                told, (output,) = brood.receive(line, 1)
+                told, (output,) = fork_server_main.receive(line, 1)
             except (OSError, EOFError):  # the pod has ended already
                 return
             (pod, _, _) = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

@@ -17,17 +17,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from elastic_resume import contract, failpoints
+from elastic_resume import constants, failpoints
+from elastic_resume.checkpoint import node_dir
+from elastic_resume.checkpoint.atomic_io import Disk
+from elastic_resume.checkpoint.catalog import MIN_KEEP, Catalog
+from elastic_resume.checkpoint.layout import Layout, TensorSpec
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.checkpoint.reader import fresh_memory, name_of
 from elastic_resume.errors import MachineError
-from elastic_resume.rendezvous.quorum import Incarnation, Knowledge
-from elastic_resume.rendezvous.record import Record
-from elastic_resume.rendezvous.steps import Memory
-from elastic_resume.store import committed, life
-from elastic_resume.store.catalog import MIN_KEEP, Catalog
-from elastic_resume.store.checkpoint import fresh_memory, name_of
-from elastic_resume.store.durable import Disk
-from elastic_resume.store.layout import Layout, TensorSpec
-from elastic_resume.store.node_dir import NodeDir
+from elastic_resume.rendezvous.core.events import Memory
+from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge
+from elastic_resume.rendezvous.net.durable_state import Record
 from tests.store_samples import RUN, manifest, save_image
 
 NODE = "n0"
@@ -54,13 +54,13 @@ class Doomed(Disk):
 
     def sync_file(self, descriptor: int, path: Path) -> None:
         """As the store's own, but for what is left out."""
-        kinds = {contract.STATE_FILE: "data", contract.MANIFEST_FILE: "manifest"}
+        kinds = {constants.STATE_FILE: "data", constants.MANIFEST_FILE: "manifest"}
         if self._without != kinds.get(path.name, "record"):
             super().sync_file(descriptor, path)
 
     def sync_dir(self, path: Path) -> None:
         """As the store's own, but for what is left out."""
-        kind = "directory" if path.name.startswith(contract.TEMPORARY_PREFIX) else "parent"
+        kind = "directory" if path.name.startswith(constants.TEMPORARY_PREFIX) else "parent"
         if self._without != kind:
             super().sync_dir(path)
 
@@ -92,7 +92,7 @@ def live(asked: dict[str, Any]) -> None:
         catalog.sweep()
         generation = node.persist_generation(node.generation() + 1)
         tell("generation", generation)
-        life.note(node.path, "supervisor", generation - 1, disk)
+        node_dir.record_job_start(node.path, "supervisor", generation - 1, disk)
         tell("life", generation - 1)
         Record(node.path, disk).write(memory_of(generation))
         tell("record", generation)
@@ -105,7 +105,7 @@ def live(asked: dict[str, Any]) -> None:
             tell("commit", generation, step)
             if asked.get("once"):
                 return
-            committed.note(node.path, generation, disk)
+            node_dir.record_committed_generation(node.path, generation, disk)
             catalog.prune(MIN_KEEP)
 
 
@@ -118,7 +118,7 @@ def main() -> None:
             os.waitpid(pid, 0)
             print(flush=True)
             continue
-        os.environ[contract.ENV_FAILPOINTS] = asked.get("failpoints", "")
+        os.environ[constants.ENV_FAILPOINTS] = asked.get("failpoints", "")
         failpoints.arm()
         try:
             tell("life-of", os.getpid())

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from elastic_resume import contract
-from elastic_resume.agent import stub
-from elastic_resume.agent.warm import Warmth
-from elastic_resume.faults.ports import free_port
+from elastic_resume import constants
+from elastic_resume.agent.workers import launcher_shim
+from elastic_resume.agent.workers.forkserver_manager import Warmth
+from elastic_resume.testing.backends import free_port
 
 THREADS = {"OMP_NUM_THREADS": "1"}  # which only a new process heeds: the zygote has to have it too
 
@@ -30,7 +30,7 @@ def zygote() -> str:
     warmth = Warmth([sys.executable, "-u", "x.py"], [], say=print, tell=lambda *_, **__: None)
     warmth.start()
     atexit.register(warmth.close)
-    name = os.environ[contract.ENV_ZYGOTE]
+    name = os.environ[constants.ENV_ZYGOTE]
     os.environ.clear()
     os.environ.update(before)
     return name
@@ -68,10 +68,20 @@ def run(
     port = free_port("")  # where rank 0's store listens, at all addresses
     started = [
         subprocess.Popen(
-            [sys.executable, "-I", "-S", stub.__file__, "0", sys.executable, "-u", str(script), *args],
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                launcher_shim.__file__,
+                "0",
+                sys.executable,
+                "-u",
+                str(script),
+                *args,
+            ],
             env={
                 **environment(rank, size, port, **(env[rank] if env else {})),
-                contract.ENV_ZYGOTE: zygote(),
+                constants.ENV_ZYGOTE: zygote(),
             },
             stdout=subprocess.PIPE,
             stderr=(stderr or {}).get(rank, subprocess.PIPE),

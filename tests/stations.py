@@ -13,14 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from elastic_resume.rendezvous import wire
-from elastic_resume.rendezvous.address import Resolve, lookup
-from elastic_resume.rendezvous.core import Agent
-from elastic_resume.rendezvous.messages import Join, Message, Stamp
-from elastic_resume.rendezvous.quorum import Incarnation
-from elastic_resume.rendezvous.record import Record
-from elastic_resume.rendezvous.shell import Limits, Shell
-from elastic_resume.rendezvous.steps import (
+from elastic_resume.rendezvous.core.events import (
     BeginWorld,
     Effect,
     JoinRequested,
@@ -29,7 +22,14 @@ from elastic_resume.rendezvous.steps import (
     Settings,
     StopWorkers,
 )
-from elastic_resume.rendezvous.view import View
+from elastic_resume.rendezvous.core.messages import Join, Message, Stamp
+from elastic_resume.rendezvous.core.node import Agent
+from elastic_resume.rendezvous.core.quorum import Incarnation
+from elastic_resume.rendezvous.endpoint import Resolve, lookup
+from elastic_resume.rendezvous.net import protocol
+from elastic_resume.rendezvous.net.durable_state import Record
+from elastic_resume.rendezvous.net.server import Limits, Shell
+from elastic_resume.rendezvous.status_view import View
 
 TOKEN = b"a token that nobody may read in a log"
 RUN = "job"
@@ -227,18 +227,18 @@ def dropped(stranger: socket.socket, *, patience_s: float = PATIENCE_S / 3) -> b
     return False
 
 
-_proofs: weakref.WeakKeyDictionary[socket.socket, wire.Proof] = weakref.WeakKeyDictionary()
+_proofs: weakref.WeakKeyDictionary[socket.socket, protocol.Proof] = weakref.WeakKeyDictionary()
 
 
-def prove(stranger: socket.socket, token: bytes = TOKEN, *, looks: bool = False) -> wire.Proof:
+def prove(stranger: socket.socket, token: bytes = TOKEN, *, looks: bool = False) -> protocol.Proof:
     """Go through the handshake; what is said and heard from then on is signed."""
-    side = wire.call(token, RUN, secrets.token_hex(32), looks=looks)
+    side = protocol.call(token, RUN, secrets.token_hex(32), looks=looks)
     stranger.sendall(next(side))
     try:
         while True:
             stranger.sendall(side.send(read_line(stranger)))
     except StopIteration as stop:
-        proof: wire.Proof = stop.value
+        proof: protocol.Proof = stop.value
         _proofs[stranger] = proof
         return proof
 
@@ -246,12 +246,12 @@ def prove(stranger: socket.socket, token: bytes = TOKEN, *, looks: bool = False)
 def say(stranger: socket.socket, *messages: Message) -> None:
     """Send messages."""
     for seq, message in enumerate(messages, 1):
-        stranger.sendall(_proofs[stranger].sends.sign(wire.encode(Stamp(seq, 0), message)))
+        stranger.sendall(_proofs[stranger].sends.sign(protocol.encode(Stamp(seq, 0), message)))
 
 
 def hear(stranger: socket.socket) -> Message:
     """Read the next message that is not a heartbeat."""
-    return wire.decode(_proofs[stranger].hears.check(read_line(stranger)))[1]
+    return protocol.decode(_proofs[stranger].hears.check(read_line(stranger)))[1]
 
 
 class Babbler(threading.Thread):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from elastic_resume.store.durable import DISK, Disk
-from elastic_resume.store.layout import Layout, TensorSpec
-from elastic_resume.store.manifest import Manifest, Position
-from elastic_resume.store.writing import Writer
+from elastic_resume.checkpoint.atomic_io import DISK, Disk
+from elastic_resume.checkpoint.layout import Layout, TensorSpec
+from elastic_resume.checkpoint.manifest import Manifest, Position
+from elastic_resume.checkpoint.writer import Writer
 
 RUN = "run-1"
 SPECS = (

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from torch.utils.data import DataLoader
 
+from elastic_resume.data.global_batches import GlobalBatches
+from elastic_resume.data.world_size import share_of
 from elastic_resume.errors import ConfigError, MismatchError
-from elastic_resume.worker.batches import GlobalBatches
-from elastic_resume.worker.worldsize import share_of
 from tests.samples import Numbers
 
 WORLDS = st.integers(1, 9)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.cadence import (
+from elastic_resume.policy.checkpoint_interval import (
     ASSUMED_MTBF_S,
     AUTO,
     COMMIT_DUTY,

@@ -22,21 +22,19 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_resume import cli, contract
+from elastic_resume import cli, constants
 from elastic_resume.errors import ConfigError
 from elastic_resume.events import read_run
-from elastic_resume.faults import chaos, hosts, plan_text
-from elastic_resume.faults.arming import Arming
-from elastic_resume.faults.course import DONE, Fate
-from elastic_resume.faults.fault import Fault
-from elastic_resume.faults.kinds import KINDS
-from elastic_resume.faults.plan import Plan
-from elastic_resume.faults.trial import RUN_ID, Job, Outcome, _Tail, _Trial
-from elastic_resume.policy.tally import End
-from elastic_resume.report import aftermath, story
+from elastic_resume.policy.incidents import End
+from elastic_resume.report import summary
 from elastic_resume.report.incidents import Generation, RejectedCopy, Report
-from elastic_resume.testing import Cluster
-from elastic_resume.worker import difference
+from elastic_resume.state import diff
+from elastic_resume.testing import Cluster, chaos, fault_plan, virtual_network
+from elastic_resume.testing.experiment import RUN_ID, Job, Outcome, _Tail, _Trial
+from elastic_resume.testing.fault_plan import Plan
+from elastic_resume.testing.fault_runner import DONE, Fate
+from elastic_resume.testing.faults import KINDS, Fault
+from elastic_resume.testing.triggers import Arming
 from tests.test_end_to_end import SCRIPT, check_end
 from tests.test_soak import left_behind
 from tests.test_stub import wait_for
@@ -164,24 +162,24 @@ def row_of(began: float, end: End, rejected: tuple[RejectedCopy, ...] = ()) -> G
 def test_of_two_faults_in_one_moment_the_one_that_hit_the_rank_is_to_blame() -> None:
     """A disk that turns slow just before a worker's death kills nobody; nor does what hit it long before."""
     rows = [row_of(0.0, End("signal", "rank 1 on node n1 was killed by SIGKILL", t=10.0, node="n1", rank=1))]
-    disk = aftermath.Hit(9.99, ["n1"])
-    assert aftermath.of([aftermath.Hit(9.96, ["n1"], 1), disk], rows) == [rows, []]
-    assert aftermath.of([aftermath.Hit(9.96, ["n1"], 0), disk], rows) == [[], rows]
-    assert aftermath.of([aftermath.Hit(5.0, ["n1"], 1), disk], rows) == [[], rows]
+    disk = summary.Hit(9.99, ["n1"])
+    assert summary.generations_after([summary.Hit(9.96, ["n1"], 1), disk], rows) == [rows, []]
+    assert summary.generations_after([summary.Hit(9.96, ["n1"], 0), disk], rows) == [[], rows]
+    assert summary.generations_after([summary.Hit(5.0, ["n1"], 1), disk], rows) == [[], rows]
 
 
 @pytest.mark.parametrize(("kind", "rank"), [("node-lost", None), ("signal", 0)])
 def test_what_cannot_end_a_node_has_not_if_another_fault_can(kind: str, rank: int | None) -> None:
     """Though it came closer, and to all of them."""
     rows = [row_of(0.0, End(kind, "n0 ended", t=10.0, node="n0", rank=rank))]
-    full = aftermath.Hit(9.98, ["n0", "n1"], what="disk-full")
-    killed = aftermath.Hit(9.95, ["n0"], what="kill-node")
-    assert aftermath.of([full, killed], rows) == [[], rows]
-    assert aftermath.of([full, killed._replace(nodes=["n1"])], rows) == [rows, []]
+    full = summary.Hit(9.98, ["n0", "n1"], what="disk-full")
+    killed = summary.Hit(9.95, ["n0"], what="kill-node")
+    assert summary.generations_after([full, killed], rows) == [[], rows]
+    assert summary.generations_after([full, killed._replace(nodes=["n1"])], rows) == [rows, []]
     whole = [replace(row_of(0.0, End("job", "whole job killed", t=10.0)), nodes=("n0",))]
-    last = [aftermath.Hit(9.5, ["n1"], what="kill-node"), aftermath.Hit(10.2, ["n0"], what="kill-node")]
-    assert aftermath.of(last, whole) == [[], whole]  # all that was left then
-    assert set(KINDS) >= aftermath.MILD
+    last = [summary.Hit(9.5, ["n1"], what="kill-node"), summary.Hit(10.2, ["n0"], what="kill-node")]
+    assert summary.generations_after(last, whole) == [[], whole]  # all that was left then
+    assert set(KINDS) >= summary.MILD
 
 
 def test_that_all_were_told_to_leave_is_told_of_the_notice() -> None:
@@ -192,7 +190,7 @@ def test_that_all_were_told_to_leave_is_told_of_the_notice() -> None:
     )
     fates = (fate_of(1, "preemption", 0, 2.0), fate_of(2, "preemption", 0, 10.0))
     outcome = Outcome(
-        "", (0,), fates, replace(story.tell([]), report=Report(rows, (), 0, 0, 0, 7, "finished", ""))
+        "", (0,), fates, replace(summary.tell([]), report=Report(rows, (), 0, 0, 0, 7, "finished", ""))
     )
     assert chaos._followed(outcome) == {1: "a notice, back in 4.0 s"}
 
@@ -203,7 +201,7 @@ def test_a_rank_that_was_hit_without_its_name_was_hit_too() -> None:
     slow = Fate(1, Fault("slow-rank", rank=1, step=30), state=DONE, t=9.95, nodes=("n1",), rank=1)
     killed = Fate(2, Fault("kill-worker", node=1, step=31), state=DONE, t=9.99, nodes=("n1",), rank=1)
     report = Report((row_of(0.0, end),), (), 4, 0, 0, 7, "stopped", "")
-    outcome = Outcome("", (0, 0), (slow, killed), replace(story.tell([]), report=report))
+    outcome = Outcome("", (0, 0), (slow, killed), replace(summary.tell([]), report=report))
     assert list(chaos._followed(outcome)) == [2]
 
 
@@ -224,7 +222,7 @@ def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
     )
     report = Report(tuple(rows), (), 4, 0, 0, 7, "stopped", "")
     stepped: Any = (SimpleNamespace(last=20.0),)
-    told = replace(story.tell([]), began=0.0, report=report, moments=stepped)
+    told = replace(summary.tell([]), began=0.0, report=report, moments=stepped)
     outcome = Outcome("", (0, 0, 0), fates, told, drained=21.0)
     text = " ".join("\n".join(chaos._fates(outcome)).split())
     assert "nothing of the plan - signal n2 at 12" in text
@@ -264,7 +262,7 @@ def test_a_job_is_drained_when_it_has_gone_on_after_the_last_fault(tmp_path: Pat
 
 def test_news_of_a_node_are_told_once_whatever_befalls_its_clock_and_its_disk(tmp_path: Path) -> None:
     """A clock that goes back, a disk that is wiped, one that is away for a while, one that has lost lines."""
-    path = tmp_path / contract.EVENTS_FILE
+    path = tmp_path / constants.EVENTS_FILE
     tail = _Tail(path)
 
     def told(text: str) -> list[str]:
@@ -337,7 +335,7 @@ def test_the_plan_of_the_docs_is_carried_out_and_told(
     sentence = " ".join(told.split())  # which is broken where the number of faults that were drawn wants it
     assert re.search(r"The job ended right, at step 160: \d+ faults came, .*, 0 steps run again", sentence)
     assert "1 fault of the plan never came" in sentence, told
-    assert plan_text.read(saved) == plan_text.read(plan)
+    assert fault_plan.read(saved) == fault_plan.read(plan)
     numbers = [
         event["number"]
         for event in read_run(tmp_path / "run/checkpoints" / RUN_ID)
@@ -399,7 +397,7 @@ def test_a_signal_ends_all_at_once_and_tells_what_there_is(tmp_path: Path) -> No
 @pytest.mark.cluster
 def test_mixed_faults_leave_the_right_weights_and_nothing_else(tmp_path: Path) -> None:
     """On four machines, a snapshot at every step: no step is lost, and the end is that of a quiet run."""
-    own = "loopback" if hosts.available() else "namespaces"
+    own = "loopback" if virtual_network.available() else "namespaces"
     plan = tmp_path / "plan.yaml"
     plan.write_text(f"seed: {SEED}\nevery: {{mtbf: {0.9 * SECONDS / FAULTS:.1f}s, count: {FAULTS}}}\n")
     epochs = max(6, round(SECONDS * 0.75))  # of ten steps, a tenth of a second each
@@ -415,7 +413,7 @@ def test_mixed_faults_leave_the_right_weights_and_nothing_else(tmp_path: Path) -
     right = rf"The job ended right, at step {10 * epochs}: {came} faults? came, .*, 0\s+steps\s+run\s+again"
     assert re.search(right, done.stdout)
     assert check_end(tmp_path / "diary", world_size=4, epochs=epochs) == undisturbed
-    found = difference.compare(kept, newest(tmp_path / "run")).differences
+    found = diff.compare(kept, newest(tmp_path / "run")).differences
     # BatchNorm's statistics are those of one rank, and another's when its node is gone: README.
     assert not [one for one in found if "running_" not in one.name], found
     wait_for(lambda: not list(left_behind(tmp_path)), "all processes to end")
@@ -434,7 +432,7 @@ def quiet_run(directory: Path, epochs: int) -> tuple[Path, str]:
 
 def newest(directory: Path) -> Path:
     """The newest checkpoint of any node of the run below."""
-    found = [path.parent for path in directory.rglob(contract.MANIFEST_FILE)]
+    found = [path.parent for path in directory.rglob(constants.MANIFEST_FILE)]
     return max((path for path in found if path.parent.name != "quarantine"), key=lambda path: path.name)
 
 

@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_resume import contract, events
-from elastic_resume.faults import nursery
-from elastic_resume.faults.brood import Forked
-from elastic_resume.faults.ports import free_port
+from elastic_resume import constants, events
+from elastic_resume.testing import fork_server
+from elastic_resume.testing.backends import free_port
+from elastic_resume.testing.fork_server_main import Forked
 
 pytestmark = pytest.mark.cluster
 
@@ -68,7 +68,7 @@ class Agents:
         command = [*RUN, "--node-name", node, *([] if warm else ["--no-warm"]), *words]
         env = {**os.environ, **environ}
         with open(self.directory / f"{node}.log", "ab") as output:
-            process = nursery.start(command, env, output, cwd=self.directory) or subprocess.Popen(
+            process = fork_server.start(command, env, output, cwd=self.directory) or subprocess.Popen(
                 command, cwd=self.directory, stdout=output, stderr=subprocess.STDOUT, env=env
             )
         self.started.append(process)
@@ -298,7 +298,7 @@ def test_a_second_agent_under_the_same_name_names_the_first(agents: Agents) -> N
         text=True,
         check=False,
     )
-    assert second.returncode == contract.EXIT_MACHINE  # elsewhere the same command would do
+    assert second.returncode == constants.EXIT_MACHINE  # elsewhere the same command would do
     assert f"is held by process {first.pid} " in second.stderr
     assert len(second.stderr.splitlines()) == 1
     (agents.directory / "finish").touch()

@@ -8,14 +8,13 @@ from collections import Counter
 import pytest
 
 from elastic_resume.policy.divergence import Digest, Verdict, due
-from elastic_resume.rendezvous.body import Body
-from elastic_resume.rendezvous.comparing import DOUBT_TIMEOUTS, KEPT_STEPS, Comparer
-from elastic_resume.rendezvous.leading import Leader
-from elastic_resume.rendezvous.link import Link
-from elastic_resume.rendezvous.messages import Beat, Diverged, Message, Print
-from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
-from elastic_resume.rendezvous.roster import Part, Roster
-from elastic_resume.rendezvous.steps import ReplicasDiffer, Send, Settings
+from elastic_resume.rendezvous.core.divergence import DOUBT_TIMEOUTS, KEPT_STEPS, Comparer
+from elastic_resume.rendezvous.core.events import ReplicasDiffer, Send, Settings
+from elastic_resume.rendezvous.core.leader import Leader
+from elastic_resume.rendezvous.core.messages import Beat, Diverged, Message, Print
+from elastic_resume.rendezvous.core.peers import Part, Roster
+from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.core.state import Body, Link
 from tests.support.rendezvous_sim.checkers import Checkers
 from tests.support.rendezvous_sim.net import Clock, Network
 from tests.support.rendezvous_sim.node import Node

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from elastic_resume import config, contract
-from elastic_resume.cluster import node
+from elastic_resume import config, constants
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.cadence import Every
+from elastic_resume.policy.checkpoint_interval import Every
+from elastic_resume.schedulers import environment
 
 OFF = Every(off=True)
 
@@ -229,7 +229,7 @@ def test_two_scripts_in_one_slurm_job_have_two_names(
     """Else the second would go on from the checkpoints of the first."""
     environ = {"SLURM_JOB_ID": "7", **environ}
     args = parse(tmp_path, None, *words)[0]
-    assert Settings.for_agent(args, environ, node.read(environ)).run_id == run_id
+    assert Settings.for_agent(args, environ, environment.read(environ)).run_id == run_id
 
 
 @pytest.mark.parametrize(
@@ -371,20 +371,23 @@ def test_an_argument_that_does_not_exist_is_refused() -> None:
         ({"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "gpu-07"}, "gpu-07"),
         ({"KUBERNETES_SERVICE_HOST": "1", "POD_NAME": "train-2-x7gq1", "HOSTNAME": "train-2"}, "train-2"),
         ({"KUBERNETES_SERVICE_HOST": "1", "HOSTNAME": "train-3"}, "train-3"),
-        ({"SLURMD_NODENAME": "left over from a login shell"}, node.safe_name(socket.gethostname(), "node")),
+        (
+            {"SLURMD_NODENAME": "left over from a login shell"},
+            environment.safe_name(socket.gethostname(), "node"),
+        ),
         ({"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "_odd name!"}, "odd-name"),
     ],
 )
 def test_the_nodes_name_is_the_schedulers(environ: dict[str, str], name: str) -> None:
     """Else the host's, in either case made safe."""
-    assert node.default_name(environ) == name
+    assert environment.default_name(environ) == name
 
 
 def test_under_an_agent_its_flags_name_the_directory_and_not_the_script() -> None:
     """The agent holds the lock of the directory that its own flags name."""
-    environ = {contract.ENV_CKPT_DIR: "/agent", contract.ENV_RUN_ID: "job", contract.ENV_NODE_NAME: "n"}
+    environ = {constants.ENV_CKPT_DIR: "/agent", constants.ENV_RUN_ID: "job", constants.ENV_NODE_NAME: "n"}
     given: dict[str, Any] = {"ckpt_dir": "/script", "run_id": "other", "node_name": "m", "keep": 5}
     alone = Settings.for_worker(environ, "train.py", **given)
     assert (str(alone.ckpt_dir), alone.run_id, alone.node_name) == ("/script", "other", "m")
-    held = Settings.for_worker({**environ, contract.ENV_AGENT_PID: "7"}, "train.py", **given)
+    held = Settings.for_worker({**environ, constants.ENV_AGENT_PID: "7"}, "train.py", **given)
     assert (str(held.ckpt_dir), held.run_id, held.node_name, held.keep) == ("/agent", "job", "n", 5)

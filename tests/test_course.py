@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_resume import contract, failpoints
+from elastic_resume import constants, failpoints
 from elastic_resume.errors import UsageError
-from elastic_resume.faults.arming import Arming
-from elastic_resume.faults.course import DONE, Course
-from elastic_resume.faults.fault import Fault
-from elastic_resume.faults.lab import Cluster
-from elastic_resume.faults.links import Pair, Silence
+from elastic_resume.testing.cluster import Cluster
+from elastic_resume.testing.fault_runner import DONE, Course
+from elastic_resume.testing.faults import Fault
+from elastic_resume.testing.triggers import Arming
+from elastic_resume.testing.virtual_network import Pair, Silence
 
 
 class Nodes:
@@ -82,7 +82,7 @@ class Nodes:
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     """Nodes, of which this process is rank 1 on n1."""
     made = Nodes(tmp_path)
-    known = {"RANK": "1", contract.ENV_LOCAL_RANK: "0", contract.ENV_NODE_NAME: "n1"}
+    known = {"RANK": "1", constants.ENV_LOCAL_RANK: "0", constants.ENV_NODE_NAME: "n1"}
     for name, value in {**made.arming.env, **known}.items():
         monkeypatch.setenv(name, value)
     failpoints.arm()
@@ -110,7 +110,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Let no fault end because this process had to wait for a processor."""
     made = Clock()
-    monkeypatch.setattr("elastic_resume.faults.course.time", made)
+    monkeypatch.setattr("elastic_resume.testing.fault_runner.time", made)
     return made
 
 

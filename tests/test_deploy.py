@@ -20,9 +20,9 @@ import pytest
 import yaml
 from kubernetes_validate.utils import all_versions
 
-from elastic_resume import config, contract
-from elastic_resume.agent import elastic
-from elastic_resume.cluster import kubernetes, node
+from elastic_resume import config, constants
+from elastic_resume.agent import torchelastic
+from elastic_resume.schedulers import environment, kubernetes
 from tests import manifests
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ def test_flags_in_the_files_are_flags_of_run() -> None:
         commands += examples.findall(path.read_text())
     assert len(commands) > 3
     for command in commands:
-        args, _ = config.parse_layers(elastic.parser(), command.split())
+        args, _ = config.parse_layers(torchelastic.parser(), command.split())
         assert args.training_script.endswith(".py")
 
 
@@ -148,12 +148,12 @@ def test_values_that_stand_in_two_places_agree() -> None:
     # A podFailurePolicy asks for both.
     assert (pod["restartPolicy"], job["podReplacementPolicy"]) == ("Never", "Failed")
     assert env["ELASTIC_RESUME_SERVICE"] == pod["subdomain"]
-    assert env[contract.ENV_TERMINATION_GRACE_S] == str(pod["terminationGracePeriodSeconds"])
+    assert env[constants.ENV_TERMINATION_GRACE_S] == str(pod["terminationGracePeriodSeconds"])
     mounts = {mount["mountPath"]: mount["name"] for mount in agent["volumeMounts"]}
     volumes = {volume["name"]: volume["emptyDir"] for volume in pod["volumes"]}
     assert set(mounts.values()) == set(volumes)
-    disk, shared = volumes[mounts[env[contract.ENV_CKPT_DIR]]], volumes[mounts["/dev/shm"]]  # noqa: S108
-    assert (disk["sizeLimit"], shared["medium"]) == (env[contract.ENV_CKPT_LIMIT], "Memory")
+    disk, shared = volumes[mounts[env[constants.ENV_CKPT_DIR]]], volumes[mounts["/dev/shm"]]  # noqa: S108
+    assert (disk["sizeLimit"], shared["medium"]) == (env[constants.ENV_CKPT_LIMIT], "Memory")
     limits = {name: kubernetes.size_bytes(size, name) for name, size in agent["resources"]["limits"].items()}
     assert kubernetes.size_bytes(shared["sizeLimit"], "shm") < limits["memory"]
     assert kubernetes.size_bytes(disk["sizeLimit"], "disk") < limits["ephemeral-storage"]
@@ -167,12 +167,12 @@ def test_every_variable_that_a_pod_reads_is_set() -> None:
         "HOSTNAME": "elastic-resume-train-2",
         "KUBERNETES_SERVICE_HOST": "x",
     }
-    read = {variable for variables in node.KUBERNETES.values() for variable in variables}
+    read = {variable for variables in environment.KUBERNETES.values() for variable in variables}
     assert read <= set(env) | set(given)
-    known = {getattr(contract, name) for name in dir(contract) if name.startswith("ENV_")}
-    assert {name for name in env if name.startswith(contract.ENV_PREFIX)} <= read | known
+    known = {getattr(constants, name) for name in dir(constants) if name.startswith("ENV_")}
+    assert {name for name in env if name.startswith(constants.ENV_PREFIX)} <= read | known
     filled_in = {"ELASTIC_RESUME_JOB": "elastic-resume-train", "POD_NAMESPACE": "ml", "POD_IP": "10.1.2.3"}
-    here = node.read({**env, **given, **filled_in})
+    here = environment.read({**env, **given, **filled_in})
     assert here.problems == ()
     assert (here.name, here.job, here.order) == ("elastic-resume-train-2", "elastic-resume-train", 2)
     assert (here.min_nodes, here.nodes, here.workers) == (2, 3, 1)
@@ -186,8 +186,8 @@ def test_exit_codes_mean_what_the_contract_says() -> None:
     evicted, again, fault = job["podFailurePolicy"]["rules"]
     assert (evicted["action"], again["action"], fault["action"]) == ("Ignore", "Ignore", "FailJob")
     assert evicted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert again["onExitCodes"]["values"] == [contract.EXIT_REQUEUE, contract.EXIT_SIGNALLED + 15]
-    assert fault["onExitCodes"]["values"] == [contract.EXIT_AT_FAULT, contract.EXIT_USAGE]
+    assert again["onExitCodes"]["values"] == [constants.EXIT_REQUEUE, constants.EXIT_SIGNALLED + 15]
+    assert fault["onExitCodes"]["values"] == [constants.EXIT_AT_FAULT, constants.EXIT_USAGE]
     names = {rule["onExitCodes"]["containerName"] for rule in (again, fault)}
     assert names == {container(job)["name"]}
     assert job["successPolicy"]["rules"] == [{"succeededCount": 1}]
@@ -319,13 +319,13 @@ def test_as_many_nodes_watch_as_there_are_up_to_two(tmp_path: Path, nodes: str, 
 
 def test_the_code_that_asks_for_it_requeues_an_element_alone(tmp_path: Path) -> None:
     """Its job id may be the whole array's: requeueing that takes the siblings along."""
-    ended = submit(tmp_path, "train.py", srun_exit=contract.EXIT_REQUEUE, **ELEMENT)
+    ended = submit(tmp_path, "train.py", srun_exit=constants.EXIT_REQUEUE, **ELEMENT)
     assert (ended.code, ended.requeues) == (0, [["requeue", "1234567_2"]])
 
 
 def test_a_job_that_is_no_array_is_requeued_by_its_number(tmp_path: Path) -> None:
     """The one that Slurm gives it."""
-    ended = submit(tmp_path, "train.py", srun_exit=contract.EXIT_REQUEUE)
+    ended = submit(tmp_path, "train.py", srun_exit=constants.EXIT_REQUEUE)
     assert ended.requeues == [["requeue", "1234567"]]
 
 
@@ -349,7 +349,7 @@ def test_slurms_word_decides_where_agents_cannot_ask(
     assert submit(tmp_path / "off", "train.py", srun_exit=code, **told).requeues == []
 
 
-@pytest.mark.parametrize("code", [0, contract.EXIT_AT_FAULT, contract.EXIT_USAGE, 137, 143])
+@pytest.mark.parametrize("code", [0, constants.EXIT_AT_FAULT, constants.EXIT_USAGE, 137, 143])
 def test_no_other_code_requeues(tmp_path: Path, code: int) -> None:
     """A job at fault would fail again, and a user's scancel (143) must not be undone."""
     ended = submit(tmp_path, "train.py", srun_exit=code, **ELEMENT)
@@ -358,13 +358,13 @@ def test_no_other_code_requeues(tmp_path: Path, code: int) -> None:
 
 def test_a_controller_that_is_away_is_asked_six_times(tmp_path: Path) -> None:
     """Then the job ends with the code that says what to do."""
-    ended = submit(tmp_path, "train.py", srun_exit=contract.EXIT_REQUEUE, requeue_exit=1, **ELEMENT)
-    assert ended.code == contract.EXIT_REQUEUE
+    ended = submit(tmp_path, "train.py", srun_exit=constants.EXIT_REQUEUE, requeue_exit=1, **ELEMENT)
+    assert ended.code == constants.EXIT_REQUEUE
     assert len(ended.requeues) == 6
 
 
 def test_without_a_script_the_usage_is_told(tmp_path: Path) -> None:
     """Before anything is started."""
     ended = submit(tmp_path, **ELEMENT)
-    assert (ended.code, ended.srun) == (contract.EXIT_USAGE, [])
+    assert (ended.code, ended.srun) == (constants.EXIT_USAGE, [])
     assert "usage: sbatch" in ended.stderr

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_resume import contract
+from elastic_resume import constants
 from elastic_resume.cli import main
-from elastic_resume.worker.difference import Comparison, Difference, compare
+from elastic_resume.state.diff import Comparison, Difference, compare
 from tests import store_samples
 from tests.test_export import save
 from tests.test_reader import trained
@@ -145,7 +145,7 @@ def test_what_cannot_be_read_is_trouble(tmp_path: Path, capsys: pytest.CaptureFi
     net, optimizer = trained()
     good = save(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
     bad = save(tmp_path / "job" / "n0", 8, model=net, optimizer=optimizer)
-    store_samples.flip(bad / contract.STATE_FILE, -5)
+    store_samples.flip(bad / constants.STATE_FILE, -5)
     for words, why in (
         ([str(good), str(bad)], "do not match their digest"),
         ([str(good), str(tmp_path / "none")], "there is nothing here"),

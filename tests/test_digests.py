@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.policy.divergence import is_digest
-from elastic_resume.store import digests
-from elastic_resume.store.digests import digest_of
-from elastic_resume.store.layout import Layout, TensorSpec
+from elastic_resume.snapshot import digests
+from elastic_resume.snapshot.digests import digest_of
 
 SPECS = (
     TensorSpec("fc.weight", "F32", (5, 7)),

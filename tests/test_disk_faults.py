@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.faults import nursery
-from elastic_resume.report import render, story
-from elastic_resume.report.gather import gather
+from elastic_resume.report import summary, text_report
+from elastic_resume.report.loader import gather
+from elastic_resume.testing import fork_server
 from tests.stations import descriptors
 from tests.support.housed import MachineCluster
 from tests.test_end_to_end import SCRIPT, check_end
@@ -40,7 +40,7 @@ def befall(
 def open_files() -> int:
     """How many descriptors this process has, but for those that it keeps for the next cluster."""
     gc.collect()  # what a test before this one has left
-    return descriptors() - len(nursery._nurseries)
+    return descriptors() - len(fork_server._nurseries)
 
 
 def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
         assert cluster.lost_steps == 0
         check_end(kept, world_size=3, epochs=EPOCHS)
-        told = render.as_text(story.tell(gather([cluster.run_dir]).events)).replace("\n  ", " ")
+        told = text_report.as_text(summary.tell(gather([cluster.run_dir]).events)).replace("\n  ", " ")
         # Where the kernel's own writing meets the error first, ext4 is read-only by the time of a commit.
         failing = "(?:Input/output error|Read-only file system)"
         for index, reason in enumerate(["No space left", failing, "Read-only file system"]):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.policy.cadence import AUTO, LARGEST_SHARE, Every
+from elastic_resume.policy.checkpoint_interval import AUTO, LARGEST_SHARE, Every
 from elastic_resume.policy.divergence import (
     LARGEST_GAP,
     Verdict,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import cli
-from elastic_resume.agent import elastic
-from elastic_resume.faults import chaos
+from elastic_resume.agent import torchelastic
+from elastic_resume.testing import chaos
 from tests import ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "checkpointing-ddp.md"
@@ -29,7 +29,7 @@ FOREIGN = {
 # Around the script of the short answer: what each rank read in which step, and a death of all in mid-epoch.
 AROUND = """
 import json, os
-from elastic_resume.worker.run import Run
+from elastic_resume.training.run import Run
 
 steps, step = 0, Run.step
 
@@ -110,7 +110,7 @@ def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def test_documents_name_only_flags_that_exist() -> None:
     """`--wrapped ddp` stood there, which is `--for ddp`."""
-    known = {flag for make in (elastic.parser, cli._parser, chaos._parser) for flag in flags_of(make())}
+    known = {flag for make in (torchelastic.parser, cli._parser, chaos._parser) for flag in flags_of(make())}
     for path in (README, *PAGE.parent.glob("*.md")):
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()))
         assert named - known <= FOREIGN, path.name

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.cli import main
-from elastic_resume.cluster import node
 from elastic_resume.report import doctor
+from elastic_resume.schedulers import environment
 from tests.test_node import POD, STEP
 
 
@@ -54,7 +54,7 @@ def test_names_that_hang_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "PATIENCE_S", 60.0)
     silent = threading.Barrier(3, timeout=30)
     monkeypatch.setattr(doctor, "lookup", lambda _: [str(silent.wait())])
-    found = doctor.of_candidates(node.read(POD))
+    found = doctor.of_candidates(environment.read(POD))
     assert sorted(one.value for one in found) == ["0", "1", "2"]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume import contract
-from elastic_resume.store.catalog import Catalog
+from elastic_resume import constants
+from elastic_resume.checkpoint.catalog import Catalog
 from tests.test_cli_run import Agent, Agents, alive, wait_for
 from tests.test_cli_run import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
 
@@ -154,7 +154,7 @@ FORKED_EARLY = """
 import os, signal
 early = []
 os.register_at_fork(after_in_child=lambda: early and os.kill(os.getpid(), signal.SIGTERM))
-from elastic_resume.worker import drain
+from elastic_resume.training import graceful_shutdown as drain
 
 def child():
     if (pid := os.fork()) == 0:
@@ -173,7 +173,7 @@ print(*told, child())
 
 def test_a_forked_child_ends_when_it_is_asked_and_not_when_its_parent_was() -> None:
     """Even when it is asked before it has given SIGTERM back."""
-    env = {**os.environ, contract.ENV_AGENT_PID: str(os.getpid())}
+    env = {**os.environ, constants.ENV_AGENT_PID: str(os.getpid())}
     code = [sys.executable, "-c", FORKED_EARLY]
     done = subprocess.run(code, env=env, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["7", str(-signal.SIGTERM)], done.stderr

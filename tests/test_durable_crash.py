@@ -17,13 +17,13 @@ from random import Random
 
 import pytest
 
-from elastic_resume import contract
+from elastic_resume import constants
+from elastic_resume.checkpoint.atomic_io import Disk
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.checkpoint.reader import deep_check, name_of, parse_name
+from elastic_resume.checkpoint.writer import Writer
 from elastic_resume.errors import CheckpointError
-from elastic_resume.store.catalog import Catalog
-from elastic_resume.store.checkpoint import deep_check, name_of, parse_name
-from elastic_resume.store.durable import Disk
-from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.store.writing import Writer
 from tests.store_samples import RUN, SMALL_BLOCK, flip, image, manifest
 
 pytestmark = pytest.mark.slow
@@ -210,7 +210,7 @@ class RecordingDisk(Disk):
     def sync_dir(self, path: Path) -> None:
         if path == self._root.parent:  # the root itself is given
             return
-        within = parse_name(path.name) is not None or path.name.startswith(contract.TEMPORARY_PREFIX)
+        within = parse_name(path.name) is not None or path.name.startswith(constants.TEMPORARY_PREFIX)
         if self._leave_out != ("sync_inner_dir" if within else "sync_outer_dir"):
             super().sync_dir(path)
             name = self._name(path)
@@ -285,10 +285,10 @@ def scenario(disk: RecordingDisk, node_dir: Path, catalog: type[Catalog] = Catal
         shelf.prune(2)
     bad = node_dir / name_of(1, 3)
     disk.note(f"damaged {bad.name}")
-    disk.damage(bad / contract.STATE_FILE, -1)
+    disk.damage(bad / constants.STATE_FILE, -1)
     commit(disk, node_dir, (1, 3))  # finds it damaged, moves it aside, writes it again
     disk.note(f"damaged {bad.name}")
-    disk.damage(bad / contract.MANIFEST_FILE, 40)
+    disk.damage(bad / constants.MANIFEST_FILE, 40)
     shelf.quarantine(bad, "a flipped bit")
     for step in (2, 5):
         commit(disk, node_dir, (2, step))
@@ -307,7 +307,7 @@ def check(tree_root: Path, committed: set[str], damaged: set[str]) -> str | None
     newest = max(committed - damaged, default=None)
     if newest is not None and newest not in found:
         return f"the newest committed copy {newest} is gone"
-    aside = tree_root / contract.QUARANTINE_DIR
+    aside = tree_root / constants.QUARANTINE_DIR
     for name in damaged:
         moved = aside.is_dir() and any(path.name.startswith(name) for path in aside.iterdir())
         if name not in found and not moved:
@@ -378,7 +378,7 @@ def test_a_copy_that_is_written_again_with_other_content_is_never_lost(tmp_path:
     node_dir.mkdir()
     disk = RecordingDisk(node_dir)
     first = commit(disk, node_dir, (1, 1), seed=1)
-    state = (first / contract.STATE_FILE).read_bytes()
+    state = (first / constants.STATE_FILE).read_bytes()
     begun = len(disk.operations)
     commit(disk, node_dir, (1, 1), seed=2)
     model, random, number = Model(), Random(3), itertools.count()
@@ -387,7 +387,7 @@ def test_a_copy_that_is_written_again_with_other_content_is_never_lost(tmp_path:
             operation(model)
         for tree in model.images(random, 64) if index >= begun else ():
             root = materialise(tree, tmp_path / f"after-{next(number)}")
-            assert state in [path.read_bytes() for path in root.rglob(contract.STATE_FILE)]
+            assert state in [path.read_bytes() for path in root.rglob(constants.STATE_FILE)]
             assert check(root, set(), set()) is None
 
 

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume import values
-from elastic_resume.agent import preflight, supervise, watch
-from elastic_resume.agent.fence import Fence
+from elastic_resume import config
+from elastic_resume.agent import hang_detector, main, validation
 from elastic_resume.agent.round_events import RoundEvents
-from elastic_resume.cluster import kubernetes
+from elastic_resume.agent.workers.lease_page import Fence
 from elastic_resume.config import Settings
-from elastic_resume.durations import parse_duration
 from elastic_resume.errors import ConfigError
-from elastic_resume.faults import chaos, plan_text
-from elastic_resume.faults.fault import Fault
-from elastic_resume.policy.cadence import Every
-from elastic_resume.rendezvous.terms import Terms
+from elastic_resume.policy.checkpoint_interval import Every
+from elastic_resume.rendezvous.config import Terms
 from elastic_resume.report import status
+from elastic_resume.schedulers import kubernetes
+from elastic_resume.testing import chaos, fault_plan
+from elastic_resume.testing.faults import Fault
+from elastic_resume.units import parse_duration
 
 FORMS = {"300": 300.0, "5m": 300.0, "30s": 30.0, "1.5h": 5400.0, " 45 ": 45.0, "90000ms": 90.0}
 FORMS |= {"4.5e1": 45.0, "30.": 30.0}
@@ -37,7 +37,7 @@ def _terms(text: str) -> float:
 
 
 def _hang(text: str) -> float:
-    patience = watch.patience_of(text)
+    patience = hang_detector.patience_of(text)
     assert patience is not None
     return patience.threshold_s or 0.0
 
@@ -47,21 +47,21 @@ def _fault(text: str) -> float:
 
 
 def _plan_file(text: str) -> float:
-    plan = plan_text.parse(f"every: {{mtbf: '{text}', count: 1}}", "plan")
+    plan = fault_plan.parse(f"every: {{mtbf: '{text}', count: 1}}", "plan")
     assert plan.every is not None
     return plan.every.mtbf_s
 
 
 def _grace_variable(text: str) -> float:
-    grace_s = preflight.grace_s(argparse.Namespace(grace=None), {"ELASTIC_RESUME_GRACE_S": text})
+    grace_s = validation.grace_s(argparse.Namespace(grace=None), {"ELASTIC_RESUME_GRACE_S": text})
     assert grace_s is not None
     return grace_s
 
 
 READERS: dict[str, Callable[[str], float | None]] = {
-    "--grace": preflight.check_grace,
+    "--grace": validation.check_grace,
     "ELASTIC_RESUME_GRACE_S": _grace_variable,
-    "ELASTIC_RESUME_STEP_MARK_S": values.step_mark_s,
+    "ELASTIC_RESUME_STEP_MARK_S": config.step_mark_s,
     "TERMINATION_GRACE_S": lambda text: kubernetes.termination_grace_s(
         {"ELASTIC_RESUME_TERMINATION_GRACE_S": text}
     ),
@@ -171,7 +171,7 @@ def test_guards_are_told_seconds_whatever_the_user_wrote(
     settings = Settings.for_worker({}, "t.py")
     args = argparse.Namespace(grace=None, drain_signals=None)
     with contextlib.closing(Fence()) as fence, contextlib.closing(RoundEvents()) as told:
-        supervise._set_environment(settings, args, tmp_path / "events.jsonl", fence, told)
-    from elastic_resume.agent.guard import grace_s  # noqa: PLC0415 - reads the environment when asked
+        main._set_environment(settings, args, tmp_path / "events.jsonl", fence, told)
+    from elastic_resume.agent.workers.supervisor import grace_s  # noqa: PLC0415 - reads the environment when asked
 
     assert grace_s() == 90.0

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume import contract, testing
-from elastic_resume.store import life
-from elastic_resume.store.durable import Disk
-from elastic_resume.worker.announce import difference
+from elastic_resume import constants, testing
+from elastic_resume.checkpoint import node_dir
+from elastic_resume.checkpoint.atomic_io import Disk
+from elastic_resume.training.announce import difference
 from tests import ranks
 
 SCRIPT = """
@@ -66,7 +66,7 @@ def test_start_over_an_earlier_one_is_told_once_with_what_differs(
     monkeypatch.setenv("SECRET_OF_THE_USER", "hunter2")
     (line,) = started(tmp_path, "3")
     assert "Arguments then: 1; now: 3. To start" in line
-    kept = (tmp_path / "checkpoints" / "train" / "n0" / life.START_FILE).read_text()
+    kept = (tmp_path / "checkpoints" / "train" / "n0" / node_dir.START_FILE).read_text()
     assert '"3"' in kept
     assert "hunter2" not in kept
 
@@ -111,7 +111,9 @@ def test_a_first_round_that_crashes_before_its_first_step_does_not_silence_the_n
     """Restarted by the same supervisor, it would go on from an earlier start in silence."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(CRASHES)
-    agent = {contract.ENV_AGENT_PID: str(os.getpid())}  # the supervisor, who lives; else each rank is its own
+    agent = {
+        constants.ENV_AGENT_PID: str(os.getpid())
+    }  # the supervisor, who lives; else each rank is its own
     ends = []
     for env in ({}, agent, agent):
         [one] = ranks.run(1, tmp_path / "train.py", env=[env])
@@ -146,8 +148,8 @@ def test_difference_names_command_and_ranks(
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"supervisor": 1, "words": []}', "\x00", "9" * 70000])
 def test_damaged_note_of_a_start_is_no_note(tmp_path: Path, text: str) -> None:
     """It serves people only: nothing may end a job for it."""
-    (tmp_path / life.START_FILE).write_text(text)
-    assert life.last_start(tmp_path) == ("", [])
+    (tmp_path / node_dir.START_FILE).write_text(text)
+    assert node_dir.last_start(tmp_path) == ("", [])
 
 
 class Counting(Disk):
@@ -163,14 +165,14 @@ class Counting(Disk):
 
 def test_note_of_a_start_is_read_back_and_of_too_many_arguments_without_them(tmp_path: Path) -> None:
     """A command line may be 2 MB long."""
-    life.note_start(tmp_path, "1 2 boot", ["t.py", "ä \udcff"])
-    assert life.last_start(tmp_path) == ("1 2 boot", ["t.py", "ä \udcff"])
+    node_dir.note_start(tmp_path, "1 2 boot", ["t.py", "ä \udcff"])
+    assert node_dir.last_start(tmp_path) == ("1 2 boot", ["t.py", "ä \udcff"])
     disk = Counting()
     for words in (["t.py"], ["t.py"], ["t.py"]):
-        life.note_start(tmp_path, "1 2 boot", words, disk)
+        node_dir.note_start(tmp_path, "1 2 boot", words, disk)
     assert disk.syncs == 1  # a restart does not wait for the disk
-    life.note_start(tmp_path, "1 2 boot", ["x" * 70_000])
-    assert life.last_start(tmp_path) == ("1 2 boot", [])
+    node_dir.note_start(tmp_path, "1 2 boot", ["x" * 70_000])
+    assert node_dir.last_start(tmp_path) == ("1 2 boot", [])
 
 
 @pytest.mark.parametrize(
@@ -191,6 +193,6 @@ def test_values_of_secret_arguments_are_not_kept(
     tmp_path: Path, words: list[str], kept: list[str] | None
 ) -> None:
     """The note is read by all who may read checkpoints, the line by all who may read the job's output."""
-    life.note_start(tmp_path, "1 2 boot", words)
-    assert life.last_start(tmp_path)[1] == (words if kept is None else kept)
-    assert life.masked(life.masked(words)) == life.masked(words)
+    node_dir.note_start(tmp_path, "1 2 boot", words)
+    assert node_dir.last_start(tmp_path)[1] == (words if kept is None else kept)
+    assert node_dir.masked(node_dir.masked(words)) == node_dir.masked(words)

@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from elastic_resume import contract
-from elastic_resume.agent import ahead
-from elastic_resume.agent.ending import Ending
-from elastic_resume.agent.fence import Fence
-from elastic_resume.agent.pressure import Gauge
+from elastic_resume import constants
+from elastic_resume.agent.memory_pressure import Gauge
+from elastic_resume.agent.restart_controller import Witness
 from elastic_resume.agent.round_events import RoundEvents
-from elastic_resume.agent.witness import Witness
-from elastic_resume.cluster.node import Node
+from elastic_resume.agent.shutdown import Ending
+from elastic_resume.agent.workers import supervisor
+from elastic_resume.agent.workers.lease_page import Fence
 from elastic_resume.errors import GaveUpError
 from elastic_resume.events import EventLog
 from elastic_resume.policy.requeue import Action
 from elastic_resume.policy.restart import Limits
-from elastic_resume.rendezvous.steps import Log
-from elastic_resume.store.board import Board, Worker
+from elastic_resume.rendezvous.core.events import Log
+from elastic_resume.schedulers.environment import Node
+from elastic_resume.snapshot.progress_page import Board, Worker
 from tests.support.disks import Disk
 
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
@@ -34,12 +34,12 @@ USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """The events of an ending; signals have their actions back afterwards."""
-    monkeypatch.setenv(contract.ENV_DRAIN_SIGNALS, "SIGTERM,SIGUSR1")
+    monkeypatch.setenv(constants.ENV_DRAIN_SIGNALS, "SIGTERM,SIGUSR1")
     before = {number: signal.getsignal(number) for number in (USR1, USR2, signal.SIGTERM)}
     yield []
     for number, action in before.items():
         signal.signal(number, action)
-    ahead._early.clear()
+    supervisor._early.clear()
 
 
 def ending(told: list[dict[str, Any]], here: Node | None = None) -> Ending:
@@ -54,7 +54,7 @@ def ending(told: list[dict[str, Any]], here: Node | None = None) -> Ending:
 
 def test_a_signal_that_nobody_heeds_yet_is_kept_for_who_does(told: list[dict[str, Any]]) -> None:
     """By default it would kill, while torch is imported or the newest step is saved."""
-    ahead.heed_early()
+    supervisor.heed_early()
     os.kill(os.getpid(), USR1)  # the agent imports
     this, heeded = ending(told), threading.Event()
     with this.heeded():
@@ -70,7 +70,7 @@ def test_a_signal_that_nobody_heeds_yet_is_kept_for_who_does(told: list[dict[str
     assert (decision.action, code) == (Action.TELL, 75)
 
 
-@pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("failed", contract.EXIT_AT_FAULT)])
+@pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("failed", constants.EXIT_AT_FAULT)])
 def test_how_a_job_has_ended_is_not_changed_by_a_signal_that_comes_later(
     told: list[dict[str, Any]], outcome: str, code: int
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_spare_speaks_for_nobody(
 
 def test_a_node_knows_that_it_stands_by_until_it_has_a_rank(tmp_path: Path) -> None:
     """From what its rendezvous says."""
-    path = tmp_path / contract.EVENTS_FILE
+    path = tmp_path / constants.EVENTS_FILE
     with (
         contextlib.closing(Fence()) as fence,
         contextlib.closing(Gauge()) as gauge,
@@ -159,17 +159,17 @@ def test_a_log_that_cannot_be_read_hides_neither_causes_nor_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, *, stands_still: bool
 ) -> None:
     """How a worker ended is in memory, and the board tells how far it came."""
-    for name in (contract.ENV_ROUND, contract.ENV_MTBF_S):  # which a round sets
+    for name in (constants.ENV_ROUND, constants.ENV_MTBF_S):  # which a round sets
         monkeypatch.setenv(name, "1")
     with (
         Disk(tmp_path) as disk,
         contextlib.closing(Fence()) as fence,
         contextlib.closing(RoundEvents()) as told,
-        contextlib.closing(EventLog(disk.path / contract.EVENTS_FILE, memory=told.path, node="a")) as log,
+        contextlib.closing(EventLog(disk.path / constants.EVENTS_FILE, memory=told.path, node="a")) as log,
     ):
-        path = disk.path / contract.EVENTS_FILE
+        path = disk.path / constants.EVENTS_FILE
         log.write("agent-start")
-        board = Board(disk.path / contract.BOARD_FILE)
+        board = Board(disk.path / constants.BOARD_FILE)
         witness = Witness("a", log, path, fence, told, limits=Limits(max_no_progress=1))
         witness.round_formed(node_rank=0, num_nodes=1, generation=1)
         with path.open("rb") as file:
@@ -204,11 +204,11 @@ def test_event_after_a_torn_one_is_in_memory_too() -> None:
 
 def test_line_of_an_earlier_life_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container its agent had the same pid and its round the same number; a volume keeps its board."""
-    for name in (contract.ENV_ROUND, contract.ENV_MTBF_S):  # which a round sets
+    for name in (constants.ENV_ROUND, constants.ENV_MTBF_S):  # which a round sets
         monkeypatch.setenv(name, "1")
-    path = tmp_path / contract.EVENTS_FILE
+    path = tmp_path / constants.EVENTS_FILE
     worker = Worker(0, os.getpid(), 1, os.getpid(), 7, 0, 0)
-    Board(tmp_path / contract.BOARD_FILE).begin(0, generation=1, step=5000, world_size=1, worker=worker)
+    Board(tmp_path / constants.BOARD_FILE).begin(0, generation=1, step=5000, world_size=1, worker=worker)
     with (
         contextlib.closing(Fence()) as fence,
         contextlib.closing(RoundEvents()) as told,

@@ -17,14 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_resume.faults.course import DONE, Course
-from elastic_resume.faults.fault import Fault
-from elastic_resume.faults.kinds import KINDS
-from elastic_resume.report import story
-from elastic_resume.report.gather import gather
-from elastic_resume.report.story import Story
-from elastic_resume.store.board import Line
+from elastic_resume.report import summary
+from elastic_resume.report.loader import gather
+from elastic_resume.report.summary import Story
+from elastic_resume.snapshot.progress_page import Line
 from elastic_resume.testing import Cluster
+from elastic_resume.testing.fault_runner import DONE, Course
+from elastic_resume.testing.faults import KINDS, Fault
 from tests.test_end_to_end import SCRIPT
 
 pytestmark = pytest.mark.cluster
@@ -119,7 +118,7 @@ def start(cluster: Cluster) -> None:
 
 def told_of(cluster: Cluster) -> Story:
     """What a report tells; the logs of disks that were wiped were handed to others in time."""
-    return story.tell(gather([cluster.run_dir]).events)
+    return summary.tell(gather([cluster.run_dir]).events)
 
 
 def disturb(cluster: Cluster, cases: Sequence[Case]) -> dict[Case, tuple[int, int]]:

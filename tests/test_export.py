@@ -18,14 +18,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import elastic_resume as er
-from elastic_resume import contract
+from elastic_resume import constants
+from elastic_resume.checkpoint import atomic_io, reader
+from elastic_resume.checkpoint.atomic_io import Disk
+from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.cli import main
 from elastic_resume.errors import CorruptError, MachineError, UsageError
-from elastic_resume.store import checkpoint, durable
-from elastic_resume.store.durable import Disk
-from elastic_resume.store.manifest import Manifest, Position
-from elastic_resume.worker import state
-from elastic_resume.worker.export import export
+from elastic_resume.state import state_dict
+from elastic_resume.state.export import export
 from tests import store_samples
 from tests.images import capture
 
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 def save(node_dir: Path, step: int, **tracked: Any) -> Path:
     """Commit a checkpoint of real objects."""
-    flat = state.flatten(tracked)
+    flat = state_dict.flatten(tracked)
     image = capture(flat)
     position = Position(epoch=0, step_in_epoch=step, step=step, samples=step)
     manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton)
@@ -72,7 +72,7 @@ def saved(tmp_path: Path, net: Net) -> Path:
 
 def out(saved: Path, target: Path, **how: Any) -> None:
     """Export with the manifest that lies beside the image."""
-    export(saved, checkpoint.quick_check(saved, None), target, **how)
+    export(saved, reader.quick_check(saved, None), target, **how)
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -153,7 +153,7 @@ def test_a_file_that_exists_is_not_replaced(saved: Path, tmp_path: Path) -> None
 
 def test_corrupt_bytes_are_never_exported(saved: Path, tmp_path: Path) -> None:
     """The digest is checked before a byte is written."""
-    store_samples.flip(saved / contract.STATE_FILE, -5)
+    store_samples.flip(saved / constants.STATE_FILE, -5)
     with pytest.raises(CorruptError, match="digest"):
         out(saved, tmp_path / "m.safetensors")
     assert not (tmp_path / "m.safetensors").exists()
@@ -185,9 +185,9 @@ def test_the_newest_valid_copy_of_a_run_is_taken(
 ) -> None:
     """Which one it was is said, and which ones were not fit."""
     newer = save(saved.parent.parent / "n1", 9, model=Net())
-    store_samples.flip(newer / contract.STATE_FILE, -5)
+    store_samples.flip(newer / constants.STATE_FILE, -5)
     torn = save(saved.parent, 8, model=Net())
-    (torn / contract.STATE_FILE).write_bytes(b"")
+    (torn / constants.STATE_FILE).write_bytes(b"")
     assert main(["export", str(saved.parent.parent), str(tmp_path / "m.pth")]) == 0
     told = capsys.readouterr()
     assert f"model of {saved} (generation 1, step 7," in told.out
@@ -227,9 +227,9 @@ def test_a_directory_is_replaced_in_one_step_or_refused(
     target.parent.mkdir()
     out(saved, target, file_format="dcp")
     before = {path.name: path.read_bytes() for path in target.iterdir()}
-    monkeypatch.setattr(durable, "_exchange", lambda *_: errno.EINVAL)
+    monkeypatch.setattr(atomic_io, "_exchange", lambda *_: errno.EINVAL)
     written: list[Any] = []
-    monkeypatch.setattr("elastic_resume.worker.export.save", lambda *_, **__: written.append(1))
+    monkeypatch.setattr("elastic_resume.state.export.save", lambda *_, **__: written.append(1))
     with pytest.raises(MachineError, match="cannot exchange two names in one step; remove it first"):
         out(saved, target, file_format="dcp", name="optimizer", force=True)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
@@ -242,10 +242,10 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from elastic_resume.store import checkpoint
-from elastic_resume.store.durable import Disk
+from elastic_resume.checkpoint import reader as checkpoint
+from elastic_resume.checkpoint.atomic_io import Disk
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from elastic_resume.worker.export import export
+from elastic_resume.state.export import export
 
 class Doomed(Disk):
     left = 0

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from elastic_resume import contract, failpoints
+from elastic_resume import constants, failpoints
 from elastic_resume.errors import ConfigError
-from elastic_resume.faults.arming import Arming
+from elastic_resume.testing.triggers import Arming
 from tests.test_stub import wait_for
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 def arming(environ: pytest.MonkeyPatch, tmp_path: Path) -> Arming:
     """A laboratory that this process is in, as rank 1 of node n2."""
     made = Arming(tmp_path / "faults")
-    for name, value in {**made.env, "RANK": "1", contract.ENV_NODE_NAME: "n2"}.items():
+    for name, value in {**made.env, "RANK": "1", constants.ENV_NODE_NAME: "n2"}.items():
         environ.setenv(name, value)
     failpoints.arm()
     return made
@@ -81,7 +81,7 @@ def test_an_action_is_done_to_whom_it_concerns(
     assert status_of(lambda: failpoints.hit("other", 19)) == 0
     arming.disarm(mark)
     assert status_of(lambda: failpoints.hit("step", 19)) == 0
-    environ.setenv(contract.ENV_FAILPOINTS, f"step={action}")
+    environ.setenv(constants.ENV_FAILPOINTS, f"step={action}")
     failpoints.arm()
     assert status_of(lambda: failpoints.hit("step", 19)) == status
 
@@ -188,7 +188,7 @@ def test_memory_that_nothing_bounds_is_not_used_up_for_real(
     arming: Arming, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends as the kernel would end it, and says that it was not the kernel."""
-    monkeypatch.setattr("elastic_resume.cluster.memory.Group.used", lambda _: None)
+    monkeypatch.setattr("elastic_resume.schedulers.resources.Group.used", lambda _: None)
     arming.arm("step=out-of-memory:10000000")
     assert status_of(lambda: failpoints.hit("step")) == -signal.SIGKILL
     assert "no control group bounds it" in capfd.readouterr().err
@@ -208,7 +208,7 @@ def test_memory_that_nothing_bounds_is_not_used_up_for_real(
 )
 def test_what_cannot_be_read_is_refused(environ: pytest.MonkeyPatch, text: str) -> None:
     """By name, with what may be written."""
-    environ.setenv(contract.ENV_FAILPOINTS, f"other=kill,{text}")
+    environ.setenv(constants.ENV_FAILPOINTS, f"other=kill,{text}")
     if text == "step=kill;rank":  # an empty condition is none
         failpoints.arm()
         return
@@ -218,7 +218,7 @@ def test_what_cannot_be_read_is_refused(environ: pytest.MonkeyPatch, text: str) 
 
 def test_nothing_armed_costs_nothing(environ: pytest.MonkeyPatch) -> None:
     """No file is looked at, and nothing is remembered."""
-    environ.delenv(contract.ENV_FAULTS_DIR, raising=False)
+    environ.delenv(constants.ENV_FAULTS_DIR, raising=False)
     failpoints.arm()
     environ.setattr(Path, "stat", lambda *_: pytest.fail("a file was looked at"))
     failpoints.hit("step", 3)
@@ -227,9 +227,9 @@ def test_nothing_armed_costs_nothing(environ: pytest.MonkeyPatch) -> None:
 
 def test_every_point_of_the_source_is_known_to_plans() -> None:
     """A phase is named in a plan by a point that exists, and on the right side."""
-    from elastic_resume.faults import kinds  # noqa: PLC0415
+    from elastic_resume.testing import faults  # noqa: PLC0415
 
     package = Path(failpoints.__file__).parent
     text = {path: path.read_text() for path in package.rglob("*.py") if path.parent != package}
-    for point in (*kinds.IN_WORKER, *kinds.IN_AGENT):
+    for point in (*faults.IN_WORKER, *faults.IN_AGENT):
         assert any(f'hit("{point}")' in source for source in text.values()), point

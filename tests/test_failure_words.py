@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic_resume import contract, events
+from elastic_resume import constants, events
 from elastic_resume.agent.round_events import RoundEvents
 from elastic_resume.events import MAX_LINE_BYTES
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = """
 import sys
-from elastic_resume.worker import failure
+from elastic_resume.training import crash_reporting as failure
 failure.from_start()
 failure.from_start()  # as er.resume does after the start did
 {body}
@@ -35,7 +35,7 @@ def die(tmp_path: Path, body: str, **environ: str) -> tuple[str, list[dict[str, 
         subprocess.run(
             [sys.executable, str(script)],
             stderr=output,
-            env={**clean, "RANK": "3", contract.ENV_EVENTS_PATH: str(path), **environ},
+            env={**clean, "RANK": "3", constants.ENV_EVENTS_PATH: str(path), **environ},
             timeout=60,
             check=False,
         )
@@ -78,7 +78,7 @@ def test_one_line_where_an_agent_prints_to_the_same_place(tmp_path: Path, shared
     """A rank whose output goes to a file of its own has the whole traceback there."""
     agent = agent_of(tmp_path / ("log" if shared else "other"))
     with agent:
-        environ = {contract.ENV_AGENT_PID: str(agent.pid), contract.ENV_ROUND: "1"}
+        environ = {constants.ENV_AGENT_PID: str(agent.pid), constants.ENV_ROUND: "1"}
         printed, (event,) = die(tmp_path, "raise ValueError('boom')", **environ)
         agent.kill()
     assert "Traceback" in event["traceback"]
@@ -93,8 +93,8 @@ def test_nothing_is_hidden_that_could_not_be_written(tmp_path: Path) -> None:
     """The disk refuses the event, so the traceback is printed."""
     agent = agent_of(tmp_path / "log")
     with agent:
-        environ = {contract.ENV_AGENT_PID: str(agent.pid), contract.ENV_ROUND: "1"}
-        environ[contract.ENV_EVENTS_PATH] = str(tmp_path / "no such directory" / "events.jsonl")
+        environ = {constants.ENV_AGENT_PID: str(agent.pid), constants.ENV_ROUND: "1"}
+        environ[constants.ENV_EVENTS_PATH] = str(tmp_path / "no such directory" / "events.jsonl")
         printed, _ = die(tmp_path, "raise ValueError('boom')", **environ)
         agent.kill()
     assert printed.endswith("ValueError: boom\n")
@@ -106,7 +106,7 @@ def test_an_exception_is_in_the_agents_memory_though_the_disk_is_full(tmp_path: 
         die(
             tmp_path,
             "raise ValueError('boom')",
-            **{contract.ENV_EVENTS_PATH: "/dev/full", contract.ENV_ROUND_EVENTS: told.path},
+            **{constants.ENV_EVENTS_PATH: "/dev/full", constants.ENV_ROUND_EVENTS: told.path},
         )
         (event,) = told.read()
     assert (event["event"], event["rank"], event["message"]) == ("failure", 3, "boom")
@@ -128,7 +128,10 @@ def test_a_long_traceback_keeps_its_ends_and_fits_a_line(tmp_path: Path) -> None
         ("import nothing_of_that_name", "train.py:6 in <module>"),
         ("compile('def f(:', 'model.py', 'exec')", "model.py:1"),
         ("import json; json.loads('{')", "json/decoder.py"),
-        ("from elastic_resume.policy import failures; failures.judge(7)", "train.py:6 in <module>"),
+        (
+            "from elastic_resume.policy import failure_classification as failures; failures.judge(7)",
+            "train.py:6 in <module>",
+        ),
     ],
 )
 def test_the_frame_is_the_users_own(tmp_path: Path, body: str, frame: str) -> None:

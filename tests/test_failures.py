@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.policy import failures
-from elastic_resume.policy.failures import (
+from elastic_resume.policy import failure_classification
+from elastic_resume.policy.failure_classification import (
     DISK,
     DIVERGENCE,
     EXCEPTION,
@@ -32,7 +32,7 @@ from elastic_resume.policy.failures import (
     lost,
     of_round,
 )
-from elastic_resume.rendezvous.ledger import MAX_KEPT, Ledger, received
+from elastic_resume.rendezvous.core.failure_log import MAX_KEPT, Ledger, received
 
 Events = list[dict[str, Any]]
 NO_STRAIN = Strain()
@@ -331,4 +331,4 @@ def test_any_events_give_failures_that_can_be_sent_and_said(events: Events, stra
     verdict = judge(found)
     assert len(verdict.causes) + len(verdict.cascade) == len(found)
     assert bool(verdict.causes) is bool(found)
-    assert failures.explain(verdict) or not found
+    assert failure_classification.explain(verdict) or not found

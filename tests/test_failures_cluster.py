@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_resume import cli, contract, events
+from elastic_resume import cli, constants, events
 from elastic_resume.testing import Cluster
 from tests.support.housed import MachineCluster
 from tests.test_stub import wait_for
@@ -114,7 +114,7 @@ def test_a_script_at_fault_is_not_started_again_though_the_disk_takes_and_gives_
     with MachineCluster(tmp_path, nodes=1) as cluster:
         cluster.start(tmp_path / "train.py")
         cluster.wait(lambda: "generation 1: node 0 of 1" in cluster.output(0), "its first world")
-        with (cluster.nodes[0].directory / contract.EVENTS_FILE).open("rb") as log:
+        with (cluster.nodes[0].directory / constants.EVENTS_FILE).open("rb") as log:
             os.fsync(log.fileno())  # so that a disk that breaks forgets what memory holds of it
         cluster.fill_disk(0) if disk == "full" else cluster.break_disk(0)
         (tmp_path / "go").touch()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.agent.fence import Fence
+from elastic_resume.agent.workers.lease_page import Fence
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import cli
-from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
-from elastic_resume.rendezvous.record import FORCE_FILE, Record
-from elastic_resume.rendezvous.steps import Memory
+from elastic_resume.rendezvous.core.events import Memory
+from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.net.durable_state import FORCE_FILE, Record
 
 A, B, C = (Incarnation(name, "1", f"{name}:1", candidate=place) for place, name in enumerate("abc"))
 

@@ -10,22 +10,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.policy import health
-from elastic_resume.policy.blame import (
+from elastic_resume.policy import hangs
+from elastic_resume.policy.hangs import (
     BACKWARD,
     COLLECTIVE,
     DATA,
+    LEAST_S,
+    LOOK_S,
     OPTIMIZER,
     Blame,
     Evidence,
     Frame,
+    Judgement,
+    Look,
+    Patience,
     Pending,
+    Pulse,
     blame,
     kind_of,
     sentence,
     users_frame,
 )
-from elastic_resume.policy.health import LEAST_S, LOOK_S, Judgement, Look, Patience, Pulse
 
 AUTO, TWO = Patience(), Patience(2.0)
 
@@ -40,7 +45,7 @@ def pulse_of(looks: Iterable[Look], since_s: float = 0.25) -> Pulse:
     """What comes of these looks, one each ``since_s`` seconds."""
     pulse = None
     for one in looks:
-        pulse = health.observe(pulse, one, since_s)
+        pulse = hangs.observe(pulse, one, since_s)
     assert pulse is not None
     return pulse
 
@@ -53,7 +58,7 @@ def still(seconds: float, step: int = 14, **more: object) -> Pulse:
 
 def hung(patience: Patience, *pulses: Pulse) -> tuple[int, ...]:
     """The local ranks that are judged to be hung."""
-    return health.judge(dict(enumerate(pulses)), patience).hung
+    return hangs.judge(dict(enumerate(pulses)), patience).hung
 
 
 # ---- hung or not ---------------------------------------------------------------------------------------
@@ -90,9 +95,9 @@ def test_a_rank_is_hung_after_its_limit_and_not_where_it_may_take_its_time(
 def test_the_limit_is_ten_times_the_longest_step_of_any_rank_here() -> None:
     """A step of 20 s was seen: 200 s are waited for the next."""
     slow = still(20, step=14)
-    slow = health.observe(slow, look(15), 0.25)
+    slow = hangs.observe(slow, look(15), 0.25)
     assert 19 < slow.longest_s < 21
-    judgement = health.judge({0: slow, 1: still(100)}, AUTO)
+    judgement = hangs.judge({0: slow, 1: still(100)}, AUTO)
     assert judgement.hung == ()
     assert 190 < judgement.limit_s < 210
 
@@ -100,10 +105,10 @@ def test_the_limit_is_ten_times_the_longest_step_of_any_rank_here() -> None:
 def test_the_first_step_and_busy_times_do_not_make_the_limit_longer() -> None:
     """Compilation for ten minutes says nothing of the steps that follow."""
     first = pulse_of([look(10)] * 2400 + [look(11), look(12), look(13), look(14)])
-    busy = health.observe(still(0), look(14, busy=True), 0.25)
+    busy = hangs.observe(still(0), look(14, busy=True), 0.25)
     for _ in range(2400):
-        busy = health.observe(busy, look(14, busy=True), 0.25)
-    busy = health.observe(busy, look(15), 0.25)
+        busy = hangs.observe(busy, look(14, busy=True), 0.25)
+    busy = hangs.observe(busy, look(15), 0.25)
     assert first.longest_s <= 0.25
     assert busy.longest_s <= 0.25
 
@@ -112,16 +117,16 @@ def test_what_the_machine_did_is_no_hang() -> None:
     """The agent was stopped, the machine suspended, the clock set: one look may add one second."""
     pulse = still(10)
     for since_s in (3600.0, -50.0, 1e9):
-        pulse = health.observe(pulse, look(14), since_s)
+        pulse = hangs.observe(pulse, look(14), since_s)
     assert pulse.quiet_s <= 10 + 3 * LOOK_S
     assert hung(AUTO, pulse) == ()
-    moved = health.observe(pulse, look(15), 3600.0)
+    moved = hangs.observe(pulse, look(15), 3600.0)
     assert moved.longest_s < LEAST_S
 
 
 def test_another_process_or_generation_begins_anew() -> None:
     """What an earlier one did says nothing."""
-    pulse = health.observe(still(100), look(14, life=(2,)), 0.25)
+    pulse = hangs.observe(still(100), look(14, life=(2,)), 0.25)
     assert pulse == Pulse(look(14, life=(2,)))
 
 
@@ -131,13 +136,11 @@ def test_who_waited_for_a_busy_rank_is_not_hung_when_that_goes_on() -> None:
     for busy, seconds in ((True, 60), (False, 1.75)):
         for _ in range(round(seconds * 4)):
             looks = {0: look(14), 1: look(14, busy=busy)}
-            pulses = health.together(
-                {rank: health.observe(pulses[rank], looks[rank], 0.25) for rank in pulses}
-            )
-            assert health.judge(pulses, TWO).hung == ()
-    pulses = health.together({rank: health.observe(pulses[rank], look(14), 0.25) for rank in pulses})
-    pulses = health.together({rank: health.observe(pulses[rank], look(14), 0.25) for rank in pulses})
-    assert health.judge(pulses, TWO).hung == (0, 1)
+            pulses = hangs.together({rank: hangs.observe(pulses[rank], looks[rank], 0.25) for rank in pulses})
+            assert hangs.judge(pulses, TWO).hung == ()
+    pulses = hangs.together({rank: hangs.observe(pulses[rank], look(14), 0.25) for rank in pulses})
+    pulses = hangs.together({rank: hangs.observe(pulses[rank], look(14), 0.25) for rank in pulses})
+    assert hangs.judge(pulses, TWO).hung == (0, 1)
     assert {pulse.longest_s for pulse in pulses.values()} == {still(0).longest_s}
 
 
@@ -145,17 +148,17 @@ def test_the_end_of_what_kept_a_rank_busy_begins_its_time_anew() -> None:
     """The beat moves with it, and the step does not."""
     pulse = still(1)
     for _ in range(40):
-        pulse = health.observe(pulse, look(14, busy=True), 0.25)
-    pulse = health.observe(pulse, look(14, beat=99), 0.25)
+        pulse = hangs.observe(pulse, look(14, busy=True), 0.25)
+    pulse = hangs.observe(pulse, look(14, beat=99), 0.25)
     assert (pulse.quiet_s, hung(TWO, pulse)) == (0.0, ())
 
 
 def test_those_that_stand_with_the_hung_are_involved_and_those_that_go_on_are_not() -> None:
     """All stop within a step of the first."""
     pulses = {0: still(2), 1: still(1.75), 2: still(0.25), 3: still(60, beat=0)}
-    judgement = health.judge(pulses, TWO)
+    judgement = hangs.judge(pulses, TWO)
     assert judgement.hung == (0,)
-    assert health.involved(pulses, judgement) == (0, 1, 3)
+    assert hangs.involved(pulses, judgement) == (0, 1, 3)
 
 
 @given(
@@ -181,10 +184,10 @@ def test_nobody_is_hung_that_was_not_seen_to_stand_still_for_the_limit(
             now = replace(now, beat=0)
         elif move == "busy":
             now = replace(now, busy=not now.busy, beat=now.beat and now.beat + 1)
-        pulse = health.observe(pulse, now, since_s)
+        pulse = hangs.observe(pulse, now, since_s)
         may_count = move in {"wait", "freeze"} and not now.busy and now.beat
         seen_s = seen_s + min(since_s, LOOK_S) if may_count else 0.0
-        judgement = health.judge({0: pulse}, patience)
+        judgement = hangs.judge({0: pulse}, patience)
         if judgement.hung:
             assert seen_s + 1e-6 >= judgement.limit_s >= min(LEAST_S, patience.threshold_s or LEAST_S)
             assert pulse.steps >= patience.calibration_steps
@@ -334,7 +337,7 @@ def test_it_is_said_in_one_sentence() -> None:
         (IN_OPTIMIZER, OPTIMIZER),
         ((MAIN, *IN_BACKWARD), ""),  # the user's own hook within backward()
         ((), ""),
-        ((Frame("/x/elastic_resume/worker/world.py", 80, "gather"), MAIN), COLLECTIVE),
+        ((Frame("/x/elastic_resume/restore/collectives.py", 80, "gather"), MAIN), COLLECTIVE),
     ],
 )
 def test_the_innermost_frames_tell_what_a_rank_does(frames: tuple[Frame, ...], kind: str) -> None:
@@ -380,8 +383,8 @@ def test_each_rank_that_stands_is_suspect_or_victim_and_none_is_both(
 
 def test_a_judgement_tells_how_long_nobody_can_be_hung() -> None:
     """So the next look may wait."""
-    assert health.judge({0: still(1.5)}, TWO) == Judgement((), 2.0, 0.5)
-    assert health.judge({}, TWO) == Judgement((), 2.0, 2.0)
+    assert hangs.judge({0: still(1.5)}, TWO) == Judgement((), 2.0, 0.5)
+    assert hangs.judge({}, TWO) == Judgement((), 2.0, 2.0)
 
 
 def test_those_that_wait_for_another_node_are_left_alone_for_longer() -> None:

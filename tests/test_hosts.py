@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.faults.hosts import INTERFACE, Namespaces, available
 from elastic_resume.testing import Cluster
+from elastic_resume.testing.virtual_network import INTERFACE, Namespaces, available
 
 pytestmark = pytest.mark.cluster
 
@@ -37,7 +37,7 @@ with socket.socket(socket.AF_INET, int(sys.argv[2])) as made, socket.socket(file
 """
 OWNER = """
 import ctypes, signal, subprocess, sys
-from elastic_resume.faults.hosts import Namespaces
+from elastic_resume.testing.virtual_network import Namespaces
 hosts = Namespaces(2)
 die = lambda: ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
 bound = subprocess.Popen(hosts.command(0, ["sleep", "600"]), preexec_fn=die)
@@ -418,7 +418,7 @@ def test_without_its_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 def test_without_capabilities_it_says_which() -> None:
     """Root whose capabilities were taken away, as in a container."""
-    script = "from elastic_resume.faults.hosts import available; print(available())"
+    script = "from elastic_resume.testing.virtual_network import available; print(available())"
     bare = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", script]
     said = subprocess.run(bare, capture_output=True, text=True, check=True).stdout
     assert "CAP_NET_ADMIN" in said

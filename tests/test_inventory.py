@@ -8,7 +8,11 @@ from typing import NoReturn
 
 import pytest
 
-from elastic_resume import contract, events
+from elastic_resume import constants, events
+from elastic_resume.checkpoint import node_dir, reader
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.node_dir import LIFE_FILE
+from elastic_resume.checkpoint.reader import name_of
 from elastic_resume.config import Settings
 from elastic_resume.errors import (
     CheckpointError,
@@ -20,18 +24,14 @@ from elastic_resume.errors import (
     UnreadableError,
 )
 from elastic_resume.events import EventLog
-from elastic_resume.policy import source
-from elastic_resume.policy.source import Inventory
-from elastic_resume.store import checkpoint, committed
-from elastic_resume.store.board import Board
-from elastic_resume.store.catalog import Catalog
-from elastic_resume.store.checkpoint import name_of
-from elastic_resume.store.life import LIFE_FILE
-from elastic_resume.worker import resume
-from elastic_resume.worker.inventory import from_json, take_stock, to_json
-from elastic_resume.worker.loading import Attempt
-from elastic_resume.worker.place import Place
-from elastic_resume.worker.world import World
+from elastic_resume.policy import resume_plan
+from elastic_resume.policy.resume_plan import Inventory
+from elastic_resume.restore import coordinator
+from elastic_resume.restore.attempt import Attempt
+from elastic_resume.restore.collectives import World
+from elastic_resume.restore.inventory import from_json, take_stock, to_json
+from elastic_resume.restore.rank_context import Place
+from elastic_resume.snapshot.progress_page import Board
 from tests import ranks
 from tests.store_samples import RUN, flip, save
 
@@ -53,23 +53,23 @@ def place_at(node: Path, mode: str = "auto") -> Place:
     settings = Settings.for_worker(
         {}, "train.py", ckpt_dir=node.parent.parent, run_id=RUN, node_name="a", resume=mode
     )
-    return Place(World(0, 1, None), settings, EventLog(node / contract.EVENTS_FILE, node="a"))
+    return Place(World(0, 1, None), settings, EventLog(node / constants.EVENTS_FILE, node="a"))
 
 
 def stock_of(node: Path, mode: str = "auto", generation: int = 1) -> Inventory:
     """What that node tells the others."""
-    return take_stock(place_at(node, mode), Board(node / contract.BOARD_FILE), generation)
+    return take_stock(place_at(node, mode), Board(node / constants.BOARD_FILE), generation)
 
 
 def told(node: Path, kind: str) -> list[events.Event]:
     """The events of one kind."""
-    return [event for event in events.read(node / contract.EVENTS_FILE) if event["event"] == kind]
+    return [event for event in events.read(node / constants.EVENTS_FILE) if event["event"] == kind]
 
 
 def test_an_inventory_is_read_back_by_other_ranks(node: Path) -> None:
     """Copies, refused ones with their kind, and the notes."""
-    (node / name_of(1, 2) / contract.MANIFEST_FILE).write_text(NEWER)
-    committed.note(node, 1)
+    (node / name_of(1, 2) / constants.MANIFEST_FILE).write_text(NEWER)
+    node_dir.record_committed_generation(node, 1)
     stock = stock_of(node)
     assert (stock.committed, [r.kind for r in stock.rejected]) == (1, ["newer"])
     assert from_json(to_json(stock)) == stock
@@ -77,7 +77,7 @@ def test_an_inventory_is_read_back_by_other_ranks(node: Path) -> None:
 
 def test_damage_goes_to_quarantine_and_is_told(node: Path) -> None:
     """A file is missing: nobody can ever load it."""
-    (node / name_of(1, 2) / contract.STATE_FILE).unlink()
+    (node / name_of(1, 2) / constants.STATE_FILE).unlink()
     stock = stock_of(node)
     assert [copy.step for copy in stock.copies] == [1]
     assert [(r.name, r.kind) for r in stock.rejected] == [(name_of(1, 2), "aside")]
@@ -86,13 +86,13 @@ def test_damage_goes_to_quarantine_and_is_told(node: Path) -> None:
 
 def test_a_newer_format_stops_the_job_and_changes_nothing(node: Path) -> None:
     """It stays where it is, and the older copy is not taken in its place."""
-    (node / name_of(1, 2) / contract.MANIFEST_FILE).write_text(NEWER)
+    (node / name_of(1, 2) / constants.MANIFEST_FILE).write_text(NEWER)
     stock = stock_of(node)
     with pytest.raises(NoValidCheckpointError, match=r"format 2.*Upgrade"):
-        source.choose([stock], "auto")
-    assert (node / name_of(1, 2) / contract.MANIFEST_FILE).read_text() == NEWER
-    assert not (node / contract.QUARANTINE_DIR).exists()
-    assert source.choose([stock_of(node, "never")], "never").kind == "cold"
+        resume_plan.choose([stock], "auto")
+    assert (node / name_of(1, 2) / constants.MANIFEST_FILE).read_text() == NEWER
+    assert not (node / constants.QUARANTINE_DIR).exists()
+    assert resume_plan.choose([stock_of(node, "never")], "never").kind == "cold"
 
 
 def test_another_runs_directory_is_told_and_left_alone(node: Path) -> None:
@@ -100,7 +100,7 @@ def test_another_runs_directory_is_told_and_left_alone(node: Path) -> None:
     other = Path(f"{node}-other")
     other.mkdir()
     save(other, 1, 8).rename(node / name_of(1, 9))
-    plan = source.choose([stock_of(node)], "auto")
+    plan = resume_plan.choose([stock_of(node)], "auto")
     assert plan.step == 2
     assert [(r.name, r.kind) for r in plan.rejected] == [(name_of(1, 9), "foreign")]
     assert (node / name_of(1, 9)).is_dir()
@@ -120,9 +120,9 @@ def test_a_copy_that_cannot_be_read_now_stays_and_is_told(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", fail)
-        plan = source.choose([stock_of(node)], "auto")
+        plan = resume_plan.choose([stock_of(node)], "auto")
     assert (plan.step, [r.kind for r in plan.rejected]) == (1, ["unreadable"])
-    assert source.choose([stock_of(node)], "auto").step == 2
+    assert resume_plan.choose([stock_of(node)], "auto").step == 2
 
 
 def test_a_link_is_offered_and_a_dead_one_is_told(node: Path) -> None:
@@ -131,9 +131,9 @@ def test_a_link_is_offered_and_a_dead_one_is_told(node: Path) -> None:
     (node / name_of(1, 2)).rename(kept)
     link = node / name_of(1, 2)
     link.symlink_to(kept)
-    assert source.choose([stock_of(node)], "auto").step == 2
+    assert resume_plan.choose([stock_of(node)], "auto").step == 2
     kept.rename(f"{node}-unmounted")
-    plan = source.choose([stock_of(node)], "auto")
+    plan = resume_plan.choose([stock_of(node)], "auto")
     assert (plan.step, [r.kind for r in plan.rejected]) == (1, ["unreadable"])
     assert link.is_symlink()
 
@@ -147,7 +147,7 @@ def test_a_damaged_copy_behind_a_link_is_not_moved(node: Path) -> None:
     aside = Path(f"{node}-kept")
     (node / name_of(1, 2)).rename(aside)
     (node / name_of(1, 2)).symlink_to(aside)
-    (aside / contract.STATE_FILE).unlink()
+    (aside / constants.STATE_FILE).unlink()
     assert [r.kind for r in stock_of(node).rejected] == ["torn"]
     assert (node / name_of(1, 2)).is_symlink()
 
@@ -156,7 +156,7 @@ def test_a_damaged_note_of_the_start_stops_only_those_who_need_it(node: Path) ->
     """Auto and must do not ask which copies are older than this start."""
     (node / LIFE_FILE).write_text("")
     for mode in ("auto", "must"):
-        assert source.choose([stock_of(node, mode)], mode).step == 2
+        assert resume_plan.choose([stock_of(node, mode)], mode).step == 2
     with pytest.raises(RecordError, match=r"life\.json"):
         stock_of(node, "never")
 
@@ -166,9 +166,9 @@ def test_a_damaged_board_is_told_once_and_costs_only_the_count_of_lost_steps(
     node: Path, damage: bytes
 ) -> None:
     """The generation follows from generation.json and the copies, never from the board."""
-    (node / contract.BOARD_FILE).write_bytes(damage)
+    (node / constants.BOARD_FILE).write_bytes(damage)
     for _ in range(2):
-        plan = source.choose([stock_of(node)], "auto")
+        plan = resume_plan.choose([stock_of(node)], "auto")
         assert (plan.generation, plan.step, plan.lost_steps) == (2, 2, 0)
     (event,) = told(node, "board-ignored")
     assert "is damaged" in event["reason"]
@@ -176,17 +176,17 @@ def test_a_damaged_board_is_told_once_and_costs_only_the_count_of_lost_steps(
 
 def test_steps_that_were_finished_and_never_saved_are_counted_as_lost(node: Path) -> None:
     """The board is what tells a cold start that is none of the job's first ones."""
-    Board(node / contract.BOARD_FILE).begin(0, generation=1, step=37, world_size=1)
-    assert source.choose([stock_of(node)], "auto").lost_steps == 35
+    Board(node / constants.BOARD_FILE).begin(0, generation=1, step=37, world_size=1)
+    assert resume_plan.choose([stock_of(node)], "auto").lost_steps == 35
 
 
 def test_a_node_whose_checkpoints_were_removed_says_so(node: Path) -> None:
     """All else is still there: not a new node."""
-    committed.note(node, 1)
+    node_dir.record_committed_generation(node, 1)
     for entry in Catalog(node, RUN).entries():
         entry.path.rename(f"{node}-{entry.step}")
     with pytest.raises(NoValidCheckpointError, match="had checkpoints of this job"):
-        source.choose([stock_of(node)], "auto")
+        resume_plan.choose([stock_of(node)], "auto")
 
 
 @pytest.mark.cluster
@@ -197,7 +197,7 @@ def test_a_job_meets_a_newer_format_with_one_line_and_leaves_all_as_it_was(tmp_p
     assert [done.returncode for done in ranks.run(2, probe, "plain", "4", env=env)] == [0, 0]
     nodes = [tmp_path / "probe" / name for name in ("n0", "n1")]
     newest = Catalog(nodes[1], "probe").valid()[0].path
-    (newest / contract.MANIFEST_FILE).write_text(NEWER)
+    (newest / constants.MANIFEST_FILE).write_text(NEWER)
     before = [sorted(path.name for path in node.rglob("*")) for node in nodes]
     for done in ranks.run(2, probe, "plain", "6", env=env):
         assert done.returncode == 1
@@ -206,7 +206,7 @@ def test_a_job_meets_a_newer_format_with_one_line_and_leaves_all_as_it_was(tmp_p
         assert "Upgrade elastic_resume on every node" in said[0]
         assert "Traceback" not in done.stderr
     assert [sorted(path.name for path in node.rglob("*")) for node in nodes] == before
-    assert (newest / contract.MANIFEST_FILE).read_text() == NEWER
+    assert (newest / constants.MANIFEST_FILE).read_text() == NEWER
 
 
 # ---- what proves bad only when it is read as a whole -----------------------------------------------------
@@ -224,10 +224,10 @@ def test_only_proven_damage_is_moved_when_a_copy_fails_to_load(
         raise error("as told")
 
     place, stock = place_at(node), [stock_of(node)]
-    plan = source.choose(stock, "auto")
-    monkeypatch.setattr(checkpoint, "map_unverified", fail)
-    failures = resume._attempt(place, Attempt(place, plan), {})
-    again = source.choose(resume._set_aside(place, plan, stock, failures), "auto")
+    plan = resume_plan.choose(stock, "auto")
+    monkeypatch.setattr(reader, "map_unverified", fail)
+    failures = coordinator._attempt(place, Attempt(place, plan), {})
+    again = resume_plan.choose(coordinator._set_aside(place, plan, stock, failures), "auto")
     assert (again.step, len(again.rejected)) == (1, 1)
     assert "as told" in again.rejected[0].reason
     assert (node / name_of(1, 2)).exists() is not moved
@@ -235,25 +235,25 @@ def test_only_proven_damage_is_moved_when_a_copy_fails_to_load(
 
 def test_a_flipped_bit_is_found_before_anything_is_loaded(node: Path) -> None:
     """The quick look does not see it."""
-    flip(node / name_of(1, 2) / contract.STATE_FILE, -1)
+    flip(node / name_of(1, 2) / constants.STATE_FILE, -1)
     place, stock = place_at(node), [stock_of(node)]
-    plan = source.choose(stock, "auto")
-    failures = resume._attempt(place, Attempt(place, plan), {})
+    plan = resume_plan.choose(stock, "auto")
+    failures = coordinator._attempt(place, Attempt(place, plan), {})
     assert failures["a"][0] == CorruptError.kind
-    resume._set_aside(place, plan, stock, failures)
+    coordinator._set_aside(place, plan, stock, failures)
     assert not (node / name_of(1, 2)).exists()
 
 
 def test_a_copy_that_turns_out_to_be_of_a_newer_format_stops_the_job(node: Path) -> None:
     """Found at the second look: still no older copy in its place."""
     stock = [stock_of(node)]
-    plan = source.choose(stock, "auto")
-    (node / name_of(1, 2) / contract.MANIFEST_FILE).write_text(NEWER)
+    plan = resume_plan.choose(stock, "auto")
+    (node / name_of(1, 2) / constants.MANIFEST_FILE).write_text(NEWER)
     place = place_at(node)
-    failures = resume._attempt(place, Attempt(place, plan), {})
+    failures = coordinator._attempt(place, Attempt(place, plan), {})
     assert failures["a"][0] == NewerFormatError.kind
     with pytest.raises(NoValidCheckpointError, match="Upgrade"):
-        source.choose(resume._set_aside(place, plan, stock, failures), "auto")
+        resume_plan.choose(coordinator._set_aside(place, plan, stock, failures), "auto")
     assert (node / name_of(1, 2)).exists()
 
 

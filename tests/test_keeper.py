@@ -18,19 +18,19 @@ from typing import Any
 
 import pytest
 
+from elastic_resume.checkpoint.atomic_io import Disk
+from elastic_resume.checkpoint.layout import Layout, TensorSpec
+from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.checkpoint.reader import deep_check, name_of
+from elastic_resume.checkpoint.writer import Terms
 from elastic_resume.errors import MachineError
-from elastic_resume.store import keeper as keepers
-from elastic_resume.store import note, slots
-from elastic_resume.store.checkpoint import deep_check, name_of
-from elastic_resume.store.durable import Disk
-from elastic_resume.store.handing import MAX_LINE, Desk, Line
-from elastic_resume.store.keeper import Keeper
-from elastic_resume.store.layout import Layout, TensorSpec
-from elastic_resume.store.manifest import Position
-from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.store.rack import Rack
-from elastic_resume.store.shelf import Terms
-from elastic_resume.store.slots import Control, Slot, mark_of
+from elastic_resume.snapshot import committer as keepers
+from elastic_resume.snapshot import slots
+from elastic_resume.snapshot.committer import Keeper
+from elastic_resume.snapshot.ipc import MAX_LINE, Desk, Line
+from elastic_resume.snapshot.slot_pool import Rack
+from elastic_resume.snapshot.slots import Control, Slot, mark_of
 
 LAYOUT = Layout.build([TensorSpec("model/w", "U8", (100_000,))])
 NEEDED = slots.room_for(LAYOUT.total_bytes, 1000, 1000)
@@ -108,9 +108,9 @@ def snapshot(slot: Slot, step: int, *, generation: int = 1, want: bool = False, 
         "follows_rank0": [], "state": {"model": {"w": {"$": "tensor", "name": "model/w", "kind": "tensor"}}},
     }  # fmt: skip
     position = Position(0, step, step, step)
-    dynamic = note.moving(generation, position, time.time(), {})
+    dynamic = slots.moving(generation, position, time.time(), {})
     slot.record.set("target", 0)
-    slot.describe(LAYOUT.header, LAYOUT.total_bytes, note.to_bytes(static), note.to_bytes(dynamic), 7)
+    slot.describe(LAYOUT.header, LAYOUT.total_bytes, slots.to_bytes(static), slots.to_bytes(dynamic), 7)
     start = len(LAYOUT.header)
     slot.memory[start : LAYOUT.total_bytes] = bytes([step % 256]) * 100_000
     slot.record.set("parts", parts)
@@ -415,10 +415,10 @@ def test_a_log_that_cannot_be_written_ends_no_checkpoints(setting: Setting) -> N
 KEEPER = """
 import resource, sys
 from pathlib import Path
-from elastic_resume.store.handing import Desk
-from elastic_resume.store.keeper import Keeper
-from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.store.rack import Rack
+from elastic_resume.snapshot.ipc import Desk
+from elastic_resume.snapshot.committer import Keeper
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.snapshot.slot_pool import Rack
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
     rack = Rack(1 << 24, say=lambda _: None)

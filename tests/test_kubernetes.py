@@ -6,15 +6,15 @@ import argparse
 
 import pytest
 
-from elastic_resume import contract
-from elastic_resume.agent import preflight
-from elastic_resume.cluster import kubernetes
+from elastic_resume import constants
+from elastic_resume.agent import validation
 from elastic_resume.errors import ConfigError
+from elastic_resume.schedulers import kubernetes
 
 
 def test_how_long_a_pod_may_take_to_end_is_read_or_not_known() -> None:
     """In seconds, as terminationGracePeriodSeconds."""
-    assert kubernetes.termination_grace_s({contract.ENV_TERMINATION_GRACE_S: "120"}) == 120
+    assert kubernetes.termination_grace_s({constants.ENV_TERMINATION_GRACE_S: "120"}) == 120
     assert kubernetes.termination_grace_s({}) is None
 
 
@@ -22,23 +22,23 @@ def test_how_long_a_pod_may_take_to_end_is_read_or_not_known() -> None:
     ("flag", "environ", "seconds"),
     [
         (None, {}, None),
-        (None, {contract.ENV_TERMINATION_GRACE_S: "120"}, 60),
-        ("7", {contract.ENV_TERMINATION_GRACE_S: "120"}, 7),
-        (None, {contract.ENV_TERMINATION_GRACE_S: "120", contract.ENV_GRACE_S: "9"}, 9),
+        (None, {constants.ENV_TERMINATION_GRACE_S: "120"}, 60),
+        ("7", {constants.ENV_TERMINATION_GRACE_S: "120"}, 7),
+        (None, {constants.ENV_TERMINATION_GRACE_S: "120", constants.ENV_GRACE_S: "9"}, 9),
     ],
 )
 def test_workers_get_half_of_it_unless_somebody_says_otherwise(
     flag: str | None, environ: dict[str, str], seconds: float | None
 ) -> None:
     """The other half is for the commit. What a user set in the environment stays."""
-    assert preflight.grace_s(argparse.Namespace(grace=flag), environ) == seconds
+    assert validation.grace_s(argparse.Namespace(grace=flag), environ) == seconds
 
 
 @pytest.mark.parametrize("text", ["2 min", "nan", "-1", "inf"])
 def test_a_wrong_grace_is_named(text: str) -> None:
     """And what it holds is shown."""
-    with pytest.raises(ConfigError, match=f"{contract.ENV_TERMINATION_GRACE_S} .*is '{text}'"):
-        kubernetes.termination_grace_s({contract.ENV_TERMINATION_GRACE_S: text})
+    with pytest.raises(ConfigError, match=f"{constants.ENV_TERMINATION_GRACE_S} .*is '{text}'"):
+        kubernetes.termination_grace_s({constants.ENV_TERMINATION_GRACE_S: text})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.faults.hosts import Namespaces
+from elastic_resume.testing.virtual_network import Namespaces
 
 pytestmark = pytest.mark.slow
 

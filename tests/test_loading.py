@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_resume import contract
+from elastic_resume import constants
+from elastic_resume.checkpoint import reader
 from elastic_resume.errors import CorruptError
-from elastic_resume.store import checkpoint
-from elastic_resume.worker.arriving import FAILED, Arriving, Copies, PeerFailedError, Private, Task
+from elastic_resume.restore.transfer import FAILED, Arriving, Copies, PeerFailedError, Private, Task
 from tests import ranks
 from tests.store_samples import RUN, flip, image, save
 
@@ -98,7 +98,7 @@ def test_a_bad_block_met_in_mid_transfer_costs_only_another_plan(tmp_path: Path,
         assert (told["values"], told["buffer"]) == ([9.0], 101.0)
         assert told["held"] == ([1, 9] if slots else None)
     aside = [path.name for path in (tmp_path / "a" / "job" / "a" / "quarantine").iterdir()]
-    assert checkpoint.name_of(1, 9) in aside
+    assert reader.name_of(1, 9) in aside
 
 
 @pytest.mark.cluster
@@ -137,7 +137,7 @@ def test_a_copy_that_is_outvoted_is_set_aside_where_the_majority_counts(tmp_path
     for told in resumed(tmp_path / "stop", ["a", "b", "c"], wanted):
         assert "rank 0 against rank 1, 2" in told["error"]
         assert "--on-divergence resume-from-majority" in told["error"]
-    majority = {contract.ENV_ON_DIVERGENCE: "resume-from-majority"}
+    majority = {constants.ENV_ON_DIVERGENCE: "resume-from-majority"}
     for told in resumed(tmp_path / "go", ["a", "b", "c"], wanted, **majority):
         assert (told["source_node"], told["lacking"], told["values"]) == ("b", ["a"], [9.0])
         assert [(one["node"], "most nodes" in one["reason"]) for one in told["rejected"]] == [("a", True)]
@@ -148,7 +148,7 @@ def test_a_copy_that_is_outvoted_is_set_aside_where_the_majority_counts(tmp_path
 def test_the_sources_values_count_where_replicas_are_not_to_be_compared(tmp_path: Path) -> None:
     """Nodes that round differently never hold the same: the others receive, and nothing is called corrupt."""
     wanted = {"a": {"disk": [[2, 9]], "value": 7.0}, "b": {"disk": [[2, 9]]}}
-    for told in resumed(tmp_path, ["a", "b"], wanted, **{contract.ENV_CHECK_REPLICAS: "off"}):
+    for told in resumed(tmp_path, ["a", "b"], wanted, **{constants.ENV_CHECK_REPLICAS: "off"}):
         assert (told["source_node"], told["lacking"], told["values"]) == ("a", ["b"], [7.0])
         assert told["disk"] == [[2, 9]]
 
@@ -220,19 +220,19 @@ def test_a_read_tells_how_far_it_is_and_stops_at_the_first_bad_block(tmp_path: P
     """What was told to have arrived is right; a caller that wants no more is heeded."""
     before = set(threading.enumerate())
     path = save(tmp_path, 1, 1)
-    found = checkpoint.quick_check(path, RUN)
+    found = reader.quick_check(path, RUN)
     told: list[int] = []
     into = memoryview(bytearray(found.file_bytes))
-    checkpoint.read_image(path, found, into, told.append)
+    reader.read_image(path, found, into, told.append)
     assert told == [*range(2048, found.file_bytes, 2048), found.file_bytes]
     assert into == image(1)
     flip(path / "state.safetensors", 4 * 2048)
     told.clear()
     with pytest.raises(CorruptError, match="bytes 8192 to 8977"):
-        checkpoint.read_image(path, found, into, told.append)
+        reader.read_image(path, found, into, told.append)
     assert told == [2048, 4096, 6144, 8192]
     stopped = Arriving(into, Private())
     stopped.stop()
     with pytest.raises(PeerFailedError):
-        checkpoint.read_image(path, found, into, stopped.advance)
+        reader.read_image(path, found, into, stopped.advance)
     assert set(threading.enumerate()) <= before

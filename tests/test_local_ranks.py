@@ -16,9 +16,9 @@ TRAIN = """
 import json, sys, time, torch
 import elastic_resume as er
 from elastic_resume import failpoints
-from elastic_resume.store.layout import Layout
+from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.worker import saver, sheet, snapshot, state
-from elastic_resume.worker.image import Image
+from elastic_resume.state.tensor_buffer import Image
 sheet.SPLIT_BYTES = 0
 snapshot.PATIENCE_S = saver.PATIENCE_S = 60  # longer than a rank may stand still
 torch.manual_seed(1)

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_resume.cluster.memory import Group
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.faults import ending
-from elastic_resume.faults.hosts import available
+from elastic_resume.schedulers.resources import Group
+from elastic_resume.testing import fork_server
+from elastic_resume.testing.virtual_network import available
 from tests.stations import until
 from tests.support.housed import Housed
 from tests.support.machines import DISKS, MB, Machines
@@ -223,7 +223,7 @@ def test_when_the_owner_is_killed_its_machines_end() -> None:
         assert [group.is_dir() for group in groups] == [True] * 3
         owner.kill()
         for each in inside:
-            ending.wait_for(each)
+            fork_server.wait_for(each)
     for each in inside:
         with contextlib.suppress(psutil.NoSuchProcess):
             assert each.status() == psutil.STATUS_ZOMBIE

@@ -15,9 +15,9 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_resume import contract
+from elastic_resume import constants
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.tally import KINDS
+from elastic_resume.policy.incidents import KINDS
 from elastic_resume.report import metrics
 from tests.test_status import said
 
@@ -132,7 +132,7 @@ def test_metrics_flag_invalid_or_without_prometheus_client_is_refused(
     """The address is loopback unless one is given."""
     assert metrics.listening(None, {}) is None
     assert metrics.listening("9400", {}) == ("127.0.0.1", 9400)
-    assert metrics.listening(None, {contract.ENV_METRICS: "[::1]:0"}) == ("::1", 0)
+    assert metrics.listening(None, {constants.ENV_METRICS: "[::1]:0"}) == ("::1", 0)
     assert metrics.listening("0.0.0.0:80", {}) == ("0.0.0.0", 80)  # noqa: S104
     for text in ("x", "localhost:80", "1.2.3:80", "70000", ":", "-1", "80:80:80:80:1", "train.py"):
         with pytest.raises(ConfigError, match=r"--metrics is .*write PORT \(of 127\.0\.0\.1\)"):

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.agent import scheduled
-from elastic_resume.cluster import node
-from elastic_resume.cluster.shared import SharedDir
+from elastic_resume.agent import options
 from elastic_resume.errors import ConfigError
-from elastic_resume.rendezvous.token import read_token
+from elastic_resume.rendezvous.net.protocol import read_token
+from elastic_resume.schedulers import environment
+from elastic_resume.schedulers.shared_dir import SharedDir
 
 STEP = {
     "SLURM_JOB_ID": "1234567",
@@ -68,7 +68,7 @@ TRAINER = {
 
 def test_a_slurm_step_tells_all_that_a_start_needs() -> None:
     """The step's nodes, which may be fewer than the job's; a run id that stays over requeues."""
-    here = node.read(STEP)
+    here = environment.read(STEP)
     assert (here.scheduler, here.name, here.job) == ("slurm", "gpu08", "slurm-1234567")
     assert (here.order, here.nodes, here.workers, here.restarts) == (1, 4, 8, 2)
     assert here.peers == ("gpu07", "gpu08", "gpu09", "gpu11")
@@ -76,24 +76,24 @@ def test_a_slurm_step_tells_all_that_a_start_needs() -> None:
     assert (here.launch, here.requeue, here.deadline) == ("slurm 1234567 2", "1234567", 1900000000)
     assert here.problems == ()
     assert here.sources["nodes"] == "SLURM_STEP_NUM_NODES"
-    assert node.read({**STEP, "SLURM_RESTART_COUNT": ""}).job == here.job
+    assert environment.read({**STEP, "SLURM_RESTART_COUNT": ""}).job == here.job
     # Two steps of a job do not meet, nor do they meet the next jobs'.
     steps = [
         {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(77, 87) for step in range(9)
     ]
-    assert len({node.read({**STEP, **one}).candidates for one in steps}) == len(steps)
+    assert len({environment.read({**STEP, **one}).candidates for one in steps}) == len(steps)
 
 
 def test_an_array_element_is_a_job_of_its_own() -> None:
     """Its job id may be the whole array's; requeueing that takes the siblings along."""
-    here = node.read(ELEMENT)
+    here = environment.read(ELEMENT)
     assert (here.job, here.requeue, here.nodes, here.candidates) == ("slurm-77_1", "77_1", 1, ("n2:20077",))
     assert here.launch == "slurm 77_1 0"
 
 
 def test_a_pod_of_an_indexed_job_knows_its_peers_by_name() -> None:
     """And keeps its own name, whatever the pod is called this time."""
-    here = node.read({**POD, "POD_NAME": "train-2-x7gq1"})
+    here = environment.read({**POD, "POD_NAME": "train-2-x7gq1"})
     assert (here.scheduler, here.name, here.job, here.order) == ("kubernetes", "train-2", "train", 2)
     assert (here.nodes, here.min_nodes, here.address) == (4, 2, "10.1.2.3")
     assert here.candidates[0].startswith("train-0.peers.ml.svc")
@@ -102,7 +102,7 @@ def test_a_pod_of_an_indexed_job_knows_its_peers_by_name() -> None:
 
 def test_a_trainers_variables_name_where_all_meet() -> None:
     """Kubeflow's operators set them for torchrun's static rendezvous."""
-    here = node.read(TRAINER)
+    here = environment.read(TRAINER)
     assert (here.scheduler, here.order, here.nodes) == ("pet", 1, 3)
     assert here.candidates == ("job-node-0-0.job:29500",)
 
@@ -123,12 +123,12 @@ def test_what_a_start_cannot_rely_on_is_a_problem_that_says_what_to_do(
     environ: dict[str, str], told: str
 ) -> None:
     """Reading never fails: a start that was given flags does not care."""
-    assert told in " ".join(node.read(environ).problems)
+    assert told in " ".join(environment.read(environ).problems)
 
 
 NAMES = sorted({
     variable
-    for concepts in node.SCHEDULERS.values()
+    for concepts in environment.SCHEDULERS.values()
     for variables in concepts.values()
     for variable in variables
 } | {"SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"})  # fmt: skip
@@ -137,19 +137,19 @@ NAMES = sorted({
 @given(st.dictionaries(st.sampled_from(NAMES), st.text(max_size=12) | st.sampled_from(["1", "3"])))
 def test_no_environment_makes_reading_fail(environ: dict[str, str]) -> None:
     """And what comes back can be used: safe names, at least one node."""
-    here = node.read(environ)
+    here = environment.read(environ)
     assert here.nodes >= 1
-    assert node.safe_name(here.name, "") == here.name
-    assert here.job == node.safe_name(here.job, "")
-    assert len(here.candidates) <= node.CANDIDATES
+    assert environment.safe_name(here.name, "") == here.name
+    assert here.job == environment.safe_name(here.job, "")
+    assert len(here.candidates) <= environment.CANDIDATES
 
 
 # ---- filling in ----------------------------------------------------------------------------------------
 
 
 def start(
-    here: node.Node, *given: str, **values: str | bool
-) -> tuple[argparse.Namespace, scheduled.Scheduled]:
+    here: environment.Node, *given: str, **values: str | bool
+) -> tuple[argparse.Namespace, options.Scheduled]:
     """What flags come to where these are given."""
     args = argparse.Namespace(
         nnodes="1:1",
@@ -162,24 +162,24 @@ def start(
         rdzv_token_file=None,
     )
     vars(args).update(values)
-    return args, scheduled.fill(args, {*given, *values}, here)
+    return args, options.fill(args, {*given, *values}, here)
 
 
 def test_without_flags_all_comes_from_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm: nodes, place, workers, and a secret in the directory of the submission."""
     monkeypatch.setenv("SLURM_SUBMIT_DIR", str(tmp_path))
     monkeypatch.delenv("ELASTIC_RESUME_TOKEN", raising=False)
-    args, found = start(node.read({**STEP, "SLURM_NODEID": "0"}))
+    args, found = start(environment.read({**STEP, "SLURM_NODEID": "0"}))
     assert (args.nnodes, args.nproc_per_node) == ("1:4", "8")
     assert args.rdzv_endpoint == "gpu07:24567,gpu08:24567,gpu09:24567"
     assert "rdzv_token_file" in found.given
     _, secret = read_token(Path(args.rdzv_token_file), {}, "job")
     assert secret
-    again, _ = start(node.read(STEP))
+    again, _ = start(environment.read(STEP))
     assert again.rdzv_token_file == args.rdzv_token_file
     assert found.shared is not None
     monkeypatch.setenv("SLURM_STEP_ID", "1")  # another training of the same job
-    other, _ = start(node.read({**STEP, "SLURM_NODEID": "0"}))
+    other, _ = start(environment.read({**STEP, "SLURM_NODEID": "0"}))
     found.shared.finish()
     assert Path(other.rdzv_token_file).exists()
 
@@ -187,7 +187,7 @@ def test_without_flags_all_comes_from_the_scheduler(tmp_path: Path, monkeypatch:
 def test_flags_beat_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each by itself; and where nodes meet is said by whoever says any of it."""
     monkeypatch.setenv("ELASTIC_RESUME_TOKEN", "a secret of 22 letters")
-    here = node.read(STEP)
+    here = environment.read(STEP)
     args, _ = start(here, nnodes="2:3", nproc_per_node="2")
     assert (args.nnodes, args.nproc_per_node) == ("2:3", "2")
     assert args.rdzv_endpoint.startswith("gpu07:")
@@ -199,7 +199,7 @@ def test_flags_beat_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_problem_ends_only_a_start_that_relies_on_it() -> None:
     """With the flags given the same environment does."""
-    here = node.read({**STEP, "SLURM_NODEID": "first"})
+    here = environment.read({**STEP, "SLURM_NODEID": "first"})
     with pytest.raises(ConfigError, match="SLURM_NODEID is 'first'"):
         start(here)
     assert start(here, rdzv_endpoint="gpu07", nnodes="4")[0].nnodes == "4"
@@ -209,14 +209,14 @@ def test_a_problem_ends_only_a_start_that_relies_on_it() -> None:
 @pytest.mark.parametrize("flags", [{}, {"nnodes": "1"}, {"rdzv_endpoint": "gpu07", "nnodes": "4"}])
 def test_several_agents_on_a_node_are_refused_whatever_the_flags(tasks: str, flags: dict[str, str]) -> None:
     """A task per GPU is a habit; the agents would fight for the node's directory."""
-    here = node.read({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": tasks})
+    here = environment.read({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": tasks})
     with pytest.raises(ConfigError, match="ntasks-per-node=1"):
         start(here, **flags)
 
 
 def test_a_number_of_nodes_that_is_none_does_not_make_each_pod_a_job_of_its_own() -> None:
     """Three trainings would go by side by side, and each be called done."""
-    here = node.read({**POD, "ELASTIC_RESUME_NODES": "2-4"})
+    here = environment.read({**POD, "ELASTIC_RESUME_NODES": "2-4"})
     with pytest.raises(ConfigError, match="ELASTIC_RESUME_NODES is '2-4'"):
         start(here)
     assert start(here, nnodes="1")[0].rdzv_endpoint == ""
@@ -224,13 +224,13 @@ def test_a_number_of_nodes_that_is_none_does_not_make_each_pod_a_job_of_its_own(
 
 def test_pods_wait_for_others_longer_than_dns_keeps_the_address_of_a_dead_one() -> None:
     """Unless somebody says how long; elsewhere names have no such memory."""
-    here = node.read(POD)
+    here = environment.read(POD)
     args, found = start(here)
     assert args.settle == "35"
     assert "settle" in found.given
     assert start(here, settle="2")[0].settle == "2"
     assert "settle" not in start(here, rdzv_conf="settle=1")[1].given
-    assert start(node.read({**STEP, "SLURM_STEP_NUM_NODES": "1"}))[0].settle is None
+    assert start(environment.read({**STEP, "SLURM_STEP_NUM_NODES": "1"}))[0].settle is None
 
 
 def test_a_trainers_place_to_meet_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_a_trainers_place_to_meet_becomes_ours(monkeypatch: pytest.MonkeyPatch) 
     for name, text in TRAINER.items():
         monkeypatch.setenv(name, text)
     names = {"nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port"}
-    here = node.read(os.environ)
+    here = environment.read(os.environ)
     args, found = start(here, *names, nnodes="3")
     assert args.rdzv_endpoint == "job-node-0-0.job:29500"
     assert not found.given & {"master_addr", "node_rank"}
@@ -252,7 +252,7 @@ def test_a_trainers_place_to_meet_becomes_ours(monkeypatch: pytest.MonkeyPatch) 
 def test_all_who_make_the_token_at_once_get_the_same_and_nobody_else_reads_it(tmp_path: Path) -> None:
     """Eight processes; none sees a part of it."""
     code = (
-        "import sys; from pathlib import Path; from elastic_resume.cluster.shared import SharedDir\n"
+        "import sys; from pathlib import Path; from elastic_resume.schedulers.shared_dir import SharedDir\n"
         "print(SharedDir(Path(sys.argv[1]), 'slurm-1').token(make=True).read_text())"
     )
     started = [

@@ -25,11 +25,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume import config
-from elastic_resume.agent import preemption
-from elastic_resume.cluster import notices
-from elastic_resume.cluster.asking import MAX_BYTES, MAX_SHORT, AskError, ask
-from elastic_resume.cluster.notices import Notice, Source, boot_time, sources
+from elastic_resume.agent import shutdown
 from elastic_resume.errors import ConfigError
+from elastic_resume.schedulers import preemption as notices
+from elastic_resume.schedulers.preemption import (
+    MAX_BYTES,
+    MAX_SHORT,
+    AskError,
+    Notice,
+    Source,
+    ask,
+    boot_time,
+    sources,
+)
 from elastic_resume.testing import Cluster
 from tests.stations import PATIENCE_S, until
 
@@ -535,7 +543,7 @@ def test_a_failing_source_is_told_of_once_and_asked_on_until_it_has_a_notice() -
 
     told = Told()
     both = [Source("aws", look, 0.01), Source("gcp", late, 0.01)]
-    with preemption.watched(both, say=told.lines.append, tell=told.tell, drain=told.drain):
+    with shutdown.watched(both, say=told.lines.append, tell=told.tell, drain=told.drain):
         assert told.drained.wait(PATIENCE_S)
     assert told.drains == 1
     assert [line for line in told.lines if "refused" in line] == [

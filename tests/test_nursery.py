@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from elastic_resume.faults import nursery
-from elastic_resume.faults.brood import Forked
-from elastic_resume.testing import Cluster
+from elastic_resume.testing import Cluster, fork_server
+from elastic_resume.testing.fork_server_main import Forked
 
 PROBE = """
 import atexit, json, os, signal, sys, threading, time
@@ -45,7 +44,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def fork(env: Mapping[str, str], *words: str) -> Forked:
     """Fork `probed`, which prints into the file ``out``."""
     with open("out", "wb") as out:
-        forked = nursery.start([sys.executable, "-m", "probed", *words], env, out)
+        forked = fork_server.start([sys.executable, "-m", "probed", *words], env, out)
     assert forked is not None
     return forked
 
@@ -79,8 +78,8 @@ def test_a_nursery_outlives_the_thread_that_began_it(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel takes the thread that forks for the parent; clusters of other threads have forks too."""
-    begun: dict[frozenset[tuple[str, str]], nursery.Nursery] = {}
-    monkeypatch.setattr(nursery, "_nurseries", begun)
+    begun: dict[frozenset[tuple[str, str]], fork_server.Nursery] = {}
+    monkeypatch.setattr(fork_server, "_nurseries", begun)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(fork, env, "wait").result()
     with pytest.raises(subprocess.TimeoutExpired):
@@ -107,10 +106,10 @@ def test_an_interrupt_between_question_and_answer_ends_the_nursery(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    begun: dict[frozenset[tuple[str, str]], nursery.Nursery] = {}
-    monkeypatch.setattr(nursery, "_nurseries", begun)
-    monkeypatch.setattr(nursery, "BROOD", tmp_path / "impatient.py")
-    nursery.BROOD.write_text(IMPATIENT)
+    begun: dict[frozenset[tuple[str, str]], fork_server.Nursery] = {}
+    monkeypatch.setattr(fork_server, "_nurseries", begun)
+    monkeypatch.setattr(fork_server, "BROOD", tmp_path / "impatient.py")
+    fork_server.BROOD.write_text(IMPATIENT)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -123,7 +122,7 @@ def test_an_interrupt_between_question_and_answer_ends_the_nursery(
 
 LAST = """
 import atexit, os, subprocess, threading
-from elastic_resume.faults import ending
+from elastic_resume.testing import fork_server as ending
 
 def start():
     return ending.start_to_last(lambda: subprocess.Popen(["sleep", "60"], preexec_fn=ending.die_with_parent))
@@ -150,7 +149,7 @@ def test_beyond_the_limit_agents_are_started_as_new_processes(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What only a new process heeds asks for a nursery of its own, and those are few."""
-    monkeypatch.setattr(nursery, "MOST", 0)
+    monkeypatch.setattr(fork_server, "MOST", 0)
     with open(tmp_path / "out", "wb") as out:
         other = {**env, "OMP_NUM_THREADS": "3"}
-        assert nursery.start([sys.executable, "-m", "probed"], other, out) is None
+        assert fork_server.start([sys.executable, "-m", "probed"], other, out) is None

@@ -11,12 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.faults import kinds, plan_text
-from elastic_resume.faults.fault import KEYS, Fault, key_of
-from elastic_resume.faults.kinds import KINDS, NODES, PHASES, WORKER
-from elastic_resume.faults.plan import Every, Plan, mix
+from elastic_resume.testing import fault_plan
+from elastic_resume.testing.fault_plan import Every, Plan, mix
+from elastic_resume.testing.faults import (
+    DISK,
+    KEYS,
+    KINDS,
+    NETWORK,
+    NODES,
+    PHASES,
+    ROLES,
+    SETTINGS,
+    WORKER,
+    Fault,
+    key_of,
+    point_of,
+)
 
-ALL = [kinds.NETWORK, kinds.DISK]
+ALL = [NETWORK, DISK]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +56,7 @@ def test_a_line_of_text_is_a_fault(text: str, fault: Fault) -> None:
 
 def test_an_entry_may_set_all_that_its_kind_has() -> None:
     """Units are written with the number; what is not said is the kind's default."""
-    plan = plan_text.parse("""
+    plan = fault_plan.parse("""
 seed: 3
 faults:
   - {what: slow-link, node: 1, at: 1m, for: 2.5s, rate: 64kB/s}
@@ -114,7 +126,7 @@ every: {mtbf: 15s, kinds: [cut, kill-node], until: 10m, count: 40}
 def test_what_is_wrong_in_a_plan_is_named_with_what_to_write(text: str, words: list[str]) -> None:
     """File and line, which entry, why, and what there is instead."""
     with pytest.raises(ConfigError) as caught:
-        plan_text.parse(text)
+        fault_plan.parse(text)
     assert all(word in str(caught.value) for word in words), caught.value
     assert str(caught.value).startswith("plan:")
 
@@ -122,10 +134,10 @@ def test_what_is_wrong_in_a_plan_is_named_with_what_to_write(text: str, words: l
 def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """Missing, or no text."""
     with pytest.raises(ConfigError, match=r"none\.yaml cannot be read: No such file"):
-        plan_text.read(tmp_path / "none.yaml")
+        fault_plan.read(tmp_path / "none.yaml")
     (tmp_path / "x").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is not text"):
-        plan_text.read(tmp_path / "x")
+        fault_plan.read(tmp_path / "x")
 
 
 @pytest.mark.parametrize(
@@ -147,17 +159,17 @@ def test_what_cannot_come_here_is_refused_before_anything_starts(plan: Plan, wor
 
 def test_all_kinds_are_named_alike() -> None:
     """Settings are fields, and each kind can be drawn; so can each phase be a failpoint."""
-    assert set(kinds.SETTINGS) <= {field.name for field in fields(Fault)} == set(KEYS.values())
+    assert set(SETTINGS) <= {field.name for field in fields(Fault)} == set(KEYS.values())
     for what in KINDS:
         (drawn,) = Plan((Fault(what, step=2),)).schedule(nodes=3, own=ALL)
         assert not drawn.is_drawn, what
-    assert all(kinds.point_of(phase) for phase in PHASES)
+    assert all(point_of(phase) for phase in PHASES)
 
 
 def test_the_docs_name_every_kind_role_and_phase() -> None:
     """And what each kind has to be set, by the word that a plan uses."""
     page = (Path(__file__).parents[1] / "docs" / "chaos.md").read_text()
-    for name in (*KINDS, *kinds.ROLES, *PHASES, *map(key_of, kinds.SETTINGS)):
+    for name in (*KINDS, *ROLES, *PHASES, *map(key_of, SETTINGS)):
         assert name in page, name
 
 
@@ -220,13 +232,13 @@ def test_a_plan_reads_as_it_was_written_and_its_seed_says_all(
 ) -> None:
     """YAML and back is the same plan; the same seed is the same schedule, with nothing left open."""
     plan = Plan(tuple(listed), Every(3.5, (("cut", 2.0),), count=5) if with_drawn else None, seed)
-    assert plan_text.parse(plan_text.to_text(plan)) == plan
+    assert fault_plan.parse(fault_plan.to_text(plan)) == plan
     plan.refuse(nodes=3, workers_per_node=2, own=ALL)
     schedule = plan.schedule(nodes=3, workers_per_node=2, own=ALL)
     assert schedule == plan.schedule(nodes=3, workers_per_node=2, own=ALL)
     assert len(schedule) == len(listed) + 5 * with_drawn
     assert not any(fault.is_drawn for fault in schedule)
-    again = plan_text.parse(plan_text.to_text(Plan(schedule, seed=seed)))
+    again = fault_plan.parse(fault_plan.to_text(Plan(schedule, seed=seed)))
     assert again.schedule(nodes=3, workers_per_node=2) == schedule
     for fault in listed:  # what was said is not changed
         assert any(same.what == fault.what and same.when == fault.when for same in schedule)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_resume.faults import trial
-from elastic_resume.plural import amount, verb
-from elastic_resume.policy.source import ResumePlan
-from elastic_resume.store.manifest import Position
-from elastic_resume.worker import announce
-from elastic_resume.worker.resume import Resumed
-from elastic_resume.worker.state import FlatState
+from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.policy.resume_plan import ResumePlan
+from elastic_resume.restore.coordinator import Resumed
+from elastic_resume.state.state_dict import FlatState
+from elastic_resume.testing import experiment
+from elastic_resume.training import announce
+from elastic_resume.units import amount, verb
 
 
 @pytest.mark.parametrize(("count", "said"), [(0, "0 steps are"), (1, "1 step is"), (2, "2 steps are")])
@@ -43,4 +43,4 @@ def test_start_of_a_generation_counts_what_is_run_again(lost: int, said: str) ->
 def test_chaos_counts_ranks_and_steps(lost: int, size: int, said: str) -> None:
     """In its news of a generation."""
     event = {"event": "resume", "generation": 2, "step": 5, "world_size": size, "lost_steps": lost}
-    assert trial._news(event) == said
+    assert experiment._news(event) == said

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from elastic_resume import contract
-from elastic_resume.faults import hosts
+from elastic_resume import constants
+from elastic_resume.testing import virtual_network
 from tests import manifests
 from tests.manifests import manifest
 from tests.support.job_controller import Job
@@ -33,14 +33,14 @@ def spec() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("code", "disrupted", "verdict"),
     [
-        (contract.EXIT_AT_FAULT, False, "job failed"),
-        (contract.EXIT_USAGE, False, "job failed"),
-        (contract.EXIT_REQUEUE, False, "replace"),
+        (constants.EXIT_AT_FAULT, False, "job failed"),
+        (constants.EXIT_USAGE, False, "job failed"),
+        (constants.EXIT_REQUEUE, False, "replace"),
         (143, False, "replace"),
         (137, False, "replace"),  # out of memory, or killed after the grace
-        (contract.EXIT_AT_FAULT, True, "replace"),  # an evicted pod may end with anything
+        (constants.EXIT_AT_FAULT, True, "replace"),  # an evicted pod may end with anything
         (137, True, "replace"),
-        (contract.EXIT_DONE, False, "job done"),
+        (constants.EXIT_DONE, False, "job done"),
     ],
 )
 def test_each_exit_code_does_what_the_docs_say(code: int, disrupted: bool, verdict: str) -> None:
@@ -51,7 +51,7 @@ def test_each_exit_code_does_what_the_docs_say(code: int, disrupted: bool, verdi
 def test_the_table_of_exit_codes_says_what_the_policies_do() -> None:
     """Each row of docs/kubernetes.md."""
     rows = re.findall(r"^\| (\d+)[^|]*\|[^|]*\|([^|]*)\|$", PAGE.read_text(), re.MULTILINE)
-    assert {int(code) for code, _ in rows} >= {0, 1, 2, contract.EXIT_REQUEUE, 137, 143}
+    assert {int(code) for code, _ in rows} >= {0, 1, 2, constants.EXIT_REQUEUE, 137, 143}
     for code, told in rows:
         job = Job(spec())
         verdict = job.ended(1, {"agent": int(code)})
@@ -60,7 +60,7 @@ def test_the_table_of_exit_codes_says_what_the_policies_do() -> None:
         assert job.failures.total() == ("counts" in told or "as 137" in told)
 
 
-@pytest.mark.parametrize(("code", "free"), [(143, True), (contract.EXIT_REQUEUE, True), (137, False)])
+@pytest.mark.parametrize(("code", "free"), [(143, True), (constants.EXIT_REQUEUE, True), (137, False)])
 def test_only_ends_that_are_nobodys_fault_are_free(code: int, free: bool) -> None:
     """Others count: 20 for each index, and as many indexes may fail as training can do without."""
     job = Job(spec())
@@ -78,7 +78,7 @@ def test_without_a_success_policy_all_have_to_end_well() -> None:
     manifests.for_1_29(old)
     job = Job(old)
     assert [job.ended(index, {"agent": 0}) for index in (0, 1)] == ["index done", "index done"]
-    verdicts = [job.ended(2, {"agent": contract.EXIT_REQUEUE}) for _ in range(21)]
+    verdicts = [job.ended(2, {"agent": constants.EXIT_REQUEUE}) for _ in range(21)]
     assert verdicts[-1] == "job failed"
 
 
@@ -86,7 +86,7 @@ def test_a_job_that_is_over_stays_so() -> None:
     """Whatever its other pods end with."""
     job = Job(spec())
     assert job.ended(0, {"agent": 0}) == "job done"
-    assert job.ended(1, {"agent": contract.EXIT_AT_FAULT}) == "job done"
+    assert job.ended(1, {"agent": constants.EXIT_AT_FAULT}) == "job done"
 
 
 def test_variables_are_filled_in_as_kubernetes_does() -> None:
@@ -99,7 +99,7 @@ def test_variables_are_filled_in_as_kubernetes_does() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _machines() -> None:
-    why = hosts.available()
+    why = virtual_network.available()
     if why and "CI" not in os.environ:
         pytest.skip(why)
 

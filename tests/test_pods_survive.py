@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume import contract
-from elastic_resume.faults import hosts
-from elastic_resume.faults.nursery import Nursery
+from elastic_resume import constants
+from elastic_resume.testing import virtual_network
+from elastic_resume.testing.fork_server import Nursery
 from tests.manifests import manifest
 from tests.pod_agents import Agents
 from tests.support import pod_brood
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(autouse=True)
 def _root() -> None:
-    why = hosts.available()
+    why = virtual_network.available()
     if why and "CI" not in os.environ:
         pytest.skip(why)
 
@@ -60,7 +60,7 @@ def started(tmp_path: Path, nursery: Nursery, nodes: str, *, steps: int, shm: st
         secrets=TOKEN,
         claims={"shared": tmp_path / "claim"},
         bind={"/control": tmp_path / "control"},
-        image={**agents.image, contract.ENV_SNAPSHOT_EVERY: "1", "OMP_NUM_THREADS": "1"},
+        image={**agents.image, constants.ENV_SNAPSHOT_EVERY: "1", "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
     )
     pods.dns_held = True
@@ -123,7 +123,7 @@ def test_eviction_node_loss_want_of_memory_and_two_pods_of_one_index(
 
         # Eviction: SIGTERM to process 1, a drain within the grace, an exit code that costs nothing.
         evicted = pods.evict(1)
-        assert pods.ended(evicted, LIMIT_S) == contract.EXIT_SIGNALLED + 15
+        assert pods.ended(evicted, LIMIT_S) == constants.EXIT_SIGNALLED + 15
         fresh = replaced(pods, evicted)
         assert fresh.address != evicted.address
         at = world(pods, 3, at)["step"]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.faults import same_run
-from elastic_resume.testing import assert_same_run
+from elastic_resume.testing import assert_same_run, equivalence
 from tests import ranks
 
 PORTS = Path(__file__).parents[1] / "examples" / "ports"
@@ -46,7 +45,7 @@ def test_a_killed_port_ends_as_it_does_undisturbed(
     """Weights, optimizer, scheduler, average, best accuracy, and what is printed of each epoch or step."""
     monkeypatch.chdir(tmp_path)
     if name == "toy":
-        monkeypatch.setattr(same_run, "LOOK_S", 1.2)  # in which all of its steps would be over
+        monkeypatch.setattr(equivalence, "LOOK_S", 1.2)  # in which all of its steps would be over
     script = PORTS / f"{name}.py"
     assert_same_run(script, kills=[kill], nodes=nodes, workers_per_node=2 // nodes, lines=r"^(step|epoch) \d")
 

@@ -24,13 +24,12 @@ from typing import Any
 
 import pytest
 
-from elastic_resume.contract import QUARANTINE_DIR, TEMPORARY_PREFIX
+from elastic_resume.checkpoint import node_dir
+from elastic_resume.checkpoint.catalog import MIN_KEEP, Catalog, reason_of
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.constants import QUARANTINE_DIR, TEMPORARY_PREFIX
 from elastic_resume.errors import RecordError
-from elastic_resume.rendezvous.record import Record
-from elastic_resume.store import committed, life
-from elastic_resume.store.catalog import MIN_KEEP, Catalog
-from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.store.quarantine import reason_of
+from elastic_resume.rendezvous.net.durable_state import Record
 from tests.power_writer import NODE
 from tests.store_samples import RUN, save
 from tests.support import disks
@@ -120,13 +119,13 @@ class Node:
         newest = {word: rest for word, *rest in self._told}
         if node.generation() < newest.get("generation", [0])[0]:
             yield f"generation {node.generation()} after {newest['generation']}"
-        if "life" in newest and life.floor_of(node.path, "supervisor", -1)[0] < newest["life"][0]:
-            yield f"life {life.floor_of(node.path, 'supervisor', -1)} after {newest['life']}"
+        if "life" in newest and node_dir.floor_of(node.path, "supervisor", -1)[0] < newest["life"][0]:
+            yield f"life {node_dir.floor_of(node.path, 'supervisor', -1)} after {newest['life']}"
         memory = Record(node.path).memory
         if "record" in newest and (memory is None or memory.seen < newest["record"][0]):
             yield f"record {memory} after {newest['record']}"
-        if committed.newest(node.path) > generation:
-            yield f"committed.json says {committed.newest(node.path)}, the newest is of {generation}"
+        if node_dir.newest(node.path) > generation:
+            yield f"committed.json says {node_dir.newest(node.path)}, the newest is of {generation}"
 
 
 @contextlib.contextmanager

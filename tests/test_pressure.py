@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.agent import pressure
-from elastic_resume.agent.pressure import Gauge
-from elastic_resume.cluster.memory import Group, available, fields
-from elastic_resume.policy.failures import Strain
+from elastic_resume.agent import memory_pressure
+from elastic_resume.agent.memory_pressure import Gauge
+from elastic_resume.policy.failure_classification import Strain
+from elastic_resume.schedulers.resources import Group, available, fields
 
 MOUNTS = """\
 31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
@@ -160,7 +160,7 @@ def test_what_cannot_be_read_is_no_pressure(text: str, tmp_path: Path) -> None:
 
 def test_a_thread_looks_while_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is free again when a worker is dead; `close` ends the thread."""
-    monkeypatch.setattr(pressure, "LOOK_S", 0.01)
+    monkeypatch.setattr(memory_pressure, "LOOK_S", 0.01)
     proc = machine(tmp_path, cgroup="")
     (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 160000 kB\n")
     gauge, before = Gauge(proc=proc), threading.active_count()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.faults.ports import free_port
+from elastic_resume.testing.backends import free_port
 from tests import ranks
 from tests.test_cli_run import wait_for
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.worker.ranks_equal import Difference, first_difference, in_words
+from elastic_resume.restore.replica_check import Difference, first_difference, in_words
 from tests import ranks
 
 pytestmark = pytest.mark.slow

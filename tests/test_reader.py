@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import elastic_resume as er
-from elastic_resume import contract
+from elastic_resume import constants
+from elastic_resume.checkpoint.reader import quick_check
 from elastic_resume.errors import CorruptError, ForeignError, NoValidCheckpointError, UsageError
-from elastic_resume.store.checkpoint import quick_check
 from tests import store_samples
 from tests.test_export import equal, save
 
@@ -55,7 +55,7 @@ def test_a_checkpoint_gives_each_objects_state(tmp_path: Path) -> None:
     loaded, steps, everything = er.load(path), er.load(path, "optimizer"), er.load(path, None)
     with pytest.raises(UsageError, match="holds no 'ema'; there is: 'model', 'optimizer'"):
         er.load(path, "ema")
-    os.truncate(path / contract.STATE_FILE, 0)
+    os.truncate(path / constants.STATE_FILE, 0)
     assert equal(loaded, net.state_dict())
     assert loaded["0.weight"].data_ptr() == loaded["2.weight"].data_ptr()
     again = torch.optim.Adam(model().parameters())
@@ -72,11 +72,11 @@ def test_a_directory_of_checkpoints_gives_the_newest_valid_one(tmp_path: Path) -
     new = save(tmp_path / "job" / "n1", 4, model=newer)
     assert equal(er.load(tmp_path / "job"), newer.state_dict())
     assert equal(er.load(tmp_path), newer.state_dict())
-    assert equal(er.load(new / contract.MANIFEST_FILE), newer.state_dict())
-    store_samples.flip(new / contract.STATE_FILE, -5)
+    assert equal(er.load(new / constants.MANIFEST_FILE), newer.state_dict())
+    store_samples.flip(new / constants.STATE_FILE, -5)
     assert equal(er.load(tmp_path / "job"), model().state_dict())
     assert equal(er.load(old.parent), model().state_dict())
-    store_samples.flip(old / contract.STATE_FILE, -5)
+    store_samples.flip(old / constants.STATE_FILE, -5)
     with pytest.raises(NoValidCheckpointError, match=r"digest.*; .*digest"):
         er.load(tmp_path / "job")
     save(tmp_path / "other" / "n0", 3, model=model())
@@ -102,6 +102,6 @@ def test_a_manifest_that_names_a_tensor_that_is_not_there_is_refused(tmp_path: P
     path = save(tmp_path / "n0", 3, model=model())
     manifest = quick_check(path, None)
     state = {"model": {"w": {"$": "tensor", "name": "model/w", "kind": "tensor"}}}
-    (path / contract.MANIFEST_FILE).write_bytes(replace(manifest, state=state).to_bytes())
+    (path / constants.MANIFEST_FILE).write_bytes(replace(manifest, state=state).to_bytes())
     with pytest.raises(CorruptError, match="names the tensor 'model/w'"):
         er.load(path)

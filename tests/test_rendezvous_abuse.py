@@ -19,9 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.rendezvous import wire
-from elastic_resume.rendezvous.door import Door, Limits, Notices
-from elastic_resume.rendezvous.messages import (
+from elastic_resume.rendezvous.core.messages import (
     Acknowledge,
     Beat,
     Begin,
@@ -42,7 +40,9 @@ from elastic_resume.rendezvous.messages import (
     Waiting,
     Welcome,
 )
-from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.net import protocol
+from elastic_resume.rendezvous.net.handshake_limiter import Door, Limits, Notices
 from tests.stations import (
     NODE_TIMEOUT_S,
     PATIENCE_S,
@@ -108,7 +108,7 @@ def undisturbed(running: list[Station]) -> None:
 
 def recorded() -> bytes:
     """A dialler's side of a handshake that was good once."""
-    return wire.greeting(RUN, NONCE) + wire.proof(TOKEN, "dialler", RUN, (NONCE, "1" * 64))
+    return protocol.greeting(RUN, NONCE) + protocol.proof(TOKEN, "dialler", RUN, (NONCE, "1" * 64))
 
 
 STRANGERS = {
@@ -117,15 +117,15 @@ STRANGERS = {
     "a line without an end": (b"x" * 100_000, "more than 4096 bytes"),
     "a browser": (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "not JSON"),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n", "not JSON"),
-    "another job": (wire.greeting("another", NONCE), "belongs to job 'another'"),
+    "another job": (protocol.greeting("another", NONCE), "belongs to job 'another'"),
     "another version": (b'{"elastic_resume":99,"run":"job","nonce":"00"}\n', "speaks version '99'"),
     "a bad nonce": (b'{"elastic_resume":3,"run":"job","nonce":"00","looks":false}\n', "nonce"),
     "deep JSON": (b"[" * 4000 + b"\n", "not JSON"),
     "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "a line"),
-    "no proof": (wire.greeting(RUN, NONCE) + b"{}\n", "fields proof"),
-    "a wrong proof": (wire.greeting(RUN, NONCE) + b'{"proof":"' + b"0" * 64 + b'"}\n', "token"),
+    "no proof": (protocol.greeting(RUN, NONCE) + b"{}\n", "fields proof"),
+    "a wrong proof": (protocol.greeting(RUN, NONCE) + b'{"proof":"' + b"0" * 64 + b'"}\n', "token"),
     "a replayed handshake": (recorded(), "token"),
-    "escape codes in a name": (wire.greeting("\x1b[2J\n" * 100, NONCE), r"'\x1b[2J\n"),
+    "escape codes in a name": (protocol.greeting("\x1b[2J\n" * 100, NONCE), r"'\x1b[2J\n"),
 }
 
 
@@ -168,10 +168,10 @@ def test_a_stranger_is_dropped_and_told_of(node: Station, kind: str) -> None:
 def test_a_stranger_hears_a_nonce_and_no_proof(node: Station) -> None:
     """Nothing that is made from the token is said to one who has not proved that it holds it."""
     with calling(node.address) as stranger:
-        stranger.sendall(wire.greeting(RUN, NONCE))
+        stranger.sendall(protocol.greeting(RUN, NONCE))
         answer = json.loads(read_line(stranger))
         assert answer.keys() == {"elastic_resume", "nonce"}
-        stranger.sendall(wire.proof(b"another", "dialler", RUN, (NONCE, answer["nonce"])))
+        stranger.sendall(protocol.proof(b"another", "dialler", RUN, (NONCE, answer["nonce"])))
         assert read_line(stranger) == b'{"proof":""}'
         assert read_line(stranger) == b""
 
@@ -181,7 +181,7 @@ def test_a_peer_with_another_token_is_refused_by_both_sides(node: Station) -> No
     before = len(node.told("stranger"))
     with (
         calling(node.address) as stranger,
-        pytest.raises(wire.WireError, match="does not hold the run's token"),
+        pytest.raises(protocol.WireError, match="does not hold the run's token"),
     ):
         prove(stranger, b"another")
     until(
@@ -194,16 +194,16 @@ def test_a_peer_that_changes_its_mind_is_no_stranger(node: Station) -> None:
     before = len(node.told("stranger"))
     with calling(node.address) as peer:
         its = "{}:{}: ".format(*peer.getsockname())
-        peer.sendall(wire.greeting(RUN, NONCE) + wire.parting(TOKEN, RUN, NONCE))
+        peer.sendall(protocol.greeting(RUN, NONCE) + protocol.parting(TOKEN, RUN, NONCE))
         assert dropped(peer)
     with calling(node.address) as stranger:
-        stranger.sendall(wire.greeting(RUN, NONCE) + wire.parting(b"another", RUN, NONCE))
+        stranger.sendall(protocol.greeting(RUN, NONCE) + protocol.parting(b"another", RUN, NONCE))
         assert dropped(stranger)
     until(lambda: "fields proof" in "".join(node.told("stranger")[before:]), "a line says so of the other")
     assert its not in "".join(node.told("stranger"))
 
 
-@pytest.mark.parametrize("greeting", [b"", wire.greeting(RUN, NONCE)], ids=["greeting", "proof"])
+@pytest.mark.parametrize("greeting", [b"", protocol.greeting(RUN, NONCE)], ids=["greeting", "proof"])
 def test_the_handshake_as_a_whole_has_a_time_limit(tmp_path: Path, greeting: bytes) -> None:
     """Whoever sends a byte now and then is dropped before the line is complete."""
     stations = Stations(tmp_path, Limits(handshake_s=0.5, notice_s=0.01))
@@ -225,7 +225,7 @@ def test_half_a_handshake_and_half_a_message(node: Station) -> None:
     """Whoever closes in the middle of a line leaves nothing behind."""
     for size in (1, 20, 90):
         with calling(node.address) as stranger:
-            stranger.sendall(wire.greeting(RUN, NONCE)[:size])
+            stranger.sendall(protocol.greeting(RUN, NONCE)[:size])
     with calling(node.address) as stranger:
         prove(stranger)
         stranger.sendall(b'{"stamp":[1,0,0,0.0],"type":"He')
@@ -237,7 +237,7 @@ def test_idle_connections_do_not_keep_members_out(node: Station) -> None:
         for _ in range(500):
             held.enter_context(calling(node.address))
         for _ in range(LIMITS.unproven):
-            held.enter_context(calling(node.address)).sendall(wire.greeting(RUN, NONCE))
+            held.enter_context(calling(node.address)).sendall(protocol.greeting(RUN, NONCE))
         with calling(node.address) as peer:
             prove(peer)
             say(peer, hello(Incarnation("late", "x"), node_timeout_s=1.0))
@@ -290,13 +290,13 @@ def test_a_proven_peer_that_sends_garbage_is_dropped(node: Station, kind: str) -
     until(lambda: bool(node.told("stranger", why)), f"a line says {why!r}")
 
 
-HEARTBEAT = wire.encode(Stamp(1, 0, 7, 0.5), Beat())
-INJECTED: dict[str, Callable[[wire.Seal], bytes]] = {
+HEARTBEAT = protocol.encode(Stamp(1, 0, 7, 0.5), Beat())
+INJECTED: dict[str, Callable[[protocol.Seal], bytes]] = {
     "binary": lambda _: bytes(range(256)),
     "less than a digest": lambda _: b"\n",
     "no digest": lambda _: HEARTBEAT,
     "a sum that anybody can make": lambda _: b"%b%08x\n" % (HEARTBEAT[:-1], zlib.crc32(HEARTBEAT[:-1])),
-    "a key that anybody can make": lambda _: wire.Seal(b"another").sign(HEARTBEAT),
+    "a key that anybody can make": lambda _: protocol.Seal(b"another").sign(HEARTBEAT),
     "a bit that has flipped": lambda seal: seal.sign(HEARTBEAT).replace(b"7", b"6", 1),
     "a line that was said before": lambda seal: seal.sign(HEARTBEAT) * 2,
     "a line without the one before": lambda seal: (seal.sign(HEARTBEAT), seal.sign(HEARTBEAT))[1],
@@ -319,9 +319,9 @@ def test_a_proven_peer_is_held_to_the_longest_line(node: Station) -> None:
         with calling(node.address) as peer:
             prove(peer)
             with contextlib.suppress(ConnectionError):
-                peer.sendall(b"[" + b" " * wire.MAX_LINE_BYTES)
+                peer.sendall(b"[" + b" " * protocol.MAX_LINE_BYTES)
             assert dropped(peer)
-    until(lambda: bool(node.told("stranger", f"more than {wire.MAX_LINE_BYTES} bytes")), "a line says so")
+    until(lambda: bool(node.told("stranger", f"more than {protocol.MAX_LINE_BYTES} bytes")), "a line says so")
 
 
 def test_what_waits_for_a_peer_that_never_reads_is_bounded(node: Station) -> None:
@@ -332,7 +332,7 @@ def test_what_waits_for_a_peer_that_never_reads_is_bounded(node: Station) -> Non
         peer.connect((host, int(port)))
         proof = prove(peer)
         question = hello(Incarnation("late", "x"), node_timeout_s=1.0)
-        line = wire.encode(Stamp(1, 0), question)
+        line = protocol.encode(Stamp(1, 0), question)
         babbler = Babbler(peer, lambda: b"".join(proof.sends.sign(line) for _ in range(100)))
         babbler.start()
         until(lambda: bool(node.told("stranger", "has not read")), "it is dropped, and a line says so")
@@ -479,7 +479,7 @@ def test_connections_beyond_the_limit_are_dropped_and_the_members_stay(tmp_path:
             for _ in range(16):
                 prove(held.enter_context(calling(leader.address)))
             for _ in range(10):
-                with contextlib.suppress(ConnectionError, wire.WireError):
+                with contextlib.suppress(ConnectionError, protocol.WireError):
                     prove(held.enter_context(calling(leader.address)))
             until(lambda: bool(leader.told("stranger", "are open already")), "a line says so")
             undisturbed(made)

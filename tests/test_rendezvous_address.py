@@ -17,11 +17,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic_resume.contract import ENV_TOKEN
+from elastic_resume.constants import ENV_TOKEN
 from elastic_resume.errors import ConfigError, MachineError
-from elastic_resume.rendezvous import address, wire
-from elastic_resume.rendezvous.address import Endpoint, Known, Seat, parse_endpoints, read_address, take_seat
-from elastic_resume.rendezvous.token import MAX_TOKEN_BYTES, read_token
+from elastic_resume.rendezvous import endpoint
+from elastic_resume.rendezvous.endpoint import Endpoint, Known, Seat, parse_endpoints, read_address, take_seat
+from elastic_resume.rendezvous.net import protocol
+from elastic_resume.rendezvous.net.protocol import MAX_TOKEN_BYTES, read_token
 
 RUN, TOKEN = "job", b"open sesame"
 FOREVER_S = 3600.0  # a test that waited for it would meet pytest's own limit
@@ -34,7 +35,7 @@ ONE, TWO, THREE = (f"{_BLOCK}.{number}" for number in (1, 2, 3))
 
 def outer_address() -> str:
     """An IPv4 address of this machine that is not loopback's."""
-    for one in sorted(address.own_addresses(), key=str):
+    for one in sorted(endpoint.own_addresses(), key=str):
         if one.version == 4 and not one.is_loopback:
             return str(one)
     pytest.skip("this machine has nothing but loopback")
@@ -57,8 +58,8 @@ def free_port() -> int:
     """A port that nobody of this machine holds, below those that the kernel hands out."""
     for _ in range(100):
         number = random.SystemRandom().randrange(15000, 32000)
-        with contextlib.suppress(address.TakenError):
-            address.listen(address.ANYWHERE, number).close()
+        with contextlib.suppress(endpoint.TakenError):
+            endpoint.listen(endpoint.ANYWHERE, number).close()
             return number
     pytest.fail("no port is free")
 
@@ -76,7 +77,7 @@ def port() -> int:
 @pytest.fixture(autouse=True)
 def _named_node1(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine's name is node1, in full node1.test, however long a thread takes to say so."""
-    monkeypatch.setattr(address, "FQDN_S", FOREVER_S)
+    monkeypatch.setattr(endpoint, "FQDN_S", FOREVER_S)
     monkeypatch.setattr(socket, "gethostname", lambda: "node1")
     monkeypatch.setattr(socket, "getfqdn", lambda: "node1.test")
 
@@ -84,18 +85,18 @@ def _named_node1(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waiting for a port to become free; the holder has any time to answer."""
-    monkeypatch.setattr(address, "PORT_PATIENCE_S", 0.0)
-    monkeypatch.setattr(address, "ANSWER_S", 60.0)
+    monkeypatch.setattr(endpoint, "PORT_PATIENCE_S", 0.0)
+    monkeypatch.setattr(endpoint, "ANSWER_S", 60.0)
 
 
 @pytest.fixture
 def curt(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waiting for a port to become free, and little for an answer that never comes."""
-    monkeypatch.setattr(address, "PORT_PATIENCE_S", 0.0)
-    monkeypatch.setattr(address, "ANSWER_S", 0.2)
+    monkeypatch.setattr(endpoint, "PORT_PATIENCE_S", 0.0)
+    monkeypatch.setattr(endpoint, "ANSWER_S", 0.2)
 
 
-def directory(entries: Mapping[str, Sequence[str]]) -> address.Resolve:
+def directory(entries: Mapping[str, Sequence[str]]) -> endpoint.Resolve:
     """Names with their addresses; others have none."""
 
     def resolve(name: str) -> Sequence[str]:
@@ -117,7 +118,7 @@ class Seats:
         text: str,
         local: str | None = None,
         *,
-        resolve: address.Resolve | None = None,
+        resolve: endpoint.Resolve | None = None,
         resolve_s: float = FOREVER_S,
         say: Callable[[str], None] | None = None,
     ) -> Seat:
@@ -176,7 +177,7 @@ def _serve(listener: socket.socket, talk: Callable[[socket.socket], None]) -> No
             conn, _ = listener.accept()
         except OSError:
             return
-        with conn, contextlib.suppress(OSError, wire.WireError):
+        with conn, contextlib.suppress(OSError, protocol.WireError):
             conn.settimeout(10)
             talk(conn)
 
@@ -187,10 +188,10 @@ def agent_of(run_id: str, token: bytes, proven: list[bool] | None = None) -> Cal
     def talk(conn: socket.socket) -> None:
         ours = secrets.token_hex(32)
         with conn.makefile("rb") as file:
-            theirs, _ = wire.read_greeting(file.readline()[:-1], run_id)
-            conn.sendall(wire.answer(ours))
-            wire.read_proof(file.readline()[:-1], token, "dialler", run_id, (theirs, ours))
-            conn.sendall(wire.proof(token, "acceptor", run_id, (theirs, ours)))
+            theirs, _ = protocol.read_greeting(file.readline()[:-1], run_id)
+            conn.sendall(protocol.answer(ours))
+            protocol.read_proof(file.readline()[:-1], token, "dialler", run_id, (theirs, ours))
+            conn.sendall(protocol.proof(token, "acceptor", run_id, (theirs, ours)))
         if proven is not None:
             proven.append(True)
 
@@ -389,12 +390,12 @@ def test_where_the_kernel_has_no_ipv6_a_name_is_listened_for_in_the_other(
 ) -> None:
     """A kernel started with ipv6.disable=1 refuses the socket."""
 
-    def open_socket(place: address.Address, kind: socket.SocketKind) -> socket.socket:
+    def open_socket(place: endpoint.Address, kind: socket.SocketKind) -> socket.socket:
         if place.version == 6:
             raise OSError(97, "Address family not supported by protocol")
         return socket.socket(socket.AF_INET, kind)
 
-    monkeypatch.setattr(address, "open_socket", open_socket)
+    monkeypatch.setattr(endpoint, "open_socket", open_socket)
     assert bound(seats.take(f"node1:{port}")) == ("0.0.0.0", port)  # noqa: S104
 
 
@@ -476,10 +477,10 @@ def test_without_a_way_to_any_candidate_nobody_knows_where_this_node_is(
 ) -> None:
     """The error asks for --local-addr."""
 
-    def unreachable(place: address.Address, kind: socket.SocketKind) -> socket.socket:
+    def unreachable(place: endpoint.Address, kind: socket.SocketKind) -> socket.socket:
         raise OSError(101, f"Network is unreachable: {place} {kind}")
 
-    monkeypatch.setattr(address, "open_socket", unreachable)
+    monkeypatch.setattr(endpoint, "open_socket", unreachable)
     with pytest.raises(
         ConfigError, match=rf"no network leads from this machine to {ELSEWHERE}.*--local-addr"
     ):
@@ -530,7 +531,7 @@ def test_an_address_that_is_not_there_yet_is_no_other_programs(
     """An interface lists it and it cannot be bound: the system's own words."""
     gone = read_address(ELSEWHERE)
     assert gone is not None
-    monkeypatch.setattr(address, "own_addresses", lambda: frozenset({gone}))
+    monkeypatch.setattr(endpoint, "own_addresses", lambda: frozenset({gone}))
     with pytest.raises(ConfigError, match=rf"cannot listen at {ELSEWHERE}, port 29400: Cannot assign"):
         seats.take(ELSEWHERE)
 
@@ -538,11 +539,11 @@ def test_an_address_that_is_not_there_yet_is_no_other_programs(
 def test_a_port_of_roots_is_refused(seats: Seats, monkeypatch: pytest.MonkeyPatch) -> None:
     """Below 1024. To root, as whom tests may run, nothing is refused."""
 
-    def forbidden(place: address.Address, kind: socket.SocketKind) -> socket.socket:
+    def forbidden(place: endpoint.Address, kind: socket.SocketKind) -> socket.socket:
         raise OSError(errno.EACCES, f"Permission denied: {place} {kind}")
 
     if os.geteuid() == 0:
-        monkeypatch.setattr(address, "open_socket", forbidden)
+        monkeypatch.setattr(endpoint, "open_socket", forbidden)
     with pytest.raises(ConfigError, match="only root may listen on port 1:"):
         seats.take(f"{ONE}:1")
 
@@ -552,10 +553,10 @@ def test_an_error_of_the_system_is_no_fault_of_the_flags(
 ) -> None:
     """No descriptor is left, say."""
 
-    def full(place: address.Address, kind: socket.SocketKind) -> socket.socket:
+    def full(place: endpoint.Address, kind: socket.SocketKind) -> socket.socket:
         raise OSError(24, f"Too many open files: {place} {kind}")
 
-    monkeypatch.setattr(address, "open_socket", full)
+    monkeypatch.setattr(endpoint, "open_socket", full)
     with pytest.raises(MachineError, match=rf"cannot listen at {ONE}, port 29400: Too many open files"):
         seats.take(ONE)
 
@@ -602,7 +603,7 @@ def test_a_name_without_any_answer_is_not_waited_for_without_end(
     seats: Seats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name server that is silent about one name."""
-    monkeypatch.setattr(address, "SLOW_ANSWER_S", 0.1)
+    monkeypatch.setattr(endpoint, "SLOW_ANSWER_S", 0.1)
 
     def resolve(name: str) -> Sequence[str]:
         if name == "node2":
@@ -685,7 +686,7 @@ def test_a_name_server_that_hangs_is_left_behind(seats: Seats) -> None:
 
 def test_a_long_wait_is_told_once(seats: Seats, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the name."""
-    monkeypatch.setattr(address, "SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(endpoint, "SAY_AFTER_S", 0.0)
     said: list[str] = []
     asked: list[str] = []
 
@@ -710,7 +711,7 @@ def test_nobody_asks_any_more_when_the_seat_is_taken(seats: Seats) -> None:
 
 def test_the_systems_own_lookup_knows_localhost() -> None:
     """Each address once."""
-    found = address.lookup("localhost")
+    found = endpoint.lookup("localhost")
     assert set(found) <= {"127.0.0.1", "::1"}
     assert len(found) == len(set(found))
 
@@ -807,19 +808,19 @@ def test_a_port_is_waited_for_while_its_last_holder_dies(
     seats: Seats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The holder goes after the first try."""
-    monkeypatch.setattr(address, "PORT_PATIENCE_S", FOREVER_S)
-    bind = address.listen
+    monkeypatch.setattr(endpoint, "PORT_PATIENCE_S", FOREVER_S)
+    bind = endpoint.listen
     with contextlib.ExitStack() as stack:
         stack.enter_context(holder((ONE, PORT)))
 
-        def listen(places: Sequence[address.Address], port: int) -> socket.socket:
+        def listen(places: Sequence[endpoint.Address], port: int) -> socket.socket:
             try:
                 return bind(places, port)
-            except address.TakenError:
+            except endpoint.TakenError:
                 stack.close()
                 raise
 
-        monkeypatch.setattr(address, "listen", listen)
+        monkeypatch.setattr(endpoint, "listen", listen)
         assert seats.take(f"{ONE}:{PORT}").candidate == 0
 
 
@@ -835,7 +836,7 @@ def test_a_holder_that_goes_while_it_is_asked_leaves_the_place(
             stack.close()
             return False
 
-        monkeypatch.setattr(address, "is_of_this_job", ask)
+        monkeypatch.setattr(endpoint, "is_of_this_job", ask)
         assert seats.take(f"{ONE}:{PORT}").candidate == 0
 
 

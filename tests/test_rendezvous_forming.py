@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from elastic_resume.rendezvous.admitting import Gate
-from elastic_resume.rendezvous.body import Body
-from elastic_resume.rendezvous.forming import Former
-from elastic_resume.rendezvous.link import Link
-from elastic_resume.rendezvous.messages import Hello, Join
-from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
-from elastic_resume.rendezvous.roster import Part, Roster
-from elastic_resume.rendezvous.steps import Settings
+from elastic_resume.rendezvous.core.events import Settings
+from elastic_resume.rendezvous.core.leader import Gate
+from elastic_resume.rendezvous.core.messages import Hello, Join
+from elastic_resume.rendezvous.core.peers import Part, Roster
+from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.core.state import Body, Link
+from elastic_resume.rendezvous.core.view_change import Former
 
 A, B, C, D = (Incarnation(name, "1", f"{name}:1", candidate=at) for at, name in enumerate("abcd"))
 

@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.rendezvous.quorum import (
-    Incarnation,
-    Knowledge,
-    Rules,
-    World,
-    has_quorum,
-    shortfall,
-)
+from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge, Rules, World, has_quorum, shortfall
 
 A, B, C, D, E = (
     Incarnation(name, "1", f"{name}:1", candidate=place if place < 3 else None)

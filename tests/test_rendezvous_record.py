@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.cluster import node
 from elastic_resume.errors import RecordError
-from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
-from elastic_resume.rendezvous.record import RECORD_FILE, Record
-from elastic_resume.rendezvous.steps import Memory
+from elastic_resume.rendezvous.core.events import Memory
+from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.net.durable_state import RECORD_FILE, Record
+from elastic_resume.schedulers import environment
 
 A, B = Incarnation("a", "1", "a:1", 0), Incarnation("b", "1", "b:1")
 MEMORY = Memory(A, Knowledge(1, World(4, (A, B), A), gone=frozenset({B})), 5)
@@ -72,7 +72,7 @@ def test_a_start_of_the_whole_job_by_its_scheduler_asks_no_former_world(
 )
 def test_slurm_tells_one_start_of_a_job_from_the_next(environ: dict[str, str], launch: str) -> None:
     """An array's element is requeued alone."""
-    assert node.read(environ).launch == launch
+    assert environment.read(environ).launch == launch
 
 
 def test_another_nodes_record_is_refused(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from elastic_resume.policy.divergence import RESUME, summary
-from elastic_resume.policy.failures import describe
-from elastic_resume.rendezvous.messages import Propose, Restart, Welcome
-from elastic_resume.rendezvous.steps import (
+from elastic_resume.policy.failure_classification import describe
+from elastic_resume.rendezvous.core.events import (
     BeginWorld,
     EndJob,
     ForceQuorum,
@@ -28,6 +27,7 @@ from elastic_resume.rendezvous.steps import (
     Settings,
     StopWorkers,
 )
+from elastic_resume.rendezvous.core.messages import Propose, Restart, Welcome
 from tests.support.rendezvous_sim.checkers import Checkers
 from tests.support.rendezvous_sim.cures import without
 from tests.support.rendezvous_sim.net import Clock, End, Network

@@ -16,14 +16,14 @@ from typing import cast
 
 import pytest
 
+from elastic_resume.checkpoint.atomic_io import Disk, machine
 from elastic_resume.errors import RecordError
-from elastic_resume.rendezvous import channel, node, wire
-from elastic_resume.rendezvous.core import Agent
-from elastic_resume.rendezvous.door import Limits
-from elastic_resume.rendezvous.following import Follower
-from elastic_resume.rendezvous.record import RECORD_FILE, Record
-from elastic_resume.rendezvous.steps import BeginWorld, Effect
-from elastic_resume.store.durable import Disk, machine
+from elastic_resume.rendezvous.core.events import BeginWorld, Effect
+from elastic_resume.rendezvous.core.follower import Follower
+from elastic_resume.rendezvous.core.node import Agent
+from elastic_resume.rendezvous.net import connection, protocol, server
+from elastic_resume.rendezvous.net.durable_state import RECORD_FILE, Record
+from elastic_resume.rendezvous.net.handshake_limiter import Limits
 from tests.stations import RUN, TOKEN, Station, Stations, descriptors, read_line, until
 
 pytestmark = pytest.mark.slow
@@ -130,26 +130,26 @@ class Caller:
     def __init__(self) -> None:
         self.over = asyncio.Event()
 
-    def opened(self, one: channel.Channel) -> None:
+    def opened(self, one: connection.Channel) -> None:
         """Somebody answered."""
 
-    def ended(self, one: channel.Channel, *, closed: bool, why: str) -> None:
+    def ended(self, one: connection.Channel, *, closed: bool, why: str) -> None:
         """The connection is over, and not by our own doing."""
         assert closed, f"{one.peer}: {why}"
         self.over.set()
 
-    def freed(self, one: channel.Channel) -> None:
+    def freed(self, one: connection.Channel) -> None:
         """Its socket is closed."""
 
 
-async def call(address: str) -> channel.Channel:
+async def call(address: str) -> connection.Channel:
     """Call somebody who will not go through the handshake, and wait until the call is over."""
     caller = Caller()
     nonce = secrets.token_hex(32)
-    handshake, parting = wire.call(TOKEN, RUN, nonce), wire.parting(TOKEN, RUN, nonce)
-    made = channel.Channel(cast("channel.Owner", caller), handshake, 30.0, 1, parting)
+    handshake, parting = protocol.call(TOKEN, RUN, nonce), protocol.parting(TOKEN, RUN, nonce)
+    made = connection.Channel(cast("connection.Owner", caller), handshake, 30.0, 1, parting)
     try:
-        await channel.connect(made, address)
+        await connection.connect(made, address)
     except OSError as error:
         made.failed(error)
     await asyncio.wait_for(caller.over.wait(), 30)
@@ -179,7 +179,7 @@ def test_acceptor_that_ends_before_its_proof_is_not_told_of_as_a_stranger() -> N
 
     def begin_and_end(listener: socket.socket) -> None:
         taken, _ = listener.accept()
-        side = wire.accept(TOKEN, RUN, secrets.token_hex(32))
+        side = protocol.accept(TOKEN, RUN, secrets.token_hex(32))
         next(side)
         taken.sendall(side.send(read_line(taken)))
         taken.close()
@@ -194,7 +194,7 @@ def test_a_disk_that_refuses_is_tried_again_and_told_of_once(
     stations: Stations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No world begins before every member has it on disk; the log names file and reason; then it goes on."""
-    monkeypatch.setattr(node, "DISK_PAUSE_S", 0.01)
+    monkeypatch.setattr(server, "DISK_PAUSE_S", 0.01)
     disk = Refusing()
     made = stations.build(2, record=lambda place: Record(place, disk if place.name == "n1" else Disk()))
     until(lambda: disk.refusals > 3, "the disk was asked again and again")
@@ -290,7 +290,7 @@ def test_an_agents_end_waits_for_no_name_server() -> None:
         raise OSError(errno.EAGAIN, host)
 
     with pytest.raises(OSError, match="nobody"):
-        asyncio.run(channel.connect(channel.Channel.__new__(channel.Channel), "nobody:1", resolve))
+        asyncio.run(connection.connect(connection.Channel.__new__(connection.Channel), "nobody:1", resolve))
     assert daemons == [True]
 
 
@@ -305,11 +305,11 @@ def test_look_up_that_fails_after_its_call_was_given_up_prints_nothing(
         raise OSError("no such name")
 
     async def give_up() -> None:
-        asking = asyncio.ensure_future(channel._look_up("nobody.test", resolve))
+        asking = asyncio.ensure_future(connection._look_up("nobody.test", resolve))
         await asyncio.sleep(0)  # it asks
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        (under_way,) = channel._lookups.values()
+        (under_way,) = connection._lookups.values()
         released.set()
         await asyncio.wait([under_way])
 

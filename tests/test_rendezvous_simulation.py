@@ -9,12 +9,12 @@ from itertools import islice
 
 import pytest
 
-from elastic_resume.rendezvous import body
-from elastic_resume.rendezvous.core import Agent
-from elastic_resume.rendezvous.forming import Former
-from elastic_resume.rendezvous.leading import Leader
-from elastic_resume.rendezvous.quorum import Incarnation
-from elastic_resume.rendezvous.steps import BeginWorld, Settings
+from elastic_resume.rendezvous.core import state
+from elastic_resume.rendezvous.core.events import BeginWorld, Settings
+from elastic_resume.rendezvous.core.leader import Leader
+from elastic_resume.rendezvous.core.node import Agent
+from elastic_resume.rendezvous.core.quorum import Incarnation
+from elastic_resume.rendezvous.core.view_change import Former
 from tests.support.rendezvous_sim import schedule as kinds
 from tests.support.rendezvous_sim.__main__ import main
 from tests.support.rendezvous_sim.batch import BREAKS, BROKEN_RULES, broken, play_many, play_some
@@ -87,7 +87,7 @@ def test_numbers_that_the_dead_may_have_used_are_left_out(monkeypatch: pytest.Mo
     """A quorum is forced without knowledge of worlds that the dead had among themselves."""
     schedules = list(islice((one for one in map(draw, range(3000)) if one.family == kinds.FORCED), 40))
     found = [ONE_WORLD in {violation.checker for violation in play(one).violations} for one in schedules]
-    monkeypatch.setattr(body, "LEFT_OUT", 0)
+    monkeypatch.setattr(state, "LEFT_OUT", 0)
     again = [ONE_WORLD in {violation.checker for violation in play(one).violations} for one in schedules]
     assert not any(found)
     assert any(again)

@@ -13,20 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_resume.policy.divergence import Digest
-from elastic_resume.rendezvous import packing, wire
-from elastic_resume.rendezvous.core import Agent
-from elastic_resume.rendezvous.messages import (
-    Beat,
-    Hello,
-    Join,
-    Message,
-    Print,
-    Propose,
-    Stamp,
-    Waiting,
-)
-from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
-from elastic_resume.rendezvous.steps import (
+from elastic_resume.rendezvous.core.events import (
     Event,
     JoinRequested,
     MessageArrived,
@@ -37,8 +24,12 @@ from elastic_resume.rendezvous.steps import (
     Settings,
     Tick,
 )
-from elastic_resume.rendezvous.tidings import News
-from elastic_resume.rendezvous.wire import Lines, WireError
+from elastic_resume.rendezvous.core.messages import Beat, Hello, Join, Message, Print, Propose, Stamp, Waiting
+from elastic_resume.rendezvous.core.node import Agent
+from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.core.status import News
+from elastic_resume.rendezvous.net import codec, protocol
+from elastic_resume.rendezvous.net.protocol import Lines, WireError
 
 CASES = int(os.environ.get("ELASTIC_RESUME_FUZZ_CASES", "600"))
 """How many cases each slow test tries; `make nightly` has them try more."""
@@ -77,7 +68,7 @@ json_values = st.recursive(
 @given(stamps, any_message)
 def test_a_message_is_read_as_it_was_written(stamp: Stamp, message: Message) -> None:
     """Every type, every field."""
-    assert wire.decode(wire.encode(stamp, message)[:-1]) == (stamp, message)
+    assert protocol.decode(protocol.encode(stamp, message)[:-1]) == (stamp, message)
 
 
 @pytest.mark.slow
@@ -87,10 +78,10 @@ def test_random_bytes_raise_nothing_but_wire_errors(data: bytes) -> None:
     """Bytes of a stranger, at every place where bytes are read."""
     token, run, nonce = b"t", "r", "0" * 64
     for read in (
-        lambda: wire.decode(data),
-        lambda: wire.read_greeting(data, run),
-        lambda: wire.read_answer(data),
-        lambda: wire.read_proof(data, token, "dialler", run, (nonce, nonce)),
+        lambda: protocol.decode(data),
+        lambda: protocol.read_greeting(data, run),
+        lambda: protocol.read_answer(data),
+        lambda: protocol.read_proof(data, token, "dialler", run, (nonce, nonce)),
     ):
         with pytest.raises(WireError):
             read()
@@ -103,10 +94,10 @@ def test_json_of_wrong_shape_raises_nothing_but_wire_errors(kind: str, body: lis
     """A known type with fields of any kind."""
     line = json.dumps({"stamp": [1, 2, 3, 0.5], "type": kind, "body": body}).encode()
     try:
-        stamp, message = wire.decode(line)
+        stamp, message = protocol.decode(line)
     except WireError:
         return
-    assert wire.decode(wire.encode(stamp, message)[:-1]) == (stamp, message)
+    assert protocol.decode(protocol.encode(stamp, message)[:-1]) == (stamp, message)
 
 
 @pytest.mark.slow
@@ -116,14 +107,14 @@ def test_a_damaged_line_raises_nothing_but_wire_errors(
     stamp: Stamp, message: Message, damages: list[tuple[int, bytes]]
 ) -> None:
     """A good line in which some bytes are others; what is taken all the same can be said again."""
-    line = wire.encode(stamp, message)[:-1]
+    line = protocol.encode(stamp, message)[:-1]
     for place, data in damages:
         line = line[:place] + data + line[place + len(data) + place % 2 :]
     try:
-        read = wire.decode(line)
+        read = protocol.decode(line)
     except WireError:
         return
-    assert wire.decode(wire.encode(*read)[:-1]) == read
+    assert protocol.decode(protocol.encode(*read)[:-1]) == read
 
 
 @settings(max_examples=1000)
@@ -132,10 +123,10 @@ def test_any_text_for_a_world_raises_nothing_but_wire_errors(text: str) -> None:
     """Quoted, compressed, cut off, or none of it."""
     line = json.dumps({"stamp": [1, 0, 0, 0.0], "type": "Propose", "body": [text, [1, None, [], [], []]]})
     try:
-        wire.decode(line.encode())
+        protocol.decode(line.encode())
     except WireError:
         return
-    assert packing.pack(packing.unpack(text)) == text, "it was spelled as a world is"
+    assert codec.pack(codec.unpack(text)) == text, "it was spelled as a world is"
 
 
 @pytest.mark.slow
@@ -153,21 +144,21 @@ def test_a_handshake_of_any_json_raises_nothing_but_wire_errors(
     ]
     greeting, answer, last = (json.dumps(line).encode() for line in lines)
     for read in (
-        lambda: wire.read_greeting(greeting, run),
-        lambda: wire.read_answer(answer),
-        lambda: wire.read_proof(last, token, "dialler", run, (ours, ours)),
+        lambda: protocol.read_greeting(greeting, run),
+        lambda: protocol.read_answer(answer),
+        lambda: protocol.read_proof(last, token, "dialler", run, (ours, ours)),
     ):
         try:
             read()
         except WireError:
             continue
-        assert version == wire.VERSION
+        assert version == protocol.VERSION
 
 
 def test_a_proof_that_is_no_text_in_utf8_is_refused() -> None:
     """JSON can spell half of a surrogate pair; no encoding holds it."""
     with pytest.raises(WireError):
-        wire.read_proof(b'{"proof": "\\ud800"}', b"t", "dialler", "r", ("0" * 64, "0" * 64))
+        protocol.read_proof(b'{"proof": "\\ud800"}', b"t", "dialler", "r", ("0" * 64, "0" * 64))
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12), st.integers(1, 60))
@@ -191,13 +182,13 @@ def cut(lines: Lines, pieces: list[bytes]) -> tuple[list[bytes], bool]:
 def test_a_handshake_proves_both_sides_to_each_other_and_no_other() -> None:
     """Right token, wrong token, another run, a replay and a reflection."""
     ours, theirs = "a" * 64, "b" * 64
-    assert wire.read_greeting(wire.greeting("run", ours)[:-1], "run") == (ours, False)
-    assert wire.read_answer(wire.answer(theirs)[:-1]) == theirs
+    assert protocol.read_greeting(protocol.greeting("run", ours)[:-1], "run") == (ours, False)
+    assert protocol.read_answer(protocol.answer(theirs)[:-1]) == theirs
     with pytest.raises(WireError):
-        wire.read_greeting(wire.greeting("run", ours)[:-1], "another run")
+        protocol.read_greeting(protocol.greeting("run", ours)[:-1], "another run")
     for side, other in (("dialler", "acceptor"), ("acceptor", "dialler")):
-        line = wire.proof(b"token", side, "run", (ours, theirs))[:-1]
-        wire.read_proof(line, b"token", side, "run", (ours, theirs))
+        line = protocol.proof(b"token", side, "run", (ours, theirs))[:-1]
+        protocol.read_proof(line, b"token", side, "run", (ours, theirs))
         for token, of, run, nonces in (
             (b"another token", side, "run", (ours, theirs)),
             (b"token", other, "run", (ours, theirs)),  # reflected
@@ -206,7 +197,7 @@ def test_a_handshake_proves_both_sides_to_each_other_and_no_other() -> None:
             (b"token", side, "run", (ours, "c" * 64)),
         ):
             with pytest.raises(WireError, match="token"):
-                wire.read_proof(line, token, of, run, nonces)
+                protocol.read_proof(line, token, of, run, nonces)
 
 
 @pytest.mark.parametrize("looks", [False, True])
@@ -214,18 +205,23 @@ def test_a_dialler_that_proves_nothing_hears_nothing_made_of_the_token(looks: bo
     """Whatever the token is, a stranger who knows the run's name is told the same: nothing to crack."""
     heard = []
     for token in (b"one token", b"another token"):
-        side = wire.accept(token, "run", "b" * 64)
-        said = [next(side), side.send(wire.greeting("run", "a" * 64, looks=looks)[:-1])]
-        with pytest.raises(wire.UnprovenError, match="token") as caught:
+        side = protocol.accept(token, "run", "b" * 64)
+        said = [next(side), side.send(protocol.greeting("run", "a" * 64, looks=looks)[:-1])]
+        with pytest.raises(protocol.UnprovenError, match="token") as caught:
             side.send(b'{"proof":"' + b"0" * 64 + b'"}')
         heard.append([*said, caught.value.last])
     assert heard[0] == heard[1]
 
 
-def shaken(token: bytes, nonces: tuple[str, str], *, looks: bool = False) -> tuple[wire.Proof, wire.Proof]:
+def shaken(
+    token: bytes, nonces: tuple[str, str], *, looks: bool = False
+) -> tuple[protocol.Proof, protocol.Proof]:
     """Both ends of a handshake, dialler and acceptor."""
-    key = wire.look_key(token) if looks else token
-    dialler, acceptor = wire.call(key, "run", nonces[0], looks=looks), wire.accept(token, "run", nonces[1])
+    key = protocol.look_key(token) if looks else token
+    dialler, acceptor = (
+        protocol.call(key, "run", nonces[0], looks=looks),
+        protocol.accept(token, "run", nonces[1]),
+    )
     next(acceptor)
     line = dialler.send(acceptor.send(next(dialler)[:-1])[:-1])
     with pytest.raises(StopIteration) as accepted:
@@ -275,7 +271,7 @@ def test_what_a_hello_and_a_proposal_of_a_large_world_weigh() -> None:
     world = World(7, members, members[0])
     known = Knowledge(3, world, (world,), frozenset(members[:500]))
     for message in (Hello(members[0], known, 7), Propose(world, known)):
-        assert len(wire.encode(Stamp(1, 1), message)) * 8 < wire.MAX_LINE_BYTES
+        assert len(protocol.encode(Stamp(1, 1), message)) * 8 < protocol.MAX_LINE_BYTES
 
 
 def test_a_large_world_is_compressed_and_comes_back_as_one_object() -> None:
@@ -284,16 +280,16 @@ def test_a_large_world_is_compressed_and_comes_back_as_one_object() -> None:
         Incarnation(f"node,{n};%\u00e9", f"life{n}", f"[::1]:{n}", n or None) for n in range(1000)
     )
     world = World(7, members, members[3])
-    text = packing.pack(world)
+    text = codec.pack(world)
     assert text.startswith("z")
-    packing._worlds.clear()
-    read = packing.unpack(text)
+    codec._worlds.clear()
+    read = codec.unpack(text)
     assert [(one, one.address, one.candidate) for one in read.members] == [
         (one, one.address, one.candidate) for one in members
     ]
     assert (read, read.leader) == (world, members[3])
-    assert packing.unpack(text + "") is read
-    assert packing.pack(World(1, members[1:2], members[1])) == "1;" + ";".join(
+    assert codec.unpack(text + "") is read
+    assert codec.pack(World(1, members[1:2], members[1])) == "1;" + ";".join(
         ["node%2C1%3B%25%C3%A9,life1,[::1]:1,1"] * 2
     )
 
@@ -303,27 +299,27 @@ def test_a_world_that_expands_without_end_is_refused() -> None:
     bomb = zlib.compress(b"1;" + b"a,b,c,;" * 10_000_000)
     for data in (bomb, bomb[:-20], zlib.compress(b"1;a,b,c,") + b"more", b"no zlib"):
         with pytest.raises(ValueError):  # noqa: PT011  unpack promises no more
-            packing.unpack("z" + base64.b64encode(data).decode())
+            codec.unpack("z" + base64.b64encode(data).decode())
 
 
 def test_what_is_kept_of_worlds_is_bounded() -> None:
     """Whoever sends one world after the other finds the memory as small as before."""
     for generation in range(100):
-        packing.unpack(f"{generation};a,b,c,")
-    assert len(packing._worlds) <= packing.KEPT
-    assert len(packing._texts) <= packing.KEPT
+        codec.unpack(f"{generation};a,b,c,")
+    assert len(codec._worlds) <= codec.KEPT
+    assert len(codec._texts) <= codec.KEPT
 
 
 def test_a_name_that_no_encoding_holds_is_refused() -> None:
     """JSON can spell half of a surrogate pair; a log or a lookup of such a name would fail later."""
     with pytest.raises(WireError, match="no encoding"):
-        wire.decode(b'{"stamp":[1,0,0,0.0],"type":"Waiting","body":["\\ud800"]}')
+        protocol.decode(b'{"stamp":[1,0,0,0.0],"type":"Waiting","body":["\\ud800"]}')
 
 
 def test_a_reason_that_is_too_long_is_cut_not_refused() -> None:
     """A sentence that names a thousand nodes must not make all who hear it hang up."""
-    line = wire.encode(Stamp(1, 0), Waiting("node " * 1000))
-    message = wire.decode(line[:-1])[1]
+    line = protocol.encode(Stamp(1, 0), Waiting("node " * 1000))
+    message = protocol.decode(line[:-1])[1]
     assert isinstance(message, Waiting)
     assert message.reason.startswith("node node ")
     assert message.reason.endswith("…")
@@ -331,8 +327,8 @@ def test_a_reason_that_is_too_long_is_cut_not_refused() -> None:
 
 def test_a_heartbeat_is_read_as_strictly_as_any_line() -> None:
     """It has a way of its own through the reader, since nearly every line is one."""
-    good = wire.encode(Stamp(1, 2, 3, 0.5), Beat())[:-1]
-    assert wire.decode(good) == (Stamp(1, 2, 3, 0.5), Beat())
+    good = protocol.encode(Stamp(1, 2, 3, 0.5), Beat())[:-1]
+    assert protocol.decode(good) == (Stamp(1, 2, 3, 0.5), Beat())
     tail = b',"type":"Beat","body":[null,null]}'
     assert good.endswith(tail)
     for head in (
@@ -344,7 +340,7 @@ def test_a_heartbeat_is_read_as_strictly_as_any_line() -> None:
         b'{"stamp":[-1,2,3,4]',
     ):
         with pytest.raises(WireError):
-            wire.decode(head + tail)
+            protocol.decode(head + tail)
 
 
 @pytest.mark.parametrize(
@@ -352,12 +348,12 @@ def test_a_heartbeat_is_read_as_strictly_as_any_line() -> None:
 )
 def test_a_heartbeat_carries_a_digest_of_32_digits_or_none(digest: object) -> None:
     """Anything else ends the connection, as all that is not part of the protocol does."""
-    line = wire.encode(Stamp(1, 2), Beat(Print(3, 4, Digest("ab" * 16))))[:-1]
-    assert wire.decode(line)[1] == Beat(Print(3, 4, Digest("ab" * 16)))
+    line = protocol.encode(Stamp(1, 2), Beat(Print(3, 4, Digest("ab" * 16))))[:-1]
+    assert protocol.decode(line)[1] == Beat(Print(3, 4, Digest("ab" * 16)))
     said = json.loads(line)
     said["body"][0][2] = digest
     with pytest.raises(WireError, match="digest"):
-        wire.decode(json.dumps(said).encode())
+        protocol.decode(json.dumps(said).encode())
 
 
 # ---- what a proven peer may send, to the core --------------------------------------------------------

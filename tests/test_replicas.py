@@ -14,21 +14,21 @@ from typing import Any
 
 import pytest
 
-from elastic_resume import contract
-from elastic_resume.agent.keeper import Kept, kept
+from elastic_resume import constants
+from elastic_resume.agent.snapshots import Kept, kept
+from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.config import Settings as NodeSettings
 from elastic_resume.errors import GaveUpError, MachineError
-from elastic_resume.policy.cadence import AUTO
+from elastic_resume.policy.checkpoint_interval import AUTO
 from elastic_resume.policy.divergence import RESUME, STOP, Verdict
-from elastic_resume.policy.failures import DIVERGENCE
-from elastic_resume.rendezvous.address import Endpoint, Seat
-from elastic_resume.rendezvous.member import Member
-from elastic_resume.rendezvous.messages import Diverged, Join
-from elastic_resume.rendezvous.record import Record
-from elastic_resume.rendezvous.steps import BeginWorld, Log, Settings
-from elastic_resume.rendezvous.terms import Terms
-from elastic_resume.store.handing import Line
-from elastic_resume.store.node_dir import NodeDir
+from elastic_resume.policy.failure_classification import DIVERGENCE
+from elastic_resume.rendezvous.client import Member
+from elastic_resume.rendezvous.config import Terms
+from elastic_resume.rendezvous.core.events import BeginWorld, Log, Settings
+from elastic_resume.rendezvous.core.messages import Diverged, Join
+from elastic_resume.rendezvous.endpoint import Endpoint, Seat
+from elastic_resume.rendezvous.net.durable_state import Record
+from elastic_resume.snapshot.ipc import Line
 from tests.stations import NODE_TIMEOUT_S, until
 from tests.test_keeper import NEEDED, snapshot
 
@@ -253,7 +253,7 @@ def test_a_state_is_told_under_its_worlds_generation_whatever_its_workers_count(
         kept(node_dir.path, settings, say=nothing, tell=nothing) as one,
     ):
         one.compare(hearing, say=nothing, tell=nothing)
-        rack, line = one.keeper.rack, Line(os.environ[contract.ENV_KEEPER])
+        rack, line = one.keeper.rack, Line(os.environ[constants.ENV_KEEPER])
         rack.reserve(NEEDED)
         mark = snapshot(rack._kept[0].slot, 9, generation=51)
         line.tell("compare", mark=mark, world=1)

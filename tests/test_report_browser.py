@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.report import html, story
-from elastic_resume.report.story import Story
-from elastic_resume.report.text import clean
+from elastic_resume.report import html, summary
+from elastic_resume.report.formatting import clean
+from elastic_resume.report.summary import Story
 from tests import browser, report_runs
 from tests.browser import Browser
 
@@ -31,7 +31,7 @@ def told() -> Story:
     """A run in which everything happens, on nodes whose clocks differ."""
     job = report_runs.eventful()
     events = report_runs.off(job.events, "n1", 7.5)
-    return story.tell(events, items=report_runs.items(job), stacks=report_runs.STACKS, problems=["p"])
+    return summary.tell(events, items=report_runs.items(job), stacks=report_runs.STACKS, problems=["p"])
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_five_thousand_generations(chromium: Browser, tmp_path: Path) -> None:
     """The page stays small, draws few elements, and lays out only what is looked at; all of it is there."""
     job = report_runs.long(5000)
     path = tmp_path / "long.html"
-    path.write_text(html.render(story.tell(job.events)), encoding="utf-8")
+    path.write_text(html.render(summary.tell(job.events)), encoding="utf-8")
     assert path.stat().st_size < MAX_BYTES
     chromium.open(path)
     spent = chromium.value("performance.timing.loadEventEnd - performance.timing.navigationStart")

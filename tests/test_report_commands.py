@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume import contract
+from elastic_resume import constants
+from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.cli import main
 from elastic_resume.events import EventLog
-from elastic_resume.store.catalog import Catalog
 from tests import store_samples
 from tests.store_samples import RUN
 
@@ -25,7 +25,7 @@ def root(tmp_path: Path) -> Path:
         node_dir = base / RUN / node
         node_dir.mkdir(parents=True)
         store_samples.save(node_dir, step=10)
-        log = EventLog(node_dir / contract.EVENTS_FILE, node=node, rank=rank)
+        log = EventLog(node_dir / constants.EVENTS_FILE, node=node, rank=rank)
         about = {"generation": 1, "world_size": 2}
         log.write("worker-start", step=0, **about)
         if rank == 0:
@@ -61,9 +61,9 @@ def test_report_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_report_of_torn_and_unreadable_logs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What can be read is told."""
-    with open(root / RUN / "node-b" / contract.EVENTS_FILE, "ab") as file:
+    with open(root / RUN / "node-b" / constants.EVENTS_FILE, "ab") as file:
         file.write(b"\xff\xfe\n" + b"[" * 50_000 + b"\n" + b'{"t": 1, "event": "step"')
-    (root / RUN / "node-c" / contract.EVENTS_FILE).mkdir(parents=True)
+    (root / RUN / "node-c" / constants.EVENTS_FILE).mkdir(parents=True)
     assert main(["report", str(root / RUN)]) == 0
     assert "Finished at step 10" in capsys.readouterr().out
 
@@ -78,7 +78,7 @@ def test_report_of_several_runs_asks_which(root: Path, capsys: pytest.CaptureFix
     """They are named."""
     other = root / "other" / "n0"
     other.mkdir(parents=True)
-    EventLog(other / contract.EVENTS_FILE).write("round")
+    EventLog(other / constants.EVENTS_FILE).write("round")
     assert main(["report", str(root)]) == 1
     assert "holds 2 runs; give one of them: other, run-1" in capsys.readouterr().err
 
@@ -86,7 +86,7 @@ def test_report_of_several_runs_asks_which(root: Path, capsys: pytest.CaptureFix
 def test_copies_are_told_by_what_their_logs_call_them(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Under any name; of two runs they are no report."""
     for node in ("node-a", "node-b"):
-        log = EventLog(root / RUN / node / contract.EVENTS_FILE, node=node)
+        log = EventLog(root / RUN / node / constants.EVENTS_FILE, node=node)
         log.write("agent-start", run_id=RUN)
         log.write("commit", generation=1, step=10, path=f"/ckpt/{RUN}/{node}/g000001-s0000000010", bytes=9)
         log.close()
@@ -103,7 +103,7 @@ def test_copies_are_told_by_what_their_logs_call_them(root: Path, capsys: pytest
         ("node-b", "quarantined", "disk"),
     ]
     (root / "other" / "n0").mkdir(parents=True)
-    other = EventLog(root / "other" / "n0" / contract.EVENTS_FILE, node="n0")
+    other = EventLog(root / "other" / "n0" / constants.EVENTS_FILE, node="n0")
     other.write("agent-start", run_id="other")
     other.close()
     assert main(["report", str(root / "last-night"), str(root / "other")]) == 1

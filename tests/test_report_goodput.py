@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_resume.report import goodput, story
+from elastic_resume.report import goodput, summary
 from tests.test_report_incidents import Job, job_killed, node_returns, worker_killed
 
 
@@ -56,7 +56,7 @@ def killed() -> Job:
 
 def test_the_parts_of_a_run() -> None:
     """Each second is where one would look for it."""
-    told = story.tell(killed().events)
+    told = summary.tell(killed().events)
     assert told.goodput == goodput.Goodput(
         total_s=37.0,
         productive_s=8.0 + 12.0 + 1.0,  # steps 1 to 8 and 9 to 20, and what came before the end
@@ -70,7 +70,7 @@ def test_the_parts_of_a_run() -> None:
 
 def test_the_phases_of_a_recovery() -> None:
     """From the last step before to the first one after, without a gap."""
-    told = story.tell(killed().events)
+    told = summary.tell(killed().events)
     (phases,) = told.recoveries.values()
     assert phases.known == [
         ("noticed", 0.5),
@@ -96,7 +96,7 @@ def test_failures_without_a_step_between_them_cost_until_the_next_step() -> None
     begin(job, 116, 119, 10, seconds=1.0)
     march(job, 120, *range(11, 21))
     job.finish(130, 20)
-    told = story.tell(job.events)
+    told = summary.tell(job.events)
     assert told.costs == {1: pytest.approx(119.0 - 110.0)}
     assert "2 failures cost 9.0 s" in told.verdict.text
 
@@ -113,7 +113,7 @@ def test_generations_that_end_before_a_second_mark_have_trained() -> None:
     job.exit(127, 1, signal="SIGKILL")
     job.stop(127.2, 0, 2)
     # Three steps each, of 1.5 s at the most: what lies between the first mark and the end.
-    assert story.tell(job.events).goodput.productive_s > 3 * 3.0
+    assert summary.tell(job.events).goodput.productive_s > 3 * 3.0
 
 
 def test_a_failure_after_which_nobody_trained_costs_until_the_end() -> None:
@@ -121,7 +121,7 @@ def test_a_failure_after_which_nobody_trained_costs_until_the_end() -> None:
     job = run(*range(1, 11))
     job.exit(110, 1, signal="SIGKILL")
     job.stop(130.0, 0, 2)
-    assert story.tell(job.events).costs == {1: pytest.approx(130.0 - 110.0)}
+    assert summary.tell(job.events).costs == {1: pytest.approx(130.0 - 110.0)}
 
 
 def test_waiting_for_copies_is_no_training() -> None:
@@ -130,7 +130,7 @@ def test_waiting_for_copies_is_no_training() -> None:
     for one in job.events:
         if one["event"] == "step":
             one["stalled_s"] = 0.1 * one["step"] * (1 + one["rank"]) if one["generation"] == 1 else 0.0
-    spent = story.tell(job.events).goodput
+    spent = summary.tell(job.events).goodput
     assert (spent.stalled_s, spent.productive_s, spent.total_s) == (3.0, 18.0, 37.0)
 
 
@@ -142,7 +142,7 @@ def test_a_step_that_hangs_is_not_training() -> None:
     begin(job, 151, 152, 10, seconds=0.5)
     march(job, 153, 11, 12, 13)
     job.finish(155, 13)
-    spent = story.tell(job.events).goodput
+    spent = summary.tell(job.events).goodput
     assert spent.productive_s == 13.0
     assert spent.repeated_s == 1.0  # as much as a step may have taken
     assert spent.waiting_s == 3.0 + 39.0 + 1.0
@@ -158,7 +158,7 @@ def test_a_lineage_that_was_left_counts_for_nothing() -> None:
     begin(job, 115, 116, 4, seconds=0.5, lost_steps=8)
     march(job, 117, *range(5, 16))
     job.finish(127, 15)
-    told = story.tell(job.events)
+    told = summary.tell(job.events)
     assert told.goodput.productive_s == 4.0 + 11.0
     assert told.goodput.repeated_s == 6.0 + 2.0
     assert [one.what for one in told.slices if one.generation == 2 and one.what == "productive"] == []
@@ -166,7 +166,7 @@ def test_a_lineage_that_was_left_counts_for_nothing() -> None:
 
 def test_the_hour_in_which_nobody_ran_is_waiting() -> None:
     """A job that was killed as a whole and started again."""
-    spent = story.tell(job_killed().events).goodput
+    spent = summary.tell(job_killed().events).goodput
     assert spent.waiting_s > 3500
     assert spent.total_s == pytest.approx(3620.5)
 
@@ -176,7 +176,7 @@ def test_the_hour_in_which_nobody_ran_is_waiting() -> None:
 def test_slices_have_no_gap_whatever_is_missing(make: Callable[[], Job], random: Any, share: float) -> None:
     """Events that are lost move time from one part to another, and never out of the whole."""
     events = [one for one in make().events if random.random() > share]
-    told = story.tell(events)
+    told = summary.tell(events)
     for one, following in zip(told.slices, told.slices[1:], strict=False):
         assert one.began < one.until == following.began
     assert told.goodput.total_s == pytest.approx(sum(spent for _, spent in told.goodput.parts))

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_resume.events import Event
-from elastic_resume.policy.tally import Tally
-from elastic_resume.report import html, incidents, render, story
+from elastic_resume.policy.incidents import Tally
+from elastic_resume.report import html, incidents, summary, text_report
+from elastic_resume.report.formatting import WIDTH
 from elastic_resume.report.incidents import Report
-from elastic_resume.report.text import WIDTH
 
 KILLED = "rank 1 on node n1 was killed by SIGKILL"
 NAN_2 = "rank 2 on node n2 ended with exit code 1"
@@ -436,7 +436,7 @@ def test_a_cold_start_and_a_rejected_copy() -> None:
     assert (cold.resumed, cold.rejected) == ("cold", ())
     assert second.rejected == (incidents.RejectedCopy("n1", 1, 10, "manifest: its digest does not match."),)
     assert (second.source_node, second.source_generation, second.lacking) == ("n0", 1, ("n1",))
-    text = render.as_text(story.tell(job.events))
+    text = text_report.as_text(summary.tell(job.events))
     assert "generation 2 rejected n1's copy of generation 1, step 10: manifest: its digest" in text
     assert "generation 2: n0 sent its copy to n1" in text
 
@@ -457,7 +457,7 @@ def test_workers_that_never_came_to_train() -> None:
     report = incidents.tell(job.events)
     assert not report.generations
     assert (report.outcome, report.message) == ("failed", message)
-    text = " ".join(render.as_text(story.tell(job.events)).split())
+    text = " ".join(text_report.as_text(summary.tell(job.events)).split())
     assert (
         "2 workers ended before training; first: rank 1 on node n1 ended with exit code 1: ModuleNotFound"
         in text
@@ -537,12 +537,12 @@ _EVENTS = st.fixed_dictionaries(
 @given(st.lists(_EVENTS, max_size=25))
 def test_any_list_of_events_gives_a_report(events: list[Event]) -> None:
     """Nothing raises, figures are never negative, no line is too wide, and the JSON is JSON."""
-    told = story.tell(events)
+    told = summary.tell(events)
     assert told.report.wasted_steps >= 0
     assert all(one.recovered_s is None or one.recovered_s >= 0 for one in told.report.generations)
-    assert all(len(line) <= WIDTH and line.isprintable() for line in render.as_text(told).splitlines())
+    assert all(len(line) <= WIDTH and line.isprintable() for line in text_report.as_text(told).splitlines())
     assert told.goodput.total_s == pytest.approx(sum(spent for _, spent in told.goodput.parts))
-    json.loads(story.as_json(told))
+    json.loads(summary.as_json(told))
     assert html.render(told).endswith("</html>\n")
 
 
@@ -566,7 +566,7 @@ def test_the_table() -> None:
     """One row for each generation, aligned, and one line on the whole."""
     job = worker_killed()
     job.finish(130, 40)
-    assert render.as_text(story.tell(job.events)).splitlines()[:6] == [
+    assert text_report.as_text(summary.tell(job.events)).splitlines()[:6] == [
         "Finished at step 40 after 40 s. 1 failure cost 5.0 s, 1 step run again; 62 % of the time was",
         "  training that counts.",
         "",
@@ -581,7 +581,7 @@ def test_a_long_reason_is_cut_in_the_table_and_told_below() -> None:
     job = Job().begun()
     job.fail(110.2, 1, "ValueError", "\x1b[2J" + "far too long " * 12 + "THE END")
     job.begin(115, 10, "n0", "n1", "n2")
-    text = render.as_text(story.tell(job.events))
+    text = text_report.as_text(summary.tell(job.events))
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "..." in text
     assert "THE END" in text
@@ -593,4 +593,4 @@ def test_many_nodes_are_folded() -> None:
     nodes = tuple(f"gpu{number:04}" for number in range(1000) if number != 500)
     job = Job()
     job.begin(100, 0, *nodes, kind="cold")
-    assert "gpu[0000-0499,0501-0999]" in render.as_text(story.tell(job.events))
+    assert "gpu[0000-0499,0501-0999]" in text_report.as_text(summary.tell(job.events))

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume import contract, events
+from elastic_resume import constants, events
 from elastic_resume.cli import main
 from elastic_resume.events import Event
-from elastic_resume.report import html, story
+from elastic_resume.report import html, summary
 from elastic_resume.report.checkpoints import Item
-from elastic_resume.report.gather import gather
-from elastic_resume.report.story import Story
+from elastic_resume.report.loader import gather
+from elastic_resume.report.summary import Story
 from tests import report_runs
 from tests.test_report_goodput import killed
 from tests.test_report_incidents import (
@@ -73,19 +73,19 @@ def nothing() -> Job:
 )
 def test_the_verdict(make: Callable[[], Job], begins: str, price: str) -> None:
     """How it ended or stands, at which step, and what it cost."""
-    text = story.tell(make().events).verdict.text
+    text = summary.tell(make().events).verdict.text
     assert text.startswith(begins)
     assert price in text
 
 
 def test_what_to_look_at() -> None:
     """The worst first; a silent run is asked about where the present is known."""
-    look = story.tell(failed().events).verdict.look
+    look = summary.tell(failed().events).verdict.look
     cause = "rank 2 on node n2 ended with exit code 1: ValueError: loss is nan"
     assert look[0] == f"what ended generation 2: {cause}"
-    told = story.tell(worker_killed().events, now=1115.5)
+    told = summary.tell(worker_killed().events, now=1115.5)
     assert told.verdict.look == ("no node has written anything for 16 min 40 s: does the job still run?",)
-    assert story.tell(killed().events).verdict.look == ()
+    assert summary.tell(killed().events).verdict.look == ()
 
 
 def test_a_node_that_fails_often_is_named() -> None:
@@ -94,7 +94,7 @@ def test_a_node_that_fails_often_is_named() -> None:
     for t in (110, 120, 130):
         job.exit(t + 0.5, 2, signal="SIGBUS")
         job.begin(t + 5, 10, "n0", "n1", "n2")
-    assert "node n2 was first in 3 of 3 failures" in story.tell(job.events).verdict.look
+    assert "node n2 was first in 3 of 3 failures" in summary.tell(job.events).verdict.look
 
 
 # ---- troubles and faults -------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_a_disk_that_refuses_is_one_trouble_with_a_beginning_and_an_end() -> Non
         job.add(t, "commit-failed", "n1", generation=1, step=t - 100, error=f"step {t}: [Errno 28] full")
     job.add(120, "commit", "n1", generation=1, step=20, bytes=7, seconds=0.1, path="/x/g000001-s0000000020")
     job.add(130, "commit-failed", "n1", generation=1, step=30, error="[Errno 5]")
-    first, second = (one for one in story.tell(job.events).troubles if one.kind == "commit-failed")
+    first, second = (one for one in summary.tell(job.events).troubles if one.kind == "commit-failed")
     assert (first.t, first.until, first.count, first.is_over) == (111, 120, 3, True)
     assert (second.t, second.count, second.is_over) == (130, 1, False)
 
@@ -122,14 +122,14 @@ def test_a_slow_disk_is_told_by_its_own_usual_speed() -> None:
     job = Job().begun()
     for index, seconds in enumerate((0.3, 0.3, 0.4, 0.3, 9.0, 0.3, 1.2)):
         job.add(111 + 10 * index, "commit", "n0", generation=1, step=index, bytes=7, seconds=seconds)
-    assert texts(story.tell(job.events), "slow-disk") == [
+    assert texts(summary.tell(job.events), "slow-disk") == [
         "a checkpoint took 9.0 s to write, most take 0.30 s"
     ]
 
 
 def test_every_kind_of_trouble_has_its_sentence() -> None:
     """All that an eventful run holds, each on its node; a hang that another node made is only noted."""
-    told = story.tell(report_runs.eventful().events)
+    told = summary.tell(report_runs.eventful().events)
     said = {one.kind: (one.weight, one.node) for one in told.troubles}
     bad = {"commit-failed": "n2", "quarantine": "n3", "hang": "n2", "replicas-differ": "n0"}
     bad |= {"watch-failed": "n0", "stranger": "n3", "slow-disk": "n2"}
@@ -139,20 +139,20 @@ def test_every_kind_of_trouble_has_its_sentence() -> None:
     }
     job = Job().begun()
     job.add(150, "hang", "n0", generation=1, step=10, seconds=40.0, suspects=[], elsewhere=True)
-    assert story.tell(job.events).troubles[0].weight == "note"
+    assert summary.tell(job.events).troubles[0].weight == "note"
 
 
 def test_a_fault_stands_beside_what_followed_and_explains_nothing() -> None:
     """The cause of an end is what nodes saw, whatever somebody says to have broken."""
     job = report_runs.eventful()
-    told = story.tell(job.events)
+    told = summary.tell(job.events)
     assert [(one.number, one.what, one.node, one.generation) for one in told.faults] == [
         (1, "kill-worker", "n1", 1),
         (2, "disk-full", "n2", 2),
         (3, "kill-node", "n3", 3),
     ]
     without = [one for one in job.events if one["event"] != "fault"]
-    assert story.tell(without).report == told.report
+    assert summary.tell(without).report == told.report
 
 
 # ---- copies --------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_the_ledger_knows_what_became_of_each_copy() -> None:
     job.begin(150, 30, "n0", "n1", source_tier="disk", **source)
     job.begin(160, 35, "n0", "n1", source_tier="memory", **source)
     here = Item(Path("/d"), "r", "n0", "valid", generation=1, step=30)
-    found = {(one.step, one.tier): one for one in story.tell(job.events, items=[here]).copies}
+    found = {(one.step, one.tier): one for one in summary.tell(job.events, items=[here]).copies}
     states = {key: (one.state, one.verified, one.loaded_by) for key, one in found.items()}
     assert states == {
         (10, "disk"): ("pruned", False, ()),
@@ -181,7 +181,7 @@ def test_the_ledger_knows_what_became_of_each_copy() -> None:
         (35, "memory"): ("used", True, (3,)),
         (40, "disk"): ("lost", False, ()),
     }
-    assert {one.state for one in story.tell(job.events).copies if one.step == 40} == {"committed"}
+    assert {one.state for one in summary.tell(job.events).copies if one.step == 40} == {"committed"}
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_a_dead_node_is_gone_until_its_agent_is_back() -> None:
     job.agents(130, "n2")
     job.stop(139, 0, 1)
     job.begin(142, 20, "n0", "n1", "n2", lacking=["n2"])
-    lane = {one.node: one for one in html.lanes(story.tell(job.events))}["n2"]
+    lane = {one.node: one for one in html.lanes(summary.tell(job.events))}["n2"]
     spans = [(span.what, span.began, span.until) for span in lane.spans]
     assert spans[-4:-1] == [("gone", 110, 130), ("idle", 130, 140), ("preparing", 140, 142)]
     assert [mark.text for mark in lane.marks] == ["generation 1: node n2 was lost"]
@@ -230,11 +230,11 @@ def apart(tmp_path: Path) -> tuple[Path, Path, list[Event]]:
     job = node_killed()
     by_node = {node: [one for one in job.events if one["node"] == node] for node in ("n0", "n1", "n2")}
     here, there = tmp_path / "a" / "run", tmp_path / "b" / "copies" / "n1"
-    write(here / "n0" / contract.EVENTS_FILE, by_node["n0"])
-    write(here / "n0" / contract.PEERS_FILE, [*by_node["n2"], *by_node["n1"][:3], *by_node["n2"][:2]])
-    write(there / contract.EVENTS_FILE, by_node["n1"])
+    write(here / "n0" / constants.EVENTS_FILE, by_node["n0"])
+    write(here / "n0" / constants.PEERS_FILE, [*by_node["n2"], *by_node["n1"][:3], *by_node["n2"][:2]])
+    write(there / constants.EVENTS_FILE, by_node["n1"])
     fault = {"t": 110.0, "event": "fault", "node": "n2", "pid": 1, "number": 1, "what": "kill-node"}
-    write(here / contract.FAULTS_FILE, [fault])
+    write(here / constants.FAULTS_FILE, [fault])
     return here, there, [*job.events, fault]
 
 
@@ -243,21 +243,21 @@ def test_logs_of_several_places_are_one_run(apart: tuple[Path, Path, list[Event]
     here, there, every = apart
     found = gather([here, there])
     assert sorted(map(repr, found.events)) == sorted(map(repr, every))
-    assert story.tell(found.events).report == story.tell(every).report
-    assert [one.what for one in story.tell(found.events).faults] == ["kill-node"]
+    assert summary.tell(found.events).report == summary.tell(every).report
+    assert [one.what for one in summary.tell(found.events).faults] == ["kill-node"]
     assert len(gather([here / "n0", there, here]).events) == len(every)
 
 
 def test_torn_and_unreadable_logs_cost_themselves_only(apart: tuple[Path, Path, list[Event]]) -> None:
     """A line that a crash tore, one of no time at all, and a log that is a directory."""
     here, there, every = apart
-    log = there / contract.EVENTS_FILE
+    log = there / constants.EVENTS_FILE
     log.write_bytes(log.read_bytes().replace(b"\n", b'\n{"t":1.0,"event":"st', 1) + b'{"t": 1')
-    (here / "n9" / contract.EVENTS_FILE).mkdir(parents=True)
+    (here / "n9" / constants.EVENTS_FILE).mkdir(parents=True)
     assert len(gather([here, there]).events) == len(every)
     odd = [{"t": 10**400, "event": "step", "node": "n0", "generation": 1, "step": 5}]
-    write(here / "n8" / contract.EVENTS_FILE, odd)
-    assert story.tell(gather([here, there]).events).report == story.tell(every).report
+    write(here / "n8" / constants.EVENTS_FILE, odd)
+    assert summary.tell(gather([here, there]).events).report == summary.tell(every).report
 
 
 def test_what_only_looks_like_a_hang_is_not_read(apart: tuple[Path, Path, list[Event]]) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_resume import contract
-from elastic_resume.faults.lab import Cluster
+from elastic_resume import constants
+from elastic_resume.testing.cluster import Cluster
 from tests.test_cli_run import Agents, wait_for
 from tests.test_cli_run import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
 from tests.test_slurm_job import RECORDED, script, shown
@@ -67,7 +67,7 @@ class Slurm:
             "SLURM_JOB_NUM_NODES": str(nodes),
             "SLURM_STEP_ID": "0",
             **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
-            contract.ENV_SHARED_DIR: "off",
+            constants.ENV_SHARED_DIR: "off",
         }
 
 
@@ -211,7 +211,7 @@ def test_one_node_that_is_told_ahead_of_time(
     agents.script(WAITS)
     node_dir = agents.directory / "checkpoints" / "train" / "a"
     node_dir.mkdir(parents=True)
-    (node_dir / contract.EVENTS_FILE).write_text('{"t":1,"event":"agent-start"}\n' * restarts)
+    (node_dir / constants.EVENTS_FILE).write_text('{"t":1,"event":"agent-start"}\n' * restarts)
     words = ("--rdzv-id=train", "--grace=0.1", "--drain-signals=usr2", *flags, "train.py")
     agent = agents.start(*words, warm=False, **slurm.environ(1, restarts, path))
     wait_for((agents.directory / "there").exists, "the worker")

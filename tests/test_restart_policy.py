@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.policy.failures import EXCEPTION, KINDS, NODE_LOST, SIGNAL, Failure
+from elastic_resume.policy.failure_classification import EXCEPTION, KINDS, NODE_LOST, SIGNAL, Failure
 from elastic_resume.policy.restart import (
     UNLIMITED,
     Action,

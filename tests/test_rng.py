@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 import elastic_resume as er
+from elastic_resume.data import rng
+from elastic_resume.data.elastic_sampler import batches_of
+from elastic_resume.data.seeded_dataset import Indices
 from elastic_resume.errors import ConfigError, UsageError
-from elastic_resume.worker import rng
-from elastic_resume.worker.sampler import batches_of
-from elastic_resume.worker.seeding import Indices
 from tests import ranks
 from tests.jobs import augment
 from tests.jobs.augment import LOADERS, SAMPLES, STEPS, Noisy

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 import elastic_resume as er
 from elastic_resume import events, failpoints
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.writer import Terms
 from elastic_resume.errors import ConfigError, ElasticResumeError, MismatchError, UsageError
-from elastic_resume.store.catalog import Catalog
-from elastic_resume.store.keeper import Keeper
-from elastic_resume.store.shelf import Terms
+from elastic_resume.snapshot.committer import Keeper
 
 Begin = Callable[..., "Script"]
 

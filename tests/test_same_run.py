@@ -15,12 +15,11 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.errors import ConfigError
-from elastic_resume.faults import same_run
-from elastic_resume.faults.same_run import FOLLOWS, SEEDS, End, lines_unlike, unlike
-from elastic_resume.store.manifest import Manifest, Position
-from elastic_resume.testing import Fault, Plan, assert_same_run
-from elastic_resume.worker import state
+from elastic_resume.state import state_dict
+from elastic_resume.testing import Fault, Plan, assert_same_run, equivalence
+from elastic_resume.testing.equivalence import FOLLOWS, SEEDS, End, lines_unlike, unlike
 from tests import store_samples
 from tests.images import capture
 
@@ -44,7 +43,7 @@ class Kept:
 
 def end_of(place: Path, *, step: int = 5, at: int = 5, follows: tuple[str, ...] = (), **tracked: Any) -> End:
     """The end of a run that leaves these objects."""
-    flat = state.flatten(state.collect(tracked))
+    flat = state_dict.flatten(state_dict.collect(tracked))
     image = capture(flat)
     position = Position(0, at, step, 8 * step)
     manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton, follows)
@@ -62,7 +61,7 @@ def net(bump: float = 0.0) -> nn.Module:
 
 
 HOLDER = (
-    "from elastic_resume.faults import same_run\n"
+    "from elastic_resume.testing import equivalence as same_run\n"
     "with same_run._folder() as folder:\n"
     "    (folder / 'undisturbed').mkdir()\n"
     "    print(folder, flush=True)\n"
@@ -87,16 +86,16 @@ def test_only_what_is_proved_to_be_of_a_dead_run_is_removed(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
-        same_run._remove_what_the_dead_left()
+        equivalence._remove_what_the_dead_left()
         assert {*tmp_path.iterdir()} == {*others, folder}, "it goes on"
         process.kill()
         process.wait()
     assert (folder / "undisturbed").is_dir()
-    same_run._remove_what_the_dead_left()
+    equivalence._remove_what_the_dead_left()
     assert {*tmp_path.iterdir()} == {*others}, "it is dead"
-    with same_run._folder() as own:
+    with equivalence._folder() as own:
         assert own.parent == tmp_path
-        same_run._remove_what_the_dead_left()
+        equivalence._remove_what_the_dead_left()
         assert own.is_dir()
     assert {*tmp_path.iterdir()} == {*others}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import cli
-from elastic_resume.faults.hosts import Namespaces
 from elastic_resume.testing import Cluster
+from elastic_resume.testing.virtual_network import Namespaces
 from tests.hearts import Hearts
 
 pytestmark = pytest.mark.cluster

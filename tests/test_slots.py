@@ -15,13 +15,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elastic_resume import contract
-from elastic_resume.agent import guard
-from elastic_resume.policy import budget
-from elastic_resume.store import ordering, slots
-from elastic_resume.store.layout import Layout, TensorSpec
-from elastic_resume.store.rack import Rack
-from elastic_resume.store.slots import Control, SlotState, mark_of, order_of
+from elastic_resume import constants
+from elastic_resume.agent.workers import supervisor
+from elastic_resume.checkpoint.layout import Layout, TensorSpec
+from elastic_resume.snapshot import memory_order, slot_pool, slots
+from elastic_resume.snapshot.slot_pool import Rack
+from elastic_resume.snapshot.slots import Control, SlotState, mark_of, order_of
 
 BYTES = 4096
 PARTS = 2
@@ -280,12 +279,12 @@ def fill(rack: Rack, index: int, mark: int) -> None:
 @given(st.integers(1, 10**13), st.integers(0, 10**13), st.none() | st.integers(0, 10**13))
 def test_a_budget_is_never_exceeded(size: int, free: int, allowed: int | None) -> None:
     """And what fits is used, up to three."""
-    count = budget.slots_that_fit(size, free_bytes=free, allowed_bytes=allowed)
+    count = slot_pool.slots_that_fit(size, free_bytes=free, allowed_bytes=allowed)
     limit = free // 2 if allowed is None else allowed
-    assert 0 <= count <= budget.SLOTS
+    assert 0 <= count <= slot_pool.SLOTS
     assert count * size <= limit
-    assert count == budget.SLOTS or (count + 1) * size > limit
-    assert budget.size(size) in budget.describe(count, size, free_bytes=free, allowed_bytes=allowed)
+    assert count == slot_pool.SLOTS or (count + 1) * size > limit
+    assert slot_pool.size(size) in slot_pool.describe(count, size, free_bytes=free, allowed_bytes=allowed)
 
 
 @pytest.mark.parametrize(("pages", "count"), [(1, 3), (4, 3), (5, 2), (6, 2), (7, 1), (12, 1), (13, 0)])
@@ -403,9 +402,9 @@ def test_a_guard_waits_for_a_copy_and_not_for_one_that_may_never_begin(
     """A local rank whose lead is dead waits to hear where to copy: to wait for it would cost two seconds."""
     descriptor = Control.make()
     control = Control(descriptor)
-    monkeypatch.setenv(contract.ENV_SLOTS, f"/proc/{os.getpid()}/fd/{descriptor}")
-    monkeypatch.setenv(guard.ENV_LOCAL_RANK, "1")
-    copying, mark = guard.Copying(), slots.mark_of(1, 1)
+    monkeypatch.setenv(constants.ENV_SLOTS, f"/proc/{os.getpid()}/fd/{descriptor}")
+    monkeypatch.setenv(supervisor.ENV_LOCAL_RANK, "1")
+    copying, mark = supervisor.Copying(), slots.mark_of(1, 1)
     seen = []
     for waits in (None, True, False):
         if waits is not None:
@@ -426,10 +425,10 @@ def test_where_stores_may_be_reordered_a_barrier_lies_between_them(
     """Between any two accesses of the words; what each barrier finds stored is told."""
     found: list[int] = []
     descriptor = Control.make()
-    monkeypatch.setattr(ordering, "MACHINE", "x86_64")
+    monkeypatch.setattr(memory_order, "MACHINE", "x86_64")
     plain = Control(descriptor)
-    monkeypatch.setattr(ordering, "MACHINE", machine)
-    monkeypatch.setattr(ordering, "barrier", lambda: found.append(plain.record(0).get("target")))
+    monkeypatch.setattr(memory_order, "MACHINE", machine)
+    monkeypatch.setattr(memory_order, "barrier", lambda: found.append(plain.record(0).get("target")))
     control = Control(descriptor)
     os.close(descriptor)
     record = control.record(0)
@@ -457,5 +456,5 @@ def test_where_stores_may_be_reordered_a_barrier_lies_between_them(
 def test_a_barrier_holds_up_nobody() -> None:
     """Any number of threads may pass one at the same time."""
     with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(ordering.barrier) for _ in range(4000)]:
+        for done in [pool.submit(memory_order.barrier) for _ in range(4000)]:
             done.result(60)

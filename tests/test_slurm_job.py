@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.cluster import slurm_job
-from elastic_resume.cluster.slurm_job import REQUEST_S, Answer, Requeued
 from elastic_resume.policy.requeue import Word
+from elastic_resume.schedulers import slurm
+from elastic_resume.schedulers.slurm import REQUEST_S, Answer, Requeued
 
 SHOWN = (
     "JobId=2 JobName=b.sh UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901758 Nice=0 "
@@ -65,7 +65,7 @@ class Commands:
 
     def requeue(self, job: str) -> Requeued:
         """Ask for a requeue on this clock."""
-        return slurm_job.requeue(job, self.run_live, clock=lambda: self.now, sleep=self.sleep)
+        return slurm.requeue(job, self.run_live, clock=lambda: self.now, sleep=self.sleep)
 
     def sleep(self, seconds: float) -> None:
         """Let time go by."""
@@ -77,7 +77,7 @@ def test_why_a_job_got_sigterm_is_told_by_its_record(done: str) -> None:
     """A preempted job can be told from one that somebody cancelled."""
     fields, expected = RECORDED[done]
     commands = Commands(Answer(0, shown(fields)))
-    assert slurm_job.word("2", commands.run) is expected
+    assert slurm.word("2", commands.run) is expected
     assert commands.asked == [["scontrol", "show", "job", "2", "-o"]]
 
 
@@ -94,7 +94,7 @@ def test_why_a_job_got_sigterm_is_told_by_its_record(done: str) -> None:
 def test_without_an_answer_nothing_is_known(answer: Answer) -> None:
     """And so nothing is requeued. A controller that is away is asked again, a moment later."""
     commands = Commands(answer)
-    assert slurm_job.word("2", commands.run, sleep=commands.sleep) is Word.NONE
+    assert slurm.word("2", commands.run, sleep=commands.sleep) is Word.NONE
     away = answer.code != 0 and "Invalid job id" not in answer.text
     assert len(commands.asked) == (3 if away else 1)
 
@@ -103,7 +103,7 @@ def test_a_controller_that_comes_back_tells_why() -> None:
     """A preempted job is not given up because Slurm was busy."""
     shows = Answer(0, shown(RECORDED["preempted with a grace"][0]))
     commands = Commands(Answer(1, "Unable to contact slurm controller (connect failure)"), shows)
-    assert slurm_job.word("2", commands.run, sleep=commands.sleep) is Word.PREEMPTED
+    assert slurm.word("2", commands.run, sleep=commands.sleep) is Word.PREEMPTED
 
 
 @pytest.mark.parametrize(
@@ -124,19 +124,19 @@ def test_a_controller_that_comes_back_tells_why() -> None:
 def test_the_end_of_a_job_is_read_from_squeue(text: str, expected: float | None) -> None:
     """No limit is not the same as no answer; to who only wants a deadline it is."""
     commands = Commands(Answer(0, text))
-    assert slurm_job.end_time("7_1", commands.run) == expected
+    assert slurm.end_time("7_1", commands.run) == expected
     assert commands.asked == [["squeue", "-h", "-j", "7_1", "-o", "%e|%l"]]
     finite = expected if expected is not None and math.isfinite(expected) else None
-    assert slurm_job.deadline("7_1", commands.run, {}) == finite
+    assert slurm.deadline("7_1", commands.run, {}) == finite
 
 
 def test_a_variable_counts_where_squeue_does_not_answer() -> None:
     """A limit may be changed while the job runs: what squeue says is newer."""
     environ = {"SLURM_JOB_END_TIME": "1795304000"}
     away = Commands(Answer(None, "away"))
-    assert slurm_job.deadline("7", away.run, environ) == 1795304000.0
-    assert slurm_job.deadline("7", Commands(Answer(0, "NONE|UNLIMITED")).run, environ) is None
-    assert slurm_job.deadline("7", away.run, {"SLURM_JOB_END_TIME": "soon"}) is None
+    assert slurm.deadline("7", away.run, environ) == 1795304000.0
+    assert slurm.deadline("7", Commands(Answer(0, "NONE|UNLIMITED")).run, environ) is None
+    assert slurm.deadline("7", away.run, {"SLURM_JOB_END_TIME": "soon"}) is None
 
 
 @pytest.mark.parametrize(
@@ -180,10 +180,10 @@ def test_a_job_is_looked_at_right_before_its_requeue(done: str) -> None:
     fields, word = RECORDED[done]
     record = Answer(0, shown(fields))
     ended = Commands(record, Answer(0, ""))
-    asked = slurm_job.requeue("5", ended.run, clock=lambda: ended.now, sleep=ended.sleep)
+    asked = slurm.requeue("5", ended.run, clock=lambda: ended.now, sleep=ended.sleep)
     assert (asked.done, asked.ending) == (word is not Word.ENDING, word is Word.ENDING)
     again = Commands(RUNS, Answer(1, "Unexpected message received for job 5"), record, Answer(0, ""))
-    asked = slurm_job.requeue("5", again.run, clock=lambda: again.now, sleep=again.sleep)
+    asked = slurm.requeue("5", again.run, clock=lambda: again.now, sleep=again.sleep)
     assert (asked.done, asked.tries) == (word is not Word.ENDING, 2)
     assert [words[1] for words in again.asked].count("requeue") == (1 if word is Word.ENDING else 2)
 
@@ -191,7 +191,7 @@ def test_a_job_is_looked_at_right_before_its_requeue(done: str) -> None:
 def test_a_job_of_which_nothing_is_known_is_not_requeued() -> None:
     """It may be one that is being cancelled. The question is asked again as long as the request would be."""
     mute = Commands(Answer(1, "Unable to contact slurm controller (connect failure)"), Answer(0, "?"))
-    asked = slurm_job.requeue("5", mute.run, clock=lambda: mute.now, sleep=mute.sleep)
+    asked = slurm.requeue("5", mute.run, clock=lambda: mute.now, sleep=mute.sleep)
     assert not asked.done
     assert asked.tries > 10
     assert {words[1] for words in mute.asked} == {"show"}
@@ -211,11 +211,11 @@ def test_a_command_has_so_long_and_may_say_so_much(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("SQUEUE_STATES", "PENDING")
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
     script(tmp_path, "talks", "head -c 200000 /dev/zero | tr '\\0' x")
-    assert slurm_job.run(["talks"], 60) == Answer(0, "x" * slurm_job.MAX_TEXT)
+    assert slurm.run(["talks"], 60) == Answer(0, "x" * slurm.MAX_TEXT)
     script(tmp_path, "fails", 'echo "no: $SLURM_TIME_FORMAT $TZ$SQUEUE_STATES" >&2; exit 3')
-    assert slurm_job.run(["fails"], 60) == Answer(3, "no: standard UTC")
+    assert slurm.run(["fails"], 60) == Answer(3, "no: standard UTC")
     script(tmp_path, "hangs", "exec sleep 60")
-    assert slurm_job.run(["hangs"], 0.1).code is None
-    gone = slurm_job.run(["no-such-command"], 1)
+    assert slurm.run(["hangs"], 0.1).code is None
+    gone = slurm.run(["no-such-command"], 1)
     assert gone == Answer(None, "no-such-command cannot be run: No such file or directory")
-    assert slurm_job.requeue("5", lambda *_: gone) == Requeued(False, gone.text, 1)
+    assert slurm.requeue("5", lambda *_: gone) == Requeued(False, gone.text, 1)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_resume.cluster.slurm import MAX_NAMES, hostnames
 from elastic_resume.errors import ConfigError
+from elastic_resume.schedulers.slurm import MAX_NAMES, hostnames
 
 # All of these Slurm 22.05 itself expands, but for those in BEYOND.
 LISTS = {

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 import elastic_resume as er
 from elastic_resume import events, failpoints
+from elastic_resume.capture import copy_engine, snapshotter
+from elastic_resume.capture.copy_engine import copy_now
+from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.errors import UsageError
-from elastic_resume.store import slots
-from elastic_resume.store.layout import Layout
-from elastic_resume.worker import copying, sheet, state
-from elastic_resume.worker.copying import copy_now
-from elastic_resume.worker.image import Image
-from elastic_resume.worker.run import Run
+from elastic_resume.snapshot import slots
+from elastic_resume.state import state_dict
+from elastic_resume.state.tensor_buffer import Image
+from elastic_resume.training.run import Run
 from tests.stations import descriptors, until
 
 pytestmark = pytest.mark.slow
@@ -145,7 +146,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 def expected(run: Run) -> tuple[dict[str, Tensor], Any]:
     """The state now: copies of its tensors, and all the rest."""
-    flat = state.flatten(run._tracked)
+    flat = state_dict.flatten(run._tracked)
     return {leaf.name: leaf.tensor.clone() for leaf in flat.leaves}, flat.skeleton
 
 
@@ -162,7 +163,9 @@ def held(run: Run) -> tuple[dict[str, Tensor], Any, int]:
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Names of tensors that are not the same, bit for bit."""
     prints = [
-        state.fingerprints([state.Leaf(name, tensor, state.OTHER) for name, tensor in side.items()])
+        state_dict.fingerprints(
+            [state_dict.Leaf(name, tensor, state_dict.OTHER) for name, tensor in side.items()]
+        )
         for side in (a, b)
     ]
     return sorted(
@@ -246,7 +249,7 @@ def test_state_that_changes_behind_the_fence_is_found_and_named(begin: Callable[
 def replay(objects: dict[str, Any]) -> None:
     """Change parameters and optimizer state as a replayed CUDA graph of the step does: without any hook."""
     with torch.no_grad():
-        for leaf in state.flatten(objects).of_kind(state.REPLICATED):
+        for leaf in state_dict.flatten(objects).of_kind(state_dict.REPLICATED):
             leaf.tensor.add_(1)
 
 
@@ -357,14 +360,14 @@ def test_what_looking_for_changes_takes_is_counted_as_a_stall(
     snapshots, threads = run._saver.snapshots, []
     assert snapshots.finished(20)
     before = snapshots.stall_s
-    looked = sheet.Share.differing
+    looked = snapshotter.Share.differing
 
     def slowly(*given: Any) -> list[str]:
         threads.append(threading.current_thread())
         time.sleep(0.2)
         return looked(*given)
 
-    monkeypatch.setattr(sheet.Share, "differing", slowly)
+    monkeypatch.setattr(snapshotter.Share, "differing", slowly)
     snapshots.end_step(2)
     snapshots.wait()
     assert len(threads) == 1
@@ -416,8 +419,8 @@ def test_slots_that_are_replaced_are_not_left_pinned(
     cuda = Cudart()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    monkeypatch.setattr(copying.Streams, "begin", lambda *_: {torch.device("cpu"): None})
-    monkeypatch.setattr(copying.Streams, "copy", lambda *_: None)
+    monkeypatch.setattr(copy_engine.Streams, "begin", lambda *_: {torch.device("cpu"): None})
+    monkeypatch.setattr(copy_engine.Streams, "copy", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     model, diary = nn.Linear(4, 4), Diary()
     objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}

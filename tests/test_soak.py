@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_resume import contract
+from elastic_resume import constants
 from elastic_resume.events import Event
 from elastic_resume.testing import Cluster
 from tests.test_end_to_end import SCRIPT, check_end
@@ -108,7 +108,7 @@ def left_behind(directory: Path) -> Iterator[str]:
     """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            where = [process.environ().get(contract.ENV_CKPT_DIR, "")]
+            where = [process.environ().get(constants.ENV_CKPT_DIR, "")]
             where += [str(entry.readlink()) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
             is_its = process.pid != os.getpid() and any(Path(one).is_relative_to(directory) for one in where)
             if is_its and process.status() != psutil.STATUS_ZOMBIE:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.errors import NoValidCheckpointError
-from elastic_resume.policy.source import (
+from elastic_resume.policy.resume_plan import (
     DISK,
     MEMORY,
     Copy,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
-from elastic_resume.worker import restoring, state
-from elastic_resume.worker.image import Image
+from elastic_resume.state import load_state, state_dict
+from elastic_resume.state.tensor_buffer import Image
 from tests.images import capture
 
 
@@ -39,9 +39,9 @@ class Box:
 
 def carry(source: dict[str, Any], target: dict[str, Any]) -> Image:
     """Save ``source`` into an image and load that into ``target``."""
-    flat = state.flatten(state.collect(source))
+    flat = state_dict.flatten(state_dict.collect(source))
     image = capture(flat)
-    restoring.load(state.collect(target), flat.skeleton, image.tensor)
+    load_state.load(state_dict.collect(target), flat.skeleton, image.tensor)
     return image
 
 
@@ -88,17 +88,17 @@ def test_names_carry_no_wrapper_and_either_form_loads_the_other() -> None:
     """torchtitan#961: checkpoints full of module. and _orig_mod."""
     bare = nn.Sequential(nn.Linear(3, 3))
     wrapped = nn.DataParallel(compiled(nn.Sequential(nn.Linear(3, 3))))
-    names = {leaf.name for leaf in state.flatten(state.collect({"model": wrapped})).leaves}
+    names = {leaf.name for leaf in state_dict.flatten(state_dict.collect({"model": wrapped})).leaves}
     assert names == {"model/0.weight", "model/0.bias"}
     carry({"model": bare}, {"model": wrapped})
-    inner = state.unwrap(wrapped)
+    inner = state_dict.unwrap(wrapped)
     assert torch.equal(linear(inner, "0").weight, linear(bare, "0").weight)
 
 
 def test_a_compiled_block_inside_a_model_leaves_no_trace_in_names() -> None:
     """torch.compile on a part puts _orig_mod in the middle of a name."""
     model = nn.Sequential(nn.Linear(2, 2), compiled(nn.Linear(2, 2)))
-    names = {leaf.name for leaf in state.flatten({"model": model}).leaves}
+    names = {leaf.name for leaf in state_dict.flatten({"model": model}).leaves}
     assert names == {"model/0.weight", "model/0.bias", "model/1.weight", "model/1.bias"}
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     carry({"model": model}, {"model": plain})
@@ -108,7 +108,7 @@ def test_a_compiled_block_inside_a_model_leaves_no_trace_in_names() -> None:
 def test_a_module_that_is_called_module_keeps_its_name() -> None:
     """AveragedModel holds its copy under module.; only DDP's and DataParallel's prefix is taken off."""
     average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
-    names = {leaf.name for leaf in state.flatten({"ema": average}).leaves}
+    names = {leaf.name for leaf in state_dict.flatten({"ema": average}).leaves}
     assert names == {"ema/module.weight", "ema/module.bias", "ema/n_averaged"}
 
 
@@ -119,7 +119,7 @@ def test_tied_weights_are_stored_once() -> None:
     )
     for one in (model, other):
         linear(one, "b").weight = linear(one, "a").weight
-    flat = state.flatten({"model": model})
+    flat = state_dict.flatten({"model": model})
     assert [leaf.name for leaf in flat.leaves if "weight" in leaf.name] == ["model/a.weight"]
     carry({"model": model}, {"model": other})
     assert torch.equal(linear(other, "b").weight, linear(model, "a").weight)
@@ -127,9 +127,9 @@ def test_tied_weights_are_stored_once() -> None:
 
 def test_parameters_and_optimizer_are_replicated_and_buffers_are_not() -> None:
     """Only what data-parallel training keeps equal must be equal."""
-    kinds = {leaf.name: leaf.kind for leaf in state.flatten(state.collect(trained())).leaves}
-    assert kinds["model/0.weight"] == kinds["optimizer/state/0/exp_avg"] == state.REPLICATED
-    assert kinds["model/1.running_mean"] == state.BUFFER
+    kinds = {leaf.name: leaf.kind for leaf in state_dict.flatten(state_dict.collect(trained())).leaves}
+    assert kinds["model/0.weight"] == kinds["optimizer/state/0/exp_avg"] == state_dict.REPLICATED
+    assert kinds["model/1.running_mean"] == state_dict.BUFFER
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,9 @@ def alike(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        prints = [state.fingerprints([state.Leaf("", part, state.OTHER)]) for part in (one, other)]
+        prints = [
+            state_dict.fingerprints([state_dict.Leaf("", part, state_dict.OTHER)]) for part in (one, other)
+        ]
         return prints[0] == prints[1]
     if isinstance(one, dict):
         return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
@@ -280,7 +282,7 @@ def test_what_does_not_fit_is_refused_wherever_it_lies_by_path_and_type(around: 
         value = kind({"inner": value}) if kind in {dict, OrderedDict} else kind([0, value])
     steps = ["inner" if kind in {dict, OrderedDict} else "1" for kind in reversed(around)]
     with pytest.raises(UntrackableError) as caught:
-        state.flatten({"box": Box(value)})
+        state_dict.flatten({"box": Box(value)})
     path, _, reason = str(caught.value).partition(": ")
     assert re.findall(r"\w+", path) == ["box", "value", *steps]
     assert told in reason
@@ -310,7 +312,7 @@ def test_numpy_arrays_and_scalars_come_back_as_such() -> None:
 def test_what_cannot_be_stored_is_named_by_path_and_reason(value: Any, told: str) -> None:
     """Refused, with the place where it was found."""
     with pytest.raises(UntrackableError, match=told) as caught:
-        state.flatten({"box": Box(value)})
+        state_dict.flatten({"box": Box(value)})
     assert "box" in str(caught.value)
 
 
@@ -332,7 +334,7 @@ def test_a_buffer_into_which_nothing_can_be_loaded_is_refused_at_once() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("grid", torch.zeros(1, 4).expand(3, 4))
     with pytest.raises(UntrackableError, match=r"model/grid: .*clone\(\)"):
-        state.flatten({"model": model})
+        state_dict.flatten({"model": model})
 
 
 def test_state_that_contains_itself_is_refused() -> None:
@@ -340,7 +342,7 @@ def test_state_that_contains_itself_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(UntrackableError, match="box"):
-        state.flatten({"box": Box(loop)})
+        state_dict.flatten({"box": Box(loop)})
 
 
 def test_every_differing_name_is_listed_with_both_shapes_and_nothing_is_changed() -> None:
@@ -349,11 +351,11 @@ def test_every_differing_name_is_listed_with_both_shapes_and_nothing_is_changed(
         nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)),
         nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)),
     )
-    flat = state.flatten({"model": big})
+    flat = state_dict.flatten({"model": big})
     image = capture(flat)
     before = copy.deepcopy(small.state_dict())
     with pytest.raises(MismatchError) as caught:
-        restoring.load({"model": small}, flat.skeleton, image.tensor)
+        load_state.load({"model": small}, flat.skeleton, image.tensor)
     for line in (
         "model/0.weight: float32[6, 4] in the model, float32[8, 4] in the checkpoint",
         "model/0.bias: float32[6] in the model, float32[8] in the checkpoint",
@@ -365,10 +367,10 @@ def test_every_differing_name_is_listed_with_both_shapes_and_nothing_is_changed(
 
 def test_objects_missing_on_either_side_are_told() -> None:
     """One tracked then and not now, and the other way round."""
-    flat = state.flatten(state.collect({"model": nn.Linear(1, 1), "ema": Box(1)}))
+    flat = state_dict.flatten(state_dict.collect({"model": nn.Linear(1, 1), "ema": Box(1)}))
     with pytest.raises(MismatchError, match=r"teacher: tracked now[\s\S]*ema: in the checkpoint"):
-        restoring.load(
-            state.collect({"model": nn.Linear(1, 1), "teacher": Box(1)}),
+        load_state.load(
+            state_dict.collect({"model": nn.Linear(1, 1), "teacher": Box(1)}),
             flat.skeleton,
             capture(flat).tensor,
         )
@@ -376,19 +378,21 @@ def test_objects_missing_on_either_side_are_told() -> None:
 
 def test_dictionaries_give_several_objects_their_names() -> None:
     """A GAN's two models; clashes and objects without state are refused."""
-    tracked = state.collect({"model": {"g": nn.Linear(1, 1), "d": nn.Linear(1, 1)}, "scaler": None})
+    tracked = state_dict.collect({"model": {"g": nn.Linear(1, 1), "d": nn.Linear(1, 1)}, "scaler": None})
     assert list(tracked) == ["model.g", "model.d"]
     with pytest.raises(ConfigError, match="two objects"):
-        state.collect({"model": {"g": Box()}, "model.g": Box()})
+        state_dict.collect({"model": {"g": Box()}, "model.g": Box()})
     with pytest.raises(UntrackableError, match=r"rate: float has no state_dict"):
-        state.collect({"rate": 0.5})
+        state_dict.collect({"rate": 0.5})
 
 
 def test_fingerprints_tell_values_shapes_and_dtypes_apart() -> None:
     """Equal bytes under another shape are another state."""
 
     def prints(tensor: Tensor) -> str:
-        return state.combined(state.fingerprints([state.Leaf("t", tensor, state.REPLICATED)]))
+        return state_dict.combined(
+            state_dict.fingerprints([state_dict.Leaf("t", tensor, state_dict.REPLICATED)])
+        )
 
     kept = {
         prints(t)

@@ -18,12 +18,12 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
+from elastic_resume.capture.state_cache import Tracker
 from elastic_resume.errors import MismatchError, UntrackableError
-from elastic_resume.store import note
-from elastic_resume.worker import restoring, state
-from elastic_resume.worker.buckets import BucketOrder
-from elastic_resume.worker.tracking import Tracker
-from elastic_resume.worker.untracked import Untracked
+from elastic_resume.snapshot import slots
+from elastic_resume.state import load_state, state_dict
+from elastic_resume.state.bucket_order import BucketOrder
+from elastic_resume.state.untracked import Untracked
 from tests import ranks
 from tests.images import capture
 
@@ -124,7 +124,7 @@ class Script:
         self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
         self.optimizer = optimizer(self.model.parameters())
         self.scheduler = scheduler(self.optimizer)
-        self.tracked = state.collect(
+        self.tracked = state_dict.collect(
             {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         )
 
@@ -145,8 +145,8 @@ class Script:
 
     def all(self) -> tuple[dict[str, str], Any]:
         """Digests of all tensors, and the rest."""
-        flat = state.flatten(self.tracked)
-        return state.fingerprints(flat.leaves), flat.skeleton
+        flat = state_dict.flatten(self.tracked)
+        return state_dict.fingerprints(flat.leaves), flat.skeleton
 
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS, ids=[" with ".join(pair) for pair in PAIRS])
@@ -157,10 +157,10 @@ def test_an_optimizer_and_a_scheduler_come_back_whole(optimizer: str, scheduler:
     tracker = Tracker(first.tracked)
     for step in range(3):
         first.train(step)
-        sight, flat = tracker.look(), state.flatten(first.tracked)
-        assert note.merge(sight.fixed.static, sight.dynamic) == flat.skeleton
+        sight, flat = tracker.look(), state_dict.flatten(first.tracked)
+        assert slots.merge(sight.fixed.static, sight.dynamic) == flat.skeleton
         assert {leaf.name for leaf in sight.leaves} == {leaf.name for leaf in flat.leaves}
-    restoring.load(second.tracked, flat.skeleton, capture(flat).tensor)
+    load_state.load(second.tracked, flat.skeleton, capture(flat).tensor)
     assert second.all() == first.all()
     for step in range(3, 7):
         first.train(step)
@@ -187,8 +187,8 @@ def test_state_of_another_dtype_than_its_parameter_is_not_rounded() -> None:
     """Torch's load_state_dict() turns it into the parameter's."""
     optimizers = [Rounded([nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]) for _ in range(2)]
     optimizers[0].step()
-    flat = state.flatten({"optimizer": optimizers[0]})
-    restoring.load({"optimizer": optimizers[1]}, flat.skeleton, capture(flat).tensor)
+    flat = state_dict.flatten({"optimizer": optimizers[0]})
+    load_state.load({"optimizer": optimizers[1]}, flat.skeleton, capture(flat).tensor)
     (restored,) = optimizers[1].state.values()
     assert restored["exact"].dtype == torch.float32
     assert restored["exact"].tolist() == [pytest.approx(0.999, abs=1e-7)] * 3
@@ -212,7 +212,7 @@ def test_optimizers_whose_state_is_no_ranks_whole_are_refused_with_advice() -> N
     local = optim.PostLocalSGDOptimizer(torch.optim.SGD(parameters, lr=0.1), PeriodicModelAverager(period=4))
     for optimizer, why in ((sharded, "another part of the state on each rank"), (local, "weights differ")):
         with pytest.raises(UntrackableError, match=f"optimizer: .*{why}.*Use the optimizer inside"):
-            state.collect({"optimizer": optimizer})
+            state_dict.collect({"optimizer": optimizer})
 
 
 @pytest.mark.usefixtures("alone")
@@ -246,8 +246,8 @@ def test_an_order_is_played_to_a_ddp_that_moves_its_inputs_to_a_device() -> None
 
 def carry(source: Any, target: Any) -> None:
     """Load what is tracked of one into the other."""
-    flat = state.flatten(state.collect({"ema": source}))
-    restoring.load(state.collect({"ema": target}), flat.skeleton, capture(flat).tensor)
+    flat = state_dict.flatten(state_dict.collect({"ema": source}))
+    load_state.load(state_dict.collect({"ema": target}), flat.skeleton, capture(flat).tensor)
 
 
 def test_tensors_are_loaded_into_those_that_stand_there() -> None:
@@ -260,20 +260,20 @@ def test_tensors_are_loaded_into_those_that_stand_there() -> None:
         lambda fill: {"shadow": [torch.full((2,), fill)], "updates": torch.full((), fill)},
     ):
         source, target = make(3.0), make(0.0)
-        held = list(state.flatten(state.collect({"ema": target})).leaves)
+        held = list(state_dict.flatten(state_dict.collect({"ema": target})).leaves)
         carry(source, target)
         assert held
         for leaf in held:
             assert (leaf.tensor == 3).all()
-            assert leaf.kind == state.OWN
+            assert leaf.kind == state_dict.OWN
 
 
 def test_a_tensor_that_is_replaced_in_its_list_is_the_one_that_is_stored() -> None:
     """A shadow is often a new tensor after each step."""
     shadow = [torch.zeros(2)]
-    tracked = state.collect({"ema": shadow})
+    tracked = state_dict.collect({"ema": shadow})
     shadow[0] = torch.ones(2)
-    assert [leaf.tensor.tolist() for leaf in state.flatten(tracked).leaves] == [[1.0, 1.0]]
+    assert [leaf.tensor.tolist() for leaf in state_dict.flatten(tracked).leaves] == [[1.0, 1.0]]
 
 
 def test_a_number_among_tensors_is_refused_with_its_place() -> None:
@@ -283,7 +283,7 @@ def test_a_number_among_tensors_is_refused_with_its_place() -> None:
         ([torch.zeros(1), 3], "ema/1"),
     ):
         with pytest.raises(UntrackableError, match=rf"{place}.*(float|int).*0-d tensor"):
-            state.flatten(state.collect({"ema": given}))
+            state_dict.flatten(state_dict.collect({"ema": given}))
 
 
 def test_tensors_of_other_shapes_or_names_are_listed_and_nothing_is_changed() -> None:
@@ -329,18 +329,18 @@ def test_a_buffer_that_cannot_be_stored_is_refused_by_its_path(
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_buffer("extra", buffer())
     with pytest.raises(UntrackableError, match=rf"model/0\.extra: .*{told}"):
-        state.flatten({"model": model})
+        state_dict.flatten({"model": model})
     model[0].register_buffer("extra", buffer(), persistent=False)
-    assert len(state.flatten({"model": model}).leaves) == 2, "what is not persistent is the script's own"
+    assert len(state_dict.flatten({"model": model}).leaves) == 2, "what is not persistent is the script's own"
 
 
 def test_a_lazy_module_is_refused_until_it_has_its_shapes() -> None:
     """Its path, and what to do; then it is a module like others."""
     model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
     with pytest.raises(UntrackableError, match=r"model/0\.weight: .*lazy.*one forward pass before resume"):
-        state.flatten({"model": model})
+        state_dict.flatten({"model": model})
     model(torch.zeros(2, 3))
-    assert len(state.flatten({"model": model}).leaves) == 7
+    assert len(state_dict.flatten({"model": model}).leaves) == 7
 
 
 def test_tied_tensors_of_an_object_come_back_tied() -> None:
@@ -389,7 +389,7 @@ def test_an_optimizer_that_is_not_tracked_is_told_once(capsys: pytest.CaptureFix
         "telling": Wrapping(torch.optim.Adam(model.parameters()), tells=True),
         "own": torch.optim.Adam(model.parameters()),
     }
-    tracked = state.collect({"model": model, "optimizer": optimizers})
+    tracked = state_dict.collect({"model": model, "optimizer": optimizers})
     watch = Untracked(tracked)
     late = torch.optim.RMSprop(model.parameters())
     innocent = [torch.optim.SGD(model.parameters()), torch.optim.Adam(other.parameters())]

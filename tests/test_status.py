@@ -11,24 +11,20 @@ from typing import Any
 
 import pytest
 
-from elastic_resume import contract
-from elastic_resume.agent import document
-from elastic_resume.agent.document import Known
-from elastic_resume.agent.news import MAX_READ_BYTES, Peers, Picker, Tail
-from elastic_resume.agent.pulse import Finger
-from elastic_resume.agent.recalling import recall
-from elastic_resume.agent.telling import Teller
+from elastic_resume import constants
+from elastic_resume.agent import status
+from elastic_resume.agent.status import MAX_READ_BYTES, Finger, Known, Peers, Picker, Tail, Teller, recall
+from elastic_resume.checkpoint.atomic_io import Disk
 from elastic_resume.errors import MachineError, RendezvousLostError, UsageError
 from elastic_resume.events import Event, EventLog, parse
-from elastic_resume.policy.tally import BOUNDS_S, KEPT, Tally
-from elastic_resume.rendezvous import looking
-from elastic_resume.rendezvous.quorum import Incarnation, World
-from elastic_resume.rendezvous.steps import Heard
-from elastic_resume.rendezvous.tidings import News, Pulse, Tidings
-from elastic_resume.rendezvous.view import View
-from elastic_resume.report import asking
-from elastic_resume.report.status_screen import MAX_NODES, fitting, screen
-from elastic_resume.store.durable import Disk
+from elastic_resume.policy.incidents import BOUNDS_S, KEPT, Tally
+from elastic_resume.rendezvous.core.events import Heard
+from elastic_resume.rendezvous.core.quorum import Incarnation, World
+from elastic_resume.rendezvous.core.status import News, Pulse, Tidings
+from elastic_resume.rendezvous.net import status as looking
+from elastic_resume.rendezvous.status_view import View
+from elastic_resume.report import status as asking
+from elastic_resume.report.status import MAX_NODES, fitting, screen
 
 A, B, C = (Incarnation(name, "1", f"{name}:1", None) for name in "abc")
 
@@ -203,12 +199,12 @@ def test_an_agent_begins_with_what_its_disk_tells(tmp_path: Path) -> None:
     assert recall(tmp_path, 0).incidents() == []
     step: Event = {"event": "step", "node": "b", "t": 150.0, "generation": 2, "step": 9}
     own = lines(BEGUN, *kill(1, 100.0, lost=2), *[step] * 5000) + b"torn\0\xff\n"
-    (tmp_path / contract.EVENTS_FILE).write_bytes(own + lines(*kill(2, 200.0)))
+    (tmp_path / constants.EVENTS_FILE).write_bytes(own + lines(*kill(2, 200.0)))
     assert recall(tmp_path, len(own)).sums().incidents == {"signal": 1}
     whole = own + lines(*kill(2, 200.0))
     heard = (BEGUN, *kill(1, 100.1), *kill(2, 199.0), *kill(3, 300.0))
     told = [{**one, "node": "c"} for one in heard if one["event"] != "resume"]  # that tells rank 0 alone
-    (tmp_path / contract.PEERS_FILE).write_bytes(lines(*told, {**BEGUN, "generation": 1 << 50}))
+    (tmp_path / constants.PEERS_FILE).write_bytes(lines(*told, {**BEGUN, "generation": 1 << 50}))
     found = recall(tmp_path, len(whole))
     assert [(one.generation, one.t, one.lost_steps) for one in found.incidents()] == [
         (1, 100.0, 2),
@@ -223,9 +219,9 @@ def test_of_a_long_log_the_newest_is_read_and_nothing_is_made_up(tmp_path: Path)
     grown = {**kill(1, 50.0)[1], "message": "generation 1 is over: newcomers are here"}
     first = lines(BEGUN, grown, {**BEGUN, "t": 51.0, "generation": 2})
     rest = lines(*kill(2, 200.0), *kill(3, 300.0))
-    (tmp_path / contract.EVENTS_FILE).write_bytes(first + rest)
+    (tmp_path / constants.EVENTS_FILE).write_bytes(first + rest)
     told = [{**BEGUN, "node": "c", "t": 50.0 * number, "generation": number} for number in (1, 2)]
-    (tmp_path / contract.PEERS_FILE).write_bytes(lines(*told))
+    (tmp_path / constants.PEERS_FILE).write_bytes(lines(*told))
     for most_bytes, generations in ((1 << 20, [2, 3]), (len(rest) + 9, [3])):
         found = recall(tmp_path, len(first + rest), most_bytes=most_bytes)
         assert [(one.generation, one.kind) for one in found.incidents()] == [
@@ -302,7 +298,7 @@ def test_of_steps_the_first_of_a_generation_is_news_and_one_a_minute() -> None:
 def test_the_file_of_others_lines_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     """Its older half is given up; what a disk refuses is counted, and written when it takes it again."""
     log = EventLog(tmp_path / "events.jsonl", node="b")
-    path = tmp_path / contract.PEERS_FILE
+    path = tmp_path / constants.PEERS_FILE
     peers = Peers(path, limit=2000)
     for number in range(100):
         log.write("commit", step=number)
@@ -339,7 +335,7 @@ class Full(Disk):
 
 def test_the_file_of_others_lines_does_not_grow_on_a_full_disk(tmp_path: Path) -> None:
     """It cannot be halved then; lines count as lost that were not written, and no others."""
-    path = tmp_path / contract.PEERS_FILE
+    path = tmp_path / constants.PEERS_FILE
     peers = Peers(path, limit=2000, disk=Full())
     for _ in range(100):
         peers.append(["x" * 99])
@@ -351,7 +347,7 @@ def test_the_file_of_others_lines_does_not_grow_on_a_full_disk(tmp_path: Path) -
 
 def test_a_full_disk_is_asked_ever_less_often_and_at_once_when_it_has_taken_something(tmp_path: Path) -> None:
     """What waits may be megabytes, and it takes and gives back a part of them each time."""
-    path = tmp_path / contract.PEERS_FILE
+    path = tmp_path / constants.PEERS_FILE
     disk, now = Full(), 0
     peers = Peers(path, limit=1000, disk=disk, clock=lambda: now)
 
@@ -422,7 +418,7 @@ def said(count: int = 2, *, view: View | None = None, trouble: int | None = None
     for event in [BEGUN, *kill(1, 100.0, lost=3), *kill(2, 200.0)]:
         tally.take(event)
     seen = view or View(members[0], True, members[0], World(3, members, members[0]), 3, ("n9",))
-    made = document.make(seen, pulses, tally, run_id="job", missed=0)
+    made = status.make(seen, pulses, tally, run_id="job", missed=0)
     return dict(json.loads(json.dumps(made)))
 
 
@@ -482,7 +478,7 @@ def test_a_screen_is_no_larger_than_the_terminal(nodes: int, columns: int, rows:
 def look_file(node_dir: Path, run_id: str) -> Path:
     """What an agent leaves."""
     node_dir.mkdir(parents=True)
-    path = node_dir / contract.LOOK_FILE
+    path = node_dir / constants.LOOK_FILE
     path.write_text(
         json.dumps(
             {"run_id": run_id, "address": "127.0.0.1:1", "endpoints": ["127.0.0.1:2"], "key": "00" * 32}
@@ -504,7 +500,7 @@ def test_a_job_is_found_from_the_directories_it_uses(tmp_path: Path, monkeypatch
     for place in (tmp_path, tmp_path / "one", tmp_path / "one" / "n0"):
         job = find(place)
         assert (job.run_id, job.addresses) == ("one", ["127.0.0.1:1", "127.0.0.1:2"])
-    monkeypatch.setenv(contract.ENV_CKPT_DIR, str(tmp_path))
+    monkeypatch.setenv(constants.ENV_CKPT_DIR, str(tmp_path))
     assert find(None).run_id == "one"
     look_file(tmp_path / "two" / "n0", "two")
     with pytest.raises(UsageError, match=r"2 jobs run here \(one, two\): say which with --rdzv-id"):
@@ -544,7 +540,7 @@ def test_the_schedulers_job_is_not_taken_for_one_with_a_longer_name(
     """Element 1 of an array is not element 10, though its name begins like that one's."""
     for name in [one for one in os.environ if one.startswith(("ELASTIC_", "SLURM", "PET_", "KUBERNETES_"))]:
         monkeypatch.delenv(name)
-    for name, value in {contract.ENV_CKPT_DIR: str(tmp_path), **environ}.items():
+    for name, value in {constants.ENV_CKPT_DIR: str(tmp_path), **environ}.items():
         monkeypatch.setenv(name, value)
     for run_id in others:
         look_file(tmp_path / run_id / "n0", run_id)

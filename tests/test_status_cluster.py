@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_resume import contract
-from elastic_resume.report.gather import gather
+from elastic_resume import constants
 from elastic_resume.report.incidents import tell
+from elastic_resume.report.loader import gather
 from elastic_resume.testing import Cluster
 from tests.stations import dropped
 
@@ -37,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three nodes with a worker each; n0 has a disk that goes with it."""
     directory = tmp_path_factory.mktemp("looked-at")
     flags = ["--snapshot-every", "1", "--save-every", "10", "--metrics", "0", "--settle", "60"]
-    env = {contract.ENV_TOKEN: TOKEN}
+    env = {constants.ENV_TOKEN: TOKEN}
     with Cluster(directory, nodes=3, min_nodes=2, flags=flags, env=env) as made:
         made.start(SCRIPT, "--diary", str(directory), "--epochs", "1000")
         made.wait(step=10)
@@ -48,7 +48,7 @@ def status(*words: str, token: str = TOKEN) -> Told:
     """Run the command."""
     return subprocess.run(
         [sys.executable, "-m", "elastic_resume", "status", *words],
-        env={**os.environ, contract.ENV_TOKEN: token},
+        env={**os.environ, constants.ENV_TOKEN: token},
         capture_output=True,
         text=True,
         check=False,
@@ -68,7 +68,7 @@ def asked(cluster: Cluster, index: int, look: Callable[[Told], object], token: s
 
 def by_name(cluster: Cluster, index: int) -> list[str]:
     """Flags that name one node, as somebody elsewhere would."""
-    look = json.loads((cluster.nodes[index].directory / contract.LOOK_FILE).read_text())
+    look = json.loads((cluster.nodes[index].directory / constants.LOOK_FILE).read_text())
     return ["--rdzv-endpoint", look["address"], "--rdzv-id", cluster.run_id]
 
 
@@ -109,9 +109,9 @@ def test_status_tells_the_same_whoever_is_asked(cluster: Cluster) -> None:
     wrong = asked(cluster, 0, lambda told: refused in told.stderr, token="another, as long as it")  # noqa: S106
     assert wrong.returncode == 1
     assert "as long" not in wrong.stderr
-    modes = {path.stat().st_mode & 0o777 for path in cluster.run_dir.glob(f"*/{contract.LOOK_FILE}")}
+    modes = {path.stat().st_mode & 0o777 for path in cluster.run_dir.glob(f"*/{constants.LOOK_FILE}")}
     assert modes == {0o600}
-    assert not any(TOKEN in path.read_text() for path in cluster.run_dir.glob(f"*/{contract.LOOK_FILE}"))
+    assert not any(TOKEN in path.read_text() for path in cluster.run_dir.glob(f"*/{constants.LOOK_FILE}"))
 
 
 def test_metrics_of_leader_cover_the_job_and_of_follower_its_node(cluster: Cluster) -> None:
@@ -144,7 +144,7 @@ def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:
     master, slave = pty.openpty()
     watching = subprocess.Popen(
         [sys.executable, "-m", "elastic_resume", "status", *by_name(cluster, 0), "--interval", "0.2"],
-        env={**os.environ, contract.ENV_TOKEN: TOKEN, "TERM": "xterm"},
+        env={**os.environ, constants.ENV_TOKEN: TOKEN, "TERM": "xterm"},
         stdin=subprocess.DEVNULL,
         stdout=slave,
         stderr=subprocess.STDOUT,
@@ -161,9 +161,9 @@ def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:
     os.set_blocking(master, False)
     try:
         cluster.wait(lambda: shows("led by n0"), "the screen is there")
-        own = cluster.nodes[0].directory / contract.EVENTS_FILE
+        own = cluster.nodes[0].directory / constants.EVENTS_FILE
         started = own.read_text().splitlines()[0]
-        kept = cluster.nodes[1].directory / contract.PEERS_FILE
+        kept = cluster.nodes[1].directory / constants.PEERS_FILE
         cluster.wait(
             lambda: kept.exists() and started in kept.read_text(), "the deputy knows what the leader saw"
         )

@@ -13,19 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.rendezvous import looking, wire
-from elastic_resume.rendezvous.messages import Beat, Hello, Stamp
-from elastic_resume.rendezvous.quorum import Incarnation, Knowledge
-from elastic_resume.rendezvous.shell import Limits
-from elastic_resume.rendezvous.tidings import (
-    MAX_KEPT_BYTES,
-    MAX_NEWS_BYTES,
-    News,
-    Outbox,
-    Pulse,
-    Tidings,
-)
-from elastic_resume.rendezvous.wire import WireError
+from elastic_resume.rendezvous.core.messages import Beat, Hello, Stamp
+from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge
+from elastic_resume.rendezvous.core.status import MAX_KEPT_BYTES, MAX_NEWS_BYTES, News, Outbox, Pulse, Tidings
+from elastic_resume.rendezvous.net import protocol, status
+from elastic_resume.rendezvous.net.protocol import WireError
+from elastic_resume.rendezvous.net.server import Limits
 from tests.stations import (
     PATIENCE_S,
     RUN,
@@ -44,7 +37,7 @@ from tests.stations import (
 
 pytestmark = pytest.mark.slow
 
-KEY = wire.look_key(TOKEN)
+KEY = protocol.look_key(TOKEN)
 A, B = Incarnation("a", "1", "a:1"), Incarnation("b", "1", "b:1")
 
 
@@ -88,9 +81,9 @@ def test_no_heartbeat_carries_more_than_its_limit_and_nothing_is_kept_without_on
     heard = 0
     firsts = []
     while (tidings := outbox.take(A)) is not None:
-        sent = wire.encode(Stamp(1, 2), Beat(None, tidings))
+        sent = protocol.encode(Stamp(1, 2), Beat(None, tidings))
         assert len(sent) < MAX_NEWS_BYTES + 1000
-        assert wire.decode(sent[:-1])[1] == Beat(None, tidings)
+        assert protocol.decode(sent[:-1])[1] == Beat(None, tidings)
         firsts.append(tidings.first)
         heard += len(tidings.news)
     assert 0 < heard * len(line) <= MAX_KEPT_BYTES
@@ -106,7 +99,7 @@ def test_news_of_another_form_are_refused(news: object) -> None:
     """Whoever sends them is no agent of ours."""
     line = json.dumps({"stamp": [1, 2, 3, 0.5], "type": "Beat", "body": [None, [None, 0, news]]})
     with pytest.raises(WireError, match=r"Beat\.tidings\.news"):
-        wire.decode(line.encode())
+        protocol.decode(line.encode())
 
 
 # ---- at the door ---------------------------------------------------------------------------------------
@@ -141,17 +134,17 @@ def undisturbed(pair: list[Station]) -> None:
 def test_whoever_holds_the_key_is_told_how_it_stands_and_nobody_else(pair: list[Station]) -> None:
     """A leader and a follower each say what they see; the core never hears of those who look."""
     links = [one.links for one in pair]
-    said = [json.loads(looking.ask(one.address, RUN, KEY)) for one in pair]
+    said = [json.loads(status.ask(one.address, RUN, KEY)) for one in pair]
     assert [one["leads"] for one in said] == [True, False]
     assert all(one["nodes"] == ["n0", "n1"] for one in said)
     with pytest.raises(WireError, match="does not hold the run's token"):
-        looking.ask(pair[0].address, RUN, wire.look_key(b"another"))
+        status.ask(pair[0].address, RUN, protocol.look_key(b"another"))
     with pytest.raises(WireError, match="does not hold the run's token"):
-        looking.ask(pair[0].address, RUN, TOKEN)  # it opens more, and not this door
+        status.ask(pair[0].address, RUN, TOKEN)  # it opens more, and not this door
     with pytest.raises(WireError, match="it belongs to another job"):
-        looking.ask(pair[0].address, "other", KEY)
+        status.ask(pair[0].address, "other", KEY)
     with pytest.raises(OSError, match="refused"):
-        looking.ask("127.0.0.1:1", RUN, KEY)
+        status.ask("127.0.0.1:1", RUN, KEY)
     undisturbed(pair)
     assert [one.links for one in pair] == links
 
@@ -177,7 +170,7 @@ def test_an_answer_that_somebody_wrote_into_the_connection_is_refused() -> None:
 
     def answer(listener: socket.socket) -> None:
         with listener.accept()[0] as conn:
-            side = wire.accept(TOKEN, RUN, "1" * 64)
+            side = protocol.accept(TOKEN, RUN, "1" * 64)
             next(side)
             try:
                 while True:
@@ -189,7 +182,7 @@ def test_an_answer_that_somebody_wrote_into_the_connection_is_refused() -> None:
         thread = threading.Thread(target=answer, args=[listener])
         thread.start()
         with pytest.raises(WireError, match="wrong digest"):
-            looking.ask(address_of(listener), RUN, KEY)
+            status.ask(address_of(listener), RUN, KEY)
         thread.join()
 
 
@@ -200,7 +193,7 @@ def test_those_who_look_and_do_not_read_cost_little_and_not_for_long(pair: list[
     with contextlib.ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(looker(pair[0].address))
-        assert json.loads(looking.ask(pair[0].address, RUN, KEY))["leads"]
+        assert json.loads(status.ask(pair[0].address, RUN, KEY))["leads"]
         held = [stack.enter_context(looker(pair[0].address)) for _ in range(3)]
         for one in held:
             assert dropped(one), "it need not be asked to go"
@@ -212,7 +205,7 @@ def test_one_that_sends_byte_by_byte_is_let_go(pair: list[Station], monkeypatch:
     """A greeting that never ends ends with the time for a handshake."""
     hasten(pair[0], monkeypatch)
     with calling(pair[0].address) as stranger:
-        stranger.sendall(wire.greeting(RUN, "0" * 64, looks=True)[:20])
+        stranger.sendall(protocol.greeting(RUN, "0" * 64, looks=True)[:20])
         assert dropped(stranger)
     undisturbed(pair)
 

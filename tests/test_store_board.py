@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.errors import MachineError, RecordError
-from elastic_resume.store.board import MAX_LOCAL_RANKS, Board, Worker, read_lines
+from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS, Board, Worker, read_lines
 
 WORKER = Worker(rank=5, agent_pid=11, round=2, pid=12, start_ticks=13, stacks_fd=4, bell_fd=6)
 

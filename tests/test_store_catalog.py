@@ -12,12 +12,12 @@ from typing import NoReturn
 
 import pytest
 
-from elastic_resume import contract
+from elastic_resume import constants
+from elastic_resume.checkpoint.atomic_io import temporary_name
+from elastic_resume.checkpoint.catalog import Catalog, scan_run
+from elastic_resume.checkpoint.reader import name_of
+from elastic_resume.checkpoint.writer import Writer
 from elastic_resume.errors import CorruptError, ForeignError, TornError, UnreadableError
-from elastic_resume.store.catalog import Catalog, scan_run
-from elastic_resume.store.checkpoint import name_of
-from elastic_resume.store.durable import temporary_name
-from elastic_resume.store.writing import Writer
 from tests.store_samples import RUN, flip, image, save
 
 
@@ -41,8 +41,8 @@ def test_bad_entries_carry_their_problem(tmp_path: Path) -> None:
     """Quick finds what is torn; deep also what is corrupt; the valid ones are told apart."""
     for step in range(1, 5):
         save(tmp_path, 1, step)
-    (tmp_path / name_of(1, 4) / contract.STATE_FILE).unlink()
-    flip(tmp_path / name_of(1, 3) / contract.STATE_FILE, -1)
+    (tmp_path / name_of(1, 4) / constants.STATE_FILE).unlink()
+    flip(tmp_path / name_of(1, 3) / constants.STATE_FILE, -1)
     catalog = Catalog(tmp_path, RUN)
     assert [type(entry.problem) for entry in catalog.entries()] == [TornError, *[type(None)] * 3]
     assert [type(entry.problem) for entry in catalog.entries(deep=True)][:2] == [TornError, CorruptError]
@@ -56,8 +56,8 @@ def test_prune_keeps_the_newest_valid_ones(tmp_path: Path) -> None:
     """Bad ones do not count as kept, and are not removed either."""
     for step in range(1, 7):
         save(tmp_path, 1, step)
-    (tmp_path / name_of(1, 6) / contract.MANIFEST_FILE).unlink()
-    (tmp_path / name_of(1, 2) / contract.STATE_FILE).write_bytes(b"")
+    (tmp_path / name_of(1, 6) / constants.MANIFEST_FILE).unlink()
+    (tmp_path / name_of(1, 2) / constants.STATE_FILE).write_bytes(b"")
     catalog = Catalog(tmp_path, RUN)
     assert names(catalog.prune(2)) == [name_of(1, 3), name_of(1, 1)]
     assert names([entry.path for entry in catalog.entries()]) == [name_of(1, s) for s in (6, 5, 4, 2)]
@@ -89,7 +89,7 @@ def test_prune_never_touches_what_it_does_not_recognise(tmp_path: Path) -> None:
     assert removed == {name_of(1, 1), name_of(1, 2)}
     assert {path.name for path in tmp_path.iterdir()} == before - removed
     assert Catalog(tmp_path, "other").prune(2) == []
-    assert (elsewhere / name_of(0, 1) / contract.STATE_FILE).exists()
+    assert (elsewhere / name_of(0, 1) / constants.STATE_FILE).exists()
 
 
 def test_quarantine_never_overwrites(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_quarantine_never_overwrites(tmp_path: Path) -> None:
     assert names(moved) == [name_of(1, 1), f"{name_of(1, 1)}.1", f"{name_of(1, 1)}.2"]
     assert catalog.quarantined() == sorted(moved)
     for seed, path in enumerate(moved):
-        assert (path / contract.STATE_FILE).read_bytes() == image(seed)
+        assert (path / constants.STATE_FILE).read_bytes() == image(seed)
         assert (
             json.loads((path.parent / f"{path.name}.reason.json").read_text())["reason"] == f"reason {seed}"
         )
@@ -120,7 +120,7 @@ def test_sweep_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> No
         )
         left = tmp_path / f".tmp-{name_of(1, 4)}-{int(dead.stdout)}-89abcdef"
         (left / "sub").mkdir(parents=True)
-        (left / contract.STATE_FILE).write_bytes(b"half")
+        (left / constants.STATE_FILE).write_bytes(b"half")
         (tmp_path / ".tmp-odd").mkdir()
         own = tmp_path / temporary_name("mine")
         own.mkdir()
@@ -186,7 +186,7 @@ def test_a_link_to_a_checkpoint_is_read_and_left_alone(tmp_path: Path) -> None:
     assert [(entry.step, entry.is_link) for entry in catalog.valid()][:2] == [(9, True), (3, False)]
     assert names(catalog.prune(2)) == [name_of(1, 1)]
     assert link.is_symlink()
-    (elsewhere / name_of(1, 9) / contract.STATE_FILE).unlink()
+    (elsewhere / name_of(1, 9) / constants.STATE_FILE).unlink()
     torn = catalog.entries()[0]
     assert isinstance(torn.problem, TornError)
     assert not torn.is_damaged
@@ -204,10 +204,10 @@ def test_only_damage_is_called_damage(tmp_path: Path, monkeypatch: pytest.Monkey
     """What is another run's, of a newer format or unreadable now is not for quarantine."""
     save(tmp_path, 1, 1)
     assert [entry.is_damaged for entry in Catalog(tmp_path, "other").entries()] == [False]
-    newer = save(tmp_path, 1, 2) / contract.MANIFEST_FILE
+    newer = save(tmp_path, 1, 2) / constants.MANIFEST_FILE
     newer.write_text('{"kind":"elastic_resume checkpoint","format":2}')
-    (save(tmp_path, 1, 3) / contract.STATE_FILE).unlink()
-    (save(tmp_path, 1, 4) / contract.MANIFEST_FILE).write_text("rubbish")
+    (save(tmp_path, 1, 3) / constants.STATE_FILE).unlink()
+    (save(tmp_path, 1, 4) / constants.MANIFEST_FILE).write_text("rubbish")
     damaged = {entry.step: entry.is_damaged for entry in Catalog(tmp_path, RUN).entries()}
     assert damaged == {4: True, 3: True, 2: False, 1: False}
 

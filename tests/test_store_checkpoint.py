@@ -17,18 +17,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume import contract
-from elastic_resume.errors import (
-    CheckpointError,
-    CorruptError,
-    ForeignError,
-    MachineError,
-    NewerFormatError,
-    TornError,
-    UnreadableError,
-)
-from elastic_resume.store.catalog import Catalog
-from elastic_resume.store.checkpoint import (
+from elastic_resume import constants
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.layout import Layout
+from elastic_resume.checkpoint.manifest import BLOCK_BYTES, Manifest
+from elastic_resume.checkpoint.reader import (
     blocks,
     deep_check,
     fresh_memory,
@@ -38,9 +31,16 @@ from elastic_resume.store.checkpoint import (
     quick_check,
     read_image,
 )
-from elastic_resume.store.layout import Layout
-from elastic_resume.store.manifest import BLOCK_BYTES, Manifest
-from elastic_resume.store.writing import Writer
+from elastic_resume.checkpoint.writer import Writer
+from elastic_resume.errors import (
+    CheckpointError,
+    CorruptError,
+    ForeignError,
+    MachineError,
+    NewerFormatError,
+    TornError,
+    UnreadableError,
+)
 from tests.store_samples import RUN, SMALL_BLOCK, SPECS, flip, image, manifest, save, save_image
 
 NEWER = b'{"kind":"elastic_resume checkpoint","format":2,"all":["new"]}'
@@ -138,9 +138,9 @@ def test_an_uncommitted_writer_leaves_nothing(tmp_path: Path) -> None:
 def test_writing_the_same_again_changes_nothing(tmp_path: Path) -> None:
     """A commit of content that is there already succeeds and leaves the old files."""
     path = save(tmp_path)
-    before = (path / contract.STATE_FILE).stat().st_ino
+    before = (path / constants.STATE_FILE).stat().st_ino
     assert save(tmp_path) == path
-    assert (path / contract.STATE_FILE).stat().st_ino == before
+    assert (path / constants.STATE_FILE).stat().st_ino == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
@@ -154,7 +154,7 @@ def test_what_stands_under_the_name_goes_to_quarantine(tmp_path: Path, damage: s
     else:
         save(tmp_path, seed=5)
         if damage == "flipped":
-            flip(target / contract.STATE_FILE, -3)
+            flip(target / constants.STATE_FILE, -3)
     save(tmp_path)
     assert read_image(target, quick_check(target, RUN)) == image(1)
     (aside,) = Catalog(tmp_path, RUN).quarantined()
@@ -179,9 +179,9 @@ def test_a_whole_copy_of_the_same_step_goes_when_its_epoch_has_ended(
             path = writer.commit(about)
     assert read_image(path, deep_check(path, RUN)) == image(1)
     assert len(Catalog(tmp_path, RUN).quarantined()) == kept
-    notes = list((tmp_path / contract.QUARANTINE_DIR).iterdir())
+    notes = list((tmp_path / constants.QUARANTINE_DIR).iterdir())
     assert len(notes) == 2 * kept
-    assert sorted(one.name for one in tmp_path.iterdir()) == [path.name, contract.QUARANTINE_DIR]
+    assert sorted(one.name for one in tmp_path.iterdir()) == [path.name, constants.QUARANTINE_DIR]
 
 
 @pytest.mark.parametrize("what", ["a file", "another run's", "a newer format's"])
@@ -193,7 +193,7 @@ def test_what_is_not_this_jobs_does_not_make_room(tmp_path: Path, what: str) -> 
     else:
         save(tmp_path)
         text = manifest(run_id="other").to_bytes() if what == "another run's" else NEWER
-        (target / contract.MANIFEST_FILE).write_bytes(text)
+        (target / constants.MANIFEST_FILE).write_bytes(text)
     with pytest.raises(MachineError, match=r"the name is taken.*Move it elsewhere"):
         save(tmp_path, seed=5)
     assert list(tmp_path.iterdir()) == [target]
@@ -201,7 +201,7 @@ def test_what_is_not_this_jobs_does_not_make_room(tmp_path: Path, what: str) -> 
 
 def damage_cases() -> dict[str, tuple[Callable[[Path], object], type[CheckpointError], str, bool]]:
     """What is done to a checkpoint; the error; what its text says; whether quick_check sees it."""
-    state, record = contract.STATE_FILE, contract.MANIFEST_FILE
+    state, record = constants.STATE_FILE, constants.MANIFEST_FILE
 
     def cut(name: str, size: int) -> Callable[[Path], object]:
         return lambda p: os.truncate(p / name, size)
@@ -315,8 +315,8 @@ def test_a_copy_that_cannot_be_read_just_now_is_not_called_bad(
 def test_a_link_that_leads_nowhere_is_not_torn(tmp_path: Path) -> None:
     """What it leads to may lie on a file system that is not mounted."""
     path = save(tmp_path)
-    (path / contract.STATE_FILE).rename(tmp_path / "elsewhere")
-    (path / contract.STATE_FILE).symlink_to(tmp_path / "gone")
+    (path / constants.STATE_FILE).rename(tmp_path / "elsewhere")
+    (path / constants.STATE_FILE).symlink_to(tmp_path / "gone")
     with pytest.raises(UnreadableError, match=r"state.safetensors is a link that leads nowhere"):
         quick_check(path, RUN)
     link = tmp_path / name_of(2, 2)
@@ -331,7 +331,7 @@ def test_a_page_that_cannot_be_read_from_a_mapping_is_an_error_and_no_signal(
     """A device that fails under a mapping would be a SIGBUS; here the file ends after it was mapped."""
     path = save(tmp_path)
     good = quick_check(path, RUN)
-    state = path / contract.STATE_FILE
+    state = path / constants.STATE_FILE
     with mmap.mmap(-1, mmap.PAGESIZE) as probe:
         try:
             probe.madvise(22)
@@ -345,19 +345,19 @@ def test_a_page_that_cannot_be_read_from_a_mapping_is_an_error_and_no_signal(
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
     """One bit in each byte, another one each time: never accepted, never another exception."""
     path = save(tmp_path)
-    data = (path / contract.MANIFEST_FILE).read_bytes()
+    data = (path / constants.MANIFEST_FILE).read_bytes()
     for at in range(len(data)):
-        flip(path / contract.MANIFEST_FILE, at, 1 << at % 8)
+        flip(path / constants.MANIFEST_FILE, at, 1 << at % 8)
         with pytest.raises(CheckpointError):
             quick_check(path, RUN)
-        (path / contract.MANIFEST_FILE).write_bytes(data)
+        (path / constants.MANIFEST_FILE).write_bytes(data)
 
 
 def test_no_block_is_yielded_that_fails_its_digest(tmp_path: Path) -> None:
     """The blocks before it are; a receiver gets nothing unverified."""
     path = save(tmp_path)
     found = quick_check(path, RUN)
-    flip(path / contract.STATE_FILE, 2 * SMALL_BLOCK + 5)
+    flip(path / constants.STATE_FILE, 2 * SMALL_BLOCK + 5)
     walk = blocks(path, found, memoryview(bytearray(SMALL_BLOCK)))
     assert [bytes(next(walk)), bytes(next(walk))] == [image(1)[:2048], image(1)[2048:4096]]
     with pytest.raises(CorruptError):
@@ -366,7 +366,7 @@ def test_no_block_is_yielded_that_fails_its_digest(tmp_path: Path) -> None:
 
 def resigned(path: Path, **changes: object) -> None:
     """Change fields of a manifest and give it the right digest again."""
-    file = path / contract.MANIFEST_FILE
+    file = path / constants.MANIFEST_FILE
     record = json.loads(file.read_bytes()) | changes
     record.pop("digest")
     record = {name: value for name, value in record.items() if value != "gone"}
@@ -428,7 +428,7 @@ def test_a_manifest_out_of_range_is_not_written() -> None:
 def test_a_newer_format_is_recognised_without_understanding_it(tmp_path: Path) -> None:
     """Other fields, another digest: the number is enough."""
     path = save(tmp_path)
-    (path / contract.MANIFEST_FILE).write_bytes(NEWER)
+    (path / constants.MANIFEST_FILE).write_bytes(NEWER)
     with pytest.raises(NewerFormatError, match=r"format 2; .* upgrade it"):
         quick_check(path, RUN)
 
@@ -436,7 +436,7 @@ def test_a_newer_format_is_recognised_without_understanding_it(tmp_path: Path) -
 def test_deeply_nested_json_is_refused(tmp_path: Path) -> None:
     """No RecursionError gets out."""
     path = save(tmp_path)
-    (path / contract.MANIFEST_FILE).write_bytes(b"[" * 1_000_000)
+    (path / constants.MANIFEST_FILE).write_bytes(b"[" * 1_000_000)
     with pytest.raises(CheckpointError):
         quick_check(path, RUN)
 

@@ -15,8 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 
-from elastic_resume.errors import CheckpointError, CorruptError, TornError
-from elastic_resume.store.layout import (
+from elastic_resume.checkpoint.layout import (
     ALIGNMENT,
     ITEM_BYTES,
     MAX_HEADER_BYTES,
@@ -24,6 +23,7 @@ from elastic_resume.store.layout import (
     TensorSpec,
     header_bytes,
 )
+from elastic_resume.errors import CheckpointError, CorruptError, TornError
 from tests.store_samples import SPECS
 
 DTYPES = {

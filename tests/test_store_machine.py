@@ -16,19 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume import contract
-from elastic_resume.errors import (
-    ConfigError,
-    MachineError,
-    NodeTakenError,
-    RecordError,
-    UsageError,
-)
-from elastic_resume.store.catalog import Catalog
-from elastic_resume.store.checkpoint import name_of
-from elastic_resume.store.durable import DISK, Disk, machine
-from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.store.writing import Writer
+from elastic_resume import constants
+from elastic_resume.checkpoint.atomic_io import DISK, Disk, machine
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.checkpoint.reader import name_of
+from elastic_resume.checkpoint.writer import Writer
+from elastic_resume.errors import ConfigError, MachineError, NodeTakenError, RecordError, UsageError
 from tests.store_samples import RUN, image, manifest, save
 
 TESTS = Path(__file__).parent
@@ -59,7 +53,7 @@ def test_a_kill_at_any_point_of_a_commit_leaves_a_whole_catalog(tmp_path: Path, 
     """SIGKILL there: everything under a final name is whole, and a sweep leaves nothing else."""
     for step in (1, 2):
         save(tmp_path, 1, step)
-    with python(SAVE, str(tmp_path), **{contract.ENV_FAILPOINTS: f"{point}=kill"}) as process:
+    with python(SAVE, str(tmp_path), **{constants.ENV_FAILPOINTS: f"{point}=kill"}) as process:
         process.communicate()
     assert process.returncode == -signal.SIGKILL
     catalog = Catalog(tmp_path, RUN)
@@ -81,7 +75,7 @@ try:
 except MachineError as error:
     print(error, type(error.__cause__).__name__, error.__cause__.errno)
 """
-    with python(code, str(tmp_path), **{contract.ENV_FAILPOINTS: f"{point}=raise"}) as process:
+    with python(code, str(tmp_path), **{constants.ENV_FAILPOINTS: f"{point}=raise"}) as process:
         out, err = process.communicate()
     assert "cannot commit" in out, err
     assert f"OSError {errno.EIO}" in out
@@ -175,7 +169,7 @@ def test_a_failed_sync_is_no_commit(tmp_path: Path) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from elastic_resume.store.node_dir import NodeDir
+from elastic_resume.checkpoint.node_dir import NodeDir
 node = NodeDir.claim(Path(sys.argv[1]), "run-1", "a")
 print("held", flush=True)
 sys.stdin.read()
@@ -200,7 +194,7 @@ def test_a_second_process_is_told_who_owns_the_directory(tmp_path: Path) -> None
         first.kill()
         first.communicate()
     with NodeDir.claim(tmp_path, RUN, "a", timeout_s=10):
-        owner = json.loads((tmp_path / RUN / "a" / contract.LOCK_OWNER_FILE).read_text())
+        owner = json.loads((tmp_path / RUN / "a" / constants.LOCK_OWNER_FILE).read_text())
         assert owner["pid"] == os.getpid()
 
 
@@ -226,7 +220,7 @@ def test_an_owner_whose_note_is_damaged_is_unknown(tmp_path: Path) -> None:
     with python(HOLD, str(tmp_path)) as first:
         assert first.stdout
         assert first.stdout.readline() == "held\n"
-        (tmp_path / RUN / "a" / contract.LOCK_OWNER_FILE).write_bytes(b"\xff not json")
+        (tmp_path / RUN / "a" / constants.LOCK_OWNER_FILE).write_bytes(b"\xff not json")
         with pytest.raises(NodeTakenError, match=r"process \?"):
             NodeDir.claim(tmp_path, RUN, "a", timeout_s=0.05)
         first.kill()
@@ -299,13 +293,13 @@ def test_a_directory_has_one_identity_for_good(tmp_path: Path) -> None:
 def test_a_damaged_identity_is_an_error_and_not_another_one(tmp_path: Path, text: str) -> None:
     """For owners, who give the directory up again, and for workers."""
     node = NodeDir.attach(tmp_path, RUN, "a")
-    (node.path / contract.IDENTITY_FILE).write_text(text)
+    (node.path / constants.IDENTITY_FILE).write_text(text)
     with pytest.raises(RecordError, match="does not hold an identity"):
         node.identity()
     for _ in range(2):
         with pytest.raises(RecordError, match="does not hold an identity"):
             NodeDir.claim(tmp_path, RUN, "a", timeout_s=0)
-    (node.path / contract.IDENTITY_FILE).unlink()
+    (node.path / constants.IDENTITY_FILE).unlink()
     NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
 
 
@@ -344,7 +338,7 @@ def test_the_generation_never_goes_back(tmp_path: Path) -> None:
 def test_a_damaged_generation_is_an_error_and_not_zero(tmp_path: Path, text: str) -> None:
     """Zero would let a stale party back in."""
     node = NodeDir.attach(tmp_path, RUN, "a")
-    (node.path / contract.GENERATION_FILE).write_text(text)
+    (node.path / constants.GENERATION_FILE).write_text(text)
     with pytest.raises(RecordError, match="does not hold a generation"):
         node.generation()
     with pytest.raises(RecordError):
@@ -365,7 +359,7 @@ def test_a_directory_without_permission_is_a_machine_error(tmp_path: Path, mode:
 import os, sys
 from pathlib import Path
 from elastic_resume.errors import MachineError
-from elastic_resume.store.node_dir import NodeDir
+from elastic_resume.checkpoint.node_dir import NodeDir
 if os.getuid() == 0:
     os.setgroups([])
     os.setgid(65534)

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_resume.checkpoint.json_codec import MAX_DEPTH, TensorRef, decode, encode
 from elastic_resume.errors import CorruptError, UntrackableError
-from elastic_resume.store.typed import MAX_DEPTH, TensorRef, decode, encode
 
 floats = st.binary(min_size=8, max_size=8).map(
     lambda b: float(struct.unpack(">d", b)[0])

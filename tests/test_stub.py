@@ -17,14 +17,14 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_resume import contract, events
-from elastic_resume.agent import ahead, exits, guard, stub
-from elastic_resume.agent.fence import Fence
+from elastic_resume import constants, events
 from elastic_resume.agent.round_events import RoundEvents
+from elastic_resume.agent.workers import launcher_shim, supervisor
+from elastic_resume.agent.workers.lease_page import Fence
 
 pytestmark = pytest.mark.slow
 
-STUB = [sys.executable, "-I", "-S", stub.__file__, "0"]
+STUB = [sys.executable, "-I", "-S", launcher_shim.__file__, "0"]
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
@@ -55,11 +55,11 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {
         **os.environ,
         "RANK": "3",
-        contract.ENV_AGENT_PID: str(os.getpid()),
-        contract.ENV_EVENTS_PATH: str(tmp_path / "events.jsonl"),
-        contract.ENV_ROUND: "2",
-        contract.ENV_NODE_NAME: "a",
-        contract.ENV_GRACE_S: "600",  # who ends by itself has time for it on a busy machine too
+        constants.ENV_AGENT_PID: str(os.getpid()),
+        constants.ENV_EVENTS_PATH: str(tmp_path / "events.jsonl"),
+        constants.ENV_ROUND: "2",
+        constants.ENV_NODE_NAME: "a",
+        constants.ENV_GRACE_S: "600",  # who ends by itself has time for it on a busy machine too
     }
 
 
@@ -84,7 +84,7 @@ def fence(environ: dict[str, str]) -> Iterator[Fence]:
     """A fence that this process owns, with a lease without end."""
     fence = Fence()
     fence.set(math.inf)
-    environ[contract.ENV_FENCE] = fence.path
+    environ[constants.ENV_FENCE] = fence.path
     yield fence
     fence.close()
 
@@ -103,17 +103,17 @@ def exit_event(tmp_path: Path) -> dict[str, Any]:
 
 def test_its_literals_are_the_contracts() -> None:
     """The stub imports nothing of the package, so it repeats the names."""
-    modules = (stub, guard, exits, ahead)
+    modules = (launcher_shim, supervisor, supervisor, supervisor)
     names = [(module, name) for module in modules for name in vars(module) if name.startswith("ENV_")]
     assert len(names) >= 7
     for module, name in names:
-        assert getattr(module, name) == getattr(contract, name)
+        assert getattr(module, name) == getattr(constants, name)
 
 
 def test_it_imports_only_what_starts_fast() -> None:
     """No site-packages, nothing of ours, none of the slow modules of the standard library."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import stub; print(*sorted(sys.modules))"
-    words = [sys.executable, "-I", "-S", "-c", code, str(Path(stub.__file__).parent)]
+    words = [sys.executable, "-I", "-S", "-c", code, str(Path(launcher_shim.__file__).parent)]
     modules = subprocess.check_output(words, text=True).split()
     assert not {"torch", "elastic_resume", "json", "subprocess", "typing", "site"} & set(modules)
 
@@ -183,15 +183,15 @@ def test_the_message_that_record_left_is_told(environ: Any, start: Any, tmp_path
 
 def test_a_lost_disk_changes_nothing(environ: Any, start: Any) -> None:
     """The exit code is worth more than the event."""
-    environ[contract.ENV_EVENTS_PATH] = "/nowhere/events.jsonl"
+    environ[constants.ENV_EVENTS_PATH] = "/nowhere/events.jsonl"
     assert start("/bin/sh", "-c", "exit 5").wait(30) == 5
 
 
 def test_how_a_worker_ended_is_in_the_agents_memory_though_no_disk_takes_it(environ: Any, start: Any) -> None:
     """The agent decides by it; the log on disk is for people."""
-    environ[contract.ENV_EVENTS_PATH] = "/dev/full"
+    environ[constants.ENV_EVENTS_PATH] = "/dev/full"
     with contextlib.closing(RoundEvents()) as told:
-        environ[contract.ENV_ROUND_EVENTS] = told.path
+        environ[constants.ENV_ROUND_EVENTS] = told.path
         assert start("/bin/sh", "-c", "exit 5").wait(30) == 5
         (event,) = told.read()
         assert (event["event"], event["rank"], event["exit_code"], event["node"]) == (
@@ -211,7 +211,7 @@ def test_end_is_not_written_into_a_file_that_is_not_an_agents(
 ) -> None:
     """The agent has ended, and the descriptor in /proc is that of a process that got its pid."""
     with open(tmp_path / "strangers", "w") as file:
-        environ[contract.ENV_ROUND_EVENTS] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        environ[constants.ENV_ROUND_EVENTS] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         assert start("/bin/sh", "-c", "exit 5").wait(30) == 5
         assert exit_event(tmp_path)["exit_code"] == 5
     assert (tmp_path / "strangers").read_text() == ""
@@ -234,7 +234,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(
     environ: dict[str, str], start: Any, tmp_path: Path
 ) -> None:
     """Bounded, whatever the script does with the signal."""
-    environ[contract.ENV_GRACE_S] = "0.3"
+    environ[constants.ENV_GRACE_S] = "0.3"
     code = (
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         f" open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
@@ -278,12 +278,12 @@ def test_after_a_failure_of_the_round_workers_are_killed_at_once(
     )
     process = start(*python(code))
     worker = pid_in(tmp_path / "pid")
-    environ[contract.ENV_ROUND] = "1"
+    environ[constants.ENV_ROUND] = "1"
     assert start("/bin/sh", "-c", "exit 3").wait(30) == 3
     process.terminate()
     wait_for(told.exists, "the worker to be told")
     assert alive(worker)
-    environ[contract.ENV_ROUND] = "2"
+    environ[constants.ENV_ROUND] = "2"
     assert start("/bin/sh", "-c", "exit 3").wait(30) == 3
     process.terminate()
     assert process.wait(30) == -signal.SIGKILL
@@ -324,7 +324,7 @@ def test_a_guard_that_is_killed_or_stopped_costs_its_worker_only(
     number: int, environ: dict[str, str], start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel kills the worker, the stub what that one leaves, and torchelastic sees a worker killed."""
-    monkeypatch.setitem(environ, contract.ENV_GRACE_S, "0")
+    monkeypatch.setitem(environ, constants.ENV_GRACE_S, "0")
     process = start("/bin/sh", "-c", FAMILY.format(tmp_path))
     family = [pid_in(tmp_path / name) for name in ("pid", "child")]
     keeper = psutil.Process(family[0]).parent()
@@ -350,7 +350,7 @@ def test_a_worker_that_does_not_die_of_sigkill_does_not_hold_the_stub(
     environ: dict[str, str], start: Any, tmp_path: Path
 ) -> None:
     """It sleeps uninterruptibly, as behind a broken disk. The guard stays with it, torchelastic goes on."""
-    environ[contract.ENV_GRACE_S] = "0"
+    environ[constants.ENV_GRACE_S] = "0"
     process = start("/bin/sh", "-c", f"echo $$ > {tmp_path / 'pid'}; exec sleep 600")
     worker = psutil.Process(pid_in(tmp_path / "pid"))
     keeper = worker.parent()
@@ -387,7 +387,7 @@ def test_an_agent_that_is_killed_leaves_nothing(
         [
             *python(
                 "import os, subprocess, sys, time;"
-                f" os.environ[{contract.ENV_AGENT_PID!r}] = str(os.getpid());"
+                f" os.environ[{constants.ENV_AGENT_PID!r}] = str(os.getpid());"
                 " p = subprocess.Popen(sys.argv[1:], start_new_session=True);"
                 f" open({str(tmp_path / 'stub')!r}, 'w').write(str(p.pid)); time.sleep(600)"
             ),
@@ -410,7 +410,7 @@ def test_an_agent_that_is_killed_leaves_nothing(
 
 def test_a_stub_whose_agent_is_dead_already_starts_nothing(environ: Any, start: Any, tmp_path: Path) -> None:
     """The agent may die between fork and the stub's request to be told."""
-    environ[contract.ENV_AGENT_PID] = "1"
+    environ[constants.ENV_AGENT_PID] = "1"
     assert start("/bin/sh", "-c", f"touch {tmp_path / 'started'}").wait(30) == 1
     assert not (tmp_path / "started").exists()
 
@@ -509,7 +509,7 @@ def stub_whose(clock: str, environ: dict[str, str], *command: str) -> Iterator[s
     """Start a stub whose clock is what this line of Python makes of it; kill it at the end."""
     begin = "sys.path.insert(0, sys.argv[1]); import stub; stub.main(sys.argv[2:])"
     code = f"import os, sys, time; {clock}; {begin}"
-    words = [sys.executable, "-I", "-S", "-c", code, str(Path(stub.__file__).parent), "0", *command]
+    words = [sys.executable, "-I", "-S", "-c", code, str(Path(launcher_shim.__file__).parent), "0", *command]
     process = subprocess.Popen(words, env=environ, start_new_session=True)
     try:
         yield process
@@ -550,8 +550,8 @@ def test_an_agent_that_believes_in_a_dead_worker_is_shown_its_end(
 # An agent with a lease that it renews as long as it runs. Once its worker is up it stops, with little left.
 LEASED = """
 import os, pathlib, signal, subprocess, sys, time
-from elastic_resume import contract
-from elastic_resume.agent.fence import Fence
+from elastic_resume import constants as contract
+from elastic_resume.agent.workers.lease_page import Fence
 fence = Fence()
 fence.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 3600)
 os.environ[contract.ENV_AGENT_PID], os.environ[contract.ENV_FENCE] = str(os.getpid()), fence.path
@@ -599,7 +599,7 @@ def test_a_worker_that_cannot_be_fenced_does_not_start(
     """It is said where a person looks, and in the event that the agent reads."""
     (tmp_path / "short").write_bytes(b"")
     path = {"missing": "/proc/self/fd/99", "short": str(tmp_path / "short"), "device": "/dev/null"}[kind]
-    environ[contract.ENV_FENCE] = path
+    environ[constants.ENV_FENCE] = path
     process = start("/bin/sh", "-c", f"touch {tmp_path / 'started'}", stderr=subprocess.PIPE)
     said = process.communicate(timeout=30)[1].decode()
     assert process.returncode == 1
@@ -615,7 +615,7 @@ def test_a_worker_that_cannot_be_fenced_does_not_start(
 @pytest.mark.usefixtures("fence")
 def test_a_worker_knows_nothing_of_its_fence(start: Any) -> None:
     """A job that it starts by itself must not be fenced with it, nor may it hold a descriptor."""
-    code = f"import os; print({contract.ENV_FENCE!r} in os.environ, sorted(os.listdir('/proc/self/fd')))"
+    code = f"import os; print({constants.ENV_FENCE!r} in os.environ, sorted(os.listdir('/proc/self/fd')))"
     plain = subprocess.check_output(python(code))
     assert plain.startswith(b"False")
     process = start(*python(code), stdout=subprocess.PIPE)
@@ -630,7 +630,7 @@ def test_a_worker_within_its_lease_ends_as_without_one(
 ) -> None:
     """At once, and with the same event."""
     if not fenced:
-        del environ[contract.ENV_FENCE]
+        del environ[constants.ENV_FENCE]
     assert start("/bin/sh", "-c", f"exit {code}").wait(30) == code
     event = exit_event(tmp_path)
     fields = {

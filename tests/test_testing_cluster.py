@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume import contract, events
+from elastic_resume import constants, events
 from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.events import EventLog
-from elastic_resume.faults.moments import Moments, Planned
-from elastic_resume.faults.nodes import Recovery
-from elastic_resume.report.gather import gather
-from elastic_resume.store.board import Line, Worker
+from elastic_resume.report.loader import gather
+from elastic_resume.snapshot.progress_page import Line, Worker
 from elastic_resume.testing import Cluster, MomentError
+from elastic_resume.testing.cluster import Recovery
+from elastic_resume.testing.triggers import Moments, Planned
 from tests.support.housed import MachineCluster
 
 SCRIPT = Path(__file__).parent / "jobs" / "train.py"
@@ -81,7 +81,7 @@ def test_what_a_wiped_node_has_told_is_not_forgotten(tmp_path: Path) -> None:
         for index, node in enumerate(cluster.nodes):
             for life, last in ((1, 30), (2, 5)):
                 node.directory.mkdir(parents=True)
-                log = EventLog(node.directory / contract.EVENTS_FILE, node=node.name, rank=index)
+                log = EventLog(node.directory / constants.EVENTS_FILE, node=node.name, rank=index)
                 about = {"generation": 1, "world_size": 2}  # in both: nothing tells that there was one
                 log.write("agent-start", run_id=cluster.run_id)
                 log.write("round", round=1, **about)
@@ -175,7 +175,7 @@ def test_nodes_that_are_machines_lose_what_a_machine_loses(tmp_path: Path) -> No
 def test_a_node_does_not_get_back_what_it_lost_with_its_power(tmp_path: Path) -> None:
     """It finds what was synced, as on a real machine; tests and the report still count all, each once."""
     with MachineCluster(tmp_path, nodes=1, disk_bytes=32 * MB, shm_bytes=8 * MB) as cluster:
-        log = cluster.nodes[0].directory / contract.EVENTS_FILE
+        log = cluster.nodes[0].directory / constants.EVENTS_FILE
         log.parent.mkdir(parents=True)
         cluster.machines.boot([0])
         for number in (1, 2):  # another time it loses what it has told since

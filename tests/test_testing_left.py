@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.faults import ending
+from elastic_resume.testing import fork_server
 from tests.stand_in import scikit_learn
 
 WORD = "LEFT_BEHIND"  # in the environment of all that a test starts
@@ -115,7 +115,7 @@ def _descriptors(pid: int) -> list[Path]:
 
 def _as_at_a_terminal() -> None:
     """End with the parent, and let Ctrl-C through: a shell has what it starts in the background ignore it."""
-    ending.die_with_parent()
+    fork_server.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume import contract
-from elastic_resume.store.catalog import Catalog
-from elastic_resume.store.handing import Desk
-from elastic_resume.store.keeper import Keeper
-from elastic_resume.store.layout import Layout
-from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.store.rack import Rack
-from elastic_resume.worker import state
-from elastic_resume.worker.image import Image
-from elastic_resume.worker.memory import Memory
+from elastic_resume import constants
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.layout import Layout
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.snapshot.committer import Keeper
+from elastic_resume.snapshot.ipc import Desk
+from elastic_resume.snapshot.slot_client import Memory
+from elastic_resume.snapshot.slot_pool import Rack
+from elastic_resume.state import state_dict
+from elastic_resume.state.tensor_buffer import Image
 from tests import ranks
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 TRAIN = """
 import json, sys, torch
 import elastic_resume as er
-from elastic_resume.worker import state
+from elastic_resume.state import state_dict as state
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -46,9 +46,9 @@ for _ in range(10):
 COMMIT = """
 import sys
 from tests.test_keeper import NEEDED, snapshot
-from elastic_resume.store.keeper import Keeper
-from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.store.rack import Rack
+from elastic_resume.snapshot.committer import Keeper
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.snapshot.slot_pool import Rack
 from pathlib import Path
 with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
     rack = Rack(3 * NEEDED, say=print)
@@ -83,11 +83,11 @@ def test_a_worker_that_dies_in_the_copy_leaves_a_whole_snapshot(
     script.write_text(TRAIN)
     told = tmp_path / "told"
     env = {
-        contract.ENV_AGENT_PID: str(os.getpid()),
-        contract.ENV_KEEPER: desk.name,
-        contract.ENV_CKPT_DIR: str(tmp_path),
-        contract.ENV_RUN_ID: "job",
-        contract.ENV_FAILPOINTS: f"snapshot.{point}=kill@6",
+        constants.ENV_AGENT_PID: str(os.getpid()),
+        constants.ENV_KEEPER: desk.name,
+        constants.ENV_CKPT_DIR: str(tmp_path),
+        constants.ENV_RUN_ID: "job",
+        constants.ENV_FAILPOINTS: f"snapshot.{point}=kill@6",
     }
     (end,) = ranks.run(1, script, str(told), env=[env])
     assert end.returncode == -signal.SIGKILL, end.stderr
@@ -96,9 +96,9 @@ def test_a_worker_that_dies_in_the_copy_leaves_a_whole_snapshot(
     assert newest is not None
     assert newest.manifest.step == (6 if point == "marked" else 5)
     image = Image(Layout.parse(newest.image, len(newest.image)), newest.image)
-    leaves = [state.Leaf(name, image.tensor(name), state.OTHER) for name in image.layout.extents]
+    leaves = [state_dict.Leaf(name, image.tensor(name), state_dict.OTHER) for name in image.layout.extents]
     expected = json.loads(told.read_text().splitlines()[newest.manifest.step - 1])
-    found = state.fingerprints(leaves)
+    found = state_dict.fingerprints(leaves)
     assert {name: found[name] for name in expected} == expected
     memory.close()
 
@@ -116,7 +116,7 @@ POINTS = [
 @pytest.mark.parametrize("point", POINTS)
 def test_a_keeper_that_dies_in_a_commit_leaves_whole_checkpoints(point: str, tmp_path: Path) -> None:
     """All older ones, and the new one if it had its name."""
-    env = {**os.environ, contract.ENV_FAILPOINTS: f"{point}=kill@3"}
+    env = {**os.environ, constants.ENV_FAILPOINTS: f"{point}=kill@3"}
     root = Path(__file__).parent.parent
     words = [sys.executable, "-c", COMMIT, str(tmp_path)]
     end = subprocess.run(words, env=env, cwd=root, check=False, timeout=60)

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from elastic_resume.capture.state_cache import Sight, Tracker
+from elastic_resume.data import rng
 from elastic_resume.errors import UntrackableError
-from elastic_resume.store import note
-from elastic_resume.worker import rng, state
-from elastic_resume.worker.buckets import BucketOrder
-from elastic_resume.worker.parameters import ParameterOrder
-from elastic_resume.worker.tracking import Sight, Tracker
+from elastic_resume.snapshot import slots
+from elastic_resume.state import state_dict
+from elastic_resume.state.bucket_order import BucketOrder
+from elastic_resume.state.state_dict import ParameterOrder
 
 pytestmark = pytest.mark.slow
 
@@ -119,8 +120,8 @@ def described(leaves: Any) -> dict[str, Any]:
 
 def check(tracker: Tracker, tracked: dict[str, Any]) -> Sight:
     """Look, and compare with what flattening says at the same moment, bit for bit."""
-    sight, flat = tracker.look(), state.flatten(tracked)
-    merged = note.merge(sight.fixed.static, sight.dynamic)
+    sight, flat = tracker.look(), state_dict.flatten(tracked)
+    merged = slots.merge(sight.fixed.static, sight.dynamic)
     assert merged == flat.skeleton
     assert repr(merged) == repr(flat.skeleton)  # the order of names as well
     assert described(sight.leaves) == described(flat.leaves)
@@ -128,7 +129,7 @@ def check(tracker: Tracker, tracked: dict[str, Any]) -> Sight:
     fixed, order = set(names(sight)), [leaf.name for leaf in flat.leaves]
     assert names(sight) == [name for name in order if name in fixed]
     assert [leaf.name for leaf in sight.live] == [name for name in order if name not in fixed]
-    assert state.fingerprints(sight.leaves) == state.fingerprints(flat.leaves)
+    assert state_dict.fingerprints(sight.leaves) == state_dict.fingerprints(flat.leaves)
     assert len(sight.fixed.overlapped) == len(sight.fixed.leaves)
     return sight
 
@@ -435,7 +436,7 @@ def test_the_order_of_gradients_is_seen_when_it_becomes_known() -> None:
     assert check(tracker, tracked).fixed is before.fixed
     order.end_step()
     after = check(tracker, tracked)
-    assert note.merge(after.fixed.static, after.dynamic)["order"]["orders"]["model"]
+    assert slots.merge(after.fixed.static, after.dynamic)["order"]["orders"]["model"]
     order.load_state_dict({"orders": {}})
     check(tracker, tracked)
 
@@ -532,7 +533,7 @@ def test_what_cannot_be_stored_is_refused_in_the_same_words(spoil: Callable[[dic
     tracker.look()
     spoil(tracked)
     with pytest.raises(UntrackableError) as expected:
-        state.flatten(tracked)
+        state_dict.flatten(tracked)
     for _ in range(2):
         with pytest.raises(UntrackableError) as told:
             tracker.look()
@@ -565,7 +566,7 @@ def takes(step: str, tracked: dict[str, Any], tracker: Tracker) -> bool:
     with contextlib.suppress(*CANNOT_FOLLOW):
         STEPS[step](tracked)
     try:
-        state.flatten(tracked)
+        state_dict.flatten(tracked)
     except Exception as refusal:  # noqa: BLE001 - whatever it is, a look has to meet it too
         with pytest.raises(type(refusal)):
             tracker.look()

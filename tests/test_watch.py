@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from elastic_resume import contract
-from elastic_resume.agent import impatience, stacks
-from elastic_resume.agent.watch import MAX_REPORTS, Watch, patience_of, watched
+from elastic_resume import constants
+from elastic_resume.agent import shutdown, stack_dump
+from elastic_resume.agent.hang_detector import MAX_REPORTS, Watch, patience_of, watched
+from elastic_resume.checkpoint.atomic_io import Disk
 from elastic_resume.errors import ConfigError, MachineError
 from elastic_resume.events import Event
-from elastic_resume.faults.lab import Cluster
-from elastic_resume.policy.health import Patience
-from elastic_resume.store.board import STACKS_SIGNAL, Board, Line, Worker, read_lines
-from elastic_resume.store.durable import Disk
+from elastic_resume.policy.hangs import Patience
+from elastic_resume.snapshot.progress_page import STACKS_SIGNAL, Board, Line, Worker, read_lines
+from elastic_resume.testing.cluster import Cluster
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 def quiet_s(cluster: Cluster, index: int = 0) -> float:
     """For how long no rank of a node has finished a step; 0 before the first one."""
-    lines = read_lines(cluster.nodes[index].directory / contract.BOARD_FILE, 3)
+    lines = read_lines(cluster.nodes[index].directory / constants.BOARD_FILE, 3)
     beats = [line.beat_ns for line in lines]
     return (time.monotonic_ns() - max(beats)) / 1e9 if beats and all(beats) else 0.0
 
@@ -212,7 +212,7 @@ class Stage:
         self.pid = pid
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.said: list[str] = []
-        self.board = Board(path / contract.BOARD_FILE)
+        self.board = Board(path / constants.BOARD_FILE)
         self.watch = Watch(
             path, 1, Patience(LIMIT_S), say=self.said.append, tell=tell or self.tell, disk=disk or Disk()
         )
@@ -233,7 +233,7 @@ class Stage:
     @property
     def lines(self) -> list[Line]:
         """What the board says."""
-        return read_lines(self.path / contract.BOARD_FILE, 1)
+        return read_lines(self.path / constants.BOARD_FILE, 1)
 
     @property
     def killed(self) -> bool:
@@ -244,7 +244,7 @@ class Stage:
 @pytest.fixture
 def stage(tmp_path: Path, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> Stage:
     """In round 7."""
-    monkeypatch.setenv(contract.ENV_ROUND, "7")
+    monkeypatch.setenv(constants.ENV_ROUND, "7")
     return Stage(tmp_path, child.pid)
 
 
@@ -260,7 +260,7 @@ def test_a_worker_of_this_round_that_hangs_is_killed_once_and_told_of(stage: Sta
     """Also one that cannot be asked for its stacks: a signal that it does not expect would kill it."""
     stage.hang()
     wait_for(lambda: stage.killed, "it is dead")
-    report = stage.path / contract.HANGS_DIR / "g3-s11.txt"
+    report = stage.path / constants.HANGS_DIR / "g3-s11.txt"
     wait_for(report.exists, "the report is there")
     ((kind, fields),) = stage.events
     assert (kind, fields["suspects"][0]["worker_pid"]) == ("hang", stage.pid)
@@ -284,7 +284,7 @@ def test_between_rounds_and_while_it_is_paused_nobody_is_judged(
     """Workers that are being ended may take their time."""
     stage.watch.pause()
     stage.hang(looks=8)
-    monkeypatch.delenv(contract.ENV_ROUND)
+    monkeypatch.delenv(constants.ENV_ROUND)
     stage.hang(looks=8)
     assert (stage.killed, stage.events) == (False, [])
 
@@ -294,7 +294,7 @@ def test_a_page_that_takes_the_place_of_the_workers_own_proves_no_hang(
 ) -> None:
     """A disk that fails and is mounted anew has the page of before; workers write on where nobody sees it."""
     stage.hang(looks=2)
-    path = stage.path / contract.BOARD_FILE
+    path = stage.path / constants.BOARD_FILE
     copy = stage.path / "copy"
     copy.write_bytes(path.read_bytes())
     copy.replace(path)
@@ -302,7 +302,7 @@ def test_a_page_that_takes_the_place_of_the_workers_own_proves_no_hang(
         stage.watch.look(1.0)
     assert (stage.killed, stage.events) == (False, [])
     assert stage.said == [f"{path} is another file now. Until the next restart nobody looks for hangs here."]
-    monkeypatch.setenv(contract.ENV_ROUND, "8")
+    monkeypatch.setenv(constants.ENV_ROUND, "8")
     stage.board = Board(path)
     stage.hang(looks=5, round=8)
     wait_for(lambda: stage.killed, "the next round is watched")
@@ -312,13 +312,13 @@ def test_a_signal_that_asks_for_the_end_pauses_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers that are drained save what they want to save, and make no steps."""
-    monkeypatch.setenv(contract.ENV_DRAIN_SIGNALS, "SIGTERM,SIGUSR1")
+    monkeypatch.setenv(constants.ENV_DRAIN_SIGNALS, "SIGTERM,SIGUSR1")
     paused = threading.Event()
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         with (
             watched(tmp_path, 1, None, say=print, tell=print) as nothing,
-            impatience.heeded(nothing, paused.set),
+            shutdown.heeded(nothing, paused.set),
         ):
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_for(paused.is_set, "it is told")
@@ -362,7 +362,7 @@ def test_a_report_that_cannot_be_written_is_said(stage: Stage) -> None:
 
 def test_the_newest_reports_are_kept_and_nothing_else_is_touched(stage: Stage) -> None:
     """By generation and step, which are no texts to be sorted."""
-    directory = stage.path / contract.HANGS_DIR
+    directory = stage.path / constants.HANGS_DIR
     directory.mkdir()
     (directory / "notes.txt").touch()
     for number in range(MAX_REPORTS + 5):
@@ -382,7 +382,7 @@ def test_a_worker_is_asked_only_for_what_it_offers(stage: Stage, child: subproce
         ({"stacks_fd": stacks_fd, "bell_fd": bell_fd}, False),
     ):
         stage.hang(looks=0, **fields)
-        (found,) = stacks.gather(stage.lines, lambda line: line.step == 11)
+        (found,) = stack_dump.gather(stage.lines, lambda line: line.step == 11)
         assert (found.evidence.answered, found.evidence.pending, found.evidence.frames) == (
             answered,
             None,
@@ -415,6 +415,6 @@ def test_the_main_thread_is_the_last_that_is_written() -> None:
         'Thread 0x02 [main] (most recent call first):\n  File "/a/c d.py", line 5 in <lambda>\n'
         '  File "/a/e.py", line 7 in <module>\n'
     )
-    frames = stacks.main_thread(text)
+    frames = stack_dump.main_thread(text)
     assert [str(one) for one in frames] == ["c d.py:5 in <lambda>", "e.py:7 in <module>"]
-    assert stacks.main_thread("") == ()
+    assert stack_dump.main_thread("") == ()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic_resume import events
-from elastic_resume.store.catalog import Catalog
+from elastic_resume.checkpoint.catalog import Catalog
 from tests import ranks
 
 pytestmark = pytest.mark.cluster

@@ -19,19 +19,19 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import elastic_resume as er
+from elastic_resume.checkpoint.manifest import Manifest, Position
+from elastic_resume.data import world_size
+from elastic_resume.data.elastic_sampler import ElasticSampler, batches_of, refuse_own_place
+from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.errors import ConfigError, MismatchError, UsageError, WorldChangedError
-from elastic_resume.store.manifest import Manifest, Position
-from elastic_resume.worker import worldsize
-from elastic_resume.worker.batches import GlobalBatches
-from elastic_resume.worker.progress import Options, Progress
-from elastic_resume.worker.sampler import ElasticSampler, batches_of, refuse_own_place
-from elastic_resume.worker.world import World
+from elastic_resume.restore.collectives import World
+from elastic_resume.training.progress import Options, Progress
 from tests import ranks
 from tests.samples import Numbers
 
 WORLDS = st.integers(1, 9)
 JOB = Path(__file__).parent / "jobs" / "worlds.py"
-KEEP_GLOBAL, KEEP_LOCAL = worldsize.KEEP_GLOBAL, worldsize.KEEP_LOCAL
+KEEP_GLOBAL, KEEP_LOCAL = world_size.KEEP_GLOBAL, world_size.KEEP_LOCAL
 
 
 # ---- real processes ----------------------------------------------------------------------------------
@@ -309,8 +309,8 @@ def test_a_policy_may_change_and_old_checkpoints_have_none() -> None:
 
 def test_scaling_does_not_drift() -> None:
     """Whatever came between, the same number of ranks has the same global batch."""
-    assert [worldsize.scaled(30, 4, world) for world in (4, 3, 2, 5, 1)] == [30, 23, 15, 38, 8]
-    assert worldsize.scaled(1, 9, 1) == 1
+    assert [world_size.scaled(30, 4, world) for world in (4, 3, 2, 5, 1)] == [30, 23, 15, 38, 8]
+    assert world_size.scaled(1, 9, 1) == 1
 
 
 def test_an_epoch_that_was_over_stays_over() -> None:

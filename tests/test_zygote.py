@@ -21,16 +21,16 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_resume import contract
-from elastic_resume.agent import stub, zygote
-from elastic_resume.agent import warm as warm_workers
-from elastic_resume.agent.warm import Warmth
+from elastic_resume import constants
+from elastic_resume.agent.workers import forkserver, launcher_shim
+from elastic_resume.agent.workers import forkserver_manager as warm_workers
+from elastic_resume.agent.workers.forkserver_manager import Warmth
 from tests.leaks import without_leaks
 from tests.test_stub import alive, exit_event, pid_in, wait_for
 
 pytestmark = pytest.mark.cluster  # each zygote imports torch: seconds
 
-STUB = [sys.executable, "-I", "-S", stub.__file__, "0"]
+STUB = [sys.executable, "-I", "-S", launcher_shim.__file__, "0"]
 MIRROR = Path(__file__).parent / "jobs" / "mirror.py"
 
 
@@ -42,7 +42,7 @@ class Warm:
         self.events: list[dict[str, Any]] = []
         self.warmth = Warmth([sys.executable, "-u", "x.py"], preload, say=self.said.append, tell=self._tell)
         self.warmth.start()
-        self.name = os.environ[contract.ENV_ZYGOTE]
+        self.name = os.environ[constants.ENV_ZYGOTE]
 
     def _tell(self, event: str, /, **fields: Any) -> None:
         self.events.append({"event": event, **fields})
@@ -66,7 +66,7 @@ def warm() -> Iterator[Warm]:
 LEAN = """
 import sys
 del sys.path[0]
-from elastic_resume.agent import zygote
+from elastic_resume.agent.workers import forkserver as zygote
 zygote.MODULES, zygote.OURS = ("torch",), ()
 zygote.main()
 """
@@ -94,13 +94,13 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Warm]]:
 
 def environ(tmp_path: Path, zygote_name: str | None = None, **more: str) -> dict[str, str]:
     """What an agent gives a stub."""
-    plain = {k: v for k, v in os.environ.items() if not k.startswith(contract.ENV_PREFIX)}
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(constants.ENV_PREFIX)}
     ours = {
-        contract.ENV_AGENT_PID: str(os.getpid()),
-        contract.ENV_EVENTS_PATH: str(tmp_path / "events.jsonl"),
-        contract.ENV_GRACE_S: "0.3",
+        constants.ENV_AGENT_PID: str(os.getpid()),
+        constants.ENV_EVENTS_PATH: str(tmp_path / "events.jsonl"),
+        constants.ENV_GRACE_S: "0.3",
     }
-    named = {contract.ENV_ZYGOTE: zygote_name} if zygote_name else {}
+    named = {constants.ENV_ZYGOTE: zygote_name} if zygote_name else {}
     return {**plain, "RANK": "3", **ours, **named, **more}
 
 
@@ -371,7 +371,7 @@ def test_a_zygote_dies_with_its_agent(tmp_path: Path) -> None:
     """And what it has forked with it."""
     code = """
 import os, sys, time
-from elastic_resume.agent.warm import Warmth
+from elastic_resume.agent.workers.forkserver_manager import Warmth
 warmth = Warmth([sys.executable, "-u", "x.py"], [], say=print, tell=lambda *a, **k: None)
 warmth.start()
 open(sys.argv[1], "w").write(str(warmth.pid))
@@ -548,5 +548,5 @@ def test_variables_that_a_fork_cannot_change_are_compared() -> None:
         "LD_PRELOAD": "x.so",
         "TORCHELASTIC_RUN_ID": "1",
     }
-    assert zygote.differences(ours, theirs) == ["LD_PRELOAD", "OMP_NUM_THREADS"]
-    assert zygote.differences(ours, {**ours, "RANK": "7", "LOCAL_RANK": "3"}) == []
+    assert forkserver.differences(ours, theirs) == ["LD_PRELOAD", "OMP_NUM_THREADS"]
+    assert forkserver.differences(ours, {**ours, "RANK": "7", "LOCAL_RANK": "3"}) == []

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from elastic_resume.faults import ending
-from elastic_resume.faults.lab import Cluster
+from elastic_resume.testing import fork_server
+from elastic_resume.testing.cluster import Cluster
 
 SCRIPT = Path(__file__).with_name("steps.py")
 NODES, MIN_NODES = 3, 2
@@ -60,7 +60,7 @@ class Job(ABC):
         """Start a node."""
 
     @abstractmethod
-    def agent(self, index: int) -> ending.Agent:
+    def agent(self, index: int) -> fork_server.Agent:
         """The agent of a node that was started."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Ours(Job):
     def start(self, index: int) -> None:
         self._cluster.start_node(index)
 
-    def agent(self, index: int) -> ending.Agent:
+    def agent(self, index: int) -> fork_server.Agent:
         agent = self._cluster.nodes[index].agent
         if agent is None:
             raise RuntimeError(f"n{index} was not started.")

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from elastic_resume.store.layout import Layout
-from elastic_resume.store.manifest import Manifest, Position
-from elastic_resume.store.slots import mark_of
-from elastic_resume.worker import state
-from elastic_resume.worker.copying import copy_now, views
-from elastic_resume.worker.image import spec_of
-from elastic_resume.worker.memory import Memory
+from elastic_resume.capture.copy_engine import copy_now, views
+from elastic_resume.checkpoint.layout import Layout
+from elastic_resume.checkpoint.manifest import Manifest, Position
+from elastic_resume.snapshot.slot_client import Memory
+from elastic_resume.snapshot.slots import mark_of
+from elastic_resume.state import state_dict
+from elastic_resume.state.tensor_buffer import spec_of
 from jobs.trained import NODE, RUN, Training, in_turns, keeper, large, sync, write_raw
 
 
@@ -34,7 +34,7 @@ class Snapshot:
     """The state in a slot of the keeper's; each commit is of another step of it."""
 
     def __init__(self, training: Training, memory: Memory) -> None:
-        flat = state.flatten(training.tracked)
+        flat = state_dict.flatten(training.tracked)
         layout = Layout.build([spec_of(leaf.name, leaf.tensor) for leaf in flat.leaves])
         self._memory = memory
         self._flat = flat

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from elastic_resume.store.handing import Desk
-from elastic_resume.store.keeper import Keeper
-from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.store.rack import Rack
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.snapshot.committer import Keeper
+from elastic_resume.snapshot.ipc import Desk
+from elastic_resume.snapshot.slot_pool import Rack
 
 
 def main() -> None:

@@ -42,9 +42,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import elastic_resume as er
-from elastic_resume import contract
-from elastic_resume.store.catalog import Catalog
-from elastic_resume.worker import start as _start  # noqa: F401  the zygote of an agent has imported it too
+from elastic_resume import constants
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.training import api as _start  # noqa: F401  the zygote of an agent has imported it too
 from jobs.trained import (
     BLOCK_BYTES,
     NODE,
@@ -310,7 +310,7 @@ class Bench:
     def from_disk(self) -> None:
         (newest, *_) = Catalog(self.directory / RUN / NODE, RUN).valid()
         buffer = aligned_memory(BLOCK_BYTES)
-        path = newest.path / contract.STATE_FILE
+        path = newest.path / constants.STATE_FILE
         for _ in range(self.repetitions):
             forget(self.directory)
             self.seconds.setdefault("disk limit", []).append(timed(lambda: read_raw(path, buffer)))

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic_resume import contract
-from elastic_resume.worker import state
+from elastic_resume import constants
+from elastic_resume.state import state_dict
 
 TOKENS = 128
 WIDTHS = (768, 3072)
@@ -56,7 +56,7 @@ class Training:
     @property
     def tensors(self) -> list[Tensor]:
         """All of the state."""
-        return [leaf.tensor for leaf in state.flatten(self.tracked).leaves]
+        return [leaf.tensor for leaf in state_dict.flatten(self.tracked).leaves]
 
     @property
     def bytes(self) -> int:
@@ -78,7 +78,7 @@ class Training:
 
     def prints(self) -> dict[str, str]:
         """Digests of all tensors."""
-        return state.fingerprints(state.flatten(self.tracked).leaves)
+        return state_dict.fingerprints(state_dict.flatten(self.tracked).leaves)
 
 
 class Residual(nn.Module):
@@ -202,13 +202,13 @@ def keeper(directory: Path, node: str = NODE) -> Iterator[dict[str, str]]:
                 raise SystemExit("the keeper did not start")
             # A worker under an agent takes its directory from the environment.
             yield {
-                contract.ENV_AGENT_PID: str(process.pid),
-                contract.ENV_KEEPER: name,
-                contract.ENV_CKPT_DIR: str(directory),
-                contract.ENV_RUN_ID: RUN,
-                contract.ENV_NODE_NAME: node,
-                contract.ENV_SNAPSHOT_EVERY: "1",
-                contract.ENV_SAVE_EVERY: "1000000",
+                constants.ENV_AGENT_PID: str(process.pid),
+                constants.ENV_KEEPER: name,
+                constants.ENV_CKPT_DIR: str(directory),
+                constants.ENV_RUN_ID: RUN,
+                constants.ENV_NODE_NAME: node,
+                constants.ENV_SNAPSHOT_EVERY: "1",
+                constants.ENV_SAVE_EVERY: "1000000",
             }
         finally:
             process.communicate("")

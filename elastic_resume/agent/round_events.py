@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from elastic_resume import events
-from elastic_resume.agent.fence import anonymous_file
+from elastic_resume.agent.workers.lease_page import anonymous_file
 
 
 class RoundEvents:

@@ -19,8 +19,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
 
-from elastic_resume.policy.cadence import LARGEST_SHARE, Every
-from elastic_resume.policy.failures import plain
+from elastic_resume.policy.checkpoint_interval import LARGEST_SHARE, Every
+from elastic_resume.policy.failure_classification import plain
 
 STOP, RESUME = "stop", "resume-from-majority"
 """What ``--on-divergence`` may be."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from elastic_resume import contract
+from elastic_resume import constants
 from elastic_resume.events import Event
 
 # How often a job is started again after a life without a new step, before it is left to people.
@@ -127,8 +127,8 @@ class Decision:
     def exit_code(self, otherwise: int) -> int:
         """Give the exit code of an agent that would end with ``otherwise`` were there no requeue."""
         if self.action is Action.OVER:
-            return contract.EXIT_DONE
-        return otherwise if self.action is Action.LEAVE else contract.EXIT_REQUEUE
+            return constants.EXIT_DONE
+        return otherwise if self.action is Action.LEAVE else constants.EXIT_REQUEUE
 
 
 def decide(facts: Facts) -> Decision:
@@ -191,7 +191,7 @@ def _by_others(facts: Facts) -> Decision | None:
         return Decision(
             Action.TELL,
             "there is no scontrol here: the batch script has to requeue the job, as exit code "
-            f"{contract.EXIT_REQUEUE} tells it",
+            f"{constants.EXIT_REQUEUE} tells it",
         )
     return None
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic_resume.events import Event
-from elastic_resume.policy import failures
-from elastic_resume.policy.failures import Failure, Strain, Verdict, describe, judge
+from elastic_resume.policy import failure_classification
+from elastic_resume.policy.failure_classification import Failure, Strain, Verdict, describe, judge
 
 MAX_NO_PROGRESS = 3  # NVRx gives up after as many cycles without growth
 POISONED = 3  # times the same exception at the same step: chance is ruled out, and more would only cost
@@ -130,7 +130,7 @@ def summarize(
         failed=failed,
         first_step=min((step for step in starts if step is not None), default=None),
         newest_step=max((step for step in reached if step is not None), default=None),
-        failures=failures.of_round(events, node, strain),
+        failures=failure_classification.of_round(events, node, strain),
         nodes=nodes,
     )
 
@@ -147,7 +147,7 @@ def learned(this: Round, told: Sequence[Failure], *, changed: bool) -> Round:
         return replace(this, failed=this.failed and not changed)
     if root.at_fault:
         return replace(this, failed=True)
-    return replace(this, failed=not changed and root.kind not in failures.OF_NODES)
+    return replace(this, failed=not changed and root.kind not in failure_classification.OF_NODES)
 
 
 def decide(history: Sequence[Round], limits: Limits, world: World | None = None) -> Decision:
@@ -219,7 +219,7 @@ def newest_step(history: Sequence[Round]) -> int:
 def _cannot_start(history: Sequence[Round], limits: Limits, world: World) -> Decision | None:
     """Whether the script cannot run as it is."""
     last, root = history[-1], history[-1].verdict.root
-    if root is None or last.stepped or root.kind != failures.EXCEPTION:
+    if root is None or last.stepped or root.kind != failure_classification.EXCEPTION:
         return None
     if root.type in _CANNOT_START:
         if world.step and _enough_without(root.node, limits, world):
@@ -243,7 +243,7 @@ def _poisoned(history: Sequence[Round], limits: Limits) -> Decision | None:
         return None
     if any(
         root is None
-        or root.kind not in {failures.EXCEPTION, failures.DIVERGENCE}
+        or root.kind not in {failure_classification.EXCEPTION, failure_classification.DIVERGENCE}
         or root.is_echo
         or (root.step, root.signature) != (first.step, first.signature)
         for root in roots

@@ -3,23 +3,30 @@
 Promise: only reads. Whatever a directory holds, each checkpoint in it gets a line, and what cannot be read
 is told with its reason. Does not know which copy a job would resume from: that takes all nodes
 (`policy/source.py`).
+
+The ledger of checkpoints: every copy that the run's events tell of, by node, step and tier.
+
+A copy in memory is known only where a generation began with it; one on disk from its commit to the moment
+when it was pruned, set aside, or lost with its node's disk. What lies on disk now, where somebody has looked
+(`checkpoints.Item`), wins over what events say. Pure.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 
-from elastic_resume import contract
+from elastic_resume import constants
+from elastic_resume.checkpoint.catalog import Catalog, Entry, reason_of
+from elastic_resume.checkpoint.reader import deep_check, parse_name, quick_check
 from elastic_resume.errors import CheckpointError, ElasticResumeError
-from elastic_resume.report.places import Found, Place
-from elastic_resume.report.text import amount, seconds, size, table, wrap
-from elastic_resume.store import quarantine
-from elastic_resume.store.catalog import Catalog, Entry
-from elastic_resume.store.checkpoint import deep_check, parse_name, quick_check
+from elastic_resume.report.event_log import Seen, Timeline
+from elastic_resume.report.formatting import amount, seconds, size, table, wrap
+from elastic_resume.report.incidents import Report
+from elastic_resume.report.paths import Found, Place
 
 _HEAD = ("node", "gen", "step", "world", "size", "age", "valid")
 
@@ -108,7 +115,7 @@ def _of_node(place: Place, deep: bool) -> Iterator[Item]:
     try:
         aside = catalog.quarantined()
     except (ElasticResumeError, OSError) as error:
-        yield Item(place.path / contract.QUARANTINE_DIR, run, place.node, "bad", _reason(error, place.path))
+        yield Item(place.path / constants.QUARANTINE_DIR, run, place.node, "bad", _reason(error, place.path))
         return
     for path in aside:
         name = path.name.partition(".")[0]  # a second one of the same name is NAME.1
@@ -118,7 +125,7 @@ def _of_node(place: Place, deep: bool) -> Iterator[Item]:
             run=run,
             node=place.node,
             state="quarantined",
-            reason=_reason(quarantine.reason_of(path), place.path / name),
+            reason=_reason(reason_of(path), place.path / name),
             generation=generation,
             step=step,
             bytes=_bytes(path),
@@ -207,9 +214,119 @@ def _unfinished(found: Found) -> str:
             names = os.listdir(place.path)  # noqa: PTH208  names only
         except OSError:
             continue
-        count += sum(name.startswith(contract.TEMPORARY_PREFIX) for name in names)
+        count += sum(name.startswith(constants.TEMPORARY_PREFIX) for name in names)
     if not count:
         return ""
     return (
         f"{amount(count, 'unfinished write')}: in progress, or left by a crash and swept at the next start\n"
     )
+
+
+MEMORY, DISK = "memory", "disk"
+COMMITTED, PRUNED, QUARANTINED, LOST, VALID, BAD, USED = (
+    "committed",
+    "pruned",
+    "quarantined",
+    "lost",
+    "valid",
+    "bad",
+    "used",
+)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy of the state.
+
+    ``state``: committed (as events tell; nobody has looked), valid or bad (somebody has), pruned,
+    quarantined, lost (with its node's disk), or used (a snapshot in memory that a generation began with).
+    ``verified``: a generation read its every byte, or has made it from verified ones. ``loaded_by`` are the
+    generations that began with it. ``t``: when it was there; ``gone``: when not any more.
+    """
+
+    node: str
+    generation: int
+    step: int
+    tier: str
+    state: str
+    verified: bool
+    loaded_by: tuple[int, ...] = ()
+    t: float | None = None
+    gone: float | None = None
+    bytes: int | None = None
+    seconds: float | None = None
+    reason: str = ""
+
+
+def of(line: Timeline, report: Report, items: Sequence[Item] = ()) -> tuple[Copy, ...]:
+    """All copies, by generation, step, node and tier. ``items``: what lies on disk now."""
+    copies: dict[tuple[str, int, int, str], Copy] = {}
+    for one in line.of_kind("commit", "prune", "quarantine"):
+        if one.kind == "commit":
+            _commit(copies, one)
+        else:
+            _gone(copies, one)
+    _loaded(copies, line, report)
+    _look(copies, items)
+    return tuple(sorted(copies.values(), key=lambda copy: (copy.generation, copy.step, copy.node, copy.tier)))
+
+
+def _commit(copies: dict[tuple[str, int, int, str], Copy], one: Seen) -> None:
+    if one.generation is None or one.step is None:
+        return
+    copies[one.node, one.generation, one.step, DISK] = Copy(
+        one.node,
+        one.generation,
+        one.step,
+        DISK,
+        COMMITTED,
+        verified=False,
+        t=one.t,
+        bytes=one.count("bytes"),
+        seconds=one.seconds("seconds"),
+    )
+
+
+def _gone(copies: dict[tuple[str, int, int, str], Copy], one: Seen) -> None:
+    """Pruned, or set aside; a second one of the same name in quarantine is NAME.1."""
+    order = parse_name(PurePath(one.text("path")).name.partition(".")[0])
+    if order is None:
+        return
+    key = (one.node, *order, DISK)
+    known = copies.get(key, Copy(one.node, *order, DISK, COMMITTED, verified=False))
+    state = PRUNED if one.kind == "prune" else QUARANTINED
+    copies[key] = replace(known, state=state, gone=one.t, reason=one.text("reason"))
+
+
+def _loaded(copies: dict[tuple[str, int, int, str], Copy], line: Timeline, report: Report) -> None:
+    resumes = {one.generation: one for one in line.of_kind("resume")}
+    for row in report.generations:
+        one = resumes.get(row.number)
+        if one is None or not row.source_node or row.source_generation is None or row.start_step is None:
+            continue
+        tier = one.text("source_tier")
+        if row.resumed != "checkpoint" or tier not in {MEMORY, DISK}:
+            continue
+        key = (row.source_node, row.source_generation, row.start_step, tier)
+        made = Copy(*key, USED if tier == MEMORY else COMMITTED, verified=True, t=one.t)
+        known = copies.get(key, made)
+        copies[key] = replace(known, verified=True, loaded_by=(*known.loaded_by, row.number))
+
+
+def _look(copies: dict[tuple[str, int, int, str], Copy], items: Iterable[Item]) -> None:
+    seen = set()
+    looked = set()
+    for item in items:
+        looked.add(item.node)
+        if item.generation is None or item.step is None:
+            continue
+        key = (item.node, item.generation, item.step, DISK)
+        if key in seen and item.state == QUARANTINED:  # what has taken its place is there
+            key = (*key[:3], f"{DISK}, {item.path.name} set aside")
+        made = Copy(*key[:3], DISK, COMMITTED, verified=False, t=item.written_at, bytes=item.bytes)
+        known = copies.get(key, made)
+        copies[key] = replace(known, state=item.state, reason=item.reason, bytes=known.bytes or item.bytes)
+        seen.add(key)
+    for key, copy in copies.items():
+        if copy.node in looked and copy.tier == DISK and copy.state == COMMITTED and key not in seen:
+            copies[key] = replace(copy, state=LOST, reason="it is not on the disk any more")

@@ -1,30 +1,38 @@
 """The subcommands that look at a run: report, ls, verify, export.
 
 Each is a function from parsed arguments to an exit code. Only ``export`` imports torch.
+
+``elastic-resume diff A B``: what `worker.difference` has found, for people and for programs.
+
+Exit codes are those of ``diff``: 0 they are the same, 1 they differ, 2 one of them could not be read.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_resume import contract, events
-from elastic_resume.errors import CheckpointError, UsageError
-from elastic_resume.report import checkpoints, places, render, story
+from elastic_resume import constants, events
+from elastic_resume.errors import CheckpointError, ElasticResumeError, UsageError
+from elastic_resume.report import checkpoints, paths, summary, text_report
 from elastic_resume.report.checkpoints import Item
-from elastic_resume.report.gather import gather
-from elastic_resume.report.saying import say
-from elastic_resume.report.text import amount, seconds, size, wrap
+from elastic_resume.report.formatting import amount, clean, say, seconds, size, wrap
+from elastic_resume.report.loader import gather
 
 if TYPE_CHECKING:
-    from elastic_resume.store.manifest import Manifest
+    from elastic_resume.checkpoint.manifest import Manifest
+    from elastic_resume.state.diff import Comparison, Difference, Side
 
-EXIT_GOOD = contract.EXIT_DONE
-EXIT_BAD = contract.EXIT_AT_FAULT
+
+EXIT_GOOD = constants.EXIT_DONE
+EXIT_BAD = constants.EXIT_AT_FAULT
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -81,7 +89,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 def report(args: argparse.Namespace) -> int:
     """Print what befell a run, or write the page of it; exit code 0 whatever that was."""
     found = gather(args.paths)
-    told = story.tell(
+    told = summary.tell(
         found.events,
         items=found.items,
         stacks=found.stacks,
@@ -97,7 +105,7 @@ def report(args: argparse.Namespace) -> int:
         _write(args.html, html.render(told))
         say("\n".join(wrap(told.verdict.text)) + f"\nwritten to {args.html}\n")
     else:
-        say(story.as_json(told) if args.json else render.as_text(told))
+        say(summary.as_json(told) if args.json else text_report.as_text(told))
     return EXIT_GOOD
 
 
@@ -115,7 +123,7 @@ def _write(path: Path, text: str) -> None:
 
 def ls(args: argparse.Namespace) -> int:
     """Print the table of checkpoints; exit code 0 whatever they are worth."""
-    say(checkpoints.ls(places.find(args.path), time.time()))
+    say(checkpoints.ls(paths.find(args.path), time.time()))
     return EXIT_GOOD
 
 
@@ -124,7 +132,7 @@ def verify(args: argparse.Namespace) -> int:
 
     What lies in quarantine is named, and is no failure: it has been dealt with.
     """
-    found = places.find(args.path)
+    found = paths.find(args.path)
     counts = {"valid": 0, "bad": 0, "quarantined": 0}
     for item in checkpoints.items(found, deep=args.deep):
         counts[item.state] += 1
@@ -150,8 +158,8 @@ def _verdict(item: Item, base: Path) -> str:
 
 def export(args: argparse.Namespace) -> int:
     """Write the tensors of one object to a plain file."""
-    found = places.find(args.path)
-    from elastic_resume.worker import export as exporting  # noqa: PLC0415  imports torch, seconds
+    found = paths.find(args.path)
+    from elastic_resume.state import export as exporting  # noqa: PLC0415  imports torch, seconds
 
     file_format = args.format or exporting.format_for(args.target)
     for path, manifest in _sources(found):
@@ -181,9 +189,9 @@ def export(args: argparse.Namespace) -> int:
     raise UsageError(f"{args.path}: holds no valid checkpoint; `elastic-resume ls` says why.")
 
 
-def _sources(found: places.Found) -> Iterator[tuple[Path, Manifest]]:
+def _sources(found: paths.Found) -> Iterator[tuple[Path, Manifest]]:
     """The checkpoint that was named, or those of the nodes, newest first."""
-    from elastic_resume.store.checkpoint import quick_check  # noqa: PLC0415
+    from elastic_resume.checkpoint.reader import quick_check  # noqa: PLC0415
 
     if found.level == "checkpoint":
         yield found.path, quick_check(found.path, None)
@@ -198,3 +206,75 @@ def _sources(found: places.Found) -> Iterator[tuple[Path, Manifest]]:
             yield item.path, quick_check(item.path, None)
         except CheckpointError as error:  # pruned meanwhile by a run that goes on
             print(f"not used: {error}", file=sys.stderr)
+
+
+SAME, DIFFERENT, TROUBLE = constants.EXIT_DONE, constants.EXIT_AT_FAULT, constants.EXIT_USAGE
+_SHOWN = 20
+
+
+def register_diff(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser; it sets ``function``."""
+    one = subparsers.add_parser(
+        "diff", help="where two checkpoints differ; exit 0 same, 1 different, 2 trouble"
+    )
+    one.add_argument("a", type=Path, metavar="A", help="a checkpoint; or a node or a run, for its newest")
+    one.add_argument("b", type=Path, metavar="B", help="another one")
+    one.add_argument("--all", action="store_true", help=f"list every difference, not the first {_SHOWN}")
+    one.add_argument("--json", action="store_true", help="all differences, as one JSON object")
+    one.set_defaults(function=diff)
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Print the differences."""
+    from elastic_resume.state.diff import compare  # noqa: PLC0415  imports torch, seconds
+
+    try:
+        found = compare(args.a, args.b)
+    except ElasticResumeError as error:
+        print(f"elastic-resume diff: {error}", file=sys.stderr)
+        return TROUBLE
+    except Exception as error:  # noqa: BLE001  whatever it is: Python's own exit code would say "different"
+        print(f"elastic-resume diff: a fault of elastic_resume itself: {error!r}", file=sys.stderr)
+        return TROUBLE
+    lines = (
+        [diff_as_json(found)] if args.json else as_text(found, len(found.differences) if args.all else _SHOWN)
+    )
+    say("\n".join(lines) + "\n")
+    return DIFFERENT if found.differences else SAME
+
+
+def diff_as_json(found: Comparison) -> str:
+    """Give all there is; an infinite distance is the string "inf", since JSON has no such number."""
+    told = {"same": not found.differences, **asdict(found)}
+    for one in told["differences"]:
+        for key in ("max_abs", "max_rel"):
+            one[key] = one[key] if math.isfinite(one[key]) else "inf"
+    return json.dumps(told)
+
+
+def as_text(found: Comparison, shown: int) -> list[str]:
+    """Lines for a terminal: both sides, the differences, and how many there are."""
+    lines = [f"A: {_side(found.a)}", f"B: {_side(found.b)}"]
+    lines += [clean(_line(one)) for one in found.differences[:shown]]
+    hidden = len(found.differences) - shown
+    if hidden > 0:
+        lines.append(f"and {amount(hidden, 'more difference')}; --all lists them")
+    compared = f"{amount(found.tensors, 'tensor')} and {amount(found.others, 'other value')} compared"
+    if not found.differences:
+        return [*lines, f"the same: {compared}"]
+    return [*lines, f"{amount(len(found.differences), 'difference')}: {compared}"]
+
+
+def _side(side: Side) -> str:
+    return clean(f"{side.path} (generation {side.generation}, step {side.step})")
+
+
+def _line(one: Difference) -> str:
+    if one.kind.startswith("only"):
+        return f"  {one.name}: {one.kind} ({one.b if one.kind == 'only in B' else one.a})"
+    if one.kind == "value":
+        return f"  {one.name}: {one.a} -> {one.b}"
+    by = f"{one.elements} of {one.of} differ, by {one.max_abs:.3g} at most, relative {one.max_rel:.3g}"
+    if one.kind == "values":
+        return f"  {one.name} {one.a}: {by}"
+    return f"  {one.name}: {one.kind} {one.a} -> {one.b}{f'; {by}' if one.kind == 'dtype' else ''}"

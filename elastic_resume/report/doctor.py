@@ -19,15 +19,14 @@ from typing import Any
 
 import psutil
 
-from elastic_resume import contract
-from elastic_resume.cluster import kubernetes, memory, node, notices, slurm_job, storage
-from elastic_resume.cluster.node import Node
+from elastic_resume import constants
 from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import ConfigError
-from elastic_resume.rendezvous.address import lookup, own_addresses, read_address
-from elastic_resume.rendezvous.token import read_token
-from elastic_resume.report.saying import say
-from elastic_resume.report.text import size
+from elastic_resume.rendezvous.endpoint import lookup, own_addresses, read_address
+from elastic_resume.rendezvous.net.protocol import read_token
+from elastic_resume.report.formatting import say, size
+from elastic_resume.schedulers import environment, kubernetes, preemption, resources, slurm
+from elastic_resume.schedulers.environment import Node
 
 PATIENCE_S = 5.0
 
@@ -52,8 +51,8 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def doctor(args: argparse.Namespace) -> int:
     """Print what is found; 1 where a start without flags would fail."""
-    here = _with_deadline(node.read(os.environ))
-    directory = args.ckpt_dir or Path(os.environ.get(contract.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
+    here = _with_deadline(environment.read(os.environ))
+    directory = args.ckpt_dir or Path(os.environ.get(constants.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
     findings = [
         *of_scheduler(here),
         *of_candidates(here),
@@ -65,12 +64,12 @@ def doctor(args: argparse.Namespace) -> int:
         say(json.dumps({"findings": told, "problems": problems}, indent=2) + "\n")
     else:
         say(render(findings, problems) + "\n")
-    return contract.EXIT_AT_FAULT if problems else contract.EXIT_DONE
+    return constants.EXIT_AT_FAULT if problems else constants.EXIT_DONE
 
 
 def _with_deadline(here: Node) -> Node:
     """Ask for the time limit, as an agent does: no variable told it before Slurm 23.02."""
-    asked = slurm_job.deadline(here.requeue, environ={}) if here.scheduler == "slurm" else None
+    asked = slurm.deadline(here.requeue, environ={}) if here.scheduler == "slurm" else None
     if asked is None:
         return here
     return replace(here, deadline=asked, sources={**here.sources, "deadline": "squeue"})
@@ -138,16 +137,16 @@ def of_candidates(here: Node) -> list[Finding]:
 
 def of_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
     """What this machine has for the job."""
-    group = memory.Group.of_this_process()
+    group = resources.Group.of_this_process()
     used = group.used() if group is not None else None
     limit = f"control group's limit {size(used[1])}" if used else "no limit of a control group"
     found = [
-        Finding("memory", f"{size(memory.available())} can be taken", limit),
+        Finding("memory", f"{size(resources.available())} can be taken", limit),
         _shared_memory(),
         _disk(directory, environ),
         Finding("processors", str(len(os.sched_getaffinity(0))), f"of {psutil.cpu_count()}"),
     ]
-    token = "set" if environ.get(contract.ENV_TOKEN) else "not set"
+    token = "set" if environ.get(constants.ENV_TOKEN) else "not set"
     if "SLURM_JOB_ID" in environ and token == "not set":  # noqa: S105
         token = "made in the shared directory, where there are several nodes"  # noqa: S105
     problem = ""
@@ -155,37 +154,37 @@ def of_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
         read_token(None, environ, "")
     except ConfigError as error:
         problem = str(error).rstrip(".")
-    found.append(Finding("token", token, contract.ENV_TOKEN, problem))
+    found.append(Finding("token", token, constants.ENV_TOKEN, problem))
     return [*found, *_grace(environ), *_notices(environ)]
 
 
 def _notices(environ: Mapping[str, str]) -> list[Finding]:
-    told = environ.get(contract.ENV_PREEMPTION_NOTICE)
+    told = environ.get(constants.ENV_PREEMPTION_NOTICE)
     try:
-        asked = [one.name for one in notices.sources(told)]
+        asked = [one.name for one in preemption.sources(told)]
     except ConfigError as error:
-        return [Finding("notices", str(told), contract.ENV_PREEMPTION_NOTICE, str(error))]
-    return [Finding("notices", ", ".join(asked), contract.ENV_PREEMPTION_NOTICE)] if asked else []
+        return [Finding("notices", str(told), constants.ENV_PREEMPTION_NOTICE, str(error))]
+    return [Finding("notices", ", ".join(asked), constants.ENV_PREEMPTION_NOTICE)] if asked else []
 
 
 def _shared_memory() -> Finding:
-    path = str(storage.SHARED_MEMORY)
+    path = str(resources.SHARED_MEMORY)
     try:
         total = size(psutil.disk_usage(path).total)
     except OSError:
         total = "not there"
-    return Finding(path, total, storage.why_little_shared_memory())
+    return Finding(path, total, resources.why_little_shared_memory())
 
 
 def _grace(environ: Mapping[str, str]) -> list[Finding]:
     try:
         told = kubernetes.termination_grace_s(environ)
     except ConfigError as error:
-        return [Finding("grace", "unknown", contract.ENV_TERMINATION_GRACE_S, problem=str(error))]
+        return [Finding("grace", "unknown", constants.ENV_TERMINATION_GRACE_S, problem=str(error))]
     if told is None:
         return []
     value = f"{told:g} s from SIGTERM to SIGKILL, of which workers get {told / 2:g}"
-    return [Finding("grace", value, contract.ENV_TERMINATION_GRACE_S)]
+    return [Finding("grace", value, constants.ENV_TERMINATION_GRACE_S)]
 
 
 def _disk(directory: Path, environ: Mapping[str, str]) -> Finding:
@@ -196,9 +195,9 @@ def _disk(directory: Path, environ: Mapping[str, str]) -> Finding:
             there = there.parent
         if not there.is_dir():
             return Finding("checkpoints", str(directory), problem=f"{there} is no directory: --ckpt-dir")
-        free, limited = storage.free(there, environ), storage.limit(environ)
+        free, limited = resources.free(there, environ), resources.limit(environ)
     except ConfigError as error:
-        return Finding("checkpoints", str(directory), contract.ENV_CKPT_LIMIT, problem=str(error))
+        return Finding("checkpoints", str(directory), constants.ENV_CKPT_LIMIT, problem=str(error))
     except OSError as error:
         return Finding("checkpoints", str(directory)[:200], problem=f"{str(there)[:200]}: {error.strerror}")
     if free == 0:

@@ -11,12 +11,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from elastic_resume import contract
+from elastic_resume import constants
 from elastic_resume.errors import RendezvousLostError, UsageError
-from elastic_resume.rendezvous.quorum import Knowledge, listed
-from elastic_resume.rendezvous.record import RECORD_FILE, Record
-from elastic_resume.report import asking
-from elastic_resume.report.saying import say
+from elastic_resume.rendezvous.core.quorum import Knowledge, listed
+from elastic_resume.rendezvous.net.durable_state import RECORD_FILE, Record
+from elastic_resume.report import status
+from elastic_resume.report.formatting import say
 
 RISK = (
     "If any of them is alive after all, two worlds train at the same time. When they meet, the one with the "
@@ -49,10 +49,10 @@ def force_quorum(args: argparse.Namespace) -> int:
     say(_situation(node_dir, known))
     if not args.yes:
         say("Nothing was done. If all of them are dead for good, run this again with --yes.\n")
-        return contract.EXIT_AT_FAULT
+        return constants.EXIT_AT_FAULT
     record.order_force(known.generation)
     say(f"Declared dead: the missing members of generation {known.generation}. See the agent's log.\n")
-    return contract.EXIT_DONE
+    return constants.EXIT_DONE
 
 
 def _node_dir(path: Path) -> Path:
@@ -73,7 +73,7 @@ def _node_dir(path: Path) -> Path:
 def _situation(node_dir: Path, known: Knowledge) -> str:
     members = dict.fromkeys(one for world in known.worlds for one in known.alive(world))
     text = f"Generation {known.generation}, of which {node_dir.name} knows: {listed(members)}.\n"
-    job = asking.read_look(node_dir / contract.LOOK_FILE)
+    job = status.read_look(node_dir / constants.LOOK_FILE)
     try:
         said = job.ask() if job else None
     except RendezvousLostError:

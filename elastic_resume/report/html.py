@@ -23,15 +23,14 @@ import jinja2
 from markupsafe import Markup, escape
 
 from elastic_resume import __version__
-from elastic_resume.report import aftermath, ledger
-from elastic_resume.report import render as terminal
+from elastic_resume.report import checkpoints, summary
+from elastic_resume.report import text_report as terminal
+from elastic_resume.report.alerts import BAD, NOTE, described
+from elastic_resume.report.event_log import Seen
+from elastic_resume.report.formatting import amount, clean, cut, folded, percent, seconds, size
+from elastic_resume.report.goodput import Phases
 from elastic_resume.report.incidents import Generation
-from elastic_resume.report.moments import Phases
-from elastic_resume.report.story import Story
-from elastic_resume.report.text import amount, clean, cut, folded, percent, seconds, size
-from elastic_resume.report.timeline import Seen
-from elastic_resume.report.troubles import BAD, NOTE, described
-from elastic_resume.report.verdict import PARTS, SILENT_S
+from elastic_resume.report.summary import PARTS, SILENT_S, Story
 
 MAX_TEXT = 4000  # characters of one value
 MAX_STACK = 64 * 1024
@@ -68,13 +67,13 @@ PHASES = {
 SHORT_PHASES = {"formed": "world", "started": "start", "restored": "restore"}
 OUTCOMES = {"finished": ("good", "finished"), "failed": ("bad", "failed"), "stopped": ("other", "stopped")}
 STATES = {
-    ledger.VALID: ("good", "on disk, checked"),
-    ledger.COMMITTED: ("good", "on disk"),
-    ledger.BAD: ("bad", "BAD"),
-    ledger.QUARANTINED: ("bad", "set aside"),
-    ledger.LOST: ("dim", "lost"),
-    ledger.PRUNED: ("dim", "pruned"),
-    ledger.USED: ("good", "in memory"),
+    checkpoints.VALID: ("good", "on disk, checked"),
+    checkpoints.COMMITTED: ("good", "on disk"),
+    checkpoints.BAD: ("bad", "BAD"),
+    checkpoints.QUARANTINED: ("bad", "set aside"),
+    checkpoints.LOST: ("dim", "lost"),
+    checkpoints.PRUNED: ("dim", "pruned"),
+    checkpoints.USED: ("good", "in memory"),
 }
 
 
@@ -165,7 +164,7 @@ def _tiles(told: Story) -> list[tuple[str, str]]:
     steps = [
         (one.generation, one.step)
         for one in told.copies
-        if one.tier == ledger.DISK and one.state in {ledger.VALID, ledger.COMMITTED}
+        if one.tier == checkpoints.DISK and one.state in {checkpoints.VALID, checkpoints.COMMITTED}
     ]
     return [
         ("-" if told.goodput.share is None else percent(told.goodput.share), PARTS["productive"]),
@@ -254,8 +253,8 @@ def _details(one: Generation) -> list[str]:
 
 
 def _faults(told: Story) -> list[dict[str, Any]]:
-    hits = [aftermath.Hit(one.t, [one.node] if one.node else [], one.rank, one.what) for one in told.faults]
-    ended = aftermath.of(hits, told.report.generations)
+    hits = [summary.Hit(one.t, [one.node] if one.node else [], one.rank, one.what) for one in told.faults]
+    ended = summary.generations_after(hits, told.report.generations)
     return [{"fault": one, "ended": here} for one, here in zip(told.faults, ended, strict=True)]
 
 
@@ -263,7 +262,7 @@ def _checkpoints(told: Story) -> dict[str, Any] | None:
     """Return a row for each step of which a copy matters now or has mattered."""
     if not told.copies:
         return None
-    shown = [one for one in told.copies if one.state != ledger.PRUNED or one.loaded_by]
+    shown = [one for one in told.copies if one.state != checkpoints.PRUNED or one.loaded_by]
     gone = len(told.copies) - len(shown)
     note = f"{amount(len(told.copies), 'copy', 'copies')} known"
     note += f"; {gone} that nobody began with were pruned for newer ones and are left out." if gone else "."
@@ -377,7 +376,7 @@ def _idle(is_there: bool, began: float, until: float) -> Span:
 def _marks(told: Story) -> Mapping[str, list[Mark]]:
     marks: dict[str, list[Mark]] = defaultdict(list)
     for copy in told.copies:
-        if copy.t is not None and copy.tier == ledger.DISK:
+        if copy.t is not None and copy.tier == checkpoints.DISK:
             marks[copy.node].append(Mark(CHECKPOINT, copy.t, f"checkpoint of step {copy.step}"))
     for one in told.troubles:
         if one.weight in {BAD, NOTE}:

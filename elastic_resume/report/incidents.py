@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from elastic_resume.events import Event
-from elastic_resume.policy import failures, tally
-from elastic_resume.policy.tally import FINISHED, End, Turn
-from elastic_resume.report import clocks, timeline
-from elastic_resume.report.text import without_path
-from elastic_resume.report.timeline import Seen, Timeline
+from elastic_resume.policy import failure_classification, incidents
+from elastic_resume.policy.incidents import FINISHED, End, Turn
+from elastic_resume.report import clock_alignment, event_log
+from elastic_resume.report.event_log import Seen, Timeline
+from elastic_resume.report.formatting import without_path
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,13 @@ class Facts:
 def tell(events: Iterable[Event]) -> Report:
     """Make a report of the events of one run, in any order."""
     events = list(events)
-    return of(timeline.build(clocks.align(events, clocks.boot_times(events))[0]))
+    return of(event_log.build(clock_alignment.align(events, clock_alignment.boot_times(events))[0]))
 
 
 def of(line: Timeline) -> Report:
     """Make a report of what was seen."""
     facts = facts_of(line)
-    told = tally.fold((one.t, _event(one)) for one in line.seen if _is_dated(one))
+    told = incidents.fold((one.t, _event(one)) for one in line.seen if _is_dated(one))
     rows = tuple(
         _generation(one, following, told.turn(one.number), told.turn(following.number) if following else None)
         for one, following in zip_longest(facts, facts[1:])
@@ -180,7 +180,7 @@ def _generation(one: Facts, following: Facts | None, turn: Turn, later: Turn | N
     last = max(steps, default=None)
     start = one.start_step if one.start_step is not None else _first_mark(one)
     ran = start is not None and last is not None and last > start
-    judged = tally.judge(turn, later)
+    judged = incidents.judge(turn, later)
     resume = one.resume
     return Generation(
         number=one.number,
@@ -240,7 +240,7 @@ def _outcome(line: Timeline, rows: Sequence[Generation]) -> tuple[str, str]:
         last = rows[-1].end if rows else None
         if last is None:
             return "", "no generation has begun"
-        return ("failed", last.text) if last.kind == failures.EXCEPTION else ("open", "")
+        return ("failed", last.text) if last.kind == failure_classification.EXCEPTION else ("open", "")
     if words[-1].kind != "agent-end":
         return "open", ""
     latest = max((one.t for one in words if one.kind != "agent-end"), default=words[0].t)
@@ -264,8 +264,8 @@ def _failed_starts(line: Timeline, facts: Sequence[Facts]) -> tuple[FailedStart,
             by_node[one.node].append({**one.raw, "t": one.t})
     found = []
     for node, events in by_node.items():
-        for t, failure in failures.dated(events, node):
+        for t, failure in failure_classification.dated(events, node):
             before = next((fact.number for fact in facts if fact.began >= t), None)
-            text = failures.describe(failure, node=True)
+            text = failure_classification.describe(failure, node=True)
             found.append(FailedStart(before, t, node, failure.rank, text, failure.is_echo))
     return tuple(sorted(found, key=lambda one: one.t))

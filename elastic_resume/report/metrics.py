@@ -14,10 +14,10 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_resume import contract, values
+from elastic_resume import config, constants
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.tally import KINDS
-from elastic_resume.rendezvous.wire import WireError
+from elastic_resume.policy.incidents import KINDS
+from elastic_resume.rendezvous.net.protocol import WireError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
@@ -57,10 +57,10 @@ def listening(flag: str | None, environ: Mapping[str, str]) -> tuple[str, int] |
         ConfigError: the value is wrong, or prometheus_client is not installed.
 
     """
-    text = flag if flag is not None else environ.get(contract.ENV_METRICS)
+    text = flag if flag is not None else environ.get(constants.ENV_METRICS)
     if not text:
         return None
-    where = values.listening("metrics", text)
+    where = config.listening("metrics", text)
     if importlib.util.find_spec("prometheus_client") is None:
         raise ConfigError(
             "--metrics needs prometheus-client, which is not installed: "

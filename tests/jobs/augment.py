@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_resume as er
-from elastic_resume.worker import state
+from elastic_resume.state import state_dict
 
 SAMPLES = 60
 GLOBAL_BATCH = 7
@@ -95,8 +95,8 @@ def main() -> None:
             if run.position.step % 3 == 0:
                 torch.rand(5)  # an evaluation, say, that a run which resumes behind it does not make
         torch.rand(3)
-    flat = state.flatten({"model": model, "optimizer": optimizer})
-    digest = state.combined(state.fingerprints(flat.leaves))
+    flat = state_dict.flatten({"model": model, "optimizer": optimizer})
+    digest = state_dict.combined(state_dict.fingerprints(flat.leaves))
     print(json.dumps({"began": began, "digest": digest}))
     run.close()
 

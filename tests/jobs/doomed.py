@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import elastic_resume as er
-from elastic_resume import contract, failpoints
-from elastic_resume.worker import state
+from elastic_resume import constants, failpoints
+from elastic_resume.state import state_dict
 
 MOMENTS = ("forward", "backward", "optimizer", "stepped", "copying", "copied", "marked", "told", "committing")
 
@@ -38,7 +38,7 @@ class Doom:
             return
         (self._directory / f"done-{entry['step']}-{entry['rank']}").touch()
         if entry["who"] != "worker":
-            os.kill(int(os.environ[contract.ENV_AGENT_PID]), signal.SIGKILL)
+            os.kill(int(os.environ[constants.ENV_AGENT_PID]), signal.SIGKILL)
         if entry["who"] != "agent":
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -84,8 +84,8 @@ def main() -> None:
             line = {"step": run.position.step, "generation": run.generation}
             os.write(diary.fileno(), (json.dumps(line) + "\n").encode())
             doom.comes("told")
-    flat = state.flatten({"model": model, "optimizer": optimizer})
-    digest = state.combined(state.fingerprints(flat.of_kind(state.REPLICATED)))
+    flat = state_dict.flatten({"model": model, "optimizer": optimizer})
+    digest = state_dict.combined(state_dict.fingerprints(flat.of_kind(state_dict.REPLICATED)))
     (args.diary / f"end-{run.rank}.json").write_text(json.dumps({"digest": digest}))
     run.close()
 

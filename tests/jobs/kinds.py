@@ -24,7 +24,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elastic_resume as er
-from elastic_resume.worker import state
+from elastic_resume.state import state_dict
 
 SAVED, END = 3, 6
 WIDTH = 48
@@ -349,22 +349,22 @@ class Script:
         self.losses.append(loss.item())
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def leaves(self) -> list[state.Leaf]:
+    def leaves(self) -> list[state_dict.Leaf]:
         """All tensors; but where running statistics follow rank 0's, only that rank's are the job's."""
         tracked = {"model": self.model, "optimizer": self.optimizer, "ema": self.ema, "scaler": self.scaler}
-        flat = state.flatten(state.collect(tracked))
+        flat = state_dict.flatten(state_dict.collect(tracked))
         return [leaf for leaf in flat.leaves if self.run.rank == 0 or "norm.running" not in leaf.name]
 
     def common(self) -> str:
         """Digest of what every rank must hold."""
         leaves = [leaf for leaf in self.leaves() if "norm.running" not in leaf.name]
-        return state.combined(state.fingerprints(leaves))
+        return state_dict.combined(state_dict.fingerprints(leaves))
 
     def prints(self) -> dict[str, str]:
         """Digest of each tensor, and of the rest."""
         objects = {"optimizer": self.optimizer, "scaler": self.scaler, "ema": self.ema}
-        rest = state.flatten(state.collect(objects)).skeleton
-        return {**state.fingerprints(self.leaves()), "rest": state.combined(rest)}
+        rest = state_dict.flatten(state_dict.collect(objects)).skeleton
+        return {**state_dict.fingerprints(self.leaves()), "rest": state_dict.combined(rest)}
 
 
 def main(directory: Path, names: list[str]) -> None:

@@ -26,8 +26,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_resume as er
-from elastic_resume import contract
-from elastic_resume.worker import state
+from elastic_resume import constants
+from elastic_resume.state import state_dict
 
 SAMPLES, BATCH, EPOCHS = 72, 12, 2
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -192,8 +192,8 @@ class Cell:
         }
         told = {}
         for part, item in parts.items():
-            flat = state.flatten(state.collect({part: item}))
-            told[part] = state.combined({**state.fingerprints(flat.leaves), "": flat.skeleton})
+            flat = state_dict.flatten(state_dict.collect({part: item}))
+            told[part] = state_dict.combined({**state_dict.fingerprints(flat.leaves), "": flat.skeleton})
         return told
 
 
@@ -211,7 +211,7 @@ class Kill:
             return
         self._done.touch()
         if self._who == "node":
-            os.kill(int(os.environ[contract.ENV_AGENT_PID]), signal.SIGKILL)
+            os.kill(int(os.environ[constants.ENV_AGENT_PID]), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

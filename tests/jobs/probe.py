@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import elastic_resume as er
-from elastic_resume.store import keeper
+from elastic_resume.snapshot import committer
 
 
 class Odd:
@@ -43,7 +43,7 @@ def main(what: str, steps: int) -> None:
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
     if what == "full-disk":
         model.register_buffer("ballast", torch.zeros(1 << 18))
-        keeper.FIRST_RETRY_S = 3600.0  # only the script's own saves are tried, however long a step takes
+        committer.FIRST_RETRY_S = 3600.0  # only the script's own saves are tried, however long a step takes
     optimizer = torch.optim.Adam(model.parameters())
     odd = Odd() if what == "odd" and rank == 1 else None
     data = er.GlobalBatches(8, 2, seed=rank) if what == "other-order" else None

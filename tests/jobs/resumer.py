@@ -16,24 +16,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_resume import contract, failpoints
+from elastic_resume import constants, failpoints
+from elastic_resume.capture import schedule
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.manifest import Manifest, Position
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.checkpoint.writer import Writer
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.events import EventLog
-from elastic_resume.store import writing
-from elastic_resume.store.board import Board
-from elastic_resume.store.catalog import Catalog
-from elastic_resume.store.handing import Desk
-from elastic_resume.store.keeper import Keeper
-from elastic_resume.store.manifest import Manifest, Position
-from elastic_resume.store.node_dir import NodeDir
-from elastic_resume.store.rack import Rack
-from elastic_resume.worker import announce, state, streaming
-from elastic_resume.worker import resume as resuming
-from elastic_resume.worker.memory import Memory
-from elastic_resume.worker.place import Place
-from elastic_resume.worker.state import REPLICATED
-from elastic_resume.worker.world import World
+from elastic_resume.restore import coordinator as resuming
+from elastic_resume.restore.collectives import World
+from elastic_resume.restore.rank_context import Place
+from elastic_resume.snapshot.committer import Keeper
+from elastic_resume.snapshot.ipc import Desk
+from elastic_resume.snapshot.progress_page import Board
+from elastic_resume.snapshot.slot_client import Memory
+from elastic_resume.snapshot.slot_pool import Rack
+from elastic_resume.state import state_dict
+from elastic_resume.state.state_dict import REPLICATED
+from elastic_resume.training import announce
 
 WIDTH = int(os.environ.get("WIDTH", "1000"))  # of a state of 12 * WIDTH**2 bytes
 BLOCK_BYTES = 1 << 20
@@ -88,11 +90,11 @@ def make(place: Place, memory: Memory | None, wanted: dict[str, Any]) -> None:
             slot.memory[slot.record.get(wanted["hurt"])] ^= 4
     for order in wanted.get("disk", []):
         manifest, image = _copy(place, order, own, wanted.get("value", float(order[1])))
-        with writing.Writer(place.node_dir, *order, block_bytes=BLOCK_BYTES) as writer:
+        with Writer(place.node_dir, *order, block_bytes=BLOCK_BYTES) as writer:
             writer.write(image)
             path = writer.commit(manifest)
     if "flip" in wanted:
-        with open(path / contract.STATE_FILE, "r+b") as file:
+        with open(path / constants.STATE_FILE, "r+b") as file:
             file.seek(int(wanted["flip"] * len(image)))
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)
@@ -100,8 +102,8 @@ def make(place: Place, memory: Memory | None, wanted: dict[str, Any]) -> None:
 
 
 def _copy(place: Place, order: list[int], own: float, value: float) -> tuple[Manifest, memoryview]:
-    flat = state.flatten(objects(value, own))
-    layout = streaming.layout_of(flat)
+    flat = state_dict.flatten(objects(value, own))
+    layout = schedule.layout_of(flat)
     manifest = Manifest(
         run_id=place.settings.run_id,
         node=place.node,
@@ -115,14 +117,14 @@ def _copy(place: Place, order: list[int], own: float, value: float) -> tuple[Man
         follows_rank0=tuple(leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED),
         file_bytes=layout.total_bytes,
     )
-    return manifest, memoryview(b"".join(map(bytes, streaming.image_of(flat, layout))))
+    return manifest, memoryview(b"".join(map(bytes, schedule.image_of(flat, layout))))
 
 
 def main(wanted: dict[str, Any]) -> None:
     """Do it on one rank."""
     world = World.join()
     settings = Settings.for_worker(os.environ, "resumer.py", run_id="job")
-    events = settings.ckpt_dir / "job" / settings.node_name / contract.EVENTS_FILE
+    events = settings.ckpt_dir / "job" / settings.node_name / constants.EVENTS_FILE
     place = Place(world, settings, EventLog(events, node=settings.node_name))
     mine = wanted.get(place.node, {})
     if place.leads:
@@ -148,7 +150,7 @@ def main(wanted: dict[str, Any]) -> None:
     live = objects(0.0, 0.0)
     told: dict[str, Any] = {}
     try:
-        board = Board(place.node_dir / contract.BOARD_FILE)
+        board = Board(place.node_dir / constants.BOARD_FILE)
         resumed = resuming.resume(place, node_dir, board, live)
         told = announce.as_event(resumed, Position(0, resumed.plan.step, resumed.plan.step, 0), world.size)
         told["on_disk"] = resumed.on_disk

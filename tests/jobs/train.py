@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_resume as er
-from elastic_resume.worker import state
+from elastic_resume.state import state_dict
 
 SAMPLES = 240
 
@@ -88,13 +88,13 @@ def main() -> None:
                     list(model.parameters())[-1][0] += 1e-3
             run.step()
         scheduler.step()
-    flat = state.flatten({"model": model, "optimizer": optimizer})
+    flat = state_dict.flatten({"model": model, "optimizer": optimizer})
     end = {
         "rank": run.rank,
         "world_size": run.world_size,
         "generation": run.generation,
         "step": run.position.step,
-        "digest": state.combined(state.fingerprints(flat.of_kind(state.REPLICATED))),
+        "digest": state_dict.combined(state_dict.fingerprints(flat.of_kind(state_dict.REPLICATED))),
     }
     (args.diary / f"end-{run.rank}.json").write_text(json.dumps(end))
     run.close()

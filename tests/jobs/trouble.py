@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from elastic_resume import contract, events
-from elastic_resume.worker import failure
+from elastic_resume import constants, events
+from elastic_resume.training import crash_reporting
 
 GENERATION = int(os.environ["ELASTIC_RESUME_GENERATION"])
 NODE, RANK, WORLD = (
@@ -29,8 +29,8 @@ POISON = 6  # the step that cannot be finished
 
 def log_of(**fixed: Any) -> events.EventLog:
     """The node's log, with the agent's memory beside it."""
-    path = Path(os.environ[contract.ENV_EVENTS_PATH])
-    return events.EventLog(path, memory=os.environ[contract.ENV_ROUND_EVENTS], node=NODE, **fixed)
+    path = Path(os.environ[constants.ENV_EVENTS_PATH])
+    return events.EventLog(path, memory=os.environ[constants.ENV_ROUND_EVENTS], node=NODE, **fixed)
 
 
 def meet(directory: Path, step: int) -> None:
@@ -55,7 +55,7 @@ def get_into(what: str, directory: Path, step: int) -> None:
     """Do what this worker is there for."""
     if what == "killed":
         agent = os.environ[
-            contract.ENV_AGENT_PID
+            constants.ENV_AGENT_PID
         ]  # which tells of this death when another has told of its error
         os.kill(int(agent), signal.SIGSTOP)
         dead = directory / f"dead-{GENERATION}"
@@ -78,8 +78,8 @@ def main(directory: Path, what: str, node: str) -> None:
     newest = directory / "newest"
     step = int(newest.read_text()) if newest.exists() else 0
     log = log_of(rank=RANK)
-    failure.report_to(log)
-    failure.enter(generation=GENERATION, step=lambda: step)
+    crash_reporting.report_to(log)
+    crash_reporting.enter(generation=GENERATION, step=lambda: step)
     tell = sys.excepthook
     sys.excepthook = lambda *error: (tell(*error), let_go_on(directory))  # type: ignore[func-returns-value]
     log.write("worker-start", generation=GENERATION, step=step, world_size=WORLD, local_rank=0)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_resume as er
+from elastic_resume.data.global_batches import order_of
 from elastic_resume.errors import WorldChangedError
-from elastic_resume.worker.batches import order_of
 
 SAMPLES, SEED, LR = 1000, 5, 0.01
 WAYS = ("global", "local", "sampler")

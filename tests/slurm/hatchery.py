@@ -14,8 +14,8 @@ import sys
 import threading
 from pathlib import Path
 
-from elastic_resume.faults import brood
-from elastic_resume.faults.nursery import Nursery
+from elastic_resume.testing import fork_server_main
+from elastic_resume.testing.fork_server import Nursery
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 SHIM = """#!{python} -IS
@@ -55,7 +55,7 @@ class Hatchery:
     def serve(self, line: socket.socket) -> None:
         """Serve one shim: fork its agent, tell its process id, and its exit code when it has ended."""
         with line:
-            told, (output,) = brood.receive(line, 1)
+            told, (output,) = fork_server_main.receive(line, 1)
             command = [sys.executable, "-m", "elastic_resume", *told["argv"]]
             with self._lock:
                 self._move(told["group"])

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import psutil
 
-from elastic_resume.faults.hosts import available as hosts_available
+from elastic_resume.testing.virtual_network import available as hosts_available
 from tests.slurm import hatchery
 from tests.slurm.hatchery import FREEZER
 from tests.support.machines import Machines

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume import contract, events
+from elastic_resume import constants, events
 from elastic_resume.events import Event
 from tests.slurm import site
 from tests.slurm.site import NODES, Slurm
@@ -74,7 +74,9 @@ class Job:
         machines = self.slurm.machines
         found = self.kept.get(index, [])
         if machines.is_up(index):
-            path = machines.path(index, f"{DISK}/{self.run_id}/{machines.name(index)}/{contract.EVENTS_FILE}")
+            path = machines.path(
+                index, f"{DISK}/{self.run_id}/{machines.name(index)}/{constants.EVENTS_FILE}"
+            )
             found = [*found, *events.read(path)]
         return [event for event in found if kind in (None, event["event"])]
 
@@ -226,7 +228,7 @@ def test_a_cancelled_job_and_one_at_fault_are_not_queued_again(slurm: Slurm) -> 
     assert job.wait_state(*OVER) == "CANCELLED"
     slurm.wait(lambda: slurm.state(fault) in OVER, "the end of the job at fault")
     ended = slurm.job(fault)
-    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{contract.EXIT_AT_FAULT}:0")
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{constants.EXIT_AT_FAULT}:0")
     assert {slurm.job(each)["Restarts"] for each in (fault, job.id)} == {"0"}
 
 

@@ -18,13 +18,13 @@ from typing import IO, Any
 
 import psutil
 
-from elastic_resume import contract, events
+from elastic_resume import constants, events
 from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
-from elastic_resume.faults import ending, hosts
-from elastic_resume.faults.grounds import PORT, Loopback
-from elastic_resume.faults.hosts import INTERFACE, Namespaces
-from elastic_resume.faults.lab import Cluster
+from elastic_resume.testing import fork_server, virtual_network
+from elastic_resume.testing.backends import PORT, Loopback
+from elastic_resume.testing.cluster import Cluster
+from elastic_resume.testing.virtual_network import INTERFACE, Namespaces
 from tests.support import disks
 from tests.support.disks import Disk
 from tests.support.machines import MB, Machines
@@ -36,7 +36,7 @@ TEMPORARY = "/node-tmp"
 
 def available() -> str:
     """Why this process cannot have such nodes, in words; empty when it can."""
-    return hosts.available() or disks.available()
+    return virtual_network.available() or disks.available()
 
 
 class Housed(Loopback):
@@ -73,7 +73,7 @@ class Housed(Loopback):
             self._undo = stack.pop_all()
         self._memory_bytes = memory_bytes
         self._places: dict[int, Path] = {}
-        self._agents: dict[int, ending.Agent] = {}
+        self._agents: dict[int, fork_server.Agent] = {}
 
     def address(self, index: int) -> str:
         """The node's IPv4 address, which only other nodes reach."""
@@ -109,7 +109,7 @@ class Housed(Loopback):
 
     def start(
         self, index: int, command: list[str], env: Mapping[str, str], log: IO[bytes], *, fresh: bool
-    ) -> ending.Agent:
+    ) -> fork_server.Agent:
         """Start a node's agent, on a machine that boots where it is down."""
         del fresh
         self.boot([index])
@@ -234,13 +234,13 @@ class MachineCluster(Cluster):
     def _remember(self, index: int) -> None:
         """Remember what a node has told so far: a report needs what no node syncs."""
         with contextlib.suppress(OSError):
-            self._remembered[index] = (self.nodes[index].directory / contract.EVENTS_FILE).read_bytes()
+            self._remembered[index] = (self.nodes[index].directory / constants.EVENTS_FILE).read_bytes()
 
     def _keep_lost_events(self, index: int) -> None:
         """Keep what the disk has lost of it beside the nodes' directories, where no agent reads it."""
         there: set[bytes] = set()
         with contextlib.suppress(OSError):
-            path = self.nodes[index].directory / contract.EVENTS_FILE
+            path = self.nodes[index].directory / constants.EVENTS_FILE
             there = set(path.read_bytes().splitlines(keepends=True))
         told = self._remembered.pop(index, b"").splitlines(keepends=True)
         lost = [line for line in told if line not in there and line.endswith(b"\n")]

@@ -30,8 +30,8 @@ from types import TracebackType
 from typing import IO
 
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.faults import ending
-from elastic_resume.faults.hosts import Namespaces
+from elastic_resume.testing import fork_server
+from elastic_resume.testing.virtual_network import Namespaces
 from tests.support import namespaces
 
 MB = 1 << 20
@@ -343,7 +343,7 @@ class Machines:
             return
         try:
             for each in (*up.entered, up.first):
-                each.wait(ending.KILLED_S)
+                each.wait(fork_server.KILLED_S)
         except subprocess.TimeoutExpired:
             raise MachineError(
                 f"{self.name(index)}: a process sleeps in the kernel and does not end."

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from elastic_resume.cluster.memory import Group
 from elastic_resume.errors import MachineError
+from elastic_resume.schedulers.resources import Group
 
 CLONE_NEWPID = 0x20000000  # linux/sched.h
 _GROUP_PREFIX = "elastic-resume-machine-"

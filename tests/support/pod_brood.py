@@ -13,10 +13,10 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
 
-from elastic_resume.faults import brood
+from elastic_resume.testing import fork_server_main
 from tests.support import namespaces
 
-_born = brood._born
+_born = fork_server_main._born
 
 
 def move_in(parent: int, asked: dict[str, Any], output: int, imported: dict[str, str]) -> Callable[[], None]:
@@ -29,12 +29,12 @@ def move_in(parent: int, asked: dict[str, Any], output: int, imported: dict[str,
     for space in spaces:
         namespaces.join(space)
         os.close(space)
-    inside = brood._fork()
+    inside = fork_server_main._fork()
     if inside:
         os.waitpid(inside, 0)
         os._exit(0)
     # An orphan goes to the first process of the namespace in which its parent was: so that is one more.
-    if brood._fork():
+    if fork_server_main._fork():
         os._exit(0)
     while os.getppid() != 1:
         time.sleep(0.001)
@@ -42,6 +42,6 @@ def move_in(parent: int, asked: dict[str, Any], output: int, imported: dict[str,
 
 
 if __name__ == "__main__":
-    brood._born = move_in
+    fork_server_main._born = move_in
     with contextlib.suppress(KeyboardInterrupt):
-        brood.main()
+        fork_server_main.main()

@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from elastic_resume.cluster import kubernetes
 from elastic_resume.errors import UsageError
+from elastic_resume.schedulers import kubernetes
 from tests.support import job_controller
 from tests.support.machines import Machines
 

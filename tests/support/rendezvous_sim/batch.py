@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from elastic_resume.rendezvous.quorum import ALL_RULES, Rules
+from elastic_resume.rendezvous.core.quorum import ALL_RULES, Rules
 from tests.support.rendezvous_sim.checkers import PROMISES
 from tests.support.rendezvous_sim.cures import CURES, without
 from tests.support.rendezvous_sim.schedule import WAIVED, Fault

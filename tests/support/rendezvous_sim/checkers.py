@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_resume.policy.failures import Failure
-from elastic_resume.rendezvous.ledger import MAX_KEPT
-from elastic_resume.rendezvous.quorum import Incarnation
-from elastic_resume.rendezvous.steps import BeginWorld
+from elastic_resume.policy.failure_classification import Failure
+from elastic_resume.rendezvous.core.events import BeginWorld
+from elastic_resume.rendezvous.core.failure_log import MAX_KEPT
+from elastic_resume.rendezvous.core.quorum import Incarnation
 
 ONE_WORLD = "one world per generation"
 ONE_LIVE = "never two live worlds"

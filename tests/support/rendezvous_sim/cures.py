@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from elastic_resume.rendezvous.body import Body
-from elastic_resume.rendezvous.following import Follower
-from elastic_resume.rendezvous.leading import Leader
-from elastic_resume.rendezvous.link import Link
-from elastic_resume.rendezvous.messages import Claim
+from elastic_resume.rendezvous.core.follower import Follower
+from elastic_resume.rendezvous.core.leader import Leader
+from elastic_resume.rendezvous.core.messages import Claim
+from elastic_resume.rendezvous.core.state import Body, Link
 from tests.support.rendezvous_sim.node import Node
 
 Patch = tuple[type, str, Any]

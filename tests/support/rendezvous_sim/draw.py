@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from elastic_resume.rendezvous.steps import Settings
+from elastic_resume.rendezvous.core.events import Settings
 from tests.support.rendezvous_sim import chase
 from tests.support.rendezvous_sim import schedule as kinds
 from tests.support.rendezvous_sim.schedule import CUTS, Fault, Job, Moment, Schedule, Site

@@ -12,11 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_resume.policy.divergence import Digest
-from elastic_resume.policy.failures import SIGNAL, Failure
-from elastic_resume.rendezvous.core import Agent
-from elastic_resume.rendezvous.messages import Acknowledge, Begin, Claim, Diverged, Join, Print, Propose
-from elastic_resume.rendezvous.quorum import Incarnation
-from elastic_resume.rendezvous.steps import (
+from elastic_resume.policy.failure_classification import SIGNAL, Failure
+from elastic_resume.rendezvous.core.events import (
     BeginWorld,
     Connect,
     Digested,
@@ -43,6 +40,9 @@ from elastic_resume.rendezvous.steps import (
     WorkerFailed,
     WorkersFinished,
 )
+from elastic_resume.rendezvous.core.messages import Acknowledge, Begin, Claim, Diverged, Join, Print, Propose
+from elastic_resume.rendezvous.core.node import Agent
+from elastic_resume.rendezvous.core.quorum import Incarnation
 from tests.support.rendezvous_sim.checkers import ALIVE, NEW_NUMBER, Checkers
 from tests.support.rendezvous_sim.net import End, Host, Network
 

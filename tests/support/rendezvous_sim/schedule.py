@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_resume.rendezvous.steps import Settings
+from elastic_resume.rendezvous.core.events import Settings
 from tests.support.rendezvous_sim.checkers import ALIVE, FORWARD, ONE_LIVE, ONE_WORLD, SAME_NEWS
 
 WEATHER = "weather"

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from elastic_resume.rendezvous.messages import Beat
-from elastic_resume.rendezvous.quorum import ALL_RULES, Knowledge, Rules, has_quorum
+from elastic_resume.rendezvous.core.messages import Beat
+from elastic_resume.rendezvous.core.quorum import ALL_RULES, Knowledge, Rules, has_quorum
 from tests.support.rendezvous_sim.checkers import BOUNDED, CALM, ENDS, Checkers, Violation
 from tests.support.rendezvous_sim.draw import draw
 from tests.support.rendezvous_sim.net import FAST_S, Clock, Network, StormError

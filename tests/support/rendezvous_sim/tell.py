@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 
-from elastic_resume.rendezvous.messages import Stamp
-from elastic_resume.rendezvous.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.core.messages import Stamp
+from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge, World
 
 
 def tell(what: object) -> str:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from elastic_resume.rendezvous.core import Agent
-from elastic_resume.rendezvous.leading import Leader
-from elastic_resume.rendezvous.steps import ForceQuorum
-from elastic_resume.rendezvous.view import look
+from elastic_resume.rendezvous.core.events import ForceQuorum
+from elastic_resume.rendezvous.core.leader import Leader
+from elastic_resume.rendezvous.core.node import Agent
+from elastic_resume.rendezvous.status_view import look
 from tests.support.rendezvous_sim.net import Clock
 from tests.support.rendezvous_sim.node import Node
 

@@ -1,0 +1,215 @@
+"""The manifest of a checkpoint: what it is, of which step, and the digest of every block of its image.
+
+Written last and read first. One JSON object whose last member is the xxh3-128 digest of all bytes before
+it, so a torn or flipped manifest is told from a whole one by itself. The image is digested in blocks of
+`BLOCK_BYTES`, so a reader verifies while it reads, and a bad byte is known to within one block.
+
+Promise: `Manifest.parse` either returns a manifest all of whose fields are of the right type and range, or
+raises; a newer format is recognised as such even when nothing else in it is understood.
+
+Does not know files, nor what `state` means (see `typed`): bytes in, a frozen record out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+import xxhash
+
+from elastic_resume import constants
+from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, NewerFormatError, TornError
+
+FORMAT = 1
+BLOCK_BYTES = 16 << 20  # large enough that a disk reaches its full speed, small enough to reuse as buffer
+MAX_MANIFEST_BYTES = 256 << 20  # non-tensor state is kilobytes; a replay buffer of tuples is not for JSON
+_MAX_COUNT = 1 << 53
+_MIN_BLOCK_BYTES = 1 << 10
+_MAX_BLOCK_BYTES = 1 << 30
+_KIND = "elastic_resume checkpoint"
+_START = f'{{"kind":"{_KIND}"'.encode()
+_END = re.compile(rb',"digest":"([0-9a-f]{32})"}\n\Z')
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands after a finished step."""
+
+    epoch: int
+    step_in_epoch: int
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint but its tensors. `rank` is the writer's, `written_at` in Unix seconds.
+
+    `follows_rank0` names the tensors that differ between ranks (BatchNorm's buffers): a resume takes
+    those of rank 0. `blocks`, `file_bytes` and `block_bytes` are filled in by `writing.Writer`.
+    """
+
+    run_id: str
+    node: str
+    rank: int
+    world_size: int
+    generation: int
+    position: Position
+    written_at: float
+    writer: str
+    state: Any
+    follows_rank0: tuple[str, ...] = ()
+    file_bytes: int = 0
+    block_bytes: int = BLOCK_BYTES
+    blocks: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The last finished step."""
+        return self.position.step
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """(generation, step): the greatest is the newest, whatever clocks and names say."""
+        return (self.generation, self.position.step)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(epoch, steps of it): of two copies of one step, the one with the greater is the later."""
+        return (self.position.epoch, self.position.step_in_epoch)
+
+    @property
+    def content(self) -> str:
+        """One digest of the image and the state: equal on two nodes whose copies are equal."""
+        digest = xxhash.xxh3_128(f"{self.file_bytes}/{self.block_bytes}/".encode())
+        digest.update("".join(self.blocks).encode())
+        digest.update(_json(self.state))
+        return digest.hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """Return the manifest file. Raises ValueError when a field is out of range or not JSON."""
+        record = {field.name: getattr(self, field.name) for field in fields(self)}
+        record["position"] = {field.name: getattr(self.position, field.name) for field in fields(Position)}
+        fault = _fault(self)
+        if fault:
+            raise ValueError(f"manifest: {fault}")
+        body = _json({"kind": _KIND, "format": FORMAT, **record})[:-1]
+        data = body + f',"digest":"{xxhash.xxh3_128_hexdigest(body)}"}}\n'.encode()
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise ValueError(
+                f"manifest: {len(data)} bytes of non-tensor state; the limit is {MAX_MANIFEST_BYTES}."
+            )
+        return data
+
+    @staticmethod
+    def parse(data: bytes) -> Manifest:
+        """Read a manifest file.
+
+        Raises TornError (empty or cut off), CorruptError (digest, types, limits), NewerFormatError, or
+        ForeignError (JSON, but not ours).
+        """
+        record = _verified(data)
+        try:
+            position = record.pop("position")
+            if not isinstance(position, dict):
+                raise CorruptError("manifest: position is not an object.")
+            for name in ("follows_rank0", "blocks"):
+                record[name] = _strings(record[name])
+            manifest = Manifest(position=Position(**position), **record)
+        except (KeyError, TypeError) as error:
+            raise CorruptError(f"manifest: a field is missing or unknown ({error}).") from error
+        fault = _fault(manifest)
+        if fault:
+            raise CorruptError(f"manifest: {fault}")
+        return manifest
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _verified(data: bytes) -> dict[str, Any]:
+    """Return the members of a manifest whose digest and format are right, without kind, format and digest."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CorruptError(f"manifest: {len(data)} bytes, more than the limit of {MAX_MANIFEST_BYTES}.")
+    try:
+        record = json.loads(data, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        if not data or (data.startswith(_START) and not data.endswith(b"}\n")):
+            raise TornError(f"manifest: ends after {len(data)} bytes.") from error
+        raise CorruptError("manifest: not JSON.") from error
+    if not isinstance(record, dict) or record.pop("kind", None) != _KIND:
+        raise _foreign_or_damaged(data)
+    number = record.pop("format", None)
+    if type(number) is int and number > FORMAT:
+        raise NewerFormatError(
+            f"manifest: format {number}; this elastic_resume reads up to {FORMAT}: upgrade it to load this."
+        )
+    end = _END.search(data)
+    if end is None:
+        raise CorruptError("manifest: has no digest at its end.")
+    if xxhash.xxh3_128_hexdigest(data[: end.start()]) != end[1].decode():
+        raise CorruptError("manifest: its digest does not match its bytes.")
+    if type(number) is not int or number != FORMAT:
+        raise CorruptError(f"manifest: impossible format {number!r}.")
+    record.pop("digest", None)
+    return record
+
+
+def _foreign_or_damaged(data: bytes) -> CheckpointError:
+    end = _END.search(data)
+    if end and b'"format":' in data and b'"blocks":' in data:
+        return CorruptError("manifest: its digest does not match its bytes.")
+    return ForeignError("manifest: JSON, but not an elastic_resume manifest.")
+
+
+def _fault(manifest: Manifest) -> str | None:
+    """Say what is out of range, or None. Holds for what is written and for what is read."""
+    position = manifest.position
+    counts = {
+        "rank": manifest.rank,
+        "world_size": manifest.world_size,
+        "generation": manifest.generation,
+        "file_bytes": manifest.file_bytes,
+        "block_bytes": manifest.block_bytes,
+        **{f"position.{field.name}": getattr(position, field.name) for field in fields(Position)},
+    }
+    for name, count in counts.items():
+        if type(count) is not int or not 0 <= count <= _MAX_COUNT:
+            return f"{name} is {count!r}, not a count."
+    if manifest.rank >= manifest.world_size:
+        return f"rank {manifest.rank} of a world of {manifest.world_size}."
+    for name in ("run_id", "node"):
+        value = getattr(manifest, name)
+        if type(value) is not str or not re.fullmatch(constants.SAFE_NAME_PATTERN, value):
+            return f"{name} is {value!r}, not a safe name."
+    if type(manifest.writer) is not str or len(manifest.writer) > 256:
+        return "writer is not a short string."
+    if type(manifest.written_at) not in {int, float}:
+        return "written_at is not a number of seconds."
+    return _block_fault(manifest)
+
+
+def _block_fault(manifest: Manifest) -> str | None:
+    if not _MIN_BLOCK_BYTES <= manifest.block_bytes <= _MAX_BLOCK_BYTES:
+        return f"blocks of {manifest.block_bytes} bytes."
+    if len(manifest.blocks) != -(-manifest.file_bytes // manifest.block_bytes):
+        return (
+            f"{len(manifest.blocks)} digests of {manifest.block_bytes} bytes each for {manifest.file_bytes}."
+        )
+    if not all(_DIGEST.fullmatch(block) for block in manifest.blocks):
+        return "a block's digest is not 32 hexadecimal digits."
+    return None
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(type(item) is str for item in value):
+        raise CorruptError("manifest: a list of names or digests holds something else.")
+    return tuple(value)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,1 +1,0 @@
-"""What the scheduler knows about this node."""

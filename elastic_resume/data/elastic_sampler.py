@@ -1,0 +1,255 @@
+"""What may be passed as ``data=``, and a sampler for scripts that keep ``batch_size=``.
+
+`ElasticSampler` takes DistributedSampler's place. What it gives a rank is that rank's shares of global
+batches of ``batch_size`` times the number of ranks, one after the other (`batches`); so the loader's batches
+are those shares, and a position in mid-epoch means the same in a world of any size.
+
+Does not know how positions are saved. Nothing here imports torchdata: its loader is known by its looks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+
+from elastic_resume.data.global_batches import GlobalBatches, order_of
+from elastic_resume.data.seeded_dataset import SeededDataset, marked
+from elastic_resume.data.world_size import KEEP_GLOBAL, Sizing, flag, integer
+from elastic_resume.errors import ConfigError, MismatchError
+from elastic_resume.units import amount
+
+
+class ElasticSampler(Sampler[int]):
+    """Drop-in for ``torch.utils.data.DistributedSampler`` that goes on in mid-epoch, in a world of any size.
+
+        sampler = er.ElasticSampler(dataset, shuffle=True)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+        run = er.resume(..., data=loader)
+
+    Every rank has as many batches. Each sample is in one of them, once an epoch: nothing is padded. What is
+    left for the last batches is shared out, so those differ by a sample: multiply the loss by
+    ``run.loss_weight``, or leave up to a sample per rank out with ``drop_last=True``, then all weights are
+    1.0. Only where fewer samples are left than there are ranks some ranks read one that another has too,
+    with a weight of 0.0.
+
+    ``batch_size`` is a rank's, so the global batch follows the number of ranks, unless the script sees to it
+    (``batch_size=256 // world_size``): ``run.on_world_change`` tells.
+
+    Without ``resume`` it gives each rank as many samples as torch's does, padded in the same way: there is
+    nobody then who knows the batches.
+    """
+
+    def __init__(  # noqa: PLR0917  DistributedSampler's
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        batch_size: int | None = None,
+    ) -> None:
+        """See DistributedSampler. ``batch_size``: the loader's, if `resume` is given the sampler alone.
+
+        ``num_replicas`` and ``rank`` may be left out before there is a process group; the world's are taken
+        when an epoch begins.
+
+        Raises:
+            ConfigError: an argument is not of its kind, or out of range.
+
+        """
+        self.dataset_size = integer("len(dataset)", len(dataset), least=1)
+        self.num_replicas = None if num_replicas is None else integer("num_replicas", num_replicas, least=1)
+        most = {} if self.num_replicas is None else {"most": self.num_replicas - 1}
+        self.rank = None if rank is None else integer("rank", rank, least=0, **most)
+        self.shuffle, self.drop_last = flag("shuffle", shuffle), flag("drop_last", drop_last)
+        self.seed = integer("seed", seed, least=-(2**63))
+        self.batch_size = None if batch_size is None else integer("batch_size", batch_size, least=1)
+        self.epoch = 0
+        self._marks = isinstance(dataset, SeededDataset)  # which asks each index of which epoch it is
+        self._batches: LocalBatches | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle as of this epoch. Where in it the next iterator begins is `resume`'s business."""
+        self.epoch = integer("epoch", epoch, least=0)
+        if self._batches is not None:
+            self._batches.shuffle_as = self.epoch
+
+    def attach(self, batch_size: int, drop_last: bool) -> GlobalBatches:
+        """Take the loader's batches from now on; give what a Run binds and seeks.
+
+        Raises:
+            ConfigError: the sampler was made for batches of another size.
+
+        """
+        if self.batch_size not in {None, batch_size}:
+            raise ConfigError(
+                f"the ElasticSampler was made with batch_size={self.batch_size}, and its loader has "
+                f"batch_size={batch_size}: leave it out of the sampler, and pass the loader as data=."
+            )
+        self._batches = LocalBatches(self, batch_size, drop_last)
+        return self._batches
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield this rank's samples, from where `resume` stands in the epoch to its end."""
+        if self._batches is not None:
+            return (index for share in self._batches for index in self._marked(share, share.epoch))
+        order = (
+            order_of(self.dataset_size, self.seed, self.epoch).tolist()
+            if self.shuffle
+            else list(range(self.dataset_size))
+        )
+        rank, size = self._place()
+        count = len(self)
+        order += (order * -(-count * size // len(order)))[: max(0, count * size - len(order))]
+        return iter(self._marked(order[: count * size][rank::size], self.epoch))
+
+    def _marked(self, indices: list[int], epoch: int) -> Iterable[int]:
+        return marked(indices, self.seed, epoch) if self._marks else indices
+
+    def __len__(self) -> int:
+        """Count this rank's samples of a whole epoch, also in mid-epoch."""
+        batches = self._batches
+        if batches is None:
+            size = self._place()[1]
+            return self.dataset_size // size if self.drop_last else -(-self.dataset_size // size)
+        last = batches.steps - 1
+        return last * batches.batch_size + (
+            len(batches.share(last)) if batches.begins_by(last) else batches.batch_size
+        )
+
+    def _place(self) -> tuple[int, int]:
+        if dist.is_available() and dist.is_initialized():
+            rank, size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank = rank if self.rank is None else self.rank
+        return rank, size if self.num_replicas is None else self.num_replicas
+
+
+class LocalBatches(GlobalBatches):
+    """The batches of a loader with an `ElasticSampler`: ``batch_size`` samples for each rank."""
+
+    _called = "ElasticSampler"
+
+    def __init__(self, sampler: ElasticSampler, batch_size: int, drop_last: bool) -> None:
+        """``drop_last`` is the loader's, which drops batches; the sampler's drops samples."""
+        self.batch_size = integer("batch_size", batch_size, least=1)
+        self.shuffle_as: int | None = None
+        self._sampler = sampler
+        super().__init__(sampler.dataset_size, batch_size, sampler.seed, sampler.shuffle, drop_last)
+
+    def bind(self, rank: int, world_size: int, *args: Any, **more: Any) -> None:
+        """See GlobalBatches. Raises ConfigError where the sampler was told of another place."""
+        for name, told, real in (
+            ("num_replicas", self._sampler.num_replicas, world_size),
+            ("rank", self._sampler.rank, rank),
+        ):
+            if told not in {None, real}:
+                raise ConfigError(
+                    f"the ElasticSampler was made with {name}={told}, and here it is {real}: leave "
+                    "num_replicas and rank out, then the world's are taken."
+                )
+        super().bind(rank, world_size, *args, **more)
+
+    def seek(self, epoch: int, step_in_epoch: int) -> None:
+        """See GlobalBatches; the order is that of the epoch, until the script sets another."""
+        super().seek(epoch, step_in_epoch)
+        self.shuffle_as = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """See GlobalBatches; how epochs are cut is always said, since no argument says it."""
+        return {**self._identity(0), "cut": self._sizing.to_state()}
+
+    def begins_by(self, step: int) -> bool:
+        """Whether this world takes the step, and not one before it did."""
+        return step >= self._cut().first_step
+
+    def _identity(self, global_batch: int) -> dict[str, Any]:  # noqa: ARG002  it follows the world
+        return {
+            **{name: getattr(self, name) for name in ("dataset_size", "seed", "shuffle", "drop_last")},
+            "equal_shares": self._sampler.drop_last,
+        }
+
+    def _wanted(self, before: Sizing | None, old_world_size: int) -> Sizing:
+        size = self.batch_size * self._world_size
+        if self._policy == KEEP_GLOBAL and before is not None and before.global_batch != size:
+            raise MismatchError(
+                f"the global batch would be {size} (batch_size={self.batch_size} on "
+                f"{amount(self._world_size, 'rank')}) and was {before.global_batch} with "
+                f"{amount(old_world_size, 'rank')}, which "
+                f'on_world_change="{KEEP_GLOBAL}" refuses. Make batch_size of {before.global_batch} and the '
+                "number of ranks where that divides it, or use GlobalBatches, which takes any."
+            )
+        return self._sized(size)
+
+    def _sized(self, global_batch: int, of_world: int = 0) -> Sizing:
+        sizing = super()._sized(global_batch, of_world)
+        if not self._sampler.drop_last or self.drop_last:
+            return sizing
+        if self.dataset_size < self._world_size:
+            raise ConfigError(
+                f"drop_last=True leaves an epoch without a step: the dataset has "
+                f"{amount(self.dataset_size, 'sample')}, and the world {self._world_size} ranks."
+            )
+        return Sizing(global_batch, self._world_size, of_world)
+
+    def _order_epoch(self) -> int:
+        return self._epoch if self.shuffle_as is None else self.shuffle_as
+
+
+def batches_of(data: Any) -> GlobalBatches | None:
+    """Find what cuts the epochs of what a script passed as ``data=``; None where that keeps its own place.
+
+    Raises:
+        ConfigError: it is a loader whose place in an epoch cannot be found again.
+
+    """
+    batches = getattr(data, "batch_sampler", data)
+    if isinstance(batches, GlobalBatches):
+        return batches
+    sampler = getattr(data if batches is None else batches, "sampler", None)
+    if isinstance(sampler, ElasticSampler) and isinstance(batches, BatchSampler):
+        return sampler.attach(batches.batch_size, batches.drop_last)
+    if isinstance(sampler, ElasticSampler) and batches is None:  # the dataset's items are batches already
+        return sampler.attach(1, drop_last=False)
+    if isinstance(data, ElasticSampler):
+        if data.batch_size is None:
+            raise ConfigError(
+                "data= is an ElasticSampler, which does not know how many samples a batch has: pass its "
+                "DataLoader, or make it with batch_size=."
+            )
+        return data.attach(data.batch_size, drop_last=False)
+    if isinstance(data, DataLoader) and not _keeps_its_place(data):
+        raise ConfigError(f"data= is a DataLoader whose place in an epoch cannot be found again. {_ADVICE}")
+    return None
+
+
+def refuse_own_place(data: Any, world_size: int) -> None:
+    """Refuse a loader (torchdata's) that keeps its place itself, one for each rank, where there are several.
+
+    Raises:
+        ConfigError: a copy would hold one rank's, and all would go on from that.
+
+    """
+    if world_size > 1 and _keeps_its_place(data):
+        raise ConfigError(
+            f"data= is a {type(data).__name__} with a state of its own for each of {world_size} ranks. A "
+            "node keeps one state for all ranks, so that any node's copy is enough when others are lost; and "
+            f"no other number of ranks could go on from it. {_ADVICE}"
+        )
+
+
+_ADVICE = (
+    "Use DataLoader(dataset, batch_sampler=er.GlobalBatches(len(dataset), global_batch)), or keep "
+    "batch_size= and use sampler=er.ElasticSampler(dataset); the loader may then be torchdata's too."
+)
+
+
+def _keeps_its_place(data: Any) -> bool:
+    return isinstance(data, DataLoader) and callable(getattr(data, "state_dict", None))

@@ -1,1 +1,0 @@
-"""Breaking a job on purpose: simulated nodes and what can befall them."""

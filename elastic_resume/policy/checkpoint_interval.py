@@ -1,0 +1,223 @@
+"""How often state is copied to memory, and how often to disk. Pure: times and costs come in as numbers.
+
+``auto`` follows Young's first-order optimum (J. W. Young, CACM 17(9), 1974; J. T. Daly, FGCS 22(3), 2006):
+with a copy that costs training w seconds, a mean time between failures of M seconds, and u seconds from a
+failure until training goes on, copies at an interval of x seconds leave a share of the time of
+
+    (1 - (u + x/2) / M) / (1 + w/x)        greatest, to first order, at  x = sqrt(2 w M) - w.
+
+From w = M/2 on that falls again, which only shows that the approximation has ended; there its greatest value,
+M/2, is kept.
+
+Promise: a cost, a step or a failure count that is zero, infinite or not a number gives an answer within the
+bounds below, never an error. Does not know what a copy is, nor where it goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from dataclasses import dataclass
+
+from elastic_resume.errors import ConfigError
+from elastic_resume.units import parse_duration
+
+# Before a job has seen failures of its own: one in four hours, the order of Llama 3's 16k-GPU run
+# (one in 2.7 h) and of flaky spot pools. An interval depends on its square root only.
+ASSUMED_MTBF_S = 4 * 3600.0
+LARGEST_SHARE = 0.01  # of the training time: what snapshots may cost though failures be rare
+LONGEST_SNAPSHOT_GAP_S = 60.0  # whatever a snapshot costs, a failure repeats no more than a minute
+LONGEST_INTERVAL_S = 600.0  # the same for what the memory tier cannot save: the loss of all nodes at once
+COMMIT_DUTY = 0.1  # of a disk's time; it is shared with the data loader, the logs and other jobs
+_LONGEST_S = 1e12  # 30,000 years: infinity that can be multiplied
+_SHORTEST_STEP_S = 1e-9
+
+
+@dataclass(frozen=True)
+class Every:
+    """How often: a number of steps, a number of seconds, ``off``, or (nothing given) ``auto``."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    off: bool = False
+
+    @classmethod
+    def parse(
+        cls, text: object, setting: str = "save-every", *, off: bool = False, seconds: bool = True
+    ) -> Every:
+        """Read ``100`` (steps), ``30s``, ``5m``, ``1.5h``, ``auto`` or ``off``.
+
+        Args:
+            text: what was given.
+            setting: its name, for the error.
+            off: whether the setting may be ``off``.
+            seconds: whether it may be a time, which nodes do not count alike.
+
+        Raises:
+            ConfigError: anything else, zero and negative numbers included.
+
+        """
+        text = str(text).strip()
+        if text == "auto":
+            return cls()
+        if text == "off" and off:
+            return cls(off=True)
+        if re.fullmatch(r"\d{1,12}", text) and int(text) > 0:
+            return cls(steps=int(text))
+        if seconds and text[-1:].isalpha():  # without a unit a number is one of steps
+            with contextlib.suppress(ConfigError):
+                return cls(seconds=parse_duration(setting, text, least_s=0.001))
+        forms = ["a number of steps (100)", *["a time (30s, 5m)"] * seconds, "auto", *["off"] * off]
+        raise ConfigError(f"{setting} is {text[:100]!r}: write {', '.join(forms[:-1])} or {forms[-1]}.")
+
+    def __str__(self) -> str:
+        """Give back the form that `parse` reads."""
+        if self.off:
+            return "off"
+        if self.steps is not None:
+            return str(self.steps)
+        return "auto" if self.seconds is None else f"{self.seconds:.12g}s"
+
+
+AUTO = Every()
+
+
+@dataclass(frozen=True)
+class SaveCost:
+    """What the last save to disk has cost.
+
+    ``stall_s``: seconds that the training thread waited. ``commit_s``: seconds from the first byte written to
+    the commit. ``cpu_s``: processor seconds that digests and writing took beside training, on a node with
+    ``cores`` usable ones.
+    """
+
+    stall_s: float
+    commit_s: float = 0.0
+    cpu_s: float = 0.0
+    cores: float = 1.0
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of training that a save costs: the stall, and its share of the cores."""
+        return _seconds(self.stall_s) + _seconds(self.cpu_s) / max(_seconds(self.cores), 1.0)
+
+
+def mtbf_s(failures: int, uptime_s: float) -> float:
+    """Mean time between failures, from what a job has seen.
+
+    One imagined failure after `ASSUMED_MTBF_S` is counted with the real ones (the posterior mean of a rate
+    whose prior weighs one failure). So a job that has not failed yet is not thought immortal, one that
+    failed in its first minute is not thought doomed, and with every failure what was imagined weighs less.
+    """
+    return (_seconds(uptime_s) + ASSUMED_MTBF_S) / (max(failures, 0) + 1)
+
+
+def optimum_s(cost_s: float, mtbf: float = ASSUMED_MTBF_S) -> float:
+    """Seconds between two copies that cost ``cost_s`` each (see the module's docstring).
+
+    More, or as much, the dearer a copy is and the rarer failures are.
+    """
+    between = _seconds(mtbf)
+    cost = min(_seconds(cost_s), between / 2)
+    return math.sqrt(2 * cost * between) - cost
+
+
+def snapshot_gap(
+    every: Every, *, step_s: float | None, cost_s: float | None, mtbf: float = ASSUMED_MTBF_S
+) -> int:
+    """Steps from one snapshot to the next, 1 or more; not for ``off``.
+
+    A power of two unless a number of steps was given. So nodes that measure different costs still hold common
+    steps: after a failure they load what they have, and nothing is sent.
+
+    Args:
+        every: the setting. A number of steps is given back: it means its multiples. Seconds are an upper
+            bound, except when one step takes longer.
+        step_s: seconds that a step takes without a snapshot; None before one was measured.
+        cost_s: seconds that a snapshot adds to training; None before one was measured.
+        mtbf: of `mtbf_s`.
+
+    ``auto`` takes the shorter of the interval at which snapshots cost `LARGEST_SHARE` and Young's optimum, so
+    that of a cost nobody notices none is saved at the price of lost steps. It is never longer than
+    `LONGEST_SNAPSHOT_GAP_S`, or a step that takes longer. So snapshots cost no more than the greatest of
+    1 %, the optimum's own share, and one snapshot a minute.
+
+    """
+    if every.steps is not None:
+        return every.steps
+    if step_s is None or not step_s > 0:
+        return 1  # nothing is known: the first snapshots measure it
+    step = max(_seconds(step_s), _SHORTEST_STEP_S)
+    if every.seconds is not None:
+        return _within(every.seconds, step)
+    if cost_s is None or math.isnan(cost_s):
+        return 1
+    interval = min(_seconds(cost_s) / LARGEST_SHARE, optimum_s(cost_s, mtbf))
+    # Round up to limit the cost, then cap at the time bound.
+    wanted = max(1, _whole(interval / step))
+    return min(1 << (wanted - 1).bit_length(), _within(LONGEST_SNAPSHOT_GAP_S, step))
+
+
+def next_snapshot(step: int, gap: int) -> int:
+    """The step of the next snapshot after ``step``: the next multiple of the gap of `snapshot_gap`."""
+    return (step // gap + 1) * gap
+
+
+def save_interval_s(cost: SaveCost, mtbf: float = ASSUMED_MTBF_S) -> float:
+    """Seconds between two saves to disk under ``auto``.
+
+    Young's optimum, at most `LONGEST_INTERVAL_S`; but where a commit takes long, so long that the disk works
+    for `COMMIT_DUTY` of the time and no more, which may exceed that bound.
+    """
+    wanted = min(optimum_s(cost.training_s, mtbf), LONGEST_INTERVAL_S)
+    return max(wanted, _seconds(cost.commit_s) / COMMIT_DUTY)
+
+
+def is_due(
+    every: Every,
+    *,
+    step: int,
+    saved_step: int,
+    since_s: float,
+    cost: SaveCost | None,
+    mtbf: float = ASSUMED_MTBF_S,
+) -> bool:
+    """Whether to save to disk after ``step``.
+
+    Args:
+        every: the setting.
+        step: steps finished so far.
+        saved_step: the step last saved by this process, or resumed from.
+        since_s: seconds since that save or resume.
+        cost: what the last save has cost; None before the first one.
+        mtbf: of `mtbf_s`.
+
+    A number of steps means multiples of it, on every node the same ones, so that after a failure all
+    nodes hold the same step and nothing is sent. One that passed while the disk was busy is made up for.
+
+    """
+    if step <= saved_step or every.off:
+        return False
+    if every.steps is not None:
+        return step // every.steps > saved_step // every.steps
+    if every.seconds is not None:
+        return since_s >= every.seconds
+    # The first save comes after the first step: what cannot be stored is told now, not in an hour.
+    return cost is None or since_s >= save_interval_s(cost, mtbf)
+
+
+def _seconds(value: float) -> float:
+    """``value`` as seconds that can be reckoned with: not negative, not infinite; 0 for what is no number."""
+    return 0.0 if math.isnan(value) else min(max(value, 0.0), _LONGEST_S)
+
+
+def _within(bound_s: float, step_s: float) -> int:
+    """The greatest power of two of steps that take no longer than ``bound_s``; 1 where one step does."""
+    steps = int(_seconds(bound_s) / step_s)
+    return 1 << max(0, steps.bit_length() - 1)
+
+
+def _whole(steps: float) -> int:
+    """``steps`` rounded up, but for a hair: as floats 0.9 s by 0.03 s is more than 30."""
+    return math.ceil(steps * (1 - 1e-9))

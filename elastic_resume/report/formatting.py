@@ -1,0 +1,174 @@
+"""Tables and figures for terminals: aligned plain text, at most 100 columns.
+
+Promise: what comes out is printable, one line for one row, whatever a log or a directory's name held.
+Knows no events, generations or checkpoints.
+
+What a command answers, on stdout.
+
+Promise: all of it is written, or an error tells why not; what the terminal's encoding lacks is escaped.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+
+from elastic_resume.errors import MachineError
+from elastic_resume.units import amount as amount  # noqa: PLC0414 - reports take it from here
+
+WIDTH = 100  # what half of a screen shows
+_GAP = "  "
+_NUMBERED = re.compile(r"(.*?)(\d{1,15})")
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), elastic: int = -1
+) -> list[str]:
+    """Lines of a table under its heads. Columns in ``right`` are aligned right.
+
+    The column ``elastic`` gives way, by cutting its cells, when the table would be wider than `WIDTH`.
+    """
+    cells = [list(head), *([clean(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    if elastic >= 0:
+        others = sum(widths) - widths[elastic] + len(_GAP) * (len(widths) - 1)
+        widths[elastic] = max(len(head[elastic]), min(widths[elastic], WIDTH - others))
+    lines = []
+    for row in cells:
+        shown = [
+            cut(cell, width).rjust(width) if column in right else cut(cell, width).ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(cut(_GAP.join(shown).rstrip(), WIDTH))
+    return lines
+
+
+def cut(text: str, width: int) -> str:
+    """``text``, or its beginning and dots."""
+    return text if len(text) <= width else text[: max(0, width - 3)] + "..."[:width]
+
+
+def clean(text: str) -> str:
+    """Replace what a terminal would take as a command, and line ends."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def wrap(text: str, indent: str = "  ") -> list[str]:
+    """Break ``text`` into lines of at most `WIDTH`, the later ones indented. A long word is cut in two."""
+    lines, line = [], ""
+    for word in clean(text).split(" "):
+        rest = word
+        while line and len(line) + 1 + len(rest) > WIDTH and line.strip():
+            lines.append(line)
+            line = indent
+        line = rest if not line else f"{line}{rest}" if line == indent else f"{line} {rest}"
+        while len(line) > WIDTH:
+            lines.append(line[:WIDTH])
+            line = indent + line[WIDTH:]
+    return [*lines, line]
+
+
+def seconds(value: float | None) -> str:
+    """A duration as people say it: ``0.31 s``, ``48 s``, ``2 h 05 min``."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value < 9.95:
+        return f"{max(0.0, value):.2f} s" if value < 1 else f"{value:.1f} s"
+    whole = round(value)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 86400} days"
+
+
+def size(count: int | None) -> str:
+    """Bytes as people say them, in powers of ten: ``604 MB``."""
+    if count is None:
+        return "-"
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.5:
+            return f"{value:.0f} {unit}" if value >= 99.5 or unit == "B" else f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def without_path(reason: str) -> str:
+    """An error's text without the path before it, which stands beside it anyway."""
+    return re.sub(r"^/\S+: ", "", reason)
+
+
+def folded(names: Sequence[str], width: int = 24) -> str:
+    """Names of nodes in little room: ``n0 n1 n2``, or as Slurm writes many, ``n[0-63]``."""
+    plain = " ".join(names)
+    if len(plain) <= width:
+        return plain
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        groups.setdefault(match[1] if match else f"{name}\0", []).append(match[2] if match else "")
+    parts = []
+    for prefix, numbers in groups.items():
+        if prefix.endswith("\0"):
+            parts.append(prefix[:-1])
+        elif len(numbers) == 1:
+            parts.append(prefix + numbers[0])
+        else:
+            parts.append(f"{prefix}[{','.join(_runs(numbers))}]")
+    return cut(",".join(parts), max(width, 16))
+
+
+def _runs(numbers: Sequence[str]) -> list[str]:
+    """``7-9`` for 7, 8, 9. Numbers of different length (``09`` and ``9``) are different names."""
+    ordered = sorted(set(numbers), key=lambda text: (len(text), int(text)))
+    runs = []
+    for _, group in groupby(enumerate(ordered), lambda pair: (len(pair[1]), int(pair[1]) - pair[0])):
+        run = [text for _, text in group]
+        runs.append(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return runs
+
+
+def percent(share: float) -> str:
+    """A share of 0 to 1 as ``96.4 %``; never 100 % for what is less, nor 0 % for what is more."""
+    value = 100 * share
+    if 0 < value < 0.1:
+        return "<0.1 %"
+    if 99.95 <= value < 100:
+        return ">99.9 %"
+    return f"{value:.1f} %" if 0 < value < 10 or 90 <= value < 100 else f"{value:.0f} %"
+
+
+def say(text: str) -> bool:
+    """Write to stdout at once, in its own encoding; whether anybody reads it.
+
+    A reader that has gone away (``| head``) is no error.
+
+    Raises:
+        MachineError: stdout is closed or takes no more, as a full disk.
+
+    """
+    if sys.stdout is None:
+        raise MachineError("stdout is closed: there is nowhere to write the answer.")
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _be_silent()
+        return False
+    except OSError as error:
+        _be_silent()
+        raise MachineError(f"stdout cannot be written: {error.strerror or error}.") from error
+    return True
+
+
+def _be_silent() -> None:
+    """Python would complain once more when it closes stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,160 @@
+"""Reading a checkpoint outside of a run: ``er.load``, and the checkpoint that ``diff`` and ``export`` read.
+
+Promise: every byte was verified before any of it is handed out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_resume import constants
+from elastic_resume.checkpoint import catalog, json_codec, reader
+from elastic_resume.checkpoint.catalog import Catalog, Entry
+from elastic_resume.checkpoint.json_codec import TensorRef
+from elastic_resume.checkpoint.layout import Layout
+from elastic_resume.checkpoint.manifest import Manifest
+from elastic_resume.checkpoint.reader import located
+from elastic_resume.errors import (
+    CheckpointError,
+    CorruptError,
+    ForeignError,
+    NoValidCheckpointError,
+    UsageError,
+)
+from elastic_resume.state import load_state
+from elastic_resume.state.state_dict import COMPLEX
+from elastic_resume.state.tensor_buffer import Image
+
+INTERNAL = "elastic_resume."  # what the names of objects begin with that a run tracks for itself
+_MAX_RUNS = 1000
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint: its manifest, its tensors, and each tracked object's state, which refers to them."""
+
+    path: Path
+    manifest: Manifest
+    image: Image
+    state: Mapping[str, Any]
+
+    def tensor(self, ref: TensorRef) -> Tensor:
+        """Return the tensor that ``ref`` names. It shares the image's memory: copy what is kept."""
+        tensor = self.image.tensor(ref.name)
+        return torch.view_as_complex(tensor) if ref.kind in COMPLEX.values() else tensor
+
+
+def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
+    """Read a checkpoint into tensors on the CPU: ``model.load_state_dict(er.load("checkpoints/train"))``.
+
+    Needs no process group, no agent and no GPU, and changes nothing.
+
+    Args:
+        path: a checkpoint; or the directory of a node or a run, of which the newest valid one is taken.
+        name: which object: "model" gives its state_dict, name -> tensor, without ``module.`` and
+            ``_orig_mod.``; "optimizer", "scheduler" … what they take in ``load_state_dict``. None: all of
+            them, by name.
+
+    Raises:
+        UsageError: there is no such object; the text lists those that there are.
+        CheckpointError: nothing readable is there, or its bytes are not what they must be.
+        NoValidCheckpointError: a directory of checkpoints, and none of them is valid.
+
+    """
+    found = opened(Path(path))
+    if name is not None and name not in found.state:
+        known = ", ".join(map(repr, list(found.state)[:20]))
+        raise UsageError(
+            f"{found.path}: holds no {name!r}; there is: {known}. Choose one with name=…, or None."
+        )
+    part = found.state if name is None else found.state[name]
+    return load_state.restore(part, load_state.once(lambda key: found.image.tensor(key).clone()))
+
+
+def opened(path: Path) -> Opened:
+    """Open the checkpoint at ``path``, or the newest valid one of a node or a run; every byte is verified.
+
+    Raises:
+        CheckpointError: nothing readable is there, or its bytes are not what they must be.
+        NoValidCheckpointError: a directory of checkpoints, and none of them is valid.
+        UsageError: a directory of several runs.
+
+    """
+    if path.name in {constants.MANIFEST_FILE, constants.STATE_FILE}:
+        path = path.parent
+    with located(path):
+        entries = _entries_in(path)
+    if not entries:
+        return _open(path)
+    problems = []
+    for entry in sorted(entries, key=lambda entry: entry.order, reverse=True):
+        try:
+            if entry.problem is not None:
+                raise entry.problem
+            return _open(entry.path)
+        except CheckpointError as error:
+            problems.append(str(error))
+    more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+    raise NoValidCheckpointError(f"{path}: no checkpoint can be read ({'; '.join(problems[:4])}{more}).")
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of nested containers with its path, as in ``state/0/exp_avg``."""
+    if type(tree) in {list, tuple, deque}:
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, dict):
+        yield path, tree
+        return
+    for key, part in tree.items():
+        yield from leaves(part, f"{path}/{key}" if path else str(key))
+
+
+def state_of(manifest: Manifest, layout: Layout) -> dict[str, Any]:
+    """Decode a manifest's state. Raises CorruptError where it refers to a tensor that ``layout`` lacks."""
+    state = json_codec.decode(manifest.state)
+    if not isinstance(state, dict):
+        raise CorruptError("the manifest's state is not an object.")
+    for _, leaf in leaves(state):
+        if isinstance(leaf, TensorRef) and leaf.name not in layout.extents:
+            raise CorruptError(f"the manifest names the tensor {leaf.name!r}, which is not there.")
+    return state
+
+
+def _open(path: Path) -> Opened:
+    manifest = reader.quick_check(path, None)
+    memory = reader.map_image(path, manifest)
+    with located(path):
+        image = Image(Layout.parse(memory, manifest.file_bytes), memory)
+        return Opened(path, manifest, image, state_of(manifest, image.layout))
+
+
+def _entries_in(path: Path) -> list[Entry]:
+    """List the checkpoints of a node, a run, or the only run in ``path``; none of a checkpoint itself."""
+    if not os.path.lexists(path):
+        raise ForeignError("there is nothing here.")
+    if not path.is_dir():
+        raise ForeignError("is no checkpoint of elastic_resume. torch.load reads a file of torch.save.")
+    if (path / constants.MANIFEST_FILE).is_file() or reader.parse_name(path.name) is not None:
+        return []
+    found = Catalog(path, None).entries() or _of_run(path)
+    if found:
+        return found
+    runs = {child: _of_run(child) for child in sorted(path.iterdir())[:_MAX_RUNS] if child.is_dir()}
+    names = [child.name for child, entries in runs.items() if entries]
+    if len(names) > 1:
+        raise UsageError(f"{path}: holds {len(names)} runs; give one of them: {', '.join(names[:20])}.")
+    if not names:
+        raise ForeignError("holds no checkpoint of elastic_resume.")
+    return [entry for entries in runs.values() for entry in entries]
+
+
+def _of_run(path: Path) -> list[Entry]:
+    return [entry for entries in catalog.scan_run(path, None).values() for entry in entries]

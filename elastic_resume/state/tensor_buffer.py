@@ -1,0 +1,77 @@
+"""A state as one block of host memory: byte for byte the safetensors file that a checkpoint holds.
+
+The same block is what a save fills and hands to the disk, what a resume reads and verifies, and what one
+rank sends to those who lack it. Views of its tensors are made without copying.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from elastic_resume.checkpoint.layout import Layout, TensorSpec
+
+# safetensors' name of each dtype. Complex tensors are stored as pairs of reals (see state.py).
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """Describe ``tensor`` under ``name``."""
+    return TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, without a copy and without numpy.
+
+    The tensor must outlive the view.
+    """
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+class Image:
+    """A layout and the memory that it describes."""
+
+    def __init__(self, layout: Layout, memory: memoryview) -> None:
+        """``memory`` holds ``layout.total_bytes`` bytes, header included, and stays alive with the image."""
+        self.layout = layout
+        self.memory = memory
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the tensor ``name`` as a view of this image.
+
+        Raises:
+            KeyError: no such tensor.
+
+        """
+        extent = self.layout.extents[name]
+        dtype = DTYPES[extent.dtype]
+        if extent.start == extent.stop:
+            return torch.empty(extent.shape, dtype=dtype)
+        count = (extent.stop - extent.start) // dtype.itemsize
+        flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=extent.start)
+        return flat.view(extent.shape)
+
+    def bytes_of(self, name: str) -> memoryview:
+        """Return the bytes of the tensor ``name``."""
+        extent = self.layout.extents[name]
+        return self.memory[extent.start : extent.stop]

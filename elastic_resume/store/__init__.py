@@ -1,1 +1,0 @@
-"""Bytes on disk. Knows no torch, no process group and no user object."""

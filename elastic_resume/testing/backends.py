@@ -1,0 +1,356 @@
+"""What simulated nodes stand on: how much of a machine each has for itself.
+
+`Loopback` gives a node a loopback address and nothing else. `Networked` gives it a network namespace, whose
+links can be cut, and a small disk. A ground that lacks what is asked of it says what that takes.
+
+**Promises.** What an agent has started dies with its node, and all of that with the ground's maker.
+
+Does not know what agents do, nor what their events say.
+
+A small disk for one simulated node: a file system in memory, of a stated size, that can be filled.
+
+It is mounted in no namespace of the host: it lives by a descriptor of this process, and goes with it. Other
+processes of root reach it by that descriptor's path in /proc. Takes root.
+
+Addresses and ports for simulated nodes that share this machine's network.
+
+No two clusters have one address: whoever takes a network holds a socket of that name for as long as it lives,
+and the kernel gives it back with its process. Ports are not those that the kernel hands out: whoever asks for
+any port, for a connection or to listen at all addresses as torch's stores do, may be given the one that was
+free a moment ago, at this address too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import subprocess
+import weakref
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import IO, Literal
+
+import psutil
+
+from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.testing import fork_server
+from elastic_resume.testing.virtual_network import INTERFACE, Namespaces
+
+DISK_BYTES = 256 << 20
+_PLACE = "/tmp"  # noqa: S108  where it is mounted for a moment, in a namespace that nobody else sees
+_MOUNT = f'mount -t tmpfs -o "size=$1" tmpfs {_PLACE} && echo && cat'
+_BALLAST = ".ballast"
+_LEAST_FILL_BYTES = 1 << 12
+
+
+class SmallDisk:
+    """One disk. `close` takes it away."""
+
+    def __init__(self, size_bytes: int = DISK_BYTES) -> None:
+        """Make it, empty.
+
+        Raises:
+            MachineError: it cannot be mounted, and why.
+
+        """
+        self.size_bytes = size_bytes
+        command = ["unshare", "--mount", "sh", "-c", _MOUNT, "sh", str(size_bytes)]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as holder:
+            if holder.stdout is None or holder.stderr is None:
+                raise RuntimeError("pipes were asked for")
+            if not holder.stdout.readline():
+                why = holder.stderr.read().decode(errors="replace").strip()
+                raise MachineError(f"a disk of a simulated node cannot be mounted: {why}.")
+            self._root = os.open(
+                f"/proc/{holder.pid}/root{_PLACE}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            )
+
+    @property
+    def path(self) -> Path:
+        """Its root, for every process of root on this machine.
+
+        Raises:
+            UsageError: it is closed.
+
+        """
+        if self._root < 0:
+            raise UsageError("this simulated disk is closed.")
+        return Path(f"/proc/{os.getpid()}/fd/{self._root}")
+
+    def fill(self) -> None:
+        """Fill it to the last block: a write fails with ENOSPC, until `free`."""
+        ballast = os.open(self.path / _BALLAST, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            piece = self.size_bytes
+            while piece >= _LEAST_FILL_BYTES:
+                try:
+                    os.posix_fallocate(ballast, os.fstat(ballast).st_size, piece)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    piece //= 2
+        finally:
+            os.close(ballast)
+
+    def free(self) -> None:
+        """Undo `fill`."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / _BALLAST).unlink()
+
+    def close(self) -> None:
+        """Take it away. A second call does nothing."""
+        if self._root >= 0:
+            os.close(self._root)
+            self._root = -1
+
+
+_FIRST = 10000
+_HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_TRIES = 200
+
+
+def claim_network() -> tuple[str, int]:
+    """Take a /24 of loopback addresses; give its first three numbers, and the descriptor that holds it.
+
+    Raises:
+        MachineError: there is none left.
+
+    """
+    for _ in range(_TRIES):
+        prefix = f"127.{1 + secrets.randbelow(253)}.{secrets.randbelow(256)}"
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0elastic-resume-network-{prefix}")  # abstract: no file
+            return prefix, claim.detach()
+        except OSError:
+            claim.close()
+    raise MachineError("no loopback network is free: other simulated clusters have taken them.")
+
+
+def free_port(address: str) -> int:
+    """Find a TCP port that nobody holds at ``address``, nor is given by chance.
+
+    Raises:
+        MachineError: there is none.
+
+    """
+    try:
+        end = int(_HANDED_OUT.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        end = 32768  # Linux' own choice
+    for _ in range(_TRIES):
+        port = _FIRST + secrets.randbelow(max(1, end - _FIRST))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            return port
+    raise MachineError(f"no port from {_FIRST} to {end} is free at {address}.")
+
+
+Hosts = Literal["loopback", "namespaces"]
+PORT = 29400  # each node has all ports of its network for itself
+TAKES = 'these nodes are processes that share {}: make the Cluster with hosts="namespaces", which takes root.'
+
+
+class Loopback:
+    """Nodes that are processes of this machine, each with a loopback address that no other cluster has."""
+
+    interface = "lo"
+    has_disks = False
+    """Whether each node has a disk of its own, which goes with the ground."""
+
+    def __init__(self) -> None:
+        """Take a network of loopback addresses."""
+        self._prefix, claim = claim_network()
+        self._release = weakref.finalize(self, os.close, claim)
+        self._agents: dict[int, fork_server.Agent] = {}
+
+    def address(self, index: int) -> str:
+        """The node's IPv4 address."""
+        return f"{self._prefix}.{index + 1}"
+
+    def port(self, index: int) -> int:
+        """Where the node's agent may listen."""
+        return free_port(self.address(index))
+
+    def start(
+        self, index: int, command: list[str], env: Mapping[str, str], log: IO[bytes], *, fresh: bool
+    ) -> fork_server.Agent:
+        """Start a node's agent: forked from the nursery where that can be, unless it is to be ``fresh``."""
+        forked = None if fresh else fork_server.start(command, env, log, network=self._network(index))
+        self._agents[index] = forked or fork_server.start_to_last(
+            lambda: subprocess.Popen(
+                self._command(index, command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+                preexec_fn=fork_server.die_with_parent,  # noqa: PLW1509  one system call, before any thread matters
+            )
+        )
+        return self._agents[index]
+
+    def processes(self, index: int) -> list[psutil.Process]:
+        """A node's agent and all of its descendants that are alive."""
+        agent = self._agents.get(index)
+        try:
+            process = psutil.Process(agent.pid) if agent else None
+            return [process, *process.children(recursive=True)] if process else []
+        except psutil.NoSuchProcess:
+            return []
+
+    def crash(self, indices: Collection[int]) -> None:
+        """Let nodes die in one moment: SIGKILL to every process; their kernels close their connections."""
+        doomed = [process for index in indices for process in self.processes(index)]
+        for process in doomed:
+            fork_server.kill(process)
+        for index in indices:
+            if index in self._agents:
+                self._agents[index].wait()
+        # What was started between the two looks has lost its parent and ends by the kernel's hand.
+        for process in doomed:
+            fork_server.wait_for(process)
+
+    @property
+    def network(self) -> Namespaces:
+        """The network of nodes that have one."""
+        raise UsageError(TAKES.format("one network"))
+
+    def poweroff(self, indices: Collection[int]) -> None:
+        """Let nodes fall silent, and then die: no peer is told."""
+        for index in indices:
+            self.network.cut(index)
+        self.crash(indices)
+
+    def disk(self, index: int) -> SmallDisk:
+        """The disk of a node that has one."""
+        del index
+        raise UsageError(TAKES.format("one disk"))
+
+    def root(self, index: int, ckpt_dir: Path) -> Path:
+        """Where this process finds what is in a node's ``ckpt_dir``."""
+        del index
+        return ckpt_dir
+
+    def temporary(self, directory: Path) -> str:
+        """Where nodes keep temporary files: in ``directory``, by a path short enough for sockets in it."""
+        directory.mkdir(exist_ok=True)
+        held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        self._held = weakref.finalize(self, os.close, held)
+        return f"/proc/{os.getpid()}/fd/{held}"
+
+    def close(self) -> None:
+        """Give back what the nodes stood on; they are dead."""
+        self._release()
+
+    def _network(self, index: int) -> str:
+        del index
+        return ""
+
+    def _command(self, index: int, command: list[str]) -> list[str]:
+        del index
+        return command
+
+
+class Networked(Loopback):
+    """Nodes with a network namespace and a small disk each, and all else in common. Takes root."""
+
+    interface = INTERFACE
+    has_disks = True
+
+    def __init__(self, network: Namespaces | int, disk_bytes: int = DISK_BYTES) -> None:
+        """Stand on ``network``, which its maker closes, or on a new one of so many nodes.
+
+        Raises:
+            MachineError: it cannot be had here, and why.
+
+        """
+        self._is_ours = isinstance(network, int)
+        self._namespaces = Namespaces(network) if isinstance(network, int) else network
+        self._disk_bytes = disk_bytes
+        self._disks: dict[int, SmallDisk] = {}
+        self._agents = {}
+        self._off: set[int] = set()
+
+    def address(self, index: int) -> str:
+        """The node's IPv4 address, which only other nodes reach."""
+        return self.network.address(index)
+
+    def port(self, index: int) -> int:
+        """Where the node's agent may listen: it is alone there."""
+        del index
+        return PORT
+
+    def start(
+        self, index: int, command: list[str], env: Mapping[str, str], log: IO[bytes], *, fresh: bool
+    ) -> fork_server.Agent:
+        """Start a node's agent; one whose power was off gets its link back."""
+        if index in self._off:
+            self._off.remove(index)
+            self.network.restore(index)
+        return super().start(index, command, env, log, fresh=fresh)
+
+    def poweroff(self, indices: Collection[int]) -> None:
+        """Let nodes fall silent, and then die, until they are started again."""
+        self._off.update(indices)
+        super().poweroff(indices)
+
+    @property
+    def network(self) -> Namespaces:
+        """Links that can be cut."""
+        return self._namespaces
+
+    def root(self, index: int, ckpt_dir: Path) -> Path:
+        """Make the node's disk, and let ``ckpt_dir`` lead to it."""
+        self._disks[index] = SmallDisk(self._disk_bytes)
+        ckpt_dir.parent.mkdir(parents=True, exist_ok=True)
+        ckpt_dir.symlink_to(self._disks[index].path)
+        return ckpt_dir
+
+    def disk(self, index: int) -> SmallDisk:
+        """The node's disk.
+
+        Raises:
+            UsageError: the nodes share a directory of this machine.
+
+        """
+        if index not in self._disks:
+            raise UsageError("these nodes share one disk, that of this machine.")
+        return self._disks[index]
+
+    def close(self) -> None:
+        """Give the disks back, and the network where it was made here. A second call does nothing."""
+        for disk in self._disks.values():
+            disk.close()
+        if self._is_ours:
+            self._namespaces.close()
+
+    def _network(self, index: int) -> str:
+        return self.network.path(index)
+
+    def _command(self, index: int, command: list[str]) -> list[str]:
+        return self.network.command(index, command)
+
+
+def ground(hosts: Hosts | Namespaces | Loopback, nodes: int, disk_bytes: int | None) -> Loopback:
+    """Make what is asked for.
+
+    Raises:
+        UsageError: there is no such ground, or it has no disks of a size.
+        MachineError: it cannot be had here, and why.
+
+    """
+    if isinstance(hosts, Loopback):
+        return hosts
+    if hosts == "namespaces" or isinstance(hosts, Namespaces):
+        return Networked(nodes if hosts == "namespaces" else hosts, disk_bytes or DISK_BYTES)
+    if disk_bytes is not None:
+        raise UsageError('disk_bytes: nodes have disks of their own with hosts="namespaces".')
+    if hosts != "loopback":
+        raise UsageError(f'hosts={hosts!r}: simulated hosts are "loopback" or "namespaces".')
+    return Loopback()

@@ -1,0 +1,374 @@
+"""Whether a script ends under faults as it does undisturbed: both runs on simulated nodes, one by one.
+
+A run's end is the newest checkpoint of rank 0's node: position, tensors bit for bit, and all else that is
+tracked. Where the script prints what happened at each step (which samples, which loss), so is that.
+Promise: all nodes are gone and all files removed when `assert_same_run` is over, in whatever way; but where
+its process was killed the next one removes the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic_resume.checkpoint.manifest import Manifest
+from elastic_resume.errors import ConfigError
+from elastic_resume.events import Event
+from elastic_resume.testing import fault_runner
+from elastic_resume.testing.cluster import Cluster, Hosts
+from elastic_resume.testing.fault_plan import Plan
+from elastic_resume.testing.fault_runner import DONE, Course, Fate
+from elastic_resume.testing.faults import OWN, Fault
+
+if TYPE_CHECKING:
+    from elastic_resume.state.diff import Difference
+
+KILLS = ("kill-worker", "kill-agent", "kill-node")
+LOOK_S = 0.001  # a step of a small model takes a few milliseconds
+IDLE_S, EVENTS_S = 0.05, 0.5
+OURS, SEED = "elastic_resume.", "elastic_resume.seed"
+SEEDS = "the seed that random numbers come from: give er.resume() a seed, or torch.manual_seed one"
+FOLLOWS = " (follows rank 0, and may be another rank's after its node is gone)"
+PREFIX = "same-run-"
+MARKER = ".elastic_resume-same-run"  # in a folder of ours; its process holds a lock on the folder
+SHOWN = 8  # differences in an error
+
+
+@dataclass(frozen=True)
+class End:
+    """What became of one run: its newest checkpoint, and in order each line that is to be compared, once."""
+
+    path: Path
+    manifest: Manifest
+    lines: tuple[str, ...]
+    resumes: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run twice."""
+
+    script: Path
+    words: tuple[str, ...]
+    nodes: int
+    workers_per_node: int
+    hosts: Hosts
+    flags: tuple[str, ...]
+    env: Mapping[str, str]
+    lines: str | None
+    timeout_s: float
+
+    def run(self, directory: Path, faults: Sequence[Fault]) -> End:
+        """Run it to its end, under these faults.
+
+        Raises:
+            AssertionError: it failed, or ended in a way that says nothing.
+
+        """
+        logs = directory / "logs"
+        # A file for each worker: lines that several workers write to one may be mixed.
+        flags = ["--snapshot-every", "1", *self.flags, "--tee", "3", "--log-dir", str(logs)]
+        with Cluster(
+            directory,
+            nodes=self.nodes,
+            workers_per_node=self.workers_per_node,
+            run_id="same-run",
+            flags=flags,
+            env=self.env,
+            hosts=self.hosts,
+        ) as cluster:
+            cluster.start(self.script, *self.words)
+            _Run(self, cluster, faults).follow()
+            cluster.stop()  # what is left to be read then stays
+            return self._end_of(cluster, logs)
+
+    def _end_of(self, cluster: Cluster, logs: Path) -> End:
+        resumes = tuple(cluster.events("resume"))
+        if not resumes:
+            raise wrong(cluster, f"{self.script.name} never called er.resume(): there is nothing to compare")
+        found = [
+            (entry.path, entry.manifest)
+            for index in range(self.nodes)
+            for entry in cluster.checkpoints(index)[:1]
+            if entry.manifest is not None
+        ]
+        # Ranks may have moved; BatchNorm's buffers are those of rank 0, wherever it runs.
+        newest = max(found, key=lambda one: (one[1].order, one[1].rank == 0), default=None)
+        if newest is None:
+            raise wrong(
+                cluster,
+                f"{self.script.name} ended without a checkpoint: its last step is saved where the loop is "
+                "`for epoch in run.epochs(EPOCHS)`, or by run.close()",
+            )
+        return End(*newest, self._printed(logs), resumes)
+
+    def _printed(self, logs: Path) -> tuple[str, ...]:
+        if self.lines is None:
+            return ()
+        wanted = re.compile(self.lines)
+        files = sorted(logs.rglob("std*.log"), key=lambda file: file.stat().st_mtime)
+        printed = (line for file in files for line in file.read_text(errors="replace").splitlines())
+        return tuple(dict.fromkeys(line for line in printed if wanted.search(line) and not _is_ours(line)))
+
+
+def _is_ours(line: str) -> bool:
+    return line.startswith("elastic_resume")
+
+
+class _Run:
+    """One run as it goes: what befalls it when (`course.py`), and whether it still makes sense."""
+
+    def __init__(self, job: Job, cluster: Cluster, faults: Sequence[Fault]) -> None:
+        self._job, self._cluster, self._faults = job, cluster, faults
+        self._course = Course(cluster, faults, cluster.arming)
+        # Whoever is the first to have finished that step waits until it has been looked at: a small job goes
+        # on for a hundred steps while this process has to wait for a processor.
+        at_steps = (fault.step for fault in faults if not fault.phase and not fault_runner.fault_entry(fault))
+        self._holds = [cluster.arming.arm("step=wait", step=step) for step in at_steps if step is not None]
+        self._deadline = time.monotonic() + job.timeout_s
+        self._next_look = 0.0
+
+    def follow(self) -> None:
+        """Do to it what is to be done; return when all nodes have ended well."""
+        try:
+            while not self._course.is_over:
+                held = [mark for mark in self._holds if self._cluster.arming.waits(mark)]
+                self._course.look()
+                for mark in held:
+                    self._holds.remove(mark)
+                    self._cluster.arming.release(mark)
+                if time.monotonic() > self._next_look:
+                    self._next_look = time.monotonic() + EVENTS_S
+                    self._look()
+                time.sleep(LOOK_S if self._course.pending else IDLE_S)
+        finally:
+            fates = [replace(fate) for fate in self._course.fates]
+            self._course.close()
+        codes = self._cluster.wait_exit(only=range(self._job.nodes))
+        if any(codes):
+            raise self._wrong(f"ended with exit codes {codes}")
+        for fate in fates:
+            if fate.state != DONE:
+                why = f" ({fate.why})" if fate.why else ""
+                raise self._wrong(f"was over before this came: {fate.fault}{why}; let it come earlier")
+        self._require_resumes([fate for fate in fates if fate.fault.what in KILLS])
+
+    def _look(self) -> None:
+        """End at once what waits for nothing: an error of the script itself would be tried again."""
+        if time.monotonic() > self._deadline:
+            raise self._wrong(f"did not end within {self._job.timeout_s:.0f} s")
+        if not self._faults:
+            self._require_no_failure()
+
+    def _require_no_failure(self) -> None:
+        ended = [event for event in self._cluster.events("worker-exit") if not event.get("stopped")]
+        failed = [event for event in ended if event.get("exit_code") or event.get("signal")]
+        if failed:
+            how = failed[0].get("signal") or f"exit code {failed[0].get('exit_code')}"
+            told = next(iter(self._cluster.events("failure")), {})
+            why = str(told.get("traceback") or told.get("message") or "")
+            raise self._wrong(f"failed undisturbed: rank {failed[0].get('rank')} ended with {how}\n{why}")
+
+    def _require_resumes(self, kills: Sequence[Fate]) -> None:
+        later = [event for event in self._cluster.events("resume") if event["generation"] > 1]
+        last = max(kills, key=lambda fate: fate.generation, default=None)
+        if last is not None and (not later or later[-1]["generation"] <= last.generation):
+            raise self._wrong(f"was over before it noticed {last.fault}: let it come earlier")
+        if any(event["kind"] != "checkpoint" for event in later):
+            raise self._wrong(
+                "began anew after a fault: there was no copy to go on from, so nothing is proven"
+            )
+
+    def _wrong(self, what: str) -> AssertionError:
+        under = f" (under: {', '.join(map(str, self._faults))})" if self._faults else ""
+        return wrong(self._cluster, f"{self._job.script.name} {what}{under}")
+
+
+def wrong(cluster: Cluster, what: str) -> AssertionError:
+    """Make the error that says ``what``, and what the nodes printed."""
+    return AssertionError(f"{what}.\n{cluster.tails()}")
+
+
+def assert_same_run(
+    script: Path | str,
+    *words: str | Plan,
+    plan: Plan | None = None,
+    kills: Sequence[Fault | str] = (),
+    nodes: int = 3,
+    workers_per_node: int = 1,
+    hosts: Hosts = "loopback",
+    flags: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    lines: str | None = None,
+    ignore: Sequence[str] = (),
+    timeout_s: float = 300.0,
+) -> None:
+    """Run a script undisturbed and under faults; fail unless both end with the same state, bit for bit.
+
+    With no fault at all: two undisturbed runs, which must be equal too.
+
+    Args:
+        script: what ``elastic-resume run`` starts; it runs to its end twice.
+        *words: its arguments. A plan among them is ``plan``.
+        plan: what befalls it: ``Plan.of("worker 1 at step 20", "cut node 2 at step 35 for 5s")``.
+        kills: more of it, in short: "worker 1 at step 20", "agent 0 at step 9", "node 2 at step 35". A node
+            or agent that is killed so is started again at once, with its disk.
+        nodes: simulated nodes, n0 to n{nodes-1}; it trains on all, and waits for those that are down.
+        workers_per_node: ranks on each.
+        hosts: "namespaces" (as root) for faults of links and disks; see `Cluster`.
+        flags: more flags of ``elastic-resume run``; each step has a snapshot unless they say otherwise.
+        env: added to the environment.
+        lines: regular expression. Each line that the script prints and in which it is found must be one that
+            the undisturbed run printed; so print the step's number with the loss, say, or the samples read:
+            ``print(f"step {run.position.step + 1}: {loss.item()}")``. A step that is run again prints again
+            what it printed, and each fault may cost each rank a line.
+        ignore: names of what need not be equal, with * and ?: ``"*running_*"``; ``"timer"`` is all of that.
+        timeout_s: limit for each of the two runs.
+
+    Raises:
+        AssertionError: naming the first difference; or the script failed, with what it printed.
+        ConfigError: a fault that cannot come.
+
+    """
+    plans = [one for one in (plan, *words) if isinstance(one, Plan)]
+    kills_too = Plan(tuple(map(_kill, kills)))
+    faults = _schedule([*plans, kills_too], nodes, workers_per_node, OWN[hosts])
+    size = nodes * workers_per_node
+    texts = tuple(word for word in words if not isinstance(word, Plan))
+    job = Job(
+        *(Path(script), texts, nodes, workers_per_node, hosts),
+        *(tuple(flags), dict(env or {}), lines, timeout_s),
+    )
+    _remove_what_the_dead_left()
+    with _folder() as directory:
+        undisturbed = job.run(directory / "undisturbed", [])
+        steps = undisturbed.manifest.step
+        late = [fault for fault in faults if fault.step is not None and fault.step >= steps]
+        if late:
+            raise ConfigError(f"{late[0]} cannot come: {job.script.name} ends with step {steps}.")
+        disturbed = job.run(directory / "disturbed", faults)
+        found = lines_unlike(undisturbed.lines, disturbed.lines, may_miss=len(faults) * size)
+        found += unlike(undisturbed, disturbed, ignore)
+    if found:
+        raise AssertionError(_tell(job, faults, disturbed, found))
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """Make a folder that is removed at the end, and by nobody else while this process lives."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: nobody else will ever remove it
+            fcntl.flock(held, fcntl.LOCK_EX)
+            (folder / MARKER).touch()  # after the lock: whoever sees the one finds the other
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+        os.close(held)
+
+
+def _remove_what_the_dead_left() -> None:
+    """Remove the folders of runs whose process was killed.
+
+    The marker proves that a folder is ours, the lock that its process is dead. A process's number proves
+    neither: another container may share the temporary directory.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # alive, or just gone
+            if not (folder / MARKER).is_file() or folder.stat().st_uid != os.getuid():
+                continue
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            stack.callback(os.close, held)
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _schedule(plans: Sequence[Plan], nodes: int, workers: int, own: Sequence[str]) -> tuple[Fault, ...]:
+    for plan in plans:
+        plan.refuse(nodes=nodes, workers_per_node=workers, own=own)
+    made = [plan.schedule(nodes=nodes, workers_per_node=workers, own=own) for plan in plans]
+    return tuple(fault for faults in made for fault in faults)
+
+
+def _kill(given: Fault | str) -> Fault:
+    """Read a kill."""
+    fault = Fault.parse(given) if isinstance(given, str) else given
+    if fault.what not in KILLS or fault.step is None:
+        raise ConfigError(f"{fault} is no kill at a step, as 'node 2 at step 35' is: give it in a plan.")
+    return fault if fault.what == "kill-worker" else replace(fault, back_after_s=0.0)
+
+
+def lines_unlike(undisturbed: Sequence[str], disturbed: Sequence[str], *, may_miss: int) -> list[str]:
+    """Name the first line that only one of the runs printed. What a death cut off is no difference."""
+    expected, printed = set(undisturbed), set(disturbed)
+    torn = {line for line in printed - expected if any(one.startswith(line) for one in expected)}
+    others = [line for line in disturbed if line not in expected and line not in torn]
+    missing = [line for line in undisturbed if line not in printed]
+    if others:
+        return [f"it printed {others[0]!r}, which it does not print undisturbed ({len(others)} such lines)"]
+    if len(missing) > may_miss:
+        return [f"it did not print {missing[0]!r} ({len(missing)} such lines; {may_miss} may be missing)"]
+    return []
+
+
+def unlike(undisturbed: End, disturbed: End, ignore: Sequence[str]) -> list[str]:
+    """Say in what the state of two ends differs; the seed first, since all else follows from it."""
+    from elastic_resume.state import diff  # noqa: PLC0415  imports torch, seconds
+
+    found = diff.compare(undisturbed.path, disturbed.path).differences
+    follows = {*undisturbed.manifest.follows_rank0, *disturbed.manifest.follows_rank0}
+    told = [SEEDS] if any(one.name.startswith(SEED) for one in found) else []
+    for one in found:
+        if one.name.startswith(OURS) or any(_is_meant(one.name, pattern) for pattern in ignore):
+            continue
+        if one.name == "position/step_in_epoch" and "data" not in disturbed.manifest.state:
+            continue  # a resume that knows no data counts the steps of an epoch from its own start
+        told.append(_in_words(one) + (FOLLOWS if one.name in follows else ""))
+    return told
+
+
+def _is_meant(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}/")
+
+
+def _in_words(one: Difference) -> str:
+    if one.kind.startswith("only"):
+        return f"{one.name}: is there only {'undisturbed' if one.kind == 'only in A' else 'under faults'}"
+    if one.kind == "values":
+        return f"{one.name} {one.a}: {one.elements} of {one.of} numbers differ, by {one.max_abs:.3g} at most"
+    return f"{one.name}: {one.b}, undisturbed {one.a}"
+
+
+def _tell(job: Job, faults: Sequence[Fault], end: End, found: Sequence[str]) -> str:
+    under = ", ".join(map(str, faults)) or "nothing befell it"
+    went = "".join(
+        f"\n  generation {event['generation']} went on after step {event['step']}"
+        for event in end.resumes[1:]
+    )
+    more = f"\n  … and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    listed = "".join(f"\n  {one}" for one in found[:SHOWN])
+    head = f"{job.script.name} does not end as it ends undisturbed ({under}):"
+    return f"{head}{listed}{more}{went}\n{_advice(faults)}"
+
+
+def _advice(faults: Sequence[Fault]) -> str:
+    if not faults:
+        return (
+            "Two undisturbed runs differ, so a resumed one cannot be equal: seed what is random, and let no "
+            "clock, thread or process number decide what is computed."
+        )
+    return (
+        "What er.resume() was not given is not restored; random numbers that are not torch's, numpy's or "
+        "random's are not drawn again. Without kills and plan two undisturbed runs are compared."
+    )

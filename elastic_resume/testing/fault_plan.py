@@ -1,0 +1,379 @@
+"""Faults as data: a plan of what befalls a job.
+
+A plan is written in YAML (`plan_text.py`) or in Python, and a seed decides all that it leaves to chance, so
+the same plan with the same seed is the same schedule on every machine.
+
+Promise: a `Plan` that exists is valid; a fault that cannot come, in a job of some size or on nodes that have
+no network or disk of their own, is refused by name before anything starts. Pure: no clock, process or file.
+Does not know how a fault is done (`strike.py`).
+
+A plan of faults as YAML: read strictly, and written so that it reads the same again.
+
+    seed: 7
+    faults:
+      - worker 1 at step 20
+      - {what: cut, node: 2, step: 35, for: 5s}
+      - {what: kill-agent, role: leader, phase: in commit}
+    every:
+      mtbf: 15s
+      kinds: {kill-worker: 3, kill-node: 1}
+
+Promise: what is unknown, given twice or of the wrong form is a ConfigError that names file, line, entry and
+what may be written; nothing in the text is executed. Keys are those of `fault.KEYS`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from elastic_resume import config
+from elastic_resume.errors import ConfigError
+from elastic_resume.testing import faults
+from elastic_resume.testing.faults import GROUPS, KEYS, KINDS, NODES, WORKER, Fault, duration, key_of
+from elastic_resume.units import parse_duration
+
+__all__ = ["Every", "Fault", "Plan", "mix"]
+
+MAX_FAULTS = 10_000
+DRAWN_LEAST_GAP_S = 1.0  # less, and two faults are one: nothing can have happened between them
+
+
+@dataclass(frozen=True)
+class Every:
+    """Many faults, drawn: one each ``mtbf_s`` seconds on average, of these kinds.
+
+    ``kinds``: each with its weight; empty: all that a job survives and the nodes can do. ``from_s``: seconds
+    after the first step, like ``until_s`` (None: as long as faults are wanted); ``count``: so many at most.
+    """
+
+    mtbf_s: float
+    kinds: tuple[tuple[str, float], ...] = ()
+    from_s: float = 0.0
+    until_s: float | None = None
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        given = self.kinds.items() if isinstance(self.kinds, Mapping) else self.kinds
+        object.__setattr__(self, "kinds", tuple((str(what), float(weight)) for what, weight in given))
+        for what, weight in self.kinds:
+            Fault(what, at_s=0.0)
+            if not 0 < weight < float("inf"):
+                raise ConfigError(f"the weight of {what} is {weight:g}: write a number above 0.")
+        for name in ("mtbf_s", "from_s", "until_s"):
+            given_s = getattr(self, name)
+            if given_s is not None:
+                object.__setattr__(self, name, round(float(given_s), 3))
+        if not 0 < self.mtbf_s < float("inf"):
+            raise ConfigError("mtbf, the mean time between faults, must be above 0, as in 15s.")
+        if self.count is not None and not 1 <= self.count <= MAX_FAULTS:
+            raise ConfigError(f"count is {self.count}: write 1 to {MAX_FAULTS}.")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Faults, and a seed for what they leave open."""
+
+    faults: tuple[Fault, ...] = ()
+    every: Every | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"the seed is {self.seed!r}: write a whole number from 0 on.")
+
+    @classmethod
+    def of(cls, *faults: Fault | str, every: Every | None = None, seed: int = 0) -> Plan:
+        """A plan of faults, each of which may be a line of text (`Fault.parse`)."""
+        listed = (Fault.parse(one) if isinstance(one, str) else one for one in faults)
+        return cls(tuple(listed), every, seed)
+
+    def refuse(self, *, nodes: int, workers_per_node: int = 1, own: Iterable[str] = ()) -> None:
+        """Raise a ConfigError for a fault that cannot come; ``own``: what each node has of its own."""
+        able = {faults.PROCESSES, *own}
+        for number, fault in enumerate(self.faults, 1):
+            why = _why_not(fault, nodes, nodes * workers_per_node) or _wants(fault.what, able)
+            if why:
+                raise ConfigError(f"fault {number} ({fault}): {why}")
+        for what, _ in self.every.kinds if self.every else ():
+            why = _wants(what, able) or _why_not(Fault(what, at_s=0.0), nodes, nodes * workers_per_node)
+            if why:
+                raise ConfigError(f"every: {what}: {why}")
+
+    def schedule(
+        self, *, nodes: int, workers_per_node: int = 1, until_s: float | None = None, own: Iterable[str] = ()
+    ) -> tuple[Fault, ...]:
+        """All faults, those written and then those drawn. Who has a role is all that is still open.
+
+        ``until_s`` bounds what is drawn; what is written and cannot come by then is for `Course` to tell.
+        """
+        chance = random.Random(self.seed)  # noqa: S311  no secret
+        written = [_draw(fault, nodes, nodes * workers_per_node, chance) for fault in self.faults]
+        drawn = self._drawn(nodes, nodes * workers_per_node, until_s, {faults.PROCESSES, *own}, chance)
+        return (*written, *drawn)
+
+    def _drawn(
+        self, nodes: int, size: int, until_s: float | None, able: set[str], chance: random.Random
+    ) -> Iterable[Fault]:
+        every = self.every
+        if every is None:
+            return
+        ends = [end for end in (every.until_s, until_s) if end is not None]
+        if not ends and every.count is None:
+            raise ConfigError("faults are drawn without an end: give --for, or until or count in `every`.")
+        weights = dict(every.kinds) or mix(able, nodes)
+        at, count = every.from_s, every.count or MAX_FAULTS
+        for _ in range(count):
+            at += max(DRAWN_LEAST_GAP_S, chance.expovariate(1 / every.mtbf_s))
+            what = chance.choices(list(weights), list(weights.values()))[0]
+            if at > min(ends, default=float("inf")):
+                return
+            yield _draw(Fault(what, at_s=at), nodes, size, chance)
+
+
+def mix(own: Iterable[str], nodes: int) -> dict[str, float]:
+    """What is drawn where nobody says what: faults that a job survives, as far as nodes can do them."""
+    able = {faults.PROCESSES, *own}
+    return {
+        what: float(kind.weight)
+        for what, kind in KINDS.items()
+        if kind.weight and kind.needs in able and not (kind.hits == NODES and nodes < 3)
+    }
+
+
+def _draw(fault: Fault, nodes: int, size: int, chance: random.Random) -> Fault:
+    if not fault.is_drawn:
+        return fault
+    if fault.kind.hits == NODES:
+        order = list(range(nodes))
+        chance.shuffle(order)
+        few = chance.randint(1, max(1, (nodes - 1) // 2))
+        return replace(fault, groups=(tuple(sorted(order[:few])), tuple(sorted(order[few:]))))
+    if fault.role == "lead" or fault.kind.hits != WORKER:
+        return replace(fault, node=chance.randrange(nodes), role="lead" if fault.role == "lead" else "")
+    return replace(fault, rank=chance.randrange(size), role="")
+
+
+def _why_not(fault: Fault, nodes: int, size: int) -> str:
+    if fault.node is not None and fault.node >= nodes:
+        return f"there is no node {fault.node}: {nodes} nodes are 0 to {nodes - 1}."
+    if fault.rank is not None and fault.rank >= size:
+        return f"there is no rank {fault.rank}: {size} workers are 0 to {size - 1}."
+    if fault.groups and sorted(node for group in fault.groups for node in group) != list(range(nodes)):
+        return f"{GROUPS}, 0 to {nodes - 1}."
+    if fault.kind.hits == NODES and nodes < 2:
+        return "it takes two nodes at least."
+    return ""
+
+
+def _wants(what: str, able: set[str]) -> str:
+    needs = KINDS[what].needs
+    if needs in able:
+        return ""
+    return f"it takes nodes that have {needs} of their own, which is --hosts namespaces (as root)."
+
+
+T = TypeVar("T")
+
+MAX_BYTES = 1 << 20
+
+_SECONDS = ("at_s", "for_s", "back_after_s", "delay_s", "mtbf_s", "from_s", "until_s")
+_SIZES = ("bytes_per_s", "limit_bytes")
+_EVERY = {"mtbf": "mtbf_s", "kinds": "kinds", "from": "from_s", "until": "until_s", "count": "count"}
+
+
+def read(path: Path) -> Plan:
+    """Read a plan from a file."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the plan {path} cannot be read: {error.strerror}.") from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"the plan {path} has more than {MAX_BYTES} bytes.")
+    try:
+        return parse(data.decode(), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the plan {path} is not text.") from error
+
+
+def parse(text: str, where: str = "plan") -> Plan:
+    """Read a plan from text; ``where`` names it in errors."""
+    try:
+        root = _made(lambda: yaml.compose(text, Loader=_Loader), where)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{where}: is not YAML: {' '.join(str(error).split())[:200]}") from error
+    told = _mapping(root, where, {"seed": "seed", "faults": "faults", "every": "every"}) if root else {}
+    listed = told.get("faults")
+    found = []
+    if listed is not None:
+        if not isinstance(listed, yaml.SequenceNode):
+            raise ConfigError(f"{_at(where, listed)}: faults is a list: one line for each, with a dash.")
+        if len(listed.value) > MAX_FAULTS:
+            raise ConfigError(f"{where}: {len(listed.value)} faults; there may be {MAX_FAULTS}.")
+        found = [_fault(one, f"{_at(where, one)}: fault {i}") for i, one in enumerate(listed.value, 1)]
+    seed = _whole(told["seed"], f"{_at(where, told['seed'])}: seed") if "seed" in told else 0
+    every = _every(told["every"], where) if "every" in told else None
+    return _made(lambda: Plan(tuple(found), every, seed), where)
+
+
+def to_text(plan: Plan) -> str:
+    """Write a plan; `parse` gives an equal one."""
+    told: dict[str, Any] = {"seed": plan.seed}
+    if plan.faults:
+        told["faults"] = [_as_mapping(fault) for fault in plan.faults]
+    if plan.every is not None:
+        told["every"] = {
+            key: _written(name, getattr(plan.every, name))
+            for key, name in _EVERY.items()
+            if getattr(plan.every, name) not in (None, ())
+        }
+    return yaml.safe_dump(told, sort_keys=False, default_flow_style=None, width=100)
+
+
+# ---- reading -------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads each thing once: with names for lists that hold such names, 40 kB would be read for minutes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            line = event.start_mark.line + 1
+            raise ConfigError(f"line {line}: *{event.anchor} stands for what is elsewhere: write it out.")
+        return super().compose_node(parent, index)
+
+
+def _fault(node: yaml.Node, where: str) -> Fault:
+    if isinstance(node, yaml.ScalarNode):
+        return _made(lambda: Fault.parse(str(node.value)), where)
+    told = _mapping(node, where, KEYS, numbered=False)
+    given = {name: _value(name, value, f"{where}: {key_of(name)}") for name, value in told.items()}
+    if "what" not in given:
+        raise ConfigError(f"{where}: say what: one of the faults, as in {{what: kill-worker, step: 20}}.")
+    return _made(lambda: Fault(**given), where)
+
+
+def _every(node: yaml.Node, where: str) -> Every:
+    told = _mapping(node, f"{_at(where, node)}: every", _EVERY, numbered=False)
+    where = f"{_at(where, node)}: every"
+    given = {name: _value(name, value, f"{where}: {name}") for name, value in told.items()}
+    if "mtbf_s" not in given:
+        raise ConfigError(f"{where}: mtbf, the mean time between faults, is missing: write mtbf: 15s.")
+    return _made(lambda: Every(**given), where)
+
+
+def _value(name: str, node: yaml.Node, where: str) -> Any:
+    if name == "groups":
+        return tuple(
+            tuple(_whole(one, where) for one in _items(group, where)) for group in _items(node, where)
+        )
+    if name == "kinds":
+        if isinstance(node, yaml.SequenceNode):
+            return tuple((_scalar(one, where), 1.0) for one in node.value)
+        return tuple((what, _number(one, f"{where}: {what}")) for what, one in _pairs(node, where).items())
+    text = _scalar(node, where)
+    if name == "repeat":
+        if text.lower() not in {"true", "false"}:
+            raise ConfigError(f"{where} is {text!r}: write true or false.")
+        return text.lower() == "true"
+    if name in _SECONDS:
+        return parse_duration(where, text)
+    if name in _SIZES:
+        return config.size(where, text.removesuffix("/s"))
+    if name in {"node", "rank", "step", "code", "count"}:
+        return _whole(node, where)
+    return _number(node, where) if name in {"percent", "fraction"} else text
+
+
+def _mapping(
+    node: yaml.Node, where: str, known: Mapping[str, str], *, numbered: bool = True
+) -> dict[str, yaml.Node]:
+    """The values of a mapping by what ``known`` calls their keys; others are refused."""
+    found: dict[str, yaml.Node] = {}
+    for key, value in _pairs(node, where).items():
+        name = known.get(key.replace("_", "-"))
+        at = _at(where, value) if numbered else where
+        if name is None:
+            near = config.near(key, known)
+            raise ConfigError(f"{at}: there is no {key!r}.{near} There are: {', '.join(known)}.")
+        if name in found:
+            raise ConfigError(f"{at}: {key!r} is given twice.")
+        found[name] = value
+    return found
+
+
+def _pairs(node: yaml.Node, where: str) -> dict[str, yaml.Node]:
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{where}: must be lines of the form NAME: VALUE.")
+    found: dict[str, yaml.Node] = {}
+    for key_node, value in node.value:
+        key = _scalar(key_node, f"{where}: a key")
+        if key in found:
+            raise ConfigError(f"{where}: {key!r} is given twice.")
+        found[key] = value
+    return found
+
+
+def _items(node: yaml.Node, where: str) -> list[yaml.Node]:
+    if not isinstance(node, yaml.SequenceNode):
+        raise ConfigError(f"{where} is a list of lists, as in [[0], [1, 2]].")
+    return list(node.value)
+
+
+def _scalar(node: yaml.Node, where: str) -> str:
+    if not isinstance(node, yaml.ScalarNode) or not node.value:
+        raise ConfigError(f"{where} must be one value.")
+    return str(node.value)
+
+
+def _whole(node: yaml.Node, where: str) -> int:
+    text = _scalar(node, where)
+    if not text.isascii() or not text.isdecimal() or len(text) > 19:
+        raise ConfigError(f"{where} is {text[:100]!r}: write a whole number.")
+    return int(text)
+
+
+def _number(node: yaml.Node, where: str) -> float:
+    text = _scalar(node, where)
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is {text[:100]!r}: write a number.") from error
+
+
+def _made(make: Callable[[], T], where: str) -> T:
+    try:
+        return make()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _at(where: str, node: yaml.Node) -> str:
+    return f"{where}:{node.start_mark.line + 1}"
+
+
+# ---- writing -------------------------------------------------------------------------------------------
+
+
+def _as_mapping(fault: Fault) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in fields(Fault)} | dict(fault.kind.settings)
+    return {
+        key: _written(name, getattr(fault, name))
+        for key, name in KEYS.items()
+        if name == "what" or getattr(fault, name) != defaults[name]
+    }
+
+
+def _written(name: str, value: Any) -> Any:
+    if name in _SECONDS and value is not None:
+        return duration(value)
+    if name == "groups":
+        return [list(group) for group in value]
+    return dict(value) if name == "kinds" else value

@@ -1,0 +1,398 @@
+"""One fault: what befalls whom, and when.
+
+Promise: a `Fault` that exists is valid, and its defaults are filled in; what is wrong is a ConfigError that
+says what to write. It is done once; what restarts because of it is not hit again, unless it says ``repeat``.
+What ends by itself (a cut, a full disk) has a time, so that one which says nothing of it can be survived.
+Pure. Does not know how it is done (`strike.py`).
+
+Which faults there are: whom each hits, what can be set, and what it takes to do it here.
+
+Data, and no decision. `plan.py` reads it when a plan is read, `strike.py` does what it names.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from elastic_resume import config
+from elastic_resume.errors import ConfigError
+from elastic_resume.units import parse_duration
+
+WORKER, NODE, NODES = "worker", "node", "nodes"
+PROCESSES, NETWORK, DISK = "", "a network", "a disk"
+OWN = {"loopback": (), "namespaces": (NETWORK, DISK)}
+"""What each node has of its own, by `grounds.Hosts`."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault.
+
+    ``hits``: a worker, a node, or several nodes. ``needs``: what each node must have of its own; loopback
+    nodes have none of it. ``settings``: what can be set, by field of `fault.Fault`, each with its default
+    (None: for ever, or never). ``weight``: how often a mix that nobody wrote draws it; 0: never, since a job
+    need not survive it, or shows nothing when it does.
+    """
+
+    hits: str
+    says: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    needs: str = PROCESSES
+    weight: int = 0
+    inside: bool = False  # it happens in the process itself, at a failpoint
+
+
+def _kinds() -> dict[str, Kind]:
+    return {
+        # Processes. What is killed is started again, as a cluster would; a disk survives.
+        "kill-worker": Kind(WORKER, "the worker gets a signal", {"signal": "SIGKILL"}, weight=5),
+        "kill-agent": Kind(NODE, "SIGKILL to the agent alone", {"back_after_s": 1.0}, weight=2),
+        "kill-node": Kind(NODE, "SIGKILL to all of the node", {"back_after_s": 2.0}, weight=4),
+        "poweroff": Kind(NODE, "silence, then death", {"back_after_s": 6.0}, NETWORK, 2),
+        "stop-worker": Kind(WORKER, "SIGSTOP to the worker: a hang", {"for_s": None}),
+        "stop-agent": Kind(NODE, "SIGSTOP to the agent", {"for_s": 6.0}, weight=1),
+        "preemption": Kind(
+            NODE, "a notice; the node saves and leaves, and comes back", {"back_after_s": 2.0}, weight=2
+        ),
+        # Within a worker, at the step.
+        "raise": Kind(WORKER, "an exception", {"error": "RuntimeError"}, weight=1, inside=True),
+        "exit": Kind(WORKER, "the process ends itself", {"code": 9}, weight=1, inside=True),
+        "hold-gil": Kind(
+            WORKER, "a thread keeps the interpreter: a hang", {"for_s": None}, inside=True
+        ),
+        "slow-rank": Kind(
+            WORKER, "each step takes longer", {"delay_s": 0.2, "for_s": 5.0}, weight=1, inside=True
+        ),
+        "skip-collective": Kind(WORKER, "one all-reduce without this rank: replicas differ", inside=True),
+        "out-of-memory": Kind(WORKER, "memory until the kernel kills", {"limit_bytes": 1 << 30}, inside=True),
+        # Links.
+        "cut": Kind(NODE, "the node's link is silent, both ways", {"for_s": 6.0}, NETWORK, 2),
+        "cut-out": Kind(NODE, "what the node sends is lost", {"for_s": 6.0}, NETWORK, 1),
+        "cut-in": Kind(NODE, "what is sent to the node is lost", {"for_s": 6.0}, NETWORK, 1),
+        "partition": Kind(NODES, "groups that cannot reach each other", {"for_s": 6.0}, NETWORK, 1),
+        "packet-loss": Kind(NODE, "packets are lost", {"percent": 5.0, "for_s": 5.0}, NETWORK, 1),
+        "slow-link": Kind(
+            NODE, "the link carries less", {"bytes_per_s": 1_000_000, "for_s": 5.0}, NETWORK, 1
+        ),
+        # Disks.
+        "disk-full": Kind(NODE, "no byte is left (ENOSPC)", {"for_s": 5.0}, DISK, 1),
+        "disk-error": Kind(NODE, "the disk fails (EIO)", {"for_s": 5.0}, weight=1),
+        "slow-disk": Kind(NODE, "each request takes longer", {"delay_s": 0.2, "for_s": 5.0}, weight=1),
+        "torn-write": Kind(NODE, "the newest checkpoint loses its end", {"fraction": 0.5}, weight=1),
+        "bit-flip": Kind(NODE, "one bit of the newest checkpoint", {"fraction": 0.9}, weight=1),
+        "wipe-disk": Kind(NODE, "the node comes back with no disk", {"back_after_s": 2.0}, weight=1),
+        # The rest.
+        "corrupt-message": Kind(NODE, "a damaged message between agents", {"sender": "peer"}, weight=1),
+    }  # fmt: skip
+
+
+KINDS = _kinds()
+SETTINGS = sorted({name for kind in KINDS.values() for name in kind.settings})
+
+ROLES = {
+    "random": "whom the seed says",
+    "leader": "the node whose agent leads the rendezvous",
+    "rank-0": "rank 0, or the node that it is on",
+    "lead": "the lowest rank of a node",
+    "all": "every one of them, in the same moment",
+}
+
+# What a person calls a moment, and the failpoint that it is.
+PHASES = {
+    "in rendezvous": "rendezvous.record",
+    "in resume": "resume.planned",
+    "in transfer": "transfer.send",
+    "in copy": "snapshot.copying",
+    "in commit": "commit.after-data",
+}
+IN_WORKER = (
+    "resume.planned",
+    "resume.loaded",
+    "transfer.send",
+    "transfer.receive",
+    "snapshot.begun",
+    "snapshot.written",
+    "snapshot.copying",
+    "snapshot.copied",
+    "snapshot.marked",
+)
+IN_AGENT = (
+    "rendezvous.record",
+    "keeper.written",
+    "commit.after-data",
+    "commit.before-manifest",
+    "commit.before-rename",
+    "commit.after-rename",
+)
+
+
+def point_of(phase: str) -> str:
+    """The failpoint of a phase, which may be named itself; empty when there is none."""
+    name = PHASES.get(phase, phase)
+    return name if name in IN_WORKER or name in IN_AGENT else ""
+
+
+_SHORT = {"worker": "kill-worker", "agent": "kill-agent", "node": "kill-node"}
+_TEXT = re.compile(
+    rf"(?P<what>[a-z-]+)"
+    rf"(?: (?:(?P<where>rank|node) )?(?P<number>\d+)| (?P<role>{'|'.join(ROLES)}))?"
+    r"(?: in (?P<phase>[a-z]+(?:\.[a-z-]+)?))?"
+    r"(?: (?:from|at) (?:step (?P<step>\d+)|(?P<at>\d\S*)))?"
+    r"(?: for (?P<for>\d\S*))?"
+)
+GROUPS = "groups are lists of nodes that reach each other: [[0], [1, 2]], each node once"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Args:
+        what: one of `kinds.KINDS`.
+        node: which node, n0 being 0.
+        rank: which rank, for what hits workers.
+        role: whom else: one of `kinds.ROLES`. Nobody named: whom the seed says.
+        groups: of a partition, nodes that reach each other.
+        step: as soon as any rank has finished it.
+        at_s: so many seconds after the job's first step.
+        phase: in the midst of it, for the first time (since ``step`` or ``at_s``, where one is given): one of
+            `kinds.PHASES`, or a failpoint's name.
+        repeat: do it again in each later generation, where the same holds.
+        for_s: when it ends by itself; None: when something ends it.
+        back_after_s: when what died is started again.
+        signal: for kill-worker, by name.
+        error: for raise, a built-in exception.
+        code: for exit.
+        delay_s: for slow-rank, of each step; for slow-disk, of each request.
+        limit_bytes: for out-of-memory, where the kernel sets none.
+        percent: for packet-loss.
+        bytes_per_s: for slow-link.
+        fraction: where in a checkpoint it is cut off, or a bit is flipped.
+        sender: of a damaged message: a peer, or a stranger.
+
+    """
+
+    what: str
+    node: int | None = None
+    rank: int | None = None
+    role: str = ""
+    groups: tuple[tuple[int, ...], ...] = ()
+    step: int | None = None
+    at_s: float | None = None
+    phase: str = ""
+    repeat: bool = False
+    for_s: float | None = None
+    back_after_s: float | None = None
+    signal: str | None = None
+    error: str | None = None
+    code: int | None = None
+    delay_s: float | None = None
+    limit_bytes: int | None = None
+    percent: float | None = None
+    bytes_per_s: int | None = None
+    fraction: float | None = None
+    sender: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.what not in KINDS:
+            near = config.near(str(self.what), KINDS)
+            raise ConfigError(f"there is no fault {self.what!r}.{near} There are: {', '.join(KINDS)}.")
+        for name in SETTINGS:
+            given = getattr(self, name)
+            if given is not None and name not in self.kind.settings:
+                raise ConfigError(f"{self.what} has no {key_of(name)}.{_known_settings(self.what)}")
+            if given is None:
+                object.__setattr__(self, name, self.kind.settings.get(name))
+        for name in ("at_s", "for_s", "back_after_s", "delay_s"):
+            if getattr(self, name) is not None:  # milliseconds: what is written down is what is meant
+                object.__setattr__(self, name, round(float(getattr(self, name)), 3))
+                if not math.isfinite(getattr(self, name)):
+                    raise ConfigError(f"{self.what}: {key_of(name)} must be a time, as 5s.")
+        if self.role == "random":  # the same as nobody named
+            object.__setattr__(self, "role", "")
+        object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
+        _check_where(self)
+        _check_when(self)
+        _check_settings(self)
+
+    @property
+    def kind(self) -> Kind:
+        """What holds for all faults of its kind."""
+        return KINDS[self.what]
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether chance still has to say whom it hits."""
+        if self.kind.hits == NODES:
+            return not self.groups
+        return self.role in {"", "lead"} and self.node is None and self.rank is None
+
+    @property
+    def point(self) -> str:
+        """The failpoint of its phase; empty without one."""
+        return point_of(self.phase) if self.phase else ""
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Read a line: "worker 1 at step 20", "cut node 2 at 40s for 6s", "kill-agent leader in commit".
+
+        The words worker, agent and node are short for kill-worker rank, kill-agent node and kill-node node.
+        """
+        match = _TEXT.fullmatch(" ".join(text.split()))
+        if match is None:
+            raise ConfigError(
+                f"cannot read the fault {text[:100]!r}: write WHAT WHOM WHEN, as in 'worker 1 at step 20', "
+                "'cut node 2 at 40s for 6s', 'kill-agent leader in commit'."
+            )
+        what = _SHORT.get(match["what"], match["what"])
+        is_worker = what in KINDS and KINDS[what].hits == WORKER
+        number = None if match["number"] is None else int(match["number"])
+        ranks = match["where"] == "rank" or (not match["where"] and is_worker)
+        return cls(
+            what,
+            node=None if ranks else number,
+            rank=number if ranks else None,
+            role=match["role"] or "",
+            step=None if match["step"] is None else int(match["step"]),
+            at_s=None if match["at"] is None else parse_duration("at", match["at"]),
+            phase=_phase(match["phase"] or ""),
+            for_s=None if match["for"] is None else parse_duration("for", match["for"]),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.whom}{self.when}"
+
+    @property
+    def whom(self) -> str:
+        """Whom it hits, in words."""
+        if self.kind.hits == NODES:
+            return " | ".join(" ".join(f"n{node}" for node in group) for group in self.groups) or "random"
+        if self.rank is not None:
+            return f"rank {self.rank}"
+        named = f"node {self.node}" if self.node is not None else ""
+        return " ".join(filter(None, [self.role, named])) or "random"
+
+    @property
+    def when(self) -> str:
+        """When it comes, in words, with a space before it."""
+        start = f"step {self.step}" if self.step is not None else ""
+        start = start or ("" if self.at_s is None else duration(self.at_s))
+        joint = " from " if self.phase else " at "
+        ends = self.for_s is not None and self.for_s != self.kind.settings.get("for_s")
+        return (
+            (f" in {self.phase.removeprefix('in ')}" if self.phase else "")
+            + (joint + start if start else "")
+            + (f" for {duration(self.for_s)}" if ends and self.for_s is not None else "")
+        )
+
+
+def key_of(name: str) -> str:
+    """What a field is called in a file: ``for``, ``back-after``, ``rate``."""
+    names = {"bytes_per_s": "rate", "limit_bytes": "limit", "sender": "from"}
+    return names.get(name, name.removesuffix("_s").replace("_", "-"))
+
+
+KEYS = {key_of(field.name): field.name for field in fields(Fault)}
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` as a file has them: 6s, 0.25s."""
+    return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
+
+
+def _phase(word: str) -> str:
+    return f"in {word}" if word and "." not in word else word
+
+
+def _check_where(fault: Fault) -> None:
+    hits = fault.kind.hits
+    for name in ("node", "rank"):
+        number = getattr(fault, name)
+        if number is not None and (type(number) is not int or number < 0):
+            raise ConfigError(f"{fault.what}: {name} is {number!r}: write a whole number from 0 on.")
+    if fault.role and fault.role not in ROLES:
+        raise ConfigError(f"{fault.what}: there is no role {fault.role!r}. There are: {', '.join(ROLES)}.")
+    named = [fault.rank is not None, fault.node is not None, bool(fault.role), bool(fault.groups)]
+    if sum(named) > 1 and not (fault.role == "lead" and fault.rank is None and not fault.groups):
+        raise ConfigError(f"{fault.what}: give one of node, rank and role.")
+    if fault.groups and hits != NODES:
+        raise ConfigError(f"{fault.what}: groups are for partition.")
+    if hits == NODES and sum(named[:3]):
+        raise ConfigError(f"{fault.what} hits no single node; {GROUPS}.")
+    if fault.rank is not None and hits != WORKER:
+        raise ConfigError(f"{fault.what} hits a node: give its number as node, or role: rank-0.")
+    if fault.role == "lead" and hits != WORKER:
+        raise ConfigError(f"{fault.what} hits a node, and the lead is a rank of each.")
+    if fault.role == "leader" and hits == WORKER:
+        raise ConfigError(f"{fault.what} hits a worker, and the leader is an agent: give a rank.")
+    if fault.groups:
+        flat = [node for group in fault.groups for node in group]
+        if any(type(node) is not int or node < 0 for node in flat) or len(set(flat)) < len(flat):
+            raise ConfigError(f"{fault.what}: {GROUPS}.")
+        if len(fault.groups) < 2 or not all(fault.groups):
+            raise ConfigError(f"{fault.what}: {GROUPS}; two groups at least.")
+
+
+def _check_when(fault: Fault) -> None:
+    if fault.step is not None and (type(fault.step) is not int or fault.step < 1):
+        raise ConfigError(f"{fault.what}: step is {fault.step!r}: steps begin with 1.")
+    if fault.step is not None and fault.at_s is not None:
+        raise ConfigError(f"{fault.what}: give a step or a time (at), not both.")
+    if fault.step is None and fault.at_s is None and not fault.phase:
+        raise ConfigError(f"{fault.what}: say when: step: 20, at: 40s, or phase: in commit.")
+    if type(fault.repeat) is not bool:
+        raise ConfigError(f"{fault.what}: repeat is true or false.")
+    if not fault.phase:
+        return
+    if not fault.point:
+        near = config.near(fault.phase, [*PHASES, *IN_WORKER, *IN_AGENT])
+        raise ConfigError(
+            f"{fault.what}: there is no phase {fault.phase!r}.{near} There are: {', '.join(PHASES)}."
+        )
+    if fault.kind.inside and fault.point not in IN_WORKER:
+        raise ConfigError(f"{fault.what} happens in a worker, and {fault.phase} is in the agent.")
+    if fault.what in {"slow-rank", "skip-collective"}:
+        raise ConfigError(f"{fault.what} is a matter of steps: give a step or a time, and no phase.")
+
+
+def _check_settings(fault: Fault) -> None:
+    def require(name: str, valid: bool, write: str) -> None:
+        value = getattr(fault, name)
+        if value is not None and not valid:
+            raise ConfigError(f"{fault.what}: {key_of(name)} is {value!r}: write {write}.")
+
+    for name in ("for_s", "delay_s"):
+        require(name, (getattr(fault, name) or 0) > 0, "a time above 0, as 5s")
+    for name in ("at_s", "back_after_s"):
+        require(name, (getattr(fault, name) or 0) >= 0, "a time, as 2s")
+    for name in ("bytes_per_s", "limit_bytes"):
+        require(name, (getattr(fault, name) or 0) > 0, "a size, as 1MB")
+    require("percent", 0 < (fault.percent or 0) <= 100, "a share above 0 and up to 100")
+    require("fraction", 0 <= (fault.fraction or 0) < 1, "a share of the file, from 0 to below 1")
+    require("code", type(fault.code) is int and 0 < fault.code < 256, "an exit code, 1 to 255")
+    require("signal", fault.signal in signal.Signals.__members__, "a signal's name, as SIGSEGV")
+    require("error", _is_error(fault.error), "a built-in exception that takes one text, as ValueError")
+    require("sender", fault.sender in {"peer", "stranger"}, "peer or stranger")
+
+
+def _is_error(name: str | None) -> bool:
+    """Whether a worker can raise it as `failpoints` does."""
+    kind = getattr(builtins, name or "", None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return False
+    try:
+        kind("text")
+    except TypeError:  # UnicodeDecodeError has five things to say
+        return False
+    return True
+
+
+def _known_settings(what: str) -> str:
+    known: Sequence[str] = [key_of(name) for name in KINDS[what].settings]
+    return f" It has: {', '.join(known)}." if known else " Nothing of it can be set."

@@ -1,0 +1,200 @@
+"""What is to happen to simulated nodes when a rank has finished a step: planned ahead, done at that moment.
+
+A thread looks at the pages on which ranks note each step (`store/board.py`), hundreds of times a second, and
+acts within milliseconds. So a test says what befalls whom, and then waits for the end. Promise: each thing
+happens once; what goes wrong in that thread, or never comes, is an error of the test (`Moments.complain`,
+`require_all`).
+
+Does not know nodes: what is done, and to whom, is given with the moment.
+
+Arms failpoints of processes that run: the other side of `elastic_resume.failpoints`.
+
+All nodes of a job are given one directory. What is armed is a list in it that is replaced in one piece; what
+has fired, and what waits at its point, are files that outlive whoever made them. An action is done
+once, by whichever process comes first, unless ``once=""`` is said.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_resume import constants, failpoints
+from elastic_resume.failpoints import ARMED_FILE, DONE, FIRED, REACHED
+from elastic_resume.snapshot.progress_page import Line
+
+LOOK_S = 0.002  # a step of a small model takes a few milliseconds
+
+
+class MomentError(AssertionError):
+    """What was planned with `Cluster.at` could not be done, or its moment never came."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One thing that is to happen. ``act`` gets the node of the rank, and its line; False: not yet."""
+
+    what: str
+    step: int
+    rank: int | None
+    node: int | None
+    act: Callable[[int, Line], object] = field(repr=False)
+
+    def __str__(self) -> str:
+        whose = "" if self.rank is None else f" of rank {self.rank}"
+        on = "" if self.node is None else f" on n{self.node}"
+        return f"{self.what} at step {self.step}{whose}{on}"
+
+    def found(self, lines: Iterable[tuple[int, Line]]) -> tuple[int, Line] | None:
+        """The line that says that the moment has come: the newest, where a rank had several."""
+        fitting = [
+            (index, line)
+            for index, line in lines
+            if line.step >= self.step and self.rank in (None, line.worker.rank) and self.node in (None, index)
+        ]
+        return max(fitting, key=lambda one: (one[1].generation, one[1].step), default=None)
+
+
+class Moments:
+    """What is planned for one cluster."""
+
+    def __init__(self, lines: Callable[[], Iterable[tuple[int, Line]]]) -> None:
+        """``lines`` gives what each rank has noted, by node."""
+        self._lines = lines
+        self._pending: list[Planned] = []
+        self._error: MomentError | None = None
+        self._news = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def plan(self, planned: Planned) -> None:
+        """Take it, and look out for it from now on."""
+        with self._news:
+            self._pending = sorted([*self._pending, planned], key=lambda one: one.step)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="moments", daemon=True)
+                self._thread.start()
+            self._news.notify()
+
+    def complain(self) -> None:
+        """Raise what went wrong, once.
+
+        Raises:
+            MomentError: that.
+
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def require_all(self) -> None:
+        """Raise unless all that was planned has happened.
+
+        Raises:
+            MomentError: naming what has not.
+
+        """
+        left, self._pending = self._pending, []
+        if left:
+            names = ", ".join(map(str, left))
+            raise MomentError(
+                f"{names}: never came. Plan it earlier, train longer, or wait for it (wait_exit)."
+            )
+
+    def close(self) -> None:
+        """Forget what has not come, and end the thread. A second call does nothing."""
+        with self._news:
+            self._closed = True
+            self._pending = []
+            self._news.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._pending or self._closed)
+                if self._closed:
+                    return
+                pending = list(self._pending)
+            self._act(pending)
+            with self._news:
+                self._news.wait_for(lambda: self._closed, LOOK_S)
+
+    def _act(self, pending: Iterable[Planned]) -> None:
+        """Do all whose moment has come; errors are raised where the test waits."""
+        lines = list(self._lines())
+        for planned in pending:
+            found = planned.found(lines)
+            try:
+                done = found is not None and planned.act(*found) is not False
+            except Exception as error:  # noqa: BLE001
+                self._error = MomentError(f"{planned}: {error}")
+                self._error.__cause__ = error
+                done = True
+            if done:
+                with self._news:
+                    self._pending = [one for one in self._pending if one is not planned]
+
+
+class Arming:
+    """The failpoints of one job. One thread at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        """Make ``directory``, which every process of the job must see by this path."""
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._entries: dict[str, str] = {}
+        self._count = 0
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What the job's processes find the directory by."""
+        return {constants.ENV_FAULTS_DIR: str(self.directory)}
+
+    def arm(self, point: str, **conditions: object) -> str:
+        """Arm ``NAME=ACTION`` with conditions (see `failpoints`); give the mark by which to ask for it.
+
+        Raises:
+            ConfigError: it cannot be read as one.
+
+        """
+        self._count += 1
+        mark = f"f{self._count}"
+        told = {"once": mark, **{key.rstrip("_"): value for key, value in conditions.items()}}
+        entry = ";".join([point, *(f"{k}={v}" for k, v in told.items() if v not in (None, ""))])
+        failpoints.check(entry)  # as each process does, too late to tell who wrote it
+        self._entries[mark] = entry
+        self._write()
+        return mark
+
+    def disarm(self, mark: str) -> None:
+        """Let nobody else be hit; who is being hit goes on."""
+        if self._entries.pop(mark, None) is not None:
+            self._write()
+
+    def fired(self, mark: str) -> dict[str, Any] | None:
+        """Who was hit first: t, pid, node, rank and local rank, as far as known; None: nobody yet."""
+        try:
+            told = json.loads((self.directory / (mark + FIRED)).read_bytes())
+        except (FileNotFoundError, ValueError):  # being written
+            return None
+        return told if isinstance(told, dict) else None
+
+    def waits(self, mark: str) -> bool:
+        """Whether a process stands at a point that was armed with ``wait``."""
+        return (self.directory / (mark + REACHED)).exists()
+
+    def release(self, mark: str) -> None:
+        """Let it go on."""
+        (self.directory / (mark + DONE)).touch()
+
+    def _write(self) -> None:
+        path = self.directory / ARMED_FILE
+        new = path.with_suffix(".new")
+        new.write_text("\n".join(self._entries.values()) + "\n")
+        new.replace(path)

@@ -1,0 +1,203 @@
+"""Where training stands: epochs, steps and samples, all finished, and the arithmetic of the next ones.
+
+A position is counted at commit points and nowhere else, so that what is prefetched or half done never
+enters it. Does not know what is saved, nor when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from elastic_resume import console
+from elastic_resume.checkpoint.manifest import Manifest, Position
+from elastic_resume.data import world_size
+from elastic_resume.data.global_batches import GlobalBatches
+from elastic_resume.data.world_size import WorldChange
+from elastic_resume.errors import UsageError
+from elastic_resume.restore.collectives import World
+from elastic_resume.units import amount
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What of the arguments of `resume` concerns the run and not the disk. ``seed`` None: rank 0's own.
+
+    ``rng`` is one of `rng.MODES`.
+    """
+
+    seed: int | None
+    rng: str
+    on_world_change: str | None = None
+
+
+class Progress:
+    """The position of this generation, of one rank; all ranks count alike."""
+
+    def __init__(
+        self,
+        manifest: Manifest | None,
+        batches: GlobalBatches | None,
+        options: Options,
+        world: World,
+    ) -> None:
+        """Begin where the manifest says; at the beginning without one."""
+        self.position = _start_position(manifest, batches)
+        world_size.refuse_change(
+            options.on_world_change, manifest.world_size if manifest else None, world.size
+        )
+        self.change = _enter(manifest, batches, world.size)
+        # Steps of the epoch that are done, and that nobody can skip: no order of samples is known.
+        self.repeats = manifest.position.step_in_epoch if manifest and batches is None else 0
+        self.epoch_over = False  # whether all of the last epoch is done, what follows its last step too
+        self._batches = batches
+        self._warns = world.rank == 0
+        self._part: int | None = None  # the micro-batch that the script has, where it says so by `read`
+
+    @property
+    def loss_weight(self) -> float:
+        """See `Run.loss_weight`."""
+        batches, at = self._batches, self.position.step_in_epoch
+        if batches is None or at >= batches.steps:
+            return 1.0
+        if self._part is None:
+            self._require_reading()
+            return batches.loss_weight(at)
+        return batches.loss_weight(at, max(0, self._part))
+
+    @property
+    def last_part(self) -> bool:
+        """Whether the step's last micro-batch is the one that the script has."""
+        self._require_reading()
+        return self._part is None or self._part + 1 >= self._parts()
+
+    def read(self, loader: Iterable[T]) -> Iterator[T]:
+        """Give what ``loader`` gives, and count it within its step.
+
+        Raises:
+            UsageError: the step's last micro-batch was read and `step` was not called.
+
+        """
+        self._part = -1
+        for item in loader:
+            if not self.at_epochs_end and self._part + 1 >= self._parts():
+                raise UsageError(
+                    f"the {self._parts()} micro-batches of step {self.position.step + 1} were read and "
+                    "run.step() was not called: call it when run.last_micro_batch is true."
+                )
+            self._part += 1
+            yield item
+
+    @property
+    def at_epochs_end(self) -> bool:
+        """Whether the epoch has no batch left."""
+        return self._batches is not None and self.position.step_in_epoch >= self._batches.steps
+
+    def begin_epoch(self) -> int:
+        """Have the data go on where the epoch stopped; give its number."""
+        self._part = None
+        if self._batches is not None:
+            self._batches.seek(self.position.epoch, self.position.step_in_epoch)
+        if self.repeats and self._warns:
+            console.say(
+                f"no data= was given to resume(): epoch {self.position.epoch} starts over, though "
+                f"{self.repeats} of its steps are done"
+            )
+        self.repeats = 0
+        return self.position.epoch
+
+    def step(self) -> Position:
+        """Count a step that is finished.
+
+        Raises:
+            UsageError: the epoch has no step left.
+
+        """
+        before, batches = self.position, self._batches
+        stop = before.step_in_epoch + 1
+        samples = before.samples
+        if batches is not None:
+            if self.at_epochs_end:
+                raise UsageError(
+                    f"run.step() was called {stop} times in epoch {before.epoch}, which has "
+                    f"{amount(batches.steps, 'batch', 'batches')}: write `for epoch in run.epochs(EPOCHS)`, "
+                    "and call step() once after each batch."
+                )
+            self._require_reading()
+            if self._part is not None and self._part + 1 != self._parts():
+                raise UsageError(
+                    f"run.step() was called after {self._part + 1} of the {self._parts()} micro-batches of "
+                    f"step {before.step + 1}: call it when run.last_micro_batch is true."
+                )
+            samples += batches.samples(before.step_in_epoch)
+            batches.advance(stop)
+        self.position = Position(before.epoch, stop, before.step + 1, samples)
+        self.epoch_over = False
+        if self._part is not None:
+            self._part = -1
+        return self.position
+
+    def end_epoch(self) -> None:
+        """Count the epoch as done, with what the script does after its last step."""
+        batches, at = self._batches, self.position.step_in_epoch
+        few = batches is not None and 0 < 2 * at <= batches.steps + 1 and at < batches.steps
+        if batches is not None and batches.exhausted and few:
+            self._warn_of_accumulation(at, batches.steps)
+        self.position = self._next_epoch()
+        self.epoch_over = True
+
+    def settled(self) -> tuple[Position, bool]:
+        """Where a resume goes on if nothing of the epoch is left to do, and whether its epoch is over."""
+        if self.at_epochs_end:
+            return self._next_epoch(), True
+        return self.position, self.epoch_over
+
+    def _next_epoch(self) -> Position:
+        return replace(self.position, epoch=self.position.epoch + 1, step_in_epoch=0)
+
+    def _parts(self) -> int:
+        """Count what the script reads for the step under way."""
+        batches, at = self._batches, self.position.step_in_epoch
+        return 1 if batches is None or at >= batches.steps else batches.parts(at)
+
+    def _require_reading(self) -> None:
+        if self._part is None and self._batches is not None and self._batches.micro_batch is not None:
+            raise UsageError(
+                "with micro_batch= a step has several micro-batches, each with a loss weight of its own: "
+                "write `for batch in run.micro_batches(loader)`, and call run.step() when "
+                "run.last_micro_batch is true."
+            )
+
+    def _warn_of_accumulation(self, counted: int, batches: int) -> None:
+        """Say that positions are wrong. Not an error: a script may leave the loop early."""
+        if self._warns:
+            self._warns = False
+            console.say(
+                f"WARNING: the loader was read to the end of its {amount(batches, 'batch', 'batches')}, and "
+                f"run.step() counted {counted}: a resume in mid-epoch reads samples again. If one optimizer "
+                "step reads several batches, give GlobalBatches all samples of a step as its global_batch, "
+                "micro_batch= beside it, and read run.micro_batches(loader)."
+            )
+
+
+def _start_position(manifest: Manifest | None, batches: GlobalBatches | None) -> Position:
+    if manifest is None:
+        return Position(epoch=0, step_in_epoch=0, step=0, samples=0)
+    position = manifest.position
+    return position if batches is not None else replace(position, step_in_epoch=0)
+
+
+def _enter(manifest: Manifest | None, batches: GlobalBatches | None, world_size: int) -> WorldChange | None:
+    """Have the data cut epochs as this world is to; say what is not as it was."""
+    if manifest is None:
+        if batches is not None:
+            batches.enter(None, None)
+        return None
+    before = batches.enter(manifest.position, manifest.world_size) if batches is not None else None
+    now = batches.global_batch if batches is not None else None
+    if (before, manifest.world_size) == (now, world_size):
+        return None
+    return WorldChange(manifest.world_size, world_size, before, now)
