@@ -62,10 +62,10 @@ browser-tools:
 
 # One cluster for all of its tests, so they are one process of their own.
 test-slurm: $(READY) slurm-tools
-	$(BIN)/python -m pytest -q tests/slurm --durations=5
+	$(BIN)/python -m pytest -q tests/system/slurm --durations=5
 
 test-rest: $(READY) network-tools browser-tools
-	$(BIN)/python -m pytest -q $(PARALLEL) --durations=25 --ignore=tests/slurm
+	$(BIN)/python -m pytest -q $(PARALLEL) --durations=25 --ignore=tests/system/slurm
 
 # Slurm's tests wait nearly all of their time: beside the others they cost next to none.
 test: $(READY) slurm-tools browser-tools
@@ -81,7 +81,7 @@ simulate: $(READY)
 	$(BIN)/python -m tests.support.rendezvous_sim --seeds $(SEEDS) --first $(FIRST)
 
 nightly: simulate
-	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/test_rendezvous_wire_fuzz.py
+	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/unit/rendezvous/net/test_protocol_fuzz.py
 	$(MAKE) --no-print-directory oldest
 
 # Several gigabytes where the index has torch with CUDA only; OLDEST_INDEX names another one.
@@ -96,7 +96,7 @@ oldest: pyproject.toml constraints.txt
 SOAK_KILLS ?= 100
 CHAOS_S ?= 600
 soak: $(READY)
-	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) ELASTIC_RESUME_POWER_CUTS=2000 ELASTIC_RESUME_CHAOS_S=$(CHAOS_S) $(BIN)/python -m pytest -q tests/test_soak.py tests/test_no_step_lost.py tests/test_matrix.py tests/test_power_loss.py tests/test_chaos.py --timeout 3600
+	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) ELASTIC_RESUME_POWER_CUTS=2000 ELASTIC_RESUME_CHAOS_S=$(CHAOS_S) $(BIN)/python -m pytest -q tests/integration/test_soak.py tests/integration/test_no_step_lost.py tests/integration/test_optimizer_matrix.py tests/system/disk/test_power_loss.py tests/integration/test_chaos.py --timeout 3600
 
 bench: $(READY)
 	$(BIN)/python benchmarks/recovery.py --kills 2 --only ours,tuned

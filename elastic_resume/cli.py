@@ -49,13 +49,7 @@ def run_exit_code(error: ElasticResumeError) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
-    from elastic_resume.report import (
-        commands,
-        doctor,
-        force_quorum,
-        status,
-    )
-    from elastic_resume.report import commands as diff  # noqa: PLC0415
+    from elastic_resume.report import commands, doctor, force_quorum, status  # noqa: PLC0415
 
     parser = Parser(
         prog=PROG, description="Wraps a PyTorch DDP job so that nothing is lost when a node dies."

@@ -71,3 +71,6 @@ MANIFEST_FILE = "manifest.json"
 
 # A name that becomes a directory: no separators, no leading dot or dash, no surprises in a shell.
 SAFE_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+
+STATUS_VERSION = 2
+"""Of the document that `elastic-resume status --json` prints; grows when a member changes its meaning or goes."""

@@ -1,1 +1,1 @@
-"""What runs once per node, around torch.distributed.elastic."""
+"""Supervises one node: torchelastic, restarts, hangs, shutdown."""

@@ -16,7 +16,7 @@ Decides nothing.
 What those who look are given: one JSON object, made of what this agent sees and what nodes have told it.
 
 ``elastic-resume status --json`` prints it, and metrics are made of it, so names stay once they are there:
-`VERSION` counts what is not merely added. A leader's document tells of all nodes; another's of itself, and
+`constants.STATUS_VERSION` counts what is not merely added. A leader's document tells of all nodes; another's of itself, and
 who leads. Pure but for the clocks. It takes time in proportion to the number of nodes: there may be 10,000.
 
 Lines of event logs on their way to people: this node's own out of its file, other nodes' into a file.
@@ -150,7 +150,6 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) and 0 <= value < 1 << 53 else 0.0
 
 
-VERSION = 2
 MAX_INCIDENTS = 10
 STALE_S = 60.0
 """A node that is in no world, no spare, and has told nothing for so long is left out."""
@@ -181,7 +180,7 @@ def make(
     running = [one for one in nodes if world and one["generation"] == world.generation]
     furthest = max(running, key=lambda one: int(one["step"]), default=None)
     return {
-        "version": VERSION,
+        "version": constants.STATUS_VERSION,
         "run_id": run_id,
         "t": round(time.time(), 3),
         "node": view.me.node,

@@ -366,7 +366,7 @@ UNLIMITED_RESTARTS = 1_000_000
 # torchelastic looks at its workers, and asks whether there is to be another round, once in so many seconds.
 # torchrun's 0.1 would be a tenth of a restart; 0.03 costs the agent 0.3 % of a core.
 MONITOR_INTERVAL_S = 0.03
-STUB = Path(__file__).with_name("stub.py")
+STUB = Path(__file__).parent / "workers" / "launcher_shim.py"
 
 
 @dataclass(frozen=True)

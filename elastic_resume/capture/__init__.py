@@ -1,1 +1,1 @@
-"""TODO"""
+"""Copies the state into slots while training continues."""

@@ -30,7 +30,7 @@ from elastic_resume.errors import MachineError
 from elastic_resume.policy import checkpoint_interval, divergence
 from elastic_resume.policy.checkpoint_interval import SaveCost
 from elastic_resume.policy.resume_plan import ResumePlan
-from elastic_resume.restore import inventory
+from elastic_resume.restore import rank_context
 from elastic_resume.restore.rank_context import Place
 from elastic_resume.snapshot.slot_client import Memory
 from elastic_resume.state import state_dict
@@ -204,7 +204,7 @@ class Saver:
                 self._take(position, epoch_over=epoch_over, want=save, alone=alone)
                 control.set("next_step", step + 1 if epoch_over else self._next(step))
                 if compare and self.snapshots.has(position):
-                    world = inventory.assigned() or self._generation
+                    world = rank_context.assigned_generation() or self._generation
                     self._memory.tell("compare", mark=self.snapshots.taken, world=world)
         self._step_began = time.perf_counter()
 

@@ -1,1 +1,1 @@
-"""TODO"""
+"""One node's checkpoints on disk: format, atomic commit, verification, retention."""

@@ -41,7 +41,6 @@ from elastic_resume.errors import (
     MachineError,
     NewerFormatError,
 )
-from elastic_resume.snapshot import slots
 
 
 class Writer:
@@ -232,13 +231,12 @@ class Shelf:
         if terms.trusted is not None:
             self._trusted.add(terms.trusted)
 
-    def expected_bytes(self) -> int:
-        """Bytes of a slot that would hold the newest copy; 0 where there is none that can be read."""
+    def newest_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the newest readable checkpoint's file and of its manifest; zeros if there is none."""
         for entry in self._catalog.valid(limit=1):
             if entry.manifest is not None:
-                notes = len(entry.manifest.to_bytes())  # more than either part of a slot's
-                return slots.room_for(entry.manifest.file_bytes, notes, notes)
-        return 0
+                return entry.manifest.file_bytes, len(entry.manifest.to_bytes())
+        return 0, 0
 
     def holds(self, order: tuple[int, int], position: Position) -> bool:
         """Whether a copy of that (generation, step) is there that is known to be good, and stands there.

@@ -1,1 +1,1 @@
-"""Decisions: pure functions of frozen values. No clock, no file, no socket, no torch."""
+"""Pure decisions: frozen values in, a frozen decision out."""

@@ -1,1 +1,1 @@
-"""Agreeing on who is in the world: a pure core, and thin shells that carry it over TCP."""
+"""Who is in the world: a pure state machine, the network around it, and the client that the agent holds."""

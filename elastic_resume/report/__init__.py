@@ -1,1 +1,1 @@
-"""From event files to tables that a person reads."""
+"""From events to text, page, metrics and status."""

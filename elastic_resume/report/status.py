@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume import constants
-from elastic_resume.agent.status import VERSION
 from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import RendezvousLostError, UsageError
 from elastic_resume.rendezvous.endpoint import parse_endpoints
@@ -291,8 +290,10 @@ def _document(line: bytes) -> dict[str, Any]:
         said = None
     if not isinstance(said, dict) or "error" in said:
         raise WireError(str(said.get("error"))[:500] if isinstance(said, dict) else "not a document")
-    if said.get("version") != VERSION:
-        raise WireError(f"it tells in version {str(said.get('version'))[:16]!r}, this is version {VERSION}")
+    if said.get("version") != constants.STATUS_VERSION:
+        raise WireError(
+            f"it tells in version {str(said.get('version'))[:16]!r}, this is version {constants.STATUS_VERSION}"
+        )
     leader, world = said.get("leader"), said.get("world")
     who = [said, *([leader] if leader is not None else [])]
     places = [one.get("address") if isinstance(one, dict) else None for one in who]

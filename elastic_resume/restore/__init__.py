@@ -1,1 +1,1 @@
-"""TODO"""
+"""The start of a generation: inventory, plan, transfer, load, compare."""

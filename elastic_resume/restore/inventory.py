@@ -14,6 +14,7 @@ from elastic_resume.checkpoint.catalog import Entry, quarantined, reason_of, sca
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.errors import CheckpointError, ElasticResumeError, ForeignError, RecordError
 from elastic_resume.policy.resume_plan import DISK, MEMORY, Copy, Inventory, Rejected
+from elastic_resume.restore import rank_context
 from elastic_resume.restore.rank_context import Place
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.progress_page import Board
@@ -58,7 +59,7 @@ def take_stock(place: Place, board: Board, generation: int) -> Inventory:
         rejected=tuple(refused + rejected),
         # The world's generation is one more than the greatest that anybody knew; the agents may have counted
         # further than checkpoints tell, when worlds ended before their first step.
-        generation=max(generation, assigned() - 1),
+        generation=max(generation, rank_context.assigned_generation() - 1),
         floor=floor,
         began=began,
         committed=node_dir.newest(place.node_dir),
@@ -106,12 +107,6 @@ def supervisor() -> str:
         return f"{pid} {started} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     except OSError:
         return str(pid)
-
-
-def assigned() -> int:
-    """The generation that the agents' rendezvous gave this world; 0 under another launcher."""
-    text = os.environ.get(constants.ENV_GENERATION, "")
-    return int(text) if text.isdigit() else 0
 
 
 def _last_step(place: Place, board: Board, generation: int) -> tuple[int, int, int]:

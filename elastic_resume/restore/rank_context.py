@@ -164,3 +164,9 @@ class Keeping:
         self._keeper.start()
         self._desk.open()
         return self._desk.name
+
+
+def assigned_generation() -> int:
+    """The generation that the agents' rendezvous gave this world; 0 under another launcher."""
+    text = os.environ.get(constants.ENV_GENERATION, "")
+    return int(text) if text.isdigit() else 0

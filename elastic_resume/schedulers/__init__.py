@@ -1,1 +1,1 @@
-"""TODO"""
+"""What Slurm, Kubernetes and clouds tell a node, and what is asked of them."""

@@ -99,7 +99,9 @@ class Keeper:
         The next workers will want slots of the size that the newest copy has: a third of the time in which
         they read it from a cold disk would go into taking that memory.
         """
-        expected = self._shelf.expected_bytes()
+        file_bytes, manifest_bytes = self._shelf.newest_bytes()
+        # The manifest is longer than either part of a slot's metadata.
+        expected = slots.room_for(file_bytes, manifest_bytes, manifest_bytes) if file_bytes else 0
         if expected:
             self.rack.expect(expected, tell=False)
         self._thread.start()

@@ -1,1 +1,1 @@
-"""TODO"""
+"""From live objects to named tensors and back."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""What a script holds: er.resume, Run and DDP."""

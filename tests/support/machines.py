@@ -33,6 +33,7 @@ from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.testing import fork_server
 from elastic_resume.testing.virtual_network import Namespaces
 from tests.support import namespaces
+from tests.support.paths import ROOT
 
 MB = 1 << 20
 DISKS = {"/tmp": 256 * MB, "/scratch": 256 * MB, "/dev/shm": 64 * MB}  # noqa: S108  the machine's own
@@ -386,5 +387,5 @@ def _own_hosts(first: subprocess.Popen[bytes]) -> int | None:
 
 def _own_folders(disks: Mapping[str, int]) -> dict[str, str]:
     """What a Python on a machine needs and would not see."""
-    folders = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))
+    folders = (sys.prefix, sys.base_prefix, str(ROOT))
     return {each: each for each in folders if any(Path(each).is_relative_to(disk) for disk in disks)}

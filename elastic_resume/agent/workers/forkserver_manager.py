@@ -22,7 +22,7 @@ import psutil
 
 from elastic_resume import constants
 
-ZYGOTE = Path(__file__).with_name("zygote.py")
+ZYGOTE = Path(__file__).with_name("forkserver.py")
 MAX_FAILURES = 3  # of zygotes in a row that never were ready
 BACKLOG = 1024  # stubs of one node that ask while it still imports
 LOOK_S = 1.0  # between two looks at whether somebody has stopped it; and before another is started

@@ -23,10 +23,9 @@ TYPE_CHECKING = False  # typing would cost a third of the start
 
 if TYPE_CHECKING:
     from elastic_resume.agent.workers import supervisor
-    from elastic_resume.agent.workers.supervisor import ahead
 else:
     sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120 - pathlib would cost a third of the start
-    from ahead import ahead
+    import supervisor
 
     del sys.path[0]
 
@@ -241,7 +240,7 @@ def lost_guard() -> int:
 
 def stopping_signals() -> "set[int]":
     """Give the signals that ask for the end."""
-    stopping: set[int] = {*STOPPING, *ahead()}
+    stopping: set[int] = {*STOPPING, *supervisor.ahead()}
     for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(","):
         stopping.add(getattr(signal, name.strip(), signal.SIGTERM))
     return stopping

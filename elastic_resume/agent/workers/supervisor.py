@@ -45,9 +45,10 @@ import select
 import signal
 import time
 
+TYPE_CHECKING = False  # typing would cost a third of the start
 if TYPE_CHECKING:
     from collections.abc import Collection
-
+    from typing import NoReturn
 
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"
 ENV_ROUND_EVENTS = "ELASTIC_RESUME_ROUND_EVENTS"
@@ -175,17 +176,6 @@ def given_back(taken: "Collection[int]") -> "int | None":
         signal.raise_signal(other)
     return came[0] if came else None
 
-
-TYPE_CHECKING = False  # typing would cost a third of the start
-if TYPE_CHECKING:
-    from typing import NoReturn
-
-elif __package__:
-    from .ahead import ahead
-    from .exits import number_or_none, write_exit
-else:
-    from ahead import ahead
-    from exits import number_or_none, write_exit
 
 ENV_ROUND = "ELASTIC_RESUME_ROUND"
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"

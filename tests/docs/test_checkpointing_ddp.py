@@ -1,0 +1,117 @@
+"""What docs/checkpointing-ddp.md says is so: each block of code is run, on the ranks that it speaks of."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import cli
+from elastic_resume.agent import torchelastic
+from elastic_resume.testing import chaos
+from tests.support import ranks
+from tests.support.paths import ROOT, SCRIPTS
+
+PAGE = ROOT / "docs" / "checkpointing-ddp.md"
+JOB = SCRIPTS / "page.py"
+README = PAGE.parents[1] / "README.md"
+# Flags in the documents that belong to Slurm, kubectl, docker, our benchmarks and example scripts.
+FOREIGN = {
+    "--array", "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow",
+    "--from-literal", "--grace-period", "--kill-on-bad-exit", "--kills", "--kustomize",
+    "--no-kill", "--nodelist", "--ntasks-per-node", "--open-mode", "--output", "--prefix",
+    "--privileged", "--selector", "--signal", "--step-delay", "--wait",
+}  # fmt: skip
+
+# Around the script of the short answer: what each rank read in which step, and a death of all in mid-epoch.
+AROUND = """
+import json, os
+from elastic_resume.training.run import Run
+
+steps, step = 0, Run.step
+
+def counted(run):
+    global steps
+    step(run)
+    steps += 1
+    line = {"step": run.position.step, "epoch": epoch, "numbers": numbers.tolist()}
+    os.write(diary, (json.dumps(line) + "\\n").encode())
+    if steps == int(os.environ.get("DIES_AFTER", "0")):
+        run.save()
+        os._exit(9)
+
+Run.step = counted
+diary = os.open(f"read-{os.environ['RANK']}-{os.environ['WORLD_SIZE']}", os.O_WRONLY | os.O_CREAT)
+"""
+
+SAYS = """
+print(optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"]))
+"""
+
+
+def blocks() -> list[tuple[int, str]]:
+    """Each block of Python: the number of the line that opens it, and its text."""
+    text = PAGE.read_text()
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text[: match.start()].count("\n") + 1, match[1]) for match in found]
+
+
+@pytest.mark.slow
+def test_every_block_runs_on_three_ranks(tmp_path: Path) -> None:
+    """One after another in one world, each in a folder of its own."""
+    (tmp_path / "blocks").write_text(json.dumps(blocks()))
+    done = ranks.run(3, JOB, str(PAGE), str(tmp_path / "blocks"), str(tmp_path))
+    assert [process.returncode for process in done] == [0, 0, 0], "\n".join(one.stderr for one in done)
+    assert {process.stdout.splitlines()[-1] for process in done} == {f"all {len(blocks()) - 1} blocks"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("which", "steps", "rate"),
+    [("er.GlobalBatches(len(samples), 12", 18, 0.1), ("er.ElasticSampler(", 25, 0.1 * 8 / 12)],
+)
+def test_each_sample_is_read_once_though_the_world_shrinks(
+    which: str, steps: int, rate: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three ranks die in mid-epoch, two go on; with the learning rate that the page says."""
+    monkeypatch.chdir(tmp_path)
+    preface, *others = (code for _, code in blocks())
+    (code,) = (code for code in others if which in code)
+    script = tmp_path / "train.py"
+    script.write_text(AROUND + preface + code + SAYS)
+    died = ranks.run(3, script, env=[{"DIES_AFTER": "5"}] * 3)
+    assert [process.returncode for process in died] == [9, 9, 9], died[0].stderr
+    went_on = ranks.run(2, script)
+    assert [process.returncode for process in went_on] == [0, 0], went_on[0].stderr
+    lines = [json.loads(line) for path in tmp_path.glob("read-*") for line in path.read_text().splitlines()]
+    for epoch in range(2):
+        read = [number for line in lines if line["epoch"] == epoch for number in line["numbers"]]
+        assert sorted(read) == [*range(108)]
+    assert {line["step"] for line in lines} == set(range(1, steps + 1))
+    assert float(went_on[0].stdout) == pytest.approx(rate)
+
+
+def test_the_readme_leads_to_the_page() -> None:
+    """Nobody finds a page that nothing points to."""
+    assert "docs/checkpointing-ddp.md" in README.read_text()
+
+
+def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Every flag of a parser and of its subcommands."""
+    for action in parser._actions:  # argparse has no public way to ask
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for one in action.choices.values():
+                yield from flags_of(one)
+
+
+def test_documents_name_only_flags_that_exist() -> None:
+    """`--wrapped ddp` stood there, which is `--for ddp`."""
+    known = {flag for make in (torchelastic.parser, cli._parser, chaos._parser) for flag in flags_of(make())}
+    for path in (README, *PAGE.parent.glob("*.md")):
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()))
+        assert named - known <= FOREIGN, path.name

@@ -1,0 +1,370 @@
+"""What ships under deploy/, as far as it takes no cluster.
+
+The Slurm script runs for real, with stand-ins for `srun` and `scontrol` that note how they were called.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate as schemas
+import pytest
+import yaml
+from kubernetes_validate.utils import all_versions
+
+from elastic_resume import config, constants
+from elastic_resume.agent import torchelastic
+from elastic_resume.schedulers import environment, kubernetes
+from tests.support import manifests
+from tests.support.paths import ROOT
+
+DEPLOY = ROOT / "deploy"
+SCRIPT = DEPLOY / "slurm" / "train.sbatch"
+MINORS = {int(version.split(".")[1]): version for version in all_versions()}
+
+
+def test_flags_in_the_files_are_flags_of_run() -> None:
+    """Those of the Job, and those of the examples in the comments."""
+    examples = re.compile(
+        r"^#   (?:sbatch .*?\.sbatch|docker run .*?elastic-resume:\S+) (.+?)(?:  +#.*)?$", re.MULTILINE
+    )
+    commands = [" ".join(container(shipped_job())["args"])]
+    for path in (DEPLOY / "Dockerfile", *(DEPLOY / "slurm").iterdir()):
+        commands += examples.findall(path.read_text())
+    assert len(commands) > 3
+    for command in commands:
+        args, _ = config.parse_layers(torchelastic.parser(), command.split())
+        assert args.training_script.endswith(".py")
+
+
+# ---- the image ---------------------------------------------------------------------------------------
+
+
+def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
+    """Every COPY from the source tree; the .dockerignore lets in just these."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    copies = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY")]
+    sources = {word for words in copies if not words[0].startswith("--from") for word in words}
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+    ignore = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {line[1:] for line in ignore if line.startswith("!")} == sources
+
+
+def test_the_agent_is_the_child_of_tini_in_the_container(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell in its place would swallow SIGTERM: the form is a list, and names a command of this package."""
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", "")
+    lines = [line.partition(" ")[::2] for line in text.splitlines()]
+    (form,) = (rest for instruction, rest in lines if instruction == "ENTRYPOINT")
+    assert "install --yes --no-install-recommends tini" in text
+    first, dashes, program, *words = json.loads(form)
+    assert (first, dashes) == ("tini", "--")
+    (script,) = entry_points(group="console_scripts", name=program)
+    assert script.value.startswith("elastic_resume.")
+    monkeypatch.setattr("sys.argv", [program, *words, "--help"])
+    with pytest.raises(SystemExit) as end:
+        sys.exit(script.load()())
+    assert not end.value.code
+    assert "usage: elastic-resume run" in capsys.readouterr().out
+
+
+# ---- Kubernetes --------------------------------------------------------------------------------------
+
+
+def shipped_job() -> dict[str, Any]:
+    """The spec of job.yaml."""
+    return manifests.job_of(manifests.documents())
+
+
+def container(job: dict[str, Any]) -> dict[str, Any]:
+    """The container of a Job."""
+    (found,) = job["template"]["spec"]["containers"]
+    return dict(found)
+
+
+@pytest.mark.parametrize("minor", range(29, 38))
+def test_published_schemas_take_job_and_service(minor: int) -> None:
+    """Strictly; before 1.31 with the two changes that docs/kubernetes.md names."""
+    loaded = manifests.documents()
+    if minor < 31:
+        manifests.for_1_29(manifests.job_of(loaded))
+    for document in loaded:
+        schemas.validate(document, MINORS[minor], strict=True)
+
+
+def test_schemas_find_mistakes() -> None:
+    """An unknown field, and a wrong type: the test above would not notice an idle schema."""
+    for key, value in (("completion", 3), ("completions", "three")):
+        loaded = manifests.documents()
+        manifests.job_of(loaded)[key] = value
+        with pytest.raises(schemas.ValidationError):
+            schemas.validate(loaded[-1], MINORS[37], strict=True)
+
+
+def test_jobset_holds_the_same_job() -> None:
+    """Its controller makes the Service that the Job's pods name."""
+    loaded = manifests.documents(manifests.JOBSET)
+    assert manifests.job_of(loaded) == shipped_job()
+    subdomain = shipped_job()["template"]["spec"]["subdomain"]
+    assert loaded[0]["spec"]["network"]["subdomain"] == subdomain
+
+
+def test_kustomization_names_the_other_files_and_the_image() -> None:
+    """A Job and its Service; the JobSet is the other way to run the same job."""
+    kustomization = yaml.safe_load((manifests.KUBERNETES / "kustomization.yaml").read_text())
+    assert tuple(kustomization["resources"]) == manifests.JOB
+    (image,) = kustomization["images"]
+    assert container(shipped_job())["image"] == f"{image['name']}:{image['newTag']}"
+
+
+def test_service_is_the_one_that_the_pods_need() -> None:
+    """Headless, for pods that are not ready yet, by the name that they have as their subdomain."""
+    service, job = manifests.documents()
+    template = job["spec"]["template"]
+    assert service["metadata"]["name"] == template["spec"]["subdomain"]
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    ports = [port["name"] for port in container(job["spec"])["ports"]]
+    assert [port["targetPort"] for port in service["spec"]["ports"]] == ports
+
+
+def test_values_that_stand_in_two_places_agree() -> None:
+    """No schema knows that they belong together."""
+    job = shipped_job()
+    pod, agent = job["template"]["spec"], container(job)
+    env = {one["name"]: one.get("value", "") for one in agent["env"]}
+    least, most = map(int, env["ELASTIC_RESUME_NODES"].split(":"))
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", most, most)
+    assert job["maxFailedIndexes"] == most - least
+    # A podFailurePolicy asks for both.
+    assert (pod["restartPolicy"], job["podReplacementPolicy"]) == ("Never", "Failed")
+    assert env["ELASTIC_RESUME_SERVICE"] == pod["subdomain"]
+    assert env[constants.ENV_TERMINATION_GRACE_S] == str(pod["terminationGracePeriodSeconds"])
+    mounts = {mount["mountPath"]: mount["name"] for mount in agent["volumeMounts"]}
+    volumes = {volume["name"]: volume["emptyDir"] for volume in pod["volumes"]}
+    assert set(mounts.values()) == set(volumes)
+    disk, shared = volumes[mounts[env[constants.ENV_CKPT_DIR]]], volumes[mounts["/dev/shm"]]  # noqa: S108
+    assert (disk["sizeLimit"], shared["medium"]) == (env[constants.ENV_CKPT_LIMIT], "Memory")
+    limits = {name: kubernetes.size_bytes(size, name) for name, size in agent["resources"]["limits"].items()}
+    assert kubernetes.size_bytes(shared["sizeLimit"], "shm") < limits["memory"]
+    assert kubernetes.size_bytes(disk["sizeLimit"], "disk") < limits["ephemeral-storage"]
+
+
+def test_every_variable_that_a_pod_reads_is_set() -> None:
+    """By the Job, by its controller, or by Kubernetes; and each variable of ours is one that exists."""
+    env = {one["name"]: one.get("value", "") for one in container(shipped_job())["env"]}
+    given = {
+        "JOB_COMPLETION_INDEX": "2",
+        "HOSTNAME": "elastic-resume-train-2",
+        "KUBERNETES_SERVICE_HOST": "x",
+    }
+    read = {variable for variables in environment.KUBERNETES.values() for variable in variables}
+    assert read <= set(env) | set(given)
+    known = {getattr(constants, name) for name in dir(constants) if name.startswith("ENV_")}
+    assert {name for name in env if name.startswith(constants.ENV_PREFIX)} <= read | known
+    filled_in = {"ELASTIC_RESUME_JOB": "elastic-resume-train", "POD_NAMESPACE": "ml", "POD_IP": "10.1.2.3"}
+    here = environment.read({**env, **given, **filled_in})
+    assert here.problems == ()
+    assert (here.name, here.job, here.order) == ("elastic-resume-train-2", "elastic-resume-train", 2)
+    assert (here.min_nodes, here.nodes, here.workers) == (2, 3, 1)
+    assert here.candidates[0] == "elastic-resume-train-0.elastic-resume-train.ml.svc:29400"
+    assert kubernetes.termination_grace_s(env) == 120
+
+
+def test_exit_codes_mean_what_the_contract_says() -> None:
+    """Eviction is looked at first: an agent that is evicted may end with any code."""
+    job = shipped_job()
+    evicted, again, fault = job["podFailurePolicy"]["rules"]
+    assert (evicted["action"], again["action"], fault["action"]) == ("Ignore", "Ignore", "FailJob")
+    assert evicted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert again["onExitCodes"]["values"] == [constants.EXIT_REQUEUE, constants.EXIT_SIGNALLED + 15]
+    assert fault["onExitCodes"]["values"] == [constants.EXIT_AT_FAULT, constants.EXIT_USAGE]
+    names = {rule["onExitCodes"]["containerName"] for rule in (again, fault)}
+    assert names == {container(job)["name"]}
+    assert job["successPolicy"]["rules"] == [{"succeededCount": 1}]
+
+
+def test_the_pod_runs_as_the_user_that_the_image_makes() -> None:
+    """A volume is writable for the group of the image's user, who is not root."""
+    user = re.search(r"^USER (\d+):(\d+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert user is not None
+    context = shipped_job()["template"]["spec"]["securityContext"]
+    assert (context["runAsUser"], context["runAsGroup"]) == tuple(int(number) for number in user.groups())
+    assert context["fsGroup"] == context["runAsGroup"]
+    assert context["runAsNonRoot"] is True
+
+
+def test_the_example_of_the_job_is_in_the_image() -> None:
+    """And takes the arguments that the Job gives it."""
+    agent = container(shipped_job())
+    assert agent["command"] == ["tini", "--", "elastic-resume", "run"]
+    script, *words = agent["args"]
+    source = (ROOT / script).read_text()
+    assert [word for word in words if f'"{word.partition("=")[0]}"' not in source] == []
+
+
+# ---- Slurm -------------------------------------------------------------------------------------------
+
+STAND_IN = """#!/bin/bash
+printf '%s\\n' "$@" '' >> "$CALLS/$(basename "$0")"
+case "$(basename "$0") $1" in
+  "srun --overlap") ;;
+  "srun "*) exit "$SRUN_EXIT" ;;
+  "scontrol requeue") exit "$REQUEUE_EXIT" ;;
+  "scontrol show") echo "JobId=1 JobName=j $SHOWN" ;;
+esac
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the batch script ended, and each call of the stand-ins as a list of words."""
+
+    code: int
+    stderr: str
+    srun: list[list[str]]
+    scontrol: list[list[str]]
+
+    @property
+    def agents(self) -> list[str]:
+        """The words with which the agents are started."""
+        (words,) = (words for words in self.srun if words[0] != "--overlap")
+        return words
+
+    @property
+    def requeues(self) -> list[list[str]]:
+        """What Slurm was asked to queue again."""
+        return [call for call in self.scontrol if call[0] == "requeue"]
+
+
+def submit(tmp_path: Path, *words: str, srun_exit: int = 0, requeue_exit: int = 0, **variables: str) -> Ended:
+    """Run a batch script in the environment that Slurm would give it."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("srun", "scontrol"):
+        (programs / name).write_text(STAND_IN)
+        (programs / name).chmod(0o755)
+    environment = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path),
+        "SRUN_EXIT": str(srun_exit),
+        "REQUEUE_EXIT": str(requeue_exit),
+        "REQUEUE_RETRY_S": "0",
+        "WATCH_DELAY_S": "0",
+        "SHOWN": "JobState=RUNNING Reason=None PreemptTime=None",
+        "SLURM_JOB_ID": "1234567",
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_CPUS_ON_NODE": "8",
+        "SLURMD_NODENAME": "n7",
+        **variables,
+    }
+    command = ["bash", str(SCRIPT), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    return Ended(done.returncode, done.stderr, calls(tmp_path / "srun"), calls(tmp_path / "scontrol"))
+
+
+def calls(path: Path) -> list[list[str]]:
+    """Read what a stand-in noted: words by line, calls divided by an empty line."""
+    text = path.read_text() if path.exists() else ""
+    return [call.split("\n") for call in text.split("\n\n") if call]
+
+
+ELEMENT: dict[str, Any] = {
+    "SLURM_ARRAY_JOB_ID": "1234567",
+    "SLURM_ARRAY_TASK_ID": "2",
+    "SLURM_JOB_NUM_NODES": "1",
+}
+
+
+def test_sbatch_sees_the_options_that_a_flaky_cluster_needs() -> None:
+    """They stand before the first command, where sbatch stops reading; bash reads the rest."""
+    subprocess.run(["bash", "-n", str(SCRIPT)], check=True, timeout=60)
+    head = SCRIPT.read_text().split("\nset -uo")[0]
+    options = set(re.findall(r"^#SBATCH (\S+)$", head, re.MULTILINE))
+    assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1", "--no-kill"} <= options
+
+
+def test_agents_get_the_words_as_they_are_and_nothing_else(tmp_path: Path) -> None:
+    """What they need is in Slurm's variables."""
+    ended = submit(tmp_path, "train.py", "--lr", "0.1 0.2", **ELEMENT)
+    assert ended.code == 0
+    words = ended.agents
+    assert words[words.index("elastic-resume") + 1 :] == ["run", "train.py", "--lr", "0.1 0.2"]
+
+
+def test_the_end_of_one_agent_of_an_allocation_ends_no_other(tmp_path: Path) -> None:
+    """Whatever its exit code, whether its node is lost; two other nodes look whether the first is there."""
+    ended = submit(tmp_path, "train.py")
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(ended.agents)
+    (watch,) = (words for words in ended.srun if words[0] == "--overlap")
+    assert {"--relative=1", "--nodes=2", "--ntasks=2", "--no-kill"} <= set(watch)
+
+
+@pytest.mark.parametrize(("nodes", "others"), [("1", None), ("2", "--nodes=1"), ("64", "--nodes=2")])
+def test_as_many_nodes_watch_as_there_are_up_to_two(tmp_path: Path, nodes: str, others: str | None) -> None:
+    """A job of one node has nobody to watch it, and needs none."""
+    ended = submit(tmp_path, "train.py", SLURM_JOB_NUM_NODES=nodes)
+    watches = [words for words in ended.srun if words[0] == "--overlap"]
+    assert [others in words for words in watches] == [True] * (others is not None)
+
+
+def test_the_code_that_asks_for_it_requeues_an_element_alone(tmp_path: Path) -> None:
+    """Its job id may be the whole array's: requeueing that takes the siblings along."""
+    ended = submit(tmp_path, "train.py", srun_exit=constants.EXIT_REQUEUE, **ELEMENT)
+    assert (ended.code, ended.requeues) == (0, [["requeue", "1234567_2"]])
+
+
+def test_a_job_that_is_no_array_is_requeued_by_its_number(tmp_path: Path) -> None:
+    """The one that Slurm gives it."""
+    ended = submit(tmp_path, "train.py", srun_exit=constants.EXIT_REQUEUE)
+    assert ended.requeues == [["requeue", "1234567"]]
+
+
+@pytest.mark.parametrize(
+    ("code", "shown", "requeues"),
+    [
+        (143, "JobState=RUNNING Reason=None PreemptTime=2026-11-21T00:00:00", 1),
+        (143, "JobState=COMPLETING Reason=None PreemptTime=None", 0),
+        (75, "JobState=COMPLETING Reason=None PreemptTime=None", 0),
+        (1, "JobState=RUNNING Reason=None PreemptTime=2026-11-21T00:00:00", 0),
+    ],
+)
+def test_slurms_word_decides_where_agents_cannot_ask(
+    tmp_path: Path, code: int, shown: str, requeues: int
+) -> None:
+    """A preempted job would be over; one that is being cancelled would be brought back."""
+    ended = submit(tmp_path, "train.py", srun_exit=code, SHOWN=shown, **ELEMENT)
+    assert len(ended.requeues) == requeues
+    (tmp_path / "off").mkdir()
+    told = {**ELEMENT, "SHOWN": shown, "ELASTIC_RESUME_REQUEUE": "off"}
+    assert submit(tmp_path / "off", "train.py", srun_exit=code, **told).requeues == []
+
+
+@pytest.mark.parametrize("code", [0, constants.EXIT_AT_FAULT, constants.EXIT_USAGE, 137, 143])
+def test_no_other_code_requeues(tmp_path: Path, code: int) -> None:
+    """A job at fault would fail again, and a user's scancel (143) must not be undone."""
+    ended = submit(tmp_path, "train.py", srun_exit=code, **ELEMENT)
+    assert (ended.code, ended.requeues) == (code, [])
+
+
+def test_a_controller_that_is_away_is_asked_six_times(tmp_path: Path) -> None:
+    """Then the job ends with the code that says what to do."""
+    ended = submit(tmp_path, "train.py", srun_exit=constants.EXIT_REQUEUE, requeue_exit=1, **ELEMENT)
+    assert ended.code == constants.EXIT_REQUEUE
+    assert len(ended.requeues) == 6
+
+
+def test_without_a_script_the_usage_is_told(tmp_path: Path) -> None:
+    """Before anything is started."""
+    ended = submit(tmp_path, **ELEMENT)
+    assert (ended.code, ended.srun) == (constants.EXIT_USAGE, [])
+    assert "usage: sbatch" in ended.stderr

@@ -1,0 +1,70 @@
+"""Three scripts as their users wrote them, ported; each is killed and ends as it does undisturbed."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.testing import assert_same_run, equivalence
+from tests.support import ranks
+from tests.support.paths import ROOT
+
+PORTS = ROOT / "examples" / "ports"
+
+
+@pytest.mark.parametrize(("name", "most"), [("toy", 9), ("imagenet", 25), ("ema", 10)])
+def test_a_port_adds_few_lines_to_what_it_takes_away(name: str, most: int) -> None:
+    """Not counted: the text at the top of the file."""
+    before, after = (
+        (PORTS / file).read_text().split('"""', 2)[2].splitlines()
+        for file in (f"{name}_before.py", f"{name}.py")
+    )
+    changes = [
+        line for line in difflib.ndiff(before, after) if line.startswith(("+ ", "- ")) and line[2:].strip()
+    ]
+    added = [line for line in changes if line.startswith("+ ")]
+    assert len(added) <= most, "\n".join(added)
+    assert len(added) < len(changes) - len(added)
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "nodes", "kill"),
+    [
+        ("toy", 1, "worker 0 at step 20"),
+        # Not rank 0: BatchNorm's buffers are its own, and one update older where its last copy is lost.
+        ("imagenet", 1, "worker 1 at step 20"),
+        ("ema", 2, "node 1 at step 20"),
+    ],
+)
+def test_a_killed_port_ends_as_it_does_undisturbed(
+    name: str, nodes: int, kill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, optimizer, scheduler, average, best accuracy, and what is printed of each epoch or step."""
+    monkeypatch.chdir(tmp_path)
+    if name == "toy":
+        monkeypatch.setattr(equivalence, "LOOK_S", 1.2)  # in which all of its steps would be over
+    script = PORTS / f"{name}.py"
+    assert_same_run(script, kills=[kill], nodes=nodes, workers_per_node=2 // nodes, lines=r"^(step|epoch) \d")
+
+
+@pytest.mark.cluster
+def test_what_the_scripts_saved_before_can_be_the_first_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All three train and save as they are; the classifier's file, of a DDP model, begins the port's."""
+    monkeypatch.chdir(tmp_path)
+    for name, *words in (("toy", "--steps", "20"), ("imagenet", "--epochs", "1"), ("ema", "--epochs", "1")):
+        done = ranks.run(1, PORTS / f"{name}_before.py", *words)[0]
+        assert done.returncode == 0, done.stderr
+    for file in ("toy.checkpoint", "checkpoint.pth.tar", "last.pt"):
+        assert (tmp_path / file).exists()
+    ported = ranks.run(2, PORTS / "imagenet.py", "--epochs", "2", "--resume", "checkpoint.pth.tar")
+    assert [done.returncode for done in ported] == [0, 0], ported[0].stderr
+    lines = ported[0].stdout.splitlines()
+    assert lines[0] == "=> loaded checkpoint 'checkpoint.pth.tar' (epoch 1)"
+    assert lines[1].startswith("epoch [2][0/")
+    assert lines[-1].startswith("epoch 2: ")

@@ -1,0 +1,379 @@
+"""Real processes, real kills, a disk that is really full, and two owners of one directory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.checkpoint.atomic_io import DISK, Disk, machine
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.checkpoint.reader import name_of
+from elastic_resume.checkpoint.writer import Writer
+from elastic_resume.errors import ConfigError, MachineError, NodeTakenError, RecordError, UsageError
+from tests.support.store_samples import RUN, image, manifest, save
+
+TESTS = Path(__file__).parent
+POINTS = [
+    "commit.before-data",
+    "commit.after-data",
+    "commit.before-manifest",
+    "commit.before-rename",
+    "commit.after-rename",
+]
+SAVE = "import sys; from pathlib import Path; from store_samples import save; save(Path(sys.argv[1]), 1, 3)"
+
+
+def python(code: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """Start a Python process that can import the samples."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(TESTS), **variables},
+    )
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_any_point_of_a_commit_leaves_a_whole_catalog(tmp_path: Path, point: str) -> None:
+    """SIGKILL there: everything under a final name is whole, and a sweep leaves nothing else."""
+    for step in (1, 2):
+        save(tmp_path, 1, step)
+    with python(SAVE, str(tmp_path), **{constants.ENV_FAILPOINTS: f"{point}=kill"}) as process:
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    catalog = Catalog(tmp_path, RUN)
+    steps = [3, 2, 1] if point == "commit.after-rename" else [2, 1]
+    assert [entry.step for entry in catalog.entries(deep=True)] == steps
+    assert all(entry.problem is None for entry in catalog.entries(deep=True))
+    assert len(catalog.sweep()) == (point not in {"commit.before-data", "commit.after-rename"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(name_of(1, step) for step in steps)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_error_at_any_point_of_a_commit_leaves_nothing_half_done(tmp_path: Path, point: str) -> None:
+    """A failing device is a MachineError, and the temporary directory is gone at once."""
+    save(tmp_path, 1, 2)
+    code = f"""
+from elastic_resume.errors import MachineError
+try:
+    {SAVE.replace("; ", chr(10) + "    ")}
+except MachineError as error:
+    print(error, type(error.__cause__).__name__, error.__cause__.errno)
+"""
+    with python(code, str(tmp_path), **{constants.ENV_FAILPOINTS: f"{point}=raise"}) as process:
+        out, err = process.communicate()
+    assert "cannot commit" in out, err
+    assert f"OSError {errno.EIO}" in out
+    steps = [3, 2] if point == "commit.after-rename" else [2]
+    assert [entry.step for entry in Catalog(tmp_path, RUN).valid(deep=True)] == steps
+    assert len(list(tmp_path.iterdir())) == len(steps)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB of its own."""
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mounted)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield mounted
+    subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_a_full_disk_is_a_machine_error_and_costs_no_older_copy(small_disk: Path) -> None:
+    """Saves go on until nothing fits; the last one says so, leaves nothing, and pruning makes room again."""
+    steps = iter(range(1, 100))
+    with pytest.raises(MachineError, match="No space left on device; free space there") as caught:
+        all(save(small_disk, 1, step) for step in steps)
+    step = next(steps) - 1
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert str(small_disk) in str(caught.value)
+    catalog = Catalog(small_disk, RUN)
+    assert [entry.step for entry in catalog.valid(deep=True)] == list(range(step - 1, 0, -1))
+    assert len(list(small_disk.iterdir())) == step - 1
+    assert len(catalog.prune(2)) == step - 3
+    save(small_disk, 1, step)
+    assert [entry.step for entry in catalog.valid(deep=True)] == [step, step - 1, step - 2]
+
+
+def test_room_is_asked_for_before_the_first_step(small_disk: Path) -> None:
+    """The message says how much is needed and how much there is."""
+    node = NodeDir(small_disk, None, DISK)
+    node.ensure_room(100_000)
+    with pytest.raises(MachineError, match=r"5\.0 GB are needed and 0\.\d MB are free; free space"):
+        node.ensure_room(5_000_000_000)
+    with contextlib.suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    with pytest.raises(MachineError, match=r"cannot (create|write) .*No space left"):
+        node.ensure_room(0)
+    assert not list(small_disk.glob(".tmp-*"))
+
+
+def test_a_file_size_limit_is_a_machine_error(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE: the write fails in the middle of the data; nothing is left of it."""
+    save(tmp_path, 1, 2)
+    code = f"""
+import resource, signal
+from elastic_resume.errors import MachineError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+try:
+    {SAVE.replace("; ", chr(10) + "    ")}
+except MachineError as error:
+    print(error)
+"""
+    with python(code, str(tmp_path)) as process:
+        out, err = process.communicate()
+    assert "cannot write" in out, err
+    assert "ulimit -f" in out
+    assert [path.name for path in tmp_path.iterdir()] == [name_of(1, 2)]
+    assert Catalog(tmp_path, RUN).entries(deep=True)[0].problem is None
+
+
+class FailingDisk(Disk):
+    """A disk whose sync of files fails, as it does when a device drops out."""
+
+    def sync_file(self, descriptor: int, path: Path) -> None:
+        """Fail as the kernel does."""
+        with machine("sync", path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), descriptor)
+
+
+def test_a_failed_sync_is_no_commit(tmp_path: Path) -> None:
+    """What could not be synced gets no final name."""
+    with Writer(tmp_path, 1, 1, FailingDisk()) as writer:
+        writer.write(image())
+        with pytest.raises(MachineError, match=r"cannot sync .*Input/output error; the device fails"):
+            writer.commit(manifest())
+    assert list(tmp_path.iterdir()) == []
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from elastic_resume.checkpoint.node_dir import NodeDir
+node = NodeDir.claim(Path(sys.argv[1]), "run-1", "a")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_is_told_who_owns_the_directory(tmp_path: Path) -> None:
+    """Process, host, command and what to do; a kill of the owner frees it at once."""
+    with python(HOLD, str(tmp_path), "the-first-one") as first:
+        assert first.stdout
+        assert first.stdout.readline() == "held\n"
+        with python(HOLD, str(tmp_path)) as second:
+            _, err = second.communicate(timeout=60)
+        assert second.returncode == 1
+        assert f"NodeTakenError: node name 'a' is taken: {tmp_path / RUN / 'a'}" in err
+        assert f"held by process {first.pid} on host {os.uname().nodename} since 20" in err
+        assert "the-first-one" in err
+        assert "another --node-name" in err
+        with NodeDir.claim(tmp_path, RUN, "b", timeout_s=0):
+            pass
+        first.kill()
+        first.communicate()
+    with NodeDir.claim(tmp_path, RUN, "a", timeout_s=10):
+        owner = json.loads((tmp_path / RUN / "a" / constants.LOCK_OWNER_FILE).read_text())
+        assert owner["pid"] == os.getpid()
+
+
+def test_a_process_does_not_wait_for_itself(tmp_path: Path) -> None:
+    """Nor is it told to end itself; after the release, or when nothing refers to the owner, it may again."""
+    node = NodeDir.claim(tmp_path, RUN, "a")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for root in (tmp_path, tmp_path / "link"):
+        with pytest.raises(
+            UsageError, match=r"already resumed job 'run-1' under .* 'a'; call run\.close\(\)"
+        ):
+            NodeDir.claim(root, RUN, "a", timeout_s=3600)
+    assert NodeDir.attach(tmp_path, RUN, "a").path == node.path
+    node.release()
+    node.release()
+    forgotten = NodeDir.claim(tmp_path, RUN, "a", timeout_s=0)
+    del forgotten
+    NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
+
+
+def test_an_owner_whose_note_is_damaged_is_unknown(tmp_path: Path) -> None:
+    """The lock counts, not the note."""
+    with python(HOLD, str(tmp_path)) as first:
+        assert first.stdout
+        assert first.stdout.readline() == "held\n"
+        (tmp_path / RUN / "a" / constants.LOCK_OWNER_FILE).write_bytes(b"\xff not json")
+        with pytest.raises(NodeTakenError, match=r"process \?"):
+            NodeDir.claim(tmp_path, RUN, "a", timeout_s=0.05)
+        first.kill()
+        first.communicate()
+
+
+def in_a_fork(action: Callable[[], object]) -> None:
+    """Run ``action`` in a forked child that must end well."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            action()
+            code = 0
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def is_taken(tmp_path: Path) -> bool:
+    """Whether another process finds an owner."""
+    with python(HOLD, str(tmp_path)) as other:
+        _, err = other.communicate(timeout=60)
+    return "NodeTakenError" in err
+
+
+@pytest.mark.slow
+def test_a_forked_child_cannot_free_the_owners_lock(tmp_path: Path) -> None:
+    """Neither by its end, nor by what runs at its end: DataLoader workers are forks, and flock is shared."""
+    with NodeDir.claim(tmp_path, RUN, "a") as node:
+        in_a_fork(lambda: None)
+        assert is_taken(tmp_path)
+        in_a_fork(node.release)
+        assert is_taken(tmp_path)
+        in_a_fork(lambda: (node.__dict__.pop("_lock"), gc.collect()))
+        assert is_taken(tmp_path)
+        with pytest.raises(UsageError):
+            NodeDir.claim(tmp_path, RUN, "a")
+
+
+def test_a_release_counts_while_a_forked_child_lives(tmp_path: Path) -> None:
+    """The child has the lock's file open too."""
+    with NodeDir.claim(tmp_path, RUN, "a") as node:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writing)
+            os.read(reading, 1)
+            os._exit(0)
+        node.release()
+        assert not is_taken(tmp_path)
+        os.close(writing)
+        os.close(reading)
+        os.waitpid(child, 0)
+
+
+def test_a_directory_has_one_identity_for_good(tmp_path: Path) -> None:
+    """Owners and workers of all times see the same; another disk's directory of that name has another."""
+    assert NodeDir.attach(tmp_path, RUN, "a").identity() == ""
+    with NodeDir.claim(tmp_path, RUN, "a") as node:
+        first = node.identity()
+        assert NodeDir.attach(tmp_path, RUN, "a").identity() == first
+    with NodeDir.claim(tmp_path, RUN, "a") as again:
+        assert again.identity() == first
+    assert re.fullmatch("[0-9a-f]{32}", first)
+    with NodeDir.claim(tmp_path / "other-host", RUN, "a") as other:
+        assert other.identity() not in {"", first}
+
+
+@pytest.mark.parametrize("text", ["", "7", "{}", '{"id": ""}', '{"id": 3}', "\0" * 46, '{"id": "x"', "\xff"])
+def test_a_damaged_identity_is_an_error_and_not_another_one(tmp_path: Path, text: str) -> None:
+    """For owners, who give the directory up again, and for workers."""
+    node = NodeDir.attach(tmp_path, RUN, "a")
+    (node.path / constants.IDENTITY_FILE).write_text(text)
+    with pytest.raises(RecordError, match="does not hold an identity"):
+        node.identity()
+    for _ in range(2):
+        with pytest.raises(RecordError, match="does not hold an identity"):
+            NodeDir.claim(tmp_path, RUN, "a", timeout_s=0)
+    (node.path / constants.IDENTITY_FILE).unlink()
+    NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
+
+
+@pytest.mark.parametrize(
+    ("run_id", "node"),
+    [
+        ("../up", "a"),
+        ("", "a"),
+        ("a/b", "a"),
+        ("ok", ".hidden"),
+        ("ok", "-rf"),
+        ("ok", "x" * 129),
+        ("ok", "a\n"),
+    ],
+)
+def test_unsafe_names_are_refused_before_anything_is_made(tmp_path: Path, run_id: str, node: str) -> None:
+    """They become directories, and stand in shells."""
+    with pytest.raises(ConfigError, match="cannot be the name of a directory"):
+        NodeDir.claim(tmp_path / "ckpt", run_id, node)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_generation_never_goes_back(tmp_path: Path) -> None:
+    """0 when none was; the greatest afterwards."""
+    node = NodeDir.attach(tmp_path, RUN, "a")
+    assert node.generation() == 0
+    assert [node.persist_generation(g) for g in (3, 2, 3, 5)] == [3, 3, 3, 5]
+    assert NodeDir.attach(tmp_path, RUN, "a").generation() == 5
+    with pytest.raises(ValueError, match="out of range"):
+        node.persist_generation(-1)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", '{"generation": "7"}', '{"generation": -1}', "\0" * 30, '{"generation": true}']
+)
+def test_a_damaged_generation_is_an_error_and_not_zero(tmp_path: Path, text: str) -> None:
+    """Zero would let a stale party back in."""
+    node = NodeDir.attach(tmp_path, RUN, "a")
+    (node.path / constants.GENERATION_FILE).write_text(text)
+    with pytest.raises(RecordError, match="does not hold a generation"):
+        node.generation()
+    with pytest.raises(RecordError):
+        node.persist_generation(9)
+
+
+def test_a_file_in_the_way_of_the_directory_is_a_machine_error(tmp_path: Path) -> None:
+    """Said with the path and what to do."""
+    (tmp_path / "ckpt").write_text("a file")
+    with pytest.raises(MachineError, match=r"cannot .*ckpt.*: Not a directory; .*another --ckpt-dir"):
+        NodeDir.claim(tmp_path / "ckpt", RUN, "a")
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o444], ids=["not to be written", "not to be entered"])
+def test_a_directory_without_permission_is_a_machine_error(tmp_path: Path, mode: int) -> None:
+    """Root may write anywhere, so another user tries."""
+    code = """
+import os, sys
+from pathlib import Path
+from elastic_resume.errors import MachineError
+from elastic_resume.checkpoint.node_dir import NodeDir
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    NodeDir.claim(Path(sys.argv[1]), "run-1", "a")
+except MachineError as error:
+    print(error)
+"""
+    directory = tmp_path / "ckpt"
+    directory.mkdir(mode=mode)
+    for parent in [tmp_path, *list(tmp_path.parents)[:3]]:
+        if parent.owner() == tmp_path.owner():
+            parent.chmod(parent.stat().st_mode | 0o011)
+    with python(code, str(directory)) as process:
+        out, err = process.communicate()
+    assert "Permission denied; give this user write permission there" in out, err

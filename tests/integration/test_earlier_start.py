@@ -1,0 +1,198 @@
+"""A start of a job that goes on with an earlier one says so: from where, what differs, how to start anew."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import constants, testing
+from elastic_resume.checkpoint import node_dir
+from elastic_resume.checkpoint.atomic_io import Disk
+from elastic_resume.training.announce import difference
+from tests.support import ranks
+
+SCRIPT = """
+import os, sys
+import torch
+import elastic_resume as er
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = er.resume(model=model, optimizer=optimizer)
+for epoch in run.epochs(int(sys.argv[1])):
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        run.step()
+        if "once" in sys.argv and run.position.step == 2 and run.generation == 1:
+            os._exit(9)
+"""
+
+
+def started(directory: Path, *args: str, size: int = 1, **env: str) -> list[str]:
+    """Run a world by hand; give the lines about an earlier start that all of its ranks have printed."""
+    done = ranks.run(size, directory / "train.py", *args, env=[env] * size)
+    assert [one.returncode for one in done] == [0] * size, done[0].stderr
+    return lines_of("".join(one.stderr for one in done))
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines about an earlier start."""
+    return [line for line in text.splitlines() if "AN EARLIER RUN" in line]
+
+
+def test_start_over_an_earlier_one_is_told_once_with_what_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In silence a second start would train nothing, or go on with another learning rate's state."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert started(tmp_path, "1", "--lr", "0.1") == []
+
+    (line,) = started(tmp_path, "1", "--lr", "0.1")
+    assert f"from {tmp_path / 'checkpoints' / 'train'} at step 3 (epoch 1)" in line
+    assert "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 1 of 1 is over." in line
+    assert line.endswith("To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never.")
+
+    (line,) = started(tmp_path, "2", "--lr", "0.5", size=2)
+    assert (
+        "at step 3 (epoch 1). Arguments then: 1 --lr 0.1; now: 2 --lr 0.5. Ranks then: 1; now: 2. To" in line
+    )
+
+    assert started(tmp_path, "1", ELASTIC_RESUME_RESUME="never") == []
+    monkeypatch.setenv("SECRET_OF_THE_USER", "hunter2")
+    (line,) = started(tmp_path, "3")
+    assert "Arguments then: 1; now: 3. To start" in line
+    kept = (tmp_path / "checkpoints" / "train" / "n0" / node_dir.START_FILE).read_text()
+    assert '"3"' in kept
+    assert "hunter2" not in kept
+
+
+@pytest.mark.cluster
+def test_restart_within_a_job_tells_nothing_and_its_next_start_does(tmp_path: Path) -> None:
+    """The agents are still the ones that began: only a new start of the job may surprise somebody."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    flags = ["--save-every", "1"]
+    with testing.Cluster(tmp_path / "cluster", nodes=2, flags=flags, workers_per_node=2) as cluster:
+        cluster.start(str(tmp_path / "train.py"), "2", "once")
+        assert cluster.wait_exit(120) == [0, 0]
+        assert lines_of(cluster.output(0) + cluster.output(1)) == []
+        resumes = [event["kind"] for event in cluster.events("resume")]
+        assert resumes == ["cold", "checkpoint"]
+        cluster.start(str(tmp_path / "train.py"), "2", "once")
+        assert cluster.wait_exit(120) == [0, 0]
+        (line,) = lines_of(cluster.output(0) + cluster.output(1))
+    assert "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 2 of 2 is over." in line
+
+
+CRASHES = """
+import os, pathlib, sys
+import torch
+import elastic_resume as er
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = er.resume(model=model, optimizer=optimizer)
+if not pathlib.Path("crashed").exists() and run.plan.kind == "checkpoint":
+    pathlib.Path("crashed").touch()
+    os._exit(9)
+for epoch in run.epochs(1):
+    optimizer.step()
+    run.step()
+"""
+
+
+def test_a_first_round_that_crashes_before_its_first_step_does_not_silence_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Restarted by the same supervisor, it would go on from an earlier start in silence."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(CRASHES)
+    agent = {
+        constants.ENV_AGENT_PID: str(os.getpid())
+    }  # the supervisor, who lives; else each rank is its own
+    ends = []
+    for env in ({}, agent, agent):
+        [one] = ranks.run(1, tmp_path / "train.py", env=[env])
+        ends.append((one.returncode, len(lines_of(one.stderr))))
+    assert ends == [(0, 0), (9, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "sizes", "said"),
+    [
+        (["t.py", "--lr", "1"], ["t.py", "--lr", "1"], (2, 2), "Same arguments and number of ranks"),
+        (["t.py"], ["t.py", "a b"], (2, 2), "Arguments then: (none); now: 'a b'"),
+        (["t.py", "x"], ["u.py", "x"], (2, 2), "Command then: t.py x; now: u.py x"),
+        ([], ["t.py"], (2, 3), "Arguments then: unknown. Ranks then: 2; now: 3"),
+        (["t.py"], ["t.py", "x" * 400], (None, 3), f"Arguments then: (none); now: {'x' * 300}…"),
+        (
+            ["t.py", "--api-key=a", "x"],
+            ["t.py", "--api-key=b", "y"],
+            (2, 2),
+            "Arguments then: '--api-key=***' x; now: '--api-key=***' y",
+        ),
+        (["t.py", "--token", "a"], ["t.py", "--token", "b"], (2, 2), "Same arguments and number of ranks"),
+    ],
+)
+def test_difference_names_command_and_ranks(
+    before: Sequence[str], now: Sequence[str], sizes: tuple[int | None, int], said: str
+) -> None:
+    """What is the same is left out."""
+    assert difference(before, now, *sizes) == said
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"supervisor": 1, "words": []}', "\x00", "9" * 70000])
+def test_damaged_note_of_a_start_is_no_note(tmp_path: Path, text: str) -> None:
+    """It serves people only: nothing may end a job for it."""
+    (tmp_path / node_dir.START_FILE).write_text(text)
+    assert node_dir.last_start(tmp_path) == ("", [])
+
+
+class Counting(Disk):
+    """Counts how often it has synced a file."""
+
+    syncs = 0
+
+    def sync_file(self, descriptor: int, path: Path) -> None:
+        """Count."""
+        self.syncs += 1
+        super().sync_file(descriptor, path)
+
+
+def test_note_of_a_start_is_read_back_and_of_too_many_arguments_without_them(tmp_path: Path) -> None:
+    """A command line may be 2 MB long."""
+    node_dir.note_start(tmp_path, "1 2 boot", ["t.py", "ä \udcff"])
+    assert node_dir.last_start(tmp_path) == ("1 2 boot", ["t.py", "ä \udcff"])
+    disk = Counting()
+    for words in (["t.py"], ["t.py"], ["t.py"]):
+        node_dir.note_start(tmp_path, "1 2 boot", words, disk)
+    assert disk.syncs == 1  # a restart does not wait for the disk
+    node_dir.note_start(tmp_path, "1 2 boot", ["x" * 70_000])
+    assert node_dir.last_start(tmp_path) == ("1 2 boot", [])
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["t.py", "--api-key=a=b", "--lr=1"], ["t.py", "--api-key=***", "--lr=1"]),
+        (["--hf_token", "a", "x"], ["--hf_token", "***", "x"]),
+        (["--apiKey", "a"], ["--apiKey", "***"]),
+        (["db.password=a\nb", "--config=MY_SECRET=a"], ["db.password=***", "--config=MY_SECRET=***"]),
+        (["--clientSecretId=", "--access-keys", "a"], ["--clientSecretId=***", "--access-keys", "***"]),
+        (["--use-token", "--lr", "1"], ["--use-token", "--lr", "1"]),
+        (["--tokenizer", "bpe", "--max-tokens=9", "--keypoints", "4"], None),
+        (["key.py", "data", "--token"], None),
+        ([], None),
+    ],
+)
+def test_values_of_secret_arguments_are_not_kept(
+    tmp_path: Path, words: list[str], kept: list[str] | None
+) -> None:
+    """The note is read by all who may read checkpoints, the line by all who may read the job's output."""
+    node_dir.note_start(tmp_path, "1 2 boot", words)
+    assert node_dir.last_start(tmp_path)[1] == (words if kept is None else kept)
+    assert node_dir.masked(node_dir.masked(words)) == node_dir.masked(words)

@@ -1,0 +1,274 @@
+"""Whole jobs on simulated nodes: real agents, real workers, real kills."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import cli
+from elastic_resume.testing import Cluster
+from tests.support import diary
+from tests.support.paths import SCRIPTS
+from tests.support.scripts.train import SAMPLES
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = SCRIPTS / "train.py"
+EPOCHS = 4
+SAVE_EVERY = 5
+Make = Callable[..., Cluster]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Make clusters that save every few steps, and stop them in the end."""
+    made: list[Cluster] = []
+
+    # --node-timeout as users have it, and not the patient one of other tests.
+    def build(
+        nodes: int = 3, min_nodes: int | None = None, max_nodes: int | None = None, more: tuple[str, ...] = ()
+    ) -> Cluster:
+        flags = ["--save-every", str(SAVE_EVERY), "--node-timeout", "3", *more]
+        cluster = Cluster(tmp_path, nodes=nodes, min_nodes=min_nodes, max_nodes=max_nodes, flags=flags)
+        made.append(cluster)
+        return cluster
+
+    yield build
+    for cluster in made:
+        cluster.stop()
+
+
+def start(cluster: Cluster, *, waits_at: int = 10**6, **options: object) -> Path:
+    """Start the job; give the directory of its diary.
+
+    ``waits_at``: from this step on each takes a second until `go_on`, so that the job cannot be over, nor far
+    ahead, by the time at which something befalls it, however long this process stands still.
+    """
+    kept = cluster.directory / "diary"
+    waits = {"slow_from": waits_at, "slow_until": cluster.directory / "go-on"}
+    flags = {"epochs": EPOCHS, **waits, **options}
+    words = [word for key, value in flags.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    cluster.start(SCRIPT, "--diary", str(kept), *words)
+    return kept
+
+
+def go_on(cluster: Cluster) -> None:
+    """What was to befall the job has."""
+    (cluster.directory / "go-on").touch()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digest of weights and optimizer after a run of three nodes that nothing befell."""
+    with Cluster(tmp_path_factory.mktemp("undisturbed"), nodes=3, flags=["--save-every", "5"]) as cluster:
+        go_on(cluster)
+        kept = start(cluster, step_delay=0.0)
+        assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+        return check_end(kept, world_size=3)
+
+
+def newest(cluster: Cluster) -> int:
+    """The newest generation that has begun."""
+    return max((int(event["generation"]) for event in cluster.events("resume")), default=0)
+
+
+def check_end(kept: Path, *, world_size: int, epochs: int = EPOCHS, batch: int = 24) -> str:
+    """Every sample once per epoch, equal weights on all ranks; give their digest."""
+    every = dict.fromkeys(range(SAMPLES), 1)
+    assert diary.samples_by_epoch(kept) == dict.fromkeys(range(epochs), every)
+    ends = diary.ends(kept)
+    assert [end["rank"] for end in ends] == list(range(world_size))
+    assert {end["world_size"] for end in ends} == {world_size}
+    assert {end["step"] for end in ends} == {epochs * SAMPLES // batch}
+    assert len({end["digest"] for end in ends}) == 1
+    return str(ends[0]["digest"])
+
+
+def test_a_killed_worker_costs_only_the_steps_since_the_last_save(make: Make, undisturbed: str) -> None:
+    """Kill -9 of one worker: same weights, bit for bit, as if nothing had happened."""
+    cluster = make()
+    kept = start(cluster, waits_at=14)
+    cluster.wait(commit=10, node=1)
+    before = newest(cluster)
+    cluster.kill_worker(1)
+    go_on(cluster)
+    resumed = cluster.wait(generation=before + 1)
+    assert resumed["kind"] == "checkpoint"
+    assert resumed["step"] >= 10
+    assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+    assert check_end(kept, world_size=3) == undisturbed
+    assert diary.repeated_steps(kept) <= SAVE_EVERY + 1
+    killed = [e for e in cluster.events_of(1, "worker-exit") if e["signal"] == "SIGKILL"]
+    assert killed
+
+
+def test_a_killed_node_returns_with_an_empty_disk(make: Make, undisturbed: str) -> None:
+    """Kill -9 of agent and worker of a node: the job waits for it, sends it a copy, and ends the same."""
+    cluster = make()
+    kept = start(cluster, waits_at=14)
+    cluster.wait(commit=10, node=0)
+    before = newest(cluster)
+    cluster.kill_node(2)
+    go_on(cluster)
+    cluster.wipe(2)
+    cluster.start_node(2)
+    resumed = cluster.wait(generation=before + 1)
+    assert "n2" in resumed["lacking"]
+    assert resumed["source_node"] == "n0"
+    assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+    assert check_end(kept, world_size=3) == undisturbed
+    starts = [(event["generation"], event["step"]) for event in cluster.events_of(2, "worker-start")]
+    assert starts == [(resumed["generation"], resumed["step"])], "it went on from what it was sent"
+    assert max(entry.step for entry in cluster.checkpoints(2)) == EPOCHS * SAMPLES // 24, (
+        "its disk has the end"
+    )
+
+
+def test_a_node_that_dies_during_a_resume_does_not_hold_the_others(make: Make, undisturbed: str) -> None:
+    """It dies with the plan made and nothing loaded; started again, it takes part in the next one."""
+    cluster = make()
+    kept = start(cluster, waits_at=14)
+    cluster.wait(commit=10, node=2)
+    planned = cluster.arm(2, "resume.planned=wait")
+    cluster.kill_worker(1)
+    go_on(cluster)
+    cluster.wait(lambda: cluster.arming.waits(planned), "n2 to come so far in the next world")
+    cluster.kill_node(2)
+    cluster.start_node(2)
+    assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+    assert check_end(kept, world_size=3) == undisturbed
+
+
+def test_two_nodes_go_on_without_the_third_and_take_it_back(make: Make, tmp_path: Path) -> None:
+    """With --nnodes 2:3 the world shrinks when a node dies and grows when it returns, empty."""
+    cluster = make(min_nodes=2, max_nodes=3)
+    # The third node comes back when it has imported torch, and the others have to be still there.
+    third_is_back = tmp_path / "third-is-back"
+    kept = start(cluster, waits_at=0, slow_until=third_is_back)
+    cluster.wait(lambda: [e for e in cluster.events("resume") if e["world_size"] == 3], "a world of 3")
+    cluster.wait(commit=5, node=0)
+    before = newest(cluster)
+    cluster.kill_node(2)
+    shrunk = cluster.wait(
+        lambda: [e for e in cluster.events("resume") if e["world_size"] == 2 and e["generation"] > before],
+        "a world of 2",
+    )[-1]
+    assert shrunk["kind"] == "checkpoint"
+    assert shrunk["nodes"] == ["n0", "n1"]
+    cluster.wipe(2)
+    cluster.start_node(2)
+    grown = cluster.wait(
+        lambda: [
+            e
+            for e in cluster.events("resume")
+            if e["world_size"] == 3 and e["generation"] > shrunk["generation"]
+        ],
+        "a world of 3 again",
+    )[0]
+    third_is_back.touch()
+    assert "n2" in grown["lacking"]
+    assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+    check_end(kept, world_size=3)
+
+
+def test_damaged_copies_are_named_and_the_next_source_is_taken(make: Make, undisturbed: str) -> None:
+    """The newest copy torn on one node and bit-flipped on another: the third node's copy serves all."""
+    cluster = make()
+    kept = start(cluster, waits_at=12)  # so near to each other they all keep the copy that counts
+    for index in range(3):
+        cluster.wait(commit=10, node=index)
+    cluster.stop()
+    go_on(cluster)
+    before = newest(cluster)
+    step = min(cluster.checkpoints(index)[0].step for index in range(3))
+    for index in range(3):
+        for entry in cluster.checkpoints(index):
+            if entry.step > step:
+                shutil.rmtree(entry.path)
+    cluster.truncate_newest(0)
+    cluster.corrupt(1)
+    start(cluster)
+    resumed = cluster.wait(generation=before + 1)
+    assert resumed["step"] == step
+    assert resumed["source_node"] == "n2"
+    assert resumed["lacking"] == ["n0", "n1"]
+    reasons = {rejected["node"]: rejected["reason"] for rejected in resumed["rejected"]}
+    assert "bytes of" in reasons["n0"]
+    assert "digest" in reasons["n1"]
+    assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+    assert check_end(kept, world_size=3) == undisturbed
+    assert "rejected n1/" in cluster.output(0)
+
+
+def test_when_every_copy_is_damaged_the_job_ends_and_does_not_start_afresh(make: Make) -> None:
+    """All copies corrupt: an error that names them, exit code 1 on every node, again when asked again."""
+    cluster = make(nodes=2)
+    start(cluster, waits_at=14)
+    for index in range(2):
+        cluster.wait(commit=5, node=index)
+    cluster.stop()
+    before = newest(cluster)
+    for index in range(2):
+        for entry in cluster.checkpoints(index):
+            (entry.path / "state.safetensors").write_bytes(b"")
+    for _ in range(2):
+        start(cluster)
+        assert cluster.wait_exit() == [1, 1]
+        assert "none can be loaded" in cluster.output(0)
+        assert newest(cluster) == before
+
+
+def test_a_whole_job_that_was_killed_goes_on_where_it_was(make: Make, undisturbed: str) -> None:
+    """Kill -9 of everything; the same command again ends with the same weights."""
+    cluster = make()
+    kept = start(cluster, waits_at=24)
+    cluster.wait(commit=20, node=0)
+    cluster.stop()
+    go_on(cluster)
+    before = newest(cluster)
+    start(cluster)
+    assert cluster.wait(generation=before + 1)["kind"] == "checkpoint"
+    assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+    assert check_end(kept, world_size=3) == undisturbed
+
+
+@pytest.mark.parametrize("second", [2, 4])
+def test_a_job_goes_on_with_another_number_of_nodes(make: Make, second: int) -> None:
+    """Started with 3 nodes, killed, started with fewer or more: no sample is repeated or skipped.
+
+    That the third is dead, and does not train on behind a cut link, an operator has to say.
+    """
+    first = make()
+    kept = start(first, waits_at=19)
+    first.wait(commit=15, node=0)
+    first.stop()
+    go_on(first)
+    # Two wait for the silence of the third.
+    again = make(nodes=second, more=("--node-timeout", "3") if second < 3 else ())
+    before = newest(first)
+    if second < 3:
+        assert cli.main(["force-quorum", str(first.run_dir / "n0"), "--yes"]) == 0
+    start(again)
+    resumed = again.wait(generation=before + 1)
+    assert (resumed["previous_world_size"], resumed["world_size"]) == (3, second)
+    # Of the others one may have died in the middle of its newest commit.
+    assert {f"n{index}" for index in range(3, second)} <= set(resumed["lacking"])
+    assert again.wait_exit() == [0] * second, again.output(0)
+    check_end(kept, world_size=second)
+
+
+def test_an_exception_is_told_with_its_first_line(make: Make, undisturbed: str) -> None:
+    """A rank that raises once costs a generation; the event names type, text and place."""
+    cluster = make()
+    go_on(cluster)
+    kept = start(cluster, raise_at="1:12:1")
+    assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+    assert check_end(kept, world_size=3) == undisturbed
+    told = cluster.events_of(1, "failure")[0]
+    assert (told["type"], told["message"]) == ("RuntimeError", "told to fail at step 12")
+    assert "train.py" in told["frame"]
+    assert signal.SIGKILL.name not in told["message"]

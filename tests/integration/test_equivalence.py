@@ -1,0 +1,221 @@
+"""Whether a script survives its kills unchanged: what is found to differ, and what is told of a mistake."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from elastic_resume.checkpoint.manifest import Manifest, Position
+from elastic_resume.errors import ConfigError
+from elastic_resume.state import state_dict
+from elastic_resume.testing import Fault, Plan, assert_same_run, equivalence
+from elastic_resume.testing.equivalence import FOLLOWS, SEEDS, End, lines_unlike, unlike
+from tests.support import store_samples
+from tests.support.images import capture
+from tests.support.paths import SCRIPTS
+
+SCRIPT = SCRIPTS / "forgetful.py"
+
+
+class Kept:
+    """Any state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give it."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+        self.value = state["value"]
+
+
+def end_of(place: Path, *, step: int = 5, at: int = 5, follows: tuple[str, ...] = (), **tracked: Any) -> End:
+    """The end of a run that leaves these objects."""
+    flat = state_dict.flatten(state_dict.collect(tracked))
+    image = capture(flat)
+    position = Position(0, at, step, 8 * step)
+    manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton, follows)
+    place.mkdir()
+    return End(store_samples.save_image(place, manifest, image.memory), manifest, (), ())
+
+
+def net(bump: float = 0.0) -> nn.Module:
+    """A layer, of which the bias's first number may be another."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    with torch.no_grad():
+        model[0].bias[0] += bump  # type: ignore[index,operator]
+    return model
+
+
+HOLDER = (
+    "from elastic_resume.testing import equivalence as same_run\n"
+    "with same_run._folder() as folder:\n"
+    "    (folder / 'undisturbed').mkdir()\n"
+    "    print(folder, flush=True)\n"
+    "    input()\n"
+)
+
+
+def test_only_what_is_proved_to_be_of_a_dead_run_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a user's folder, not one whose process lives elsewhere, not a run that goes on."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    others = [
+        tmp_path / "same-run-results-v2",
+        tmp_path / "same-run-4194305-x7",
+    ]  # no process has that number
+    for one in others:
+        one.mkdir()
+        (one / "results").write_text("of weeks")
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        equivalence._remove_what_the_dead_left()
+        assert {*tmp_path.iterdir()} == {*others, folder}, "it goes on"
+        process.kill()
+        process.wait()
+    assert (folder / "undisturbed").is_dir()
+    equivalence._remove_what_the_dead_left()
+    assert {*tmp_path.iterdir()} == {*others}, "it is dead"
+    with equivalence._folder() as own:
+        assert own.parent == tmp_path
+        equivalence._remove_what_the_dead_left()
+        assert own.is_dir()
+    assert {*tmp_path.iterdir()} == {*others}
+
+
+@pytest.mark.parametrize(
+    ("kill", "told"),
+    [
+        ("worker 1", "say when"),
+        ("rank 1 at step 5", "no fault 'rank'"),
+        ("node -1 at step 5", "cannot read"),
+        ("node 1 at 5s", "no kill at a step"),
+        ("cut node 1 at step 5", "no kill at a step"),
+        ("node 3 at step 5", "no node 3"),
+        (Fault("kill-worker", rank=6, step=5), "no rank 6"),
+    ],
+)
+def test_a_kill_that_cannot_come_is_refused_before_anything_runs(kill: str | Fault, told: str) -> None:
+    """What is no kill, and what hits nobody among three nodes and six workers."""
+    with pytest.raises(ConfigError, match=told):
+        assert_same_run("no-script.py", kills=[kill], workers_per_node=2)
+
+
+def test_a_plan_may_stand_among_the_scripts_words_and_needs_its_hosts() -> None:
+    """Links and disks are a matter of namespaces."""
+    for plan in (Plan.of("cut node 1 at step 5"), Plan.of("disk-full node 0 at 3s")):
+        with pytest.raises(ConfigError, match="of their own"):
+            assert_same_run("no-script.py", "--epochs", plan, "2")
+
+
+def test_equal_ends_differ_in_nothing(tmp_path: Path) -> None:
+    """A nan is equal to itself; where the data is not known the step within the epoch says nothing."""
+    one = end_of(tmp_path / "one", model=net(), notes=Kept([1, float("nan")]))
+    other = end_of(tmp_path / "other", model=net(), notes=Kept([1, float("nan")]), at=2)
+    assert unlike(one, other, []) == []
+
+
+def test_what_differs_is_told_in_the_order_of_the_tracked_objects(tmp_path: Path) -> None:
+    """The seed first, then position, tensors and values by their paths; nothing of what is our own."""
+    mine: dict[str, Any] = {
+        name: Kept(1) for name in ("data", "elastic_resume.seed", "elastic_resume.buckets")
+    }
+    theirs = {name: Kept(2) for name in mine}
+    follows = ("model/1.running_mean",)
+    model = net(1.0)
+    model.get_buffer("1.running_mean")[1] = 4
+    notes = Kept({"a": [1, 2], "gone": 3}), Kept({"a": [1, 2.0], "new": torch.ones(2)})
+    one = end_of(tmp_path / "one", model=net(), notes=notes[0], follows=follows, **mine)
+    other = end_of(tmp_path / "other", model=model, notes=notes[1], follows=follows, step=6, at=2, **theirs)
+    assert unlike(one, other, []) == [
+        SEEDS,
+        "position/step_in_epoch: 2, undisturbed 5",
+        "position/step: 6, undisturbed 5",
+        "position/samples: 48, undisturbed 40",
+        "model/0.bias float32[2]: 1 of 2 numbers differ, by 1 at most",
+        f"model/1.running_mean float32[2]: 1 of 2 numbers differ, by 4 at most{FOLLOWS}",
+        "notes/value/a/1: 2.0, undisturbed 2",
+        "notes/value/gone: is there only undisturbed",
+        "data/value: 2, undisturbed 1",
+        "notes/value/new: is there only under faults",
+    ]
+    assert unlike(one, other, ["notes", "*running_*", "model/0.b?as", "position", "data"]) == [SEEDS]
+
+
+def test_lines_may_come_twice_and_be_cut_off_but_say_nothing_else() -> None:
+    """A line that the undisturbed run does not print is told first, then those that are missing."""
+    lines = [f"step {number}: {number * 0.5}" for number in range(1, 7)]
+    assert lines_unlike(lines, lines[::-1], may_miss=0) == []
+    assert lines_unlike(lines, [*lines[:3], "step 4: 2", *lines[4:]], may_miss=1) == []
+    assert "did not print 'step 1: 0.5' (2 such" in lines_unlike(lines, lines[2:], may_miss=1)[0]
+    assert "printed 'step 4: 7', which" in lines_unlike(lines, [*lines, "step 4: 7"], may_miss=9)[0]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary files are made; nothing is left there, and no process of a run."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    yield tmp_path
+    assert not list((tmp_path / "tmp").iterdir())
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            assert str(tmp_path) not in " ".join(process.cmdline())
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "kills", "told"),
+    [
+        ("optimizer", ["worker 0 at step 9"], ["it printed 'step ", "model/weight float32", "went on after"]),
+        ("seed", [], ["the seed that random numbers come from", "Two undisturbed runs differ"]),
+    ],
+)
+def test_a_mistake_is_found(mistake: str, kills: list[str], told: list[str], place: Path) -> None:
+    """An optimizer that is not restored; a seed that is another one at each start."""
+    with pytest.raises(AssertionError) as caught:
+        assert_same_run(SCRIPT, mistake, kills=kills, nodes=1, lines="^step")
+    for text in told:
+        assert text in str(caught.value)
+    assert place.exists()
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (
+            "raise ValueError('there is no data')",
+            ["undisturbed: rank 0 ended with exit code 1", "line 1, in <module>"],
+        ),
+        ("print('trained')", ["never called er.resume()", "trained"]),
+    ],
+)
+def test_a_script_that_cannot_be_compared_is_told_at_once(script: str, told: list[str], place: Path) -> None:
+    """With what it printed."""
+    path = place / "script.py"
+    path.write_text(script)
+    with pytest.raises(AssertionError) as caught:
+        assert_same_run(path, kills=["worker 0 at step 9"], nodes=1)
+    for text in told:
+        assert text in str(caught.value)

@@ -1,0 +1,339 @@
+"""What agents make of failures: real agents, real deaths, workers that only pretend to train."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastic_resume import cli, constants, events
+from elastic_resume.testing import Cluster
+from tests.integration.test_launcher_shim import wait_for
+from tests.support.housed import MachineCluster
+from tests.support.paths import SCRIPTS
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = SCRIPTS / "trouble.py"
+Make = Callable[..., Cluster]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Make a cluster whose node n1 gets into a kind of trouble, and start it."""
+    made: list[Cluster] = []
+
+    def build(what: str, nodes: int = 3, min_nodes: int = 2, flags: tuple[str, ...] = ()) -> Cluster:
+        # These workers need no torch: a zygote that imports it would only take seconds from two cores.
+        own = ("--no-warm", "--settle", "60")  # and none begins without one that is slow to start
+        cluster = Cluster(tmp_path, nodes=nodes, min_nodes=min_nodes, flags=(*own, *flags))
+        made.append(cluster)
+        (tmp_path / "job").mkdir()
+        cluster.start(SCRIPT, str(tmp_path / "job"), what, "n1")
+        return cluster
+
+    yield build
+    for cluster in made:
+        cluster.stop()
+
+
+def finish(cluster: Cluster) -> None:
+    """Let the workers end well."""
+    (cluster.directory / "job" / "stop").touch()
+
+
+def verdicts(cluster: Cluster, index: int) -> list[dict[str, Any]]:
+    """How a node saw the ends of generations."""
+    return cluster.events_of(index, "verdict")
+
+
+def wait_for_three(cluster: Cluster) -> None:
+    """Wait until every node knows that it is in a world of three: only then has it a round to judge."""
+    cluster.wait(lambda: all(rounds(cluster, index)[-1:] == [3] for index in range(3)), "a world of three")
+
+
+def is_stopped(cluster: Cluster, index: int) -> bool:
+    """Whether a node's agent stands still."""
+    agent = cluster.nodes[index].agent
+    return agent is not None and psutil.Process(agent.pid).status() == psutil.STATUS_STOPPED
+
+
+def rounds(cluster: Cluster, index: int) -> list[int]:
+    """How many nodes took part in each of a node's rounds."""
+    return [event["num_nodes"] for event in cluster.events_of(index, "round")]
+
+
+def last_line(cluster: Cluster, index: int) -> str:
+    """What a node said last."""
+    return cluster.output(index).strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_script_that_cannot_be_imported_fails_at_once_and_its_traceback_stands_once(
+    tmp_path: Path, *, alone: bool
+) -> None:
+    """One round on each of two nodes with two workers, exit code 1, one traceback of a node at the most.
+
+    A node on which nothing was wrong points to the other; where both fail, one that has not heard of the
+    other in time prints its own.
+    """
+    script = tmp_path / "train.py"
+    wait = 'import os, time\nos.environ["GROUP_RANK"] == "1" and time.sleep(600)\n' if alone else ""
+    script.write_text(f"{wait}import nothing_of_that_name\n")
+    with Cluster(tmp_path, nodes=2, workers_per_node=2) as cluster:
+        cluster.start(script)
+        assert cluster.wait_exit(60) == [1, 1]
+        output = [cluster.output(0), cluster.output(1)]
+        for index in range(2):
+            assert len(rounds(cluster, index)) == 1
+            assert "ModuleNotFoundError: No module named 'nothing_of_that_name'" in last_line(cluster, index)
+            assert "Starting again would meet the same error." in last_line(cluster, index)
+            assert "first: rank " in output[index]
+            assert "more: events in " in output[index]
+        printed = [text.count("Traceback (most recent call last)") for text in output]
+        pointed = ["its traceback is in the output" in text for text in output]
+        assert [*map(sum, zip(printed, pointed, strict=True))] == [1, 1]
+        assert sum(printed) == 1 if alone else sum(printed) >= 1
+
+
+@pytest.mark.parametrize("disk", ["full", "broken"])
+def test_a_script_at_fault_is_not_started_again_though_the_disk_takes_and_gives_no_event(
+    tmp_path: Path, disk: str
+) -> None:
+    """How its worker ended stands in the agent's memory; the log on the disk is for people."""
+    (tmp_path / "train.py").write_text(
+        f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n"
+        "import nothing_of_that_name\n"
+    )
+    with MachineCluster(tmp_path, nodes=1) as cluster:
+        cluster.start(tmp_path / "train.py")
+        cluster.wait(lambda: "generation 1: node 0 of 1" in cluster.output(0), "its first world")
+        with (cluster.nodes[0].directory / constants.EVENTS_FILE).open("rb") as log:
+            os.fsync(log.fileno())  # so that a disk that breaks forgets what memory holds of it
+        cluster.fill_disk(0) if disk == "full" else cluster.break_disk(0)
+        (tmp_path / "go").touch()
+        cluster.wait(lambda: "trying again" in cluster.output(0), "the disk to hold the next world up")
+        cluster.free_disk(0) if disk == "full" else cluster.mend_disk(0)
+        assert cluster.wait_exit(60) == [1]
+        output = cluster.output(0)
+    assert "No module named 'nothing_of_that_name'" in output
+    assert "Starting again would meet the same error." in output
+    assert "generation 2" not in output
+    assert "elastic_resume/agent" not in output, "a traceback of the agent"
+
+
+def test_the_same_error_on_every_node_before_the_first_step_fails_at_once(make: Make) -> None:
+    """Nothing has ever worked, and it is not one machine."""
+    cluster = make("raises", nodes=2)
+    script = cluster.directory / "all.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(SCRIPT.parents[2])!r})\nfrom tests.jobs import trouble\n"
+        "trouble.main(trouble.Path(sys.argv[1]), 'raises', trouble.NODE)\n"
+    )
+    cluster.stop()
+    cluster.start(script, str(cluster.directory / "job"))
+    assert cluster.wait_exit(60) == [1, 1]
+    assert "the same error on all 2 nodes before anybody took a step" in last_line(cluster, 0)
+
+
+def test_a_poisoned_step_is_named(make: Make) -> None:
+    """The same exception at the same step three times ends the job, whatever the budget."""
+    cluster = make("poison", nodes=2, flags=("--max-no-progress", "9"))
+    assert cluster.wait_exit(90) == [1, 1]
+    for index in range(2):
+        assert "step 6 is poisoned: 3 times in a row it ended in the same exception." in last_line(
+            cluster, index
+        )
+        assert rounds(cluster, index) == [2, 2, 2]
+    (root,) = verdicts(cluster, 0)[-1]["causes"]
+    assert (root["node"], root["rank"], root["kind"], root["step"]) == ("n1", 1, "exception", 5)
+
+
+def test_a_node_that_fails_alone_leaves_and_the_others_go_on(make: Make) -> None:
+    """Three times without progress would end the job; two nodes are enough, so the third leaves with 75."""
+    cluster = make("segfault")
+    assert cluster.wait_exit(90, only=[1]) == [75]
+    assert "node n1 leaves the job: the last 3 failures were of node n1 alone." in last_line(cluster, 1)
+    assert "starting again in 1 s, since nothing has advanced" in cluster.output(1)
+    cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
+    assert "node n1 is to leave" in cluster.output(0)
+    finish(cluster)
+    assert cluster.wait_exit(60) == [0, 0]
+    (end,) = cluster.events_of(1, "agent-end")
+    assert (end["outcome"], end["exit_code"]) == ("left", 75)
+
+
+def test_exclude_after_counts_though_steps_advance(make: Make) -> None:
+    """Twice was what the user allowed."""
+    cluster = make("late-segfault", flags=("--exclude-after", "2"))
+    assert cluster.wait_exit(90, only=[1]) == [75]
+    assert "the last 2 failures were of node n1 alone" in last_line(cluster, 1)
+    cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
+    finish(cluster)
+    assert cluster.wait_exit(60) == [0, 0]
+
+
+def test_a_node_that_is_needed_is_not_left_out(make: Make) -> None:
+    """The job fails, and says which node it was."""
+    cluster = make("segfault", nodes=2)
+    assert cluster.wait_exit(90) == [1, 1]
+    for index in range(2):
+        assert "3 starts in a row failed without progress" in last_line(cluster, index)
+        assert "first: rank 1 on node n1 was killed by SIGSEGV." in cluster.output(index)
+
+
+def test_a_worker_that_does_not_die_makes_its_node_leave(make: Make) -> None:
+    """Its guard says so; nothing can be started beside it. The others go on."""
+    cluster = make("stuck")
+    assert cluster.wait_exit(60, only=[1]) == [75]
+    assert "does not die of SIGKILL" in last_line(cluster, 1)
+    cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
+    assert [one["kind"] for one in verdicts(cluster, 0)[-1]["causes"]] == ["stuck"]
+    finish(cluster)
+    assert cluster.wait_exit(60) == [0, 0]
+
+
+def test_what_followed_from_a_death_is_told_from_its_cause(make: Make) -> None:
+    """All nodes see the killed worker as the cause, and the broken connections of the rest as a cascade."""
+    cluster = make("late-killed")
+    cluster.wait(lambda: all(len(verdicts(cluster, index)) >= 2 for index in range(3)), "two verdicts each")
+    for index in range(3):
+        for verdict in verdicts(cluster, index):
+            (root,) = verdict["causes"]
+            assert (root["kind"], root["node"], root["rank"]) == ("signal", "n1", 1)
+            assert {one["node"] for one in verdict["cascade"]} <= {"n0", "n2"}
+    followed = [one for verdict in verdicts(cluster, 0) for one in verdict["cascade"]]
+    assert followed, "a connection was lost before the agent was told of the death"
+    assert "rank 1 on node n1 was killed by SIGKILL." in cluster.output(0)
+    assert "What failed here followed from that." in cluster.output(0) + cluster.output(2)
+
+
+def test_what_followed_from_the_loss_of_a_node_costs_nothing(make: Make) -> None:
+    """Its peers' errors are no failures of the job, however often it dies."""
+    cluster = make("none", flags=("--max-no-progress", "1"))
+    wait_for_three(cluster)
+    for index in range(3):
+        cluster.wait(step=1, node=index)  # its worker is there
+    # The others lose their connections first, and no agent acts on that before the node is dead.
+    for index in range(3):
+        cluster.kill_agent(index, signal.SIGSTOP)
+    for index in range(3):
+        cluster.wait(lambda of=index: is_stopped(cluster, of), "a stopped agent")  # type: ignore[misc]
+    (cluster.directory / "job" / "dead-1").touch()
+    for index in (0, 2):
+        cluster.wait(lambda of=index: cluster.events_of(of, "failure"), "its error")  # type: ignore[misc]
+    cluster.kill_node(1)
+    for index in (0, 2):
+        cluster.kill_agent(index, signal.SIGCONT)
+    cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
+    finish(cluster)
+    assert cluster.wait_exit(60) == [0, 0]
+    (verdict,) = verdicts(cluster, 0)
+    assert [(one["kind"], one["node"]) for one in verdict["causes"]] == [("node-lost", "n1")]
+    assert {one["type"] for one in verdict["cascade"]} == {"RuntimeError"}
+
+
+def test_a_node_that_was_asked_to_leave_is_not_lost(make: Make) -> None:
+    """SIGTERM to its agent: exit code 143 there, and no failure of the job anywhere."""
+    cluster = make("none", flags=("--max-no-progress", "1"))
+    wait_for_three(cluster)
+    cluster.kill_agent(1, signal.SIGTERM)
+    assert cluster.wait_exit(60, only=[1]) == [143]
+    cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
+    finish(cluster)
+    assert cluster.wait_exit(60) == [0, 0]
+    (verdict,) = verdicts(cluster, 2)
+    assert [(one["kind"], one["node"]) for one in verdict["causes"]] == [("preempted", "n1")]
+
+
+def test_max_restarts_counts_restarts_and_nothing_else(tmp_path: Path) -> None:
+    """Three restarts though nothing advances; --max-no-progress beside it ends the job earlier."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys; sys.exit(9)\n")
+    for flags, starts in (
+        (("--max-restarts", "3"), 4),
+        (("--max-restarts", "3", "--max-no-progress", "2"), 2),
+    ):
+        with Cluster(tmp_path / str(starts), nodes=1, flags=flags) as cluster:
+            cluster.start(script)
+            assert cluster.wait_exit(60) == [1]
+            assert len(rounds(cluster, 0)) == starts
+            assert "rank 0 ended with exit code 9" in last_line(cluster, 0)
+
+
+@pytest.mark.parametrize("flag", ["--max-no-progress=0", "--exclude-after=-1", "--max-no-progress=many"])
+def test_a_wrong_limit_is_refused_before_anything_starts(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, one line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert cli.main(["run", flag, "train.py"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{flag.partition('=')[0]} is " in line
+    assert not (tmp_path / "checkpoints").exists()
+
+
+# ---- want of memory ------------------------------------------------------------------------------------
+
+LIMIT_BYTES = 700 << 20
+GREEDY = "held = []\nwhile True:\n    held.append(bytearray(16 << 20))\n"
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group with little memory, below the one of this process."""
+    made: Path | None = None
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "memory":
+                made = Path(f"/sys/fs/cgroup/memory{path}/er-test-{os.getpid()}")
+                made.mkdir()
+                (made / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    if made is None:
+        pytest.skip("no control group of memory of version 1 here; files of version 2 are in test_pressure")
+    yield made
+    group = made
+    wait_for(lambda: not (group / "cgroup.procs").read_text(), "the group's last process to leave it")
+    made.rmdir()
+
+
+def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_said_to_be(
+    small_group: Path, tmp_path: Path
+) -> None:
+    """SIGKILL, and the counter of its control group rose."""
+    (tmp_path / "train.py").write_text(GREEDY)
+    agent = subprocess.Popen(
+        [
+            *("/bin/sh", "-c", f'echo $$ > {small_group}/cgroup.procs && exec "$@"', "sh"),
+            *(sys.executable, "-m", "elastic_resume", "run", "--no-warm", "--max-no-progress", "1"),
+            *("--node-name", "a", "train.py"),
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = agent.communicate(timeout=120)
+    finally:
+        agent.kill()
+        agent.wait()
+    assert agent.returncode == 1, output
+    assert "rank 0 was killed by SIGKILL for want of memory: the kernel killed a process" in output
+    (verdict,) = [
+        event
+        for event in events.read(tmp_path / "checkpoints/train/a/events.jsonl")
+        if event["event"] == "verdict"
+    ]
+    assert verdict["causes"][0]["kind"] == "oom"

@@ -1,0 +1,553 @@
+"""Workers forked from the zygote, against new processes: what a script sees, and what becomes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.agent.workers import forkserver, launcher_shim
+from elastic_resume.agent.workers import forkserver_manager as warm_workers
+from elastic_resume.agent.workers.forkserver_manager import Warmth
+from tests.integration.test_launcher_shim import alive, exit_event, pid_in, wait_for
+from tests.support.leaks import without_leaks
+from tests.support.paths import SCRIPTS
+
+pytestmark = pytest.mark.cluster  # each zygote imports torch: seconds
+
+STUB = [sys.executable, "-I", "-S", launcher_shim.__file__, "0"]
+MIRROR = SCRIPTS / "mirror.py"
+
+
+class Warm:
+    """A zygote of this process, and what it told."""
+
+    def __init__(self, preload: list[str]) -> None:
+        self.said: list[str] = []
+        self.events: list[dict[str, Any]] = []
+        self.warmth = Warmth([sys.executable, "-u", "x.py"], preload, say=self.said.append, tell=self._tell)
+        self.warmth.start()
+        self.name = os.environ[constants.ENV_ZYGOTE]
+
+    def _tell(self, event: str, /, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+    def wait_ready(self, times: int = 1) -> None:
+        """Wait until that many zygotes have been ready."""
+        wait_for(
+            lambda: sum(event["event"] == "zygote-ready" for event in self.events) >= times, "a zygote", 120
+        )
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    """One zygote for all tests that leave it as it is."""
+    made = Warm([])
+    yield made
+    made.warmth.close()
+
+
+# As zygote.py, without what takes two of its three seconds.
+LEAN = """
+import sys
+del sys.path[0]
+from elastic_resume.agent.workers import forkserver as zygote
+zygote.MODULES, zygote.OURS = ("torch",), ()
+zygote.main()
+"""
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Warm]]:
+    """Make a zygote for one test: of what a zygote imports by itself, torch alone."""
+
+    def lean(argv: list[str], **others: Any) -> subprocess.Popen[bytes]:
+        assert argv[2] == str(warm_workers.ZYGOTE)
+        return subprocess.Popen([*argv[:2], "-c", LEAN, *argv[3:]], **others)
+
+    monkeypatch.setattr(warm_workers, "spawn", lean)
+    made: list[Warm] = []
+
+    def make(*preload: str) -> Warm:
+        made.append(Warm(list(preload)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.warmth.close()
+
+
+def environ(tmp_path: Path, zygote_name: str | None = None, **more: str) -> dict[str, str]:
+    """What an agent gives a stub."""
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(constants.ENV_PREFIX)}
+    ours = {
+        constants.ENV_AGENT_PID: str(os.getpid()),
+        constants.ENV_EVENTS_PATH: str(tmp_path / "events.jsonl"),
+        constants.ENV_GRACE_S: "0.3",
+    }
+    named = {constants.ENV_ZYGOTE: zygote_name} if zygote_name else {}
+    return {**plain, "RANK": "3", **ours, **named, **more}
+
+
+def start(env: dict[str, str], *command: str, **kwargs: Any) -> subprocess.Popen[str]:
+    """Start a stub as torchelastic does."""
+    words = [*STUB, sys.executable, "-u", *command]
+    return subprocess.Popen(words, env=env, start_new_session=True, text=True, **kwargs)
+
+
+Way = tuple[int, str, str]
+
+
+def three_ways(tmp_path: Path, warm: Warm, *command: str, stdin: str = "", **env: str) -> list[Way]:
+    """Exit code, stdout and stderr of a plain start, a cold one and a warm one."""
+    plain = [sys.executable, "-u", *command]
+    ends = []
+    for words, name in ((plain, None), ([*STUB, *plain], None), ([*STUB, *plain], warm.name)):
+        done = subprocess.run(
+            words,
+            env=environ(tmp_path, name, **env),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            start_new_session=True,
+            cwd=tmp_path,
+        )
+        ends.append((done.returncode, done.stdout, without_leaks(done.stderr)))
+    return ends
+
+
+def test_a_script_sees_and_does_the_same_warm_cold_and_plain(warm: Warm, tmp_path: Path) -> None:
+    """Processes, DataLoader workers, torch.compile, threads, streams, signals, and the end."""
+    code, out, err = "7", [], []
+    chance = tmp_path / "chance"
+    drawn = []
+    for way in three_ways(tmp_path, warm, str(MIRROR), str(chance), code, stdin="some text\n"):
+        assert way[0] == 7, way[2]
+        out.append(way[1])
+        err.append(way[2])
+        drawn.append(chance.read_text())
+    facts = [json.loads(text.splitlines()[0]) for text in out]
+    for name in facts[0]:
+        assert facts[1][name] == facts[0][name], f"cold: {name}"
+        assert facts[2][name] == facts[0][name], f"warm: {name}"
+    assert out[0].splitlines()[1:] == ["a thread's last word", "at exit"]
+    assert [text.splitlines()[1:] for text in out[1:]] == [out[0].splitlines()[1:]] * 2
+    assert err == [""] * 3
+
+
+def test_each_worker_draws_numbers_of_its_own(warm: Warm, tmp_path: Path) -> None:
+    """A fork would inherit the seeds, and every rank would augment alike."""
+    script = tmp_path / "draw.py"
+    script.write_text(
+        "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1).item())"
+    )
+    env = environ(tmp_path, warm.name)
+    drawn = {start(env, str(script), stdout=subprocess.PIPE).communicate(timeout=60)[0] for _ in range(3)}
+    assert len({word for line in drawn for word in line.split()}) == 9
+
+
+ENDS = {
+    "exception": "def f():\n    raise ValueError('no')\nf()",
+    "chained": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('k') from e",
+    "exit none": "import sys; sys.exit()",
+    "exit text": "import sys; sys.exit('a last word')",
+    "exit code": "import sys; sys.exit(300)",
+    "raise exit in thread": "import threading; threading.Thread(target=lambda: 1 / 0, name='t').start()",
+    "syntax": "print('never')\n  x = 1",
+    "missing module": "import there_is_no_such_module",
+    "hook": "import sys; sys.excepthook = lambda *a: print('hooked', a[0].__name__); raise ValueError",
+    "broken hook": "import sys; sys.excepthook = lambda *a: 1 / 0; raise ValueError('first')",
+    "keyboard": "import atexit; atexit.register(print, 'bye'); raise KeyboardInterrupt",
+    "signal": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+    "raw exit": "import os; print('x'); os._exit(5)",
+    "pipe": "import os; os.close(1); print('nowhere')",
+    "abort": "import faulthandler, os; faulthandler.enable(); os.abort()",
+    "encoding": "# -*- coding: latin-1 -*-\nprint('done')",
+    "warning": "import warnings; warnings.warn('careful')",
+    "deprecation": "import warnings; warnings.warn('old', DeprecationWarning)",
+    "recursion": "import sys; sys.setrecursionlimit(60)\ndef f(): f()\nf()",
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_every_end_of_a_script_is_the_same(how: str, warm: Warm, tmp_path: Path) -> None:
+    """Exit code or signal, and the same lines, tracebacks without a frame of ours."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDS[how])
+    plain, cold, warmed = (
+        (code, out, re.sub("thread 0x[0-9a-f]+", "thread", err))
+        for code, out, err in three_ways(tmp_path, warm, "script.py")
+    )
+    assert cold == plain
+    if how == "recursion":  # the depth at which a script starts is not part of the promise
+        assert (warmed[0], warmed[2][-60:]) == (plain[0], plain[2][-60:])
+    elif how == "abort":
+        assert (warmed[0], warmed[2].splitlines()[:2]) == (plain[0], plain[2].splitlines()[:2])
+    else:
+        assert warmed == plain
+
+
+def test_modules_directories_and_archives_run_too(warm: Warm, tmp_path: Path) -> None:
+    """``-m package.module``, a directory with a __main__.py, a zip file of one."""
+    body = "import sys; print(__name__, __package__, __file__, bool(__spec__), sys.argv, sys.path[0])"
+    (tmp_path / "pack").mkdir()
+    for name in ("__init__.py", "__main__.py", "part.py"):
+        (tmp_path / "pack" / name).write_text(body if name != "__init__.py" else "")
+    subprocess.run([sys.executable, "-m", "zipapp", "pack", "-o", "pack.pyz"], check=True, cwd=tmp_path)
+    for command in (["-m", "pack.part", "a"], ["-m", "pack"], ["pack", "b"], ["pack.pyz"], ["-m", "no_such"]):
+        plain, cold, warmed = three_ways(tmp_path, warm, *command)
+        assert cold == plain
+        assert warmed == plain, command
+
+
+def test_what_only_a_new_process_can_heed_starts_cold(warm: Warm, tmp_path: Path) -> None:
+    """The interpreter and libraries read some variables once: a fork would come too late."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, torch; print(torch.get_num_threads(), hash('a'))")
+    plain, cold, warmed = three_ways(tmp_path, warm, "script.py", OMP_NUM_THREADS="1", PYTHONHASHSEED="5")
+    assert plain[1].startswith("1 ")
+    assert warmed == cold == plain
+
+
+def test_the_guard_and_the_worker_are_named_for_people(warm: Warm, tmp_path: Path) -> None:
+    """Whoever looks at a sick node tells them from one another and from the zygote."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(99)"
+    )
+    process = start(environ(tmp_path, warm.name), str(script), "--rate", "0.1")
+    worker = psutil.Process(pid_in(tmp_path / "pid"))
+    assert worker.name() == "er-worker"
+    keeper = worker.parent()
+    assert keeper is not None
+    assert keeper.name() == "er-guard"
+    assert psutil.Process(keeper.ppid()).name() == "er-zygote"
+    assert keeper.ppid() == warm.warmth.pid
+    process.kill()
+    process.wait()
+    wait_for(lambda: not alive(worker.pid), "the worker to die with its stub")
+
+
+def test_affinity_and_umask_of_the_stub_are_the_workers(warm: Warm, tmp_path: Path) -> None:
+    """Torchelastic binds a rank to its NUMA node by starting the stub under numactl."""
+    script = tmp_path / "script.py"
+    script.write_text("import os; print(sorted(os.sched_getaffinity(0)), os.umask(0))")
+    cpu = max(os.sched_getaffinity(0))
+    words = ["taskset", "-c", str(cpu), *STUB, sys.executable, "-u", str(script)]
+    done = subprocess.run(
+        words, env=environ(tmp_path, warm.name), stdout=subprocess.PIPE, text=True, check=True, umask=0o27
+    )
+    assert done.stdout == f"[{cpu}] {0o27}\n"
+
+
+# ---- what may become of it -----------------------------------------------------------------------------
+
+
+def sleeper(tmp_path: Path) -> str:
+    """A script that notes its process and sleeps, with a child in a session of its own."""
+    script = tmp_path / "sleeper.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, subprocess, time
+        child = subprocess.Popen(["/bin/sleep", "600"], start_new_session=True)
+        open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+        open({str(tmp_path / "worker")!r}, "w").write(str(os.getpid()))
+        time.sleep(600)
+        """)
+    )
+    return str(script)
+
+
+def test_a_guard_that_is_killed_leaves_nothing_behind(warm: Warm, tmp_path: Path) -> None:
+    """The kernel kills the worker, the zygote what that one leaves."""
+    process = start(environ(tmp_path, warm.name), sleeper(tmp_path))
+    pids = [pid_in(tmp_path / name) for name in ("worker", "child")]
+    keeper = psutil.Process(pids[0]).parent()
+    assert keeper is not None
+    keeper.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    wait_for(lambda: not any(map(alive, pids)), "worker and child to die")
+    assert exit_event(tmp_path)["signal"] == "SIGKILL"
+
+
+def test_a_zygote_that_is_killed_costs_no_worker_and_is_replaced(
+    own: Callable[..., Warm], tmp_path: Path
+) -> None:
+    """Until the next is ready workers start cold."""
+    warm = own()
+    warm.wait_ready()
+    process = start(environ(tmp_path, warm.name), sleeper(tmp_path))
+    worker = pid_in(tmp_path / "worker")
+    first = warm.warmth.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    warm.wait_ready(times=2)
+    assert warm.warmth.pid not in {None, first}
+    assert any("killed by signal 9: workers start cold until another is ready" in line for line in warm.said)
+    assert process.poll() is None
+    assert alive(worker)
+    process.terminate()
+    assert process.wait(60) == -signal.SIGTERM
+    wait_for(lambda: not alive(worker), "the worker to end")
+
+
+def is_connected(pid: int) -> bool:
+    """Whether the process holds a connected unix socket (proc_pid_net(5): state 03)."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    connected = {f"socket:[{words[6]}]" for words in lines if words[5] == "03"}
+    with contextlib.suppress(FileNotFoundError):
+        return any(str(entry.readlink()) in connected for entry in Path(f"/proc/{pid}/fd").iterdir())
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_stub_that_asks_a_dying_zygote_starts_its_worker_cold(
+    number: int, own: Callable[..., Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had asked while the zygote imported. One that is stopped is killed by the agent."""
+    asked = threading.Event()  # else the agent might kill it, and have the next one asked
+    look = Warmth._is_stopped
+    monkeypatch.setattr(Warmth, "_is_stopped", lambda agent: asked.is_set() and look(agent))
+    warm = own()
+    assert warm.warmth.pid is not None
+    os.kill(warm.warmth.pid, signal.SIGSTOP)
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('torch' in sys.modules)")
+    process = start(environ(tmp_path, warm.name), str(script), stdout=subprocess.PIPE)
+    wait_for(lambda: is_connected(process.pid), "the stub to ask")
+    if number == signal.SIGKILL:
+        os.kill(warm.warmth.pid, number)
+    asked.set()
+    assert process.communicate(timeout=60)[0] == "False\n"
+
+
+def test_what_a_zygote_says_last_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent had just looked for news when it came, and looks for the zygote's end after that."""
+    said: list[str] = []
+    started: list[subprocess.Popen[bytes]] = []
+    word = json.dumps({"spoiled": "pooling", "why": "it uses native threads"}) + "\n"
+    code = f"import os, sys, time\nwhile not os.path.exists({str(tmp_path / 'looked')!r}): time.sleep(0.01)\n"
+    code += f"os.write(int(sys.argv[2]), {word.encode()!r})"
+
+    def spawn(argv: list[str], **others: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([*argv[:2], "-c", code, *argv[3:]], **others))
+        return started[-1]
+
+    def look(news: Any, *_: Any) -> Any:
+        found = select.select(news, [], [], 0)
+        if not found[0]:
+            (tmp_path / "looked").touch()
+            with contextlib.suppress(ChildProcessError):  # its agent has seen that it ended already
+                os.waitid(os.P_PID, started[-1].pid, os.WEXITED | os.WNOWAIT)
+        return found
+
+    monkeypatch.setattr(warm_workers, "spawn", spawn)
+    monkeypatch.setattr(warm_workers, "select", SimpleNamespace(select=look))
+    warmth = Warmth(["python", "x.py"], ["pooling"], say=said.append, tell=lambda *_, **__: None)
+    warmth.start()
+    wait_for(lambda: said, "the agent to tell of it")
+    warmth.close()
+    assert said[0] == "--preload pooling is left out: it uses native threads."
+
+
+def test_a_zygote_dies_with_its_agent(tmp_path: Path) -> None:
+    """And what it has forked with it."""
+    code = """
+import os, sys, time
+from elastic_resume.agent.workers.forkserver_manager import Warmth
+warmth = Warmth([sys.executable, "-u", "x.py"], [], say=print, tell=lambda *a, **k: None)
+warmth.start()
+open(sys.argv[1], "w").write(str(warmth.pid))
+time.sleep(600)
+"""
+    agent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "zygote")])
+    pid = pid_in(tmp_path / "zygote")
+    agent.kill()
+    agent.wait()
+    wait_for(lambda: not alive(pid), "the zygote to die")
+
+
+def test_preloaded_modules_that_spoil_a_fork_or_fail_are_left_out(
+    own: Callable[..., Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is named with its reason; the rest is there."""
+    bodies = {
+        "fine": "",
+        "failing": "1 / 0",
+        "threading_one": "import threading\nthreading.Timer(600, print).start()",
+        "cuda_one": "import torch.cuda\ntorch.cuda.is_initialized = lambda: True",
+        "starting_one": "import subprocess\nchild = subprocess.Popen(['/bin/sleep', '600'])",
+    }
+    for name, body in bodies.items():
+        (tmp_path / f"{name}.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    warm = own(*bodies)
+    failed = "cannot import failing ahead of workers, so it is left out: ZeroDivisionError: division by zero"
+    wait_for(lambda: failed in warm.said, "a zygote that tells what it has not imported", 120)
+    said = "\n".join(warm.said)
+    for name, why in (
+        ("threading_one", "it starts threads"),
+        ("cuda_one", "it initialises CUDA"),
+        ("starting_one", "it starts processes"),
+    ):
+        assert f"--preload {name} is left out: {why}" in said
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys; print([name for name in {list(bodies)!r} if name in sys.modules])")
+    process = start(
+        environ(tmp_path, warm.name, PYTHONPATH=str(tmp_path)), str(script), stdout=subprocess.PIPE
+    )
+    assert process.communicate(timeout=60)[0] == "['fine']\n"
+
+
+def test_what_preloaded_modules_change_is_changed_in_workers(
+    own: Callable[..., Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable that one sets, and a directory that it puts first on the search path."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "only_there.py").write_text("")
+    (tmp_path / "changing.py").write_text(
+        f"import os, sys; os.environ['CHANGED'] = 'yes'; sys.path.insert(0, {str(tmp_path / 'lib')!r})"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    warm = own("changing")
+    script = tmp_path / "script.py"
+    script.write_text("import changing, only_there, os, sys; print(os.environ['CHANGED'], sys.path[:2])")
+    process = start(environ(tmp_path, warm.name), str(script), stdout=subprocess.PIPE)
+    assert process.communicate(timeout=60)[0] == f"yes {[str(tmp_path / 'lib'), str(tmp_path)]}\n"
+
+
+def test_a_module_that_uses_native_threads_or_leaves_a_process_is_left_out(
+    own: Callable[..., Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenMP's pool is missing in a fork, which waits for it; an orphan would hold our sockets open."""
+    (tmp_path / "pooling.py").write_text("import torch; torch.ones(3000, 3000).sum()")
+    (tmp_path / "leaving.py").write_text("import os; os.system(\"setsid sh -c 'sleep 300; true' &\")")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    warm = own("pooling", "leaving")
+    warm.wait_ready()
+    said = "\n".join(warm.said)
+    if len(os.sched_getaffinity(0)) > 1:  # with one core there is no pool
+        assert "--preload pooling is left out: it uses native threads" in said
+    assert "--preload leaving is left out: it starts processes" in said
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_closed_streams_are_closed_in_the_worker_too(closed: str, warm: Warm, tmp_path: Path) -> None:
+    """Nothing else takes their place."""
+    script = tmp_path / "script.py"
+    facts = "[s is None for s in (sys.stdin, sys.stdout, sys.stderr)]"
+    script.write_text(f"import sys; open({str(tmp_path / 'facts')!r}, 'w').write(repr({facts}))")
+    words = " ".join([*STUB, sys.executable, "-u", str(script)])
+    shell = ["/bin/sh", "-c", f"exec {words} {closed}"]
+    subprocess.run(shell, env=environ(tmp_path, warm.name), check=True)
+    assert (tmp_path / "facts").read_text() == repr([closed == c for c in ("<&-", ">&-", "2>&-")])
+
+
+def test_a_working_directory_that_is_gone_starts_the_worker_cold(warm: Warm, tmp_path: Path) -> None:
+    """As a plain start would, which finds no fault with it."""
+    script = tmp_path / "script.py"
+    script.write_text("print('ran')")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    words = " ".join([*STUB, sys.executable, "-u", str(script)])
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"rmdir ../gone; exec {words}"],
+        env=environ(tmp_path, warm.name),
+        cwd=gone,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "ran\n"
+
+
+def test_limits_and_priority_of_the_stub_are_the_workers(warm: Warm, tmp_path: Path) -> None:
+    """Whatever stands around torchelastic's command."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, resource; print(resource.getrlimit(resource.RLIMIT_NOFILE), os.nice(0))")
+    words = " ".join([*STUB, sys.executable, "-u", str(script)])
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"ulimit -n 300; exec nice -n 5 {words}"],
+        env=environ(tmp_path, warm.name),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"(300, 300) {os.nice(0) + 5}\n"
+
+
+def test_a_stub_that_waits_for_imports_can_be_ended(own: Callable[..., Warm], tmp_path: Path) -> None:
+    """Nothing has been started yet, so nothing has to be waited for."""
+    warm = own()
+    assert warm.warmth.pid is not None
+    os.kill(warm.warmth.pid, signal.SIGSTOP)
+    process = start(environ(tmp_path, warm.name), "-c", "pass")
+    wait_for(lambda: is_connected(process.pid), "the stub to ask")
+    process.terminate()
+    assert process.wait(30) == -signal.SIGTERM
+
+
+def test_garbage_and_silence_do_not_disturb_the_zygote(warm: Warm, tmp_path: Path) -> None:
+    """Whoever runs as our user may connect. Half a request, none, and one that is too long are dropped."""
+    with contextlib.ExitStack() as stack:
+        for data in (
+            b"",
+            b"\x00",
+            b"\xff" * 4,
+            b"\x00\x00\x00\x02{}",
+            (8).to_bytes(4, "big") + b"{}",
+            os.urandom(999),
+        ):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.connect("\0" + warm.name)
+            with contextlib.suppress(BrokenPipeError):
+                client.sendall(data)
+                client.shutdown(socket.SHUT_WR)
+        script = tmp_path / "script.py"
+        script.write_text("import sys; print('torch' in sys.modules)")
+        process = start(environ(tmp_path, warm.name), str(script), stdout=subprocess.PIPE)
+        assert process.communicate(timeout=60)[0] == "True\n"
+
+
+def test_a_zygote_that_never_gets_ready_is_given_up(
+    own: Callable[..., Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers start cold, and it is said once."""
+    (tmp_path / "dying.py").write_text("import os; os._exit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    warm = own("dying")
+    wait_for(lambda: any("cold from now on" in line for line in warm.said), "it to be given up", 120)
+    assert "3 zygotes in a row failed (last: ended with exit code 3)" in warm.said[-1]
+    assert warm.warmth.pid is None
+
+
+def test_variables_that_a_fork_cannot_change_are_compared() -> None:
+    """Those of torchelastic and of each rank differ always and count for nothing."""
+    ours = {"PYTHONPATH": "a", "OMP_NUM_THREADS": "1", "RANK": "0", "MASTER_PORT": "1"}
+    theirs = {
+        "PYTHONPATH": "a",
+        "OMP_NUM_THREADS": "2",
+        "RANK": "1",
+        "LD_PRELOAD": "x.so",
+        "TORCHELASTIC_RUN_ID": "1",
+    }
+    assert forkserver.differences(ours, theirs) == ["LD_PRELOAD", "OMP_NUM_THREADS"]
+    assert forkserver.differences(ours, {**ours, "RANK": "7", "LOCAL_RANK": "3"}) == []

@@ -1,0 +1,179 @@
+"""What a signal to the agent does: workers end at a step boundary, their state saved, or after the grace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.checkpoint.catalog import Catalog
+from tests.integration.test_run_command import Agent, Agents, alive, wait_for
+from tests.integration.test_run_command import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
+from tests.support.paths import SCRIPTS
+
+pytestmark = pytest.mark.cluster
+
+TRAIN = SCRIPTS / "train.py"
+# Nothing but its own end would make it go.
+STUBBORN = """
+import os, pathlib, signal, time
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("told").touch())
+pathlib.Path(f"worker-{os.getpid()}").touch()
+while True:
+    time.sleep(1)
+"""
+
+# Children of all kinds that a script forks, while its rank may be asked to end.
+FORKS = """
+import multiprocessing, os, signal, sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import elastic_resume as er
+
+model = torch.nn.Linear(2, 2)
+run = er.resume(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+fork = multiprocessing.get_context("fork")
+
+def idle(ready):
+    ready.set()
+    while True:
+        time.sleep(3600)
+
+def child(**kind):
+    ready = fork.Event()
+    process = fork.Process(target=idle, args=(ready,), **kind)
+    process.start()
+    ready.wait()
+    return process
+
+terminated = child()
+terminated.terminate()
+terminated.join(20)
+print("terminated", terminated.exitcode, flush=True)
+os.kill(terminated.pid, signal.SIGKILL) if terminated.exitcode is None else None
+idle_child = child(daemon=True)  # Python terminates it at the end of this process, and waits for that
+loader = DataLoader(TensorDataset(torch.zeros(4, 2)), num_workers=1, persistent_workers=True)
+for _ in run.epochs(1):
+    for batch in loader:
+        run.step()
+run.close()
+"""
+
+
+def start(agents: Agents, *flags: str) -> Agent:
+    """Start a job that saves only when it must, and wait until it has trained some steps."""
+    script = ["--rdzv-id=train", *flags, str(TRAIN), "--diary", str(agents.directory), "--epochs", "1000"]
+    env = {"ELASTIC_RESUME_STEP_MARK_S": "0", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    agent = agents.start("--save-every=100000", *script, warm=True, **env)
+    wait_for(lambda: len(agents.events("step")) > 4, "some steps")
+    return agent
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_drained_job_has_its_last_finished_step_on_disk(
+    agents: Agents, number: signal.Signals, workers: int
+) -> None:
+    """No step is lost, though nothing had been saved before; the exit code says whether to run it again."""
+    agent = start(agents, f"--nproc-per-node={workers}", "--grace=30")
+    agent.send_signal(number)
+    assert agent.wait(60) == (75 if number == signal.SIGUSR1 else 128 + number)
+    (drain,) = agents.events("drain")
+    assert drain["cause"] == number.name
+    newest = max(event["step"] for event in agents.events("step") if event["rank"] == 0)
+    (copy,) = Catalog(agents.directory / "checkpoints" / "train" / "a", "train").valid(deep=True)
+    assert copy.order[1] == newest
+    assert "Traceback" not in agents.log()
+
+
+def test_a_worker_that_does_not_end_is_killed_after_the_grace(agents: Agents) -> None:
+    """Whether it has come to heed SIGTERM or not; that it is given the grace for it, the next one sees."""
+    agents.script(STUBBORN)
+    agent = agents.start("--grace=0.5", "train.py")
+    (pid,) = wait_for(lambda: agents.pids("worker"), "the worker")
+    agent.terminate()
+    assert agent.wait(60) == 143
+    assert not alive(pid)
+    (end,) = agents.events("worker-exit")
+    assert (end["signal"], end["stopped"]) == ("SIGKILL", True)
+
+
+def test_a_second_interrupt_stops_at_once(agents: Agents) -> None:
+    """Who presses Ctrl-C again does not want to wait for the grace."""
+    agents.script(STUBBORN)
+    agent = agents.start("--grace=3600", "train.py")
+    (pid,) = wait_for(lambda: agents.pids("worker"), "the worker")
+    agent.send_signal(signal.SIGINT)
+    wait_for((agents.directory / "told").exists, "the worker to be told")
+    assert alive(pid)
+    agent.send_signal(signal.SIGINT)
+    assert agent.wait(60) == 130
+    wait_for(lambda: not alive(pid), "the worker to die")
+
+
+def test_a_worker_that_fails_ends_the_others_at_once(agents: Agents) -> None:
+    """A restart does not wait for workers that take SIGTERM and go on."""
+    agents.script(
+        STUBBORN.replace(
+            "while True",
+            'if os.environ["LOCAL_RANK"] == "0":\n'
+            '    while len(list(pathlib.Path(".").glob("worker-*"))) < 2: time.sleep(0.01)\n'
+            "    raise SystemExit(3)\nwhile True",
+        )
+    )
+    code, log = agents.run("--nproc-per-node=2", "--grace=3600", "--max-restarts=0", "train.py")
+    assert code == 1, log
+    (killed,) = [event for event in agents.events("worker-exit") if event["stopped"]]
+    assert killed["signal"] == "SIGKILL"
+
+
+@pytest.mark.parametrize("grace", ["-1", "soon", "nan", "inf"])
+def test_a_grace_that_is_no_time_is_refused(agents: Agents, grace: str) -> None:
+    """Before anything starts."""
+    agents.script("")
+    code, log = agents.run(f"--grace={grace}", "train.py")
+    assert code == 2, log
+    assert "--grace is" in log
+    assert not agents.events("agent-start")
+
+
+def test_processes_that_a_script_forks_end_by_sigterm(agents: Agents) -> None:
+    """`terminate()` ends a child, and a finished job does not wait for its idle children."""
+    agents.script(FORKS)
+    code, log = agents.run("train.py", OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    assert code == 0, log
+    assert f"terminated -{signal.SIGTERM.value}\n" in log, log
+
+
+# One child is signalled before any of our own code runs in it; the other one's parent had been asked to end.
+FORKED_EARLY = """
+import os, signal
+early = []
+os.register_at_fork(after_in_child=lambda: early and os.kill(os.getpid(), signal.SIGTERM))
+from elastic_resume.training import graceful_shutdown as drain
+
+def child():
+    if (pid := os.fork()) == 0:
+        drain.Drain.end_instead_of(RuntimeError)
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+mine = drain.Drain()
+signal.raise_signal(signal.SIGTERM)
+assert mine.wanted
+told = [child()]
+early.append(True)
+print(*told, child())
+"""
+
+
+def test_a_forked_child_ends_when_it_is_asked_and_not_when_its_parent_was() -> None:
+    """Even when it is asked before it has given SIGTERM back."""
+    env = {**os.environ, constants.ENV_AGENT_PID: str(os.getpid())}
+    code = [sys.executable, "-c", FORKED_EARLY]
+    done = subprocess.run(code, env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["7", str(-signal.SIGTERM)], done.stderr

@@ -1,0 +1,169 @@
+"""Local ranks that share the copying: whoever is late, no slot is spoilt, and nobody waits for nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ranks
+
+pytestmark = pytest.mark.slow
+
+TRAIN = """
+import json, sys, time, torch
+import elastic_resume as er
+from elastic_resume import failpoints
+from elastic_resume.checkpoint.layout import Layout
+from elastic_resume.worker import saver, sheet, snapshot, state
+from elastic_resume.state.tensor_buffer import Image
+sheet.SPLIT_BYTES = 0
+snapshot.PATIENCE_S = saver.PATIENCE_S = 60  # longer than a rank may stand still
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = er.resume(model=model, optimizer=optimizer, snapshot_every=1, save_every=2)
+ddp, first, told = run.ddp(model), run.rank == 0, {"problems": []}
+
+def step():
+    ddp(torch.randn(4, 8)).pow(2).mean().backward()
+    optimizer.step()
+
+def now():
+    return state.fingerprints(state.flatten({"model": model}).leaves)
+
+def held():
+    newest = run._keeping.memory.newest()
+    image = Image(Layout.parse(newest.image, len(newest.image)), newest.image)
+    leaves = [state.Leaf(name, image.tensor(name), state.OTHER) for name in image.layout.extents]
+    return newest.manifest.step, state.fingerprints(leaves)
+
+"""
+PLAIN = """
+for _ in range(4):
+    step()
+    run.step()
+    run._saver.snapshots.wait()
+    told["problems"].append(run._saver.snapshots.problem)
+"""
+LAGGING = """
+if not first:
+    snapshot.PATIENCE_S = 0.5
+for number in range(1, 4):
+    step()
+    if first and number == 3:
+        time.sleep(1)  # an evaluation, say
+    run.step()
+if first:
+    told["finished"] = run._saver.snapshots.finished(20)
+    told["step"] = held()[0]
+told["problem"] = run._saver.snapshots.problem
+run._place.together(lambda: None)
+"""
+BEHIND = """
+import pathlib
+snapshot.PATIENCE_S = 0.5
+go = pathlib.Path(sys.argv[0]).with_name("go")
+
+def until_go(name, *_):
+    while name == "snapshot.copying" and not go.exists():
+        time.sleep(0.01)
+
+step()
+if not first:
+    failpoints.hit = until_go
+run.step()
+step()  # of rank 1 waits at the fence
+if first:
+    told["taken"] = run._saver.snapshots.take(run._progress.step(), alone=True)
+    run._saver.snapshots.wait()
+    go.touch()
+run._place.together(lambda: None)  # rank 1 has written what it had begun
+if first:
+    at, found = held()
+    told["whole"] = at == 1 or all(found[name] == one for name, one in now().items())
+run._place.together(lambda: None)
+"""
+FREEZING = """
+told["stale"] = []
+for number in range(6):
+    if number in {2, 3} and first:  # the lead alone looks at a model that is frozen for an evaluation
+        model[0].weight.requires_grad_(False)
+        run._saver.snapshots.take(run.position, alone=True)
+        run._saver.snapshots.wait()
+        model[0].weight.requires_grad_(True)
+    run._place.together(lambda: None)
+    step()
+    want = now()
+    run.step()
+    run._saver.snapshots.wait()
+    run._place.together(lambda: None)
+    if first:
+        whole = run._saver.snapshots.finished()
+        at, found = held()
+        told["problems"].append(whole)
+        counts = whole and at == number + 1
+        told["stale"] += [name for name, one in want.items() if counts and found[name] != one]
+    run._place.together(lambda: None)
+"""
+TELL = """
+print(json.dumps(told))
+run._release()
+"""
+
+
+def together(path: Path, body: str, **more: str) -> list[dict[str, Any]]:
+    """Run two ranks of one node; give what each told."""
+    script = path / "train.py"
+    script.write_text(TRAIN + body + TELL)
+    env = [
+        {
+            "LOCAL_RANK": str(rank),
+            "ELASTIC_RESUME_NODE_NAME": "n",
+            "ELASTIC_RESUME_CKPT_DIR": str(path),
+            "ELASTIC_RESUME_RUN_ID": "job",
+            **more,
+        }
+        for rank in range(2)
+    ]
+    ends = ranks.run(2, script, env=env)
+    assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
+    return [json.loads(end.stdout.splitlines()[-1]) for end in ends]
+
+
+@pytest.mark.parametrize("memory", ["off", "75000"])
+def test_without_memory_no_rank_waits_for_snapshots_that_do_not_come(memory: str, tmp_path: Path) -> None:
+    """The lead says that there are none, where there is no slot or only one, which is for the disk."""
+    _, other = together(tmp_path, PLAIN, ELASTIC_RESUME_SNAPSHOT_MEMORY=memory)
+    assert other["problems"] == [""] * 4
+
+
+@pytest.mark.slow
+def test_a_lead_that_is_late_at_a_step_boundary_still_gets_its_snapshot(tmp_path: Path) -> None:
+    """The others wait in a thread, for as long as training does not wait for them."""
+    lead, _ = together(tmp_path, LAGGING)
+    assert (lead["finished"], lead["step"]) == (True, 3)
+
+
+@pytest.mark.slow
+def test_a_lead_that_is_late_is_waited_for_longer_where_no_hook_ran(tmp_path: Path) -> None:
+    """Training waits for such a copy at once: its patience would be over before the lead's evaluation."""
+    lead, other = together(tmp_path, LAGGING.replace("    step()", "    ddp(torch.randn(4, 8))"))
+    assert (lead["finished"], lead["step"], other["problem"]) == (True, 3, "")
+
+
+def test_ranks_that_share_the_copying_otherwise_leave_nothing_out(tmp_path: Path) -> None:
+    """What the lead takes for frozen it copies itself, and the others' shares are others then."""
+    lead, _ = together(tmp_path, FREEZING)
+    assert lead["stale"] == []
+    assert lead["problems"][-1], "the lead copies all by itself in the end"
+
+
+@pytest.mark.slow
+def test_a_slot_into_which_a_late_rank_still_writes_is_not_taken(tmp_path: Path) -> None:
+    """The snapshot after it is given up rather than counted and then spoilt."""
+    lead, _ = together(tmp_path, BEHIND)
+    assert lead["whole"]
+    assert not lead["taken"]

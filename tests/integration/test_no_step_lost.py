@@ -1,0 +1,101 @@
+"""With a snapshot at every step, no death costs a step that was finished, whenever it comes.
+
+`make soak` plans fifty deaths; `make test` fewer. ELASTIC_RESUME_SOAK_SEED chooses other ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_resume.testing import Cluster
+from tests.support.paths import SCRIPTS
+from tests.support.scripts.doomed import MOMENTS
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = SCRIPTS / "doomed.py"
+KILLS = int(os.environ.get("ELASTIC_RESUME_SOAK_KILLS", "6"))
+SEED = int(os.environ.get("ELASTIC_RESUME_SOAK_SEED", "1"))
+GAP = 4  # steps between two deaths
+STEPS = GAP * (KILLS + 2)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Three nodes that all have to be there: other numbers would give other weights."""
+    flags = ["--snapshot-every", "1", "--save-every", "1000", "--max-no-progress", "1000"]
+    with Cluster(tmp_path, nodes=3, min_nodes=3, flags=flags) as made:
+        yield made
+
+
+def plan_of(seed: int) -> list[dict[str, Any]]:
+    """One death every few steps, each moment in turn, mostly of workers since those are quick."""
+    rng = random.Random(seed)
+    return [
+        {
+            "step": GAP * (number + 1) + rng.randrange(2),
+            "rank": rng.randrange(3),
+            "moment": MOMENTS[number % (len(MOMENTS) - 1)],
+            "who": rng.choice(["worker", "worker", "worker", "agent", "node"]),
+        }
+        for number in range(KILLS)
+    ]
+
+
+def run(cluster: Cluster, plan: list[dict[str, Any]], name: str) -> Path:
+    """Run the job to its end, starting nodes again as they die; give its diary."""
+    kept = cluster.directory / name
+    kept.mkdir()
+    (kept / "plan.json").write_text(json.dumps(plan))
+    cluster.start(SCRIPT, "--diary", str(kept), "--plan", str(kept / "plan.json"), "--steps", str(STEPS))
+
+    def ended() -> bool:
+        for index, node in enumerate(cluster.nodes):
+            code = node.agent.poll() if node.agent is not None else None
+            if code is not None and code != 0:
+                assert code == -9, cluster.output(index)
+                cluster.kill_node(index)
+                cluster.start_node(index)
+        return all(node.agent is not None and node.agent.poll() == 0 for node in cluster.nodes)
+
+    cluster.wait(ended, "the end of the job", 60 + 15 * len(plan))
+    return kept
+
+
+def digest(kept: Path) -> str:
+    """What all ranks ended with."""
+    (found,) = {json.loads(path.read_text())["digest"] for path in kept.glob("end-*.json")}
+    return str(found)
+
+
+def finished_by_all(kept: Path) -> dict[int, list[int]]:
+    """For each step, the generations in which all three ranks finished it."""
+    ranks = defaultdict(set)
+    for path in kept.glob("g*-r*.jsonl"):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            ranks[entry["step"], entry["generation"]].add(path.stem.rpartition("-r")[2])
+    steps = defaultdict(list)
+    for (step, generation), who in sorted(ranks.items()):
+        if len(who) == 3:
+            steps[step].append(generation)
+    return steps
+
+
+def test_no_finished_step_is_run_twice(cluster: Cluster, tmp_path: Path) -> None:
+    """And the weights are those of a run that nothing befell, bit for bit."""
+    plan = plan_of(SEED)
+    kept = run(cluster, plan, "diary")
+    assert len(list(kept.glob("done-*"))) == len(plan)
+    twice = {step: told for step, told in finished_by_all(kept).items() if len(told) > 1}
+    assert not twice, (twice, plan)
+    with Cluster(tmp_path / "calm", nodes=3, min_nodes=3, flags=["--save-every", "1000"]) as calm:
+        assert digest(run(calm, [], "diary")) == digest(kept)

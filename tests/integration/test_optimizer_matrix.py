@@ -1,0 +1,130 @@
+"""Every optimizer with every way to train, killed in its middle: the run that comes of it is the same run.
+
+What is compared bit for bit, for each cell (see tests/support/scripts/matrix.py): weights and buffers, optimizer,
+scheduler, scaler, average, the samples that each rank reads in each step, and every loss.
+
+Exceptions, both torch's own: LBFGS with a GradScaler (no closure is taken), SyncBatchNorm on a CPU
+(tests/integration/test_state_kinds.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_resume.testing import Cluster
+from tests.support import ranks
+from tests.support.paths import SCRIPTS
+from tests.support.scripts.matrix import CELLS, OPTIMIZERS, REFUSED, SAMPLES, STEPS, WAYS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+SCRIPT = SCRIPTS / "matrix.py"
+FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
+
+# A node in the second epoch: two load what they have, the third what they send. `make soak` kills more.
+KILLS = ["8:2:amid:node"]
+if "ELASTIC_RESUME_SOAK_KILLS" in os.environ:
+    KILLS += ["4:0:amid:worker", "6:1:told:worker", "11:0:stepped:worker", "7:1:stepped:node"]
+
+Diary = dict[tuple[int, int], list[dict[str, Any]]]  # (step, rank) -> what was written, by generation
+
+
+def diary_of(kept: Path) -> Diary:
+    """Read what the ranks wrote."""
+    found: Diary = defaultdict(list)
+    for path in sorted(kept.glob("g*-r*.jsonl")):
+        rank = int(path.stem.rpartition("-r")[2])
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            found[entry["step"], rank].append(entry)
+    return found
+
+
+def ends_of(kept: Path) -> list[dict[str, Any]]:
+    """What each rank ended with."""
+    return [json.loads((kept / f"end-{rank}.json").read_text()) for rank in range(3)]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The diary of a run that nothing befell."""
+    kept = tmp_path_factory.mktemp("calm")
+    env = {"ELASTIC_RESUME_CKPT_DIR": str(kept / "ckpt"), "ELASTIC_RESUME_SAVE_EVERY": "1000"}
+    each = [{**env, "ELASTIC_RESUME_NODE_NAME": f"n{rank}"} for rank in range(3)]
+    for done in ranks.run(3, SCRIPT, "--diary", str(kept), env=each):
+        assert done.returncode == 0, done.stderr
+    return kept
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_run_that_was_killed_is_the_run_that_was_not(calm: Path, tmp_path: Path, kill: str) -> None:
+    """Somebody dies between two cells' optimizer steps; a node comes back with nothing."""
+    kept = tmp_path / "diary"
+    kept.mkdir()
+    step, victim = map(int, kill.split(":")[:2])
+    with Cluster(tmp_path, nodes=3, min_nodes=3, flags=FLAGS) as cluster:
+        cluster.start(SCRIPT, "--diary", str(kept), "--kill", kill)
+        if kill.endswith("node"):
+            cluster.wait(lambda: not cluster.nodes[victim].alive, f"the death of n{victim}")
+            cluster.kill_node(victim)
+            cluster.wipe(victim)
+            cluster.start_node(victim)
+        assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+        resumed = cluster.events("resume")
+    assert (kept / "killed").exists()
+    assert [event["generation"] for event in resumed] == [1, 2]
+    assert 0 < step - 1 <= resumed[1]["step"] <= step < STEPS, "it goes on in its middle"
+    compare_diaries(diary_of(kept), diary_of(calm))
+    for rank, (end, whole) in enumerate(zip(ends_of(kept), ends_of(calm), strict=True)):
+        assert end["step"] == whole["step"] == STEPS
+        other = [
+            f"{cell}: {part}"
+            for cell, parts in whole["holds"].items()
+            for part, digest in parts.items()
+            if end["holds"][cell][part] != digest
+        ]
+        assert not other, f"rank {rank} ends with another {other}"
+
+
+def compare_diaries(killed: Diary, whole: Diary) -> None:
+    """Each step reads the same samples and gives the same losses, those that were run twice too."""
+    assert killed.keys() == whole.keys() == {(s, r) for s in range(1, STEPS + 1) for r in range(3)}
+    for (step, rank), entries in killed.items():
+        (told,) = whole[step, rank]
+        for entry in entries:
+            assert entry["indices"] == told["indices"], f"other samples in step {step} on rank {rank}"
+            other = [cell for cell, loss in told["losses"].items() if entry["losses"][cell] != loss]
+            assert not other, f"other losses in step {step} on rank {rank}: {other}"
+
+
+def test_the_calm_run_is_one_that_learns_and_reads_everything(calm: Path) -> None:
+    """Or nothing would be shown by its being the same."""
+    diary, ends = diary_of(calm), ends_of(calm)
+    per_epoch = STEPS // 2
+    for epoch in range(2):
+        steps = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
+        read = [index for step in steps for rank in range(3) for index in diary[step, rank][0]["indices"]]
+        assert sorted(read) == list(range(SAMPLES))
+    assert set(ends[0]["holds"]) == {f"{how}-{way}" for how, way in CELLS}
+    digests = [parts["model"] for parts in ends[0]["holds"].values()]
+    assert len(set(digests)) == len(CELLS), "each cell goes its own way"
+    for how, way in CELLS:
+        first, last = (diary[step, 0][0]["losses"][f"{how}-{way}"] for step in (1, STEPS))
+        assert first != last
+
+
+def test_what_is_left_out_is_what_torch_refuses() -> None:
+    """A cell that torch comes to allow belongs into the matrix."""
+    assert len(CELLS) + len(REFUSED) == len(OPTIMIZERS) * len(WAYS)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(parameter.sum()).backward()
+    with pytest.raises(RuntimeError, match=r"[Cc]losure use is not currently supported"):
+        scaler.step(torch.optim.LBFGS([parameter]), closure=lambda: 0.0)

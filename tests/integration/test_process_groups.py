@@ -1,0 +1,106 @@
+"""The end of the process groups that er.resume makes: no thread of gloo is left, and no peer holds it up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.testing.backends import free_port
+from tests.integration.test_run_command import wait_for
+from tests.support import ranks
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import atexit, os, signal, sys, time
+from pathlib import Path
+
+def threads():
+    found = 0
+    for name in Path("/proc/self/task").glob("*/comm"):
+        try:
+            found += "gloo_runloop" in name.read_text()
+        except OSError:  # it has just ended
+            pass
+    return found
+
+@atexit.register  # first, so it is called last, but before the interpreter ends
+def tell():
+    limit = time.monotonic() + 10
+    while threads() > int(sys.argv[2]) and time.monotonic() < limit:
+        time.sleep(0.01)  # one that was joined may be listed for another moment
+    print("threads", threads(), flush=True)
+
+import torch
+import torch.distributed as dist
+import elastic_resume as er
+
+torch.set_num_threads(1)
+if "own" in sys.argv:
+    dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 2)
+run = er.resume(
+    model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), ckpt_dir=sys.argv[1], run_id="job"
+)
+assert threads(), "gloo calls its threads otherwise: count those"
+if "destroyed" in sys.argv:
+    dist.destroy_process_group()
+if "stop" in sys.argv:
+    if run.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if "pending" in sys.argv:  # as in a script that ends by an error in the middle of things
+        work = dist.all_reduce(torch.ones(1), group=run._place.world._group, async_op=True)
+run.close()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """The script in a file."""
+    path = tmp_path / "job.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("how", "left"),
+    [
+        (["ours"], 0),
+        (["own"], 2),  # the script's group, which is the script's
+        (["own", "destroyed"], 0),
+        (["ours", "destroyed"], 0),
+    ],
+)
+def test_no_thread_that_may_hold_a_tensor_is_left_when_the_interpreter_ends(
+    how: list[str], left: int, script: Path, tmp_path: Path
+) -> None:
+    """One that drops it then aborts the process: "terminate called without an active exception"."""
+    for done in ranks.run(2, script, str(tmp_path / "kept"), str(left), *how):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == f"threads {left}", done.stderr
+
+
+@pytest.mark.parametrize("how", [["ours"], ["own"], ["ours", "pending"], ["own", "pending"]])
+def test_a_peer_that_stands_still_does_not_hold_the_end_up(
+    how: list[str], script: Path, tmp_path: Path
+) -> None:
+    """Not even where one of our collectives waits for it; gloo would wait for half an hour."""
+    port = free_port("")
+    words = [sys.executable, str(script), str(tmp_path / "kept"), "99", "stop", *how]
+    peers = [
+        subprocess.Popen(words, env=ranks.environment(rank, 2, port), stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        stopped = Path(f"/proc/{peers[1].pid}/stat")
+        wait_for(lambda: stopped.read_text().rpartition(")")[2].split()[0] == "T", "rank 1 to stand still")
+        _, told = peers[0].communicate(timeout=60)
+        assert peers[0].returncode == 0, told
+    finally:
+        for peer in peers:
+            peer.kill()
+            peer.wait()
+            peer.stderr.close() if peer.stderr else None

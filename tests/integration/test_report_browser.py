@@ -1,0 +1,139 @@
+"""The page of a report, as a browser shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.report import html, summary
+from elastic_resume.report.formatting import clean
+from elastic_resume.report.summary import Story
+from tests.support import browser, report_runs
+from tests.support.browser import Browser
+
+pytestmark = pytest.mark.slow
+SCREENS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
+MAX_BYTES = 5_000_000  # of a page of 5,000 generations; it loads in 0.6 s on two cores
+MAX_ELEMENTS = 120_000
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all of these tests."""
+    with browser.started(tmp_path_factory.mktemp("chromium")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def told() -> Story:
+    """A run in which everything happens, on nodes whose clocks differ."""
+    job = report_runs.eventful()
+    events = report_runs.off(job.events, "n1", 7.5)
+    return summary.tell(events, items=report_runs.items(job), stacks=report_runs.STACKS, problems=["p"])
+
+
+@pytest.fixture(scope="module")
+def written(told: Story, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its page."""
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(html.render(told), encoding="utf-8")
+    return path
+
+
+def texts(chromium: Browser, selector: str) -> list[str]:
+    """What the elements say, folded ones too."""
+    found = chromium.value(f"[...document.querySelectorAll({selector!r})].map(one => one.textContent)")
+    return [" ".join(text.split()) for text in found]
+
+
+def test_everything_is_there(chromium: Browser, written: Path, told: Story) -> None:
+    """Each generation with its end, each trouble, fault, copy and mark; and nobody has complained."""
+    chromium.open(written)
+    rows = texts(chromium, ".generations tbody tr")
+    assert len(rows) == len(told.report.generations) == 6
+    for one, row in zip(told.report.generations, rows, strict=True):
+        assert " ".join(clean(one.end.text).split()) in row
+    said = " ".join(texts(chromium, ".troubles tbody tr"))
+    assert len(told.troubles) > 10
+    for trouble in told.troubles:
+        assert trouble.text in said
+    sizes = "[...document.querySelectorAll('tbody td')].map(one => getComputedStyle(one).fontSize)"
+    assert len(set(chromium.value(sizes))) == 1
+    assert len(texts(chromium, ".faults tbody tr")) == 3
+    assert len(texts(chromium, "use[href='#incident'] title")) == told.report.incidents
+    assert "The clock of n1 was up to 7.5 s ahead" in texts(chromium, "main")[0]
+    assert "SUSPECT rank 1" in texts(chromium, "pre")[0]
+    headings = texts(chromium, "h2")
+    for heading in ("Timeline", "Generations", "Troubles", "Injected faults", "Checkpoints"):
+        assert heading in headings
+    assert chromium.complaints == []
+
+
+def test_no_script_of_a_message_runs(chromium: Browser, written: Path) -> None:
+    """An exception's text is shown as it was."""
+    chromium.open(written)
+    assert chromium.value("document.title") == "resnet-50 - elastic_resume"
+    assert chromium.value("document.querySelectorAll('script, main img').length") == 0
+    assert "<script>document.title='taken'</script>" in texts(chromium, ".generations")[0]
+    assert chromium.complaints == []
+
+
+@pytest.mark.parametrize(("width", "scheme"), SCREENS)
+def test_the_page_fits_every_screen(
+    chromium: Browser, written: Path, tmp_path: Path, width: int, scheme: str
+) -> None:
+    """Nothing sticks out sideways, no text is of its ground's colour, each drawing has its size."""
+    chromium.open(written, width=width, scheme=scheme)
+    chromium.screenshot(tmp_path / f"{width}-{scheme}.png")
+    assert chromium.value("document.documentElement.scrollWidth") == width
+    assert chromium.value("innerWidth") == width
+    dark = chromium.value("matchMedia('(prefers-color-scheme: dark)').matches")
+    assert dark == (scheme == "dark")
+    faint = chromium.value(_FAINT)
+    assert faint == []
+    assert chromium.value("document.querySelector('.timeline').getBoundingClientRect().width") > 0.75 * width
+    assert chromium.complaints == []
+
+
+# Contrast of each text with what lies under it, as WCAG 2 reckons it: at least 4.5.
+_FAINT = """(() => {
+  const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
+  const light = colour => numbers(colour).slice(0, 3).map(v => v / 255)
+    .map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const ground = one => {
+    for (; one; one = one.parentElement) {
+      const colour = getComputedStyle(one).backgroundColor;
+      if (numbers(colour)[3] !== 0) return colour;
+    }
+    return 'rgb(255, 255, 255)';
+  };
+  const found = new Set();
+  for (const one of document.querySelectorAll('body *')) {
+    if (![...one.childNodes].some(child => child.nodeType === 3 && child.data.trim())) continue;
+    if (one.closest('title, desc, style')) continue;
+    const style = getComputedStyle(one);
+    const [a, b] = [light(one.closest('svg') ? style.fill : style.color), light(ground(one))];
+    if ((Math.max(a, b) + .05) / (Math.min(a, b) + .05) < 4.5) found.add(one.outerHTML.slice(0, 200));
+  }
+  return [...found];
+})()"""
+
+
+def test_five_thousand_generations(chromium: Browser, tmp_path: Path) -> None:
+    """The page stays small, draws few elements, and lays out only what is looked at; all of it is there."""
+    job = report_runs.long(5000)
+    path = tmp_path / "long.html"
+    path.write_text(html.render(summary.tell(job.events)), encoding="utf-8")
+    assert path.stat().st_size < MAX_BYTES
+    chromium.open(path)
+    spent = chromium.value("performance.timing.loadEventEnd - performance.timing.navigationStart")
+    print(f"5,000 generations: {path.stat().st_size / 1e6:.1f} MB, loaded in {spent / 1000:.2f} s")
+    assert chromium.value("document.querySelectorAll('*').length") < MAX_ELEMENTS
+    assert chromium.value("document.querySelectorAll('svg *').length") < 6000
+    assert chromium.value("document.querySelectorAll('.generations tbody tr').length") == 5000
+    closed = "[...document.querySelectorAll('details:not([open]) tr')]"
+    assert chromium.value(f"{closed}.filter(one => one.checkVisibility()).length") == 0
+    assert chromium.complaints == []

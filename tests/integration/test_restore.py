@@ -1,0 +1,239 @@
+"""Resume from every tier, in worlds of a few real ranks with slots: what is read, sent, loaded and kept."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_resume import constants
+from elastic_resume.checkpoint import reader
+from elastic_resume.errors import CorruptError
+from elastic_resume.restore.transfer import FAILED, Arriving, Copies, PeerFailedError, Private, Task
+from tests.support import ranks
+from tests.support.paths import SCRIPTS
+from tests.support.store_samples import RUN, flip, image, save
+
+JOB = SCRIPTS / "resumer.py"
+
+
+def resumed(directory: Path, nodes: list[str], wanted: dict[str, Any], **more: str) -> list[dict[str, Any]]:
+    """Run tests/support/scripts/resumer.py with a rank on each of ``nodes``; ``more`` are variables."""
+    each = [
+        {
+            "ELASTIC_RESUME_CKPT_DIR": str(directory / node),  # no node sees the disk of another
+            "ELASTIC_RESUME_NODE_NAME": node,
+            "LOCAL_RANK": str(nodes[:rank].count(node)),
+            **more,
+        }
+        for rank, node in enumerate(nodes)
+    ]
+    done = ranks.run(len(nodes), JOB, json.dumps(wanted), env=each)
+    return [json.loads(one.stdout) if one.returncode == 0 else {"stderr": one.stderr} for one in done]
+
+
+@pytest.mark.cluster
+def test_a_nodes_ranks_load_from_the_slot_that_their_lead_fills_from_disk(tmp_path: Path) -> None:
+    """Two ranks of one node: the checkpoint is read once, and is a snapshot in memory afterwards."""
+    for told in resumed(tmp_path, ["a", "a"], {"a": {"disk": [[1, 9]]}}):
+        assert (told["source_node"], told["source_tier"]) == ("a", "disk")
+        assert (told["values"], told["buffer"], told["held"]) == ([9.0], 100.0, [1, 9])
+
+
+@pytest.mark.cluster
+def test_a_node_that_lacks_the_copy_gets_it_from_a_peers_memory_and_saves_it(tmp_path: Path) -> None:
+    """Its two ranks load while it arrives; the keeper commits it. Older copies on disk are passed over."""
+    wanted = {"a": {"memory": [2, 9], "disk": [[2, 5]]}, "b": {"disk": [[1, 5]]}}
+    ends = resumed(tmp_path, ["a", "b", "b"], wanted)
+    for told in ends:
+        assert (told["step"], told["source_tier"], told["lacking"]) == (9, "memory", ["b"])
+        assert (told["values"], told["buffer"], told["held"]) == ([9.0], 100.0, [2, 9])
+    assert ends[1]["disk"] == [[2, 9], [1, 5]]
+
+
+@pytest.mark.cluster
+def test_two_holders_serve_two_lacking_nodes_and_rank_zeros_buffers_go_to_all(tmp_path: Path) -> None:
+    """Each sends to one. What ranks need not agree on is that of the lowest rank that wrote, everywhere."""
+    wanted = {"a": {"disk": [[1, 9]]}, "b": {"memory": [1, 9]}}
+    for told in resumed(tmp_path, ["a", "b", "c", "d"], wanted):
+        assert (told["source_node"], told["lacking"]) == ("a", ["c", "d"])
+        assert (told["values"], told["buffer"], told["held"]) == ([9.0], 100.0, [1, 9])
+
+
+@pytest.mark.cluster
+def test_without_slots_copies_are_mapped_and_what_is_received_is_committed(tmp_path: Path) -> None:
+    """The lead of the lacking node commits what it receives; its other rank reads that."""
+    none = {"slots": False}
+    ends = resumed(tmp_path, ["a", "a", "b", "b"], {"a": {"disk": [[1, 9]], **none}, "b": none})
+    for told in ends:
+        assert (told["values"], told["buffer"], told["held"]) == ([9.0], 100.0, None)
+    assert (ends[2]["disk"], ends[2]["on_disk"]) == ([[1, 9]], True)
+
+
+@pytest.mark.cluster
+def test_a_disk_that_refuses_what_is_received_without_a_slot_ends_all_ranks(tmp_path: Path) -> None:
+    """The transfer goes on to its end, since other ranks are in it; nothing is left behind."""
+    wanted = {"a": {"disk": [[1, 9]]}, "b": {"slots": False, "fail": "commit.before-rename=raise"}}
+    for told in resumed(tmp_path, ["a", "b"], wanted):
+        assert "the device fails" in told["error"]
+    assert not list((tmp_path / "b" / "job" / "b").glob("*s000*"))
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("slots", [True, False])
+def test_a_bad_block_met_in_mid_transfer_costs_only_another_plan(tmp_path: Path, slots: bool) -> None:
+    """The source finds it while it sends; a second holder serves all. The bad copy is named and set aside."""
+    wanted = {
+        "a": {"disk": [[1, 9]], "flip": 0.9, "slots": slots},
+        "b": {"disk": [[1, 9]], "slots": slots},
+        "c": {"slots": slots},
+    }
+    for told in resumed(tmp_path, ["a", "b", "c"], wanted):
+        assert (told["source_node"], told["lacking"]) == ("b", ["a", "c"])
+        assert [(one["node"], "digest" in one["reason"]) for one in told["rejected"]] == [("a", True)]
+        assert (told["values"], told["buffer"]) == ([9.0], 101.0)
+        assert told["held"] == ([1, 9] if slots else None)
+    aside = [path.name for path in (tmp_path / "a" / "job" / "a" / "quarantine").iterdir()]
+    assert reader.name_of(1, 9) in aside
+
+
+@pytest.mark.cluster
+def test_when_the_only_holder_has_a_bad_block_the_older_copy_is_taken(tmp_path: Path) -> None:
+    """What had been loaded of the newer one is overwritten, and no slot counts it."""
+    wanted = {"a": {"disk": [[1, 5], [1, 9]], "flip": 0.9}, "b": {}}
+    for told in resumed(tmp_path, ["a", "b"], wanted):
+        assert (told["step"], [one["step"] for one in told["rejected"]]) == (5, [9])
+        assert (told["values"], told["held"]) == ([5.0], [1, 5])
+
+
+@pytest.mark.cluster
+def test_a_bad_copy_that_is_the_only_one_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """Nobody waits for ever, nothing begins anew."""
+    for told in resumed(tmp_path, ["a", "b"], {"a": {"disk": [[1, 9]], "flip": 0.9}}):
+        assert "none can be loaded" in told["error"]
+        assert told["held"] is None
+
+
+@pytest.mark.cluster
+def test_a_damaged_snapshot_is_told_and_another_tier_is_read(tmp_path: Path) -> None:
+    """Its notes are what all would go by: nobody else's copy is blamed for them."""
+    wanted = {"a": {"memory": [2, 9], "disk": [[2, 5]], "hurt": "static_at"}, "b": {"disk": [[2, 9]]}}
+    for told in resumed(tmp_path, ["a", "b"], wanted):
+        assert (told["source_node"], told["lacking"], told["values"]) == ("b", ["a"], [9.0])
+        assert [(one["node"], one["step"]) for one in told["rejected"]] == [("a", 9)]
+        assert told["held"] == [2, 9]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_copy_that_is_outvoted_is_set_aside_where_the_majority_counts(tmp_path: Path, tier: str) -> None:
+    """Though it is the lowest rank's, whose values all would take. Else it is an error that says how."""
+    order = {"memory": [2, 9]} if tier == "memory" else {"disk": [[2, 9]]}
+    wanted = {"a": {**order, "value": 7.0}, "b": order, "c": order}
+    for told in resumed(tmp_path / "stop", ["a", "b", "c"], wanted):
+        assert "rank 0 against rank 1, 2" in told["error"]
+        assert "--on-divergence resume-from-majority" in told["error"]
+    majority = {constants.ENV_ON_DIVERGENCE: "resume-from-majority"}
+    for told in resumed(tmp_path / "go", ["a", "b", "c"], wanted, **majority):
+        assert (told["source_node"], told["lacking"], told["values"]) == ("b", ["a"], [9.0])
+        assert [(one["node"], "most nodes" in one["reason"]) for one in told["rejected"]] == [("a", True)]
+        assert told["held"] == [2, 9]
+
+
+@pytest.mark.cluster
+def test_the_sources_values_count_where_replicas_are_not_to_be_compared(tmp_path: Path) -> None:
+    """Nodes that round differently never hold the same: the others receive, and nothing is called corrupt."""
+    wanted = {"a": {"disk": [[2, 9]], "value": 7.0}, "b": {"disk": [[2, 9]]}}
+    for told in resumed(tmp_path, ["a", "b"], wanted, **{constants.ENV_CHECK_REPLICAS: "off"}):
+        assert (told["source_node"], told["lacking"], told["values"]) == ("a", ["b"], [7.0])
+        assert told["disk"] == [[2, 9]]
+
+
+@pytest.mark.cluster
+def test_a_source_that_is_killed_while_it_sends_leaves_nobody_waiting(tmp_path: Path) -> None:
+    """The receivers end with an error, as workers whose world broke do; the lost source is theirs to tell."""
+    wanted = {"a": {"disk": [[1, 9]], "fail": "transfer.send=kill@9"}}
+    ends = resumed(tmp_path, ["a", "b", "c"], wanted)
+    for told in ends[1:]:
+        assert "onnection" in told["stderr"]
+
+
+# ---- an image that arrives -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arriving() -> Iterator[Arriving]:
+    """An image of which nothing has arrived."""
+    one = Arriving(memoryview(bytearray(image(1))), Private())
+    yield one
+    one.fail(PeerFailedError("over"))
+
+
+def test_a_tensor_waits_until_its_last_byte_has_arrived(arriving: Arriving) -> None:
+    """Not for what comes behind it; and its shape can be had before, once the header is there."""
+    seen: list[object] = []
+    header = len(image(1)) - 1  # more than the header, less than all
+    reader = Task("test", lambda: seen.append(float(arriving.tensor("model.weight").sum())))
+    last = Task("test", lambda: seen.append(arriving.tensor("model.mask").shape))
+    stop = 4096 + 8 + 40 * 30 * 4
+    arriving.advance(stop - 1)
+    assert arriving.look("model.weight").shape == (40, 30)
+    assert not seen
+    arriving.advance(stop)
+    assert reader.join() is None
+    assert len(seen) == 1
+    arriving.advance(header + 1)
+    assert last.join() is None
+    assert len(seen) == 2
+
+
+def test_who_waits_hears_what_the_filler_met_and_other_processes_that_it_failed(arriving: Arriving) -> None:
+    """The word that all see says so; the reason is the lead's to tell."""
+    met = CorruptError("block 3")
+    readers = [Task("test", lambda: arriving.tensor("model.mask")) for _ in range(2)]
+    arriving.fail(met)
+    assert [reader.join() for reader in readers] == [met, met]
+    elsewhere = Arriving(arriving.memory, Private(FAILED))
+    with pytest.raises(PeerFailedError, match="leads this node"):
+        elsewhere.wait(1)
+
+
+def test_each_asker_gets_a_copy_of_its_own_and_hears_why_there_is_none(arriving: Arriving) -> None:
+    """Two that ask for tied tensors do not share them; a copy that waits for bytes ends with their error."""
+    copies = Copies(["model.weight", "model.mask"], arriving.tensor)
+    arriving.advance(len(arriving.memory) - 1)
+    first, second = copies.take("model.weight"), copies.take("model.weight")
+    first.zero_()
+    kept = arriving.tensor("model.weight")
+    assert torch.equal(second.view(torch.uint8), kept.view(torch.uint8))
+    arriving.fail(CorruptError("block 3"))
+    with pytest.raises(CorruptError, match="block 3"):
+        copies.take("model.mask")
+    copies.close()
+
+
+def test_a_read_tells_how_far_it_is_and_stops_at_the_first_bad_block(tmp_path: Path) -> None:
+    """What was told to have arrived is right; a caller that wants no more is heeded."""
+    before = set(threading.enumerate())
+    path = save(tmp_path, 1, 1)
+    found = reader.quick_check(path, RUN)
+    told: list[int] = []
+    into = memoryview(bytearray(found.file_bytes))
+    reader.read_image(path, found, into, told.append)
+    assert told == [*range(2048, found.file_bytes, 2048), found.file_bytes]
+    assert into == image(1)
+    flip(path / "state.safetensors", 4 * 2048)
+    told.clear()
+    with pytest.raises(CorruptError, match="bytes 8192 to 8977"):
+        reader.read_image(path, found, into, told.append)
+    assert told == [2048, 4096, 6144, 8192]
+    stopped = Arriving(into, Private())
+    stopped.stop()
+    with pytest.raises(PeerFailedError):
+        reader.read_image(path, found, into, stopped.advance)
+    assert set(threading.enumerate()) <= before

@@ -1,0 +1,147 @@
+"""Random deaths at random moments, one after the other, and then: right weights, and nothing left behind.
+
+`make soak` kills a hundred times; `make test` fewer. ELASTIC_RESUME_SOAK_SEED chooses other moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.events import Event
+from elastic_resume.testing import Cluster
+from tests.integration.test_end_to_end import SCRIPT, check_end
+from tests.integration.test_launcher_shim import wait_for
+
+pytestmark = pytest.mark.cluster
+
+SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
+KILLS = int(os.environ.get("ELASTIC_RESUME_SOAK_KILLS", "6"))
+SEED = int(os.environ.get("ELASTIC_RESUME_SOAK_SEED", "10"))
+EPOCHS = 4 + KILLS // 2  # ten steps each: some are left when the last kill has come
+STEP_S = 0.05
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only looked at
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digest of weights and optimizer after a run of three nodes that nothing befell."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    with Cluster(directory, nodes=3, flags=["--save-every", "1000"]) as cluster:
+        kept = directory / "diary"
+        cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", "0")
+        assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
+        return check_end(kept, world_size=3, epochs=EPOCHS)
+
+
+def test_a_job_survives_every_death(tmp_path: Path, undisturbed: str) -> None:
+    """Workers, guards, stubs, zygotes, agents and whole nodes, whoever leads, amidst restarts too."""
+    rng = random.Random(SEED)
+    shared = set(SHARED_MEMORY.iterdir())
+    # Three deaths may come before the next step is finished: that is the soak's doing, not the job's.
+    flags = ["--save-every", "1", "--max-no-progress", "1000"]
+    with Cluster(tmp_path, nodes=3, flags=flags, fresh=SOAK) as cluster:  # by night as on nodes of their own
+        kept = tmp_path / "diary"
+        words = ["--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", str(STEP_S)]
+        cluster.start(SCRIPT, *words)
+        cluster.wait(commit=1, node=0)
+        for number in range(KILLS):
+            strike(cluster, rng)
+            if number % 5 == 4:  # now and then it gets so far that steps are finished in between
+                newest = max(event["generation"] for event in cluster.events("resume"))
+                cluster.wait(generation=newest)
+                cluster.wait(lambda: all(node.alive for node in cluster.nodes), "all nodes")
+            time.sleep(rng.uniform(0, 2.0))  # a random moment is the point
+        assert cluster.wait_exit(600) == [0, 0, 0], cluster.output(0)
+        assert check_end(kept, world_size=3, epochs=EPOCHS) == undisturbed
+    wait_for(lambda: not list(left_behind(tmp_path)), "all processes to end")
+    # Jobs of other tests may have theirs for a while.
+    wait_for(lambda: set(SHARED_MEMORY.iterdir()) <= shared, "shared memory to be given back", 60)
+    assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
+
+
+def strike(cluster: Cluster, rng: random.Random) -> None:
+    """Kill something somewhere; what an agent's end took along is started again."""
+    index = rng.randrange(3)
+    kind = rng.choice(["worker", "guard", "stub", "zygote", "agent", "node", "node"])
+    if kind == "node":
+        cluster.kill_node(index)
+    elif kind == "agent":
+        cluster.kill_agent(index)
+    else:
+        doomed = [process for process in cluster.processes(index)[1:] if kind_of(process) == kind]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in doomed[:1]:
+                process.kill()
+    agent = cluster.nodes[index].agent
+    if kind in {"node", "agent"}:
+        assert agent is not None
+        agent.wait()
+    if agent is None or agent.poll() is not None:
+        cluster.start_node(index)
+
+
+def kind_of(process: psutil.Process) -> str:
+    """What a process under an agent is, by the name that it shows to people."""
+    try:
+        name, words = process.name(), process.cmdline()
+    except psutil.NoSuchProcess:
+        return ""
+    if any(word.endswith("stub.py") for word in words):
+        return "stub"
+    return name.removeprefix("er-") if name in {"er-zygote", "er-guard", "er-worker"} else ""
+
+
+def left_behind(directory: Path) -> Iterator[str]:
+    """Processes of a job whose agents are gone: by where their checkpoints are, or what they print into.
+
+    The environment of a fork is that of what it was forked from, but its output is a file of its node.
+    """
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            where = [process.environ().get(constants.ENV_CKPT_DIR, "")]
+            where += [str(entry.readlink()) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
+            is_its = process.pid != os.getpid() and any(Path(one).is_relative_to(directory) for one in where)
+            if is_its and process.status() != psutil.STATUS_ZOMBIE:
+                yield f"{process.pid} {' '.join(process.cmdline())[:80]}"
+
+
+def commits(cluster: Cluster, generation: int) -> list[Event]:
+    """What a generation has brought to disk."""
+    return [event for event in cluster.events("commit") if event["generation"] == generation]
+
+
+def test_restarts_leak_no_descriptor(tmp_path: Path) -> None:
+    """Neither the agent's nor the zygote's: after five restarts no more than each has had open after one."""
+    with Cluster(tmp_path, nodes=1, flags=["--save-every", "1"]) as cluster:
+        cluster.start(SCRIPT, "--diary", str(tmp_path / "diary"), "--epochs", "100000")
+        before: tuple[int, int] = (0, 0)
+        for generation in range(1, 8):
+            cluster.wait(partial(commits, cluster, generation), f"a commit of generation {generation}")
+            agent, *others = cluster.processes(0)
+            zygote = next(process for process in others if kind_of(process) == "zygote")
+            if generation == 2:  # the first restart may open something for good
+                before = most(agent, zygote)
+            if generation < 7:
+                cluster.kill_worker(0)
+        # Files and connections of the moment come on top, two or three, and go.
+        wait_for(lambda: agent.num_fds() <= before[0], "the agent to have no more open than before")
+        wait_for(lambda: zygote.num_fds() <= before[1], "the zygote to have no more open than before")
+
+
+def most(agent: psutil.Process, zygote: psutil.Process) -> tuple[int, int]:
+    """How many each has open at most, within half a second."""
+    counts = []
+    for _ in range(50):
+        time.sleep(0.01)
+        counts.append((agent.num_fds(), zygote.num_fds()))
+    return max(one for one, _ in counts), max(one for _, one in counts)

@@ -1,0 +1,407 @@
+"""Every kind of state that scripts have: what comes back bit for bit, and what is refused with advice."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import SWALR
+
+from elastic_resume.capture.state_cache import Tracker
+from elastic_resume.errors import MismatchError, UntrackableError
+from elastic_resume.snapshot import slots
+from elastic_resume.state import load_state, state_dict
+from elastic_resume.state.bucket_order import BucketOrder
+from elastic_resume.state.untracked import Untracked
+from tests.support import ranks
+from tests.support.images import capture
+from tests.support.paths import SCRIPTS
+
+JOB = SCRIPTS / "kinds.py"
+
+Build = Callable[[Any], Any]
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_every_kind_of_model_and_wrapper_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+    """Three ranks, some thirty kinds: weights, optimizer, average and losses, bit for bit, on every rank.
+
+    Ranks are seeded differently, and so are the two halves: what is equal was made equal, or loaded.
+    """
+    told = []
+    for done in ranks.run(3, JOB, str(tmp_path)):
+        assert done.returncode == 0, done.stderr
+        told.append(json.loads(done.stdout.splitlines()[-1]))
+    assert len(told[0]) >= 30
+    for kind in told[0]:
+        for rank, one in enumerate(told):
+            assert "error" not in one[kind], f"{kind}, rank {rank}: {one[kind]['error']}"
+            assert one[kind]["began"] == 3, f"{kind}: not resumed in its middle"
+            assert not one[kind]["differ"], f"{kind}, rank {rank}: {one[kind]['differ']}"
+            assert one[kind]["losses"], f"{kind}, rank {rank}: another loss"
+        assert len({one[kind]["common"] for one in told}) == 1, f"{kind}: ranks differ"
+
+
+# ---- optimizers and schedulers -----------------------------------------------------------------------
+
+
+def decay(epoch: float) -> float:
+    """Less each time."""
+    return float(0.9**epoch)
+
+
+class Remembering:
+    """A callable object with state: LambdaLR keeps its attributes."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, epoch: float) -> float:
+        """Less each time, and by how often it was asked."""
+        self.calls += 1
+        return decay(epoch) * (1 + 0.01 * self.calls)
+
+
+SCHEDULERS: dict[str, Build] = {
+    "plateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0),
+    "one cycle": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=12),
+    "chained": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)]
+    ),
+    "sequential": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.CosineAnnealingLR(o, 4)], [2]
+    ),
+    "function": lambda o: schedulers.LambdaLR(o, decay),
+    "object": lambda o: schedulers.LambdaLR(o, Remembering()),
+    "multiplicative": lambda o: schedulers.MultiplicativeLR(o, Remembering()),
+    "warm restarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 2),
+    "averaging": lambda o: SWALR(o, 0.05, anneal_epochs=4),
+    "cyclic": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, scale_fn=Remembering(), cycle_momentum=False),
+    "cosine": lambda o: schedulers.CosineAnnealingLR(o, 8),
+    "polynomial": lambda o: schedulers.PolynomialLR(o, 8),
+    "steps": lambda o: schedulers.MultiStepLR(o, [2, 4]),
+}
+
+
+def plain(kind: Any) -> Build:
+    """Build an optimizer of that kind as it comes."""
+    return lambda parameters: kind(parameters, lr=0.05)
+
+
+PLAIN = (
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"),
+    "Adafactor",
+)
+OPTIMIZERS: dict[str, Build] = {
+    **{name: plain(getattr(torch.optim, name)) for name in PLAIN},
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "amsgrad, fused": lambda parameters: torch.optim.Adam(parameters, lr=0.05, amsgrad=True, fused=True),
+    "rate in a tensor": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.05)),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.05, max_iter=3, line_search_fn="strong_wolfe"),
+}
+PAIRS = [
+    *((name, "steps") for name in OPTIMIZERS),
+    *((rate, name) for rate in ("momentum", "rate in a tensor") for name in SCHEDULERS),
+]
+
+
+class Script:
+    """A small model with its optimizer and scheduler."""
+
+    def __init__(self, optimizer: Build, scheduler: Build, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        self.optimizer = optimizer(self.model.parameters())
+        self.scheduler = scheduler(self.optimizer)
+        self.tracked = state_dict.collect(
+            {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        )
+
+    def train(self, step: int) -> None:
+        """One step, whose inputs follow from its number."""
+        torch.manual_seed(100 + step)
+        inputs = torch.randn(5, 4)
+
+        def evaluate() -> Tensor:
+            self.optimizer.zero_grad()
+            loss: Tensor = self.model(inputs).square().sum()
+            loss.backward()
+            return loss
+
+        self.optimizer.step(evaluate)
+        on_plateau = isinstance(self.scheduler, schedulers.ReduceLROnPlateau)
+        self.scheduler.step(*([1.0] if on_plateau else []))
+
+    def all(self) -> tuple[dict[str, str], Any]:
+        """Digests of all tensors, and the rest."""
+        flat = state_dict.flatten(self.tracked)
+        return state_dict.fingerprints(flat.leaves), flat.skeleton
+
+
+@pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS, ids=[" with ".join(pair) for pair in PAIRS])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_an_optimizer_and_a_scheduler_come_back_whole(optimizer: str, scheduler: str) -> None:
+    """Loaded into others, they hold the same and do the same; a look at them tells what flattening does."""
+    first, second = (Script(OPTIMIZERS[optimizer], SCHEDULERS[scheduler], seed) for seed in (0, 1))
+    tracker = Tracker(first.tracked)
+    for step in range(3):
+        first.train(step)
+        sight, flat = tracker.look(), state_dict.flatten(first.tracked)
+        assert slots.merge(sight.fixed.static, sight.dynamic) == flat.skeleton
+        assert {leaf.name for leaf in sight.leaves} == {leaf.name for leaf in flat.leaves}
+    load_state.load(second.tracked, flat.skeleton, capture(flat).tensor)
+    assert second.all() == first.all()
+    for step in range(3, 7):
+        first.train(step)
+        second.train(step)
+    assert second.all() == first.all()
+
+
+class Rounded(torch.optim.Optimizer):
+    """Keeps float32 weights for bfloat16 parameters, in its state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Move the exact weights, and round them."""
+        del closure
+        for parameter in self.param_groups[0]["params"]:
+            exact = self.state[parameter].setdefault("exact", parameter.detach().float())
+            exact.sub_(1e-3)
+            parameter.data.copy_(exact)
+
+
+def test_state_of_another_dtype_than_its_parameter_is_not_rounded() -> None:
+    """Torch's load_state_dict() turns it into the parameter's."""
+    optimizers = [Rounded([nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]) for _ in range(2)]
+    optimizers[0].step()
+    flat = state_dict.flatten({"optimizer": optimizers[0]})
+    load_state.load({"optimizer": optimizers[1]}, flat.skeleton, capture(flat).tensor)
+    (restored,) = optimizers[1].state.values()
+    assert restored["exact"].dtype == torch.float32
+    assert restored["exact"].tolist() == [pytest.approx(0.999, abs=1e-7)] * 3
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore")
+def test_optimizers_whose_state_is_no_ranks_whole_are_refused_with_advice() -> None:
+    """Shards on each rank, and weights that differ between two averagings."""
+    optim = importlib.import_module("torch.distributed.optim")  # which warns
+    parameters = list(nn.Linear(2, 2).parameters())
+    sharded = optim.ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=0.1)
+    local = optim.PostLocalSGDOptimizer(torch.optim.SGD(parameters, lr=0.1), PeriodicModelAverager(period=4))
+    for optimizer, why in ((sharded, "another part of the state on each rank"), (local, "weights differ")):
+        with pytest.raises(UntrackableError, match=f"optimizer: .*{why}.*Use the optimizer inside"):
+            state_dict.collect({"optimizer": optimizer})
+
+
+@pytest.mark.usefixtures("alone")
+def test_torch_itself_refuses_synchronised_batchnorm_on_a_cpu() -> None:
+    """So what is promised of it can be shown on GPUs only; should torch come to allow it, show it here."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(ValueError, match="only work with GPU modules"):
+        nn.parallel.DistributedDataParallel(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_order_is_played_to_a_ddp_that_moves_its_inputs_to_a_device() -> None:
+    """With device_ids, as run.ddp() builds it on GPUs, DDP fails when it is called without any input."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped.device_ids, wrapped.device_type = [0], "cpu"
+    order = BucketOrder()
+    names = [name for name, _ in model.named_parameters()]
+    order.load_state_dict({"orders": {"model": names}, "single": ["model"], "steps": 2})
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    order.prepare("model", model, wrapped)
+    wrapped(torch.ones(2, 2))
+    assert wrapped._has_rebuilt_buckets, "a backward pass was seen"
+    assert wrapped.module is model
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+
+
+# ---- tensors that a script keeps by itself -----------------------------------------------------------
+
+
+def carry(source: Any, target: Any) -> None:
+    """Load what is tracked of one into the other."""
+    flat = state_dict.flatten(state_dict.collect({"ema": source}))
+    load_state.load(state_dict.collect({"ema": target}), flat.skeleton, capture(flat).tensor)
+
+
+def test_tensors_are_loaded_into_those_that_stand_there() -> None:
+    """One, a list, a dict by name, or several of these; the script's own references stay good."""
+    for make in (
+        lambda fill: torch.full((2,), fill),
+        lambda fill: [torch.full((2,), fill), torch.full((), fill)],
+        lambda fill: (torch.full((2,), fill, dtype=torch.bfloat16),),
+        lambda fill: {"layer.weight": torch.full((2,), fill), "layer.bias": torch.full((1,), fill)},
+        lambda fill: {"shadow": [torch.full((2,), fill)], "updates": torch.full((), fill)},
+    ):
+        source, target = make(3.0), make(0.0)
+        held = list(state_dict.flatten(state_dict.collect({"ema": target})).leaves)
+        carry(source, target)
+        assert held
+        for leaf in held:
+            assert (leaf.tensor == 3).all()
+            assert leaf.kind == state_dict.OWN
+
+
+def test_a_tensor_that_is_replaced_in_its_list_is_the_one_that_is_stored() -> None:
+    """A shadow is often a new tensor after each step."""
+    shadow = [torch.zeros(2)]
+    tracked = state_dict.collect({"ema": shadow})
+    shadow[0] = torch.ones(2)
+    assert [leaf.tensor.tolist() for leaf in state_dict.flatten(tracked).leaves] == [[1.0, 1.0]]
+
+
+def test_a_number_among_tensors_is_refused_with_its_place() -> None:
+    """Nothing can be put back into a float: a decay that is stored and not restored would be a lie."""
+    for given, place in (
+        ({"shadow": [torch.zeros(1)], "decay": 0.9}, "ema.decay"),
+        ([torch.zeros(1), 3], "ema/1"),
+    ):
+        with pytest.raises(UntrackableError, match=rf"{place}.*(float|int).*0-d tensor"):
+            state_dict.flatten(state_dict.collect({"ema": given}))
+
+
+def test_tensors_of_other_shapes_or_names_are_listed_and_nothing_is_changed() -> None:
+    """As of a model."""
+    target = {"a": torch.zeros(2), "b": torch.zeros(1)}
+    with pytest.raises(MismatchError) as caught:
+        carry({"a": torch.ones(3), "c": torch.ones(1)}, target)
+    for line in (
+        "ema/a: float32[2] in what is tracked, float32[3] in the checkpoint",
+        "ema/b: float32[1] in what is tracked, absent in the checkpoint",
+        "ema/c: absent in what is tracked, float32[1] in the checkpoint",
+    ):
+        assert line in str(caught.value)
+    assert not target["a"].any()
+
+
+# ---- modules -----------------------------------------------------------------------------------------
+
+
+def quantised() -> Tensor:
+    """Make a quantised tensor; torch has begun to deprecate them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "told"),
+    [
+        (lambda: torch.eye(2).to_sparse(), "layout torch.sparse_coo; store it dense"),
+        (lambda: torch.eye(2).to_sparse_csr(), "layout torch.sparse_csr; store it dense"),
+        (quantised, "qint8, which cannot be stored; dequantise"),
+        (lambda: torch.empty(2, device="meta"), "meta device"),
+        (lambda: torch.zeros(2).expand(3, 2), "expand"),
+    ],
+    ids=["sparse", "csr", "quantised", "meta", "expanded"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_buffer_that_cannot_be_stored_is_refused_by_its_path(
+    buffer: Callable[[], Tensor], told: str
+) -> None:
+    """Before the first step, with what to do."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("extra", buffer())
+    with pytest.raises(UntrackableError, match=rf"model/0\.extra: .*{told}"):
+        state_dict.flatten({"model": model})
+    model[0].register_buffer("extra", buffer(), persistent=False)
+    assert len(state_dict.flatten({"model": model}).leaves) == 2, "what is not persistent is the script's own"
+
+
+def test_a_lazy_module_is_refused_until_it_has_its_shapes() -> None:
+    """Its path, and what to do; then it is a module like others."""
+    model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    with pytest.raises(UntrackableError, match=r"model/0\.weight: .*lazy.*one forward pass before resume"):
+        state_dict.flatten({"model": model})
+    model(torch.zeros(2, 3))
+    assert len(state_dict.flatten({"model": model}).leaves) == 7
+
+
+def test_tied_tensors_of_an_object_come_back_tied() -> None:
+    """Two references to one tensor are one tensor again, or what changes it in place changes half."""
+
+    class Both:
+        def __init__(self) -> None:
+            self.a = self.b = torch.zeros(2)
+
+        def state_dict(self) -> dict[str, Any]:
+            return dict(self.__dict__)
+
+        def load_state_dict(self, given: dict[str, Any]) -> None:
+            self.__dict__.update(given)
+
+    source, target = Both(), Both()
+    target.a, target.b = torch.ones(2), torch.ones(2)
+    carry(source, target)
+    assert target.a is target.b
+
+
+# ---- optimizers that are not tracked -----------------------------------------------------------------
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Steps another optimizer, and tells of its state or not."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, tells: bool) -> None:
+        super().__init__(inner.param_groups[0]["params"], {})
+        self.inner, self.tells = inner, tells
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Let the other one step."""
+        self.inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the other one's, or one's own, which is empty."""
+        return self.inner.state_dict() if self.tells else super().state_dict()
+
+
+def test_an_optimizer_that_is_not_tracked_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Built after resume(), or wrapped by one that says nothing of it; not when it has nothing to lose."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizers = {
+        "silent": Wrapping(torch.optim.Adam(model.parameters()), tells=False),
+        "telling": Wrapping(torch.optim.Adam(model.parameters()), tells=True),
+        "own": torch.optim.Adam(model.parameters()),
+    }
+    tracked = state_dict.collect({"model": model, "optimizer": optimizers})
+    watch = Untracked(tracked)
+    late = torch.optim.RMSprop(model.parameters())
+    innocent = [torch.optim.SGD(model.parameters()), torch.optim.Adam(other.parameters())]
+    for part in (model, other):
+        part(torch.ones(1, 2)).sum().backward()
+    told = {}
+    for name, one in {**optimizers, "late": late, "no state": innocent[0], "no part": innocent[1]}.items():
+        for _ in range(2):
+            one.step()
+        told[name] = capsys.readouterr().err.count("WARNING")
+    assert told == {"silent": 1, "telling": 0, "own": 0, "late": 1, "no state": 0, "no part": 0}
+    watch.close()
+    torch.optim.Adagrad(model.parameters()).step()
+    assert not capsys.readouterr().err

@@ -1,0 +1,204 @@
+"""One job of three real agents, looked at in every way while strangers knock and its leader dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_resume import constants
+from elastic_resume.report.incidents import tell
+from elastic_resume.report.loader import gather
+from elastic_resume.testing import Cluster
+from tests.support.paths import SCRIPTS
+from tests.support.stations import dropped
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = SCRIPTS / "train.py"
+Told = subprocess.CompletedProcess[str]
+TOKEN = "a secret with a : in it, and ümlauts"  # noqa: S105 - of this test alone
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Three nodes with a worker each; n0 has a disk that goes with it."""
+    directory = tmp_path_factory.mktemp("looked-at")
+    flags = ["--snapshot-every", "1", "--save-every", "10", "--metrics", "0", "--settle", "60"]
+    env = {constants.ENV_TOKEN: TOKEN}
+    with Cluster(directory, nodes=3, min_nodes=2, flags=flags, env=env) as made:
+        made.start(SCRIPT, "--diary", str(directory), "--epochs", "1000")
+        made.wait(step=10)
+        yield made
+
+
+def status(*words: str, token: str = TOKEN) -> Told:
+    """Run the command."""
+    return subprocess.run(
+        [sys.executable, "-m", "elastic_resume", "status", *words],
+        env={**os.environ, constants.ENV_TOKEN: token},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def asked(cluster: Cluster, index: int, look: Callable[[Told], object], token: str = TOKEN) -> Told:
+    """Ask that node by name, until it has had the time to answer so."""
+
+    def told() -> Told | None:
+        said = status(*by_name(cluster, index), "--once", token=token)
+        return said if look(said) else None
+
+    return cluster.wait(told, f"n{index} to answer")
+
+
+def by_name(cluster: Cluster, index: int) -> list[str]:
+    """Flags that name one node, as somebody elsewhere would."""
+    look = json.loads((cluster.nodes[index].directory / constants.LOOK_FILE).read_text())
+    return ["--rdzv-endpoint", look["address"], "--rdzv-id", cluster.run_id]
+
+
+def scrape(cluster: Cluster, index: int) -> dict[str, float]:
+    """Read a node's metrics."""
+    address = cluster.wait(lambda: re.search(r"metrics at (http://\S+)", cluster.output(index)), "metrics")
+    with urllib.request.urlopen(address[1], timeout=20) as answer:  # noqa: S310 - of our own node
+        return figures(answer.read().decode())
+
+
+def figures(text: str) -> dict[str, float]:
+    """What a scrape tells, by the name of the metric and a node."""
+    families = text_string_to_metric_families(text)
+    return {
+        f"{one.name}{one.labels.get('node', '')}{one.labels.get('kind', '')}": one.value
+        for family in families
+        for one in family.samples
+    }
+
+
+def test_status_tells_the_same_whoever_is_asked(cluster: Cluster) -> None:
+    """By a directory of this machine, or by any agent's address; a wrong token is refused in words."""
+
+    def settled() -> dict[str, Any] | None:
+        told = status(str(cluster.run_dir), "--json")
+        said: dict[str, Any] = json.loads(told.stdout) if told.returncode == 0 else {"steps_per_s": 0}
+        # A rate needs two pulses, and the first may tell of a checkpoint.
+        return said if said["steps_per_s"] and all(one["checkpoint_step"] for one in said["nodes"]) else None
+
+    said = cluster.wait(settled, "all nodes have told of a checkpoint, and of steps since")
+    assert said["leads"]
+    assert (said["world"]["nodes"], said["world"]["ranks"]) == (["n0", "n1", "n2"], 3)
+    row = r"\n +2  n2 +\d+ +[\d.]+  \d+, [\d.]+ m?s old +\d+, [\d.]+ m?s old  "
+    for index in (0, 2):
+        text = asked(cluster, index, lambda told: re.search(row, told.stdout)).stdout
+        assert "generation 1, 3 nodes, 3 ranks, led by n0" in text
+    refused = "it does not hold the run's token (--rdzv-token-file, ELASTIC_RESUME_TOKEN)"
+    wrong = asked(cluster, 0, lambda told: refused in told.stderr, token="another, as long as it")  # noqa: S106
+    assert wrong.returncode == 1
+    assert "as long" not in wrong.stderr
+    modes = {path.stat().st_mode & 0o777 for path in cluster.run_dir.glob(f"*/{constants.LOOK_FILE}")}
+    assert modes == {0o600}
+    assert not any(TOKEN in path.read_text() for path in cluster.run_dir.glob(f"*/{constants.LOOK_FILE}"))
+
+
+def test_metrics_of_leader_cover_the_job_and_of_follower_its_node(cluster: Cluster) -> None:
+    """Each node serves its own; a stranger's garbage does no harm."""
+
+    def heard() -> list[dict[str, float]] | None:
+        leads, follows = found = [scrape(cluster, index) for index in (0, 1)]
+        told = leads.get("elastic_resume_node_stepn2") and follows.get("elastic_resume_node_stepn1")
+        return found if told else None
+
+    leads, follows = cluster.wait(heard, "each node to have told how far it is")
+    assert (leads["elastic_resume_leads"], follows["elastic_resume_leads"]) == (1, 0)
+    assert leads["elastic_resume_world_ranks"] == 3
+    assert "elastic_resume_world_ranks" not in follows
+    port = int(re.findall(r"metrics at http://127.0.0.1:(\d+)/", cluster.output(0))[0])
+    generation = cluster.events("round")[-1]["generation"]
+    for data in (secrets.token_bytes(4096), b"GET / HTTP/1.1\r\n" + b"A: " + b"x" * 4_000_000):
+        with socket.create_connection(("127.0.0.1", port), 20) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(data)
+            stranger.shutdown(socket.SHUT_WR)
+            assert dropped(stranger)
+    assert scrape(cluster, 0)["elastic_resume_leads"] == 1
+    assert cluster.events("round")[-1]["generation"] == generation
+    step = max(event["step"] for event in cluster.events("step"))
+    cluster.wait(step=step + 20)
+
+
+def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:
+    """The next one is asked; what the dead one had seen is told by who is left, though its disk is gone."""
+    master, slave = pty.openpty()
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "elastic_resume", "status", *by_name(cluster, 0), "--interval", "0.2"],
+        env={**os.environ, constants.ENV_TOKEN: TOKEN, "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=subprocess.STDOUT,
+    )
+    os.close(slave)
+    seen = bytearray()
+
+    def shows(words: str) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(master, 65536):
+                seen.extend(data)
+        return re.search(words, seen.decode(errors="replace")) is not None
+
+    os.set_blocking(master, False)
+    try:
+        cluster.wait(lambda: shows("led by n0"), "the screen is there")
+        own = cluster.nodes[0].directory / constants.EVENTS_FILE
+        started = own.read_text().splitlines()[0]
+        kept = cluster.nodes[1].directory / constants.PEERS_FILE
+        cluster.wait(
+            lambda: kept.exists() and started in kept.read_text(), "the deputy knows what the leader saw"
+        )
+        cluster.kill_node(0)
+        cluster.wipe(0)
+        cluster.wait(
+            lambda: shows(r"(?s)generation 2, 2 nodes, 2 ranks, led by n1.*node n0 died"), "the next leads"
+        )
+        assert "\x1b[H\x1b[J" in seen.decode(errors="replace")
+    finally:
+        watching.kill()
+        watching.wait()
+        os.close(master)
+    found = gather([cluster.run_dir])
+    assert {"n0", "n1", "n2"} <= {event["node"] for event in found.events}
+    assert "node n0" in tell(found.events).generations[0].end.text
+    after = scrape(cluster, 1)
+    assert after["elastic_resume_leads"] == 1
+    assert after["elastic_resume_incidents_totalnode-lost"] == 1
+
+
+def test_a_job_that_was_killed_as_a_whole_goes_on_counting(cluster: Cluster) -> None:
+    """Its agents are all new, and their disks tell what befell it before."""
+    if cluster.nodes[0].alive:  # the test above, in which it dies, is another process's
+        cluster.kill_node(0)
+        cluster.wipe(0)
+        cluster.wait(generation=2)
+    cluster.kill_nodes([1, 2])
+    for index in (1, 2):
+        cluster.start_node(index, flags=["--settle", "0.5"])  # the third does not come
+    cluster.wait(lambda: max(one["generation"] for one in cluster.events("round")) >= 3, "a third world")
+
+    def told() -> str:
+        said = status(*by_name(cluster, 1), "--once").stdout
+        return said if "2 incidents (1 job, 1 node-lost)" in said else ""
+
+    said = cluster.wait(told, "what befell the worlds of before")
+    assert "node n0 died" in said

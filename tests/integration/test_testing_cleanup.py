@@ -1,0 +1,218 @@
+"""What is left of a test's nodes when its pytest is interrupted or killed: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.testing import fork_server
+from tests.support.paths import ROOT
+from tests.support.stand_in import scikit_learn
+
+WORD = "LEFT_BEHIND"  # in the environment of all that a test starts
+SCRIPT = ROOT / "examples" / "digits.py"
+TESTS = """
+import os, time
+from pathlib import Path
+import pytest
+
+def train(cluster):
+    cluster.start(SCRIPT, "--epochs", "100000", "--step-delay", "0.05")
+    cluster.wait(step=2)
+    name = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].split(" ")[0]
+    Path(name + ".new").write_text(f"{os.getpid()} " + os.environ.get("PYTEST_XDIST_WORKER", ""))
+    Path(name + ".new").rename(name)
+    while True:
+        cluster.wait(step=cluster.events("step")[-1]["step"] + 5)
+        Path(name + ".went-on").touch()
+
+@pytest.mark.elastic_resume(nodes=2, hosts="namespaces")
+def test_machines(elastic_cluster):
+    train(elastic_cluster)
+
+def test_both(make_cluster):
+    with make_cluster(nodes=1) as one:
+        one.start(SCRIPT, "--epochs", "100000", "--step-delay", "0.05")
+        train(make_cluster(nodes=1, hosts="namespaces"))
+"""
+
+
+@dataclass
+class Traces:
+    """What a test run has on this machine, known by words in the environment of its processes."""
+
+    place: str
+    words: set[str]
+    shm: set[str] = field(default_factory=lambda: _names("/dev/shm"))  # noqa: S108
+    namespaces: set[str] = field(default_factory=set)
+
+    def processes(self) -> list[int]:
+        """All processes of it that run."""
+        words = {word.encode() for word in self.words}
+        return [pid for pid in _pids() if words <= set(_read(f"/proc/{pid}/environ").split(b"\0"))]
+
+    def note(self, *also: int) -> None:
+        """Take down which namespaces it has now; ``also`` of these processes."""
+        own = {kind: _link(f"/proc/self/ns/{kind}") for kind in ("net", "mnt", "pid", "uts", "ipc")}
+        for pid in (*self.processes(), *also):
+            self.namespaces |= {_link(f"/proc/{pid}/ns/{kind}") for kind in own} - set(own.values()) - {""}
+
+    def left(self) -> list[str]:
+        """What there still is."""
+        held = {_link(f"/proc/{pid}/ns/{kind}") for pid in _pids() for kind in ("net", "mnt", "pid", "uts")}
+        found = [f"process {pid}: {_read(f'/proc/{pid}/cmdline')!r}" for pid in self.processes()]
+        found += [f"namespace {one}" for one in self.namespaces & held]
+        found += [
+            line for line in Path("/proc/self/mountinfo").read_text().splitlines() if self.place in line
+        ]
+        new = _names("/dev/shm") - self.shm  # noqa: S108
+        return found + [f"/dev/shm/{name}" for name in new if not _is_open(f"/dev/shm/{name}")]  # noqa: S108
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in _names("/proc") if name.isdecimal()]
+
+
+def _names(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def _link(path: str) -> str:
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""
+
+
+def _is_open(path: str) -> bool:
+    """Whether a process that lives has it: then it is another test's."""
+    return any(path.encode() in _read(f"/proc/{pid}/maps") for pid in _pids()) or any(
+        _link(str(one)) == path for pid in _pids() for one in _descriptors(pid)
+    )
+
+
+def _descriptors(pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return []
+
+
+def _as_at_a_terminal() -> None:
+    """End with the parent, and let Ctrl-C through: a shell has what it starts in the background ignore it."""
+    fork_server.die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class Run:
+    """A pytest of a user's, in a folder of its own."""
+
+    def __init__(self, place: Path, *words: str) -> None:
+        self.place = place
+        (place / "tmp").mkdir(parents=True)
+        (place / "test_it.py").write_text(f"SCRIPT = {str(SCRIPT)!r}\n{TESTS}")
+        self.traces = self.traces_of()
+        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+        env.update({WORD: str(place), "TMPDIR": str(place / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"})
+        env["PYTHONPATH"] = scikit_learn(place.parent)
+        # Plain asserts: to rewrite the package's, and not to keep them, takes each process two seconds.
+        options = ["-q", "-p", "no:cacheprovider", "--assert=plain", "--basetemp", str(place / "base")]
+        self.output = place / "output"
+        with open(self.output, "wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *options, *words],
+                cwd=place,
+                env=env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_as_at_a_terminal,  # noqa: PLW1509  as in `lab`
+            )
+
+    def traces_of(self, worker: str = "") -> Traces:
+        """Those of the whole run, or of one worker of pytest-xdist."""
+        words = {f"{WORD}={self.place}", *([f"PYTEST_XDIST_WORKER={worker}"] if worker else [])}
+        return Traces(str(self.place), words)
+
+    def ready(self, test: str) -> tuple[int, str]:
+        """Wait until a test's nodes train; give the process that runs it, and its name at pytest-xdist."""
+        self.wait((self.place / test).exists, f"{test} to train")
+        self.traces.note()
+        pid, _, worker = (self.place / test).read_text().partition(" ")
+        return int(pid), worker
+
+    def wait(self, look: Callable[[], object], what: str) -> None:
+        """Wait until that is so."""
+        limit = time.monotonic() + 150
+        while not look():
+            assert time.monotonic() < limit, f"{what}\n{self.traces.left()}\n{self.output.read_text()}"
+            time.sleep(0.05)
+
+    def nothing_is_left(self) -> None:
+        """Wait until the kernel has cleared everything away; of files, only the test's own are there."""
+        self.wait(lambda: not self.traces.left(), "something is left")
+        # torch makes itself a folder for what it compiles when it is imported, wherever that is.
+        assert not [one for one in (self.place / "tmp").iterdir() if one.name != "torchinductor_root"]
+        names = {path.name.split(".")[0] for path in self.place.iterdir()}
+        assert names <= {"tmp", "base", "output", "test_it", "test_both", "test_machines"}, names
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Start such a run; what a failure leaves of it is ended."""
+    with contextlib.ExitStack() as stack:
+
+        def run(*words: str) -> Run:
+            made = Run(tmp_path / "run", *words)
+            stack.callback(made.process.wait)
+            stack.callback(made.process.kill)
+            return made
+
+        yield run
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_nothing_is_left_of_a_worker_nor_of_a_run_that_is_killed(start: Callable[..., Run]) -> None:
+    """SIGKILL to a worker of pytest-xdist, whose neighbour trains on, and then to pytest itself."""
+    run = start("-n", "2")
+    run.ready("test_both")
+    pid, worker = run.ready("test_machines")
+    machines = run.traces_of(worker)
+    machines.note(pid)
+    assert len(machines.namespaces) >= 2
+    os.kill(pid, signal.SIGKILL)
+    run.wait(lambda: not machines.left(), "what the killed worker had is left")
+    (run.place / "test_both.went-on").unlink(missing_ok=True)
+    run.wait((run.place / "test_both.went-on").exists, "its neighbour to train on")
+    run.process.kill()
+    run.process.wait()
+    run.nothing_is_left()
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_nothing_is_left_of_a_run_that_is_interrupted(start: Callable[..., Run]) -> None:
+    """Ctrl-C, with nodes of both kinds; pytest ends as it does."""
+    run = start("-k", "test_both")
+    run.ready("test_both")
+    assert run.traces.namespaces
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == pytest.ExitCode.INTERRUPTED
+    run.nothing_is_left()

@@ -1,0 +1,127 @@
+"""Deaths in mid-copy and in mid-commit: never a slot or a checkpoint that is not whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.layout import Layout
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.snapshot.committer import Keeper
+from elastic_resume.snapshot.ipc import Desk
+from elastic_resume.snapshot.slot_client import Memory
+from elastic_resume.snapshot.slot_pool import Rack
+from elastic_resume.state import state_dict
+from elastic_resume.state.tensor_buffer import Image
+from tests.support import ranks
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
+
+# Trains ten steps; before each `run.step()` it writes down what the snapshot of that step has to hold.
+TRAIN = """
+import json, sys, torch
+import elastic_resume as er
+from elastic_resume.state import state_dict as state
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+optimizer = torch.optim.AdamW(model.parameters())
+run = er.resume(model=model, optimizer=optimizer, snapshot_every=1, save_every=1000000)
+for _ in range(10):
+    model(torch.randn(4, 8)).pow(2).mean().backward()
+    optimizer.step()
+    flat = state.flatten({"model": model, "optimizer": optimizer})
+    with open(sys.argv[1], "a") as file:
+        print(json.dumps(state.fingerprints(flat.leaves)), file=file)
+    run.step()
+"""
+COMMIT = """
+import sys
+from tests.unit.snapshot.test_committer import NEEDED, snapshot
+from elastic_resume.snapshot.committer import Keeper
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.snapshot.slot_pool import Rack
+from pathlib import Path
+with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
+    rack = Rack(3 * NEEDED, say=print)
+    rack.reserve(NEEDED)
+    keeper = Keeper(node_dir.path, "job", rack, say=print, tell=lambda *_, **__: None)
+    keeper.start()
+    for step in range(1, 6):
+        keeper.commit(snapshot(rack._kept[step % 3].slot, step))
+"""
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    """A keeper beside the worker, as an agent has it."""
+    with NodeDir.claim(tmp_path, "job", "n0") as node_dir:
+        rack = Rack(1 << 26, say=print)
+        keeper = Keeper(node_dir.path, "job", rack, say=print, tell=lambda *_, **__: None)
+        made = Desk(keeper)
+        keeper.start()
+        made.open()
+        yield made
+        made.close()
+        keeper.close()
+
+
+@pytest.mark.parametrize("point", ["begun", "written", "copying", "copied", "marked"])
+def test_a_worker_that_dies_in_the_copy_leaves_a_whole_snapshot(
+    point: str, desk: Desk, tmp_path: Path
+) -> None:
+    """That of the step before, or of this one if its mark was set; bit for bit."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    told = tmp_path / "told"
+    env = {
+        constants.ENV_AGENT_PID: str(os.getpid()),
+        constants.ENV_KEEPER: desk.name,
+        constants.ENV_CKPT_DIR: str(tmp_path),
+        constants.ENV_RUN_ID: "job",
+        constants.ENV_FAILPOINTS: f"snapshot.{point}=kill@6",
+    }
+    (end,) = ranks.run(1, script, str(told), env=[env])
+    assert end.returncode == -signal.SIGKILL, end.stderr
+    memory = Memory(desk.name, 0, lead=True)
+    newest = memory.newest()
+    assert newest is not None
+    assert newest.manifest.step == (6 if point == "marked" else 5)
+    image = Image(Layout.parse(newest.image, len(newest.image)), newest.image)
+    leaves = [state_dict.Leaf(name, image.tensor(name), state_dict.OTHER) for name in image.layout.extents]
+    expected = json.loads(told.read_text().splitlines()[newest.manifest.step - 1])
+    found = state_dict.fingerprints(leaves)
+    assert {name: found[name] for name in expected} == expected
+    memory.close()
+
+
+POINTS = [
+    "keeper.written",
+    "commit.before-data",
+    "commit.after-data",
+    "commit.before-manifest",
+    "commit.before-rename",
+    "commit.after-rename",
+]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_keeper_that_dies_in_a_commit_leaves_whole_checkpoints(point: str, tmp_path: Path) -> None:
+    """All older ones, and the new one if it had its name."""
+    env = {**os.environ, constants.ENV_FAILPOINTS: f"{point}=kill@3"}
+    root = ROOT
+    words = [sys.executable, "-c", COMMIT, str(tmp_path)]
+    end = subprocess.run(words, env=env, cwd=root, check=False, timeout=60)
+    assert end.returncode == -signal.SIGKILL
+    entries = Catalog(tmp_path / "job" / "a", "job").entries(deep=True)
+    assert [entry.problem for entry in entries] == [None] * len(entries)
+    assert [entry.step for entry in entries] == ([3, 2, 1] if point == "commit.after-rename" else [2, 1])

@@ -1,0 +1,317 @@
+"""The worker library in real worlds of a few processes, each a node of its own, without any agent."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_resume import events
+from elastic_resume.checkpoint.catalog import Catalog
+from tests.support import ranks
+from tests.support.paths import SCRIPTS
+
+pytestmark = pytest.mark.cluster
+
+PROBE = SCRIPTS / "probe.py"
+
+
+def probe(
+    ckpt: Path, what: str, steps: int = 6, size: int = 2, nodes: str = "n", **env: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run tests/support/scripts/probe.py on ``size`` ranks; nodes are named ``nodes`` with the rank's number."""
+    each = [
+        {"ELASTIC_RESUME_CKPT_DIR": str(ckpt), "ELASTIC_RESUME_NODE_NAME": f"{nodes}{rank}", **env}
+        for rank in range(size)
+    ]
+    return ranks.run(size, PROBE, what, str(steps), env=each)
+
+
+def told(done: subprocess.CompletedProcess[str]) -> Any:
+    """What a rank printed at its end."""
+    assert done.returncode == 0, done.stderr
+    result: Any = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_ranks_that_built_other_weights_start_with_rank_zeros(tmp_path: Path) -> None:
+    """DDP would have broadcast them; run.ddp() does not, so resume() must have."""
+    ends = [told(done) for done in probe(tmp_path, "other-seeds")]
+    assert ends[0]["weight"] == ends[1]["weight"]
+    assert ends[0]["hooks"] == [], "hooks are for generations that start from a checkpoint"
+
+
+MADE_ELSEWHERE = """
+import json, os, sys
+import torch
+from torch import nn
+import elastic_resume as er
+
+rank = int(os.environ["RANK"])
+torch.manual_seed(rank)
+model, ema = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), [torch.zeros(3)]
+kind = torch.optim.SGD if sys.argv[1:] == ["other"] and rank else torch.optim.Adam
+optimizer = kind(model.parameters(), lr=0.1 / (rank + 1))
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+loads = rank == 0 and not sys.argv[1:]
+if loads:  # the other node does not see the file
+    found = torch.load("model.pt", weights_only=True)
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(found["state_dict"], "module.")
+    for name, item in (("state_dict", model), ("optimizer", optimizer), ("scheduler", scheduler)):
+        item.load_state_dict(found[name])
+    ema[0].fill_(5.0)
+with er.resume(model=model, optimizer=optimizer, scheduler=scheduler, ema=ema) as run:
+    run.assert_ranks_equal(buffers=True)
+    moments = [state["exp_avg"].tolist() for state in optimizer.state_dict()["state"].values()]
+    values = [model.state_dict()["0.weight"].tolist(), moments, optimizer.param_groups[0]["lr"]]
+    print(json.dumps([run.position.step, *values, scheduler.last_epoch, ema[0].tolist()]))
+    if loads or not sys.argv[1:]:
+        with torch.no_grad():
+            model[0].weight.add_(1.0)
+        run.step()
+"""
+
+
+def test_a_first_start_takes_what_rank_zero_has_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, moments, rate, schedule and average of a file that one node sees. Later it is not needed."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model(torch.rand(4, 3)).square().sum().backward()
+    optimizer.step()
+    scheduler.step()
+    state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    torch.save({"state_dict": nn.DataParallel(model).state_dict(), **state}, "model.pt")
+    Path("train.py").write_text(MADE_ELSEWHERE)
+    first = [told(done) for done in ranks.run(2, "train.py")]
+    moments = [kept["exp_avg"].tolist() for kept in optimizer.state_dict()["state"].values()]
+    rate = optimizer.param_groups[0]["lr"]
+    assert first == [[0, model.state_dict()["0.weight"].tolist(), moments, rate, 1, [5.0] * 3]] * 2
+    again = [told(done) for done in ranks.run(2, "train.py", "again")]
+    assert [one[0] for one in again] == [1, 1]
+    assert again[0][2:] == first[0][2:]
+
+
+def test_ranks_that_built_other_optimizers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's state fits none but its own kind."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(MADE_ELSEWHERE)
+    for done in ranks.run(2, "train.py", "other"):
+        assert done.returncode == 1
+        assert "the ranks built different objects" in done.stderr
+
+
+def test_ranks_that_built_other_shapes_are_told_the_first_that_differs(tmp_path: Path) -> None:
+    """On every rank, before the first step, with exit code 1."""
+    for done in probe(tmp_path, "other-shapes"):
+        assert done.returncode == 1
+        assert "different models: 'model/0.weight'" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_what_one_rank_cannot_store_ends_all_of_them(tmp_path: Path) -> None:
+    """The others would wait in a collective for ever; each says which rank, path and type."""
+    for done in probe(tmp_path, "odd"):
+        assert done.returncode == 1
+        assert "odd" in done.stderr
+        assert "builtin_function_or_method" in done.stderr
+
+
+def test_a_resumed_generation_runs_its_hooks_and_ends_as_the_uninterrupted_run(tmp_path: Path) -> None:
+    """All ranks die at step 5, the last checkpoint is of step 4."""
+    whole = [told(done) for done in probe(tmp_path / "whole", "plain")]
+    assert [done.returncode for done in probe(tmp_path / "parts", "die")] == [9, 9]
+    ends = [told(done) for done in probe(tmp_path / "parts", "plain")]
+    assert [end["hooks"] for end in ends] == [[4], [4]]
+    assert [end["generation"] for end in ends] == [2, 2]
+    assert [end["weight"] for end in ends] == [end["weight"] for end in whole]
+
+
+def test_batchnorms_buffers_are_rank_zeros_on_every_rank_after_a_resume(tmp_path: Path) -> None:
+    """They differ between the nodes' own copies; DDP's rule is rank 0's."""
+    first = [told(done) for done in probe(tmp_path, "plain")]
+    assert first[0]["mean"] != first[1]["mean"]
+    again = [told(done) for done in probe(tmp_path, "plain")]
+    assert [end["mean"] for end in again] == [first[0]["mean"]] * 2
+
+
+def test_replicas_that_diverged_are_named(tmp_path: Path) -> None:
+    """One rank's weights drift; the next resume says which tensor and which ranks, and loads nothing more."""
+    assert [done.returncode for done in probe(tmp_path, "diverge")] == [0, 0]
+    for done in probe(tmp_path, "plain", steps=9):
+        assert done.returncode == 1
+        assert "'model/0.weight'" in done.stderr
+        assert "rank 0 against rank 1" in done.stderr
+
+
+def test_a_model_of_another_width_is_refused_and_nothing_changes_on_disk(tmp_path: Path) -> None:
+    """Every differing name with both shapes, on all ranks."""
+    probe(tmp_path, "plain")
+    before = sorted(path.name for path in (tmp_path / "probe" / "n0").iterdir())
+    for done in probe(tmp_path, "wider"):
+        assert done.returncode == 1
+        assert "model/0.weight: float32[9, 3] in the model, float32[5, 3] in the checkpoint" in done.stderr
+        assert "model/1.running_mean: float32[9] in the model, float32[5] in the checkpoint" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "probe" / "n0").iterdir()) == before
+
+
+def test_on_a_shared_file_system_other_nodes_take_over_what_the_old_ones_left(tmp_path: Path) -> None:
+    """A requeued job may get other machines, which see the directories that the old ones left."""
+    first = told(probe(tmp_path, "plain", nodes="old")[0])
+    again = [told(done) for done in probe(tmp_path, "plain", nodes="new")]
+    assert [end["weight"] for end in again] == [first["weight"]] * 2
+    assert Catalog(tmp_path / "probe" / "new1", "probe").valid(deep=True)
+
+
+def test_two_ranks_of_one_node_share_its_directory_and_one_of_them_writes(tmp_path: Path) -> None:
+    """Both ranks are on node n0; the checkpoint is received once when the disk was lost."""
+    for _ in range(2):
+        ends = [told(done) for done in probe(tmp_path, "plain", ELASTIC_RESUME_NODE_NAME="n0")]
+        assert len({end["weight"] for end in ends}) == 1
+    assert {e["rank"] for e in events.read_run(tmp_path / "probe") if e["event"] == "commit"} == {0}
+
+
+def test_a_node_with_two_ranks_that_lost_its_disk_gets_one_copy(tmp_path: Path) -> None:
+    """Three ranks, n1 has two: one receives, the other reads what it wrote."""
+    names = [
+        {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": n} for n in ("n0", "n1", "n1")
+    ]
+    first = [told(done) for done in ranks.run(3, PROBE, "plain", "4", env=names)]
+    shutil.rmtree(tmp_path / "probe" / "n1")
+    again = [told(done) for done in ranks.run(3, PROBE, "plain", "4", env=names)]
+    assert [end["weight"] for end in again] == [end["weight"] for end in first]
+    resumed = [e for e in events.read_run(tmp_path / "probe") if e["event"] == "resume"][-1]
+    assert (resumed["lacking"], resumed["source_node"]) == (["n1"], "n0")
+    assert Catalog(tmp_path / "probe" / "n1", "probe").valid(deep=True)
+
+
+def test_never_starts_afresh_and_must_insists(tmp_path: Path) -> None:
+    """--resume never sets the old copies aside without touching them; must refuses an empty disk."""
+    for done in probe(tmp_path, "plain", ELASTIC_RESUME_RESUME="must"):
+        assert done.returncode == 1
+        assert "no node has a checkpoint" in done.stderr
+    probe(tmp_path, "plain")
+    kept = [entry.path.name for entry in Catalog(tmp_path / "probe" / "n0", "probe").valid()]
+    ends = [told(done) for done in probe(tmp_path, "plain", steps=12, ELASTIC_RESUME_RESUME="never")]
+    assert [end["hooks"] for end in ends] == [[], []]
+    left = [entry.path.name for entry in Catalog(tmp_path / "probe" / "n0", "probe").valid()]
+    assert set(kept) < set(left), "the old lineage is set aside, not pruned"
+    assert ends[0]["generation"] == 2
+
+
+def test_a_disk_that_refuses_costs_checkpoints_and_not_training(tmp_path: Path) -> None:
+    """For four steps nothing large can be written: told, training goes on, and the next save works."""
+    done = probe(tmp_path, "full-disk", steps=10, size=1, EVERY="1000")[0]
+    assert told(done)["step"] == 10
+    assert "was not saved" in done.stderr
+    assert "Training goes on" in done.stderr
+    kinds = [(e["event"], e["step"]) for e in events.read_run(tmp_path / "probe") if "commit" in e["event"]]
+    refused = [("commit-failed", 4), ("commit-failed", 6)]
+    # The last step is saved by the script, and again when its epoch is over.
+    assert kinds == [("commit", 2), *refused, ("commit", 8), ("commit", 10), ("commit", 10)]
+    assert [entry.step for entry in Catalog(tmp_path / "probe" / "n0", "probe").valid(deep=True)] == [
+        10,
+        8,
+        2,
+    ]
+
+
+def test_a_directory_that_cannot_be_written_is_told_before_the_first_step(tmp_path: Path) -> None:
+    """A file stands where the directory should be: one line, exit code 1, on every rank."""
+    (tmp_path / "probe").write_text("not a directory")
+    for done in probe(tmp_path, "plain"):
+        assert done.returncode == 1
+        assert str(tmp_path / "probe") in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("what", ["plain", "patched", "compiled", "sparse", "stepper", "own-ddp"])
+def test_a_resumed_generation_leaves_models_and_hooks_as_they_are(tmp_path: Path, what: str) -> None:
+    """Wrapped forward, torch.compile, sparse gradients, steps inside of backward, DDP of one's own."""
+    each = [
+        {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": f"n{rank}"}
+        for rank in range(2)
+    ]
+    for generation in (1, 2):
+        for done in ranks.run(2, PROBE.with_name("odd_models.py"), what, env=each):
+            end = told(done)
+            assert end["generation"] == generation
+            assert end["same"], "building DDP changed the weights"
+            assert end["patched"] is (what == "patched")
+
+
+def test_a_receiver_whose_disk_refuses_ends_the_start_for_all_at_once(tmp_path: Path) -> None:
+    """The source and the other receivers are in the same broadcasts: nobody may be left waiting in one.
+
+    With a slot to receive into the disk would cost only a checkpoint.
+    """
+    probe(tmp_path, "plain", size=3)
+    shutil.rmtree(tmp_path / "probe" / "n1")
+    shutil.rmtree(tmp_path / "probe" / "n2")
+    each = [
+        {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": f"n{rank}"}
+        for rank in range(3)
+    ]
+    each[1] |= {
+        "ELASTIC_RESUME_FAILPOINTS": "commit.before-data=raise",
+        "ELASTIC_RESUME_SNAPSHOT_MEMORY": "off",
+    }
+    for done in ranks.run(3, PROBE, "plain", "9", env=each, timeout_s=60):
+        assert done.returncode == 1
+        assert "failpoint commit.before-data" in done.stderr
+
+
+def test_ranks_that_read_other_samples_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Another seed on each rank would repeat some samples and skip others."""
+    for done in probe(tmp_path, "other-order"):
+        assert done.returncode == 1
+        assert "the order of samples (data) on rank 1" in done.stderr
+
+
+def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Each with a disk of its own: no lock can see both. Told before the first step, nothing set aside."""
+    each = [
+        {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path / str(rank)), "ELASTIC_RESUME_NODE_NAME": "ubuntu"}
+        for rank in range(2)
+    ]
+    for done in ranks.run(2, PROBE, "plain", "3", env=each):
+        assert done.returncode == 1
+        assert "--node-name" in done.stderr
+
+
+def test_wrong_arguments_are_one_line_and_an_event(tmp_path: Path) -> None:
+    """The agent reads the event and does not try again."""
+    log = tmp_path / "events.jsonl"
+    done = probe(tmp_path, "plain", size=1, ELASTIC_RESUME_KEEP="1", ELASTIC_RESUME_EVENTS_PATH=str(log))[0]
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    failure = next(events.read(log))
+    assert (failure["event"], failure["at_fault"], failure["type"]) == ("failure", True, "ConfigError")
+
+
+def test_the_same_script_runs_under_python_and_torchrun(tmp_path: Path) -> None:
+    """Python saves, torchrun with two ranks goes on from it, python goes on from that."""
+    env = ranks.environment(0, 1, 0)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name)
+    env["ELASTIC_RESUME_CKPT_DIR"] = str(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    steps = 0
+    for command in ([sys.executable], torchrun, [sys.executable]):
+        steps += 4
+        done = subprocess.run(
+            [*command, str(PROBE), "plain", str(steps)], env=env, capture_output=True, text=True, check=False
+        )
+        end = told(done)
+        assert end["step"] == steps
+        assert end["hooks"] == ([steps - 4] if steps > 4 else [])

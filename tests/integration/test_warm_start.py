@@ -1,0 +1,145 @@
+"""``elastic-resume run`` with warm workers, with ``--no-warm``, and torchrun: the same logs and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_resume import events
+from tests.support.leaks import without_leaks
+from tests.support.paths import SCRIPTS
+
+pytestmark = pytest.mark.cluster
+
+MIRROR = SCRIPTS / "mirror.py"
+OURS = [sys.executable, "-m", "elastic_resume", "run"]
+WAYS = {
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    "cold": [*OURS, "--no-warm"],
+    "warm": OURS,
+}
+# What differs between any two starts, and what only our own launcher has to say.
+OWN_AFFAIRS = {
+    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_WORKER_IDENTICAL",
+    "TORCHELASTIC_USE_AGENT_STORE",
+}  # fmt: skip
+
+
+def run(way: str, directory: Path, *words: str, code: int = 0) -> str:
+    """Run a job of two workers in a directory of its own; give what its agent said."""
+    directory.mkdir()
+    command = [*WAYS[way], "--nproc-per-node=2", "--max-restarts=0", *words]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == code, done.stderr
+    return done.stderr
+
+
+def logs(directory: Path, name: str) -> list[str]:
+    """The files of that name that torchelastic wrote, by local rank."""
+    return [path.read_text() for path in sorted((directory / "logs").rglob(f"attempt_0/*/{name}"))]
+
+
+def test_a_script_does_the_same_warm_cold_and_under_torchrun(tmp_path: Path) -> None:
+    """It prints, forks, spawns, loads data with workers that persist, compiles, and has a word at exit."""
+    facts: dict[str, list[dict[str, Any]]] = {}
+    for way in WAYS:
+        here = tmp_path / way
+        said = run(way, here, "--redirects=3", "--log-dir=logs", str(MIRROR), "chance-${local_rank}", "0")
+        out = logs(here, "stdout.log")
+        assert [text.splitlines()[1:] for text in out] == [["a thread's last word", "at exit"]] * 2
+        assert [without_leaks(text) for text in logs(here, "stderr.log")] == ["", ""]
+        facts[way] = [json.loads(text.splitlines()[0]) for text in out]
+        if way == "warm":
+            kinds = [event["event"] for event in events.read(next(here.rglob("events.jsonl")))]
+            # A node that joined before would stop the others' workers, and have them wait for its imports.
+            assert kinds.index("zygote-ready") < kinds.index("round")
+            assert "starts cold" not in said
+        for rank, seen in enumerate(facts[way]):
+            seen["cwd"] = seen["cwd"].replace(way, "")
+            environ = seen.pop("environ")
+            assert (environ["LOCAL_RANK"], environ["OMP_NUM_THREADS"]) == (str(rank), "1")
+            assert seen["argv"][1] == f"chance-{rank}"
+            seen["environ"] = {
+                key: value.replace(way, "") for key, value in environ.items() if key not in OWN_AFFAIRS
+            }
+        assert len({(here / f"chance-{rank}").read_text() for rank in range(2)}) == 2
+    for way in ("cold", "warm"):
+        for rank in range(2):
+            # What a scheduler sends ahead of the end is the agent's affair, and ends no worker.
+            facts["torchrun"][rank]["signals"]["SIGUSR1"] = str(signal.SIG_IGN)
+            for name, value in facts["torchrun"][rank].items():
+                assert facts[way][rank][name] == value, f"{way}, rank {rank}: {name}"
+
+
+def test_an_agent_that_still_imports_can_be_stopped(tmp_path: Path) -> None:
+    """It has asked nobody for a place yet, and ends as one that has."""
+    (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)")
+    (tmp_path / "job.py").write_text("")
+    agent = subprocess.Popen(
+        [*OURS, "--preload", "slow", "job.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    while not (tmp_path / "begun").exists():
+        assert agent.poll() is None
+        time.sleep(0.02)
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(60) == 143
+    (end,) = [e for e in events.read(next(tmp_path.rglob("events.jsonl"))) if e["event"] == "agent-end"]
+    assert end["outcome"] == "signalled"
+
+
+FAILS = """
+import os, pathlib, time
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    print("rank", os.environ["RANK"], "local", os.environ["LOCAL_RANK"], flush=True)
+    pathlib.Path("said" + os.environ["RANK"]).touch()
+    while not pathlib.Path("said0").exists():  # rank 1's end is that of rank 0 too
+        time.sleep(0.01)
+    if os.environ["RANK"] == "1":
+        raise ValueError("no such luck")
+main()
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logs_tees_error_files_and_virtual_ranks_work(way: str, tmp_path: Path) -> None:
+    """As a module too, which is found in the working directory."""
+    here = tmp_path / way
+    here.mkdir()
+    (here / "fails.py").write_text(FAILS)
+    words = ["--tee=3", "--log-dir=logs", "--virtual-local-rank", "-m", "fails"]
+    done = subprocess.run(
+        [*WAYS[way], "--nproc-per-node=2", "--max-restarts=0", *words],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 1
+    assert "[default1]:rank 1 local 0" in done.stdout
+    assert [text.splitlines()[0] for text in logs(here, "stdout.log")] == ["rank 0 local 0", "rank 1 local 0"]
+    (error,) = logs(here, "error.json")
+    assert json.loads(error)["message"]["message"] == "ValueError: no such luck"
+
+
+@pytest.mark.parametrize("way", ["cold", "warm"])
+def test_any_program_may_be_a_worker(way: str, tmp_path: Path) -> None:
+    """With --no-python it starts cold, which is said once."""
+    here = tmp_path / way
+    here.mkdir()
+    command = [*WAYS[way], "--nproc-per-node=2", "--no-python", "/bin/sh", "-c", "echo rank $RANK; exit 0"]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, timeout=200)
+    assert sorted(done.stdout.split()) == ["0", "1", "rank", "rank"]
+    assert done.stderr.count("workers start cold: --no-python") == 1

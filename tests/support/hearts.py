@@ -1,0 +1,140 @@
+"""Reads what tests/support/scripts/heart.py wrote: which workers lived when, in which generation."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import psutil
+
+from elastic_resume.testing import Cluster
+from tests.support.paths import SCRIPTS
+
+SCRIPT = SCRIPTS / "heart.py"
+
+
+@dataclass(frozen=True)
+class Life:
+    """One worker: first and last beat are CLOCK_MONOTONIC seconds, the same clock for all nodes."""
+
+    generation: int
+    node: str
+    rank: int
+    world_size: int
+    first: float
+    last: float
+
+
+class Hearts:
+    """The hearts of one cluster's job."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.directory = cluster.directory / "hearts"
+        self.directory.mkdir(exist_ok=True)
+
+    def start(self, only: list[int] | None = None) -> None:
+        """Start the job on all nodes, or on some."""
+        self.cluster.start(SCRIPT, str(self.directory), only=only)
+
+    def stop(self) -> None:
+        """Let every worker end well."""
+        (self.directory / "stop").touch()
+
+    def lives(self) -> list[Life]:
+        """All workers that ever beat, by generation and rank."""
+        found = []
+        for path in sorted(self.directory.glob("*.beats")):
+            generation, node, rank, world_size = path.stem.split("-")
+            beats = [float(line) for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
+            if beats:
+                life = Life(int(generation), node, int(rank), int(world_size), beats[0], beats[-1])
+                found.append(life)
+        return sorted(found, key=lambda life: (life.generation, life.rank))
+
+    def world(self, generation: int) -> list[str]:
+        """Nodes of that generation that beat, in rank order."""
+        return [life.node for life in self.lives() if life.generation == generation]
+
+    def newest(self) -> int:
+        """The newest generation in which anybody beat; 0 before any."""
+        return max((life.generation for life in self.lives()), default=0)
+
+    def wait(self, nodes: list[int], after: int = 0, timeout_s: float = 60.0) -> int:
+        """Wait until a generation after `after` beats on just those nodes; give it."""
+        names = {f"n{index}" for index in nodes}
+
+        def look() -> int | None:
+            newest = self.newest()
+            lives = [life for life in self.lives() if life.generation == newest]
+            whole = {life.node for life in lives} == names and {life.world_size for life in lives} == {
+                len(names)
+            }
+            return newest if newest > after and whole else None
+
+        return self.cluster.wait(look, f"a world of {sorted(names)} after {after}", timeout_s)
+
+    def wait_told(self, index: int, what: str) -> None:
+        """Wait until a node's rendezvous has told that."""
+        self.cluster.wait(
+            lambda: [event for event in self.cluster.events_of(index, "rendezvous") if event["what"] == what],
+            f"n{index} to tell of {what}",
+        )
+
+    def wait_says(self, index: int, text: str) -> None:
+        """Wait until a node has printed that."""
+        self.cluster.wait(lambda: text in self.cluster.output(index), f"n{index} to say {text!r}")
+
+    def wait_idle(self, index: int) -> None:
+        """Wait until no worker runs on a node."""
+        self.cluster.wait(lambda: not self._workers(index), f"n{index} to be idle")
+
+    def worker(self, index: int) -> psutil.Process:
+        """The worker that runs on a node."""
+        found = self._workers(index)
+        assert found, f"no worker runs on n{index}"
+        return found[0]
+
+    def _workers(self, index: int) -> list[psutil.Process]:
+        found = []
+        for process in self.cluster.processes(index):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                words = process.cmdline()
+                # Agent and stub name the script too.
+                is_cold = SCRIPT.as_posix() in words and words[1] == "-u"
+                if process.name() == "er-worker" or is_cold:
+                    found.append(process)
+        return found
+
+    def check_who_went_on_is_first(self) -> None:
+        """Who was in the generation right before leads a world, in its order; it need not have beaten.
+
+        Of a world that ended as it began not every node may have told: of such a one nothing is said.
+        """
+        worlds: dict[int, list[str]] = {}
+        for event in self.cluster.events("round"):
+            nodes = worlds.setdefault(event["generation"], [""] * event["num_nodes"])
+            nodes[event["node_rank"]] = event["node"]
+        for generation, world in worlds.items():
+            before = worlds.get(generation - 1, [""])
+            if "" not in (*before, *world):
+                stayed = [node for node in before if node in world]
+                assert world[: len(stayed)] == stayed, f"generation {generation} of {worlds}"
+
+    def check_no_world_of_one_side(self, after: int, *sides: set[str]) -> None:
+        """No generation after that one beat on nodes of one of these sides alone."""
+        for generation in {life.generation for life in self.lives() if life.generation > after}:
+            world = set(self.world(generation))
+            assert not any(world <= side for side in sides), f"generation {generation}: {world}"
+
+    def check_one_world_at_a_time(self) -> None:
+        """No worker of a generation beats once one of a later generation has begun to."""
+        lives = self.lives()
+        ranks = [(life.generation, life.rank) for life in lives]
+        assert len(set(ranks)) == len(ranks), f"a rank stands twice: {lives}"
+        sizes = {life.generation: life.world_size for life in lives}
+        assert all(sizes[life.generation] == life.world_size for life in lives), f"two sizes: {lives}"
+        for life in lives:
+            for other in lives:
+                if other.generation > life.generation:
+                    assert life.last < other.first, f"{life} still beat when {other} began"

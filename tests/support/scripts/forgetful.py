@@ -1,0 +1,35 @@
+"""A training script with one mistake, told by its first argument; for tests/integration/test_equivalence.py."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import elastic_resume as er
+
+
+def main(mistake: str) -> None:
+    """Forty steps of Adam on random numbers."""
+    torch.set_num_threads(1)
+    torch.manual_seed(time.time_ns() if mistake == "seed" else 1)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    tracked: dict[str, Any] = {} if mistake == "optimizer" else {"optimizer": optimizer}
+    run = er.resume(model=model, **tracked)
+    for step in range(run.position.step, 40):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 3)).square().mean()
+        loss.backward()
+        optimizer.step()
+        print(f"step {step + 1}: loss {loss.item()}")
+        time.sleep(0.01)
+        run.step()
+    run.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,401 @@
+"""Every kind of model, wrapper and state under DDP: whole, and again from its middle, in the same processes.
+
+Each rank trains each kind six steps, saves at the third, builds all anew from other seeds, resumes, and
+trains the other three. Prints, for each kind, what differs in the end: for tests/integration/test_state_kinds.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import elastic_resume as er
+from elastic_resume.state import state_dict
+
+SAVED, END = 3, 6
+WIDTH = 48
+
+
+class Net(nn.Module):
+    """Dropout, BatchNorm, and enough gradients for their places in a bucket to matter."""
+
+    def __init__(self, change: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> None:
+        super().__init__()
+        self.first = change(nn.Linear(16, WIDTH))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.second = change(nn.Linear(WIDTH, WIDTH))
+        self.drop = nn.Dropout(0.1)
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Score four classes; the layer that was built last but one is used last but one."""
+        hidden = self.drop(torch.relu(self.norm(self.first(x))))
+        scores: Tensor = self.last(hidden + self.second(hidden))
+        return scores
+
+
+class Spare(Net):
+    """A parameter that no forward pass reads, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.randn(WIDTH))
+        self.first.requires_grad_(requires_grad=False)
+
+
+class Checkpointed(Net):
+    """Runs a block again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Score four classes."""
+        hidden = torch.relu(self.norm(self.first(x)))
+        again: Any = torch.utils.checkpoint.checkpoint
+        scores: Tensor = self.last(hidden + again(self.second, hidden, use_reentrant=False))
+        return scores
+
+
+class Words(Net):
+    """An embedding with sparse gradients, beside dense ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 16, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add a word to each input."""
+        return super().forward(x + self.words(x[:, :8].argmax(1)))
+
+
+class Tied(Net):
+    """Two layers with one weight, and a view of it that is a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = nn.Linear(WIDTH, WIDTH)
+        self.third.weight = cast("nn.Linear", self.second).weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Go through the weight twice."""
+        hidden = torch.relu(self.norm(self.first(x)))
+        scores: Tensor = self.last(self.third(self.second(hidden)))
+        return scores
+
+
+class Counting(Net):
+    """Extra state that grows, and a buffer that is not kept."""
+
+    scratch: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Count, and scale by what was counted."""
+        if self.training:
+            self.seen.append(0.01)
+        return super().forward(x) * (1 + sum(self.seen))
+
+    def get_extra_state(self) -> Tensor:
+        """Give what was counted, longer each time."""
+        return torch.tensor(self.seen)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take it."""
+        self.seen = state.tolist()
+
+
+class Replacing(torch.optim.Optimizer):
+    """Adafactor's way: factored second moments, new tensors at each step; in float32 for bfloat16 too."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Divide each gradient by the root of what its row and column have been."""
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                square = parameter.grad.detach().float().square() + 1e-8
+                rows = square.mean(-1, keepdim=True)
+                columns = square.mean(0, keepdim=True)
+                own = self.state[parameter]
+                own["steps"] = own.get("steps", 0) + 1
+                own["rows"] = 0.9 * own.get("rows", rows) + 0.1 * rows
+                own["columns"] = 0.9 * own.get("columns", columns) + 0.1 * columns
+                scale = (own["rows"] * own["columns"] / own["rows"].mean()).sqrt()
+                with torch.no_grad():
+                    parameter.sub_((group["lr"] * parameter.grad.float() / scale).to(parameter.dtype))
+
+
+def no_wrapper(run: er.Run, model: nn.Module) -> nn.Module:
+    """The usual order."""
+    return run.ddp(model)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    """The usual optimizer."""
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+@dataclass
+class Kind:
+    """How one kind builds and trains."""
+
+    net: Callable[[], nn.Module] = Net
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adam
+    # What is passed to resume() instead of the bare model, and what run.ddp() is then given.
+    before: Callable[[nn.Module], nn.Module] = lambda model: model
+    wrap: Callable[[er.Run, nn.Module], nn.Module] = no_wrapper
+    ddp: dict[str, Any] = field(default_factory=dict)
+    ema: Callable[[nn.Module], Any] = lambda _: None
+    average: Callable[[Any, nn.Module], object] = lambda *_: None
+    scaler: bool = False
+    autocast: bool = False
+    micro_batches: int = 1
+    late_optimizer: bool = False
+
+
+def with_ddp(model: nn.Module, **how: Any) -> nn.Module:
+    """Wrap as a script would by itself."""
+    return DistributedDataParallel(model, **how)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """Compile without a compiler."""
+    return cast("nn.Module", torch.compile(model, backend="eager"))
+
+
+def compressed(run: er.Run, model: nn.Module) -> nn.Module:
+    """Gradients travel as float16."""
+    wrapped = run.ddp(model)
+    cast("DistributedDataParallel", wrapped).register_comm_hook(None, fp16_compress_hook)
+    return wrapped
+
+
+def add_little(parameter: Tensor) -> None:
+    """Stand for an optimizer that steps inside of the backward pass."""
+    parameter.data.add_(0.01)
+
+
+def hooked(run: er.Run, model: nn.Module) -> nn.Module:
+    """Hooks on the model and on a parameter, which change what they see."""
+    model.register_forward_hook(lambda _module, _args, result: result * 1.5)
+    parameter = next(model.parameters())
+    parameter.register_hook(lambda grad: grad * 0.5)
+    parameter.register_post_accumulate_grad_hook(add_little)
+    return run.ddp(model)
+
+
+def materialised() -> nn.Module:
+    """A lazy layer that has seen an input."""
+    net = Net()
+    net.first = nn.LazyLinear(WIDTH)
+    net.eval()(torch.randn(2, 16))
+    return net.train()
+
+
+def shadow(model: nn.Module) -> dict[str, Any]:
+    """A hand-made average: a list of tensors, what was averaged, how often."""
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    return {"shadow": kept, "updates": torch.zeros((), dtype=torch.int64)}
+
+
+def average_by_hand(ema: dict[str, Any], model: nn.Module) -> None:
+    """Replace some of the tensors and change the others in place, as scripts do."""
+    ema["updates"] += 1
+    decay = min(0.9, (1 + int(ema["updates"])) / (10 + int(ema["updates"])))
+    for number, parameter in enumerate(model.parameters()):
+        if number % 2:
+            ema["shadow"][number] = decay * ema["shadow"][number] + (1 - decay) * parameter.detach()
+        else:
+            ema["shadow"][number].lerp_(parameter.detach(), 1 - decay)
+
+
+class Average:
+    """A hand-made average as people write it: an object whose state_dict() gives copies."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.backup: dict[str, Tensor] = {}
+        self.updates = 0
+
+    def update(self, model: nn.Module) -> None:
+        """Take part of the new weights."""
+        self.updates += 1
+        for name, parameter in model.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * parameter.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give copies."""
+        return {"shadow": {key: t.clone() for key, t in self.shadow.items()}, "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what was given."""
+        self.shadow, self.updates = dict(state["shadow"]), state["updates"]
+
+
+def averaged_model(model: nn.Module) -> AveragedModel:
+    """Torch's own average, buffers too."""
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+
+
+def spectral(layer: nn.Module) -> nn.Module:
+    """Normalise by buffers that each forward pass changes."""
+    return parametrizations.spectral_norm(layer)
+
+
+KINDS = {
+    "plain": Kind(),
+    "bucket views": Kind(ddp={"gradient_as_bucket_view": True}),
+    "unused and frozen": Kind(net=Spare, ddp={"find_unused_parameters": True}),
+    "static graph": Kind(ddp={"static_graph": True}),
+    "static graph, unused": Kind(net=Spare, ddp={"static_graph": True}),
+    "static graph, checkpointed": Kind(net=Checkpointed, ddp={"static_graph": True}),
+    "own DDP before": Kind(before=with_ddp),
+    "own DDP after": Kind(wrap=lambda run, model: run.ddp(with_ddp(model))),
+    "compiled inside": Kind(wrap=lambda run, model: run.ddp(compiled(model))),
+    "compiled before": Kind(before=compiled),
+    "compiled outside": Kind(wrap=lambda run, model: compiled(run.ddp(model))),
+    "compiled around own DDP": Kind(before=lambda model: compiled(with_ddp(model))),
+    "sparse": Kind(net=Words, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+    "hooks": Kind(wrap=hooked),
+    "compressed": Kind(wrap=compressed),
+    "tied": Kind(net=Tied),
+    "extra state": Kind(net=Counting),
+    "weight norm": Kind(net=lambda: Net(parametrizations.weight_norm)),
+    "old weight norm": Kind(net=lambda: Net(cast("Any", torch.nn.utils.weight_norm))),
+    "spectral norm": Kind(net=lambda: Net(spectral)),
+    "old spectral norm": Kind(net=lambda: Net(torch.nn.utils.spectral_norm)),
+    "materialised": Kind(net=materialised),
+    "scaler": Kind(scaler=True),
+    "autocast": Kind(autocast=True),
+    "bfloat16": Kind(net=lambda: Net().bfloat16(), optimizer=Replacing),
+    "accumulated": Kind(micro_batches=2),
+    "averaged model": Kind(ema=averaged_model, average=lambda ema, model: ema.update_parameters(model)),
+    "average by hand": Kind(ema=shadow, average=average_by_hand),
+    "average in an object": Kind(ema=Average, average=lambda ema, model: ema.update(model)),
+    "optimizer built after": Kind(
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), late_optimizer=True
+    ),
+}
+
+
+class Script:
+    """One kind's objects, built as a script would, its run, and its training."""
+
+    def __init__(self, name: str, directory: Path, seed: int) -> None:
+        kind = self.kind = KINDS[name]
+        torch.manual_seed(seed)
+        self.model = kind.net()
+        given = kind.before(self.model)
+        self.ema = kind.ema(self.model)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) if kind.scaler else None
+        optimizer = None if kind.late_optimizer else kind.optimizer(given.parameters())
+        # A fixed seed: the numbers drawn while training must not follow from this one.
+        self.run = er.resume(
+            model=given, optimizer=optimizer, ema=self.ema, scaler=self.scaler, seed=1,
+            ckpt_dir=directory, run_id=name.replace(" ", "-").replace(",", ""), save_every=10**6,
+            snapshot_every="off",
+        )  # fmt: skip
+        how = kind.ddp
+        self.ddp = kind.wrap(self.run, given) if not how else self.run.ddp(given, **how)
+        self.optimizer = optimizer or kind.optimizer(self.ddp.parameters())
+        self.losses: list[float] = []
+
+    def train(self, until: int, save_at: int) -> None:
+        """Step until step ``until``."""
+        while self.run.position.step < until:
+            for number in range(self.kind.micro_batches):
+                last = number + 1 == self.kind.micro_batches
+                wait = (
+                    contextlib.nullcontext() if last else cast("DistributedDataParallel", self.ddp).no_sync()
+                )
+                with wait:
+                    self._backward()
+            if self.scaler is not None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.kind.average(self.ema, self.model)
+            self.run.step()
+            if self.run.position.step == save_at:
+                self.run.save()
+
+    def _backward(self) -> None:
+        first = next(self.model.parameters())
+        x = torch.randn(6, 16, dtype=first.dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.kind.autocast):
+            loss: Tensor = self.ddp(x).float().square().mean()
+        self.losses.append(loss.item())
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def leaves(self) -> list[state_dict.Leaf]:
+        """All tensors; but where running statistics follow rank 0's, only that rank's are the job's."""
+        tracked = {"model": self.model, "optimizer": self.optimizer, "ema": self.ema, "scaler": self.scaler}
+        flat = state_dict.flatten(state_dict.collect(tracked))
+        return [leaf for leaf in flat.leaves if self.run.rank == 0 or "norm.running" not in leaf.name]
+
+    def common(self) -> str:
+        """Digest of what every rank must hold."""
+        leaves = [leaf for leaf in self.leaves() if "norm.running" not in leaf.name]
+        return state_dict.combined(state_dict.fingerprints(leaves))
+
+    def prints(self) -> dict[str, str]:
+        """Digest of each tensor, and of the rest."""
+        objects = {"optimizer": self.optimizer, "scaler": self.scaler, "ema": self.ema}
+        rest = state_dict.flatten(state_dict.collect(objects)).skeleton
+        return {**state_dict.fingerprints(self.leaves()), "rest": state_dict.combined(rest)}
+
+
+def main(directory: Path, names: list[str]) -> None:
+    """Train each kind whole and in two parts."""
+    torch.set_num_threads(1)
+    told: dict[str, Any] = {}
+    for number, name in enumerate(names or KINDS):
+        try:
+            told[name] = compare(name, directory, 100 * number + int(os.environ["RANK"]))
+        except Exception:  # noqa: BLE001  the others go on, and the test names this one
+            told[name] = {"error": traceback.format_exc()}
+    print(json.dumps(told))
+
+
+def compare(name: str, directory: Path, seed: int) -> dict[str, Any]:
+    """Train one kind whole and in two parts; tell what differs."""
+    whole = Script(name, directory, seed)
+    whole.train(END, SAVED)
+    whole.run._release()  # a close() would save the end
+    again = Script(name, directory, seed + 50)
+    began = again.run.position.step
+    again.train(END, 0)
+    again.run._release()
+    one, two = whole.prints(), again.prints()
+    return {
+        "began": began,
+        "differ": [key for key in {**one, **two} if one.get(key) != two.get(key)],
+        "losses": whole.losses[-len(again.losses) :] == again.losses,
+        "common": again.common(),
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,123 @@
+"""Prints what a script can see of its start, and does what scripts do; for tests/integration/test_forkserver.py."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+# torch is imported where it is used: the process that `spawn` starts imports this file once more.
+
+
+class Squares:
+    """Of small numbers."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+class Found:
+    """Of a class of the script itself, which another process sends here."""
+
+    def __init__(self, what: object) -> None:
+        self.what = what
+
+
+def child(queue: Any) -> None:
+    """In a process that multiprocessing started."""
+    name = multiprocessing.current_process().name.split("-")[0]
+    queue.put(Found((__name__ in {"__main__", "__mp_main__"}, name)))
+
+
+def spawned(method: str) -> Any:
+    """What a child of that kind says."""
+    context: Any = multiprocessing.get_context(method)
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    said = queue.get().what
+    process.join()
+    return said, process.exitcode
+
+
+def loaded() -> list[list[int]]:
+    """Two epochs from two persistent workers."""
+    from torch.utils.data import DataLoader  # noqa: PLC0415
+
+    squares: Any = Squares()
+    loader: Any = DataLoader(squares, batch_size=4, num_workers=2, persistent_workers=True)
+    return [batch.tolist() for _ in range(2) for batch in loader]
+
+
+def facts() -> dict[str, Any]:
+    """All that must be the same whoever started us."""
+    import torch  # noqa: PLC0415
+
+    main = sys.modules["__main__"]
+    compiled = torch.compile(lambda x: x * 2 + 1, backend="eager")
+    return {
+        "main": {
+            name: repr(getattr(main, name)) for name in ("__name__", "__file__", "__package__", "__spec__")
+        },
+        "loader": type(main.__loader__).__name__,
+        "annotations": getattr(main, "__annotations__", None),
+        "argv": sys.argv,
+        "orig_argv": sys.orig_argv[1:],
+        "path": sys.path[:3],
+        "executable": sys.executable,
+        "cwd": str(Path.cwd()),
+        "input": sys.stdin.read(),
+        "streams": [
+            [getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")]
+            for stream in (sys.stdout, sys.stderr)
+        ],
+        "descriptors": sorted(os.listdir("/proc/self/fd")),  # noqa: PTH208
+        "signals": {n.name: str(signal.getsignal(n)) for n in signal.Signals if n not in {9, 19}},
+        "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "umask": [os.umask(0o22), os.umask(0o22)],
+        "cpus": sorted(os.sched_getaffinity(0)),
+        "session": os.getsid(0) == os.getpid(),
+        "gc": gc.isenabled(),
+        "threads": [thread.name for thread in threading.enumerate()],
+        "main thread": threading.current_thread() is threading.main_thread(),
+        "native id": threading.main_thread().native_id == os.getpid(),
+        "stdin": [sys.stdin is sys.__stdin__, sys.stdin.name],
+        "torch threads": torch.get_num_threads(),
+        "environ": {
+            k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_RESUME", "PYTEST", "_"))
+        },
+        "ours": "ELASTIC_RESUME_ZYGOTE" in os.environ or "ELASTIC_RESUME_FENCE" in os.environ,
+        "processes": [spawned("fork"), spawned("spawn")],
+        "batches": loaded(),
+        "compiled": compiled(torch.ones(2)).tolist(),
+        "subprocess": subprocess.check_output(["/bin/echo", "said"], text=True),
+    }
+
+
+def main() -> None:
+    """Print it, and end with a word at exit, after a thread that is still at work."""
+    import numpy as np  # noqa: PLC0415
+
+    print(json.dumps(facts()))
+    chance = [random.random(), float(np.random.rand())]  # noqa: NPY002
+    Path(sys.argv[1]).write_text(json.dumps(chance))
+    atexit.register(print, "at exit")
+    timer = threading.Timer(0.2, print, ["a thread's last word"])
+    timer.start()
+    sys.exit(int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Puts copies where its argument says, resumes from them, and tells what came of it.
+
+For tests/integration/test_restore.py. The argument is JSON: node -> {"memory": [generation, step], "disk": [[generation,
+step], ...], "flip": where, 0 to 1, "slots": false, "fail": failpoints, "hurt": word that tells where
+the slot gets a flipped bit, "value": of all copies}. What a copy holds else follows from its step, and in
+BatchNorm's buffers from its node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_resume import constants, failpoints
+from elastic_resume.capture import schedule
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.manifest import Manifest, Position
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.checkpoint.writer import Writer
+from elastic_resume.config import Settings
+from elastic_resume.errors import ElasticResumeError
+from elastic_resume.events import EventLog
+from elastic_resume.restore import coordinator as resuming
+from elastic_resume.restore.collectives import World
+from elastic_resume.restore.rank_context import Place
+from elastic_resume.snapshot.committer import Keeper
+from elastic_resume.snapshot.ipc import Desk
+from elastic_resume.snapshot.progress_page import Board
+from elastic_resume.snapshot.slot_client import Memory
+from elastic_resume.snapshot.slot_pool import Rack
+from elastic_resume.state import state_dict
+from elastic_resume.state.state_dict import REPLICATED
+from elastic_resume.training import announce
+
+WIDTH = int(os.environ.get("WIDTH", "1000"))  # of a state of 12 * WIDTH**2 bytes
+BLOCK_BYTES = 1 << 20
+
+
+class Average:
+    """What is no module: an average of the weights, as some keep it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give it."""
+        return self.values
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        """Take it."""
+        self.values = values
+
+
+def objects(value: float, own: float) -> dict[str, Any]:
+    """A model, its optimizer and its average, all of whose tensors hold ``value``, buffers ``own``."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    optimizer = torch.optim.Adam(model.parameters())
+    if value:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    average = Average(model)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *average.values.values()):
+            tensor.fill_(value)
+        for each in optimizer.state.values():
+            each["exp_avg"].fill_(value) if value else None
+        model[1].running_mean.fill_(own)  # type: ignore[operator]
+    return {"model": model, "optimizer": optimizer, "average": average}
+
+
+def make(place: Place, memory: Memory | None, wanted: dict[str, Any]) -> None:
+    """Put the copies of this node where they are wanted."""
+    rank = place.world.rank
+    own = 100.0 + rank
+    for order in [wanted["memory"]] if "memory" in wanted else []:
+        manifest, image = _copy(place, order, own, wanted.get("value", float(order[1])))
+        assert memory is not None
+        slot = memory.room(len(image), manifest)
+        assert slot is not None
+        memory.begin_fill(slot)
+        slot.memory[: len(image)] = image
+        memory.finish_fill(slot, manifest, on_disk=True)
+        if "hurt" in wanted:
+            slot.memory[slot.record.get(wanted["hurt"])] ^= 4
+    for order in wanted.get("disk", []):
+        manifest, image = _copy(place, order, own, wanted.get("value", float(order[1])))
+        with Writer(place.node_dir, *order, block_bytes=BLOCK_BYTES) as writer:
+            writer.write(image)
+            path = writer.commit(manifest)
+    if "flip" in wanted:
+        with open(path / constants.STATE_FILE, "r+b") as file:
+            file.seek(int(wanted["flip"] * len(image)))
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+
+
+def _copy(place: Place, order: list[int], own: float, value: float) -> tuple[Manifest, memoryview]:
+    flat = state_dict.flatten(objects(value, own))
+    layout = schedule.layout_of(flat)
+    manifest = Manifest(
+        run_id=place.settings.run_id,
+        node=place.node,
+        rank=place.world.rank,
+        world_size=place.world.size,
+        generation=order[0],
+        position=Position(0, order[1], order[1], order[1]),
+        written_at=1.0,
+        writer="test",
+        state=flat.skeleton,
+        follows_rank0=tuple(leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED),
+        file_bytes=layout.total_bytes,
+    )
+    return manifest, memoryview(b"".join(map(bytes, schedule.image_of(flat, layout))))
+
+
+def main(wanted: dict[str, Any]) -> None:
+    """Do it on one rank."""
+    world = World.join()
+    settings = Settings.for_worker(os.environ, "resumer.py", run_id="job")
+    events = settings.ckpt_dir / "job" / settings.node_name / constants.EVENTS_FILE
+    place = Place(world, settings, EventLog(events, node=settings.node_name))
+    mine = wanted.get(place.node, {})
+    if place.leads:
+        node_dir = NodeDir.claim(settings.ckpt_dir, "job", place.node)
+    world.gather(None)
+    if not place.leads:
+        node_dir = NodeDir.attach(settings.ckpt_dir, "job", place.node)
+    memory = name = keeper = None
+    if place.leads and mine.get("slots", True):
+        rack = Rack(int(mine.get("allowed", 1 << 30)), say=lambda _: None)
+        keeper = Keeper(place.node_dir, "job", rack, say=print, tell=lambda *_, **__: None)
+        keeper.start()
+        desk = Desk(keeper)
+        desk.open()
+        name = desk.name
+    name = world.gather(name)[place.lead_of[place.node]]
+    if name is not None:
+        place.memory = memory = Memory(name, place.local_rank, lead=place.leads)
+    if place.leads:
+        make(place, memory, mine)
+    world.gather(None)
+    failpoints._points.update(failpoints._parse(mine.get("fail", "")))
+    live = objects(0.0, 0.0)
+    told: dict[str, Any] = {}
+    try:
+        board = Board(place.node_dir / constants.BOARD_FILE)
+        resumed = resuming.resume(place, node_dir, board, live)
+        told = announce.as_event(resumed, Position(0, resumed.plan.step, resumed.plan.step, 0), world.size)
+        told["on_disk"] = resumed.on_disk
+    except ElasticResumeError as error:
+        told["error"] = str(error)
+    model, moments = live["model"], [each["exp_avg"] for each in live["optimizer"].state.values()]
+    values = [*model.parameters(), *moments, *live["average"].values.values()]
+    told["values"] = sorted({value for tensor in values for value in tensor.detach().unique().tolist()})
+    told["buffer"] = float(model[1].running_mean.mean())
+    held = memory.newest() if memory is not None else None
+    told["held"] = list(held.order) if held is not None else None
+    if keeper is not None and held is not None:
+        keeper.commit()
+    world.gather(None)
+    entries = Catalog(place.node_dir, "job").valid(deep=True) if place.leads else []
+    told["disk"] = [list(entry.order) for entry in entries]
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,91 @@
+"""Asks for equal ranks in many states of a training, equal and not; for tests/integration/test_replica_check.py.
+
+Each rank prints one JSON object: for each state what was raised, or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import elastic_resume as er
+from elastic_resume.errors import ElasticResumeError
+
+
+class Average:
+    """A hand-made average of the weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = [parameter.detach().clone() for parameter in model.parameters()]
+        self.extra: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give it."""
+        return {"shadow": self.shadow, "extra": self.extra}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+        self.shadow = state["shadow"]
+
+
+@contextlib.contextmanager
+def another(tensor: Tensor, *, here: bool) -> Iterator[None]:
+    """On this rank one bit of ``tensor`` is another, for a while."""
+    words = tensor.detach().view(torch.int32)
+    if here:
+        words.view(-1)[0] ^= 1
+    yield
+    if here:
+        words.view(-1)[0] ^= 1
+
+
+def main() -> None:
+    """Train a few steps; ask before, between and after."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    average = Average(model)
+    run = er.resume(model=model, optimizer=optimizer, ema=average)
+    said: dict[str, str] = {}
+
+    def ask(what: str, check: Callable[[], None] = run.assert_ranks_equal) -> None:
+        try:
+            check()
+        except ElasticResumeError as error:
+            said[what] = f"{type(error).__name__}: {error}"
+
+    ask("at first")
+    ddp = run.ddp(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 3) + run.rank).square().mean().backward()
+        optimizer.step()
+        run.step()
+    ask("trained")
+    ask("buffers", lambda: run.assert_ranks_equal(buffers=True))
+    with another(model.get_parameter("2.weight"), here=run.rank == 1):
+        ask("weight")
+    with another(optimizer.state[model.get_parameter("0.bias")]["exp_avg"], here=run.rank == 0):
+        ask("optimizer")
+    with another(average.shadow[1], here=run.rank == 2):
+        ask("ema")
+    optimizer.param_groups[0]["lr"] = 0.1 + run.rank
+    ask("learning rate")
+    optimizer.param_groups[0]["lr"] = 0.1
+    average.extra = print if run.rank == 1 else None
+    ask("not to be stored")
+    average.extra = None
+    if run.rank == 1:
+        optimizer.state.clear()
+    ask("fewer tensors")
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

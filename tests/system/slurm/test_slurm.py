@@ -1,0 +1,320 @@
+"""What befalls a job on a real Slurm, and that training goes on at the step that it had reached.
+
+Each test has jobs of its own on one cluster of three nodes. Their disks (/scratch) outlive a job. The order
+is one in which a node that has booted imports torch while the next tests leave it alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import constants, events
+from elastic_resume.events import Event
+from tests.support.paths import ROOT
+from tests.system.slurm import site
+from tests.system.slurm.site import NODES, Slurm
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+README = ROOT / "README.md"
+TRAIN = str(ROOT / "tests" / "jobs" / "train.py")
+ALLOCATION = str(ROOT / "deploy" / "slurm" / "train.sbatch")
+DISK = "/scratch/checkpoints"
+STEPS_PER_EPOCH = 10
+OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """One Slurm for all tests."""
+    why = site.available()
+    if why and "CI" not in os.environ:
+        pytest.skip(why)
+    with Slurm(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+@pytest.fixture
+def slurm(cluster: Slurm) -> Iterator[Slurm]:
+    """The cluster with no job and all nodes."""
+    yield cluster
+    cluster.start_controller()
+    cluster.command("scancel", "--user=root")
+    cluster.boot(*(index for index in NODES if not cluster.machines.is_up(index)))
+    cluster.wait(lambda: cluster.idle() == len(NODES), "idle nodes after a test")
+
+
+@dataclass
+class Job:
+    """A job that trains, by its id (of an array: the array's)."""
+
+    slurm: Slurm
+    id: str
+    fast: Path
+    steps: int
+    kept: dict[int, list[Event]] = field(default_factory=dict)
+    """What nodes had told before they lost their disks."""
+
+    @property
+    def run_id(self) -> str:
+        """Under which its checkpoints are kept, as long as it lives."""
+        return f"slurm-{self.id}-{Path(TRAIN).stem}"
+
+    def events_of(self, index: int, kind: str | None = None) -> list[Event]:
+        """One node's events."""
+        machines = self.slurm.machines
+        found = self.kept.get(index, [])
+        if machines.is_up(index):
+            path = machines.path(
+                index, f"{DISK}/{self.run_id}/{machines.name(index)}/{constants.EVENTS_FILE}"
+            )
+            found = [*found, *events.read(path)]
+        return [event for event in found if kind in (None, event["event"])]
+
+    def events(self, kind: str) -> list[Event]:
+        """All nodes' events of a kind."""
+        found = [event for index in NODES for event in self.events_of(index, kind)]
+        return sorted(found, key=lambda event: float(event["t"]))
+
+    def newest(self, generation: int | None = None) -> int:
+        """The last step that a rank is known to have finished."""
+        steps = [e for e in self.events("step") if generation in {None, e["generation"]}]
+        return max((int(e["step"]) for e in steps), default=0)
+
+    def wait_step(self, step: int, generation: int = 1) -> Event:
+        """Wait until a rank has finished a step in that generation or a later one."""
+        return self.slurm.wait(
+            lambda: next(
+                (e for e in self.events("step") if e["step"] >= step and e["generation"] >= generation), None
+            ),
+            f"step {step} of generation {generation} of job {self.id}",
+        )
+
+    def wait_world(self, size: int, generation: int = 1) -> Event:
+        """Wait until a world of that many nodes has finished some steps; give how it began."""
+        resume = self.slurm.wait(
+            lambda: next(
+                (
+                    e
+                    for e in self.events("resume")
+                    if (e["world_size"], e["generation"] >= generation) == (size, True)
+                ),
+                None,
+            ),
+            f"a world of {size} in job {self.id}",
+        )
+        self.wait_step(resume["step"] + 10, resume["generation"])
+        return resume
+
+    def wait_state(self, *states: str) -> str:
+        """Wait until Slurm says one of these of it."""
+        return self.slurm.wait(
+            lambda: next((s for s in [self.slurm.state(self.id)] if s in states), None),
+            f"job {self.id} {states}",
+        )
+
+    def hurry(self) -> None:
+        """Let the rest of the training take no time."""
+        self.fast.touch()
+
+    def lose_power(self, index: int) -> float:
+        """Switch a node off; give when."""
+        self.kept[index] = self.events_of(index)
+        self.slurm.machines.poweroff(index)
+        return time.time()
+
+    def resumes(self) -> list[Event]:
+        """How each generation began, as each node told it."""
+        return self.events("resume")
+
+
+def submit(slurm: Slurm, script: str, *options: str, epochs: int = 40) -> Job:
+    """Submit a training of ``epochs`` times ten steps, each of a tenth of a second until `Job.hurry`."""
+    hurry = slurm.directory / f"hurry-{secrets.token_hex(4)}"
+    job = slurm.sbatch(
+        *("--cpus-per-task=1", f"--output={slurm.directory}/%x-%j.out", *options, script, TRAIN),
+        *("--diary", str(slurm.directory / "diary"), "--epochs", str(epochs), "--step-delay", "0.1"),
+        *("--fast-from", str(hurry)),
+        env={
+            "ELASTIC_RESUME_CKPT_DIR": DISK,
+            "ELASTIC_RESUME_STEP_MARK_S": "0",
+            "ELASTIC_RESUME_SNAPSHOT_EVERY": "1",  # no finished step is lost then, however slow this machine
+            "OMP_NUM_THREADS": "1",
+            "WATCH_S": "1",
+        },
+    )
+    return Job(slurm, job, hurry, epochs * STEPS_PER_EPOCH)
+
+
+def went_on(job: Job, former: int) -> Event:
+    """Give how the generation after ``former`` began: at the step that this had reached."""
+    job.wait_step(1, former + 1)
+    resume = next(event for event in job.resumes() if event["generation"] > former)
+    assert resume["step"] >= job.newest(former)
+    assert resume["lost_steps"] == 0
+    return resume
+
+
+def test_a_requeued_job_goes_on_from_the_disks_of_its_nodes(slurm: Slurm) -> None:
+    """Under the same run id, at the step that it had reached: `scontrol requeue`."""
+    job = submit(slurm, ALLOCATION)
+    former = job.wait_world(3)["generation"]
+    slurm.command("scontrol", "requeue", job.id)
+    job.wait_state("PENDING")
+    slurm.start_now(job.id)
+    went_on(job, former)
+
+
+def test_a_preempted_job_is_queued_again_and_goes_on(slurm: Slurm) -> None:
+    """A higher partition takes the nodes; Slurm itself would let a job end that ends within its grace."""
+    job = submit(slurm, ALLOCATION)
+    former = job.wait_world(3)["generation"]
+    (slurm.directory / "high.sh").write_text("#!/bin/bash\nexit 0\n")
+    high = slurm.sbatch("--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "high.sh")
+    job.wait_state("PENDING")
+    slurm.wait(lambda: slurm.state(high) == "COMPLETED", "the higher job's turn")
+    slurm.start_now(job.id)
+    went_on(job, former)
+    assert slurm.job(job.id)["Restarts"] == "1"
+    assert [e["done"] for e in job.events("requeue") if e["action"] == "requeue"] == [True]
+
+
+def test_a_job_near_its_time_limit_is_queued_again_and_goes_on(slurm: Slurm) -> None:
+    """Without any signal of Slurm's: the agents ask for the limit, drain in time, and one has it requeued."""
+    limited = slurm.directory / "limited.sbatch"
+    limit = '\nscontrol update JobId="$SLURM_JOB_ID" EndTime=now+24seconds\nset -uo'
+    limited.write_text(Path(ALLOCATION).read_text().replace("\nset -uo", limit))
+    job = submit(slurm, str(limited))
+    former = job.wait_world(3)["generation"]
+    job.wait_state("PENDING")
+    assert {drain["cause"] for drain in job.events("drain")} == {"deadline"}
+    slurm.start_now(job.id)
+    went_on(job, former)
+
+
+def test_an_allocation_goes_on_without_a_node_that_lost_its_power(slurm: Slurm) -> None:
+    """3 -> 2, no finished step lost; the job's end is a good one."""
+    job = submit(slurm, ALLOCATION)
+    former = job.wait_world(3)["generation"]
+    lost = NODES[-1]  # the batch host is the first
+    off = job.lose_power(lost)
+    first = job.wait_step(1, former + 1)
+    print(f"the next step was done {first['t'] - off:.2f} s after the loss")  # -rP shows it
+    assert went_on(job, former)["world_size"] == 2
+    job.hurry()
+    # srun waits for Slurm's own word on the lost node, and then tells of the others only.
+    assert job.wait_state(*OVER) == "COMPLETED"
+
+
+def test_a_cancelled_job_and_one_at_fault_are_not_queued_again(slurm: Slurm) -> None:
+    """They end, with what their users want to see."""
+    broken = slurm.directory / "broken.py"
+    broken.write_text("import there_is_no_such_module\n")
+    fault = slurm.sbatch(
+        "--nodes=1", "--cpus-per-task=1", f"--output={slurm.directory}/%x-%j.out", ALLOCATION, str(broken)
+    )
+    job = submit(slurm, ALLOCATION, "--nodes=2")
+    job.wait_world(2)
+    slurm.command("scancel", job.id)
+    assert job.wait_state(*OVER) == "CANCELLED"
+    slurm.wait(lambda: slurm.state(fault) in OVER, "the end of the job at fault")
+    ended = slurm.job(fault)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{constants.EXIT_AT_FAULT}:0")
+    assert {slurm.job(each)["Restarts"] for each in (fault, job.id)} == {"0"}
+
+
+def test_a_requeue_waits_for_a_controller_that_is_away(slurm: Slurm) -> None:
+    """The nodes are told ahead of time that they end while there is no controller; it comes back."""
+    job = submit(slurm, ALLOCATION, "--nodes=2")
+    former = job.wait_world(2)["generation"]
+    slurm.stop_controller()
+    slurm.signal_tasks(signal.SIGUSR1)
+    slurm.wait(lambda: len(job.events("drain")) == 2, "two nodes that drain")
+    slurm.wait(lambda: job.events("agent-end"), "the other node's end")
+    slurm.start_controller()
+    job.wait_state("PENDING")
+    slurm.start_now(job.id)
+    went_on(job, former)
+    (asked,) = [event for event in job.events("requeue") if event["action"] == "requeue"]
+    assert asked["done"]
+
+
+def test_elements_of_a_sweep_are_queued_again_one_by_one(slurm: Slurm) -> None:
+    """One has the number of the whole array; its siblings run on all the same."""
+    array = submit(slurm, ALLOCATION, "--array=0-2", "--nodes=1", epochs=400)  # they run on to the end
+    elements = [Job(slurm, f"{array.id}_{each}", array.fast, array.steps) for each in range(3)]
+    for each in elements:
+        each.wait_world(1)
+    same = next(each for each in elements if slurm.job(each.id)["JobId"] == array.id)
+    former = same.resumes()[-1]["generation"]
+    slurm.command("scancel", "--signal=USR1", same.id)
+    same.wait_state("PENDING")
+    slurm.start_now(same.id)
+    went_on(same, former)
+    assert [slurm.job(each.id)["Restarts"] for each in elements if each is not same] == ["0", "0"]
+    assert [slurm.state(each.id) for each in elements] == ["RUNNING"] * 3
+
+
+def test_an_allocation_that_loses_the_batch_host_does_not_hang(slurm: Slurm) -> None:
+    """The others finish the training; the watchdog has the job queued again, where it ends as it should."""
+    job = submit(slurm, ALLOCATION)
+    former = job.wait_world(3)["generation"]
+    batch_host = slurm.index(slurm.job(job.id)["BatchHost"])
+    job.lose_power(batch_host)
+    assert went_on(job, former)["world_size"] == 2
+    job.hurry()
+    job.wait_state("PENDING")
+    assert all(end["outcome"] == "done" for end in job.events("agent-end"))
+    assert job.newest() == job.steps
+    slurm.boot(batch_host)
+    slurm.start_now(job.id)
+    assert job.wait_state(*OVER) == "COMPLETED"
+    assert slurm.job(job.id)["Restarts"] == "1"
+
+
+def test_the_line_of_the_readme_goes_on_without_a_node_that_lost_its_power(slurm: Slurm) -> None:
+    """What a reader copies first must not die with its first node."""
+    (line,) = (line for line in README.read_text().splitlines() if line.startswith("    srun "))
+    command, _, said = line.partition("#")
+    assert said.strip().endswith("sbatch --no-kill")
+    script = slurm.directory / "readme.sbatch"
+    script.write_text(f'#!/bin/bash\n{command.strip().removesuffix("train.py")}"$@"\n')
+    job = submit(slurm, str(script), "--nodes=3", "--no-kill")
+    former = job.wait_world(3)["generation"]
+    job.lose_power(NODES[-1])  # the batch host is the first
+    assert went_on(job, former)["world_size"] == 2
+    lost = slurm.machines.name(NODES[-1])
+    slurm.wait(
+        lambda: "DOWN" in slurm.command("sinfo", "-h", "-n", lost, "-o", "%T").upper(), f"{lost} is down"
+    )
+    job.wait_step(job.newest() + 20, former + 1)  # two seconds after Slurm itself knows of the loss
+    job.hurry()
+    assert job.wait_state(*OVER) == "COMPLETED"
+
+
+def test_srun_starts_a_job_without_any_flag(slurm: Slurm) -> None:
+    """By the real command: three nodes find each other, share a secret, and are named after the job."""
+    kept = slurm.directory / "checkpoints"
+    before = set(kept.glob("*"))
+    said = slurm.command(
+        *("srun", "-N3", "elastic-resume", "run", TRAIN, "--diary", "diary", "--epochs", "1"),
+        env={**slurm.real, "OMP_NUM_THREADS": "1"},
+        timeout_s=120,
+    )
+    assert "world 3" in said
+    (run,) = set(kept.iterdir()) - before
+    named = re.match(rf"slurm-\d+(?=-{Path(TRAIN).stem}$)", run.name)
+    assert named is not None
+    assert {each.name for each in run.iterdir()} == {slurm.machines.name(index) for index in NODES}
+    ends = [event for event in events.read_run(run) if event["event"] == "agent-end"]
+    assert [end["outcome"] for end in ends] == ["done"] * 3
+    assert not list((slurm.directory / ".elastic_resume").glob(f"{named[0]}.*"))

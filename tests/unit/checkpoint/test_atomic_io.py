@@ -1,0 +1,490 @@
+"""Power cuts: every prefix of what the store did to the disk, with what was not synced lost or torn.
+
+The model of the disk is harsher than most file systems: a file's data is there only after fsync of the
+file, a name only after fsync of its directory; until then any part of the data and any subset of the
+names may have reached the device, in any order. Only a rename is atomic.
+"""
+
+# ruff: noqa: D102  methods of the model and the recorder do what the disk's own of that name does
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.checkpoint.atomic_io import Disk
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.checkpoint.reader import deep_check, name_of, parse_name
+from elastic_resume.checkpoint.writer import Writer
+from elastic_resume.errors import CheckpointError
+from tests.support.store_samples import RUN, SMALL_BLOCK, flip, image, manifest
+
+pytestmark = pytest.mark.slow
+
+Files = dict[str, bytes]
+TEARS = 6  # each set of surviving names is looked at with so many random tears of the data
+
+
+@dataclass
+class Inode:
+    """A file or directory of the model; of a file, what is durable and what was written since."""
+
+    is_dir: bool
+    durable: bytes = b""
+    since: bytes = b""
+    ever_synced: bool = False
+
+
+@dataclass
+class Change:
+    """One change of names: entries to set (to an inode) and to drop, all at once.
+
+    Of a rename from one directory to another the new name may be durable before the old one is gone.
+    """
+
+    sets: list[tuple[int, str, int]]
+    drops: list[tuple[int, str]]
+    durable: bool = False
+    half: bool = False  # the new name of a cross-directory rename is durable, the old one still there
+
+
+@dataclass
+class Model:
+    """What an adversary may leave of a directory tree after a power cut."""
+
+    inodes: list[Inode] = field(default_factory=lambda: [Inode(is_dir=True)])
+    changes: list[Change] = field(default_factory=list)
+    now: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def find(self, path: str) -> int:
+        at = 0
+        for part in filter(None, path.split("/")):
+            at = self.now[at, part]
+        return at
+
+    def place(self, path: str) -> tuple[int, str]:
+        parent, _, name = path.rpartition("/")
+        return self.find(parent), name
+
+    def change(self, sets: list[tuple[int, str, int]], drops: list[tuple[int, str]]) -> None:
+        for directory, name in drops:
+            del self.now[directory, name]
+        for directory, name, inode in sets:
+            self.now[directory, name] = inode
+        self.changes.append(Change(sets, drops))
+
+    def add(self, path: str, *, is_dir: bool) -> None:
+        self.inodes.append(Inode(is_dir))
+        self.change([(*self.place(path), len(self.inodes) - 1)], [])
+
+    def rename(self, source: str, target: str) -> None:
+        inode = self.find(source)
+        self.change([(*self.place(target), inode)], [self.place(source)])
+
+    def sync_dir(self, path: str) -> None:
+        directory = self.find(path)
+        for change in self.changes:
+            sets = any(at == directory for at, _, _ in change.sets)
+            drops = any(at == directory for at, _ in change.drops)
+            if drops or (sets and not change.drops):
+                change.durable = True
+            elif sets:
+                change.half = True
+
+    def sync_file(self, path: str) -> None:
+        inode = self.inodes[self.find(path)]
+        inode.durable += inode.since
+        inode.since = b""
+        inode.ever_synced = True
+
+    def images(self, random: Random, most: int) -> Iterator[Files]:
+        """Trees that may be found after a cut now: all subsets of names if few, else random ones."""
+        pending = [i for i, change in enumerate(self.changes) if not change.durable]
+        if 2 ** len(pending) <= most:
+            subsets: list[frozenset[int]] = [
+                frozenset(chosen)
+                for count in range(len(pending) + 1)
+                for chosen in itertools.combinations(pending, count)
+            ]
+        else:
+            subsets = [frozenset(), frozenset(pending)]
+            subsets += [frozenset(i for i in pending if random.random() < 0.6) for _ in range(most - 2)]
+        for subset in subsets * TEARS:
+            yield self._tree(subset, random)
+
+    def _tree(self, applied: frozenset[int], random: Random) -> Files:
+        names: dict[tuple[int, str], int] = {}
+        for index, change in enumerate(self.changes):
+            whole = change.durable or index in applied
+            if whole:
+                for place in change.drops:
+                    names.pop(place, None)
+            if whole or change.half:
+                names.update({(at, name): inode for at, name, inode in change.sets})
+        data = {i: self._torn(inode, random) for i, inode in enumerate(self.inodes) if not inode.is_dir}
+        tree: Files = {}
+        self._collect(names, data, 0, "", tree)
+        return tree
+
+    def _collect(
+        self, names: dict[tuple[int, str], int], data: dict[int, bytes], at: int, under: str, tree: Files
+    ) -> None:
+        for (directory, name), inode in names.items():
+            if directory != at:
+                continue
+            if self.inodes[inode].is_dir:
+                tree[f"{under}{name}/"] = b""
+                self._collect(names, data, inode, f"{under}{name}/", tree)
+            else:
+                tree[under + name] = data[inode]
+
+    @staticmethod
+    def _torn(inode: Inode, random: Random) -> bytes:
+        """The synced bytes, and after them nothing, a part, zeros, or all of the rest."""
+        rest = inode.since
+        kind = random.randrange(4) if rest else 0
+        if kind == 0:
+            return inode.durable
+        if kind == 1:
+            return inode.durable + rest[: random.randrange(len(rest))]
+        if kind == 2:  # the length was written, a page of the data was not
+            hole = random.randrange(len(rest))
+            return inode.durable + rest[:hole] + bytes(len(rest[hole : hole + 512])) + rest[hole + 512 :]
+        return inode.durable + rest
+
+
+Operation = Callable[[Model], None]
+
+
+class RecordingDisk(Disk):
+    """A real disk that also writes down what was done to it. ``leave_out`` names operations it forgets."""
+
+    def __init__(self, root: Path, leave_out: str = "") -> None:
+        self.operations: list[Operation | str] = []
+        self._root = root
+        self._leave_out = leave_out
+
+    def note(self, fact: str) -> None:
+        """Put a fact about the store between the operations: what the checker may expect from here on."""
+        self.operations.append(fact)
+
+    def _name(self, path: Path) -> str:
+        return "" if path == self._root else str(path.relative_to(self._root))
+
+    def _record(self, operation: Operation) -> None:
+        self.operations.append(operation)
+
+    def mkdir(self, path: Path) -> None:
+        super().mkdir(path)
+        name = self._name(path)
+        self._record(lambda model: model.add(name, is_dir=True))
+
+    def create(self, path: Path) -> int:
+        descriptor = super().create(path)
+        name = self._name(path)
+        self._record(lambda model: model.add(name, is_dir=False))
+        return descriptor
+
+    def write(self, descriptor: int, data: bytes | memoryview, path: Path) -> None:
+        super().write(descriptor, data, path)
+        name, written = self._name(path), bytes(data)
+
+        def append(model: Model) -> None:
+            model.inodes[model.find(name)].since += written
+
+        self._record(append)
+
+    def sync_file(self, descriptor: int, path: Path) -> None:
+        if self._leave_out != "sync_file":
+            super().sync_file(descriptor, path)
+            name = self._name(path)
+            self._record(lambda model: model.sync_file(name))
+
+    def sync_dir(self, path: Path) -> None:
+        if path == self._root.parent:  # the root itself is given
+            return
+        within = parse_name(path.name) is not None or path.name.startswith(constants.TEMPORARY_PREFIX)
+        if self._leave_out != ("sync_inner_dir" if within else "sync_outer_dir"):
+            super().sync_dir(path)
+            name = self._name(path)
+            self._record(lambda model: model.sync_dir(name))
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        before, after = self._name(source), self._name(target)
+        self._record(lambda model: model.rename(before, after))
+
+    def unlink(self, path: Path) -> None:
+        super().unlink(path)
+        name = self._name(path)
+        self._record(lambda model: model.change([], [model.place(name)]))
+
+    def rmdir(self, path: Path) -> None:
+        super().rmdir(path)
+        name = self._name(path)
+        self._record(lambda model: model.change([], [model.place(name)]))
+
+    def damage(self, path: Path, offset: int) -> None:
+        """Flip a bit of a file behind the store's back, for good."""
+        flip(path, offset)
+        name, data = self._name(path), path.read_bytes()
+
+        def replace(model: Model) -> None:
+            inode = model.inodes[model.find(name)]
+            inode.durable, inode.since = data, b""
+
+        self._record(replace)
+
+
+class HastyWriter(Writer):
+    """The classic mistake: the final name first, then what belongs under it."""
+
+    def _finish_data(self) -> None:
+        self._disk.rename(self._temporary, self._final)
+        self._temporary = self._final
+        super()._finish_data()
+
+    def _is_there_already(self, manifest: object) -> bool:  # noqa: ARG002
+        return False
+
+    def _publish(self) -> None:
+        self._open = False
+        self._disk.sync_dir(self._node_dir)
+
+
+class HastyCatalog(Catalog):
+    """Another one: files are removed while the checkpoint still has its name."""
+
+    def _discard(self, path: Path) -> None:
+        self._disk.remove_tree(path)
+
+
+def commit(
+    disk: RecordingDisk, node_dir: Path, order: tuple[int, int], seed: int = 0, writer: type[Writer] = Writer
+) -> Path:
+    """Commit a checkpoint; note the moment from which it must be found."""
+    with writer(node_dir, *order, disk, block_bytes=SMALL_BLOCK) as open_writer:
+        open_writer.write(image(seed or order[1]))
+        path = open_writer.commit(manifest(*order))
+    disk.note(f"committed {path.name}")
+    return path
+
+
+def scenario(disk: RecordingDisk, node_dir: Path, catalog: type[Catalog] = Catalog) -> None:
+    """A node's life: commits, prunes, a copy that goes bad and is replaced, the next generation."""
+    shelf = catalog(node_dir, RUN, disk)
+    for step in (1, 2, 3):
+        commit(disk, node_dir, (1, step))
+        shelf.prune(2)
+    bad = node_dir / name_of(1, 3)
+    disk.note(f"damaged {bad.name}")
+    disk.damage(bad / constants.STATE_FILE, -1)
+    commit(disk, node_dir, (1, 3))  # finds it damaged, moves it aside, writes it again
+    disk.note(f"damaged {bad.name}")
+    disk.damage(bad / constants.MANIFEST_FILE, 40)
+    shelf.quarantine(bad, "a flipped bit")
+    for step in (2, 5):
+        commit(disk, node_dir, (2, step))
+        shelf.prune(2)
+
+
+def check(tree_root: Path, committed: set[str], damaged: set[str]) -> str | None:
+    """Say what is wrong with a tree found after a power cut, or None."""
+    found = {path.name: path for path in tree_root.iterdir() if parse_name(path.name)}
+    for name, path in found.items():
+        if name not in damaged:
+            try:
+                deep_check(path, RUN)
+            except CheckpointError as error:
+                return f"under its final name and not whole: {error}"
+    newest = max(committed - damaged, default=None)
+    if newest is not None and newest not in found:
+        return f"the newest committed copy {newest} is gone"
+    aside = tree_root / constants.QUARANTINE_DIR
+    for name in damaged:
+        moved = aside.is_dir() and any(path.name.startswith(name) for path in aside.iterdir())
+        if name not in found and not moved:
+            return f"{name} was damaged, and is neither in its place nor in quarantine"
+    return None
+
+
+def materialise(tree: Files, root: Path) -> Path:
+    """Lay a tree of the model out on the real disk."""
+    root.mkdir()
+    for name in sorted(tree):
+        if name.endswith("/"):
+            (root / name).mkdir()
+        else:
+            (root / name).write_bytes(tree[name])
+    return root
+
+
+def problems(operations: list[Operation | str], scratch: Path, seed: int = 0) -> Iterator[str]:
+    """Cut the power after every operation in turn and yield what is wrong with what may be left."""
+    random = Random(seed)
+    model = Model()
+    committed: set[str] = set()
+    damaged: set[str] = set()
+    seen: set[int] = set()
+    number = itertools.count()
+    for operation in operations:
+        if isinstance(operation, str):
+            kind, _, name = operation.partition(" ")
+            committed.add(name)
+            damaged.discard(name)
+            if kind == "damaged":
+                damaged.add(name)
+        else:
+            operation(model)
+        for tree in model.images(random, 64):
+            state = hash((frozenset(tree.items()), frozenset(committed), frozenset(damaged)))
+            if state in seen:
+                continue
+            seen.add(state)
+            problem = check(materialise(tree, scratch / str(next(number))), committed, damaged)
+            if problem:
+                yield problem
+
+
+def record(tmp_path: Path, leave_out: str = "", catalog: type[Catalog] = Catalog) -> list[Operation | str]:
+    """Live the scenario once and return what was done to the disk."""
+    node_dir = tmp_path / "node"
+    node_dir.mkdir()
+    disk = RecordingDisk(node_dir, leave_out)
+    scenario(disk, node_dir, catalog)
+    return disk.operations
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_power_cut_at_any_point_leaves_whole_checkpoints_and_the_newest(tmp_path: Path, seed: int) -> None:
+    """Whatever was lost or torn, final names verify deep and the newest committed copy is there."""
+    operations = record(tmp_path)
+    after = tmp_path / "after"
+    after.mkdir()
+    assert list(problems(operations, after, seed)) == []
+    assert len(list(after.iterdir())) > 300  # so many different trees were looked at
+
+
+def test_a_copy_that_is_written_again_with_other_content_is_never_lost(tmp_path: Path) -> None:
+    """Its name may be missing for a moment, but the first content stays, here or in quarantine."""
+    node_dir = tmp_path / "node"
+    node_dir.mkdir()
+    disk = RecordingDisk(node_dir)
+    first = commit(disk, node_dir, (1, 1), seed=1)
+    state = (first / constants.STATE_FILE).read_bytes()
+    begun = len(disk.operations)
+    commit(disk, node_dir, (1, 1), seed=2)
+    model, random, number = Model(), Random(3), itertools.count()
+    for index, operation in enumerate(disk.operations):
+        if not isinstance(operation, str):
+            operation(model)
+        for tree in model.images(random, 64) if index >= begun else ():
+            root = materialise(tree, tmp_path / f"after-{next(number)}")
+            assert state in [path.read_bytes() for path in root.rglob(constants.STATE_FILE)]
+            assert check(root, set(), set()) is None
+
+
+@pytest.mark.parametrize("leave_out", ["sync_file", "sync_inner_dir", "sync_outer_dir"])
+def test_without_one_of_the_syncs_a_power_cut_is_noticed(tmp_path: Path, leave_out: str) -> None:
+    """The checker above sees each missing sync: it is not blind."""
+    operations = record(tmp_path, leave_out)
+    (tmp_path / "after").mkdir()
+    assert next(problems(operations, tmp_path / "after"), None)
+
+
+def test_renaming_before_the_data_is_there_is_noticed(tmp_path: Path) -> None:
+    """The checker sees a commit whose rename comes first."""
+    node_dir = tmp_path / "node"
+    node_dir.mkdir()
+    disk = RecordingDisk(node_dir)
+    commit(disk, node_dir, (1, 1), writer=HastyWriter)
+    (tmp_path / "after").mkdir()
+    assert "not whole" in next(problems(disk.operations, tmp_path / "after"), "")
+
+
+def test_removing_files_under_a_final_name_is_noticed(tmp_path: Path) -> None:
+    """The checker sees a prune that does not take the name away first."""
+    operations = record(tmp_path, catalog=HastyCatalog)
+    (tmp_path / "after").mkdir()
+    assert "not whole" in next(problems(operations, tmp_path / "after"), "")
+
+
+def test_the_generation_never_goes_back_in_a_power_cut(tmp_path: Path) -> None:
+    """A persisted generation is read back after any cut; the file is old or new, never torn."""
+    ckpt_dir = tmp_path / "ckpt"
+    disk = RecordingDisk(ckpt_dir)
+    ckpt_dir.mkdir()
+    node = NodeDir.attach(ckpt_dir, RUN, "a", disk)
+    disk.note("generation 0")
+    for generation in (1, 2, 7):
+        node.persist_generation(generation)
+        disk.note(f"generation {generation}")
+    model, random, known, number = Model(), Random(1), -1, itertools.count()
+    for operation in disk.operations:
+        if isinstance(operation, str):
+            known = int(operation.split()[1])
+        else:
+            operation(model)
+        for tree in model.images(random, 32):
+            root = materialise(tree, tmp_path / f"after-{next(number)}")
+            if known >= 0:
+                found = NodeDir(root / RUN / "a", None, Disk()).generation()
+                assert known <= found <= 7
+
+
+def test_the_identity_never_changes_in_a_power_cut(tmp_path: Path) -> None:
+    """Once claimed, a directory has after any cut the identity it had; before, that one or none yet."""
+    ckpt_dir = tmp_path / "ckpt"
+    disk = RecordingDisk(ckpt_dir)
+    ckpt_dir.mkdir()
+    with NodeDir.claim(ckpt_dir, RUN, "a", disk=disk) as node:
+        identity = node.identity()
+        disk.note("claimed")
+    model, random, number, allowed = Model(), Random(1), itertools.count(), {"", identity}
+    for operation in disk.operations:
+        if isinstance(operation, str):
+            allowed = {identity}
+        else:
+            operation(model)
+        for tree in model.images(random, 32):
+            root = materialise(tree, tmp_path / f"after-{next(number)}")
+            assert NodeDir(root / RUN / "a", None, Disk()).identity() in allowed
+    assert allowed == {identity}
+
+
+def test_a_new_directory_is_durable_with_all_above_it(tmp_path: Path) -> None:
+    """A node's directory made by `make_dirs` is there after a cut: its parents' names were synced too."""
+    root = tmp_path / "root"
+    root.mkdir()
+    disk = RecordingDisk(root)
+    disk.make_dirs(root / "ckpt" / "run" / "node")
+    model = Model()
+    for operation in disk.operations:
+        assert not isinstance(operation, str)
+        operation(model)
+    assert all("ckpt/run/node/" in tree for tree in model.images(Random(0), 64))
+
+
+def test_the_record_is_complete(tmp_path: Path) -> None:
+    """Replayed with nothing lost, the record gives the very tree that is on the disk."""
+    operations = record(tmp_path)
+    model = Model()
+    for operation in operations:
+        if not isinstance(operation, str):
+            operation(model)
+    for inode in model.inodes:
+        inode.durable, inode.since = inode.durable + inode.since, b""
+    tree = model._tree(frozenset(range(len(model.changes))), Random(0))
+    node_dir = tmp_path / "node"
+    real = {
+        str(path.relative_to(node_dir)) + "/" * path.is_dir(): b"" if path.is_dir() else path.read_bytes()
+        for path in node_dir.rglob("*")
+    }
+    assert tree == real

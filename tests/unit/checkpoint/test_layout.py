@@ -1,0 +1,232 @@
+"""The image is a safetensors file, and a header is believed only when it tiles its file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load as load_tensors
+from safetensors.torch import load_file
+
+from elastic_resume.checkpoint.layout import (
+    ALIGNMENT,
+    ITEM_BYTES,
+    MAX_HEADER_BYTES,
+    Layout,
+    TensorSpec,
+    header_bytes,
+)
+from elastic_resume.errors import CheckpointError, CorruptError, TornError
+from tests.support.store_samples import SPECS
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda n: n != "__metadata__")
+specs = st.lists(
+    st.builds(
+        TensorSpec,
+        names,
+        st.sampled_from(sorted(ITEM_BYTES)),
+        st.lists(st.integers(0, 5), max_size=4).map(tuple),
+    ),
+    unique_by=lambda spec: spec.name,
+    max_size=12,
+)
+
+
+@given(specs)
+def test_a_layout_is_read_back_as_built(tensors: list[TensorSpec]) -> None:
+    """Parse gives what build made; every tensor is aligned to its item size and nothing is left between."""
+    built = Layout.build(tensors)
+    parsed = Layout.parse(built.header, built.total_bytes)
+    assert parsed == built
+    assert hash(parsed) == hash(built)
+    assert dict(parsed.extents) == dict(built.extents)
+    assert len(built.header) % ALIGNMENT == 0
+    assert {n: (e.dtype, e.shape) for n, e in built.extents.items()} == {
+        t.name: (t.dtype, t.shape) for t in tensors
+    }
+    assert sum(t.nbytes for t in tensors) + len(built.header) == built.total_bytes
+    for extent in built.extents.values():
+        assert extent.start == extent.stop or extent.start % ITEM_BYTES[extent.dtype] == 0
+
+
+@given(specs, st.binary(min_size=1, max_size=8), st.integers(0, 4095), st.integers(-5000, 5000))
+def test_no_damaged_header_gives_an_extent_outside_the_file(
+    tensors: list[TensorSpec], noise: bytes, at: int, more: int
+) -> None:
+    """Damage is refused with a CheckpointError, or harmless: extents tile the file without overlap."""
+    built = Layout.build(tensors)
+    head = bytearray(built.header)
+    head[at : at + len(noise)] = noise[: len(head) - at]
+    size = max(0, built.total_bytes + more)
+    try:
+        layout = Layout.parse(bytes(head[:size]), size)
+    except CheckpointError:
+        return
+    end = len(layout.header)
+    for extent in layout.extents.values():
+        assert end == extent.start <= extent.stop
+        end = extent.stop
+    assert end == layout.total_bytes == size
+
+
+def test_safetensors_opens_an_image_of_every_dtype(tmp_path: Path) -> None:
+    """Values, shapes and dtypes come back through the safetensors package, bfloat16 and 0-d included."""
+    torch.manual_seed(1)
+    tensors: dict[str, torch.Tensor] = {
+        f"t.{name}": (torch.rand(3, 5) * 2).to(dtype) for name, dtype in DTYPES.items()
+    }
+    tensors |= {"scalar": torch.tensor(7), "empty": torch.empty(0, 4), "né e/ß\n": torch.ones(2)}
+    codes = {dtype: name for name, dtype in DTYPES.items()}
+    layout = Layout.build(TensorSpec(n, codes[t.dtype], tuple(t.shape)) for n, t in tensors.items())
+    image = bytearray(layout.total_bytes)
+    image[: len(layout.header)] = layout.header
+    for name, tensor in tensors.items():
+        extent = layout.extents[name]
+        image[extent.start : extent.stop] = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(image)
+    loaded = load_file(path)
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert loaded[name].shape == tensor.shape
+        assert torch.equal(loaded[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "pt"
+
+
+def test_safetensors_opens_an_image_without_tensors() -> None:
+    """No tensor at all is a valid image too."""
+    layout = Layout.build([])
+    assert load_tensors(layout.header) == {}
+    assert Layout.parse(layout.header, layout.total_bytes).extents == {}
+
+
+def test_item_sizes_descend_and_ties_keep_their_order() -> None:
+    """So alignment needs no hole, which safetensors would refuse."""
+    order = [TensorSpec(n, d, (3,)) for n, d in [("a", "U8"), ("z", "F32"), ("b", "F64"), ("y", "F32")]]
+    assert list(Layout.build(order).extents) == ["b", "z", "y", "a"]
+
+
+def test_names_in_a_byte_range() -> None:
+    """Only tensors that have a byte in the range are named."""
+    layout = Layout.build(SPECS)
+    weight, step = layout.extents["model.weight"], layout.extents["optimizer.step"]
+    assert layout.names_in(step.start, step.stop) == ["optimizer.step"]
+    assert layout.names_in(step.stop - 1, weight.start + 1) == ["optimizer.step", "model.weight"]
+    assert layout.names_in(0, len(layout.header)) == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [TensorSpec("a", "F32", (1,)), TensorSpec("a", "F32", (1,))],
+        [TensorSpec("__metadata__", "F32", (1,))],
+        [TensorSpec("a", "F31", (1,))],
+        [TensorSpec("a", "F32", (-1,))],
+        [TensorSpec("a", "F32", (1 << 40, 1 << 40))],
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused(bad: list[TensorSpec]) -> None:
+    """Names given twice, unknown dtypes and impossible shapes are the caller's mistake."""
+    with pytest.raises(ValueError, match="tensor"):
+        Layout.build(bad)
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    """A header entry of four float32, changed."""
+    return {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changes
+
+
+def framed(table: Any) -> bytes:
+    """A header as safetensors writes it, of anything."""
+    text = table if isinstance(table, bytes) else json.dumps(table).encode()
+    if not isinstance(table, bytes):
+        text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("table", "data", "error", "says"),
+    [
+        ({"a": entry()}, 15, TornError, "end at byte"),
+        ({"a": entry()}, 17, CorruptError, "only at"),
+        ({"a": entry(data_offsets=[4, 20])}, 20, CorruptError, "hole"),
+        ({"a": entry(), "b": entry(data_offsets=[8, 24])}, 24, CorruptError, "overlaps"),
+        ({"a": entry(), "b": entry()}, 16, CorruptError, "overlaps"),
+        ({"a": entry(shape=[-4])}, 16, CorruptError, "impossible shape"),
+        ({"a": entry(shape=[True, 4])}, 16, CorruptError, "impossible shape"),
+        ({"a": entry(shape=[1 << 60, 1 << 60])}, 16, CorruptError, "impossible shape"),
+        ({"a": entry(shape=[5])}, 16, CorruptError, "does not fill"),
+        ({"a": entry(shape=4)}, 16, CorruptError, "impossible shape"),
+        ({"a": entry(data_offsets=[0])}, 16, CorruptError, "data_offsets"),
+        ({"a": entry(data_offsets=[16, 0])}, 16, CorruptError, "does not fill"),
+        ({"a": entry(dtype="F31")}, 16, CorruptError, "unknown dtype"),
+        ({"a": entry(dtype=["F32"])}, 16, CorruptError, "unknown dtype"),
+        ({"a": entry(extra=1)}, 16, CorruptError, "entry 'a'"),
+        ({"a": 3}, 16, CorruptError, "entry 'a'"),
+        ([], 0, CorruptError, "not a JSON object"),
+        (b'{"a":1,"a":1}', 0, CorruptError, "occurs twice"),
+        (b"\xff\xfe", 0, CorruptError, "not the JSON"),
+        (b"[" * 100_000, 0, CorruptError, "not the JSON"),
+        (b"NaN", 0, CorruptError, "not JSON"),
+    ],
+)
+def test_a_wrong_header_is_refused(table: Any, data: int, error: type[CheckpointError], says: str) -> None:
+    """Each kind of lie in a header has its message."""
+    head = framed(table)
+    with pytest.raises(error, match=says):
+        Layout.parse(head, len(head) + data)
+
+
+def test_a_misaligned_tensor_is_refused() -> None:
+    """A reader could not view its bytes as its dtype."""
+    table = {"a": entry(dtype="U8", shape=[1], data_offsets=[0, 1]), "b": entry(data_offsets=[1, 17])}
+    head = framed(table)
+    with pytest.raises(CorruptError, match="not aligned"):
+        Layout.parse(head, len(head) + 17)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: header_bytes(b"", 0), TornError),
+        (lambda: header_bytes(b"\0" * 7, 100), TornError),
+        (lambda: header_bytes(b"\xff" * 8, 1 << 50), CorruptError),
+        (lambda: header_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little"), 1 << 50), CorruptError),
+        (lambda: header_bytes((1000).to_bytes(8, "little"), 1000), TornError),
+        (lambda: Layout.parse((1000).to_bytes(8, "little"), 2000), TornError),
+    ],
+)
+def test_a_header_length_is_limited_before_anything_is_read(
+    call: Callable[[], object], error: type[CheckpointError]
+) -> None:
+    """A flipped bit in the length does not make us allocate terabytes."""
+    with pytest.raises(error):
+        call()

@@ -1,0 +1,377 @@
+"""The order of samples is one per epoch, whatever the world, the failures and the prefetching."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.utils.data import DataLoader
+
+from elastic_resume.data.global_batches import GlobalBatches
+from elastic_resume.data.world_size import share_of
+from elastic_resume.errors import ConfigError, MismatchError
+from tests.support.samples import Numbers
+
+WORLDS = st.integers(1, 9)
+
+
+def placed(batches: GlobalBatches, rank: int, world: int, epoch: int = 0, step: int = 0) -> GlobalBatches:
+    """Bind and seek in one line."""
+    batches.bind(rank, world)
+    batches.seek(epoch, step)
+    return batches
+
+
+def read_by_world(batches: GlobalBatches, world: int, epoch: int, start: int, stop: int) -> list[int]:
+    """The samples that count at steps start to stop, over all ranks, in no particular order."""
+    counted: list[int] = []
+    for rank in range(world):
+        shares = itertools.islice(placed(batches, rank, world, epoch, start), stop - start)
+        for step, share in enumerate(shares, start):
+            if batches.loss_weight(step) > 0:
+                counted += share
+    return counted
+
+
+# ---- shares ------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**12), WORLDS)
+def test_shares_cut_a_batch_without_gap_or_overlap(samples: int, world: int) -> None:
+    """Every sample of a batch is in one share and in one only."""
+    shares = [share_of(samples, rank, world) for rank in range(world)]
+    assert shares[0].start == 0
+    assert shares[-1].stop == samples
+    assert all(left.stop == right.start for left, right in itertools.pairwise(shares))
+
+
+@given(st.integers(0, 10**12), WORLDS)
+def test_the_first_ranks_get_the_one_sample_more(samples: int, world: int) -> None:
+    """Shares differ by one sample at most, the greater ones first."""
+    sizes = [len(share_of(samples, rank, world)) for rank in range(world)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+    assert sum(size > samples // world for size in sizes) == samples % world
+
+
+@given(st.integers(1, 60), st.integers(1, 20), WORLDS, st.booleans())
+def test_a_share_is_never_empty_and_lies_in_its_batch(
+    size: int, batch: int, world: int, shuffle: bool
+) -> None:
+    """Every rank has something to take part in the all-reduce with."""
+    batches = GlobalBatches(size, batch, shuffle=shuffle)
+    for step in range(len(batches)):
+        whole = next(iter(placed(batches, 0, 1, 0, step)))
+        for rank in range(world):
+            mine = next(iter(placed(batches, rank, world, 0, step)))
+            share = batches.share(step)
+            assert mine
+            assert mine == whole[share.start : share.stop]
+
+
+# ---- one order, each sample once ---------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    size=st.integers(1, 120),
+    batch=st.integers(1, 40),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    epoch=st.integers(0, 2**40),
+    drop_last=st.booleans(),
+    data=st.data(),
+)
+def test_each_sample_once_per_epoch_across_any_sequence_of_worlds(
+    *, size: int, batch: int, seed: int, epoch: int, drop_last: bool, data: st.DataObject
+) -> None:
+    """The world may change at any step, any number of times, to any size."""
+    batch = min(batch, size)
+    batches = GlobalBatches(size, batch, seed=seed, drop_last=drop_last)
+    kills = data.draw(st.lists(st.integers(0, len(batches)), max_size=5).map(sorted))
+    bounds = [0, *kills, len(batches)]
+    counted: list[int] = []
+    for start, stop in itertools.pairwise(bounds):
+        fresh = GlobalBatches(size, batch, seed=seed, drop_last=drop_last)  # as a new process would
+        counted += read_by_world(fresh, data.draw(WORLDS), epoch, start, stop)
+    assert len(counted) == len(set(counted)) == batches.samples_per_epoch
+    assert drop_last or sorted(counted) == list(range(size))
+
+
+def test_the_case_that_torchs_elastic_sampler_gets_wrong() -> None:
+    """1000 samples, 4 → 3 → 2 → 5 ranks within one epoch: nothing repeated, nothing skipped."""
+    batches = GlobalBatches(1000, 30)
+    counted: list[int] = []
+    for world, start, stop in [(4, 0, 9), (3, 9, 17), (2, 17, 25), (5, 25, 34)]:
+        counted += read_by_world(batches, world, 3, start, stop)
+    assert sorted(counted) == list(range(1000))
+
+
+@given(WORLDS, WORLDS, st.integers(0, 11))
+def test_a_global_batch_holds_the_same_samples_in_every_world(left: int, right: int, step: int) -> None:
+    """Even their order is the same, rank after rank."""
+    batches = GlobalBatches(70, 6, seed=5)
+    there = read_by_world(batches, left, 2, step, step + 1)
+    assert there == read_by_world(batches, right, 2, step, step + 1)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    """(seed, epoch) is mixed, not added: (0, 1) and (1, 0) differ."""
+    orders = {
+        tuple(itertools.chain(*placed(GlobalBatches(50, 7, seed=seed), 0, 1, epoch)))
+        for seed in range(4)
+        for epoch in range(4)
+    }
+    assert len(orders) == 16
+
+
+def test_the_order_is_pinned() -> None:
+    """A torch release that shuffles otherwise must not go unnoticed: it would repeat and skip samples."""
+    assert list(placed(GlobalBatches(10, 10, seed=3), 0, 1, epoch=2)) == [[4, 2, 8, 0, 3, 6, 1, 5, 7, 9]]
+
+
+def test_without_shuffle_the_order_is_the_datasets() -> None:
+    """The last batch is partial, or dropped."""
+    assert list(GlobalBatches(7, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(GlobalBatches(7, 3, shuffle=False, drop_last=True)) == [[0, 1, 2], [3, 4, 5]]
+
+
+# ---- iterators ---------------------------------------------------------------------------------------
+
+
+def test_iterating_twice_gives_the_same() -> None:
+    """Reading consumes nothing."""
+    batches = placed(GlobalBatches(20, 6), 1, 2, epoch=4, step=1)
+    assert list(batches) == list(batches)
+
+
+def test_iterators_alive_at_once_do_not_disturb_each_other() -> None:
+    """Start, place and order are those of the moment iter() was called."""
+    batches = GlobalBatches(20, 6)
+    expected_first = list(placed(batches, 0, 2))
+    expected_second = list(placed(batches, 1, 3, epoch=1, step=2))
+    first = iter(placed(batches, 0, 2))
+    begun = [next(first)]
+    second = iter(placed(batches, 1, 3, epoch=1, step=2))
+    batches.bind(2, 3)
+    batches.seek(9, 0)
+    rest = list(second)
+    assert begun + list(first) == expected_first
+    assert rest == expected_second
+
+
+def test_the_length_is_the_whole_epochs_also_after_a_seek() -> None:
+    """A progress bar counts to the end of the epoch, not of the rest."""
+    batches = placed(GlobalBatches(20, 6), 0, 1, epoch=0, step=3)
+    assert len(batches) == 4
+    assert len(list(batches)) == 1
+
+
+def test_at_the_end_of_an_epoch_nothing_is_left() -> None:
+    """A job killed between two epochs resumes with an empty one."""
+    assert list(placed(GlobalBatches(20, 6), 0, 1, epoch=0, step=4)) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_prefetching_loader_yields_the_same(workers: int) -> None:
+    """The loader runs ahead of training; the position does not move with it."""
+    batches = placed(GlobalBatches(40, 6), 1, 2, epoch=1, step=2)
+    options: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 3} if workers else {}
+    loader = DataLoader(Numbers(40), batch_sampler=batches, num_workers=workers, **options)
+    expected = list(batches)
+    interrupted = iter(loader)
+    next(interrupted)
+    assert [batch.tolist() for batch in loader] == expected
+    batches.seek(2, 0)
+    expected = list(batches)
+    assert [batch.tolist() for batch in loader] == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_on_ask_takes_back_what_a_loader_draws_from_the_global_generator(workers: int) -> None:
+    """Numbers drawn in a step are equal whether the step is the loader's first or a later one."""
+    batches = GlobalBatches(40, 6)
+    position = 0
+
+    def seed_step(first: bool = True) -> None:
+        if first:
+            torch.manual_seed(position)
+
+    def drawn(start: int) -> Iterator[float]:
+        nonlocal position
+        position = start
+        batches.bind(0, 1, on_ask=seed_step)
+        batches.seek(0, start)
+        for _ in DataLoader(Numbers(40), batch_sampler=batches, num_workers=workers):
+            yield torch.rand(()).item()
+            position += 1
+            seed_step()
+
+    assert list(drawn(0))[3:] == list(drawn(3))
+
+
+@pytest.mark.parametrize("start", [5, 7])
+def test_on_ask_is_told_of_every_batch_and_of_the_end(start: int) -> None:
+    """Nothing left of an epoch: still told, before what follows the epoch's last step."""
+    told: list[bool] = []
+    batches = GlobalBatches(40, 6)
+    batches.bind(0, 1, on_ask=told.append)
+    batches.seek(0, start)
+    assert len(list(batches)) == 7 - start
+    assert told == [True] + [False] * (7 - start)
+
+
+# ---- loss weight -------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 60), st.integers(1, 25), WORLDS, st.integers(0, 2**32 - 1))
+def test_the_weighted_mean_over_ranks_is_the_mean_over_the_global_batch(
+    size: int, batch: int, world: int, seed: int
+) -> None:
+    """For any sizes: uneven shares, partial batches, more ranks than samples."""
+    losses = np.random.default_rng(seed).normal(size=size)
+    batches = GlobalBatches(size, batch)
+    for step in range(len(batches)):
+        per_rank = []
+        for rank in range(world):
+            mine = next(iter(placed(batches, rank, world, 0, step)))
+            per_rank.append(batches.loss_weight(step) * losses[mine].mean())
+        whole = next(iter(placed(batches, 0, 1, 0, step)))
+        assert np.mean(per_rank) == pytest.approx(losses[whole].mean(), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_the_averaged_gradient_is_that_of_one_process(world: int) -> None:
+    """As DDP does it: each rank's gradient of its weighted mean loss, averaged, in float64."""
+    inputs = torch.randn(25, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batches = GlobalBatches(25, 10)  # a partial last batch of 5, fewer than 7 ranks
+
+    def gradient(indices: list[int], weight: float) -> torch.Tensor:
+        parameters = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        loss = (inputs[indices] @ parameters).tanh().square().mean() * weight
+        return torch.autograd.grad(loss, parameters)[0]
+
+    for step in range(len(batches)):
+        whole = gradient(next(iter(placed(batches, 0, 1, 0, step))), 1.0)
+        shares = []
+        for rank in range(world):
+            mine = next(iter(placed(batches, rank, world, 0, step)))
+            shares.append(gradient(mine, batches.loss_weight(step)))
+        torch.testing.assert_close(torch.stack(shares).mean(0), whole, rtol=1e-12, atol=1e-14)
+
+
+def test_a_rank_without_a_share_repeats_a_sample_that_does_not_count() -> None:
+    """Two samples, five ranks: three of them read what others count."""
+    batches = GlobalBatches(2, 5, shuffle=False)
+    read = [next(iter(placed(batches, rank, 5))) for rank in range(5)]
+    weights = [placed(batches, rank, 5).loss_weight(0) for rank in range(5)]
+    assert read == [[0], [1], [0], [1], [0]]
+    assert weights == [2.5, 2.5, 0.0, 0.0, 0.0]
+
+
+def test_equal_shares_weigh_exactly_one() -> None:
+    """Nothing is rounded where nothing need be."""
+    assert [placed(GlobalBatches(96, 48), rank, 3).loss_weight(1) for rank in range(3)] == [1.0] * 3
+
+
+# ---- identity ----------------------------------------------------------------------------------------
+
+
+def test_the_same_order_is_accepted() -> None:
+    """A resume with unchanged arguments goes through."""
+    GlobalBatches(10, 4, seed=2).load_state_dict(GlobalBatches(10, 4, seed=2).state_dict())
+
+
+def test_the_state_is_plain_and_holds_no_position() -> None:
+    """Two nodes at the same step store the same bytes."""
+    batches = GlobalBatches(10, 4, seed=2)
+    before = batches.state_dict()
+    assert placed(batches, 1, 2, epoch=3, step=1).state_dict() == before
+    assert all(type(value) in (int, bool) for value in before.values())
+
+
+def test_another_order_is_refused_by_every_name_that_differs() -> None:
+    """The text holds each difference, no equality, and what to do."""
+    saved = GlobalBatches(10, 4, seed=2).state_dict()
+    batches = GlobalBatches(10, 5, seed=2, shuffle=False)
+    with pytest.raises(MismatchError) as caught:
+        batches.load_state_dict(saved)
+    text = str(caught.value)
+    assert "global_batch is 5 here, 4 in the checkpoint" in text
+    assert "shuffle is False here, True in the checkpoint" in text
+    assert "seed" not in text
+    assert "--resume never" in text
+
+
+def test_a_state_with_a_name_more_or_less_is_refused() -> None:
+    """A later version that decides the order by more is not misread."""
+    saved = GlobalBatches(10, 4).state_dict()
+    with pytest.raises(MismatchError, match="world is 'unknown' here, 3 in the checkpoint"):
+        GlobalBatches(10, 4).load_state_dict({**saved, "world": 3})
+    del saved["seed"]
+    with pytest.raises(MismatchError, match="seed is 0 here, 'missing' in the checkpoint"):
+        GlobalBatches(10, 4).load_state_dict(saved)
+
+
+# ---- wrong use ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"dataset_size": 0}, "dataset_size must be an integer of at least 1, got 0"),
+        ({"dataset_size": -3}, "dataset_size"),
+        ({"dataset_size": True}, "dataset_size .* got True"),
+        ({"dataset_size": 10.0}, "dataset_size .* got 10.0"),
+        ({"dataset_size": None}, "dataset_size .* got None"),
+        ({"dataset_size": Numbers(3)}, r"dataset_size .* got a Numbers; pass len\(dataset\)"),
+        ({"global_batch": 0}, "global_batch must be an integer of at least 1, got 0"),
+        ({"global_batch": "8"}, "global_batch .* got '8'"),
+        ({"seed": 1.5}, "seed .* got 1.5"),
+        ({"seed": 2**63}, "seed"),
+        ({"shuffle": 1}, "shuffle must be True or False, got 1"),
+        ({"drop_last": "no"}, "drop_last must be True or False, got 'no'"),
+        ({"dataset_size": 3, "drop_last": True}, "an epoch without a step: dataset_size 3"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: dict[str, Any], text: str) -> None:
+    """The name, the bound and what was given."""
+    with pytest.raises(ConfigError, match=text):
+        GlobalBatches(**{"dataset_size": 10, "global_batch": 4, **arguments})
+
+
+def test_numpys_integers_are_integers() -> None:
+    """len() of an array's shape is what people pass."""
+    state = GlobalBatches(np.int64(10), np.int32(4)).state_dict()
+    assert {type(state["dataset_size"]), type(state["global_batch"])} == {int}
+
+
+@pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0), (True, 2)])
+def test_a_place_outside_the_world_is_refused(rank: int, world: int) -> None:
+    """Wrong here would be a share that nobody reads."""
+    with pytest.raises(ConfigError, match=r"rank|world_size"):
+        GlobalBatches(10, 4).bind(rank, world)
+
+
+@pytest.mark.parametrize(("epoch", "step"), [(0, 4), (0, -1), (-1, 0), (0, 1.0)])
+def test_a_position_outside_the_epoch_is_refused_and_changes_nothing(epoch: int, step: int) -> None:
+    """The position before stays."""
+    batches = placed(GlobalBatches(10, 4), 0, 1, epoch=1, step=2)
+    before = list(batches)
+    with pytest.raises(ConfigError, match=r"epoch|step_in_epoch"):
+        batches.seek(epoch, step)
+    assert list(batches) == before
+
+
+@pytest.mark.parametrize("step", [-1, 3])
+def test_a_step_outside_the_epoch_has_no_share(step: int) -> None:
+    """Not even an empty one."""
+    batches = GlobalBatches(10, 4)
+    for ask in (batches.samples, batches.share, batches.loss_weight):
+        with pytest.raises(ConfigError, match="step_in_epoch must be an integer from 0 to 2"):
+            ask(step)

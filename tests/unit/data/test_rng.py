@@ -1,0 +1,363 @@
+"""The same random numbers, whoever reads a sample, and wherever a run begins again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
+
+import elastic_resume as er
+from elastic_resume.data import rng
+from elastic_resume.data.elastic_sampler import batches_of
+from elastic_resume.data.seeded_dataset import Indices
+from elastic_resume.errors import ConfigError, UsageError
+from tests.support import ranks
+from tests.support.scripts import augment
+from tests.support.scripts.augment import LOADERS, SAMPLES, STEPS, Noisy
+
+Sample = tuple[int, Tensor]
+
+
+def batches_at(
+    epoch: int = 0, step: int = 0, rank: int = 0, world: int = 1, seed: int = 3
+) -> er.GlobalBatches:
+    """Batches that begin somewhere."""
+    batches = er.GlobalBatches(SAMPLES, 7, seed=seed)
+    batches.bind(rank, world)
+    batches.seek(epoch, step)
+    return batches
+
+
+def read(loader: DataLoader[Sample]) -> list[list[Any]]:
+    """Index and digest of every sample that a loader gives."""
+    return [sample for batch in loader for sample in augment.seen(batch)]
+
+
+def host_state() -> list[Any]:
+    """All that draws on the CPU."""
+    name, words, *rest = np.random.get_state()  # noqa: NPY002
+    return [torch.get_rng_state().tolist(), random.getstate(), name, list(words), *rest]
+
+
+# ---- whole runs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_mid_epoch_shows_the_model_the_same_tensors(tmp_path: Path) -> None:
+    """0, 2 and 4 workers, any rank and world, killed or not: a sample is one tensor in an epoch."""
+    script = Path(augment.__file__)
+
+    def train(directory: str, size: int, *args: str) -> list[Any]:
+        (tmp_path / directory).mkdir(exist_ok=True)
+        return ranks.run(size, script, str(tmp_path / directory), *args)
+
+    def told(done: list[Any]) -> list[dict[str, Any]]:
+        assert [one.returncode for one in done] == [0] * len(done), [one.stderr for one in done]
+        return [json.loads(one.stdout.splitlines()[-1]) for one in done]
+
+    def diary(directory: str, size: int, began: int) -> dict[tuple[int, int], Any]:
+        found = {}
+        for rank in range(size):
+            file = tmp_path / directory / f"seen-{size}-{rank}-from-{began}.jsonl"
+            lines = map(json.loads, file.read_text().splitlines())
+            found.update({(rank, line["step"]): line for line in lines})
+        return found
+
+    kill_in, save_at = STEPS + 5, STEPS + 3
+    assert save_at % 3 == 0
+    undisturbed = told(train("undisturbed", 2))
+    killed = train("killed", 2, "--save-at", str(save_at), "--kill-in", str(kill_in))
+    assert -signal.SIGKILL in {one.returncode for one in killed}, [one.stderr for one in killed]
+    shutil.copytree(tmp_path / "killed", tmp_path / "alone")
+    resumed, alone = told(train("killed", 2)), told(train("alone", 1))
+    assert {one["began"] for one in [*resumed, *alone]} == {save_at}
+
+    whole = diary("undisturbed", 2, 0)
+    assert len(whole) == 2 * 2 * STEPS
+    before, after = diary("killed", 2, 0), diary("killed", 2, save_at)
+    assert set(after) == {at for at in whole if at[1] >= save_at}
+    assert before == {at: line for at, line in whole.items() if at in before}
+    assert after == {at: line for at, line in whole.items() if at in after}
+    assert [one["digest"] for one in resumed] == [one["digest"] for one in undisturbed]
+
+    samples: dict[tuple[int, int], set[str]] = {}
+    for line in [*whole.values(), *diary("alone", 1, save_at).values()]:
+        shown = dict(zip(LOADERS, line["loaders"], strict=True))
+        assert shown == dict.fromkeys(LOADERS, shown["0"])
+        for index, digest in shown["0"]:
+            samples.setdefault((line["epoch"], index), set()).add(digest)
+    assert len(samples) == 2 * SAMPLES
+    assert {len(digests) for digests in samples.values()} == {1}
+    assert len(set.union(*samples.values())) == 2 * SAMPLES, "the epochs' noise is not the same"
+
+
+# ---- samples -----------------------------------------------------------------------------------------
+
+
+def test_every_world_and_start_reads_the_same_samples() -> None:
+    """Read as one rank from the beginning, as three ranks, and from the middle."""
+    dataset = er.seeded(Noisy())
+    whole = read(DataLoader(dataset, batch_sampler=batches_at(2)))
+    assert len({digest for _, digest in whole}) == SAMPLES
+    three = [
+        sample
+        for rank in range(3)
+        for sample in read(DataLoader(dataset, batch_sampler=batches_at(2, rank=rank, world=3)))
+    ]
+    assert {tuple(sample) for sample in three} == {tuple(sample) for sample in whole}
+    assert read(DataLoader(dataset, batch_sampler=batches_at(2, step=4))) == whole[28:]
+    for other in (batches_at(1), batches_at(2, seed=4)):
+        again = read(DataLoader(dataset, batch_sampler=other))
+        assert not {digest for _, digest in again} & {digest for _, digest in whole}
+
+
+def test_an_elastic_sampler_reads_the_same_samples() -> None:
+    """Batches of other sizes, made by the loader, in workers: the samples are those of GlobalBatches."""
+    dataset = er.seeded(Noisy())
+    expected = sorted(read(DataLoader(dataset, batch_sampler=batches_at(2, seed=8))))
+    sampler = er.ElasticSampler(dataset, seed=8)
+    loader = DataLoader(dataset, batch_size=11, sampler=sampler, num_workers=1)
+    sampler.set_epoch(2)
+    assert sorted(read(loader)) == expected
+    batches = batches_of(loader)
+    assert batches is not None
+    found = []
+    for rank in range(3):
+        batches.bind(rank, 3)
+        batches.enter(None, None)
+        batches.seek(2, 0)
+        found += read(loader)
+    assert sorted(found) == expected
+    one_by_one = er.ElasticSampler(dataset, seed=8)
+    one_by_one.set_epoch(2)
+    singles = [
+        default_collate([sample]) for sample in DataLoader(dataset, batch_size=None, sampler=one_by_one)
+    ]
+    assert sorted(sample for batch in singles for sample in augment.seen(batch)) == expected
+    unmarked = DataLoader(dataset, batch_size=11, sampler=er.ElasticSampler(Noisy(), seed=8))
+    with pytest.raises(UsageError, match="ElasticSampler that was made from the seeded dataset"):
+        read(unmarked)
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_read_what_the_main_process_reads(start: str) -> None:
+    """Persistent workers over two epochs, one of them begun in its middle."""
+    batches = batches_at()
+    options: dict[str, Any] = {
+        "batch_sampler": batches,
+        "num_workers": 1 if start == "spawn" else 2,
+        "multiprocessing_context": multiprocessing.get_context(start),
+    }
+    wrapped = DataLoader(er.seeded(Noisy()), persistent_workers=True, **options)
+    here = DataLoader(er.seeded(Noisy()), batch_sampler=batches)
+    for epoch, step in [(0, 0), (1, 5)]:
+        batches.seek(epoch, step)
+        assert read(wrapped) == read(here)
+
+
+def test_reading_leaves_no_trace_in_the_main_process() -> None:
+    """Dropout draws the same whether workers read or the process itself; also after a dataset's error."""
+    loader = DataLoader(er.seeded(Noisy()), batch_sampler=batches_at())
+    reading = iter(loader)
+    before = host_state()
+    next(reading)
+    assert host_state() == before
+
+    class Broken(Noisy):
+        def __getitem__(self, index: int) -> Sample:
+            super().__getitem__(index)
+            raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        er.seeded(Broken()).__getitems__(Indices([1], 0, 0))
+    assert host_state() == before
+
+
+def test_a_sample_has_a_seed_of_its_own_for_generators_of_its_own() -> None:
+    """What the docstring recommends: torch.initial_seed() in __getitem__."""
+
+    class Own(Noisy):
+        def __getitem__(self, index: int) -> Sample:
+            return index, torch.tensor(np.random.default_rng(torch.initial_seed()).random(2))
+
+    first, again = (read(DataLoader(er.seeded(Own()), batch_sampler=batches_at())) for _ in range(2))
+    assert first == again
+    assert len({digest for _, digest in first}) == SAMPLES
+
+
+def test_a_datasets_own_way_to_read_batches_is_left_aside() -> None:
+    """A Subset reads whole batches; its samples still draw for themselves alone."""
+    subset = er.seeded(Subset(Noisy(), range(10, 20)))
+    one, other = (subset.__getitems__(Indices(indices, 0, 0)) for indices in ([3, 7], [7]))
+    assert torch.equal(one[1][1], other[0][1])
+
+
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        (lambda: er.seeded(Noisy())[3], "the index 3, which does not say of which epoch"),
+        (lambda: next(iter(DataLoader(er.seeded(Noisy()), batch_size=4))), "a plain list of indices"),
+        (
+            lambda: next(iter(DataLoader(Subset(er.seeded(Noisy()), range(60)), batch_sampler=batches_at()))),
+            "around all other wrappers",
+        ),
+    ],
+)
+def test_what_cannot_be_seeded_is_refused(ask: Callable[[], object], text: str) -> None:
+    """Unseeded samples would go unnoticed."""
+    with pytest.raises(UsageError, match=text):
+        ask()
+
+
+def test_a_stream_is_refused() -> None:
+    """Its samples have no index."""
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(ConfigError, match="IterableDataset, whose samples have no index"):
+        er.seeded(Stream())
+    assert isinstance(er.seeded(er.seeded(Noisy())).dataset, Noisy), "seeding twice is seeding once"
+
+
+# ---- steps -------------------------------------------------------------------------------------------
+
+
+def test_a_step_seeds_all_that_draws_on_the_cpu() -> None:
+    """torch, numpy and random; other words give other numbers, and words are told apart by their place."""
+
+    def drawn(word: int) -> tuple[float, ...]:
+        rng.seed_all(word)
+        return torch.rand(()).item(), float(np.random.rand()), random.random()  # noqa: NPY002
+
+    assert drawn(rng.mix(1, 2, 3)) == drawn(rng.mix(1, 2, 3))
+    words = [rng.mix(*at) for at in [(1, 2, 3), (1, 3, 2), (2, 1, 3)]] + [rng.mix(1, 2, 3, salt=1)]
+    firsts = [drawn(word) for word in words]
+    for place in range(3):
+        assert len({one[place] for one in firsts}) == 4
+    assert torch.initial_seed() == words[-1]
+
+
+@pytest.mark.parametrize("step", [0, 1, 12345])
+def test_no_two_ranks_have_the_same_seed_at_a_step(step: int) -> None:
+    """In the 32 bits that torch's CPU generator and numpy take: random ones would coincide 8 times."""
+    first, second = (torch.Generator().manual_seed(word) for word in (5, 5 + (1 << 32)))
+    assert torch.equal(torch.rand(4, generator=first), torch.rand(4, generator=second)), "32 bits it is"
+    words = [rng.word_of(7, rank, step) for rank in range(1 << 18)]
+    assert len({word & 0xFFFFFFFF for word in words}) == len(words)
+    assert all(0 <= word < 1 << 63 for word in words)
+    assert len({word >> 32 for word in words}) > len(words) * 0.99, "other generators take all of them"
+    assert rng.word_of(7, 1, step) != rng.word_of(8, 1, step)
+    assert rng.word_of(7, 1, step) != rng.word_of(7, 1, step + 1)
+
+
+class Job:
+    """A script that draws in its dataset, in its steps, after some of them and between epochs."""
+
+    def __init__(self, directory: Path, workers: int) -> None:
+        model = torch.nn.Linear(1, 1)
+        torch.manual_seed(7)
+        random.seed(7)
+        np.random.seed(7)  # noqa: NPY002
+        self.batches = er.GlobalBatches(SAMPLES, 20, seed=3)
+        dataset = er.seeded(Noisy()) if workers else Noisy()
+        self.loader = DataLoader(dataset, batch_sampler=self.batches, num_workers=workers)
+        if directory.exists():
+            self.draw()  # in another life of the script
+        names: dict[str, Any] = {"run_id": "job", "node_name": "n", "save_every": 1000}
+        self.run = er.resume(model=model, data=self.batches, ckpt_dir=directory, **names)
+
+    def train(self, stop: int | None = None) -> dict[int, Any]:
+        """Give what was drawn, by step; with ``stop`` all ends after a save behind that step."""
+        drawn: dict[int, Any] = {}
+        run, step = self.run, self.run.position.step
+        for _ in run.epochs(3):
+            for batch in self.loader:
+                drawn[step] = [augment.seen(batch), *self.draw()]
+                step += 1
+                run.step()
+                if step == stop and step % 3:
+                    run.save()
+                    return drawn
+                self.draw()
+            drawn[-step] = self.draw()
+            if step == stop:
+                run.save()
+                return drawn
+        return drawn
+
+    @staticmethod
+    def draw() -> list[float]:
+        """Draw from each generator."""
+        return [torch.rand(()).item(), random.gauss(0, 1), float(np.random.normal())]  # noqa: NPY002
+
+
+@pytest.mark.parametrize("stop", [4, 6])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_script_draws_what_it_had_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, stop: int
+) -> None:
+    """In mid-epoch and between two: what an undisturbed run draws."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    whole = Job(tmp_path / "whole", workers)
+    expected = whole.train()
+    assert len({str(drawn) for drawn in expected.values()}) == 12
+    first = Job(tmp_path / "parts", workers)
+    drawn = first.train(stop)
+    first.run._release()
+    second = Job(tmp_path / "parts", workers)
+    assert second.run.position.step == stop
+    rest = second.train()
+    assert not set(drawn) & set(rest)
+    assert drawn | rest == expected
+    for job in (whole, second):
+        job.run.close()
+
+
+def test_a_checkpoint_that_holds_states_of_generators_gives_its_seed() -> None:
+    """Earlier versions could store them."""
+    numbers = rng.RandomNumbers("off", 4)
+    numbers.load_state_dict({"seed": 3, "generators": {}})
+    before = host_state()
+    numbers.begin(0)
+    numbers.after_step(1)
+    numbers.before_batch(1, first=True)
+    assert host_state() == before
+    assert numbers.state_dict() == {"seed": 3}
+
+
+def test_an_epoch_begins_with_the_same_numbers_where_no_batches_are_tracked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script with a loader of its own: what an evaluation between two epochs drew does not matter."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def epochs(directory: str, stop: int) -> dict[int, list[float]]:
+        names: dict[str, Any] = {"run_id": "job", "node_name": "n", "save_every": 1000, "seed": 6}
+        run = er.resume(model=torch.nn.Linear(1, 1), ckpt_dir=tmp_path / directory, **names)
+        drawn = {}
+        for epoch in run.epochs(3):
+            if epoch == stop:
+                break
+            drawn[epoch] = Job.draw()
+            run.step()
+            Job.draw()
+        run.close()
+        return drawn
+
+    whole = epochs("whole", 3)
+    assert len({str(drawn) for drawn in whole.values()}) == 3
+    assert epochs("parts", 1) | epochs("parts", 3) == whole

@@ -1,0 +1,576 @@
+"""Another number of ranks in mid-epoch: every sample once, the exact mean gradient, nothing in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+import elastic_resume as er
+from elastic_resume.checkpoint.manifest import Manifest, Position
+from elastic_resume.data import world_size
+from elastic_resume.data.elastic_sampler import ElasticSampler, batches_of, refuse_own_place
+from elastic_resume.data.global_batches import GlobalBatches
+from elastic_resume.errors import ConfigError, MismatchError, UsageError, WorldChangedError
+from elastic_resume.restore.collectives import World
+from elastic_resume.training.progress import Options, Progress
+from tests.support import ranks
+from tests.support.paths import SCRIPTS
+from tests.support.samples import Numbers
+
+WORLDS = st.integers(1, 9)
+JOB = SCRIPTS / "worlds.py"
+KEEP_GLOBAL, KEEP_LOCAL = world_size.KEEP_GLOBAL, world_size.KEEP_LOCAL
+
+
+# ---- real processes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_four_three_two_five_ranks_within_an_epoch_read_each_sample_once(tmp_path: Path) -> None:
+    """Successive starts on gloo. Each step's gradient is that of one process on the whole global batch.
+
+    torch's elastic sampler repeats 243 of the 1000 samples and never shows 243 others.
+    """
+    starts: list[list[dict[str, Any]]] = []
+    for world, steps in ((4, 9), (3, 8), (2, 8), (5, 0)):
+        more = ["refuse"] if world == 3 else []
+        done = ranks.run(world, JOB, str(tmp_path), str(steps), *more)
+        assert [one.returncode for one in done] == [0] * world, done[0].stderr
+        starts.append([json.loads(one.stdout.splitlines()[-1]) for one in done])
+    assert all("made by 4 ranks, and this world has 3" in one["refused"] for one in starts[1])
+    for way in ("global", "local", "sampler"):
+        steps_of = [[one[way]["steps"] for one in start] for start in starts]
+        counted = [i for start in steps_of for rank in start for step in rank for i in step["counted"]]
+        assert sorted(counted) == list(range(1000)), way
+        assert max(step["error"] for start in steps_of for rank in start for step in rank) < 1e-6
+        passes = [[[len(step["sizes"]) for step in rank] for rank in start] for start in steps_of]
+        assert all(rank == start[0] for start in passes for rank in start), "all ranks do as many passes"
+    assert [[one["global"]["changes"] for one in start] for start in starts] == [
+        [[]] * 4,
+        [[[4, 3, 30, 30]]] * 3,
+        [[[3, 2, 30, 30]]] * 2,
+        [[[2, 5, 30, 30]]] * 5,
+    ]
+    assert [start[-1]["local"]["changes"] for start in starts] == [
+        [],
+        [[4, 3, 30, 23]],
+        [[3, 2, 23, 15]],
+        [[2, 5, 15, 38]],
+    ]
+    assert starts[-1][0]["global"]["lr"] == 0.01
+    assert starts[-1][4]["local"]["lr"] == pytest.approx(0.01 * 38 / 30, rel=1e-12), "as the hooks scaled it"
+    assert max(size for one in starts[1] for step in one["global"]["steps"] for size in step["sizes"]) == 5
+
+
+# ---- the same for any sizes --------------------------------------------------------------------------
+
+
+class Epoch:
+    """An epoch under a sequence of worlds, as runs would see it; each world is a start of new processes."""
+
+    def __init__(self, make: Callable[[int], list[GlobalBatches]], policy: str | None = None) -> None:
+        """``make`` gives each rank's data for a world of that size."""
+        self.make, self.policy = make, policy
+        self.state: dict[str, Any] | None = None
+        self.position = Position(0, 0, 0, 0)
+        self.world = 0
+        self.counted: list[int] = []
+        self.batches: list[GlobalBatches] = []
+
+    def start(self, world: int) -> list[int | None]:
+        """As many ranks; gives the global batch before, as each of them has it."""
+        self.batches = self.make(world)
+        before = []
+        for rank, batches in enumerate(self.batches):
+            batches.bind(rank, world, policy=self.policy)
+            if self.state is not None:
+                batches.load_state_dict(json.loads(json.dumps(self.state)))
+            before.append(batches.enter(None if self.state is None else self.position, self.world or None))
+        self.world = world
+        return before
+
+    def read(self, steps: int, losses: Any) -> None:
+        """Take so many steps; check that the mean of each is exact."""
+        first = self.position.step_in_epoch
+        last = min(first + steps, self.batches[0].steps)
+        reads = [list(batches) for batches in self.batches]
+        parts = [self.batches[0].parts(step) for step in range(first, self.batches[0].steps)]
+        assert {len(read) for read in reads} == {sum(parts)}
+        for step in range(first, last):
+            mean, here = 0.0, []
+            for read, batches in zip(reads, self.batches, strict=True):
+                for part in range(batches.parts(step)):
+                    indices, weight = read.pop(0), batches.loss_weight(step, part)
+                    mean += weight * losses[indices].mean() / len(self.batches)
+                    here += indices if weight > 0 else []
+            assert mean == pytest.approx(losses[here].mean(), rel=1e-9)
+            assert len(here) == self.batches[0].samples(step)
+            self.counted += here
+        self.position = Position(0, last, last, len(self.counted))
+        states = [batches.state_dict() for batches in self.batches]
+        assert all(state == states[0] for state in states), "nodes store the same"
+        self.state = states[0]
+
+
+STAGES = st.lists(st.tuples(WORLDS, st.integers(0, 5)), min_size=1, max_size=5)
+CUTS = st.tuples(
+    st.integers(1, 60), st.integers(1, 20), st.booleans(), st.one_of(st.none(), st.integers(1, 5))
+)
+
+
+@settings(max_examples=150)
+@given(CUTS, STAGES, st.sampled_from([None, KEEP_GLOBAL, KEEP_LOCAL]))
+def test_whatever_worlds_follow_each_other_each_sample_counts_once(
+    cut: tuple[int, int, bool, int | None], stages: list[tuple[int, int]], policy: str | None
+) -> None:
+    """Uneven shares, micro-batches, ranks without a share, partial batches; the mean over all is exact."""
+    size, batch, drop_last, micro = cut
+    losses = np.random.default_rng(1).uniform(1, 2, size)
+
+    def make(world: int) -> list[GlobalBatches]:
+        return [GlobalBatches(size, batch, 3, drop_last=drop_last, micro_batch=micro) for _ in range(world)]
+
+    epoch = Epoch(make, policy)
+    largest = 0
+    for world, steps in [*stages, (stages[0][0], 10**9)]:
+        try:
+            epoch.start(world)
+        except ConfigError:
+            assume(not drop_last)  # else it says that no batch is whole
+            raise
+        largest = max(largest, epoch.batches[0].global_batch)
+        epoch.read(steps, losses)
+    assert len(set(epoch.counted)) == len(epoch.counted)
+    assert len(epoch.counted) == size or (drop_last and size - len(epoch.counted) < largest)
+    if policy == KEEP_LOCAL:
+        assert epoch.batches[0].global_batch == batch, "the first world again: the first batch again"
+
+
+@settings(max_examples=150)
+@given(st.integers(1, 60), st.integers(1, 6), STAGES, st.booleans(), st.booleans())
+def test_an_elastic_sampler_shows_each_sample_once_in_as_many_batches_on_every_rank(
+    size: int, batch: int, stages: list[tuple[int, int]], whole_batches: bool, equal_shares: bool
+) -> None:
+    """Through torch's own BatchSampler, with its drop_last and the sampler's."""
+    losses = np.random.default_rng(1).uniform(1, 2, size)
+    samplers: list[BatchSampler] = []
+
+    def make(world: int) -> list[GlobalBatches]:
+        data = [ElasticSampler(Numbers(size), seed=2, drop_last=equal_shares) for _ in range(world)]
+        samplers[:] = [BatchSampler(one, batch, whole_batches) for one in data]
+        found = [batches_of(SimpleNamespace(batch_sampler=one)) for one in samplers]
+        return [one for one in found if one is not None]
+
+    epoch = Epoch(make)
+    dropped = 0
+    for world, steps in [*stages, (stages[0][0], 10**9)]:
+        try:
+            epoch.start(world)
+        except ConfigError:
+            assume(not whole_batches and not equal_shares)  # else it says that too little is left
+            raise
+        for torchs, ours in zip(samplers, epoch.batches, strict=True):
+            assert list(torchs) == list(ours), "what the loader makes of it are the shares"
+            assert len(torchs) == len(ours)
+        if equal_shares and not whole_batches:
+            steps_left = range(epoch.position.step_in_epoch, epoch.batches[0].steps)
+            assert all(one.loss_weight(step) == 1.0 for one in epoch.batches for step in steps_left)
+        epoch.read(steps, losses)
+        dropped = max(dropped, world * batch if whole_batches else world if equal_shares else 1)
+    assert len(set(epoch.counted)) == len(epoch.counted)
+    assert size - len(epoch.counted) < dropped
+
+
+@given(st.integers(1, 40), WORLDS, st.booleans(), st.booleans())
+def test_an_elastic_sampler_without_resume_counts_as_torchs(
+    size: int, world: int, shuffle: bool, drop_last: bool
+) -> None:
+    """As many samples for each rank, all of them shown; the order is our own."""
+    made: list[list[list[int]]] = []
+    for kind in (ElasticSampler, DistributedSampler):
+        kinds: Any = kind
+        samplers = [kinds(Numbers(size), world, rank, shuffle, 3, drop_last) for rank in range(world)]
+        for sampler in samplers:
+            sampler.set_epoch(4)
+        made.append([list(sampler) for sampler in samplers])
+        if size >= world or not drop_last:
+            assert [len(one) for one in made[-1]] == [len(sampler) for sampler in samplers]
+    ours, theirs = made
+    if size >= world or not drop_last:
+        assert [len(one) for one in ours] == [len(one) for one in theirs]
+    assert drop_last or {i for one in ours for i in one} == set(range(size))
+    if not shuffle and (size >= world or not drop_last):
+        assert ours == theirs
+
+
+def test_set_epoch_shuffles_and_does_not_lose_the_place() -> None:
+    """A script calls it in a resumed epoch too, and may count epochs from anywhere."""
+    sampler = ElasticSampler(Numbers(20))
+    batches = sampler.attach(4, drop_last=False)
+    batches.bind(0, 1)
+    batches.enter(Position(7, 2, 2, 8), 1)
+    sampler.set_epoch(7)
+    rest = list(sampler)
+    assert len(rest) == 12
+    batches.seek(7, 0)
+    sampler.set_epoch(7)
+    assert list(sampler)[8:] == rest
+    sampler.set_epoch(107)
+    assert list(sampler)[8:] != rest
+    assert sorted(sampler) == list(range(20))
+
+
+def test_a_world_with_the_batches_of_another_keeps_the_global_batch() -> None:
+    """batch_size=24 // world_size: nothing changes for the optimizer, so nothing is refused."""
+
+    def make(world: int) -> list[GlobalBatches]:
+        return [ElasticSampler(Numbers(100)).attach(24 // world, drop_last=False) for _ in range(world)]
+
+    epoch = Epoch(make, KEEP_GLOBAL)
+    for world in (4, 2, 3):
+        assert epoch.start(world) == [24 if epoch.state else None] * world
+        epoch.read(1, np.ones(100))
+    with pytest.raises(MismatchError, match=r"would be 20 .* and was 24 with 3 ranks"):
+        epoch.start(5)
+
+
+@pytest.mark.parametrize("policy", [None, KEEP_GLOBAL, KEEP_LOCAL])
+@pytest.mark.parametrize("local", [False, True])
+def test_what_was_made_of_another_programs_file_has_this_worlds_batch(
+    policy: str | None, local: bool
+) -> None:
+    """Its order of samples is that of the objects as they are bound: nothing changes when it is taken."""
+
+    def made() -> GlobalBatches:
+        sampler = ElasticSampler(Numbers(100))
+        data = sampler.attach(8, drop_last=False) if local else GlobalBatches(100, 32)
+        data.bind(1, 4, policy=policy)
+        return data
+
+    state, data = made().state_dict(), made()
+    data.load_state_dict(state)
+    assert data.enter(Position(0, 0, 0, 0), 4) == 32
+    assert data.global_batch == 32
+    assert data.state_dict() == state
+
+
+def test_a_script_may_work_out_the_global_batch_itself() -> None:
+    """GlobalBatches(n, 8 * world_size) and GlobalBatches(n, 32) mean the same under keep_local_batch."""
+    first = GlobalBatches(200, 32)
+    first.bind(0, 4, policy=KEEP_LOCAL)
+    first.enter(None, None)
+    for size in (24, 32):
+        batches = GlobalBatches(200, size)
+        batches.bind(0, 3, policy=KEEP_LOCAL)
+        batches.load_state_dict(first.state_dict())
+        assert batches.enter(Position(0, 2, 2, 64), 4) == 32
+        assert batches.global_batch == 24
+    other = GlobalBatches(200, 30)
+    other.bind(0, 3, policy=KEEP_LOCAL)
+    with pytest.raises(MismatchError, match="global_batch is 30 here, 32 in the checkpoint"):
+        other.load_state_dict(first.state_dict())
+
+
+def test_a_policy_may_change_and_old_checkpoints_have_none() -> None:
+    """A state as older versions wrote it, then kept locally, then globally again: the argument counts."""
+    epoch = Epoch(lambda world: [GlobalBatches(60, 12) for _ in range(world)])
+    epoch.start(4)
+    epoch.read(1, np.ones(60))
+    assert epoch.state == {
+        "dataset_size": 60,
+        "global_batch": 12,
+        "seed": 0,
+        "shuffle": True,
+        "drop_last": False,
+    }
+    epoch.policy = KEEP_LOCAL
+    assert epoch.start(2) == [12, 12]
+    assert epoch.batches[0].global_batch == 6
+    epoch.read(2, np.ones(60))
+    epoch.policy = KEEP_GLOBAL
+    assert epoch.start(3) == [6] * 3
+    assert epoch.batches[0].global_batch == 12
+    epoch.read(10, np.ones(60))
+    assert sorted(epoch.counted) == list(range(60))
+
+
+def test_scaling_does_not_drift() -> None:
+    """Whatever came between, the same number of ranks has the same global batch."""
+    assert [world_size.scaled(30, 4, world) for world in (4, 3, 2, 5, 1)] == [30, 23, 15, 38, 8]
+    assert world_size.scaled(1, 9, 1) == 1
+
+
+def test_an_epoch_that_was_over_stays_over() -> None:
+    """Also what drop_last left out is not read by a world with smaller batches."""
+    epoch = Epoch(lambda world: [GlobalBatches(50, 24, drop_last=True) for _ in range(world)], KEEP_LOCAL)
+    epoch.start(4)
+    epoch.read(2, np.ones(50))
+    epoch.start(1)
+    assert [list(batches) for batches in epoch.batches] == [[]]
+    epoch.batches[0].seek(1, 0)
+    assert epoch.batches[0].steps == 8
+
+
+# ---- micro-batches -----------------------------------------------------------------------------------
+
+
+def test_a_share_is_split_evenly_and_as_often_on_all_ranks() -> None:
+    """11 samples, 2 ranks: 6 and 5; at most 4 at once makes two passes of each."""
+    for rank, sizes in ((0, [3, 3]), (1, [3, 2])):
+        batches = GlobalBatches(11, 11, shuffle=False, micro_batch=4)
+        batches.bind(rank, 2)
+        assert [len(part) for part in batches] == sizes
+        assert len(batches) == 2
+        assert batches.steps == 1
+
+
+def test_a_rank_whose_share_has_fewer_samples_than_parts_repeats_one_that_does_not_count() -> None:
+    """3 samples, 2 ranks, one at once: the second rank has nothing for the second pass."""
+    batches = GlobalBatches(3, 3, shuffle=False, micro_batch=1)
+    batches.bind(1, 2)
+    assert list(batches) == [[2], [2]]
+    assert [batches.loss_weight(0, part) for part in range(2)] == [2 / 3, 0.0]
+
+
+def test_micro_batches_are_read_through_the_run() -> None:
+    """Each has a weight of its own; who does not say which one it has would train on wrong sums."""
+    data = GlobalBatches(8, 4, micro_batch=2)
+    data.bind(0, 1)
+    counting = Progress(None, data, Options(None, rng="derived"), World(0, 1, None))
+    counting.begin_epoch()
+    for wrong in (lambda: counting.loss_weight, lambda: counting.last_part, counting.step):
+        with pytest.raises(UsageError, match=r"for batch in run\.micro_batches\(loader\)"):
+            wrong()
+    reading = counting.read(range(4))
+    next(reading)
+    assert (counting.loss_weight, counting.last_part) == (0.5, False)
+    with pytest.raises(UsageError, match="after 1 of the 2 micro-batches of step 1: call it when"):
+        counting.step()
+    next(reading)
+    assert counting.last_part
+    with pytest.raises(UsageError, match="the 2 micro-batches of step 1 were read and"):
+        next(reading)
+
+
+# ---- a run alone in its world ------------------------------------------------------------------------
+
+
+Begin = Callable[..., er.Run]
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
+    """Start a run with this data; the one before has let go of the directory."""
+    monkeypatch.setattr("sys.excepthook", lambda *_: None)
+    runs: list[er.Run] = []
+
+    def start(data: Any, **more: Any) -> er.Run:
+        for run in runs:
+            run.close()
+        model = nn.Linear(1, 1)
+        runs.append(er.resume(model=model, data=data, ckpt_dir=tmp_path, run_id="job", **more))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def written_by(tmp_path: Path, world_size: int) -> None:
+    """Make the newest checkpoint one of another world."""
+    path = max(tmp_path.glob("job/*/g*/manifest.json"))
+    manifest = Manifest.parse(path.read_bytes())
+    path.write_bytes(replace(manifest, world_size=world_size).to_bytes())
+
+
+def test_a_run_keeps_its_place_in_one_order_of_samples(begin: Begin) -> None:
+    """Of a second one every rank would read all, from the beginning."""
+    with pytest.raises(ConfigError, match=r"other: a run keeps its place in one order of samples"):
+        begin(GlobalBatches(8, 4), other=GlobalBatches(8, 4))
+    with pytest.raises(ConfigError, match=r"data.a: a run keeps its place"):
+        begin({"a": GlobalBatches(8, 4), "b": GlobalBatches(8, 4)})
+
+
+def test_jobs_of_other_seeds_draw_other_numbers(tmp_path: Path) -> None:
+    """Also of neighbouring ones, and of one that has no sign."""
+    drawn = []
+    for seed in (42, 43, 2**63 + 5):
+        torch.manual_seed(seed)
+        with er.resume(model=nn.Linear(1, 1), ckpt_dir=tmp_path, run_id=str(seed)):
+            drawn.append(torch.rand(3).tolist())
+    assert len({str(one) for one in drawn}) == 3
+
+
+def test_an_epoch_of_one_step_is_no_epoch_that_was_miscounted(
+    begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the dataset is smaller than the batch."""
+    batches = GlobalBatches(5, 8)
+    run = begin(batches)
+    for _ in run.epochs(2):
+        for _ in batches:
+            run.step()
+    assert run.position.step == 2
+    assert "WARNING" not in capsys.readouterr().err
+
+
+def test_a_loader_that_is_left_in_mid_epoch_goes_on_where_training_stands(begin: Begin) -> None:
+    """Who reads it once more behind the epoch's last step, for BatchNorm's statistics, reads all of it."""
+    batches = GlobalBatches(12, 2, shuffle=False)
+    run = begin(batches)
+    read: list[list[int]] = []
+    for _ in run.epochs(2):
+        for _ in range(2):
+            for indices in batches:
+                read.append(indices)
+                run.step()
+                if run.position.step_in_epoch == 3:
+                    break
+        assert [*chain(*read)] == [*range(12)] * (run.position.epoch + 1)
+        assert [*chain(*batches)] == [*range(12)]
+
+
+def test_a_hook_hears_of_a_change_once_and_of_no_other_restart(begin: Begin, tmp_path: Path) -> None:
+    """What counts is who wrote the copy, not the last start: that may have saved nothing."""
+    data = DataLoader(Numbers(24), batch_sampler=GlobalBatches(24, 6))
+    begin(data).step()
+    begin(data).close()
+    written_by(tmp_path, 3)
+    for _ in range(2):  # the first of them saves nothing
+        run, heard = begin(data, on_world_change=KEEP_LOCAL), list[er.WorldChange]()
+        run.on_world_change(heard.append)
+        assert heard == []
+        run._release()
+        run._hooks.begin()
+        assert heard == [er.WorldChange(3, 1, 6, 2)]
+        assert heard[0].factor == pytest.approx(1 / 3)
+    begin(data, on_world_change=KEEP_LOCAL).step()
+    run = begin(data, on_world_change=KEEP_LOCAL)
+    assert run.world_change is None
+
+
+def test_error_refuses_before_a_step_and_leaves_the_checkpoint_as_it_was(
+    begin: Begin, tmp_path: Path
+) -> None:
+    """Both sizes, and what to do."""
+    data = GlobalBatches(24, 6)
+    begin(data).step()
+    begin(data).close()
+    written_by(tmp_path, 4)
+    with pytest.raises(
+        WorldChangedError, match=r"made by 4 ranks, and this world has 1.*--nnodes N.*keep_global"
+    ):
+        begin(data, on_world_change="error")
+    assert begin(data).world_change == er.WorldChange(4, 1, 6, 6)
+
+
+def test_without_data_a_change_has_no_factor() -> None:
+    """Nothing is known to scale by."""
+    with pytest.raises(UsageError, match="pass data= to resume"):
+        _ = er.WorldChange(4, 3, None, None).factor
+
+
+# ---- wrong use ---------------------------------------------------------------------------------------
+
+
+class StatefulLoader(DataLoader[int]):
+    """By its looks torchdata's."""
+
+    loaded: dict[str, int]
+
+    def state_dict(self) -> dict[str, int]:
+        """Of one rank."""
+        return {"read": 2}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Of one rank."""
+        self.loaded = state
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"data": DataLoader(Numbers(4), shuffle=True)}, "cannot be found again.*GlobalBatches"),
+        ({"data": ElasticSampler(Numbers(4))}, "pass its DataLoader"),
+        (
+            {"data": DataLoader(Numbers(4), batch_size=2, sampler=ElasticSampler(Numbers(4), batch_size=3))},
+            "batch_size=3, and its loader has batch_size=2",
+        ),
+        (
+            {"data": DataLoader(Numbers(4), batch_size=2, sampler=ElasticSampler(Numbers(4), 4, 0))},
+            "made with num_replicas=4, and here it is 1",
+        ),
+        (
+            {"data": GlobalBatches(4, 2), "on_world_change": "keep"},
+            "use one of 'keep_global_batch', 'keep_local",
+        ),
+        ({"data": None, "on_world_change": KEEP_LOCAL}, "no data= says how batches are cut"),
+    ],
+)
+def test_what_cannot_go_on_in_mid_epoch_is_refused_with_advice(
+    begin: Begin, arguments: dict[str, Any], text: str
+) -> None:
+    """At the start, not at the first resume."""
+    with pytest.raises(ConfigError, match=text):
+        begin(**arguments)
+
+
+def test_a_loader_that_keeps_its_own_place_will_do_for_one_rank_only(
+    begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank's state is the job's then; a world that grew is told what to use instead."""
+    loader = StatefulLoader(Numbers(4))
+    begin(loader).step()
+    begin(loader)
+    assert loader.loaded == {"read": 2}
+    assert "starts over" not in capsys.readouterr().err
+    with pytest.raises(
+        ConfigError, match=r"StatefulLoader with a state of its own for each of 2 ranks.*Elastic"
+    ):
+        refuse_own_place(loader, 2)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulLoader])
+def test_any_loader_around_our_samplers_will_do(kind: Any) -> None:
+    """Its own state is left alone."""
+    batches = GlobalBatches(4, 2)
+    assert batches_of(kind(Numbers(4), batch_sampler=batches)) is batches
+    found = batches_of(kind(Numbers(4), batch_size=2, sampler=ElasticSampler(Numbers(4)), drop_last=True))
+    assert found is not None
+    assert found.drop_last
+    single = batches_of(kind(Numbers(4), batch_size=None, sampler=ElasticSampler(Numbers(4))))
+    assert single is not None
+    assert single.global_batch == 1
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {},
+        [1],
+        {"global_batch": 0, "multiple": 1, "of_world": 0, "epoch": 0, "first_step": 0, "first_sample": 0},
+        {"global_batch": 5, "multiple": 1, "of_world": 0, "epoch": 0, "first_step": 1, "first_sample": 11},
+        {"global_batch": 5, "multiple": 1, "of_world": "x", "epoch": 0, "first_step": 0, "first_sample": 0},
+        {"global_batch": 5, "multiple": 1, "of_world": 0, "epoch": 0, "first_step": -1, "first_sample": 0},
+    ],
+)
+def test_an_impossible_cut_in_a_checkpoint_is_refused(cut: Any) -> None:
+    """And changes nothing."""
+    batches = GlobalBatches(10, 4)
+    with pytest.raises(MismatchError, match="data/cut"):
+        batches.load_state_dict({**batches.state_dict(), "cut": cut})
+    assert "cut" not in batches.state_dict()

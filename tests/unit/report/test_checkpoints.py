@@ -1,0 +1,221 @@
+"""`ls` and `verify` on whatever a directory may hold."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.cli import main
+from elastic_resume.errors import UsageError
+from elastic_resume.events import EventLog
+from elastic_resume.report import checkpoints, paths
+from elastic_resume.report.formatting import WIDTH
+from tests.support import store_samples
+from tests.support.store_samples import RUN
+
+NOW = 1_700_000_060.5  # a minute after the samples were written
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two nodes of one run: a with three checkpoints, one of which is torn, and b with one."""
+    base = tmp_path / "ckpt"
+    for node, steps in (("node-a", (5, 10, 15)), ("node-b", (10,))):
+        (base / RUN / node).mkdir(parents=True)
+        for step in steps:
+            store_samples.save(base / RUN / node, step=step)
+    os.truncate(base / RUN / "node-a" / "g000001-s0000000015" / constants.STATE_FILE, 7)
+    return base
+
+
+def listed(path: Path) -> list[list[str]]:
+    """The rows of `ls`, cut into cells."""
+    return [re.split(r"\s{2,}", line.strip()) for line in checkpoints.ls(paths.find(path), NOW).splitlines()]
+
+
+def test_ls_shows_every_checkpoint_with_its_verdict(root: Path) -> None:
+    """Newest first for each node; what is not valid says why."""
+    assert listed(root) == [
+        [f"run {RUN}"],
+        ["node", "gen", "step", "world", "size", "age", "valid"],
+        ["node-a", "1", "15", *listed(root)[2][3:5], listed(root)[2][5], listed(root)[2][6]],
+        ["node-a", "1", "10", "2", "8.98 kB", "60 s", "yes"],
+        ["node-a", "1", "5", "2", "8.98 kB", "60 s", "yes"],
+        ["node-b", "1", "10", "2", "8.98 kB", "60 s", "yes"],
+    ]
+    assert listed(root)[2][6].startswith("NO: state.safetensors has 7 bytes of ")
+
+
+@pytest.mark.parametrize(("level", "below"), [("root", "."), ("run", RUN), ("node", f"{RUN}/node-a")])
+def test_any_level_of_the_tree_may_be_given(root: Path, level: str, below: str) -> None:
+    """Root, run and node are told apart by what is in them."""
+    found = paths.find(root / below)
+    assert found.level == level
+    assert "node-a" in {item.node for item in checkpoints.items(found)}
+
+
+def test_several_runs_get_a_table_each(root: Path) -> None:
+    """All run ids under the root."""
+    (root / "other" / "node-c").mkdir(parents=True)
+    store_samples.save(root / "other" / "node-c", step=3)
+    text = checkpoints.ls(paths.find(root), NOW)
+    assert text.index("run other") < text.index(f"run {RUN}")
+    # Its manifest is one of run-1: a job named `other` would refuse it.
+    assert "NO: belongs to the run 'run-1', not to 'other'" in text
+
+
+def test_a_copied_node_directory_may_stand_anywhere(root: Path, tmp_path: Path) -> None:
+    """A backup under another name is valid: nobody resumes there."""
+    backup = tmp_path / "backup"
+    (root / RUN / "node-b").rename(backup)
+    assert [item.state for item in checkpoints.items(paths.find(backup))] == ["valid"]
+
+
+def test_quarantined_copies_are_listed_with_their_reason(root: Path) -> None:
+    """They are no longer checkpoints, and somebody wants to know why."""
+    node = root / RUN / "node-a"
+    bad = node / "g000001-s0000000015"
+    Catalog(node, RUN).quarantine(bad, f"{bad}: state.safetensors is torn.")
+    item = list(checkpoints.items(paths.find(node)))[-1]
+    assert (item.state, item.step, item.reason) == ("quarantined", 15, "state.safetensors is torn")
+    assert listed(node)[-2][-1] == "quarantined: state.safetensors is torn"
+    said = checkpoints.ls(paths.find(root), NOW).splitlines()[-1]
+    assert re.fullmatch(r"1 quarantined copy, \S+ k?B: kept for you to look at, and never removed .*", said)
+
+
+def test_an_unfinished_write_is_mentioned(root: Path) -> None:
+    """A temporary directory is no checkpoint and no cause for alarm."""
+    (root / RUN / "node-b" / ".tmp-g000001-s0000000011-1-00000000").mkdir()
+    assert "1 unfinished write:" in checkpoints.ls(paths.find(root), NOW)
+
+
+def test_a_deep_check_finds_what_a_quick_one_cannot(root: Path) -> None:
+    """A flipped bit keeps every size."""
+    node = root / RUN / "node-b"
+    store_samples.flip(node / "g000001-s0000000010" / constants.STATE_FILE, -3)
+    assert [item.state for item in checkpoints.items(paths.find(node))] == ["valid"]
+    (item,) = checkpoints.items(paths.find(node), deep=True)
+    assert item.state == "bad"
+    assert "do not match their digest" in item.reason
+
+
+def test_one_checkpoint_by_its_path(root: Path) -> None:
+    """Good or bad, it is told."""
+    node = root / RUN / "node-a"
+    (good,) = checkpoints.items(paths.find(node / "g000001-s0000000010"))
+    (bad,) = checkpoints.items(paths.find(node / "g000001-s0000000015"))
+    assert (good.state, good.node, good.run) == ("valid", "node-a", RUN)
+    assert (bad.state, bad.step) == ("bad", 15)
+
+
+@pytest.mark.parametrize("deep", [[], ["--deep"]])
+def test_verify_exits_1_when_something_is_bad(
+    root: Path, capsys: pytest.CaptureFixture[str], deep: list[str]
+) -> None:
+    """Each checkpoint gets a line; the exit code is for scripts."""
+    assert main(["verify", *deep, str(root)]) == 1
+    out = capsys.readouterr().out
+    assert "ok   run-1/node-a/g000001-s0000000010" in out
+    assert "BAD  run-1/node-a/g000001-s0000000015: state.safetensors has 7 bytes" in out
+    assert "3 valid, 1 bad" in out
+    assert main(["verify", *deep, str(root / RUN / "node-b")]) == 0
+
+
+def test_verify_of_nothing_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistyped path must not look like a verified one."""
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "no checkpoints here" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "typo")]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_what_is_quarantined_is_no_failure(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has been dealt with; else a directory would stay bad for ever."""
+    node = root / RUN / "node-a"
+    Catalog(node, RUN).quarantine(node / "g000001-s0000000015", "torn")
+    assert main(["verify", str(root)]) == 0
+    assert "aside run-1/node-a/quarantine/g000001-s0000000015: torn" in capsys.readouterr().out
+
+
+def test_odd_contents_do_no_harm(root: Path) -> None:
+    """Files, links, pipes and foreign directories where others were expected: told, or passed over."""
+    node = root / RUN / "node-a"
+    (node / "g000002-s0000000001").mkdir()
+    (node / "g000002-s0000000002").write_text("a file")
+    (node / "g000002-s0000000003").symlink_to(node)
+    odd = node / "g000002-s0000000004"
+    odd.mkdir()
+    (odd / constants.MANIFEST_FILE).write_bytes(Random(1).randbytes(500))
+    os.mkfifo(odd / constants.STATE_FILE)
+    loop = root / RUN / "loop"
+    loop.symlink_to(loop)
+    (root / "notes.txt").write_text("hello")
+    (root / "empty").mkdir()
+    (root / RUN / "\x1b[2J").mkdir()
+    (node / "quarantine").write_text("a file")
+    found = {item.path.name: item for item in checkpoints.items(paths.find(root)) if item.generation == 2}
+    assert set(found) == {f"g000002-s000000000{step}" for step in (1, 3, 4)}
+    for name in ("g000002-s0000000001", "g000002-s0000000003"):
+        assert found[name].reason == "manifest.json is missing"
+    assert found["g000002-s0000000004"].reason == "manifest: not JSON"
+    assert all(len(line) <= WIDTH for line in checkpoints.ls(paths.find(root), NOW).splitlines())
+
+
+@pytest.mark.parametrize("path", ["", "typo", "file", "loop", "nul\0"])
+def test_a_path_that_is_no_directory(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line that says what is wrong, except for the empty path, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    if path:
+        with pytest.raises(UsageError, match=re.escape(path.rstrip("\0"))):
+            paths.find(tmp_path / path)
+    else:
+        assert paths.find(Path(path)).places == ()
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Path]:
+    """A directory that others may enter: every pytest that starts takes that right from where its own lie."""
+    with tempfile.TemporaryDirectory() as path:
+        Path(path).chmod(0o755)
+        yield Path(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without rights")
+@pytest.mark.parametrize("mode", [0o000, 0o600, 0o400])
+def test_what_may_not_be_read_is_told(root: Path, elsewhere: Path, mode: int) -> None:
+    """Another user's directory: a line with the reason, and exit code 1."""
+    root = Path(shutil.move(root, elsewhere))
+    for node in ("node-a", "node-b"):
+        EventLog(root / RUN / node / constants.EVENTS_FILE, node=node).write("step", step=1)
+    (root / RUN / "node-a").chmod(mode)
+    code = (
+        "import contextlib, io, os, sys\n"
+        "from elastic_resume.cli import main\n"
+        # Python itself may lie where that user cannot read: import everything before.
+        f"with contextlib.redirect_stdout(io.StringIO()): main(['verify', {str(root / RUN / 'node-b')!r}])\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        f"main(['report', {str(root / RUN)!r}])\n"
+        "print('of the report', file=sys.stderr)\n"
+        f"main(['ls', {str(root)!r}]); sys.exit(main(['verify', {str(root)!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "node-a" in done.stdout
+    assert "Permission denied" in done.stdout
+    assert "node-b/g000001-s0000000010" in done.stdout
+    of_report, others = done.stderr.split("of the report\n")
+    assert f"{root / RUN / 'node-a'}: left out: cannot be read: Permission denied" in of_report
+    assert not others

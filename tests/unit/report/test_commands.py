@@ -1,0 +1,133 @@
+"""The commands that look at a run, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.cli import main
+from elastic_resume.events import EventLog
+from tests.support import store_samples
+from tests.support.store_samples import RUN
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A run of two nodes that is done, with a checkpoint on each."""
+    base = tmp_path / "ckpt"
+    for rank, node in enumerate(("node-a", "node-b")):
+        node_dir = base / RUN / node
+        node_dir.mkdir(parents=True)
+        store_samples.save(node_dir, step=10)
+        log = EventLog(node_dir / constants.EVENTS_FILE, node=node, rank=rank)
+        about = {"generation": 1, "world_size": 2}
+        log.write("worker-start", step=0, **about)
+        if rank == 0:
+            log.write("resume", step=0, kind="cold", nodes=["node-a", "node-b"], lost_steps=0, **about)
+        log.write("step", step=1, **about)
+        log.write("run-end", step=10, **about)
+        log.close()
+    return base
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """``python -m elastic_resume``."""
+    command = [sys.executable, "-m", "elastic_resume", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("below", [".", RUN])
+def test_report_from_the_command_line(root: Path, below: str) -> None:
+    """The table for a person."""
+    done = run("report", str(root / below))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Finished at step 10")
+    assert done.stdout.splitlines()[3].split() == ["1", "node-a", "node-b", "2", "1-10", "finished", "-", "-"]
+
+
+def test_report_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Everything, for a program."""
+    assert main(["report", "--json", str(root / RUN)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["outcome"] == "finished"
+    assert told["generations"][0]["end"]["kind"] == "finished"
+
+
+def test_report_of_torn_and_unreadable_logs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What can be read is told."""
+    with open(root / RUN / "node-b" / constants.EVENTS_FILE, "ab") as file:
+        file.write(b"\xff\xfe\n" + b"[" * 50_000 + b"\n" + b'{"t": 1, "event": "step"')
+    (root / RUN / "node-c" / constants.EVENTS_FILE).mkdir(parents=True)
+    assert main(["report", str(root / RUN)]) == 0
+    assert "Finished at step 10" in capsys.readouterr().out
+
+
+def test_report_of_a_directory_without_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that says what to give."""
+    assert main(["report", str(tmp_path)]) == 1
+    assert "no events of a run here; give CKPT_DIR/RUN_ID" in capsys.readouterr().err
+
+
+def test_report_of_several_runs_asks_which(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are named."""
+    other = root / "other" / "n0"
+    other.mkdir(parents=True)
+    EventLog(other / constants.EVENTS_FILE).write("round")
+    assert main(["report", str(root)]) == 1
+    assert "holds 2 runs; give one of them: other, run-1" in capsys.readouterr().err
+
+
+def test_copies_are_told_by_what_their_logs_call_them(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under any name; of two runs they are no report."""
+    for node in ("node-a", "node-b"):
+        log = EventLog(root / RUN / node / constants.EVENTS_FILE, node=node)
+        log.write("agent-start", run_id=RUN)
+        log.write("commit", generation=1, step=10, path=f"/ckpt/{RUN}/{node}/g000001-s0000000010", bytes=9)
+        log.close()
+    node_b = root / RUN / "node-b"  # where a damaged copy has made room for the same once more
+    Catalog(node_b, RUN).quarantine(node_b / "g000001-s0000000010", "torn")
+    store_samples.save(node_b, step=10)
+    (root / RUN / "node-a").rename(root / RUN / "copied")
+    (root / RUN).rename(root / "last-night")
+    assert main(["report", "--json", str(root / "last-night")]) == 0
+    ledger = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(copy["node"], copy["state"], copy["tier"]) for copy in ledger] == [
+        ("node-a", "valid", "disk"),
+        ("node-b", "valid", "disk"),
+        ("node-b", "quarantined", "disk"),
+    ]
+    (root / "other" / "n0").mkdir(parents=True)
+    other = EventLog(root / "other" / "n0" / constants.EVENTS_FILE, node="n0")
+    other.write("agent-start", run_id="other")
+    other.close()
+    assert main(["report", str(root / "last-night"), str(root / "other")]) == 1
+    assert f"events of 2 runs: '{RUN}' (" in capsys.readouterr().err
+
+
+def test_looking_needs_no_torch(root: Path) -> None:
+    """`ls`, `verify` and `report` answer in a tenth of the time that torch takes to import."""
+    code = (
+        "import sys\n"
+        "from elastic_resume.cli import main\n"
+        f"for command in ('ls', 'verify', 'report'): main([command, {str(root)!r}])\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
+    """``elastic-resume ls | head -0``."""
+    command = [sys.executable, "-m", "elastic_resume", "ls", str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 0

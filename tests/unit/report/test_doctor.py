@@ -1,0 +1,84 @@
+"""What `elastic-resume doctor` tells of a node, and when it says that a start would fail."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from elastic_resume.cli import main
+from elastic_resume.report import doctor
+from elastic_resume.schedulers import environment
+from tests.unit.schedulers.test_environment import POD, STEP
+
+
+@pytest.fixture
+def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ELASTIC_RESUME_TOKEN", "ELASTIC_RESUME_CKPT_DIR", "ELASTIC_RESUME_SHARED_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "")  # a squeue without its controller takes four seconds to say so
+
+
+def told(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *flags: str) -> int:
+    """The exit code of the command in such an environment."""
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    return main(["doctor", *flags])
+
+
+@pytest.mark.usefixtures("_bare")
+def test_each_line_says_where_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A healthy step of a Slurm job; a secret is not shown."""
+    environ = {
+        **STEP,
+        "SLURM_STEP_NODELIST": "localhost,nobody[2-9]",
+        "ELASTIC_RESUME_TOKEN": "do not show this",
+    }
+    assert told(monkeypatch, environ, "--ckpt-dir", str(tmp_path / "new")) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["job"].split() == ["slurm-1234567", "SLURM_JOB_ID"]
+    assert lines["workers"].split() == ["8", "SLURM_GPUS_ON_NODE"]
+    assert "127.0.0.1 (this node)" in lines["localhost"]  # perhaps behind ::1
+    assert lines["nobody2"].startswith("no address")
+    assert "free" in lines["checkpoints"]
+    assert "do not show" not in str(lines)
+
+
+@pytest.mark.usefixtures("_bare")
+def test_names_that_hang_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked up side by side, and left behind together."""
+    monkeypatch.setattr(doctor, "PATIENCE_S", 60.0)
+    silent = threading.Barrier(3, timeout=30)
+    monkeypatch.setattr(doctor, "lookup", lambda _: [str(silent.wait())])
+    found = doctor.of_candidates(environment.read(POD))
+    assert sorted(one.value for one in found) == ["0", "1", "2"]
+
+
+@pytest.mark.usefixtures("_bare")
+@pytest.mark.parametrize(
+    ("environ", "problem"),
+    [
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2"}, "--ntasks-per-node=1"),
+        ({**POD, "ELASTIC_RESUME_NODES": "4:2"}, "ELASTIC_RESUME_NODES"),
+        ({"ELASTIC_RESUME_CKPT_DIR": "/proc/nothing"}, "/proc"),
+        ({"ELASTIC_RESUME_CKPT_DIR": "/proc/stat"}, "/proc/stat is no directory"),
+        ({"ELASTIC_RESUME_CKPT_DIR": "/x" * 3000}, "name too long"),
+        ({"ELASTIC_RESUME_PREEMPTION_NOTICE": "bogus"}, "--preemption-notice"),
+        ({"ELASTIC_RESUME_TOKEN": ""}, "ELASTIC_RESUME_TOKEN holds no token"),
+        ({"ELASTIC_RESUME_TOKEN": "short"}, "ELASTIC_RESUME_TOKEN is shorter than 16 bytes"),
+    ],
+)
+def test_what_would_fail_is_told_with_exit_code_1(
+    environ: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For people and for programs."""
+    assert told(monkeypatch, environ) == 1
+    assert problem in capsys.readouterr().out.partition("would fail here")[2]
+    assert told(monkeypatch, environ, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert problem in " ".join(found["problems"])
+    assert {"what": "scheduler", "value": "host", "source": ""}.keys() == found["findings"][0].keys()

@@ -1,0 +1,85 @@
+"""The page of a report, as text; how a browser takes it is tested in test_report_browser.py."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+import pytest
+
+from elastic_resume.report import html, summary, text_report
+from tests.unit.report.test_incidents import Job
+
+HOSTILE = "</script><script>alert(1)</script>\x00\"'<!-- <img src=x onerror=alert(2)>"
+
+
+class Elements(HTMLParser):
+    """The names of all elements of a page, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """One element begins."""
+        self.names.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        """Text between elements."""
+        self.text += data
+
+
+def test_what_an_exception_says_is_text() -> None:
+    """Messages come from anybody's code: no element, attribute or script can come of one."""
+    job = Job().begun()
+    job.fail(110.2, 1, HOSTILE, HOSTILE)
+    job.begin(115, 10, "n0", HOSTILE, "n2")
+    found = Elements(html.render(summary.tell(job.events), title=HOSTILE))
+    assert "script" not in found.names
+    assert "img" not in found.names
+    assert not [name for name, _ in found.attributes if name.startswith("on")]
+    assert "<script>alert(1)</script>" in found.text
+    assert "\x00" not in found.text
+
+
+@pytest.mark.parametrize(
+    ("died", "now", "word"),
+    [(False, 111, "running?"), (False, 1e6, "silent"), (True, 111, "down"), (True, 1e6, "down")],
+)
+def test_the_word_beside_the_name_is_the_verdicts(died: bool, now: float, word: str) -> None:
+    """A run that nobody hears of, or whose last generation died, is not said to run."""
+    job = Job().begun()
+    if died:
+        job.exit(110.2, 1, signal="SIGKILL")
+    assert f">{word}</span>" in html.render(summary.tell(job.events, now=now))
+
+
+def test_a_fault_after_which_nothing_ended_harmed_nobody() -> None:
+    """Each incident stands beside the last fault of its node, or the last of all; each fault is told once."""
+    job = Job().begun()
+    slow = {"number": 1, "what": "slow-link", "where": "n2", "when": "", "rank": None}
+    job.add(104, "fault", "n2", **slow, message="slow-link n2 (for 5s)")
+    kill = {**slow, "number": 2, "what": "kill-worker", "where": "n1"}
+    job.add(110.1, "fault", "n1", **kill, message="kill-worker n1")
+    job.exit(110.2, 1, signal="SIGKILL")
+    job.begin(115, 10, "n0", "n1", "n2")
+    job.add(116, "fault", "n1", **{**kill, "number": 3}, message="kill-worker n1")
+    told = html.render(summary.tell(job.events))
+    rows = told[told.index("Injected faults") :].split("<tr>")[2:5]
+    followed = [
+        "training went on",
+        "generation 1 ended: rank 1 on node n1 was killed by SIGKILL",
+        "no step came after it",
+    ]
+    assert [words in row for words, row in zip(followed, rows, strict=True)] == [True] * 3
+    assert "slow-link n2: slow-link" not in told
+
+
+def test_a_terminal_gets_the_beginning_of_what_an_exception_said() -> None:
+    """A page shows more of it, and JSON all."""
+    job = Job().begun()
+    job.fail(110.2, 1, "ValueError", "x" * 35_000)
+    assert len(text_report.as_text(summary.tell(job.events))) < 4000

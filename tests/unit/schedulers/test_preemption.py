@@ -1,0 +1,583 @@
+"""Preemption notices: how they are read, asked for and survived, and what an address may do to us."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_resume import config
+from elastic_resume.agent import shutdown
+from elastic_resume.errors import ConfigError
+from elastic_resume.schedulers import preemption as notices
+from elastic_resume.schedulers.preemption import (
+    MAX_BYTES,
+    MAX_SHORT,
+    AskError,
+    Notice,
+    Source,
+    ask,
+    boot_time,
+    sources,
+)
+from elastic_resume.testing import Cluster
+from tests.support.paths import SCRIPTS
+from tests.support.stations import PATIENCE_S, until
+
+pytestmark = pytest.mark.slow
+
+TRAIN = SCRIPTS / "train.py"
+TIME = "2017-09-18T08:22:00Z"
+AT = 1505722920.0
+MACHINE = {"EventStatus": "Scheduled", "Resources": ["VM_3"], "NotBefore": "Mon, 18 Sep 2017 08:22:00 GMT"}
+
+
+# ---- what is said --------------------------------------------------------------------------------------
+
+
+def azure(*events: Any) -> str:
+    """What scheduledevents says."""
+    return json.dumps({"DocumentIncarnation": 1, "Events": list(events)})
+
+
+@pytest.mark.parametrize(
+    ("read", "notice"),
+    [
+        (
+            lambda: notices.ec2_notice(json.dumps({"action": "terminate", "time": TIME})),
+            ("EC2 will terminate this spot instance", AT),
+        ),
+        (
+            lambda: notices.ec2_notice('{"action": "hibernate"}'),
+            ("EC2 will hibernate this spot instance", None),
+        ),
+        (
+            lambda: notices.ec2_notice('{"action": "stop", "time": 7}'),
+            ("EC2 will stop this spot instance", None),
+        ),
+        (lambda: notices.gcp_notice("TRUE"), ("Compute Engine preempts this instance", None)),
+        (lambda: notices.gcp_notice("FALSE"), None),
+        (
+            lambda: notices.azure_notice(azure({**MACHINE, "EventType": "Preempt"}), "vm_3"),
+            ("Azure: Preempt of this machine", AT),
+        ),
+        (
+            lambda: notices.azure_notice(azure({"EventType": "Terminate", "Resources": ["vm_3"]}), "vm_3"),
+            ("Azure: Terminate of this machine", None),
+        ),
+        (lambda: notices.azure_notice(azure({**MACHINE, "EventType": "Preempt"}), "vm_4"), None),
+        (lambda: notices.azure_notice(azure({**MACHINE, "EventType": "Freeze"}), "vm_3"), None),
+        (
+            lambda: notices.azure_notice(azure("Preempt", {"EventType": "Preempt", "Resources": 3}), "vm_3"),
+            None,
+        ),
+        (lambda: notices.azure_notice(azure(), "vm_3"), None),
+    ],
+)
+def test_what_a_cloud_says_is_read(
+    read: Callable[[], Notice | None], notice: tuple[str, float | None] | None
+) -> None:
+    """A notice with its moment, or none: another machine's, another kind."""
+    assert read() == (None if notice is None else Notice(*notice))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "<html>", "[]", "null", '{"action": "dance"}', "{}", "[" * 50000, "\udcff"]
+)
+def test_what_is_no_notice_is_never_taken_for_one(text: str) -> None:
+    """Not a portal's page, not another type; and the reason can be printed."""
+    for read in (notices.ec2_notice, notices.gcp_notice, lambda said: notices.azure_notice(said, "vm")):
+        with pytest.raises(AskError) as raised:
+            read(text)
+        assert len(str(raised.value)) < 300
+
+
+WORDS = st.sampled_from(
+    [
+        "action",
+        "time",
+        "Events",
+        "EventType",
+        "Preempt",
+        "Resources",
+        "EventStatus",
+        "NotBefore",
+        "terminate",
+        "vm",
+    ]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+OF_A_MACHINE = st.fixed_dictionaries(
+    {
+        "EventType": st.sampled_from(["Preempt", "Terminate", "Reboot"]),
+        "Resources": st.lists(st.sampled_from(["vm", "VM", "other"]), min_size=1, max_size=2),
+        "EventStatus": st.sampled_from(["Scheduled", "Started", "Canceled", "Completed"]),
+    }
+)
+EVENT = st.fixed_dictionaries(
+    {},
+    optional={
+        "EventType": st.sampled_from(["Preempt", "Terminate", "Reboot"]) | JSON,
+        "Resources": st.lists(st.sampled_from(["vm", "VM", "other"]) | JSON, max_size=3) | JSON,
+        "EventStatus": st.sampled_from(["Scheduled", "Started", "Canceled", "Completed"]) | JSON,
+        "NotBefore": JSON,
+    },
+)
+
+
+def answer(read: Callable[[str], Notice | None], told: Any) -> str:
+    """What becomes of an answer: the notice's reason, or that it is none, or no answer at all."""
+    try:
+        notice = read(json.dumps(told))
+    except AskError:
+        return "no answer"
+    return "none" if notice is None else notice.reason
+
+
+@given(JSON)
+def test_any_json_is_a_notice_of_ec2_only_where_it_names_an_action(told: Any) -> None:
+    """Of whatever types."""
+    action = told.get("action") if isinstance(told, dict) else None
+    is_notice = isinstance(action, str) and action in {"terminate", "stop", "hibernate"}
+    expected = f"EC2 will {action} this spot instance" if is_notice else "no answer"
+    assert answer(notices.ec2_notice, told) == expected
+    assert answer(notices.ec2_notice, {"action": "stop", "time": told}).startswith("EC2 will stop")
+
+
+@given(JSON)
+def test_any_json_is_a_notice_of_compute_engine_only_where_it_is_true(told: Any) -> None:
+    """Its word is no JSON: TRUE or FALSE."""
+    words = {"TRUE": "Compute Engine preempts this instance", "FALSE": "none"}
+    assert answer(notices.gcp_notice, told) == words.get(json.dumps(told).upper(), "no answer")
+
+
+@given(st.lists(OF_A_MACHINE | EVENT | JSON, max_size=3))
+def test_any_json_is_a_notice_of_azure_only_where_an_event_ends_this_machine(events: list[Any]) -> None:
+    """The first that does is the notice; others' machines, other kinds and what is over are none."""
+
+    def ends(event: Any) -> bool:
+        if not isinstance(event, dict) or event.get("EventType") not in ("Preempt", "Terminate"):
+            return False
+        resources = event.get("Resources")
+        ours = isinstance(resources, list) and any(str(one).lower() == "vm" for one in resources)
+        return ours and event.get("EventStatus") not in ("Canceled", "Completed")
+
+    first = next((event["EventType"] for event in events if ends(event)), None)
+    expected = "none" if first is None else f"Azure: {first} of this machine"
+    assert answer(lambda text: notices.azure_notice(text, "vm"), {"Events": events}) == expected
+    assert answer(lambda text: notices.azure_notice(text, "vm"), events) == "no answer"
+
+
+# ---- where it is said ----------------------------------------------------------------------------------
+
+
+def test_forms_of_the_flag() -> None:
+    """Commas part forms, and belong to a path or a command otherwise."""
+    text = f"aws, gcp:http://[fd00::1]:8080/x/,file:/a,b,command:{sys.executable} -c 'a,b',azure"
+    assert [one.name for one in sources(text)] == [
+        "aws",
+        "gcp:http://[fd00::1]:8080/x/",
+        "file:/a,b",
+        f"command:{sys.executable} -c 'a,b'",
+        "azure",
+    ]
+    assert [one.period_s for one in sources(text)] == [5.0, 5.0, 1.0, 5.0, 5.0]
+    assert sources(None) == sources("off") == sources(" ") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "awz",
+            "aws:",
+            "aws:https://a",
+            "aws:http://",
+            "aws:http://a:x",
+            "aws:http://a/?b",
+            "aws:http://u@a/",
+        ),
+        *("file:", "file", "command:", "command:'", "command:/no/such/program", "off,aws", "aws,"),
+        *("aws:http://a b", ",".join(["aws"] * 9)),
+    ],
+)
+def test_a_form_that_is_none_is_refused(text: str) -> None:
+    """Before anything starts, and by the flag's name."""
+    with pytest.raises(ConfigError, match="--preemption-notice"):
+        sources(text)
+
+
+def test_the_flag_may_be_given_more_than_once(tmp_path: Path) -> None:
+    """All count together; those of the command line beat the file's."""
+    parser = config.Parser(prog="run")
+    config.add_flags(parser)
+    parser.add_argument("--rdzv-id", default="none")
+    path = tmp_path / "flags.yaml"
+    path.write_text("preemption-notice: gcp\n")
+    told = ["--preemption-notice=aws", "--preemption-notice", "file:/x"]
+    for words, said in (
+        (told, "aws,file:/x"),
+        ([f"--config={path}"], "gcp"),
+        ([*told, f"--config={path}"], "aws,file:/x"),
+        ([], None),
+    ):
+        args, _ = config.parse_layers(parser, words)
+        parser.set_defaults(preemption_notice=None)
+        assert args.preemption_notice == said
+
+
+# ---- an address that answers ---------------------------------------------------------------------------
+
+
+@dataclass
+class Metadata:
+    """What a metadata address says, by path, and what it was asked."""
+
+    says: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    base: str = ""
+
+
+@pytest.fixture
+def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
+    """A real HTTP server of this process, which is given any time to answer."""
+    told = Metadata()
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            told.asked.append((self.command, self.path, dict(self.headers)))
+            status, body = told.says.get(self.path, (404, b"<html>not found</html>"))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_PUT = do_GET  # noqa: N815
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(notices, "ask", partial(ask, timeout_s=PATIENCE_S))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    told.base = f"http://127.0.0.1:{server.server_port}"
+    yield told
+    server.shutdown()
+    server.server_close()
+
+
+TOKEN, ACTION = "/latest/api/token", "/latest/meta-data/spot/instance-action"
+
+
+def test_ec2_is_asked_with_a_token(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token for many questions, another when it is refused; no proxy; 404 is no notice, 200 is one."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    (source,) = sources(f"aws:{metadata.base}")
+    metadata.says[TOKEN] = (200, b"first")
+    assert [source.look(), source.look()] == [None, None]
+    metadata.says[ACTION] = (401, b"")
+    metadata.says[TOKEN] = (200, b"second\n")
+    with pytest.raises(AskError, match="401"):
+        source.look()
+    metadata.says[ACTION] = (200, json.dumps({"action": "terminate", "time": TIME}).encode())
+    assert source.look() == Notice("EC2 will terminate this spot instance", AT)
+    tokens = [
+        headers.get("X-aws-ec2-metadata-token") for _, path, headers in metadata.asked if path == ACTION
+    ]
+    assert tokens == ["first", "first", "first", "second", "second"]
+    assert [method for method, path, _ in metadata.asked if path == TOKEN] == ["PUT", "PUT"]
+    # The advice to move, which comes long before, is no notice: it is not even asked for.
+    assert {path for _, path, _ in metadata.asked} == {TOKEN, ACTION}
+
+
+@pytest.mark.parametrize("token", [(403, b"no"), (200, b""), (200, b"two words"), (200, b"x" * 5000)])
+def test_a_token_that_is_refused_or_none(metadata: Metadata, token: tuple[int, bytes]) -> None:
+    """Is a failure of the address, and nothing is asked with it."""
+    metadata.says[TOKEN] = token
+    (source,) = sources(f"aws:{metadata.base}")
+    with pytest.raises(AskError, match="token"):
+        source.look()
+    assert len(metadata.asked) == 1
+
+
+def test_the_other_clouds_are_asked_in_their_own_way(metadata: Metadata) -> None:
+    """Their headers, and Azure's name of this machine."""
+    azure_source, gcp = sources(f"azure:{metadata.base}/a,gcp:{metadata.base}")
+    metadata.says["/computeMetadata/v1/instance/preempted"] = (200, b"TRUE\n")
+    assert gcp.look() == Notice("Compute Engine preempts this instance")
+    assert metadata.asked[-1][2]["Metadata-Flavor"] == "Google"
+    metadata.says["/a/metadata/instance/compute/name?api-version=2021-02-01&format=text"] = (200, b"vm_3")
+    events = azure({**MACHINE, "EventType": "Preempt"}).encode()
+    metadata.says["/a/metadata/scheduledevents?api-version=2020-07-01"] = (200, events)
+    assert azure_source.look() == Notice("Azure: Preempt of this machine", AT)
+    assert metadata.asked[-1][2]["Metadata"] == "true"
+    assert len(metadata.asked) == 3
+    with pytest.raises(AskError, match="404"):
+        sources(f"gcp:{metadata.base}/other")[0].look()
+
+
+@contextlib.contextmanager
+def saying(*parts: bytes, pause_s: float = 0.0) -> Iterator[str]:
+    """An address that says this to whoever calls, and does not hang up."""
+    over = threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(65536)
+                for part in parts:
+                    peer.sendall(part)
+                    over.wait(pause_s)
+                over.wait(10)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        over.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ((b"",), "no answer within"),
+        ((b"SSH-2.0-OpenSSH\r\n",), "SSH"),
+        ((b"\x1b[2Jroot\x07\r\n",), "root"),
+        ((HEAD, b"Content-Length: 3\r\n\r\nab"), "no answer within"),
+        ((HEAD, b"\r\n", b"x" * (MAX_BYTES + 1)), "more than it may"),
+        ((HEAD, b"X: " + b"x" * 70000 + b"\r\n"), "more than|header line"),
+        ((HEAD, *[b"X: y\r\n"] * 200), "100 headers"),
+        ((HEAD, b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"), "IncompleteRead|invalid literal"),
+        ((HEAD, b"Content-Length: 99999999999\r\n\r\n", b"x" * (MAX_BYTES + 1)), "more than it may"),
+        ((HEAD, b"\x00\xff\r\n"), "no answer within"),
+    ],
+)
+def test_whatever_an_address_says_is_an_answer_or_a_clause(parts: tuple[bytes, ...], said: str) -> None:
+    """Silence, garbage, floods: few bytes of it are read, and silence ends with the time."""
+    with saying(*parts) as base, pytest.raises(AskError, match=said) as raised:
+        ask(base, timeout_s=0.2 if "no answer" in said else PATIENCE_S)
+    assert len(str(raised.value)) < 300
+    assert str(raised.value).isprintable()
+
+
+def test_an_answer_that_drips_ends_with_the_time_and_not_with_the_drip() -> None:
+    """A time-out of each byte would never pass."""
+    drip = [b"X: y\r\n"] * 90
+    with saying(HEAD, *drip, pause_s=0.05) as base, pytest.raises(AskError, match="no answer within"):
+        ask(base, timeout_s=0.2)
+
+
+def test_where_nobody_listens_is_a_clause() -> None:
+    """And what cannot be asked is not asked: no line's end gets into a request."""
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        base = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        with pytest.raises(AskError, match="refused"):
+            ask(base, timeout_s=PATIENCE_S)
+    for url in (f"{base}/a b", f"{base}/a\r\nX: y", "https://127.0.0.1/", "file:///etc/passwd", "http://"):
+        with pytest.raises(AskError, match=r"no line|no address"):
+            ask(url)
+
+
+# ---- files and commands --------------------------------------------------------------------------------
+
+
+def test_a_file_is_a_notice_and_its_text_the_reason(tmp_path: Path) -> None:
+    """An empty one, a directory and a pipe too, and nothing waits for them."""
+    path = tmp_path / "notice"
+    (source,) = sources(f"file:{path}")
+    assert source.look() is None
+    path.write_bytes(b"  maintenance\x00 \xff\nat noon " + b"x" * 100000)
+    notice = source.look()
+    assert notice is not None
+    assert notice.reason.startswith("maintenance \ufffd at noon xxx")
+    assert len(notice.reason) == MAX_SHORT
+    path.unlink()
+    makers: list[Callable[[], object]] = [path.touch, path.mkdir, lambda: os.mkfifo(path)]
+    for make in makers:
+        make()
+        assert source.look() == Notice(f"{path} is there")
+        path.rmdir() if path.is_dir() else path.unlink()
+    path.touch()
+    os.utime(path, (0, time.time() - 185))
+    aged = source.look() if boot_time() < time.time() - 200 else Notice("been there for 3 min")
+    assert aged is not None
+    assert "been there for 3 min" in aged.reason
+    os.utime(path, (0, boot_time() - 1))
+    with pytest.raises(AskError, match="older than this machine's start"):
+        source.look()
+
+
+PROGRAM = """
+import os, subprocess, sys
+if sys.argv[1] == "no": sys.exit(3)
+if sys.argv[1] == "flood": sys.stdout.write("soon\\n" + "x" * 300000)
+if sys.argv[1] == "leave": print("left", subprocess.Popen(["sleep", "1000"]).pid)
+if sys.argv[1] == "$HOME": print("as it stands; no shell")
+if sys.argv[1] == "linger":
+    print(subprocess.Popen(["sleep", "1000"]).pid, file=open(sys.argv[2], "w"), flush=True)
+    os.read(0, 1)
+    subprocess.run(["sleep", "1000"])
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """One that can be asked in several ways."""
+    path = tmp_path / "ask.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def test_a_command_is_a_notice_when_it_ends_well(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first line is the reason; no shell reads it."""
+    monkeypatch.setattr(notices, "run_command", partial(notices.run_command, timeout_s=PATIENCE_S))
+    own = f"command:{sys.executable} -I -S {shlex.quote(str(program))} "
+    looked = {word: sources(own + f"'{word}'")[0].look() for word in ("no", "flood", "$HOME", "quiet")}
+    assert looked["no"] is None
+    assert looked["flood"] == Notice("soon")
+    assert looked["$HOME"] == Notice("as it stands; no shell")
+    assert looked["quiet"] == Notice(f"{sys.executable} says so")
+    left = sources(own + "leave")[0].look()
+    assert left is not None
+    assert left.reason.startswith("left ")
+    with pytest.raises(AskError, match="cannot be started"):
+        notices.run_command([str(program.parent)])
+
+
+def test_a_command_that_does_not_end_is_killed_with_its_children(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When its time is over, which here is when it has a child."""
+    child = tmp_path / "child"
+    began = time.monotonic()
+
+    def monotonic() -> float:
+        has_child = child.exists() and child.read_text().endswith("\n")
+        return began + (1.0 if has_child or time.monotonic() > began + PATIENCE_S else 0.0)
+
+    monkeypatch.setattr(notices, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+    with pytest.raises(AskError, match="did not end in time"):
+        notices.run_command([sys.executable, "-I", "-S", str(program), "linger", str(child)], timeout_s=0.5)
+    pid = int(child.read_text())
+
+    def is_dead() -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    until(is_dead, "the command's child has ended")
+
+
+# ---- what follows --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Told:
+    """What a watch says, tells and does."""
+
+    lines: list[str] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    drained: threading.Event = field(default_factory=threading.Event)
+    drains: int = 0
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Keep an event."""
+        self.events.append({"event": kind, **fields})
+
+    def drain(self) -> None:
+        """Count it."""
+        self.drains += 1
+        self.drained.set()
+
+
+def test_a_failing_source_is_told_of_once_and_asked_on_until_it_has_a_notice() -> None:
+    """Gone, back, gone, a notice: one line about the failure, one drain, whoever else has a notice too."""
+    answers = iter(
+        [AskError("refused"), ValueError("of ours"), None, AskError("refused"), Notice("soon", 1e12)]
+    )
+    asked = threading.Event()
+
+    def look() -> Notice | None:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is not None:
+            asked.set()
+        return answer
+
+    def late() -> Notice | None:
+        asked.wait(PATIENCE_S)
+        return Notice("soon", 1e12)
+
+    told = Told()
+    both = [Source("aws", look, 0.01), Source("gcp", late, 0.01)]
+    with shutdown.watched(both, say=told.lines.append, tell=told.tell, drain=told.drain):
+        assert told.drained.wait(PATIENCE_S)
+    assert told.drains == 1
+    assert [line for line in told.lines if "refused" in line] == [
+        "--preemption-notice aws: refused. It is asked on; no more is said."
+    ]
+    (event,) = told.events
+    assert (event["event"], event["reason"], event["deadline"]) == ("preemption-notice", "soon", 1e12)
+    assert event["source"] in {"aws", "gcp"}
+    assert "soon, in " in told.lines[-1]
+    assert "leaves" in told.lines[-1]
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_a_node_with_a_notice_leaves_and_no_step_is_lost(tmp_path: Path) -> None:
+    """It commits its newest step and goes; the other two go on from there, and nobody else drains."""
+    notice = tmp_path / "notice"
+    flags = ["--snapshot-every", "1", "--save-every", "100000"]
+    with Cluster(tmp_path, nodes=3, min_nodes=2, flags=flags) as cluster:
+        cluster.start(TRAIN, "--diary", str(tmp_path), "--epochs", "1000", only=[0, 2])
+        cluster.start_node(1, flags=[f"--preemption-notice=file:{notice}"])
+        its = cluster.wait(step=5, node=1)["generation"]  # the second, where it came late
+        written = tmp_path / "notice.new"
+        written.write_text("rack 7 is switched off")
+        written.replace(notice)
+        (code,) = cluster.wait_exit(60, only=[1])
+        assert code in {75, 128 + signal.SIGTERM}, cluster.output(1)
+        (event,) = cluster.events_of(1, "preemption-notice")
+        assert event["reason"] == "rack 7 is switched off"
+        last = max(event["step"] for event in cluster.events_of(1, "step"))
+        assert cluster.events_of(1, "commit")[-1]["step"] >= last
+        resumed = cluster.wait(generation=its + 1)
+        assert resumed["lost_steps"] == 0, resumed
+        cluster.wait(step=resumed["step"] + 3, generation=its + 1)
+        assert "rack 7 is switched off" in cluster.output(1)
+        assert not cluster.events_of(0, "preemption-notice")

@@ -1,0 +1,157 @@
+"""Two checkpoints side by side, as `elastic-resume diff` tells them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_resume import constants
+from elastic_resume.cli import main
+from elastic_resume.state.diff import Comparison, Difference, compare
+from tests.support import store_samples
+from tests.unit.state.test_export import save
+from tests.unit.state.test_load import trained
+
+
+class Kept:
+    """An object that is tracked for a state of any kind."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        """Give it."""
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take it."""
+        self.state = state
+
+
+def saved(node_dir: Path, **states: Any) -> Path:
+    """Commit a checkpoint of objects with these states."""
+    return save(node_dir, 7, **{name: Kept(state) for name, state in states.items()})
+
+
+def by_name(found: Comparison) -> dict[str, Difference]:
+    """The differences by their names."""
+    return {one.name: one for one in found.differences}
+
+
+def test_the_same_state_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also under another node's name; and of a run its newest checkpoint is compared."""
+    net, optimizer = trained()
+    ours = save(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
+    other = save(tmp_path / "other" / "n1", 7, model=net, optimizer=optimizer)
+    assert not compare(ours, other).differences
+    assert main(["diff", str(tmp_path / "job"), str(other)]) == 0
+    assert "the same: 25 tensors and " in capsys.readouterr().out
+
+
+def test_every_kind_of_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By name, with its size where there is one."""
+    a = {
+        "w": torch.tensor([1.0, 2.0, 4.0]),
+        "half": torch.tensor([1.0, 2.0]),
+        "shape": torch.zeros(2),
+        "gone": torch.zeros(1),
+        "zero": torch.tensor([0.0]),
+        "nan": torch.tensor([math.nan, 1.0]),
+        "number": torch.tensor([1.0, math.nan]),
+        "int": torch.tensor([1, 2]),
+        "same": torch.tensor([math.nan, 0.0]),
+        "z": torch.tensor([1 + 1j]),
+        "e": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
+        "none": torch.zeros(0),
+    }
+    b = {
+        **a,
+        "w": torch.tensor([1.0, 2.5, 4.0]),
+        "half": torch.tensor([1.0, 2.0]).half(),
+        "shape": torch.zeros(3),
+        "zero": torch.tensor([-0.0]),
+        "nan": torch.tensor([math.nan, 1.0]),
+        "number": torch.tensor([1.0, 3.0]),
+        "int": torch.tensor([1, 5]),
+        "z": torch.tensor([1 + 3j]),
+        "e": torch.tensor([1.0, 4.0]).to(torch.float8_e4m3fn),
+    }
+    del b["gone"]
+    plain = {"lr": 0.1, "betas": (0.9, 0.99), "nan": math.nan, "names": ["x"]}
+    one = saved(tmp_path / "a", model=a, extra=plain)
+    changed = {**plain, "lr": 0.2, "betas": (0.9, 0.95), "names": ["x", "y"]}
+    two = saved(tmp_path / "b", model=b, extra=changed)
+    found = by_name(compare(one, two))
+    sizes = {name: (d.kind, d.elements, d.of, d.max_abs, round(d.max_rel, 4)) for name, d in found.items()}
+    assert sizes == {
+        "model/w": ("values", 1, 3, 0.5, 0.2),
+        "model/half": ("dtype", 0, 2, 0.0, 0.0),
+        "model/shape": ("shape", 0, 0, 0.0, 0.0),
+        "model/gone": ("only in A", 0, 0, 0.0, 0.0),
+        "model/zero": ("values", 1, 1, 0.0, 0.0),
+        "model/number": ("values", 1, 2, math.inf, math.inf),
+        "model/int": ("values", 1, 2, 3.0, 0.6),
+        "model/z": ("values", 1, 2, 2.0, 0.6667),
+        "model/e": ("values", 1, 2, 2.0, 0.5),
+        "extra/lr": ("value", 0, 0, 0.0, 0.0),
+        "extra/betas/1": ("value", 0, 0, 0.0, 0.0),
+        "extra/names/1": ("only in B", 0, 0, 0.0, 0.0),
+    }
+    assert main(["diff", str(one), str(two)]) == 1
+    said = capsys.readouterr().out
+    assert "  model/w float32[3]: 1 of 3 differ, by 0.5 at most, relative 0.2\n" in said
+    assert "  model/half: dtype float32[2] -> float16[2]; 0 of 2 differ" in said
+    assert "  model/shape: shape float32[2] -> float32[3]\n" in said
+    assert "  model/gone: only in A (float32[1])\n" in said
+    assert "  extra/lr: 0.1 -> 0.2\n" in said
+    assert said.endswith("12 differences: 12 tensors and 10 other values compared\n")
+    assert main(["diff", "--json", str(one), str(two)]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["same"]
+    assert {d["name"]: d["max_abs"] for d in told["differences"]}["model/number"] == "inf"
+
+
+def test_two_steps_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The position is told too; a few differences are shown, or all."""
+    net, optimizer = trained()
+    one = save(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
+    net.get_parameter("0.bias").data += 1
+    optimizer.param_groups[0]["lr"] = 0.5
+    two = save(tmp_path / "job" / "n0", 8, model=net, optimizer=optimizer)
+    assert set(by_name(compare(one, two))) == {
+        "position/step_in_epoch",
+        "position/step",
+        "position/samples",
+        "model/0.bias",
+        "optimizer/param_groups/0/lr",
+    }
+    assert main(["diff", str(one), str(two)]) == 1
+    assert f"A: {one} (generation 1, step 7)\n" in capsys.readouterr().out
+    many = {str(i): torch.zeros(1) for i in range(30)}
+    none = saved(tmp_path / "a", x=many), saved(tmp_path / "b", x={"0": torch.zeros(1)})
+    assert main(["diff", *map(str, none)]) == 1
+    assert "and 9 more differences; --all lists them" in capsys.readouterr().out
+    assert main(["diff", "--all", *map(str, none)]) == 1
+    assert "more" not in capsys.readouterr().out
+
+
+def test_what_cannot_be_read_is_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, as that of ``diff``, for a wrong flag too."""
+    net, optimizer = trained()
+    good = save(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
+    bad = save(tmp_path / "job" / "n0", 8, model=net, optimizer=optimizer)
+    store_samples.flip(bad / constants.STATE_FILE, -5)
+    for words, why in (
+        ([str(good), str(bad)], "do not match their digest"),
+        ([str(good), str(tmp_path / "none")], "there is nothing here"),
+        ([str(good), "--what"], "unknown flag --what|required"),
+    ):
+        assert main(["diff", *words]) == 2
+        said = capsys.readouterr().err
+        assert any(part in said for part in why.split("|"))
+        assert said.count("\n") == 1

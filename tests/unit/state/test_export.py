@@ -1,0 +1,354 @@
+"""Plain files of tensors, opened by those who know nothing of this package."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+import elastic_resume as er
+from elastic_resume import constants
+from elastic_resume.checkpoint import atomic_io, reader
+from elastic_resume.checkpoint.atomic_io import Disk
+from elastic_resume.checkpoint.manifest import Manifest, Position
+from elastic_resume.cli import main
+from elastic_resume.errors import CorruptError, MachineError, UsageError
+from elastic_resume.state import state_dict
+from elastic_resume.state.export import export
+from tests.support import store_samples
+from tests.support.images import capture
+
+
+class Net(nn.Module):
+    """Tied weights, a buffer, half precision and an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.narrow = nn.Linear(4, 3, bias=False).to(torch.bfloat16)
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.none = nn.Parameter(torch.zeros(0, 3))
+
+
+def save(node_dir: Path, step: int, **tracked: Any) -> Path:
+    """Commit a checkpoint of real objects."""
+    flat = state_dict.flatten(tracked)
+    image = capture(flat)
+    position = Position(epoch=0, step_in_epoch=step, step=step, samples=step)
+    manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton)
+    node_dir.mkdir(parents=True, exist_ok=True)
+    return store_samples.save_image(node_dir, manifest, image.memory)
+
+
+@pytest.fixture
+def net() -> Net:
+    """A model with weights of its own."""
+    torch.manual_seed(3)
+    return Net()
+
+
+@pytest.fixture
+def saved(tmp_path: Path, net: Net) -> Path:
+    """A checkpoint of a model and its optimizer after one step."""
+    optimizer = torch.optim.Adam(net.parameters())
+    net.embed.weight.grad = torch.ones_like(net.embed.weight)
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return save(tmp_path / "ckpt" / "job" / "n0", 7, model=net, optimizer=optimizer, scheduler=scheduler)
+
+
+def out(saved: Path, target: Path, **how: Any) -> None:
+    """Export with the manifest that lies beside the image."""
+    export(saved, reader.quick_check(saved, None), target, **how)
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether names, types and bits agree."""
+    return one.keys() == other.keys() and all(
+        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]) for key in one
+    )
+
+
+def test_the_safetensors_package_opens_it(saved: Path, net: Net, tmp_path: Path) -> None:
+    """Names are those of state_dict; tied weights stand under both of theirs."""
+    out(saved, tmp_path / "m.safetensors")
+    loaded = safetensors.torch.load_file(tmp_path / "m.safetensors")
+    assert equal(loaded, net.state_dict())
+
+
+def test_a_plain_model_loads_it(saved: Path, net: Net, tmp_path: Path) -> None:
+    """torch.load in its safe mode; what was tied shares its memory in the file too."""
+    out(saved, tmp_path / "m.pt", file_format="torch")
+    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert loaded["embed.weight"].data_ptr() == loaded["head.weight"].data_ptr()
+    fresh = Net()
+    fresh.load_state_dict(loaded)
+    assert equal(fresh.state_dict(), net.state_dict())
+
+
+@pytest.mark.parametrize("wrapped", ["dp", "ddp"])
+def test_a_wrapped_model_loads_it(saved: Path, net: Net, tmp_path: Path, wrapped: str) -> None:
+    """DataParallel and DDP both put ``module.`` before every name."""
+    out(saved, tmp_path / "m.pt", file_format="torch", wrapped=wrapped)
+    fresh = nn.DataParallel(Net())
+    fresh.load_state_dict(torch.load(tmp_path / "m.pt", weights_only=True))
+    assert equal(fresh.module.state_dict(), net.state_dict())
+
+
+def test_an_optimizers_tensors(saved: Path, tmp_path: Path) -> None:
+    """Nested state is named by its path."""
+    out(saved, tmp_path / "o.safetensors", name="optimizer")
+    loaded = safetensors.torch.load_file(tmp_path / "o.safetensors")
+    assert set(loaded) == {"state/1/step", "state/1/exp_avg", "state/1/exp_avg_sq"}
+
+
+def test_complex_tensors(tmp_path: Path) -> None:
+    """They come back complex in a torch file; safetensors has the smaller kind only."""
+    module = nn.Module()
+    module.register_buffer("small", torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64))
+    saved = save(tmp_path / "n0", 1, model=module)
+    out(saved, tmp_path / "m.pt", file_format="torch")
+    assert equal(torch.load(tmp_path / "m.pt", weights_only=True), module.state_dict())
+    out(saved, tmp_path / "m.safetensors")
+    module.register_buffer("large", torch.tensor([1j], dtype=torch.complex128))
+    with pytest.raises(UsageError, match="large: safetensors has no complex128; use --format torch"):
+        out(save(tmp_path / "n0", 2, model=module), tmp_path / "n.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("ema", "is not in this checkpoint"), ("scheduler", "holds no tensor")]
+)
+def test_an_object_that_cannot_be_exported(saved: Path, tmp_path: Path, name: str, why: str) -> None:
+    """The error lists those that can."""
+    with pytest.raises(UsageError, match=f"{why}; objects with tensors: model, optimizer"):
+        out(saved, tmp_path / "m.pt", name=name)
+    assert not (tmp_path / "m.pt").exists()
+
+
+def test_a_file_that_exists_is_not_replaced(saved: Path, tmp_path: Path) -> None:
+    """Unless that is asked for."""
+    target = tmp_path / "m.pt"
+    target.write_text("mine")
+    with pytest.raises(UsageError, match="--force"):
+        out(saved, target)
+    assert target.read_text() == "mine"
+    out(saved, target, force=True)
+    assert safetensors.torch.load_file(target)
+    with pytest.raises(UsageError, match="is a directory"):
+        out(saved, tmp_path, force=True)
+
+
+def test_corrupt_bytes_are_never_exported(saved: Path, tmp_path: Path) -> None:
+    """The digest is checked before a byte is written."""
+    store_samples.flip(saved / constants.STATE_FILE, -5)
+    with pytest.raises(CorruptError, match="digest"):
+        out(saved, tmp_path / "m.safetensors")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+@pytest.mark.parametrize("file_format", ["safetensors", "torch"])
+@pytest.mark.parametrize("operation", ["write", "sync_file", "rename"])
+def test_a_disk_that_fails_leaves_nothing(
+    saved: Path, tmp_path: Path, operation: str, file_format: str
+) -> None:
+    """The old file stays, and no temporary one."""
+
+    def refuse(*_: object) -> None:
+        raise MachineError("no space left")
+
+    disk = Disk()
+    setattr(disk, operation, refuse)
+    target = tmp_path / "out" / "m"
+    target.parent.mkdir()
+    target.write_text("old")
+    with pytest.raises(MachineError):
+        out(saved, target, force=True, disk=disk, file_format=file_format)
+    assert [path.name for path in target.parent.iterdir()] == ["m"]
+    assert target.read_text() == "old"
+
+
+def test_the_newest_valid_copy_of_a_run_is_taken(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which one it was is said, and which ones were not fit."""
+    newer = save(saved.parent.parent / "n1", 9, model=Net())
+    store_samples.flip(newer / constants.STATE_FILE, -5)
+    torn = save(saved.parent, 8, model=Net())
+    (torn / constants.STATE_FILE).write_bytes(b"")
+    assert main(["export", str(saved.parent.parent), str(tmp_path / "m.pth")]) == 0
+    told = capsys.readouterr()
+    assert f"model of {saved} (generation 1, step 7," in told.out
+    assert "not used:" in told.err
+    assert "digest" in told.err
+    assert torch.load(tmp_path / "m.pth", weights_only=True)
+
+
+def test_nothing_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, exit code 1."""
+    assert main(["export", str(tmp_path), str(tmp_path / "m.pt")]) == 1
+    assert "holds no valid checkpoint" in capsys.readouterr().err
+
+
+def test_dcp_loads_it(saved: Path, net: Net, tmp_path: Path) -> None:
+    """DCP itself reads it, into a bare model and a wrapped one; a directory of DCP's may be replaced."""
+    for wrapped, fresh in (("plain", Net()), ("ddp", nn.DataParallel(Net()))):
+        out(saved, tmp_path / "dcp", file_format="dcp", wrapped=wrapped, force=True)
+        state = {"model": fresh.state_dict()}
+        with pytest.warns(UserWarning, match="single process"):
+            dcp_load(state, checkpoint_id=tmp_path / "dcp")
+        fresh.load_state_dict(state["model"])
+        assert equal(state_of(fresh), net.state_dict())
+    with pytest.raises(UsageError, match="exists"):
+        out(saved, tmp_path / "dcp", file_format="dcp")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UsageError, match="is a directory"):
+        out(saved, tmp_path / "mine", file_format="dcp", force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "dcp", "mine"]
+
+
+def test_a_directory_is_replaced_in_one_step_or_refused(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file system cannot exchange two names; the old directory stays as it was."""
+    target = tmp_path / "out" / "dcp"
+    target.parent.mkdir()
+    out(saved, target, file_format="dcp")
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    monkeypatch.setattr(atomic_io, "_exchange", lambda *_: errno.EINVAL)
+    written: list[Any] = []
+    monkeypatch.setattr("elastic_resume.state.export.save", lambda *_, **__: written.append(1))
+    with pytest.raises(MachineError, match="cannot exchange two names in one step; remove it first"):
+        out(saved, target, file_format="dcp", name="optimizer", force=True)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert [path.name for path in target.parent.iterdir()] == ["dcp"]
+    assert not written  # hours of it, perhaps
+
+
+# Replaces a directory of DCP's in one child after the other, each killed behind one operation more.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from elastic_resume.checkpoint import reader as checkpoint
+from elastic_resume.checkpoint.atomic_io import Disk
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from elastic_resume.state.export import export
+
+class Doomed(Disk):
+    left = 0
+    def die(self):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def doomed(operation):
+    def done(self, *given):
+        operation(self, *given)
+        self.die()
+    return done
+
+for name in ("rename", "exchange", "unlink", "rmdir", "sync_dir"):
+    if hasattr(Disk, name):
+        setattr(Doomed, name, doomed(getattr(Disk, name)))
+
+torch.set_num_threads(1)
+saved, target = Path(sys.argv[1]), Path(sys.argv[2])
+manifest = checkpoint.quick_check(saved, None)
+for left in range(1, 1000):
+    if (pid := os.fork()) == 0:
+        Doomed.left = left
+        export(saved, manifest, target, name="optimizer", file_format="dcp", force=True, disk=Doomed())
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    held = FileSystemReader(target).read_metadata().state_dict_metadata if target.exists() else {}
+    print(os.waitstatus_to_exitcode(status), *{name.split(".")[0] for name in held}, flush=True)
+    if status == 0:
+        break
+    for path in target.parent.iterdir():
+        os.system(f"rm -r {path}")
+    export(saved, manifest, target, file_format="dcp")
+"""
+
+
+@pytest.mark.slow
+def test_a_crash_leaves_the_old_directory_or_the_new_one(saved: Path, tmp_path: Path) -> None:
+    """After each operation of the disk; never nothing."""
+    target = tmp_path / "out" / "dcp"
+    target.parent.mkdir()
+    out(saved, target, file_format="dcp")
+    words = [sys.executable, "-W", "ignore", "-c", KILLED, str(saved), str(target)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=120)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[-1:] == [["0", "optimizer"]], done.stdout + done.stderr
+    assert {code for code, *_ in lines[:-1]} == {"-9"}
+    held = [line[1:] for line in lines]
+    assert held == sorted(held), "first the old one, then the new one"
+    assert [*map(list, dict.fromkeys(map(tuple, held)))] == [["model"], ["optimizer"]]
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """A model's own names."""
+    return (model.module if isinstance(model, nn.DataParallel) else model).state_dict()
+
+
+class Recent:
+    """Holds its newest tensors in a deque, and which they are in a Counter."""
+
+    def __init__(self) -> None:
+        self.kept: Any = {"recent": deque([torch.ones(2)], 3), "counts": Counter({"a": 2})}
+
+    def state_dict(self) -> Any:
+        """Give it."""
+        return self.kept
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take it."""
+        self.kept = state
+
+
+def test_containers_of_every_kind(tmp_path: Path) -> None:
+    """er.load gives a deque and a Counter back as such; a torch file gets what its safe reader takes."""
+    saved = save(tmp_path / "n0", 1, own=Recent())
+    loaded = er.load(saved, "own")
+    assert (type(loaded["recent"]), loaded["recent"].maxlen, type(loaded["counts"])) == (deque, 3, Counter)
+    assert loaded["recent"][0].tolist() == [1, 1]
+    out(saved, tmp_path / "all.pt", name=None, file_format="torch")
+    plain = torch.load(tmp_path / "all.pt", weights_only=True)["own"]
+    assert (plain["recent"][0].tolist(), plain["counts"]) == ([1, 1], {"a": 2})
+    out(saved, tmp_path / "own.safetensors", name="own")
+    assert list(safetensors.torch.load_file(tmp_path / "own.safetensors")) == ["recent/0"]
+
+
+def test_everything_at_once(
+    saved: Path, net: Net, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All objects and the position, as a script of its own would have saved them."""
+    assert main(["export", "--all", "--for", "ddp", str(saved), str(tmp_path / "all.pt")]) == 0
+    assert f"all of {saved}" in capsys.readouterr().out
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert (loaded["epoch"], loaded["step"]) == (0, 7)
+    wrapped = nn.DataParallel(Net())
+    wrapped.load_state_dict(loaded["model"])
+    assert equal(wrapped.module.state_dict(), net.state_dict())
+    optimizer = torch.optim.Adam(wrapped.parameters())
+    optimizer.load_state_dict(loaded["optimizer"])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1).load_state_dict(loaded["scheduler"])
+    assert main(["export", "--all", "--format", "dcp", str(saved), str(tmp_path / "all")]) == 0
+    held = FileSystemReader(tmp_path / "all").read_metadata().state_dict_metadata
+    assert {name.split(".")[0] for name in held} == {"model", "optimizer", "scheduler", "epoch", "step"}
+    assert main(["export", "--all", str(saved), str(tmp_path / "all.safetensors")]) == 1
+    assert "safetensors holds tensors and nothing else" in capsys.readouterr().err

@@ -1,0 +1,402 @@
+"""From live objects to named tensors and back."""
+
+from __future__ import annotations
+
+import copy
+import datetime as dt
+import re
+import warnings
+from collections import OrderedDict, deque
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
+from elastic_resume.state import load_state, state_dict
+from elastic_resume.state.tensor_buffer import Image
+from tests.support.images import capture
+
+
+class Box:
+    """Anything with state_dict and load_state_dict."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the value."""
+        self.value = state["value"]
+
+
+def carry(source: dict[str, Any], target: dict[str, Any]) -> Image:
+    """Save ``source`` into an image and load that into ``target``."""
+    flat = state_dict.flatten(state_dict.collect(source))
+    image = capture(flat)
+    load_state.load(state_dict.collect(target), flat.skeleton, image.tensor)
+    return image
+
+
+def trained(seed: int = 0) -> dict[str, Any]:
+    """A small model whose optimizer and scheduler have moved."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def test_model_optimizer_and_scheduler_come_back_bit_for_bit() -> None:
+    """After loading, one more step gives the same weights."""
+    first, second = trained(0), trained(1)
+    carry(first, second)
+    for objects in (first, second):
+        torch.manual_seed(9)
+        objects["optimizer"].zero_grad()
+        objects["model"](torch.randn(5, 4)).sum().backward()
+        objects["optimizer"].step()
+        objects["scheduler"].step()
+    for a, b in zip(first["model"].state_dict().values(), second["model"].state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert first["scheduler"].state_dict() == second["scheduler"].state_dict()
+
+
+def test_loaded_tensors_do_not_live_in_the_image() -> None:
+    """An optimizer that kept views would change with the next save's image, and keep it from being freed."""
+    first, second = trained(0), trained(1)
+    image = carry(first, second)
+    before = copy.deepcopy(second["optimizer"].state_dict()["state"][0]["exp_avg"])
+    image.memory[len(image.layout.header) :] = bytes(len(image.memory) - len(image.layout.header))
+    assert torch.equal(second["optimizer"].state_dict()["state"][0]["exp_avg"], before)
+    assert first["model"][0].weight.abs().sum() == second["model"][0].weight.abs().sum() != 0
+
+
+def test_names_carry_no_wrapper_and_either_form_loads_the_other() -> None:
+    """torchtitan#961: checkpoints full of module. and _orig_mod."""
+    bare = nn.Sequential(nn.Linear(3, 3))
+    wrapped = nn.DataParallel(compiled(nn.Sequential(nn.Linear(3, 3))))
+    names = {leaf.name for leaf in state_dict.flatten(state_dict.collect({"model": wrapped})).leaves}
+    assert names == {"model/0.weight", "model/0.bias"}
+    carry({"model": bare}, {"model": wrapped})
+    inner = state_dict.unwrap(wrapped)
+    assert torch.equal(linear(inner, "0").weight, linear(bare, "0").weight)
+
+
+def test_a_compiled_block_inside_a_model_leaves_no_trace_in_names() -> None:
+    """torch.compile on a part puts _orig_mod in the middle of a name."""
+    model = nn.Sequential(nn.Linear(2, 2), compiled(nn.Linear(2, 2)))
+    names = {leaf.name for leaf in state_dict.flatten({"model": model}).leaves}
+    assert names == {"model/0.weight", "model/0.bias", "model/1.weight", "model/1.bias"}
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    carry({"model": model}, {"model": plain})
+    assert torch.equal(linear(plain, "1").weight, model.state_dict()["1._orig_mod.weight"])
+
+
+def test_a_module_that_is_called_module_keeps_its_name() -> None:
+    """AveragedModel holds its copy under module.; only DDP's and DataParallel's prefix is taken off."""
+    average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    names = {leaf.name for leaf in state_dict.flatten({"ema": average}).leaves}
+    assert names == {"ema/module.weight", "ema/module.bias", "ema/n_averaged"}
+
+
+def test_tied_weights_are_stored_once() -> None:
+    """Two names, one tensor, and both come back."""
+    model, other = (
+        nn.Sequential(OrderedDict[str, nn.Module](a=nn.Linear(3, 3), b=nn.Linear(3, 3))) for _ in range(2)
+    )
+    for one in (model, other):
+        linear(one, "b").weight = linear(one, "a").weight
+    flat = state_dict.flatten({"model": model})
+    assert [leaf.name for leaf in flat.leaves if "weight" in leaf.name] == ["model/a.weight"]
+    carry({"model": model}, {"model": other})
+    assert torch.equal(linear(other, "b").weight, linear(model, "a").weight)
+
+
+def test_parameters_and_optimizer_are_replicated_and_buffers_are_not() -> None:
+    """Only what data-parallel training keeps equal must be equal."""
+    kinds = {leaf.name: leaf.kind for leaf in state_dict.flatten(state_dict.collect(trained())).leaves}
+    assert kinds["model/0.weight"] == kinds["optimizer/state/0/exp_avg"] == state_dict.REPLICATED
+    assert kinds["model/1.running_mean"] == state_dict.BUFFER
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).view(2, 3).t(),
+        torch.tensor(3.5),
+        torch.empty(0, 4),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.ones(3, dtype=torch.float16),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]),
+        torch.zeros(2, dtype=torch.int8).expand(3, 2),
+        torch.ones(2, dtype=torch.float8_e4m3fn),
+        torch.tensor([2**63], dtype=torch.uint64),
+    ],
+    ids=lambda t: f"{t.dtype}{list(t.shape)}",
+)
+def test_tensors_of_every_kind_come_back(tensor: Tensor) -> None:
+    """Strided, 0-d, empty, half, bool, complex, expanded."""
+    target = Box()
+    carry({"box": Box({"t": tensor})}, {"box": target})
+    assert target.value["t"].dtype == tensor.dtype
+    assert target.value["t"].shape == tensor.shape
+    assert torch.equal(target.value["t"].to(torch.complex128), tensor.to(torch.complex128))
+
+
+def quantised() -> Tensor:
+    """Make a quantised tensor; torch has begun to deprecate them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """Wrap as torch.compile does."""
+    return cast("nn.Module", torch.compile(model, backend="eager"))
+
+
+def linear(model: nn.Module, name: str) -> nn.Linear:
+    """Give a layer, typed."""
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60)
+@given(PLAIN, st.integers(0, 3))
+def test_arbitrary_nested_state_comes_back(value: Any, tensors: int) -> None:
+    """Plain data and tensors nested in any way; keys 1 and "1" stay apart."""
+    target = Box()
+    held = [torch.full((2,), float(i)) for i in range(tensors)]
+    carry({"box": Box({"plain": value, "tensors": held, 1: held[:1], "1": held[1:2]})}, {"box": target})
+    assert target.value["plain"] == value
+    assert type(target.value["plain"]) is type(value)
+    assert len(target.value["tensors"]) == tensors
+    assert all(torch.equal(a, b) for a, b in zip(target.value["tensors"], held, strict=True))
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """A tensor of any dtype and shape, whole or a strided part of another."""
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    made = torch.arange(4 ** len(shape)).reshape([4] * len(shape)).to(draw(st.sampled_from(DTYPES)))
+    made = made[tuple(slice(0, size) for size in shape)]
+    return made.t() if made.dim() == 2 and draw(st.booleans()) else made
+
+
+def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """``leaf`` in any nest of what typed JSON knows."""
+    return st.recursive(
+        leaf,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.lists(inner, max_size=3).map(tuple)
+            | st.lists(inner, max_size=3).map(lambda items: deque(items, maxlen=5))
+            | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+            | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict)
+        ),
+        max_leaves=8,
+    )
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two nests are of the same types and values, tensors bit for bit."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        prints = [
+            state_dict.fingerprints([state_dict.Leaf("", part, state_dict.OTHER)]) for part in (one, other)
+        ]
+        return prints[0] == prints[1]
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+@settings(max_examples=100, deadline=None)
+@given(nested(tensors() | st.none() | st.floats(allow_nan=False) | st.binary(max_size=3)))
+def test_tensors_come_back_from_any_nest(value: Any) -> None:
+    """Types, order, dtypes, shapes and bits."""
+    target = Box()
+    carry({"box": Box(value)}, {"box": target})
+    assert alike(target.value, value)
+
+
+class Odd:
+    """What nobody can store."""
+
+
+UNFIT = {
+    "tests.unit.state.test_state_dict.Odd": Odd(),
+    "layout torch.sparse_coo": torch.eye(2).to_sparse(),
+    "builtin_function_or_method": print,
+    "meta device": torch.empty(2, device="meta"),
+    "datetime.date": dt.date(2020, 1, 1),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([list, tuple, dict, OrderedDict, deque]), max_size=5),
+    st.sampled_from(list(UNFIT)),
+)
+def test_what_does_not_fit_is_refused_wherever_it_lies_by_path_and_type(around: list[Any], told: str) -> None:
+    """The last place of the path is where it is."""
+    value: Any = UNFIT[told]
+    for kind in around:
+        value = kind({"inner": value}) if kind in {dict, OrderedDict} else kind([0, value])
+    steps = ["inner" if kind in {dict, OrderedDict} else "1" for kind in reversed(around)]
+    with pytest.raises(UntrackableError) as caught:
+        state_dict.flatten({"box": Box(value)})
+    path, _, reason = str(caught.value).partition(": ")
+    assert re.findall(r"\w+", path) == ["box", "value", *steps]
+    assert told in reason
+
+
+def test_numpy_arrays_and_scalars_come_back_as_such() -> None:
+    """RNG states of numpy hold them."""
+    target = Box()
+    carry({"box": Box({"a": np.arange(4, dtype=np.uint32), "s": np.float64(2.5)})}, {"box": target})
+    assert isinstance(target.value["a"], np.ndarray)
+    assert target.value["a"].tolist() == [0, 1, 2, 3]
+    assert isinstance(target.value["s"], np.float64)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (object(), "value"),
+        ({"deep": [1, lambda: 0]}, "deep"),
+        (torch.eye(2).to_sparse(), "layout"),
+        (torch.empty(2, device="meta"), "meta device"),
+        (nn.LazyLinear(2).weight, "lazy"),
+        (quantised(), "qint8"),
+    ],
+    ids=["object", "function", "sparse", "meta", "lazy", "quantised"],
+)
+def test_what_cannot_be_stored_is_named_by_path_and_reason(value: Any, told: str) -> None:
+    """Refused, with the place where it was found."""
+    with pytest.raises(UntrackableError, match=told) as caught:
+        state_dict.flatten({"box": Box(value)})
+    assert "box" in str(caught.value)
+
+
+def test_an_optimizer_or_a_scheduler_of_another_kind_is_refused() -> None:
+    """Torch itself takes their state, and fails at the first step or goes on otherwise."""
+    model = nn.Linear(2, 2)
+    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.optim.lr_scheduler.StepLR(adam, 3)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 3)
+    with pytest.raises(MismatchError, match=r"optimizer/param_groups/0: has .*momentum.* now, .*betas"):
+        carry({"optimizer": adam}, {"optimizer": sgd})
+    with pytest.raises(MismatchError, match=r"scheduler: has T_max.* now, gamma.*CosineAnnealingLR"):
+        carry({"scheduler": step}, {"scheduler": cosine})
+    carry({"optimizer": adam, "scheduler": step}, {"optimizer": adam, "scheduler": step})
+
+
+def test_a_buffer_into_which_nothing_can_be_loaded_is_refused_at_once() -> None:
+    """Not at the first resume, when it would be too late."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("grid", torch.zeros(1, 4).expand(3, 4))
+    with pytest.raises(UntrackableError, match=r"model/grid: .*clone\(\)"):
+        state_dict.flatten({"model": model})
+
+
+def test_state_that_contains_itself_is_refused() -> None:
+    """A cycle ends in an error, not in a crash."""
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(UntrackableError, match="box"):
+        state_dict.flatten({"box": Box(loop)})
+
+
+def test_every_differing_name_is_listed_with_both_shapes_and_nothing_is_changed() -> None:
+    """A model of other shapes than the checkpoint's."""
+    big, small = (
+        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)),
+        nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)),
+    )
+    flat = state_dict.flatten({"model": big})
+    image = capture(flat)
+    before = copy.deepcopy(small.state_dict())
+    with pytest.raises(MismatchError) as caught:
+        load_state.load({"model": small}, flat.skeleton, image.tensor)
+    for line in (
+        "model/0.weight: float32[6, 4] in the model, float32[8, 4] in the checkpoint",
+        "model/0.bias: float32[6] in the model, float32[8] in the checkpoint",
+        "model/1.weight: float32[2, 6] in the model, float32[2, 8] in the checkpoint",
+    ):
+        assert line in str(caught.value)
+    assert all(torch.equal(before[key], value) for key, value in small.state_dict().items())
+
+
+def test_objects_missing_on_either_side_are_told() -> None:
+    """One tracked then and not now, and the other way round."""
+    flat = state_dict.flatten(state_dict.collect({"model": nn.Linear(1, 1), "ema": Box(1)}))
+    with pytest.raises(MismatchError, match=r"teacher: tracked now[\s\S]*ema: in the checkpoint"):
+        load_state.load(
+            state_dict.collect({"model": nn.Linear(1, 1), "teacher": Box(1)}),
+            flat.skeleton,
+            capture(flat).tensor,
+        )
+
+
+def test_dictionaries_give_several_objects_their_names() -> None:
+    """A GAN's two models; clashes and objects without state are refused."""
+    tracked = state_dict.collect({"model": {"g": nn.Linear(1, 1), "d": nn.Linear(1, 1)}, "scaler": None})
+    assert list(tracked) == ["model.g", "model.d"]
+    with pytest.raises(ConfigError, match="two objects"):
+        state_dict.collect({"model": {"g": Box()}, "model.g": Box()})
+    with pytest.raises(UntrackableError, match=r"rate: float has no state_dict"):
+        state_dict.collect({"rate": 0.5})
+
+
+def test_fingerprints_tell_values_shapes_and_dtypes_apart() -> None:
+    """Equal bytes under another shape are another state."""
+
+    def prints(tensor: Tensor) -> str:
+        return state_dict.combined(
+            state_dict.fingerprints([state_dict.Leaf("t", tensor, state_dict.REPLICATED)])
+        )
+
+    kept = {
+        prints(t)
+        for t in (torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.ones(4))
+    }
+    assert len(kept) == 4
+    assert prints(torch.arange(6).view(2, 3).t()) == prints(torch.arange(6).view(2, 3).t().contiguous())

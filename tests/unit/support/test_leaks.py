@@ -1,0 +1,25 @@
+"""Only the reports of leaks are taken out of what a process has printed."""
+
+from __future__ import annotations
+
+from tests.support.leaks import without_leaks
+
+REPORT = """\
+nanobind: leaked 1 instances!
+ - leaked instance 0x151fb0042ba0 of type "triton._C.libtriton.ir.context"
+nanobind: leaked 3 types!
+ - leaked type "VecLib"
+ - ... skipped remainder
+nanobind: leaked 5 functions!
+ - leaked function "__init__"
+nanobind: this is likely caused by a reference counting issue in the binding code.
+See https://nanobind.readthedocs.io/en/latest/refleaks.html
+"""
+
+
+def test_reports_of_leaks_are_left_out_and_nothing_else() -> None:
+    """Neither what a script says of leaks, nor an empty line."""
+    said = "a word\n\nWARNING: a worker leaked 3 types\n - an item\n"
+    assert without_leaks(REPORT) == ""
+    assert without_leaks(said) == said
+    assert without_leaks(f"a word\n{REPORT}another, without an end") == "a word\nanother, without an end"

@@ -1,0 +1,235 @@
+"""Failpoints: what can be armed, whom it hits, and that it hits once, whichever process comes first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_resume import constants, failpoints
+from elastic_resume.errors import ConfigError
+from elastic_resume.testing.triggers import Arming
+from tests.integration.test_launcher_shim import wait_for
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Variables that are taken back, and failpoints with them."""
+    yield monkeypatch
+    monkeypatch.undo()
+    failpoints.arm()
+
+
+@pytest.fixture
+def arming(environ: pytest.MonkeyPatch, tmp_path: Path) -> Arming:
+    """A laboratory that this process is in, as rank 1 of node n2."""
+    made = Arming(tmp_path / "faults")
+    for name, value in {**made.env, "RANK": "1", constants.ENV_NODE_NAME: "n2"}.items():
+        environ.setenv(name, value)
+    failpoints.arm()
+    return made
+
+
+def status_of(child: Callable[[], object]) -> int:
+    """How a forked process ends that does this: its exit code, or less than 0 for a signal."""
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            child()
+            os._exit(0)
+        os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize(
+    ("action", "status"),
+    [
+        ("kill", -signal.SIGKILL),
+        ("exit:7", 7),
+        ("exit", 1),
+        ("raise", 99),
+        ("raise:ValueError", 99),
+        ("delay:0.01", 0),
+        ("kill@2", 0),
+        ("kill;rank=0", 0),
+        ("kill;rank=1", -signal.SIGKILL),
+        ("kill;node=n1", 0),
+        ("kill;node=n2;rank=1", -signal.SIGKILL),
+        ("kill;step=20", 0),
+        ("kill;step=19", -signal.SIGKILL),
+        ("do:nothing-by-that-name", 0),
+        ("do:end", 5),
+    ],
+)
+def test_an_action_is_done_to_whom_it_concerns(
+    environ: pytest.MonkeyPatch, arming: Arming, action: str, status: int
+) -> None:
+    """At step 19, by rank 1 on node n2, in a process of its own; from variable and list alike."""
+    failpoints.offer("end", lambda: os._exit(5))
+    mark = arming.arm(f"step={action}", once="")
+    assert status_of(lambda: failpoints.hit("step", 19)) == status
+    assert status_of(lambda: failpoints.hit("other", 19)) == 0
+    arming.disarm(mark)
+    assert status_of(lambda: failpoints.hit("step", 19)) == 0
+    environ.setenv(constants.ENV_FAILPOINTS, f"step={action}")
+    failpoints.arm()
+    assert status_of(lambda: failpoints.hit("step", 19)) == status
+
+
+def test_what_is_armed_while_a_process_runs_hits_it_once_and_no_later_one(arming: Arming) -> None:
+    """The mark outlives who was hit, and tells who it was. Other points do not disturb it."""
+    failpoints.hit("step", 1)
+    mark = arming.arm("step=raise:KeyError", step=3)
+    other = arming.arm("commit=raise:KeyError", node="n1")
+    failpoints.hit("step", 2)
+    assert arming.fired(mark) is None
+    with pytest.raises(KeyError):
+        failpoints.hit("step", 4)
+    failpoints.hit("step", 5)
+    assert status_of(lambda: failpoints.hit("step", 6)) == 0
+    fired = arming.fired(mark)
+    assert fired is not None
+    assert (fired["pid"], fired["node"], fired["rank"]) == (os.getpid(), "n2", "1")
+    assert arming.fired(other) is None
+
+
+def test_what_lasts_hits_the_process_that_was_the_first_for_its_time(
+    arming: Arming, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow rank is slow at each step, and its successor is not."""
+    now = 100.0
+    monkeypatch.setattr(failpoints, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    arming.arm("step=raise:KeyError", for_=0.2)
+    for since_s in (0.0, 0.1, 0.19):
+        now = 100.0 + since_s
+        with pytest.raises(KeyError):
+            failpoints.hit("step")
+    failpoints.arm()  # as its successor does
+    failpoints.hit("step")
+
+
+def test_what_lasts_ends(arming: Arming, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When its time is over, though it is still armed."""
+    now = 100.0
+    monkeypatch.setattr(failpoints, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    arming.arm("step=raise:KeyError", for_=0.2)
+    with pytest.raises(KeyError):
+        failpoints.hit("step")
+    now = 100.3
+    failpoints.hit("step")
+
+
+def test_a_process_that_waits_at_a_point_is_seen_and_goes_on_when_it_may(
+    arming: Arming, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that anything at all can be done in the midst of a commit."""
+    monkeypatch.setattr(failpoints, "WAIT_S", 600.0)  # it is not for that that it goes on
+    mark = arming.arm("commit=wait")
+    thread = threading.Thread(target=failpoints.hit, args=("commit",))
+    thread.start()
+    wait_for(lambda: arming.waits(mark), "the point to be reached")
+    assert thread.is_alive()
+    arming.release(mark)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_bit_of_what_passes_can_be_flipped(arming: Arming) -> None:
+    """In a copy: what is sent from is not touched."""
+    data = b"abcdef"
+    assert failpoints.passing("wire.line", data) is data
+    arming.arm("wire.line=flip")
+    assert failpoints.passing("wire.line", data) == b"abceef"
+    assert failpoints.passing("wire.line", data) is data
+    assert data == b"abcdef"
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.5])
+def test_a_thread_that_holds_the_interpreter_stops_all_others(
+    arming: Arming, monkeypatch: pytest.MonkeyPatch, late_s: float
+) -> None:
+    """Python's own threads, that is, however late it begins to; a signal does not end it."""
+    arming.arm("step=hold-gil:0.3")
+    block = signal.pthread_sigmask
+
+    def late(*how: Any) -> None:
+        time.sleep(late_s)
+        block(*how)
+
+    def child() -> None:
+        monkeypatch.setattr(signal, "pthread_sigmask", late)
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        moments = [time.monotonic()]
+
+        def note() -> None:
+            while moments[-1] < moments[0] + 5:
+                moments.append(time.monotonic())
+                time.sleep(0.001)
+
+        threading.Thread(target=note, daemon=True).start()
+        failpoints.hit("step")
+        gap = max(b - a for a, b in zip(moments, [*moments[1:], time.monotonic()], strict=True))
+        os._exit(42 if gap > 0.25 else 0)
+
+    assert status_of(child) == 42
+
+
+def test_memory_that_nothing_bounds_is_not_used_up_for_real(
+    arming: Arming, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends as the kernel would end it, and says that it was not the kernel."""
+    monkeypatch.setattr("elastic_resume.schedulers.resources.Group.used", lambda _: None)
+    arming.arm("step=out-of-memory:10000000")
+    assert status_of(lambda: failpoints.hit("step")) == -signal.SIGKILL
+    assert "no control group bounds it" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step",
+        "step=explode",
+        "step=exit:x",
+        "step=kill@x",
+        "step=kill;rank",
+        "step=kill;where=1",
+        "a=delay:s",
+    ],
+)
+def test_what_cannot_be_read_is_refused(environ: pytest.MonkeyPatch, text: str) -> None:
+    """By name, with what may be written."""
+    environ.setenv(constants.ENV_FAILPOINTS, f"other=kill,{text}")
+    if text == "step=kill;rank":  # an empty condition is none
+        failpoints.arm()
+        return
+    with pytest.raises(ConfigError, match=r"cannot read .*commit\.before-rename=kill"):
+        failpoints.arm()
+
+
+def test_nothing_armed_costs_nothing(environ: pytest.MonkeyPatch) -> None:
+    """No file is looked at, and nothing is remembered."""
+    environ.delenv(constants.ENV_FAULTS_DIR, raising=False)
+    failpoints.arm()
+    environ.setattr(Path, "stat", lambda *_: pytest.fail("a file was looked at"))
+    failpoints.hit("step", 3)
+    assert failpoints.passing("wire.line", b"x") == b"x"
+
+
+def test_every_point_of_the_source_is_known_to_plans() -> None:
+    """A phase is named in a plan by a point that exists, and on the right side."""
+    from elastic_resume.testing import faults  # noqa: PLC0415
+
+    package = Path(failpoints.__file__).parent
+    text = {path: path.read_text() for path in package.rglob("*.py") if path.parent != package}
+    for point in (*faults.IN_WORKER, *faults.IN_AGENT):
+        assert any(f'hit("{point}")' in source for source in text.values()), point
