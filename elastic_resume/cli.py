@@ -60,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     subparsers.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)
     # What follows its own flags is for `run`, so it is taken apart by itself.
     subparsers.add_parser("chaos", help="run a job on simulated nodes, break them by a plan", add_help=False)
-    for part in (commands, diff, doctor, status, force_quorum):
+    commands.register_diff(subparsers)
+    for part in (commands, doctor, status, force_quorum):
         part.register(subparsers)
     return parser
 
