@@ -174,14 +174,14 @@ def _excuses(pulse: Pulse, patience: Patience) -> bool:
 COLLECTIVE, BACKWARD, OPTIMIZER, DATA = "collective", "backward", "optimizer", "data"
 # Of frames that are not the user's, from the innermost one on; the first that matches tells.
 _KINDS = (
-    (re.compile(r"/torch/distributed/|/elastic_resume/worker/(world|transfer)\.py$"), COLLECTIVE),
+    (re.compile(r"/torch/distributed/|/elastic_resume/restore/(collectives|transfer)\.py$"), COLLECTIVE),
     (re.compile(r"/torch/autograd/|/torch/_tensor\.py$"), BACKWARD),
     (re.compile(r"/torch/optim/"), OPTIMIZER),
     (re.compile(r"/torch/utils/data/"), DATA),
 )
 _LIBRARY = re.compile(
     r"^<frozen|/lib(64)?/python3[^/]*/|/(site|dist)-packages/"
-    r"|/elastic_resume/(agent|policy|store|worker)/\w+\.py$"
+    r"|/elastic_resume/(agent|capture|checkpoint|data|policy|restore|snapshot|state|training)/(\w+/)?\w+\.py$"
 )
 _IDLE_SHARE = 0.5  # of a core: below it a thread in backward() rather waits than computes
 

@@ -25,7 +25,7 @@ from elastic_resume.checkpoint.writer import Writer
 from elastic_resume.errors import ConfigError, MachineError, NodeTakenError, RecordError, UsageError
 from tests.support.store_samples import RUN, image, manifest, save
 
-TESTS = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 POINTS = [
     "commit.before-data",
     "commit.after-data",
@@ -44,7 +44,7 @@ def python(code: str, *arguments: str, **variables: str) -> subprocess.Popen[str
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(TESTS), **variables},
+        env={**os.environ, "PYTHONPATH": str(SUPPORT), **variables},
     )
 
 

@@ -21,7 +21,6 @@ from elastic_resume.policy.incidents import BOUNDS_S, KEPT, Tally
 from elastic_resume.rendezvous.core.events import Heard
 from elastic_resume.rendezvous.core.quorum import Incarnation, World
 from elastic_resume.rendezvous.core.status import News, Pulse, Tidings
-from elastic_resume.rendezvous.net import status as looking
 from elastic_resume.rendezvous.status_view import View
 from elastic_resume.report import status as asking
 from elastic_resume.report.status import MAX_NODES, fitting, screen
@@ -564,8 +563,8 @@ def test_a_document_of_another_form_is_no_answer(
     monkeypatch: pytest.MonkeyPatch, odd: dict[str, Any]
 ) -> None:
     """Whoever gives it holds the key, and is asked no further."""
-    monkeypatch.setattr(looking, "ask", lambda *_, **__: json.dumps({**said(), **odd}).encode())
+    monkeypatch.setattr(asking, "ask", lambda *_, **__: json.dumps({**said(), **odd}).encode())
     with pytest.raises(RendezvousLostError, match=r"not one of ours|in version"):
         asking.Job("job", b"", ["a:1"]).ask()
-    monkeypatch.setattr(looking, "ask", lambda *_, **__: json.dumps(said()).encode())
+    monkeypatch.setattr(asking, "ask", lambda *_, **__: json.dumps(said()).encode())
     assert asking.Job("job", b"", ["a:1"]).ask()["leads"]
