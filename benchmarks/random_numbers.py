@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from elastic_resume.data import rng
-from elastic_resume.data.seeded_dataset import Indices, marked
+from elastic_resume.data.seeded_dataset import SeededIndices, attach_epoch
 
 TARGET_US = 50.0
 REPETITIONS = 30
@@ -46,12 +46,12 @@ def main() -> None:
     cost = least_us(boundary, 100)
     print(f"a step's boundary and its next batch: {cost:.1f} us; target: at most {TARGET_US:.0f} us")
     print(f"  with torch.manual_seed instead: {2 * least_us(lambda: torch.manual_seed(1), 20):.0f} us more")
-    print(f"a sample: {least_us(lambda: rng.seed_host(rng.mix(1, 2, 3)), 100):.1f} us")
+    print(f"a sample: {least_us(lambda: rng.seed_cpu_generators(rng.mix_words(1, 2, 3)), 100):.1f} us")
     plain = torch.randperm(INDICES).tolist()
     kinds: dict[str, Callable[[], list[int]]] = {
         "a list": lambda: list(plain),
-        "as of GlobalBatches": lambda: Indices(plain, 3, 4),
-        "as of an ElasticSampler": lambda: list[int](marked(plain, 3, 4)),
+        "as of GlobalBatches": lambda: SeededIndices(plain, 3, 4),
+        "as of an ElasticSampler": lambda: list[int](attach_epoch(plain, 3, 4)),
     }
     for name, make in kinds.items():
         made = make()

@@ -221,7 +221,7 @@ def summary(row: str, system: str, incidents: list[Incident]) -> dict[str, Any]:
         result[name] = {"median": statistics.median(seconds), "p95": p95, "worst": max(seconds)}
     recovered = [incident for incident in incidents if not incident.never]
     result["recovered"] = len(recovered)
-    result["lost_steps"] = max((incident.lost_steps or 0 for incident in recovered), default=None)
+    result["recomputed_steps"] = max((incident.lost_steps or 0 for incident in recovered), default=None)
     result["phases"] = {
         name: statistics.median([incident.phases[name] for incident in recovered])
         for name in (PHASES if recovered else ())
@@ -242,7 +242,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         for name in names:
             line += f"{seconds(row[name]['median']):>9}{seconds(row[name]['p95']):>7}"
         ratio = row["step"]["median"] / ours.get(row["killed"], math.nan)
-        lost = "" if row["lost_steps"] is None else str(row["lost_steps"])
+        lost = "" if row["recomputed_steps"] is None else str(row["recomputed_steps"])
         yield line + f"{seconds(ratio, 1):>16}{lost:>7}"
     yield "\nWhere the time goes; a phase ends when the last rank is through (medians; they need not add up):"
     yield f"{'killed':10}{'system':10}" + "".join(f"{name:>9}" for name in PHASES)

@@ -44,19 +44,19 @@ from typing import Any
 import psutil
 
 from elastic_resume.rendezvous.core.events import (
-    BeginWorld,
     Effect,
     JoinRequested,
-    Memory,
+    KillWorkers,
+    PersistentState,
     RestartWorkers,
     Settings,
-    StopWorkers,
+    StartWorkers,
 )
-from elastic_resume.rendezvous.core.messages import Join
+from elastic_resume.rendezvous.core.messages import JoinSpec
 from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.net import protocol
-from elastic_resume.rendezvous.net.durable_state import Record
-from elastic_resume.rendezvous.net.server import Node, allow_descriptors
+from elastic_resume.rendezvous.net.durable_state import DurableStateFile
+from elastic_resume.rendezvous.net.server import RendezvousServer, raise_descriptor_limit
 
 LIMIT_S = 60.0
 CALM_S = 3.0
@@ -90,12 +90,12 @@ ROWS = [
 ]
 
 
-class Unwritten(Record):
+class Unwritten(DurableStateFile):
     """A record that forgets: what a member costs without its disk."""
 
-    def write(self, memory: Memory) -> None:
+    def write(self, state: PersistentState) -> None:
         """Keep it in memory."""
-        self.memory = memory
+        self.memory = state
 
 
 class Shared(ThreadPoolExecutor):
@@ -124,20 +124,20 @@ class Traffic:
 
     def count(self) -> None:
         """Count from now on, in this process."""
-        line_of = protocol.line_of
+        line_of = protocol.encode_line
 
-        def counted(stamp: Any, body: bytes) -> bytes:
-            line = line_of(stamp, body)
+        def counted(header: Any, body: bytes) -> bytes:
+            line = line_of(header, body)
             kind = body[8 : body.index(b'"', 8)].decode()
             self.lines[kind] += 1
             self.bytes[kind] += len(line)
             return line
 
-        protocol.line_of = counted
+        protocol.encode_line = counted
 
     def take(self, members: int) -> dict[str, float]:
         """Say what was sent per member since the last time, heartbeats apart, and begin again."""
-        beats, beat_bytes = self.lines.pop("Beat", 0), self.bytes.pop("Beat", 0)
+        beats, beat_bytes = self.lines.pop("Heartbeat", 0), self.bytes.pop("Heartbeat", 0)
         said = {
             "messages": sum(self.lines.values()) / members,
             "kilobytes": sum(self.bytes.values()) / members / 1e3,
@@ -158,33 +158,33 @@ class Member:
         self.generation = 0
         self.rank = -1
         address = crowd.addresses[index]
-        self.join = JoinRequested(Join(address, WORKERS, index))
-        self.node = Node(
+        self.join = JoinRequested(JoinSpec(address, WORKERS, index))
+        self.node = RendezvousServer(
             crowd.settings,
             Incarnation(f"node{index:05}", secrets.token_hex(8), address, index if index < 3 else None),
             listener=crowd.listeners[index],
             run_id="benchmark",
             token=TOKEN,
-            record=crowd.record(index),
-            carry_out=self.carry_out,
+            state_file=crowd.record(index),
+            on_effect=self.carry_out,
         )
-        self.node._disk = crowd.writers  # noqa: SLF001  not a thing to choose in a job
+        self.node._disk_thread = crowd.writers  # noqa: SLF001  not a thing to choose in a job
 
     async def start(self) -> None:
         """Start, and ask for a world."""
         await self.node.open()
-        self.node.happen(self.join)
+        self.node.handle_event(self.join)
 
     def carry_out(self, effect: Effect) -> None:
         """Note worlds; ask for the next as soon as one is over."""
-        if isinstance(effect, BeginWorld):
+        if isinstance(effect, StartWorkers):
             self.generation, self.rank = effect.generation, effect.rank
             self.crowd.begun[effect.generation].add(self.index)
             self.crowd.changed.set()
-        elif isinstance(effect, (RestartWorkers, StopWorkers)):
+        elif isinstance(effect, (RestartWorkers, KillWorkers)):
             self.crowd.told[effect.generation].add(self.index)
             self.crowd.changed.set()
-            asyncio.get_running_loop().call_soon(self.node.happen, self.join)
+            asyncio.get_running_loop().call_soon(self.node.handle_event, self.join)
 
     def fall_silent(self) -> None:
         """Keep every connection open and say nothing more."""
@@ -206,13 +206,13 @@ class Crowd:
         self.traffic = Traffic()
         self.members: dict[int, Member] = {}
 
-    def record(self, index: int) -> Record:
+    def record(self, index: int) -> DurableStateFile:
         """Give a member its record."""
         if self.directory is None:
             return Unwritten(Path(tempfile.gettempdir()) / "no-such-directory")
         place = self.directory / str(index)
         place.mkdir()
-        return Record(place)
+        return DurableStateFile(place)
 
     async def until(self, what: Callable[[], bool]) -> float:
         """Wait for it; give the time at which it was seen."""
@@ -379,7 +379,7 @@ def in_a_process(what: str, members: int, directory: str) -> dict[str, Any]:
 
 def only(what: str, members: int, directory: str) -> dict[str, Any]:
     """Measure one thing in this process."""
-    allow_descriptors(6 * members + 512)
+    raise_descriptor_limit(6 * members + 512)
     if what == "stock":
         return stock(members)
     if what == "memory":

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULE_BY_NAME = {
     "ElasticSampler": "elastic_resume.data.elastic_sampler",
     "GlobalBatches": "elastic_resume.data.global_batches",
     "Position": "elastic_resume.checkpoint.manifest",
@@ -56,6 +56,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)

@@ -27,27 +27,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(words[1:])
         if words[:1] == ["chaos"]:
             return chaos(words[1:])
-        args = _parser().parse_args(words)
+        args = _build_parser().parse_args(words)
         function: Callable[[argparse.Namespace], int] = args.function
         return function(args)
     except ElasticResumeError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         if words[:1] == ["run"]:
-            return run_exit_code(error)
+            return exit_code_before_start(error)
         # As of these themselves: 1 says that two files differ, or that a job ended wrong.
-        return constants.EXIT_USAGE if words[:1] in (["diff"], ["chaos"]) else constants.EXIT_AT_FAULT
+        return constants.EXIT_USAGE if words[:1] in (["diff"], ["chaos"]) else constants.EXIT_JOB_ERROR
     except KeyboardInterrupt:
-        return constants.EXIT_SIGNALLED + signal.SIGINT
+        return constants.EXIT_SIGNAL_BASE + signal.SIGINT
 
 
-def run_exit_code(error: ElasticResumeError) -> int:
+def exit_code_before_start(error: ElasticResumeError) -> int:
     """Return the exit code of a ``run`` that has started nothing."""
     if isinstance(error, MachineError):
-        return constants.EXIT_MACHINE  # on another machine it may do
-    return constants.EXIT_USAGE if isinstance(error, ConfigError) else constants.EXIT_AT_FAULT
+        return constants.EXIT_MACHINE_ERROR  # on another machine it may do
+    return constants.EXIT_USAGE if isinstance(error, ConfigError) else constants.EXIT_JOB_ERROR
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
     from elastic_resume.report import commands, doctor, force_quorum, status  # noqa: PLC0415
 
@@ -69,21 +69,21 @@ def _parser() -> argparse.ArgumentParser:
 # ---- chaos ---------------------------------------------------------------------------------------------
 
 
-def chaos(words: Sequence[str]) -> int:
+def chaos(arguments: Sequence[str]) -> int:
     """``elastic-resume chaos [flags] [flags of run] -- script args…``."""
     from elastic_resume.testing import chaos as breaking  # noqa: PLC0415
 
-    return breaking.main(words)
+    return breaking.main(arguments)
 
 
 # ---- run -----------------------------------------------------------------------------------------------
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """``elastic-resume run [flags] script args…``."""
     from elastic_resume.agent.workers import supervisor  # noqa: PLC0415
 
-    supervisor.heed_early()
+    supervisor.record_early_signals()
     from elastic_resume import config  # noqa: PLC0415
     from elastic_resume.schedulers import environment  # noqa: PLC0415
 
@@ -97,7 +97,7 @@ def run(words: Sequence[str]) -> int:
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
 
-    args, given = config.parse_layers(torchelastic.parser(), words)
-    here = environment.read(os.environ)
+    args, given = config.parse_flags_and_file(torchelastic.build_parser(), arguments)
+    here = environment.read_context(os.environ)
     settings = config.Settings.for_agent(args, os.environ, here)
     return run_agent(settings, args, given, here)

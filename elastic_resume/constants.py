@@ -7,15 +7,15 @@ place. They meet only here and in `store`. Nothing in this module does anything.
 from __future__ import annotations
 
 # ---- exit codes, above all of `elastic-resume run` (what schedulers' rules match on) ----------------------
-EXIT_DONE = 0
-EXIT_AT_FAULT = 1  # the job itself is wrong: do not requeue
+EXIT_SUCCESS = 0
+EXIT_JOB_ERROR = 1  # the job itself is wrong: do not requeue
 EXIT_USAGE = 2  # wrong flags, settings or script name; argparse's own code for a malformed command line
-EXIT_MACHINE = (
+EXIT_MACHINE_ERROR = (
     74  # EX_IOERR: nothing was started, for want of a disk, a directory or the like on this machine
 )
-EXIT_NOT_REACHED = 3  # of chaos: the job ended right, but not all that was asked for came
+EXIT_PLAN_INCOMPLETE = 3  # of chaos: the job ended right, but not all that was asked for came
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: run the same job again
-EXIT_SIGNALLED = 128  # plus the signal's number: 143 after SIGTERM
+EXIT_SIGNAL_BASE = 128  # plus the signal's number: 143 after SIGTERM
 
 # ---- environment, agent -> worker. A user may set those marked (user) by hand. ----------------------
 ENV_PREFIX = "ELASTIC_RESUME_"
@@ -41,10 +41,12 @@ ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"  # the node's event file, for the
 ENV_ROUND_EVENTS = "ELASTIC_RESUME_ROUND_EVENTS"  # the same in the agent's memory, for what decides
 ENV_ROUND = "ELASTIC_RESUME_ROUND"  # how many rendezvous this agent has been through
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"  # the generation that the rendezvous gave this world
-ENV_FENCE = "ELASTIC_RESUME_FENCE"  # where the page lies that says until when workers may run, for guards
-ENV_ZYGOTE = "ELASTIC_RESUME_ZYGOTE"  # the abstract unix socket at which stubs ask for warm workers
+ENV_LEASE_PAGE = (
+    "ELASTIC_RESUME_FENCE"  # where the page lies that says until when workers may run, for guards
+)
+ENV_FORK_SERVER = "ELASTIC_RESUME_ZYGOTE"  # the abstract unix socket at which stubs ask for warm workers
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"  # the true one: --virtual-local-rank makes LOCAL_RANK 0
-ENV_KEEPER = "ELASTIC_RESUME_KEEPER"  # the abstract unix socket of the agent that keeps snapshots
+ENV_COMMITTER = "ELASTIC_RESUME_KEEPER"  # the abstract unix socket of the agent that keeps snapshots
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"  # where the control block of its slots lies, for guards
 ENV_MTBF_S = "ELASTIC_RESUME_MTBF_S"  # mean seconds between failures, as the agent has seen them
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"  # (user) SIGTERM and what is sent ahead of it, with commas
@@ -55,14 +57,18 @@ ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size that ENV_CKPT_DIR's 
 
 # ---- names on disk, under CKPT_DIR/RUN_ID/NODE/ -----------------------------------------------------
 EVENTS_FILE = "events.jsonl"  # appended by the agent, its stubs and its workers
-PEERS_FILE = "peers.jsonl"  # what other nodes told this one of theirs, while it led or stood next to lead
-LOOK_FILE = "look.json"  # 0600: where this node's agent listens, and the key that lets one look, no more
+PEER_EVENTS_FILE = (
+    "peers.jsonl"  # what other nodes told this one of theirs, while it led or stood next to lead
+)
+AGENT_ENDPOINT_FILE = (
+    "agent-endpoint.json"  # 0600: where this node's agent listens, and the key that lets one look, no more
+)
 FAULTS_FILE = "faults.jsonl"  # beside the nodes' directories: what somebody broke on purpose, as events
 GENERATION_FILE = "generation.json"  # the greatest generation this node has been part of
 LOCK_FILE = "lock"  # held by the node's agent, or by its local rank 0 when there is no agent
 LOCK_OWNER_FILE = "lock-owner.json"  # who holds it, for the message to the second one
 IDENTITY_FILE = "identity.json"  # a random id: tells this directory from another node's of the same name
-BOARD_FILE = "board"  # memory-mapped: the last step each local rank finished
+PROGRESS_FILE = "board"  # memory-mapped: the last step each local rank finished
 QUARANTINE_DIR = "quarantine"  # what failed verification, kept for a human
 HANGS_DIR = "hangs"  # where every rank of the node stood in a hang, a file for each
 TEMPORARY_PREFIX = ".tmp-"  # a checkpoint being written; never read, swept by the next owner

@@ -36,7 +36,7 @@ from __future__ import annotations
 class ElasticResumeError(Exception):
     """Base of all errors raised on purpose by this package."""
 
-    at_fault = True
+    is_deterministic = True
 
 
 class UsageError(ElasticResumeError):
@@ -63,11 +63,11 @@ class MachineError(ElasticResumeError):
     """The machine refuses: a directory cannot be written, a disk is full."""
 
 
-class NodeTakenError(MachineError):
+class NodeLockedError(MachineError):
     """Another live process holds this node's directory."""
 
 
-class RecordError(MachineError):
+class NodeFileError(MachineError):
     """A small file of a node's directory is not what it must be; the text says which one to remove.
 
     At fault, unlike a bad checkpoint: there is no other copy of it, and a restart reads the same bytes.
@@ -80,7 +80,7 @@ class CheckpointError(ElasticResumeError):
     Not at fault by itself: another copy may be valid. ``kind`` is how inventories and events name the class.
     """
 
-    at_fault = False
+    is_deterministic = False
     kind = "corrupt"
 
 
@@ -119,20 +119,20 @@ class NoValidCheckpointError(ElasticResumeError):
     """Copies exist and none of them is valid: never a silent fresh start."""
 
 
-class GaveUpError(ElasticResumeError):
+class JobFailedError(ElasticResumeError):
     """Starting again would not help; the text says what failed, on this node or on the one that gave up."""
 
 
 class RendezvousLostError(ElasticResumeError):
     """The agents cannot form a world: the rendezvous is out of reach. The job itself is not at fault."""
 
-    at_fault = False
+    is_deterministic = False
 
 
-class NodeUnfitError(ElasticResumeError):
+class NodeExcludedError(ElasticResumeError):
     """This node cannot take part, or fails alone again and again: it leaves, and the others go on."""
 
-    at_fault = False
+    is_deterministic = False
 
 
 class DivergenceError(ElasticResumeError):

@@ -74,14 +74,16 @@ from elastic_resume import constants
 Event = dict[str, Any]
 
 MAX_LINE_BYTES = 64 * 1024  # a traceback's last lines fit; a line is never the place for more
-MAX_COUNT = 1 << 53
+MAX_COUNT_VALUE = 1 << 53
 MAX_TIME_S = 1e12  # the year 33658: what is beyond is no time
 # What follows from the end of a round is decided by these, so they are kept where no disk can lose them.
-DECISIVE = frozenset({"worker-start", "failure", "worker-exit", "hang", "hang-over"})
-MOST_WAITING = 1000  # lines, of some hundred bytes each
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_MEMORY = "/memfd:elastic_resume-round-events"  # what the link in /proc of an `agent.round_events` says
-_START = b'{"t":'  # of every event, whoever writes it; inside a JSON text the quotes would be escaped
+ROUND_END_KINDS = frozenset({"worker-start", "failure", "worker-exit", "hang", "hang-ended"})
+MAX_PENDING_LINES = 1000  # lines, of some hundred bytes each
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+_MEMFD_LINK_PREFIX = (
+    "/memfd:elastic_resume-round-events"  # what the link in /proc of an `agent.round_events` says
+)
+_EVENT_PREFIX = b'{"t":'  # of every event, whoever writes it; inside a JSON text the quotes would be escaped
 
 
 class EventLog:
@@ -95,8 +97,8 @@ class EventLog:
         self,
         path: Path,
         *,
-        hear: Callable[[str], None] | None = None,
-        memory: str | None = None,
+        on_line: Callable[[str], None] | None = None,
+        memory_path: str | None = None,
         **fixed: Any,
     ) -> None:
         """``fixed`` goes into every event, first. ``hear`` gets each line, whatever the disk does with it.
@@ -104,48 +106,48 @@ class EventLog:
         ``memory`` is where `DECISIVE` events are kept too (`contract.ENV_ROUND_EVENTS`); None: nowhere.
         """
         self._path = path
-        self._hear = hear
-        self._memory = memory
-        self._fixed = fixed
+        self._on_line = on_line
+        self._memory_path = memory_path
+        self._common_fields = fixed
         self._descriptor = -1
-        self._waiting: deque[bytes] = deque()
+        self._pending: deque[bytes] = deque()
         self._dropped = 0
-        self._torn = False  # whether the file ends within a line
+        self._ends_within_line = False  # whether the file ends within a line
 
-    def write(self, event: str, /, **fields: Any) -> Event:
+    def emit(self, event: str, /, **fields: Any) -> Event:
         """Append one event and return it."""
         record: Event = {
             "t": round(time.time(), 3),
             "event": event,
-            **self._fixed,
+            **self._common_fields,
             "pid": os.getpid(),
-            **stamp(),
+            **boot_fields(),
             **fields,
         }
         line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
         if len(line) > MAX_LINE_BYTES:
             record = {k: v if len(str(v)) < 1024 else str(v)[:1024] for k, v in record.items()}
             line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
-        if self._hear is not None:
-            self._hear(line[:-1].decode())
-        if self._memory is not None and event in DECISIVE:
-            _keep(self._memory, line)
-        self._waiting.append(line)
+        if self._on_line is not None:
+            self._on_line(line[:-1].decode())
+        if self._memory_path is not None and event in ROUND_END_KINDS:
+            _append_to_memory(self._memory_path, line)
+        self._pending.append(line)
         with contextlib.suppress(IndexError):  # another thread has taken the last one
-            while self._waiting:
-                first = self._waiting.popleft()
+            while self._pending:
+                first = self._pending.popleft()
                 if not self._append(first):
-                    self._waiting.appendleft(first)
+                    self._pending.appendleft(first)
                     break
-            while len(self._waiting) > MOST_WAITING:
-                self._waiting.popleft()
+            while len(self._pending) > MAX_PENDING_LINES:
+                self._pending.popleft()
                 self._dropped += 1
         return record
 
     @property
-    def lost(self) -> int:
+    def unwritten_count(self) -> int:
         """How many events are not on the disk."""
-        return self._dropped + len(self._waiting)
+        return self._dropped + len(self._pending)
 
     def _append(self, line: bytes) -> bool:
         """Write a line; whether the disk has taken all of it."""
@@ -153,10 +155,10 @@ class EventLog:
             if self._descriptor < 0:
                 flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
                 self._descriptor = os.open(self._path, flags, 0o644)
-                self._torn = _ends_torn(self._descriptor)
-            line = b"\n" * self._torn + line
+                self._ends_within_line = _is_last_line_torn(self._descriptor)
+            line = b"\n" * self._ends_within_line + line
             written = os.write(self._descriptor, line)
-            self._torn = written < len(line)
+            self._ends_within_line = written < len(line)
         except OSError:
             self.close()  # a file of a disk that was mounted anew is lost for good: the next one may work
             return False
@@ -182,14 +184,14 @@ def read(path: Path, offset: int = 0) -> Iterator[Event]:
         with open(path, "rb") as file:
             file.seek(offset)
             for line in file:
-                event = parse_ended(line)
+                event = parse_complete_line(line)
                 if event is not None:
                     yield event
     except FileNotFoundError:
         return
 
 
-def parse(line: str | bytes) -> Event | None:
+def parse_line(line: str | bytes) -> Event | None:
     """Read one line; None where it is no object with a kind and a time. Its other fields may be anything."""
     if len(line) > MAX_LINE_BYTES:
         return None
@@ -199,65 +201,67 @@ def parse(line: str | bytes) -> Event | None:
         return None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return None
-    return event if time_of(event) is not None else None
+    return event if get_seconds(event) is not None else None
 
 
-def parse_ended(line: bytes) -> Event | None:
+def parse_complete_line(line: bytes) -> Event | None:
     """Read a line that its writer has finished, or the event that was glued to the rest of a torn one."""
     if not line.endswith(b"\n"):
         return None
-    event = parse(line)
+    event = parse_line(line)
     if event is None:
-        glued = line.rfind(_START, max(1, len(line) - MAX_LINE_BYTES))
-        event = parse(line[glued:]) if glued > 0 else None
+        glued = line.rfind(_EVENT_PREFIX, max(1, len(line) - MAX_LINE_BYTES))
+        event = parse_line(line[glued:]) if glued > 0 else None
     return event
 
 
-def time_of(event: Mapping[str, Any], name: str = "t") -> float | None:
+def get_seconds(event: Mapping[str, Any], name: str = "t") -> float | None:
     """The field ``name`` where that is a time in seconds, or a span; not NaN, nor an int of any size."""
     value: Any = event.get(name)
     return float(value) if type(value) in {int, float} and abs(value) <= MAX_TIME_S else None
 
 
-def stamp() -> Event:
+def boot_fields() -> Event:
     """Give the fields ``b`` and ``boot`` of an event that happens now; none where the boot has no name."""
-    boot = _boot()
+    boot = _read_boot_id()
     return {"b": round(time.clock_gettime(time.CLOCK_BOOTTIME), 3), "boot": boot} if boot else {}
 
 
-def booted(event: Mapping[str, Any]) -> tuple[str, float] | None:
+def get_boot_time(event: Mapping[str, Any]) -> tuple[str, float] | None:
     """Which boot of a machine the event is of, and its seconds since then; None where it does not say."""
-    boot, since = event.get("boot"), time_of(event, "b")
+    boot, since = event.get("boot"), get_seconds(event, "b")
     return (boot, since) if isinstance(boot, str) and boot and since is not None else None
 
 
 def age_s(event: Mapping[str, Any]) -> float:
     """Seconds since the event; by the wall clock where that was in another boot than this one."""
-    then, now = booted(event), booted(stamp())
+    then, now = get_boot_time(event), get_boot_time(boot_fields())
     if then is not None and now is not None and then[0] == now[0]:
         return max(0.0, now[1] - then[1])
-    return max(0.0, time.time() - (time_of(event) or 0.0))
+    return max(0.0, time.time() - (get_seconds(event) or 0.0))
 
 
-def count_of(event: Mapping[str, Any], name: str) -> int | None:
+def get_count(event: Mapping[str, Any], name: str) -> int | None:
     """The field ``name`` where that is a count."""
     value: Any = event.get(name)
-    return value if type(value) is int and 0 <= value <= MAX_COUNT else None
+    return value if type(value) is int and 0 <= value <= MAX_COUNT_VALUE else None
 
 
 def read_run(run_dir: Path) -> list[Event]:
     """All events of all nodes under ``CKPT_DIR/RUN_ID``, and of injected faults, by time."""
-    beside = [run_dir / name for name in (constants.FAULTS_FILE, constants.PEERS_FILE)]
+    beside = [run_dir / name for name in (constants.FAULTS_FILE, constants.PEER_EVENTS_FILE)]
     paths = [*sorted(run_dir.glob(f"*/{constants.EVENTS_FILE}")), *beside]
     merged = [event for path in paths for event in read(path)]
     return sorted(merged, key=lambda event: event["t"])
 
 
-def _keep(memory: str, line: bytes) -> None:
+def _append_to_memory(memory_path: str, line: bytes) -> None:
     with contextlib.suppress(OSError):  # the agent has ended, and decides no more
-        if not str(Path(memory).readlink()).startswith(_MEMORY):  # its pid is another process's by now
+        if not str(Path(memory_path).readlink()).startswith(
+            _MEMFD_LINK_PREFIX
+        ):  # its pid is another process's by now
             return
-        descriptor = os.open(memory, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        descriptor = os.open(memory_path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             os.write(descriptor, line)
         finally:
@@ -265,14 +269,14 @@ def _keep(memory: str, line: bytes) -> None:
 
 
 @functools.cache
-def _boot() -> str:
+def _read_boot_id() -> str:
     """Name this boot of the machine: the first twelve digits of the kernel's random id; or nothing."""
     try:
-        return BOOT_ID.read_text().replace("-", "")[:12]
+        return BOOT_ID_FILE.read_text().replace("-", "")[:12]
     except OSError:
         return ""
 
 
-def _ends_torn(descriptor: int) -> bool:
+def _is_last_line_torn(descriptor: int) -> bool:
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

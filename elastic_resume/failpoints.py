@@ -41,49 +41,49 @@ from typing import TypeVar
 
 from elastic_resume import constants
 from elastic_resume.errors import ConfigError
-from elastic_resume.schedulers.resources import Group
+from elastic_resume.schedulers.resources import MemoryCgroup
 
 Data = TypeVar("Data", bytes, memoryview)
 
-VERBS = ("kill", "stop", "exit", "raise", "delay", "hold-gil", "out-of-memory", "flip", "wait", "do")
+ACTIONS = ("kill", "stop", "exit", "raise", "delay", "hold-gil", "out-of-memory", "flip", "wait", "do")
 CONDITIONS = ("rank", "local", "node", "step", "once", "for")
 ARMED_FILE = "armed"
-FIRED, REACHED, DONE = ".fired", ".reached", ".done"
-WAIT_S = 10.0  # a laboratory that has died holds nobody for longer
-_LOOK_S = 0.002
+FIRED_SUFFIX, REACHED_SUFFIX, DONE_SUFFIX = ".fired", ".reached", ".done"
+MAX_WAIT_S = 10.0  # a laboratory that has died holds nobody for longer
+_POLL_INTERVAL_S = 0.002
 _CHUNK_BYTES = 16 << 20
-_IMITATED_BYTES = 64 << 20
-_NUMBERS = {"exit", "delay", "hold-gil", "out-of-memory"}
+_SIMULATED_BYTES = 64 << 20
+_NUMERIC_ACTIONS = {"exit", "delay", "hold-gil", "out-of-memory"}
 
 
 @dataclass
-class _Point:
+class _Failpoint:
     """What happens at one point, and when."""
 
-    verb: str
-    value: str = ""
-    nth: int = 0
+    action: str
+    argument: str = ""
+    only_nth: int = 0
     rank: str = ""
-    local: str = ""
+    local_rank: str = ""
     node: str = ""
-    step: int = 0
-    once: str = ""
-    for_s: float = 0.0
-    began: float = 0.0
-    passes: int = 0
+    min_step: int = 0
+    once_name: str = ""
+    duration_s: float = 0.0
+    first_fired_s: float = 0.0
+    hit_count: int = 0
 
 
-def _parse(text: str) -> dict[str, list[_Point]]:
-    points: dict[str, list[_Point]] = {}
+def _parse(text: str) -> dict[str, list[_Failpoint]]:
+    points: dict[str, list[_Failpoint]] = {}
     for entry in filter(None, (part.strip() for part in text.replace("\n", ",").split(","))):
         name, equals, rest = entry.partition("=")
         action, *conditions = rest.split(";")
         action, _, nth = action.partition("@")
         verb, _, value = action.partition(":")
         told = dict(condition.partition("=")[::2] for condition in conditions)
-        readable = bool(equals) and verb in VERBS and set(told) <= set(CONDITIONS)
+        readable = bool(equals) and verb in ACTIONS and set(told) <= set(CONDITIONS)
         try:
-            float(value or 0) if verb in _NUMBERS else 0
+            float(value or 0) if verb in _NUMERIC_ACTIONS else 0
             for_s = float(told.get("for", 0))
             counts = int(nth or 0), int(told.get("step", 0))
         except ValueError:
@@ -91,141 +91,147 @@ def _parse(text: str) -> dict[str, list[_Point]]:
         if not readable:
             raise ConfigError(
                 f"{constants.ENV_FAILPOINTS}: cannot read {entry!r}; write NAME=ACTION, as in "
-                f"commit.before-rename=kill, with one of {', '.join(VERBS)}, :VALUE where it takes one, and "
+                f"commit.before-rename=kill, with one of {', '.join(ACTIONS)}, :VALUE where it takes one, and "
                 f"optionally @N and ;{'=…;'.join(CONDITIONS)}=…"
             )
         rank, local, node, once = (told.get(key, "") for key in ("rank", "local", "node", "once"))
-        point = _Point(verb, value, counts[0], rank, local, node, counts[1], once, for_s)
+        point = _Failpoint(verb, value, counts[0], rank, local, node, counts[1], once, for_s)
         points.setdefault(name, []).append(point)
     return points
 
 
-def check(text: str) -> None:
+def validate(text: str) -> None:
     """Raise ConfigError for what `arm` could not read."""
     _parse(text)
 
 
-_points: dict[str, list[_Point]] = {}
-_offers: dict[str, Callable[[], object]] = {}
-_directory: str = ""
-_seen: tuple[int, int] = (0, 0)  # of the file `armed`: its number and time
+_failpoints_by_name: dict[str, list[_Failpoint]] = {}
+_registered_actions: dict[str, Callable[[], object]] = {}
+_faults_dir: str = ""
+_armed_file_version: tuple[int, int] = (0, 0)  # of the file `armed`: its number and time
 
 
 def arm() -> None:
     """Read the environment, again in a process that was forked with another one."""
-    global _directory, _seen
-    _directory, _seen = os.environ.get(constants.ENV_FAULTS_DIR, ""), (0, 0)
-    _points.clear()
-    _points.update(_parse(os.environ.get(constants.ENV_FAILPOINTS, "")))
+    global _faults_dir, _armed_file_version
+    _faults_dir, _armed_file_version = os.environ.get(constants.ENV_FAULTS_DIR, ""), (0, 0)
+    _failpoints_by_name.clear()
+    _failpoints_by_name.update(_parse(os.environ.get(constants.ENV_FAILPOINTS, "")))
 
 
 arm()
 
 
-def offer(name: str, action: Callable[[], object]) -> None:
+def register_action(name: str, action: Callable[[], object]) -> None:
     """Let ``do:NAME`` mean ``action``; a later offer replaces it."""
-    _offers[name] = action
+    _registered_actions[name] = action
 
 
 def hit(name: str, step: int = 0) -> None:
     """Do what is asked for at the point ``name``; nothing in normal life."""
-    if name not in _points and not _directory:
+    if name not in _failpoints_by_name and not _faults_dir:
         return
-    for point in _due(name, step):
-        _act(name, point)
+    for point in _find_due(name, step):
+        _run_action(name, point)
 
 
-def passing(name: str, data: Data) -> Data | bytearray:
+def mutate(name: str, data: Data) -> Data | bytearray:
     """``data`` as it is, or as it is asked to be at the point ``name``."""
-    if name not in _points and not _directory:
+    if name not in _failpoints_by_name and not _faults_dir:
         return data
-    for point in _due(name, 0):
-        if point.verb == "flip" and data:
+    for point in _find_due(name, 0):
+        if point.action == "flip" and data:
             spoilt = bytearray(data)
             spoilt[len(spoilt) // 2] ^= 1
             return spoilt
-        _act(name, point)
+        _run_action(name, point)
     return data
 
 
-def _due(name: str, step: int) -> list[_Point]:
-    if _directory:
-        _look()
-    return [point for point in _points.get(name, ()) if _is_due(point, step)]
+def _find_due(name: str, step: int) -> list[_Failpoint]:
+    if _faults_dir:
+        _reload_armed_file()
+    return [point for point in _failpoints_by_name.get(name, ()) if _is_due(point, step)]
 
 
-def _look() -> None:
+def _reload_armed_file() -> None:
     """Read the laboratory's list again if it has changed."""
-    global _seen  # noqa: PLW0603
-    path = Path(_directory) / ARMED_FILE
+    global _armed_file_version  # noqa: PLW0603
+    path = Path(_faults_dir) / ARMED_FILE
     try:
         status = path.stat()
-        if (status.st_ino, status.st_mtime_ns) == _seen:
+        if (status.st_ino, status.st_mtime_ns) == _armed_file_version:
             return
         listed = _parse(path.read_text())
     except FileNotFoundError:
         return
-    _seen = (status.st_ino, status.st_mtime_ns)
-    known = {_key(name, point): point for name, points in _points.items() for point in points}
-    _points.clear()
+    _armed_file_version = (status.st_ino, status.st_mtime_ns)
+    known = {
+        _identity(name, point): point for name, points in _failpoints_by_name.items() for point in points
+    }
+    _failpoints_by_name.clear()
     for source in (_parse(os.environ.get(constants.ENV_FAILPOINTS, "")), listed):
         for name, points in source.items():
-            _points.setdefault(name, []).extend(known.get(_key(name, one), one) for one in points)
+            _failpoints_by_name.setdefault(name, []).extend(
+                known.get(_identity(name, one), one) for one in points
+            )
 
 
-def _key(name: str, point: _Point) -> tuple[object, ...]:
+def _identity(name: str, point: _Failpoint) -> tuple[object, ...]:
     return (
         name,
-        point.verb,
-        point.value,
-        point.nth,
+        point.action,
+        point.argument,
+        point.only_nth,
         point.rank,
-        point.local,
+        point.local_rank,
         point.node,
-        point.step,
-        point.once,
+        point.min_step,
+        point.once_name,
     )
 
 
-def _is_due(point: _Point, step: int) -> bool:
+def _is_due(point: _Failpoint, step: int) -> bool:
     # Forked before they were known: not read when the list is.
     if point.rank and point.rank != os.environ.get("RANK"):
         return False
-    if point.local and point.local != _local():
+    if point.local_rank and point.local_rank != _read_local_rank():
         return False
     if point.node and point.node != os.environ.get(constants.ENV_NODE_NAME):
         return False
-    if step < point.step:
+    if step < point.min_step:
         return False
-    point.passes += 1
-    if point.nth and point.passes != point.nth:
+    point.hit_count += 1
+    if point.only_nth and point.hit_count != point.only_nth:
         return False
     now = time.monotonic()
-    if point.began:
-        return now < point.began + point.for_s if point.for_s else not point.once
-    if point.once and not _is_first(point.once):
+    if point.first_fired_s:
+        return now < point.first_fired_s + point.duration_s if point.duration_s else not point.once_name
+    if point.once_name and not _claim_once(point.once_name):
         return False
-    point.began = now
+    point.first_fired_s = now
     return True
 
 
-def _local() -> str:
+def _read_local_rank() -> str:
     return os.environ.get(constants.ENV_LOCAL_RANK, os.environ.get("LOCAL_RANK", ""))
 
 
-def _is_first(once: str) -> bool:
+def _claim_once(once_name: str) -> bool:
     """Whether no process was here before; from now on, one was."""
-    if not _directory:
-        raise ConfigError(f"{constants.ENV_FAILPOINTS}: once={once} takes {constants.ENV_FAULTS_DIR}.")
+    if not _faults_dir:
+        raise ConfigError(f"{constants.ENV_FAILPOINTS}: once={once_name} takes {constants.ENV_FAULTS_DIR}.")
     who = {
         "t": round(time.time(), 3),
         "pid": os.getpid(),
         "node": os.environ.get(constants.ENV_NODE_NAME, ""),
         "rank": os.environ.get("RANK", ""),
-        "local": _local(),
+        "local": _read_local_rank(),
     }
     try:
-        descriptor = os.open(Path(_directory) / (once + FIRED), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = os.open(
+            Path(_faults_dir) / (once_name + FIRED_SUFFIX), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644
+        )
     except OSError:  # there already; or no laboratory any more
         return False
     os.write(descriptor, json.dumps(who).encode())
@@ -233,8 +239,8 @@ def _is_first(once: str) -> bool:
     return True
 
 
-def _act(name: str, point: _Point) -> None:
-    verb, value = point.verb, point.value
+def _run_action(name: str, point: _Failpoint) -> None:
+    verb, value = point.action, point.argument
     if verb in {"kill", "stop"}:
         os.kill(os.getpid(), signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
     elif verb == "exit":
@@ -249,11 +255,11 @@ def _act(name: str, point: _Point) -> None:
     elif verb == "hold-gil":
         _hold_gil(float(value) if value else float("inf"))
     elif verb == "out-of-memory":
-        _use_memory_up(int(value or 1 << 30))
+        _exhaust_memory(int(value or 1 << 30))
     elif verb == "wait":
-        _wait(point.once or name)
-    elif verb == "do" and value in _offers:
-        _offers[value]()
+        _wait_for_release(point.once_name or name)
+    elif verb == "do" and value in _registered_actions:
+        _registered_actions[value]()
 
 
 def _hold_gil(seconds: float) -> None:
@@ -270,14 +276,14 @@ def _hold_gil(seconds: float) -> None:
     thread.join()  # not for so long only: it may come to hold it later than it was started
 
 
-def _use_memory_up(limit_bytes: int) -> None:
+def _exhaust_memory(limit_bytes: int) -> None:
     """Touch pages until the kernel kills this process; where no group of it has a limit, imitate that."""
-    group = Group.of_this_process()
-    bounded = group is not None and group.used() is not None
+    group = MemoryCgroup.find_own()
+    bounded = group is not None and group.read_usage() is not None
     with contextlib.suppress(OSError):  # and nobody else
         Path("/proc/self/oom_score_adj").write_text("1000")
     held = []
-    for _ in range(0, limit_bytes if bounded else min(limit_bytes, _IMITATED_BYTES), _CHUNK_BYTES):
+    for _ in range(0, limit_bytes if bounded else min(limit_bytes, _SIMULATED_BYTES), _CHUNK_BYTES):
         memory = mmap.mmap(-1, _CHUNK_BYTES)
         memory.write(b"\1" * _CHUNK_BYTES)
         held.append(memory)
@@ -286,11 +292,11 @@ def _use_memory_up(limit_bytes: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wait(mark: str) -> None:
-    if not _directory:
+def _wait_for_release(file_stem: str) -> None:
+    if not _faults_dir:
         return
-    path = Path(_directory) / mark
-    path.with_name(mark + REACHED).touch()
-    until = time.monotonic() + WAIT_S
-    while time.monotonic() < until and not path.with_name(mark + DONE).exists():
-        time.sleep(_LOOK_S)
+    path = Path(_faults_dir) / file_stem
+    path.with_name(file_stem + REACHED_SUFFIX).touch()
+    until = time.monotonic() + MAX_WAIT_S
+    while time.monotonic() < until and not path.with_name(file_stem + DONE_SUFFIX).exists():
+        time.sleep(_POLL_INTERVAL_S)

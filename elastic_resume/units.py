@@ -12,12 +12,12 @@ import re
 
 from elastic_resume.errors import ConfigError
 
-LONGEST_S = 1e9  # thirty years: more is a typing error
+MAX_DURATION_S = 1e9  # thirty years: more is a typing error
 _DURATION = re.compile(r"((?:[0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)(ms|s|m|h|d)?")
 _UNIT_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def parse_duration(what: str, text: object, *, least_s: float = 0.0, most_s: float = LONGEST_S) -> float:
+def parse_duration(setting: str, text: object, *, min_s: float = 0.0, max_s: float = MAX_DURATION_S) -> float:
     """Return the seconds of ``300``, ``5m``, ``30s``, ``1.5h`` or ``500ms``.
 
     Args:
@@ -34,25 +34,27 @@ def parse_duration(what: str, text: object, *, least_s: float = 0.0, most_s: flo
     match = _DURATION.fullmatch(given)
     if match is None or math.isinf(float(match[1])):
         raise ConfigError(
-            f"{what} is {given[:100]!r}: write a time in seconds (30) or with a unit (500ms, 30s, 5m, 1.5h)."
+            f"{setting} is {given[:100]!r}: write a time in seconds (30) or with a unit (500ms, 30s, 5m, 1.5h)."
         )
     found_s = float(match[1]) * _UNIT_S[match[2] or "s"]
-    if not least_s <= found_s <= most_s:
-        raise ConfigError(f"{what} is {given[:100]!r}: write a time {_limits(found_s, least_s, most_s)}.")
+    if not min_s <= found_s <= max_s:
+        raise ConfigError(
+            f"{setting} is {given[:100]!r}: write a time {_describe_limits(found_s, min_s, max_s)}."
+        )
     return found_s
 
 
-def _limits(found_s: float, least_s: float, most_s: float) -> str:
-    if least_s > 0 and most_s < LONGEST_S:
-        return f"from {least_s:.12g}s to {most_s:.12g}s"
-    return f"of {least_s:.12g}s or more" if found_s < least_s else f"of {most_s:.12g}s or less"
+def _describe_limits(value_s: float, min_s: float, max_s: float) -> str:
+    if min_s > 0 and max_s < MAX_DURATION_S:
+        return f"from {min_s:.12g}s to {max_s:.12g}s"
+    return f"of {min_s:.12g}s or more" if value_s < min_s else f"of {max_s:.12g}s or less"
 
 
-def amount(count: int, noun: str, plural: str = "") -> str:
+def format_count(count: int, noun: str, plural: str = "") -> str:
     """Return ``1 step``, ``2 steps``."""
     return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
 
 
-def verb(count: int, one: str, many: str) -> str:
+def choose_verb(count: int, singular: str, plural: str) -> str:
     """Return ``one`` or ``many``: the form of a verb behind `amount`."""
-    return one if count == 1 else many
+    return singular if count == 1 else plural

@@ -37,7 +37,7 @@ def wait_world(cluster: Cluster, size: int, after: int) -> Event:
     sent = (
         f", sent by {resumed['source_node']} to {', '.join(resumed['lacking'])}" if resumed["lacking"] else ""
     )
-    lost = resumed["lost_steps"]
+    lost = resumed["recomputed_steps"]
     say(
         f"generation {resumed['generation']}: {size} ranks go on at step {resumed['step'] + 1}{sent}; "
         f"{lost} {'step is' if lost == 1 else 'steps are'} run again"

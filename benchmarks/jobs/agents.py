@@ -60,7 +60,7 @@ class Job(ABC):
         """Start a node."""
 
     @abstractmethod
-    def agent(self, index: int) -> fork_server.Agent:
+    def agent(self, index: int) -> fork_server.AgentProcess:
         """The agent of a node that was started."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Ours(Job):
     def start(self, index: int) -> None:
         self._cluster.start_node(index)
 
-    def agent(self, index: int) -> fork_server.Agent:
+    def agent(self, index: int) -> fork_server.AgentProcess:
         agent = self._cluster.nodes[index].agent
         if agent is None:
             raise RuntimeError(f"n{index} was not started.")

@@ -20,35 +20,35 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from elastic_resume.capture.copy_engine import copy_now, views
+from elastic_resume.capture.copy_engine import copy_tensors, make_tensor_views
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest, Position
-from elastic_resume.snapshot.slot_client import Memory
-from elastic_resume.snapshot.slots import mark_of
+from elastic_resume.snapshot.slot_client import SlotClient
+from elastic_resume.snapshot.slots import encode_snapshot_id
 from elastic_resume.state import state_dict
-from elastic_resume.state.tensor_buffer import spec_of
+from elastic_resume.state.tensor_buffer import make_spec
 from jobs.trained import NODE, RUN, Training, in_turns, keeper, large, sync, write_raw
 
 
 class Snapshot:
     """The state in a slot of the keeper's; each commit is of another step of it."""
 
-    def __init__(self, training: Training, memory: Memory) -> None:
+    def __init__(self, training: Training, memory: SlotClient) -> None:
         flat = state_dict.flatten(training.tracked)
-        layout = Layout.build([spec_of(leaf.name, leaf.tensor) for leaf in flat.leaves])
+        layout = Layout.build([make_spec(leaf.name, leaf.tensor) for leaf in flat.leaves])
         self._memory = memory
         self._flat = flat
         self._bytes = layout.total_bytes
         self._step = 0
-        slot = memory.room(layout.total_bytes, self._manifest())
+        slot = memory.acquire_slot(layout.total_bytes, self._manifest())
         if slot is None:
             raise SystemExit("there is no memory for a slot")
         self._slot = slot
         memory.begin_fill(slot)
         slot.memory[: len(layout.header)] = layout.header
-        targets = views(slot.memory, layout)
+        targets = make_tensor_views(slot.memory, layout)
         filled = [leaf for leaf in flat.leaves if leaf.tensor.numel()]
-        copy_now([targets[leaf.name] for leaf in filled], [leaf.tensor for leaf in filled])
+        copy_tensors([targets[leaf.name] for leaf in filled], [leaf.tensor for leaf in filled])
         self.image = slot.memory[: layout.total_bytes]
 
     def _manifest(self) -> Manifest:
@@ -61,7 +61,7 @@ class Snapshot:
         self._step += 1
         self._memory.begin_fill(self._slot)
         self._memory.finish_fill(self._slot, self._manifest(), on_disk=False)
-        answer = self._memory.commit(mark_of(1, self._step))
+        answer = self._memory.commit(encode_snapshot_id(1, self._step))
         if not answer.get("path"):
             raise SystemExit(f"the keeper did not commit: {answer}")
 
@@ -82,8 +82,8 @@ def main() -> None:
         sync(directory / "dcp")
 
     with keeper(directory) as environ:
-        memory = Memory(environ["ELASTIC_RESUME_KEEPER"], 0, lead=True)
-        memory.tell("enter", floor=-1, trusted=None, keep=2)
+        memory = SlotClient(environ["ELASTIC_RESUME_KEEPER"], 0, is_local_leader=True)
+        memory.send("start_generation", floor=-1, trusted=None, keep=2)
         snapshot = Snapshot(training, memory)
         ways = {
             "limit": lambda: write_raw(directory / "raw", snapshot.image),

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.snapshot.committer import Keeper
-from elastic_resume.snapshot.ipc import Desk
-from elastic_resume.snapshot.slot_pool import Rack
+from elastic_resume.snapshot.committer import CheckpointCommitter
+from elastic_resume.snapshot.ipc import SnapshotServer
+from elastic_resume.snapshot.slot_pool import SlotPool
 
 
 def main() -> None:
@@ -21,11 +21,13 @@ def main() -> None:
         print(f"keeper: {text}", file=sys.stderr, flush=True)
 
     with NodeDir.claim(node_dir.parent.parent, run_id, node_dir.name):
-        keeper = Keeper(node_dir, run_id, Rack(None, say=say), say=say, tell=lambda *_, **__: None)
-        desk = Desk(keeper)
+        keeper = CheckpointCommitter(
+            node_dir, run_id, SlotPool(None, log=say), log=say, emit=lambda *_, **__: None
+        )
+        desk = SnapshotServer(keeper)
         keeper.start()
-        desk.open()
-        print(desk.name, flush=True)
+        desk.start()
+        print(desk.socket_name, flush=True)
         sys.stdin.read()
         desk.close()
         keeper.close()

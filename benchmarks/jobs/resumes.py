@@ -308,7 +308,7 @@ class Bench:
                 self.resume(row, methods, *_ranks([environ, fresh]))
 
     def from_disk(self) -> None:
-        (newest, *_) = Catalog(self.directory / RUN / NODE, RUN).valid()
+        (newest, *_) = Catalog(self.directory / RUN / NODE, RUN).list_valid()
         buffer = aligned_memory(BLOCK_BYTES)
         path = newest.path / constants.STATE_FILE
         for _ in range(self.repetitions):

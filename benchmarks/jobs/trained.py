@@ -78,7 +78,7 @@ class Training:
 
     def prints(self) -> dict[str, str]:
         """Digests of all tensors."""
-        return state_dict.fingerprints(state_dict.flatten(self.tracked).leaves)
+        return state_dict.digest_leaves(state_dict.flatten(self.tracked).leaves)
 
 
 class Residual(nn.Module):
@@ -203,7 +203,7 @@ def keeper(directory: Path, node: str = NODE) -> Iterator[dict[str, str]]:
             # A worker under an agent takes its directory from the environment.
             yield {
                 constants.ENV_AGENT_PID: str(process.pid),
-                constants.ENV_KEEPER: name,
+                constants.ENV_COMMITTER: name,
                 constants.ENV_CKPT_DIR: str(directory),
                 constants.ENV_RUN_ID: RUN,
                 constants.ENV_NODE_NAME: node,

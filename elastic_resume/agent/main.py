@@ -19,41 +19,43 @@ from pathlib import Path
 
 from elastic_resume import config, constants, events
 from elastic_resume.agent import shutdown, torchelastic, validation
-from elastic_resume.agent.hang_detector import patience_of, watched
-from elastic_resume.agent.memory_pressure import Gauge
-from elastic_resume.agent.restart_controller import Witness
+from elastic_resume.agent.hang_detector import detect_hangs, parse_hang_timeout
+from elastic_resume.agent.memory_pressure import MemoryMonitor
+from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.round_events import RoundEvents
-from elastic_resume.agent.shutdown import Ending
-from elastic_resume.agent.snapshots import Kept, kept
-from elastic_resume.agent.status import Finger, Tail, Teller
-from elastic_resume.agent.torchelastic import taken
-from elastic_resume.agent.workers.forkserver_manager import Warmth
-from elastic_resume.agent.workers.lease_page import Fence
+from elastic_resume.agent.shutdown import ShutdownController
+from elastic_resume.agent.snapshots import SnapshotService, serve_snapshots
+from elastic_resume.agent.status import EventTail, StatusReporter, StatusSampler
+from elastic_resume.agent.torchelastic import open_rendezvous
+from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
+from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.config import Settings
-from elastic_resume.errors import ConfigError, ElasticResumeError, NodeUnfitError
+from elastic_resume.errors import ConfigError, ElasticResumeError, NodeExcludedError
 from elastic_resume.policy import restart
-from elastic_resume.policy.hangs import Patience
-from elastic_resume.rendezvous.net.protocol import look_key
+from elastic_resume.policy.hangs import HangThreshold
+from elastic_resume.rendezvous.net.protocol import derive_status_key
 from elastic_resume.report import metrics
-from elastic_resume.report.status import ask_agent
+from elastic_resume.report.status import fetch_status
 from elastic_resume.schedulers import resources
-from elastic_resume.schedulers.environment import Node
-from elastic_resume.schedulers.preemption import Source, sources
+from elastic_resume.schedulers.environment import SchedulerContext
+from elastic_resume.schedulers.preemption import NoticeSource, parse_sources
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ParsedFlags:
     """What a user asked for of the parts below, by flag or environment; checked."""
 
-    limits: restart.Limits
-    patience: Patience | None
-    requeue: str
-    notice_sources: list[Source]
-    metrics_at: tuple[str, int] | None
+    limits: restart.RestartLimits
+    hang_threshold: HangThreshold | None
+    requeue_mode: str
+    notice_sources: list[NoticeSource]
+    metrics_address: tuple[str, int] | None
 
 
-def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], here: Node) -> int:
+def run_agent(
+    settings: Settings, args: argparse.Namespace, given_flags: set[str], scheduler_context: SchedulerContext
+) -> int:
     """Run the job's part on this node and give the exit code of the command.
 
     Args:
@@ -66,63 +68,79 @@ def run_agent(settings: Settings, args: argparse.Namespace, given: set[str], her
         ElasticResumeError: nothing was started.
 
     """
-    asked = _asked(args, given)
-    if "node_rank" in given:
-        here = replace(here, order=args.node_rank)
+    asked = _parse_flags(args, given_flags)
+    if "node_rank" in given_flags:
+        scheduler_context = replace(scheduler_context, node_index=args.node_rank)
     with (
-        torchelastic.prepared(args, given, settings.run_id, here) as launch,
+        torchelastic.prepare_launch(args, given_flags, settings.run_id, scheduler_context) as launch,
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
-        contextlib.closing(Fence()) as fence,
-        contextlib.closing(Gauge()) as gauge,
+        contextlib.closing(LeasePage()) as fence,
+        contextlib.closing(MemoryMonitor()) as gauge,
         contextlib.closing(RoundEvents()) as round_events,
     ):
         events_path = node_dir.path / constants.EVENTS_FILE
         _set_environment(settings, args, events_path, fence, round_events)
-        tail = Tail(events_path)
-        log = events.EventLog(events_path, hear=tail.hear, memory=round_events.path, node=settings.node_name)
+        tail = EventTail(events_path)
+        log = events.EventLog(
+            events_path, on_line=tail.add_own_line, memory_path=round_events.path, node=settings.node_name
+        )
         config = launch.config
         limits = replace(asked.limits, min_nodes=config.min_nodes)
-        witness = Witness(
-            settings.node_name, log, events_path, fence, round_events, limits=limits, gauge=gauge
+        witness = RestartController(
+            settings.node_name, log, events_path, fence, round_events, limits=limits, memory_monitor=gauge
         )
         gauge.start()
-        _begin(launch, args, log, witness, node_dir)
-        say, tell = witness.say, witness.note
-        watch = watched(node_dir.path, config.nproc_per_node, asked.patience, say=say, tell=tell)
-        ending = Ending(here, mode=asked.requeue, say=say, tell=tell)
-        with ending.heeded():
+        _log_start(launch, args, log, witness, node_dir)
+        say, tell = witness.log, witness.emit
+        watch = detect_hangs(node_dir.path, config.nproc_per_node, asked.hang_threshold, log=say, emit=tell)
+        ending = ShutdownController(scheduler_context, requeue_mode=asked.requeue_mode, log=say, emit=tell)
+        with ending.handle_signals():
             with (
-                kept(node_dir.path, settings, say=say, tell=tell) as snapshots,
-                _warmth(launch, args, witness) as warmth,
+                serve_snapshots(node_dir.path, settings, log=say, emit=tell) as snapshots,
+                _start_fork_server(launch, args, witness) as warmth,
                 watch as pause,
-                shutdown.heeded(witness.round_over, pause, ending.heard),
-                shutdown.watched(asked.notice_sources, say=say, tell=tell, drain=ending.drain_alone),
+                shutdown.watch_stop_signals(witness.end_round, pause, ending.on_signal),
+                shutdown.watch_preemption_notices(
+                    asked.notice_sources, log=say, emit=tell, drain=ending.drain_node
+                ),
             ):
-                witness.between = snapshots.keeper.between
-                ending.commit_s = lambda: snapshots.keeper.rack.control.get("commit_us") / 1e6
-                terms = replace(launch.terms, on_divergence=settings.on_divergence)
-                outcome, code, message = _run(
-                    replace(launch, terms=terms),
+                witness.on_workers_dead = snapshots.committer.commit_newest
+                ending.last_commit_s = lambda: (
+                    snapshots.committer.slot_pool.control_block.get("commit_us") / 1e6
+                )
+                terms = replace(launch.rendezvous_config, on_divergence=settings.on_divergence)
+                outcome, code, message = _run_job(
+                    replace(launch, rendezvous_config=terms),
                     witness,
                     node_dir,
                     fence,
                     snapshots,
-                    here=here,
-                    teller=_teller(launch, node_dir, snapshots, gauge=gauge, tail=tail, witness=witness),
-                    ending=ending,
-                    warmth=warmth,
-                    asked=asked,
+                    scheduler_context=scheduler_context,
+                    status_reporter=_create_status_reporter(
+                        launch, node_dir, snapshots, memory_monitor=gauge, event_tail=tail, controller=witness
+                    ),
+                    shutdown_controller=ending,
+                    fork_server=warmth,
+                    flags=asked,
                 )
             if outcome in {"failed", "left"}:
-                witness.explain_end(args.log_dir or "")
-            code = _end(outcome, code, message, witness=witness, ending=ending, log=log, here=here)
-        if outcome == "done" and launch.shared is not None:
-            launch.shared.finish()
+                witness.log_failure_summary(args.log_dir or "")
+            code = _finish(
+                outcome,
+                code,
+                message,
+                controller=witness,
+                shutdown_controller=ending,
+                event_log=log,
+                scheduler_context=scheduler_context,
+            )
+        if outcome == "done" and launch.shared_dir is not None:
+            launch.shared_dir.remove()
         log.close()
         return code
 
 
-def _asked(args: argparse.Namespace, given: set[str]) -> _Asked:
+def _parse_flags(args: argparse.Namespace, given_flags: set[str]) -> _ParsedFlags:
     """Read it.
 
     Raises:
@@ -131,24 +149,24 @@ def _asked(args: argparse.Namespace, given: set[str]) -> _Asked:
     """
     requeue = args.requeue or os.environ.get(constants.ENV_REQUEUE) or "auto"
     notice = args.preemption_notice or os.environ.get(constants.ENV_PREEMPTION_NOTICE)
-    return _Asked(
-        limits=_limits(args, given),
-        patience=patience_of(args.hang_timeout),
-        requeue=config.choice("requeue", requeue, config.REQUEUE_MODES),
-        notice_sources=sources(notice),
-        metrics_at=metrics.listening(args.metrics, os.environ),
+    return _ParsedFlags(
+        limits=_parse_limits(args, given_flags),
+        hang_threshold=parse_hang_timeout(args.hang_timeout),
+        requeue_mode=config.parse_choice("requeue", requeue, config.REQUEUE_MODES),
+        notice_sources=parse_sources(notice),
+        metrics_address=metrics.parse_listen_address(args.metrics, os.environ),
     )
 
 
-def _begin(
-    launch: torchelastic.Launch,
+def _log_start(
+    spec: torchelastic.LaunchSpec,
     args: argparse.Namespace,
-    log: events.EventLog,
-    witness: Witness,
+    event_log: events.EventLog,
+    controller: RestartController,
     node_dir: NodeDir,
 ) -> None:
-    config = launch.config
-    log.write(
+    config = spec.config
+    event_log.emit(
         "agent-start",
         run_id=config.run_id,
         command=shlex.join([args.training_script, *args.training_script_args]),
@@ -156,26 +174,26 @@ def _begin(
         max_nodes=config.max_nodes,
         local_world_size=config.nproc_per_node,
     )
-    witness.say(f"job {config.run_id}, checkpoints in {node_dir.path}")
-    if launch.notice:
-        witness.say(launch.notice)
-    little = resources.why_little_shared_memory()
+    controller.log(f"job {config.run_id}, checkpoints in {node_dir.path}")
+    if spec.notice:
+        controller.log(spec.notice)
+    little = resources.check_shared_memory()
     if little:
-        witness.say(f"{little}.")
+        controller.log(f"{little}.")
 
 
 @contextlib.contextmanager
-def _warmth(
-    launch: torchelastic.Launch, args: argparse.Namespace, witness: Witness
-) -> Iterator[Warmth | None]:
+def _start_fork_server(
+    spec: torchelastic.LaunchSpec, args: argparse.Namespace, controller: RestartController
+) -> Iterator[ForkServerManager | None]:
     """Have a zygote where there can be one."""
-    if launch.command is None:
-        if launch.why_cold:
-            witness.say(f"workers start cold: {launch.why_cold}.")
+    if spec.worker_command is None:
+        if spec.cold_start_reason:
+            controller.log(f"workers start cold: {spec.cold_start_reason}.")
         yield None
         return
     preload = [name.strip() for name in (args.preload or "").split(",") if name.strip()]
-    warmth = Warmth(launch.command, preload, say=witness.say, tell=witness.note)
+    warmth = ForkServerManager(spec.worker_command, preload, log=controller.log, emit=controller.emit)
     warmth.start()
     try:
         yield warmth
@@ -183,104 +201,122 @@ def _warmth(
         warmth.close()
 
 
-def _run(
-    launch: torchelastic.Launch,
-    witness: Witness,
+def _run_job(
+    spec: torchelastic.LaunchSpec,
+    controller: RestartController,
     node_dir: NodeDir,
-    fence: Fence,
-    snapshots: Kept,
+    lease_page: LeasePage,
+    snapshots: SnapshotService,
     *,
-    here: Node,
-    teller: Teller,
-    ending: Ending,
-    warmth: Warmth | None,
-    asked: _Asked,
+    scheduler_context: SchedulerContext,
+    status_reporter: StatusReporter,
+    shutdown_controller: ShutdownController,
+    fork_server: ForkServerManager | None,
+    flags: _ParsedFlags,
 ) -> tuple[str, int, str]:
     """Give outcome, exit code and message for people."""
     end = ""
     try:
-        if warmth is not None:
+        if fork_server is not None:
             # A node that joins stops the workers of the others, who would wait for what it still imports.
-            with torchelastic.stoppable(launch):
-                warmth.wait(launch.terms.join_timeout_s)
-        with taken(
-            launch.terms, node_dir, fence, here, say=witness.say, tell=witness.told, teller=teller
+            with torchelastic.raise_on_stop_signal(spec):
+                fork_server.wait_until_ready(spec.rendezvous_config.join_timeout_s)
+        with open_rendezvous(
+            spec.rendezvous_config,
+            node_dir,
+            lease_page,
+            scheduler_context,
+            log=controller.log,
+            on_log=controller.on_rendezvous_event,
+            status_reporter=status_reporter,
         ) as place:
-            if asked.metrics_at is not None:
-                key = look_key(launch.terms.token)
-                status = partial(ask_agent, place.member.address, launch.terms.run_id, key)
+            if flags.metrics_address is not None:
+                key = derive_status_key(spec.rendezvous_config.token)
+                status = partial(fetch_status, place.client.address, spec.rendezvous_config.run_id, key)
                 threading.Thread(  # looks up the name of this host, which may take long
-                    target=metrics.serve, args=(asked.metrics_at, status, witness.say), daemon=True
+                    target=metrics.serve_metrics,
+                    args=(flags.metrics_address, status, controller.log),
+                    daemon=True,
                 ).start()
-            snapshots.compare(place.member, say=witness.say, tell=witness.note)
+            snapshots.start_replica_comparison(place.client, log=controller.log, emit=controller.emit)
             try:
-                torchelastic.launch(launch, witness, place)
+                torchelastic.run_workers(spec, controller, place)
             finally:
-                witness.heard(place.member.failures)
-            end = f"{place.member.end}."
+                controller.record_failures(place.client.worker_failures)
+            end = f"{place.client.end_reason}."
     except torchelastic.StoppedError as stop:
-        ending.begun(stop.signal)
-        return "signalled", constants.EXIT_SIGNALLED + stop.signal, ending.words()
-    except NodeUnfitError as error:
+        shutdown_controller.begin_shutdown(stop.signal)
+        return "signalled", constants.EXIT_SIGNAL_BASE + stop.signal, shutdown_controller.describe()
+    except NodeExcludedError as error:
         return "left", constants.EXIT_REQUEUE, str(error)
     except ConfigError as error:  # the rendezvous refuses a flag that only it can judge
         return "failed", constants.EXIT_USAGE, str(error)
     except ElasticResumeError as error:
-        return "failed", constants.EXIT_AT_FAULT if error.at_fault else constants.EXIT_REQUEUE, str(error)
-    return "done", constants.EXIT_DONE, end
+        return (
+            "failed",
+            constants.EXIT_JOB_ERROR if error.is_deterministic else constants.EXIT_REQUEUE,
+            str(error),
+        )
+    return "done", constants.EXIT_SUCCESS, end
 
 
-def _end(
+def _finish(
     outcome: str,
-    code: int,
+    exit_code: int,
     message: str,
     *,
-    witness: Witness,
-    ending: Ending,
-    log: events.EventLog,
-    here: Node,
+    controller: RestartController,
+    shutdown_controller: ShutdownController,
+    event_log: events.EventLog,
+    scheduler_context: SchedulerContext,
 ) -> int:
     """Tell how it ended, have the job run again where it should, and give the exit code."""
-    idle = witness.idle_lives(here.restarts)
-    decision, code = ending.decide(outcome, code, rank=witness.rank, idle=idle, stands_by=witness.stands_by)
-    log.write("agent-end", outcome=outcome, exit_code=code, message=message)
-    if message:
-        witness.say(f"{outcome}: {message}")
-    return ending.act(decision, code)
-
-
-def _teller(
-    launch: torchelastic.Launch,
-    node_dir: NodeDir,
-    snapshots: Kept,
-    *,
-    gauge: Gauge,
-    tail: Tail,
-    witness: Witness,
-) -> Teller:
-    keeper = snapshots.keeper
-    finger = Finger(
-        node_dir.path,
-        launch.config.nproc_per_node,
-        states=keeper.rack.control.states,
-        trouble=lambda: keeper.problem or gauge.strain().pressed,
+    idle = controller.starts_without_progress(scheduler_context.restarts)
+    decision, exit_code = shutdown_controller.decide(
+        outcome,
+        exit_code,
+        node_rank=controller.node_rank,
+        starts_without_progress=idle,
+        is_spare=controller.is_spare,
     )
-    return Teller(node_dir.path, launch.config.run_id, finger, tail, say=witness.say)
+    event_log.emit("agent-end", outcome=outcome, exit_code=exit_code, message=message)
+    if message:
+        controller.log(f"{outcome}: {message}")
+    return shutdown_controller.requeue_if_decided(decision, exit_code)
 
 
-def _limits(args: argparse.Namespace, given: set[str]) -> restart.Limits:
+def _create_status_reporter(
+    spec: torchelastic.LaunchSpec,
+    node_dir: NodeDir,
+    snapshots: SnapshotService,
+    *,
+    memory_monitor: MemoryMonitor,
+    event_tail: EventTail,
+    controller: RestartController,
+) -> StatusReporter:
+    keeper = snapshots.committer
+    finger = StatusSampler(
+        node_dir.path,
+        spec.config.nproc_per_node,
+        read_slot_states=keeper.slot_pool.control_block.read_slots,
+        describe_problem=lambda: keeper.last_error or memory_monitor.read_pressure().description,
+    )
+    return StatusReporter(node_dir.path, spec.config.run_id, finger, event_tail, log=controller.log)
+
+
+def _parse_limits(args: argparse.Namespace, given_flags: set[str]) -> restart.RestartLimits:
     """Read what ends the job. ``--max-restarts`` keeps torchrun's meaning: so many, whatever advances.
 
     Raises:
         ConfigError: a value is wrong.
 
     """
-    counted = "max_restarts" in given or "PET_MAX_RESTARTS" in os.environ
-    default = restart.Limits()
+    counted = "max_restarts" in given_flags or "PET_MAX_RESTARTS" in os.environ
+    default = restart.RestartLimits()
     if counted:
-        default = replace(default, max_no_progress=restart.UNLIMITED, poisoned=restart.UNLIMITED)
-    no_progress = validation.check_count("--max-no-progress", args.max_no_progress, least=1)
-    exclude_after = validation.check_count("--exclude-after", args.exclude_after, least=0)
+        default = replace(default, max_no_progress=restart.UNLIMITED, max_same_failures=restart.UNLIMITED)
+    no_progress = validation.parse_count("--max-no-progress", args.max_no_progress, minimum=1)
+    exclude_after = validation.parse_count("--exclude-after", args.exclude_after, minimum=0)
     return replace(
         default,
         max_no_progress=default.max_no_progress if no_progress is None else no_progress,
@@ -289,18 +325,22 @@ def _limits(args: argparse.Namespace, given: set[str]) -> restart.Limits:
 
 
 def _set_environment(
-    settings: Settings, args: argparse.Namespace, events_path: Path, fence: Fence, round_events: RoundEvents
+    settings: Settings,
+    args: argparse.Namespace,
+    events_path: Path,
+    lease_page: LeasePage,
+    round_events: RoundEvents,
 ) -> None:
     os.environ.update(settings.to_env())
-    os.environ.pop(constants.ENV_ZYGOTE, None)  # of an agent in whose worker this one runs
+    os.environ.pop(constants.ENV_FORK_SERVER, None)  # of an agent in whose worker this one runs
     os.environ.pop(constants.ENV_TOKEN, None)  # read by now, and no business of the training script
     os.environ[constants.ENV_AGENT_PID] = str(os.getpid())
     os.environ[constants.ENV_EVENTS_PATH] = str(events_path)
     os.environ[constants.ENV_ROUND_EVENTS] = round_events.path
-    os.environ[constants.ENV_FENCE] = fence.path
+    os.environ[constants.ENV_LEASE_PAGE] = lease_page.path
     drain_signals = args.drain_signals or os.environ.get(constants.ENV_DRAIN_SIGNALS)
-    os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(validation.drain_signals(drain_signals))
-    grace_s = validation.grace_s(args, os.environ)
+    os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(validation.parse_drain_signals(drain_signals))
+    grace_s = validation.resolve_grace_s(args, os.environ)
     if grace_s is not None:
         os.environ[constants.ENV_GRACE_S] = f"{grace_s:g}"
     elif getattr(args, "shutdown_timeout", None) is not None:

@@ -16,29 +16,29 @@ import threading
 import time
 from pathlib import Path
 
-from elastic_resume.policy.failure_classification import Strain
-from elastic_resume.schedulers.resources import Group, fields
+from elastic_resume.policy.failure_classification import MemoryPressure
+from elastic_resume.schedulers.resources import MemoryCgroup, read_fields
 
-LOOK_S = 1.0
-RECENT_S = 10.0
+POLL_INTERVAL_S = 1.0
+PRESSURE_MAX_AGE_S = 10.0
 """Pressure so long before a death may be its cause."""
-NEAR = 0.95
+NEAR_LIMIT_SHARE = 0.95
 """Share of the limit; with less, the kernel still finds pages to take back."""
-STALLED = 20.0
+STALL_THRESHOLD_PERCENT = 20.0
 """Percent of ten seconds in which some process waited for memory (PSI). Before a kill it is most of it."""
 
 
-class Gauge:
+class MemoryMonitor:
     """Looks at memory from `start` to `close`; `strain` tells of the time since `mark`."""
 
-    def __init__(self, group: Group | None = None, proc: Path = Path("/proc")) -> None:
+    def __init__(self, group: MemoryCgroup | None = None, proc: Path = Path("/proc")) -> None:
         """``group``: of the workers, which is this process's own unless they are moved."""
-        self._group = group or Group.of_this_process(proc)
+        self._group = group or MemoryCgroup.find_own(proc)
         self._proc = proc
-        self._kills = self._group.kills() if self._group else 0
-        self._seen: tuple[float, str] | None = None
+        self._kills_at_reset = self._group.read_oom_kills() if self._group else 0
+        self._last_pressure: tuple[float, str] | None = None
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._live, name="pressure", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="pressure", daemon=True)
 
     def start(self) -> None:
         """Begin to look."""
@@ -50,43 +50,43 @@ class Gauge:
         if self._thread.is_alive():
             self._thread.join()
 
-    def mark(self) -> None:
+    def reset(self) -> None:
         """A round begins: what was before counts no more."""
-        self._kills = self._group.kills() if self._group else 0
-        self._seen = None
+        self._kills_at_reset = self._group.read_oom_kills() if self._group else 0
+        self._last_pressure = None
 
-    def strain(self) -> Strain:
+    def read_pressure(self) -> MemoryPressure:
         """Tell what befell memory since the mark."""
-        self.look()
-        kills = max(0, self._group.kills() - self._kills) if self._group else 0
-        seen = self._seen
-        recent = seen is not None and time.monotonic() - seen[0] <= RECENT_S
-        return Strain(kills, seen[1] if seen and recent else "")
+        self.poll()
+        kills = max(0, self._group.read_oom_kills() - self._kills_at_reset) if self._group else 0
+        seen = self._last_pressure
+        recent = seen is not None and time.monotonic() - seen[0] <= PRESSURE_MAX_AGE_S
+        return MemoryPressure(kills, seen[1] if seen and recent else "")
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look once."""
-        text = self._pressed()
+        text = self._describe_pressure()
         if text:
-            self._seen = (time.monotonic(), text)
+            self._last_pressure = (time.monotonic(), text)
 
-    def _live(self) -> None:
-        while not self._closing.wait(LOOK_S):
-            self.look()
+    def _run(self) -> None:
+        while not self._closing.wait(POLL_INTERVAL_S):
+            self.poll()
 
-    def _pressed(self) -> str:
-        used = self._group.used() if self._group else None
-        if used is not None and used[0] >= NEAR * used[1]:
-            return f"its control group had used {_size(used[0])} of {_size(used[1])}"
-        memory = fields(self._proc / "meminfo")
+    def _describe_pressure(self) -> str:
+        used = self._group.read_usage() if self._group else None
+        if used is not None and used[0] >= NEAR_LIMIT_SHARE * used[1]:
+            return f"its control group had used {_format_size(used[0])} of {_format_size(used[1])}"
+        memory = read_fields(self._proc / "meminfo")
         total, free = memory.get("MemTotal:", 0), memory.get("MemAvailable:", 0)
-        if total and free <= (1 - NEAR) * total:
-            return f"{_size(free << 10)} of {_size(total << 10)} of this machine's memory were left"
-        stalled = self._stalled()
-        if stalled >= STALLED:
+        if total and free <= (1 - NEAR_LIMIT_SHARE) * total:
+            return f"{_format_size(free << 10)} of {_format_size(total << 10)} of this machine's memory were left"
+        stalled = self._read_stall_percent()
+        if stalled >= STALL_THRESHOLD_PERCENT:
             return f"processes waited for memory {stalled:.0f} % of the time"
         return ""
 
-    def _stalled(self) -> float:
+    def _read_stall_percent(self) -> float:
         path = self._group.directory / "memory.pressure" if self._group else Path()
         with contextlib.suppress(OSError, ValueError, IndexError):
             if not path.is_file():
@@ -96,5 +96,5 @@ class Gauge:
         return 0.0
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

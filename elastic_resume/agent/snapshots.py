@@ -16,71 +16,73 @@ from typing import Any
 from elastic_resume import constants
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError, MachineError
-from elastic_resume.policy.divergence import describe
-from elastic_resume.rendezvous.client import Member
-from elastic_resume.rendezvous.core.messages import Diverged
-from elastic_resume.snapshot.committer import Keeper
-from elastic_resume.snapshot.digests import Digester
-from elastic_resume.snapshot.ipc import Desk
-from elastic_resume.snapshot.slot_pool import Rack
-from elastic_resume.snapshot.slots import order_of
+from elastic_resume.policy.divergence import describe_divergence
+from elastic_resume.rendezvous.client import RendezvousClient
+from elastic_resume.rendezvous.core.messages import ReplicasDiverged
+from elastic_resume.snapshot.committer import CheckpointCommitter
+from elastic_resume.snapshot.digests import SnapshotDigester
+from elastic_resume.snapshot.ipc import SnapshotServer
+from elastic_resume.snapshot.slot_pool import SlotPool
+from elastic_resume.snapshot.slots import decode_snapshot_id
 
 
 @dataclass(frozen=True)
-class Kept:
+class SnapshotService:
     """What keeps this node's snapshots, and what digests them for a comparison with other nodes'."""
 
-    keeper: Keeper
-    digester: Digester
+    committer: CheckpointCommitter
+    digester: SnapshotDigester
 
-    def compare(self, member: Member, *, say: Callable[[str], None], tell: Callable[..., Any]) -> None:
+    def start_replica_comparison(
+        self, client: RendezvousClient, *, log: Callable[[str], None], emit: Callable[..., Any]
+    ) -> None:
         """Compare this node's state with that of the others in ``member``'s rendezvous from now on.
 
         When this node is found wrong and the job goes on, its own later copies of that generation are
         distrusted before it enters another world (`Member.join` waits).
         """
-        keeper, digester = self.keeper, self.digester
+        keeper, digester = self.committer, self.digester
         # A world's generation -> its workers'. That is greater where they began with a copy of another job.
         workers: dict[int, int] = {}
 
         def compare(mark: int, world: int) -> None:
-            workers[world] = order_of(mark)[0]
-            digester.name(mark)
+            workers[world] = decode_snapshot_id(mark)[0]
+            digester.enqueue(mark)
 
         def note(generation: int, step: int, digest: str) -> None:
             worlds = {generation: world for world, generation in list(workers.items())}
-            member.tell_print(worlds[generation], step, digest)
+            client.send_digest(worlds[generation], step, digest)
 
-        def differ(told: Diverged) -> None:
+        def differ(told: ReplicasDiverged) -> None:
             verdict = told.verdict
-            tell(
+            emit(
                 "replicas-differ",
                 generation=told.generation,
                 step=verdict.step,
                 agreed_step=verdict.agreed_step,
-                nodes=[list(camp) for camp in verdict.camps],
-                wrong=list(verdict.wrong),
-                goes_on=told.goes_on,
+                nodes=[list(camp) for camp in verdict.groups],
+                wrong=list(verdict.diverged),
+                goes_on=told.continues_from_majority,
             )
-            if not told.goes_on:
+            if not told.continues_from_majority:
                 return  # the end of the job says it
-            say(describe(verdict, goes_on=True))
-            if member.node in verdict.wrong:
+            log(describe_divergence(verdict, continues=True))
+            if client.node in verdict.diverged:
                 try:
-                    keeper.distrust(workers.get(told.generation, told.generation), verdict.agreed_step)
+                    keeper.distrust_after(workers.get(told.generation, told.generation), verdict.agreed_step)
                 except ElasticResumeError as error:
                     # The next start compares what it has resumed from, and would find it.
-                    say(f"copies that are wrong could not be set aside: {error}")
+                    log(f"copies that are wrong could not be set aside: {error}")
 
-        member.compare(differ)
-        digester.tell = note
-        keeper.compare = compare
+        client.set_divergence_handler(differ)
+        digester.on_digest = note
+        keeper.request_comparison = compare
 
 
 @contextlib.contextmanager
-def kept(
-    node_dir: Path, settings: Settings, *, say: Callable[[str], None], tell: Callable[..., Any]
-) -> Iterator[Kept]:
+def serve_snapshots(
+    node_dir: Path, settings: Settings, *, log: Callable[[str], None], emit: Callable[..., Any]
+) -> Iterator[SnapshotService]:
     """Keep this node's snapshots within the context; workers find the keeper in their environment.
 
     Args:
@@ -90,24 +92,24 @@ def kept(
         tell: gets events, by kind and fields.
 
     """
-    rack = Rack(settings.snapshot_memory, say=say)
-    keeper = Keeper(node_dir, settings.run_id, rack, say=say, tell=tell)
-    digester = Digester(rack)
-    desk = Desk(keeper)
-    os.environ[constants.ENV_KEEPER] = desk.name
-    os.environ[constants.ENV_SLOTS] = rack.path
+    rack = SlotPool(settings.snapshot_memory, log=log)
+    keeper = CheckpointCommitter(node_dir, settings.run_id, rack, log=log, emit=emit)
+    digester = SnapshotDigester(rack)
+    desk = SnapshotServer(keeper)
+    os.environ[constants.ENV_COMMITTER] = desk.socket_name
+    os.environ[constants.ENV_SLOTS] = rack.control_path
     keeper.start()
     digester.start()
-    desk.open()
+    desk.start()
     try:
-        yield Kept(keeper, digester)
+        yield SnapshotService(keeper, digester)
     finally:
-        os.environ.pop(constants.ENV_KEEPER, None)
+        os.environ.pop(constants.ENV_COMMITTER, None)
         os.environ.pop(constants.ENV_SLOTS, None)
         with contextlib.suppress(MachineError):  # which has been said
             keeper.commit()
-        if keeper.problem:
-            say(f"the newest step in memory is lost with this agent: {keeper.problem}")
+        if keeper.last_error:
+            log(f"the newest step in memory is lost with this agent: {keeper.last_error}")
         desk.close()
         digester.close()
         keeper.close()

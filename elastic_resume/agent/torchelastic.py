@@ -50,51 +50,51 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from elastic_resume import config, constants
 from elastic_resume.agent import validation
-from elastic_resume.agent.options import fill
-from elastic_resume.agent.status import Teller
-from elastic_resume.agent.workers.lease_page import Fence
-from elastic_resume.agent.workers.supervisor import ahead
+from elastic_resume.agent.options import fill_from_scheduler
+from elastic_resume.agent.status import StatusReporter
+from elastic_resume.agent.workers.lease_page import LeasePage
+from elastic_resume.agent.workers.supervisor import read_drain_signals
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.errors import ConfigError, GaveUpError, MachineError
+from elastic_resume.errors import ConfigError, JobFailedError, MachineError
 from elastic_resume.policy.failure_classification import Failure
-from elastic_resume.policy.restart import Account
-from elastic_resume.rendezvous.client import JobOver, Member
-from elastic_resume.rendezvous.config import KEYS, Terms
-from elastic_resume.rendezvous.core.events import BeginWorld, Log
-from elastic_resume.rendezvous.core.messages import Join
-from elastic_resume.rendezvous.endpoint import Endpoint, take_seat
-from elastic_resume.rendezvous.net.durable_state import Record
-from elastic_resume.rendezvous.net.protocol import look_key
-from elastic_resume.schedulers.environment import Node
+from elastic_resume.policy.restart import RoundSummary
+from elastic_resume.rendezvous.client import JobCompleted, RendezvousClient
+from elastic_resume.rendezvous.config import CONF_FLAGS, RendezvousConfig
+from elastic_resume.rendezvous.core.events import EmitEvent, StartWorkers
+from elastic_resume.rendezvous.core.messages import JoinSpec
+from elastic_resume.rendezvous.endpoint import Endpoint, open_listen_endpoint
+from elastic_resume.rendezvous.net.durable_state import DurableStateFile
+from elastic_resume.rendezvous.net.protocol import derive_status_key
+from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.schedulers.shared_dir import SharedDir
 
-BACKEND = "elastic_resume"
-ENV_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"  # torchelastic's: 1 spares it the exchange of ranks
+RENDEZVOUS_BACKEND = "elastic_resume"
+ENV_WORKERS_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"  # torchelastic's: 1 spares it the exchange of ranks
 
 
-class Observer(Protocol):
+class RoundHooks(Protocol):
     """What the supervisor wants to know and may decide."""
 
-    def account(self) -> Account:
+    def summarize_round(self) -> RoundSummary:
         """Tell what became of the round on this node; its workers are dead."""
 
-    def before_round(self, *, failed: bool, why: str = "") -> None:
+    def before_round(self, *, failed: bool, reason: str = "") -> None:
         """A round is asked for. Raise GaveUpError to refuse it.
 
         ``failed``: because own workers failed; ``why``: what the others did. Whether a node was lost that
         took our workers along is told by `round_formed`, and judged there.
         """
 
-    def round_formed(
+    def after_rendezvous(
         self,
         *,
         node_rank: int,
         num_nodes: int,
         generation: int,
-        changed: bool = False,
+        membership_changed: bool = False,
         nodes: Sequence[str] = (),
         step: int = 0,
-        told: Sequence[Failure] = (),
+        failures: Sequence[Failure] = (),
     ) -> None:
         """A rendezvous ended; workers start now. Raise GaveUpError or NodeUnfitError to refuse that.
 
@@ -102,31 +102,38 @@ class Observer(Protocol):
         any of them has come, ``told`` how the last world ended, as far as the leader heard.
         """
 
-    def last_words(self, *, workers_failed: bool = False) -> str:
+    def end_reason(self, *, workers_failed: bool = False) -> str:
         """Why this node ends the job for all; empty when it ends because its workers are done.
 
         ``workers_failed``: say what their failure was, if nothing has been decided.
         """
 
 
-class OwnRendezvous(RendezvousHandler):
+class ElasticRendezvousHandler(RendezvousHandler):
     """Our own rendezvous: any node may leave, the one that leads included."""
 
     def __init__(
-        self, member: Member, observer: Observer, backend: str, *, host: str, workers: int, order: int
+        self,
+        client: RendezvousClient,
+        hooks: RoundHooks,
+        backend: str,
+        *,
+        host: str,
+        local_world_size: int,
+        node_order: int,
     ) -> None:
         """``host`` is where others reach this node, ``order`` its place in the scheduler's order.
 
         ``workers`` is how many this node starts.
         """
-        self._member = member
-        self._observer = observer
+        self._client = client
+        self._hooks = hooks
         self._backend = backend
         self._host = host
-        self._workers = workers
-        self._order = order
-        self._server: TCPStore | None = None
-        self._world: BeginWorld | None = None
+        self._local_world_size = local_world_size
+        self._node_order = node_order
+        self._store_server: TCPStore | None = None
+        self._world: StartWorkers | None = None
 
     def get_backend(self) -> str:
         """See base class."""
@@ -146,50 +153,55 @@ class OwnRendezvous(RendezvousHandler):
             ConfigError, RendezvousLostError: see `Member.join`.
 
         """
-        self._member.check()
-        last, why = self._world, self._member.why_restart
+        self._client.raise_if_over()
+        last, why = self._world, self._client.restart_reason
         step = 0
         if last is not None:
-            account = self._report(last)
-            step = account.step
-            self._observer.before_round(failed=not why, why=why)
-            self._member.pause(account.pause_s)
+            account = self._report_failure(last)
+            step = account.newest_step
+            self._hooks.before_round(failed=not why, reason=why)
+            self._client.sleep_unless_over(account.restart_delay_s)
         # A fresh store for each generation: workers of different ones never meet. Only rank 0's is used.
-        self._server = None
-        self._server = _serve(self._host)
-        join = Join(_at(self._host, self._server.port), self._workers, self._order, step)
+        self._store_server = None
+        self._store_server = _start_store_server(self._host)
+        join = JoinSpec(
+            _format_address(self._host, self._store_server.port),
+            self._local_world_size,
+            self._node_order,
+            step,
+        )
         try:
-            world = self._member.join(join)
-        except JobOver:
+            world = self._client.join(join)
+        except JobCompleted:
             raise SystemExit(0) from None
         if world.rank != 0:
-            self._server = None
+            self._store_server = None
         self._world = world
         changed = last is None or set(last.members) != set(world.members)
-        self._observer.round_formed(
+        self._hooks.after_rendezvous(
             node_rank=world.rank,
             num_nodes=len(world.members),
             generation=world.generation,
-            changed=changed,
+            membership_changed=changed,
             nodes=[member.node for member in world.members],
-            step=world.step,
-            told=world.failures,
+            step=world.newest_step,
+            failures=world.failures,
         )
-        where = RendezvousStoreInfo(*_host_and_port(world.store))
-        os.environ[ENV_IDENTICAL] = str(int(len(set(world.workers)) == 1))
-        store: Any = _RoundStore(_known_ranks(world.workers), self._member)
+        where = RendezvousStoreInfo(*_split_address(world.store_address))
+        os.environ[ENV_WORKERS_IDENTICAL] = str(int(len(set(world.workers_per_node)) == 1))
+        store: Any = _RoundStore(_create_rank_store(world.workers_per_node), self._client)
         return RendezvousInfo(store, world.rank, len(world.members), where)
 
-    def _report(self, world: BeginWorld) -> Account:
+    def _report_failure(self, world: StartWorkers) -> RoundSummary:
         """Tell the leader how a worker of this node failed, if one did, before anything follows from it."""
-        account = self._observer.account()
+        account = self._hooks.summarize_round()
         if account.failure is not None:
-            self._member.report(world.generation, account.failure)
+            self._client.report_failure(world.generation, account.failure)
         return account
 
     def num_nodes_waiting(self) -> int:
         """See base class. A flag of this process: to ask costs nothing, and no silent host can block it."""
-        return int(self._member.restart_wanted)
+        return int(self._client.restart_requested)
 
     def is_closed(self) -> bool:
         """See base class. The end of one agent closes nothing for the others."""
@@ -200,15 +212,15 @@ class OwnRendezvous(RendezvousHandler):
 
     def get_run_id(self) -> str:
         """See base class."""
-        return self._member.run_id
+        return self._client.run_id
 
     def shutdown(self) -> bool:
         """See base class. Tells the other nodes why, when this one ends the job for all."""
         if self._world is not None:
-            self._report(self._world)
-        words = self._observer.last_words()
+            self._report_failure(self._world)
+        words = self._hooks.end_reason()
         if words:
-            self._member.fail(words)
+            self._client.fail_job(words)
         return True
 
 
@@ -220,20 +232,20 @@ class _RoundStore:
     have succeeded it waits for the others with ``wait``, for 300 s: `Member.finish` knows better.
     """
 
-    def __init__(self, inner: Store, member: Member) -> None:
+    def __init__(self, inner: Store, client: RendezvousClient) -> None:
         self._inner = inner
-        self._member = member
+        self._client = client
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for the end of the job, which is what the exit barrier is for."""
         del keys, timeout
-        self._member.finish()
+        self._client.finish_and_wait()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-def _known_ranks(workers: tuple[int, ...]) -> Store:
+def _create_rank_store(workers: tuple[int, ...]) -> Store:
     """A store of this process that already holds what nodes would tell each other about ranks.
 
     The names are those of torchelastic's ``_assign_worker_ranks``; one that it does not find there is an
@@ -250,12 +262,12 @@ def _known_ranks(workers: tuple[int, ...]) -> Store:
     return store
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
+def _split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
-def _serve(host: str) -> TCPStore:
+def _start_store_server(host: str) -> TCPStore:
     try:
         return TCPStore(host, 0, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
@@ -265,30 +277,30 @@ def _serve(host: str) -> TCPStore:
         ) from error
 
 
-def _at(host: str, port: int) -> str:
+def _format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True)
-class Place:
+class RendezvousSession:
     """A node's place: ``host`` is where workers reach it, ``order`` its place in the scheduler's order."""
 
-    member: Member
+    client: RendezvousClient
     host: str
-    order: int
+    node_order: int
 
 
 @contextlib.contextmanager
-def taken(
-    terms: Terms,
+def open_rendezvous(
+    rendezvous_config: RendezvousConfig,
     node_dir: NodeDir,
-    fence: Fence,
-    here: Node,
+    lease_page: LeasePage,
+    scheduler_context: SchedulerContext,
     *,
-    say: Callable[[str], None],
-    tell: Callable[[Log], None],
-    teller: Teller | None = None,
-) -> Iterator[Place]:
+    log: Callable[[str], None],
+    on_log: Callable[[EmitEvent], None],
+    status_reporter: StatusReporter | None = None,
+) -> Iterator[RendezvousSession]:
     """Take the place; say goodbye at the end, whatever ends it.
 
     Args:
@@ -305,50 +317,50 @@ def taken(
         RecordError: the record of an earlier life cannot be read.
 
     """
-    record = Record(node_dir.path, launch=here.launch, node=node_dir.path.name)
-    seat = take_seat(
-        terms.endpoints,
-        terms.local_addr,
-        run_id=terms.run_id,
-        token=terms.token,
-        say=say,
+    record = DurableStateFile(node_dir.path, launch_id=scheduler_context.launch_id, node=node_dir.path.name)
+    seat = open_listen_endpoint(
+        rendezvous_config.endpoints,
+        rendezvous_config.local_addr,
+        run_id=rendezvous_config.run_id,
+        token=rendezvous_config.token,
+        log=log,
     )
-    if seat.notice:
-        say(seat.notice)
-    if not terms.secret and terms.max_nodes > 1:
-        say(
+    if seat.warning:
+        log(seat.warning)
+    if not rendezvous_config.has_user_token and rendezvous_config.max_nodes > 1:
+        log(
             "no token is set: whoever reaches this node's port and knows the job's name may join "
             "(--rdzv-token-file or ELASTIC_RESUME_TOKEN would keep others out)."
         )
     name = node_dir.path.name
-    member = Member(
-        terms,
+    member = RendezvousClient(
+        rendezvous_config,
         seat,
         node=name,
-        record=record,
-        seen=node_dir.generation(),
-        fence=fence,
-        tell=tell,
-        hear=teller.hear if teller else lambda _: None,
-        show=teller.show if teller else None,
+        state_file=record,
+        max_generation=node_dir.read_generation(),
+        lease=lease_page,
+        on_log=on_log,
+        on_peer_status=status_reporter.on_peer_status if status_reporter else lambda _: None,
+        render_status=status_reporter.render_status if status_reporter else None,
     )
     member.start()
-    if teller:
-        teller.start(member, look_key(terms.token))
+    if status_reporter:
+        status_reporter.start(member, derive_status_key(rendezvous_config.token))
     try:
-        yield Place(member, seat.host, here.order)
+        yield RendezvousSession(member, seat.host, scheduler_context.node_index)
     except BaseException as end:
         member.leave((str(end) or type(end).__name__)[:200])
         raise
     finally:
-        if teller:
-            teller.close()
+        if status_reporter:
+            status_reporter.close()
         member.close()
 
 
-STOCK_BACKENDS = ("c10d", "static")
+TORCH_RENDEZVOUS_BACKENDS = ("c10d", "static")
 """torch's own rendezvous that need no server: ours stands in for them."""
-STOCK_CONF = {
+TORCH_RENDEZVOUS_KEYS = {
     *(
         "last_call_timeout",
         "close_timeout",
@@ -366,11 +378,11 @@ UNLIMITED_RESTARTS = 1_000_000
 # torchelastic looks at its workers, and asks whether there is to be another round, once in so many seconds.
 # torchrun's 0.1 would be a tenth of a restart; 0.03 costs the agent 0.3 % of a core.
 MONITOR_INTERVAL_S = 0.03
-STUB = Path(__file__).parent / "workers" / "launcher_shim.py"
+LAUNCHER_SHIM_PATH = Path(__file__).parent / "workers" / "launcher_shim.py"
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchSpec:
     """What `launch` starts, and the terms of its rendezvous.
 
     ``command`` is the workers' own, which a zygote can run; None where it cannot, and ``why_cold`` says why
@@ -381,14 +393,14 @@ class Launch:
     config: LaunchConfig
     entrypoint: Callable[..., Any] | str
     args: list[str]
-    terms: Terms
-    command: list[str] | None = None
-    why_cold: str = ""
-    shared: SharedDir | None = None
+    rendezvous_config: RendezvousConfig
+    worker_command: list[str] | None = None
+    cold_start_reason: str = ""
+    shared_dir: SharedDir | None = None
     notice: str = ""
 
 
-def parser() -> config.Parser:
+def build_parser() -> config.Parser:
     """Give the flags of ``elastic-resume run``: torchrun's, with PET_* variables for defaults, and ours."""
     try:
         stock = get_args_parser()
@@ -405,7 +417,9 @@ def parser() -> config.Parser:
 
 
 @contextlib.contextmanager
-def prepared(args: argparse.Namespace, given: set[str], run_id: str, here: Node) -> Iterator[Launch]:
+def prepare_launch(
+    args: argparse.Namespace, given_flags: set[str], run_id: str, scheduler_context: SchedulerContext
+) -> Iterator[LaunchSpec]:
     """Check ``args`` and make a `Launch` of them, valid within the context.
 
     Raises:
@@ -416,14 +430,16 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str, here: Node)
     validation.check_script(args)
     args.rdzv_id = run_id
     # The parser of torchrun has taken PET_* variables for its defaults.
-    given = given | {name.removeprefix("PET_").lower() for name in os.environ if name.startswith("PET_")}
-    scheduled = fill(args, given, here)
-    given = set(scheduled.given)
-    one_node = validation.check_nodes(args.nnodes) == (1, 1)
-    notice = _choose_rendezvous(args, given, one_node=one_node)
-    if "max_restarts" not in given:
+    given_flags = given_flags | {
+        name.removeprefix("PET_").lower() for name in os.environ if name.startswith("PET_")
+    }
+    scheduled = fill_from_scheduler(args, given_flags, scheduler_context)
+    given_flags = set(scheduled.given_flags)
+    one_node = validation.parse_nnodes(args.nnodes) == (1, 1)
+    notice = _choose_rendezvous(args, given_flags, one_node=one_node)
+    if "max_restarts" not in given_flags:
         args.max_restarts = UNLIMITED_RESTARTS
-    if "monitor_interval" not in given:
+    if "monitor_interval" not in given_flags:
         args.monitor_interval = MONITOR_INTERVAL_S
     with contextlib.ExitStack() as stack:
         if args.log_dir is None and args.redirects == args.tee == "0":
@@ -433,40 +449,40 @@ def prepared(args: argparse.Namespace, given: set[str], run_id: str, here: Node)
             config, entrypoint, words = config_from_args(args)
         except (AssertionError, RuntimeError, ValueError, OSError) as error:
             raise ConfigError(str(error) or f"torchrun refuses these flags: {error!r}") from error
-        validation.check_launch(config)
+        validation.check_launch_config(config)
         _check_event_log_handler(config)
-        ignored = sorted(STOCK_CONF & config.rdzv_configs.keys() - {"timeout"})
+        ignored = sorted(TORCH_RENDEZVOUS_KEYS & config.rdzv_configs.keys() - {"timeout"})
         if ignored:
             notice = f"{notice} --rdzv-conf {', '.join(ignored)}: without effect there.".lstrip()
-        terms = _terms(config, args, given)
-        _prepare_drain(config, args)
-        why_cold = validation.why_cold(args, entrypoint)
+        terms = _read_rendezvous_config(config, args, given_flags)
+        _configure_drain(config, args)
+        why_cold = validation.cold_start_reason(args, entrypoint)
         command = None
         if isinstance(entrypoint, str):
             command = None if why_cold or args.no_warm else [entrypoint, *words]
             # "${local_rank}" is torchelastic's macro: it puts the number in.
-            words = ["-I", "-S", str(STUB), "${local_rank}", entrypoint, *words]
+            words = ["-I", "-S", str(LAUNCHER_SHIM_PATH), "${local_rank}", entrypoint, *words]
             entrypoint = sys.executable
-        yield Launch(config, entrypoint, words, terms, command, why_cold, scheduled.shared, notice)
+        yield LaunchSpec(config, entrypoint, words, terms, command, why_cold, scheduled.shared_dir, notice)
 
 
-def _prepare_drain(config: LaunchConfig, args: argparse.Namespace) -> None:
+def _configure_drain(config: LaunchConfig, args: argparse.Namespace) -> None:
     """Let what schedulers send ahead of the end drain too, and leave the guards time for it."""
     if hasattr(config, "signals_to_handle"):
         before = [name.strip() for name in config.signals_to_handle.split(",") if name.strip()]
-        config.signals_to_handle = ",".join(dict.fromkeys([*before, *_drain_signals(args)]))
-    grace_s = validation.grace_s(args, os.environ)
+        config.signals_to_handle = ",".join(dict.fromkeys([*before, *_parse_drain_signals(args)]))
+    grace_s = validation.resolve_grace_s(args, os.environ)
     timeout_s = getattr(config, "shutdown_timeout", None)
     if grace_s is not None and timeout_s is not None:
         # torchelastic kills stubs after it. They need some seconds more than their workers.
         config.shutdown_timeout = max(timeout_s, math.ceil(grace_s) + 15)
 
 
-def _drain_signals(args: argparse.Namespace) -> list[str]:
-    return validation.drain_signals(args.drain_signals or os.environ.get(constants.ENV_DRAIN_SIGNALS))
+def _parse_drain_signals(args: argparse.Namespace) -> list[str]:
+    return validation.parse_drain_signals(args.drain_signals or os.environ.get(constants.ENV_DRAIN_SIGNALS))
 
 
-def launch(launch: Launch, observer: Observer, place: Place) -> None:
+def run_workers(spec: LaunchSpec, hooks: RoundHooks, session: RendezvousSession) -> None:
     """Run the job on this node until it is done.
 
     Raises:
@@ -476,14 +492,14 @@ def launch(launch: Launch, observer: Observer, place: Place) -> None:
         StoppedError: a signal stopped this agent.
 
     """
-    config = launch.config
-    signals = _signals(config)
+    config = spec.config
+    signals = _stop_signals(config)
     before = {number: signal.getsignal(number) for number in signals}
-    config.rdzv_configs["make"] = lambda: _handler(config, observer, place, signals)
-    rendezvous_handler_registry.register(BACKEND, _create)
-    _quieten()
+    config.rdzv_configs["make"] = lambda: _create_handler(config, hooks, session, signals)
+    rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _create_from_parameters)
+    _filter_torchelastic_logs()
     try:
-        launch_agent(config, launch.entrypoint, launch.args)
+        launch_agent(config, spec.entrypoint, spec.args)
     except SystemExit as end:
         if end.code:
             raise
@@ -492,20 +508,20 @@ def launch(launch: Launch, observer: Observer, place: Place) -> None:
         before = dict.fromkeys(before, signal.SIG_IGN)
         raise StoppedError(signal.Signals(error.sigval)) from error
     except ChildFailedError as error:
-        words = observer.last_words(workers_failed=True) or _first_line(error)
-        place.member.fail(words)
-        raise GaveUpError(words) from error
+        words = hooks.end_reason(workers_failed=True) or _describe_first_failure(error)
+        session.client.fail_job(words)
+        raise JobFailedError(words) from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if place.member.failure:
-        raise GaveUpError(place.member.failure)
+    if session.client.job_failure:
+        raise JobFailedError(session.client.job_failure)
 
 
 @contextlib.contextmanager
-def stoppable(launch: Launch) -> Iterator[None]:
+def raise_on_stop_signal(spec: LaunchSpec) -> Iterator[None]:
     """Let the signals that stop an agent end what is done ahead of `launch`, as a StoppedError."""
-    before = {number: signal.signal(number, _raise_stopped) for number in _signals(launch.config)}
+    before = {number: signal.signal(number, _raise_signal_exception) for number in _stop_signals(spec.config)}
     try:
         yield
     except SignalException as error:
@@ -515,24 +531,33 @@ def stoppable(launch: Launch) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _signals(config: LaunchConfig) -> list[signal.Signals]:
+def _stop_signals(config: LaunchConfig) -> list[signal.Signals]:
     names = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
     found = [getattr(signal, name.strip()) for name in names if hasattr(signal, name.strip())]
-    return list(dict.fromkeys([*found, *ahead()]))  # an older torch knows no others, and leaves them alone
+    return list(
+        dict.fromkeys([*found, *read_drain_signals()])
+    )  # an older torch knows no others, and leaves them alone
 
 
-def _handler(
-    config: LaunchConfig, observer: Observer, place: Place, signals: list[signal.Signals]
+def _create_handler(
+    config: LaunchConfig, hooks: RoundHooks, session: RendezvousSession, signals: list[signal.Signals]
 ) -> RendezvousHandler:
     """Make the handler of this start."""
     # torchelastic takes these when the first workers start, but a rendezvous can last minutes.
     for number in signals:
-        signal.signal(number, _raise_stopped)
+        signal.signal(number, _raise_signal_exception)
     workers = config.nproc_per_node
-    return OwnRendezvous(place.member, observer, BACKEND, host=place.host, workers=workers, order=place.order)
+    return ElasticRendezvousHandler(
+        session.client,
+        hooks,
+        RENDEZVOUS_BACKEND,
+        host=session.host,
+        local_world_size=workers,
+        node_order=session.node_order,
+    )
 
 
-def _create(params: RendezvousParameters) -> RendezvousHandler:
+def _create_from_parameters(params: RendezvousParameters) -> RendezvousHandler:
     make: Callable[[], RendezvousHandler] = params.config.pop("make")
     return make()
 
@@ -540,43 +565,49 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
 class StoppedError(Exception):
     """A signal stopped the agent. Not an error of the job."""
 
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.signal = number
+    def __init__(self, signal_number: signal.Signals) -> None:
+        super().__init__(signal_number.name)
+        self.signal = signal_number
 
 
-def _terms(config: LaunchConfig, args: argparse.Namespace, given: set[str]) -> Terms:
-    flags = {key: getattr(args, _dest(flag)) for key, flag in KEYS.items() if _dest(flag) in given}
-    conf = {key: value for key, value in config.rdzv_configs.items() if key not in STOCK_CONF}
-    return Terms.read(
+def _read_rendezvous_config(
+    config: LaunchConfig, args: argparse.Namespace, given_flags: set[str]
+) -> RendezvousConfig:
+    flags = {
+        key: getattr(args, _flag_to_dest(flag))
+        for key, flag in CONF_FLAGS.items()
+        if _flag_to_dest(flag) in given_flags
+    }
+    conf = {key: value for key, value in config.rdzv_configs.items() if key not in TORCH_RENDEZVOUS_KEYS}
+    return RendezvousConfig.parse(
         config.rdzv_endpoint,
         {**conf, **flags},
         os.environ,
         run_id=config.run_id,
-        nodes=(config.min_nodes, config.max_nodes),
+        nnodes=(config.min_nodes, config.max_nodes),
         local_addr=config.local_addr,
     )
 
 
-def _dest(flag: str) -> str:
+def _flag_to_dest(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _choose_rendezvous(args: argparse.Namespace, given: set[str], *, one_node: bool) -> str:
+def _choose_rendezvous(args: argparse.Namespace, given_flags: set[str], *, one_node: bool) -> str:
     """Fill in where the nodes meet in our rendezvous; return what to log of flags that mean torch's own.
 
     One node for which no place to meet is named stands alone.
     """
-    named = args.rdzv_backend if "rdzv_backend" in given else BACKEND
-    if named not in {BACKEND, *STOCK_BACKENDS}:
+    named = args.rdzv_backend if "rdzv_backend" in given_flags else RENDEZVOUS_BACKEND
+    if named not in {RENDEZVOUS_BACKEND, *TORCH_RENDEZVOUS_BACKENDS}:
         raise ConfigError(
             f"--rdzv-backend is {named!r}, and nodes meet in elastic_resume's own rendezvous, which needs no "
             "server. Leave the flag out, and let --rdzv-endpoint HOST,HOST,… name some of the nodes."
         )
-    args.rdzv_backend = BACKEND
+    args.rdzv_backend = RENDEZVOUS_BACKEND
     if args.node_rank < 0:
         raise ConfigError(f"--node-rank is {args.node_rank}: write a whole number, 0 or more.")
-    by_master = bool(given & {"master_addr", "master_port", "node_rank"})
+    by_master = bool(given_flags & {"master_addr", "master_port", "node_rank"})
     if args.standalone or (one_node and not args.rdzv_endpoint):
         if not one_node:
             raise ConfigError(f"--standalone means one node, and --nnodes is {args.nnodes}.")
@@ -590,9 +621,9 @@ def _choose_rendezvous(args: argparse.Namespace, given: set[str], *, one_node: b
             f"--nnodes is {args.nnodes}, so the nodes need a place to meet: --rdzv-endpoint HOST,HOST,…, "
             "the same on each, naming some of them (three, say: the job outlives each of them)."
         )
-    if named == BACKEND and not by_master:
+    if named == RENDEZVOUS_BACKEND and not by_master:
         return ""
-    what = "--master-addr" if by_master and named == BACKEND else f"--rdzv-backend {named}"
+    what = "--master-addr" if by_master and named == RENDEZVOUS_BACKEND else f"--rdzv-backend {named}"
     return f"{what}: nodes meet in elastic_resume's own rendezvous, at {args.rdzv_endpoint}."
 
 
@@ -605,7 +636,7 @@ def _check_event_log_handler(config: LaunchConfig) -> None:
         ) from error
 
 
-def _quieten() -> None:
+def _filter_torchelastic_logs() -> None:
     """Leave out torchelastic's lines about what we say in plain words ourselves."""
     spoken = (
         "Sending process",
@@ -623,10 +654,10 @@ def _quieten() -> None:
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(is_news)
 
 
-def _raise_stopped(number: int, _frame: object) -> None:
+def _raise_signal_exception(number: int, _frame: object) -> None:
     raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
 
 
-def _first_line(error: ChildFailedError) -> str:
+def _describe_first_failure(error: ChildFailedError) -> str:
     rank, failure = error.get_first_failure()
     return f"rank {rank} ended with exit code {failure.exitcode}: {str(failure.message).splitlines()[0]}"

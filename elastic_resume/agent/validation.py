@@ -23,15 +23,15 @@ from elastic_resume.schedulers import kubernetes
 from elastic_resume.units import parse_duration
 
 # Read once, by the interpreter, the loader, a library or torch, when it starts.
-READ_AT_START = (
+PROCESS_START_ENV_PREFIXES = (
     "PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LANG", "LC_",
     "TORCH_LOGS", "TORCH_SHOW", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "PYTORCH_",
     "ELASTIC_RESUME_FAILPOINTS",
 )  # fmt: skip
-DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+ALLOWED_DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
-def check_nodes(text: str) -> tuple[int, int]:
+def parse_nnodes(text: str) -> tuple[int, int]:
     """Read ``--nnodes``; give the least and the greatest number of nodes."""
     match = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,9}))?\s*", text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -40,7 +40,7 @@ def check_nodes(text: str) -> tuple[int, int]:
     return low, high
 
 
-def check_launch(config: Any) -> None:
+def check_launch_config(config: Any) -> None:
     """Check the numbers and names of a torchelastic ``LaunchConfig`` that it does not check itself."""
     if config.nproc_per_node < 1:
         raise ConfigError(
@@ -56,54 +56,54 @@ def check_launch(config: Any) -> None:
             raise ConfigError(f"--signals-to-handle names {name!r}, which is no signal.")
 
 
-def check_grace(text: str | None) -> float | None:
+def parse_grace(text: str | None) -> float | None:
     """Read ``--grace`` into seconds; None where it is not given."""
     if text is None:
         return None
-    return parse_duration("--grace", text, most_s=86400)
+    return parse_duration("--grace", text, max_s=86400)
 
 
-def grace_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float | None:
+def resolve_grace_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float | None:
     """Seconds for workers to end after SIGTERM; None where nobody says.
 
     Of what a pod is given before SIGKILL workers get half: the other half is for their last step to reach
     the disk, and for saying goodbye.
     """
-    given = check_grace(args.grace)
+    given = parse_grace(args.grace)
     if given is not None:
         return given
     if environ.get(constants.ENV_GRACE_S):
-        return parse_duration(constants.ENV_GRACE_S, environ[constants.ENV_GRACE_S], most_s=86400)
-    told = kubernetes.termination_grace_s(environ)
+        return parse_duration(constants.ENV_GRACE_S, environ[constants.ENV_GRACE_S], max_s=86400)
+    told = kubernetes.read_termination_grace_s(environ)
     return None if told is None else told / 2
 
 
-def drain_signals(text: str | None) -> list[str]:
+def parse_drain_signals(text: str | None) -> list[str]:
     """Read ``--drain-signals``: names of signals, SIGTERM always among them, first.
 
     SIGINT, SIGHUP and SIGQUIT have torchrun's meaning, and others mean something to Python or to torch.
     """
     words = [word.strip().upper() for word in (text or "SIGTERM,SIGUSR1").split(",")]
     names = [word if word.startswith("SIG") else f"SIG{word}" for word in words if word]
-    wrong = [name for name in names if name not in DRAIN_SIGNALS]
+    wrong = [name for name in names if name not in ALLOWED_DRAIN_SIGNALS]
     if wrong or not names:
         raise ConfigError(
-            f"--drain-signals is {str(text)[:100]!r}: write one or more of {', '.join(DRAIN_SIGNALS)}, with "
+            f"--drain-signals is {str(text)[:100]!r}: write one or more of {', '.join(ALLOWED_DRAIN_SIGNALS)}, with "
             "commas between them."
         )
     return list(dict.fromkeys(["SIGTERM", *names]))
 
 
-def check_count(flag: str, text: str | None, *, least: int) -> int | None:
+def parse_count(flag: str, text: str | None, *, minimum: int) -> int | None:
     """Read a whole number; None where the flag was not given."""
     if text is None:
         return None
-    if not re.fullmatch(r"\d{1,9}", str(text)) or int(text) < least:
-        raise ConfigError(f"{flag} is {text!r}: write a whole number, {least} or more.")
+    if not re.fullmatch(r"\d{1,9}", str(text)) or int(text) < minimum:
+        raise ConfigError(f"{flag} is {text!r}: write a whole number, {minimum} or more.")
     return int(text)
 
 
-def why_cold(args: argparse.Namespace, entrypoint: object) -> str:
+def cold_start_reason(args: argparse.Namespace, entrypoint: object) -> str:
     """Why no worker can be forked from a Python process that has imported torch; empty where it can."""
     if args.run_path:
         return "--run-path has torchelastic fork them itself"
@@ -129,10 +129,10 @@ def check_script(args: argparse.Namespace) -> None:
                 f"there is no module {top!r} in {Path.cwd()} or where Python looks (-m {script})."
             )
     else:
-        _check_file(Path(script), script)
+        _check_script_file(Path(script), script)
 
 
-def _check_file(path: Path, script: str) -> None:
+def _check_script_file(path: Path, script: str) -> None:
     try:
         is_there, is_dir = path.exists(), path.is_dir()
         has_main = is_dir and any(path.glob("__main__.*"))

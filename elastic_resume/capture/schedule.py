@@ -21,55 +21,55 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume import __version__, console, constants
-from elastic_resume.capture.snapshotter import PATIENCE_S, Snapshots
+from elastic_resume.capture.snapshotter import PEER_TIMEOUT_S, Snapshotter
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest, Position
-from elastic_resume.checkpoint.reader import fresh_memory
-from elastic_resume.checkpoint.writer import Put, Shelf, Terms
+from elastic_resume.checkpoint.reader import allocate_memory
+from elastic_resume.checkpoint.writer import CheckpointWriter, CommitResult, RetentionPolicy
 from elastic_resume.errors import MachineError
 from elastic_resume.policy import checkpoint_interval, divergence
 from elastic_resume.policy.checkpoint_interval import SaveCost
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.restore import rank_context
-from elastic_resume.restore.rank_context import Place
-from elastic_resume.snapshot.slot_client import Memory
+from elastic_resume.restore.rank_context import RankContext
+from elastic_resume.snapshot.slot_client import SlotClient
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED, FlatState
-from elastic_resume.state.tensor_buffer import memory_of, spec_of
+from elastic_resume.state.tensor_buffer import make_spec, view_bytes
 
 BUFFER_BYTES = 16 << 20
-_PIECE_ITEMS = 1 << 20  # elements of a tensor that are brought to the host, or made contiguous, at a time
+_CHUNK_ELEMENTS = 1 << 20  # elements of a tensor that are brought to the host, or made contiguous, at a time
 
 
-def layout_of(flat: FlatState) -> Layout:
+def build_layout(flat_state: FlatState) -> Layout:
     """Lay the state out as a checkpoint's image."""
-    return Layout.build([spec_of(leaf.name, leaf.tensor) for leaf in flat.leaves])
+    return Layout.build([make_spec(leaf.name, leaf.tensor) for leaf in flat_state.leaves])
 
 
-def manifest_of(
-    place: Place, flat: FlatState, layout: Layout, generation: int, position: Position
+def build_manifest(
+    context: RankContext, flat_state: FlatState, layout: Layout, generation: int, position: Position
 ) -> Manifest:
     """Describe the image of ``flat`` as it is now."""
     return Manifest(
-        run_id=place.settings.run_id,
-        node=place.node,
-        rank=place.world.rank,
-        world_size=place.world.size,
+        run_id=context.settings.run_id,
+        node=context.node,
+        rank=context.collectives.rank,
+        world_size=context.collectives.size,
         generation=generation,
         position=position,
         written_at=time.time(),
         writer=__version__,
-        state=flat.skeleton,
-        follows_rank0=tuple(leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED),
+        state=flat_state.skeleton,
+        follows_rank0=tuple(leaf.name for leaf in flat_state.leaves if leaf.kind != REPLICATED),
         file_bytes=layout.total_bytes,
     )
 
 
-def image_of(flat: FlatState, layout: Layout) -> Iterator[memoryview]:
+def iter_state_chunks(flat_state: FlatState, layout: Layout) -> Iterator[memoryview]:
     """Yield the image of ``flat`` in pieces, in one buffer: each is valid until the next is asked for."""
-    buffer = fresh_memory(BUFFER_BYTES)
+    buffer = allocate_memory(BUFFER_BYTES)
     used = 0
-    for source in _bytes_of(flat, layout):
+    for source in _iter_tensor_bytes(flat_state, layout):
         rest = source
         while rest:
             piece, rest = rest[: BUFFER_BYTES - used], rest[BUFFER_BYTES - used :]
@@ -82,88 +82,101 @@ def image_of(flat: FlatState, layout: Layout) -> Iterator[memoryview]:
         yield buffer[:used]
 
 
-def _bytes_of(flat: FlatState, layout: Layout) -> Iterator[memoryview]:
+def _iter_tensor_bytes(flat_state: FlatState, layout: Layout) -> Iterator[memoryview]:
     yield memoryview(layout.header)
-    by_name = {leaf.name: leaf.tensor for leaf in flat.leaves}
+    by_name = {leaf.name: leaf.tensor for leaf in flat_state.leaves}
     for name, extent in layout.extents.items():
         if extent.stop == extent.start:
             continue
         tensor = by_name[name].detach()
         if tensor.is_contiguous() and not tensor.is_cuda:
-            yield memory_of(tensor)
+            yield view_bytes(tensor)
             continue
         rows = tensor.reshape(1, -1) if tensor.is_contiguous() or tensor.dim() == 0 else tensor
         for row in rows:
-            for piece in (row.reshape(-1) if row.dim() else row.reshape(1)).split(_PIECE_ITEMS):
+            for piece in (row.reshape(-1) if row.dim() else row.reshape(1)).split(_CHUNK_ELEMENTS):
                 here = piece.cpu().contiguous()
-                yield memory_of(here)
+                yield view_bytes(here)
 
 
 NEVER = 1 << 62
-NOTES_BYTES = 1 << 18  # beside a state whose notes are not known yet
-WARM_UP = 3  # snapshots that are dearer than all later ones: each slot's first
-SMOOTH = 0.3  # weight of the newest measurement
+METADATA_HEADROOM_BYTES = 1 << 18  # beside a state whose notes are not known yet
+WARM_UP_SNAPSHOTS = 3  # snapshots that are dearer than all later ones: each slot's first
+SMOOTHING_WEIGHT = 0.3  # weight of the newest measurement
 
 
-class Saver:
+class SnapshotScheduler:
     """Takes this rank's part in its node's copies, in one generation."""
 
     def __init__(
         self,
-        place: Place,
+        context: RankContext,
         plan: ResumePlan,
         saved_step: int,
         tracked: Mapping[str, Any],
-        memory: Memory,
+        slot_client: SlotClient,
         *,
-        busy: Callable[[], contextlib.AbstractContextManager[None]],
+        waiting_for_disk: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         """``saved_step`` is the step that this node already holds a checkpoint of (0 when none).
 
         ``busy`` tells those who look for hangs that training waits for the disk.
         """
-        settings = place.settings
+        settings = context.settings
         self.saved_step = saved_step  # of the newest copy that is on disk, or on its way
-        self.path: Path | None = None  # of the last commit that this process has waited for
-        self.snapshots = Snapshots(tracked, memory, place, plan.generation)
-        self.stalled_s = 0.0  # that training has waited for copies, in this generation
-        self._stall_seen = 0.0
+        self.committed_path: Path | None = None  # of the last commit that this process has waited for
+        self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation)
+        self.total_stall_s = 0.0  # that training has waited for copies, in this generation
+        self._counted_stall_s = 0.0
         self._loaded_step = saved_step
-        self._busy = busy
-        self._place = place
+        self._waiting_for_disk = waiting_for_disk
+        self._context = context
         self._tracked = tracked
-        self._memory = memory
+        self._slot_client = slot_client
         self._generation = plan.generation
-        self._mtbf = _mtbf()
-        self._cores = float(len(os.sched_getaffinity(0)))
-        self._since = time.monotonic()
-        self._step_began: float | None = None
+        self._mtbf_s = _read_mtbf_s()
+        self._cpu_count = float(len(os.sched_getaffinity(0)))
+        self._last_save_at = time.monotonic()
+        self._step_started_at: float | None = None
         self._step_s: float | None = None
-        self._cost_s: float | None = None
+        self._snapshot_cost_s: float | None = None
         self._save_stall_s: float | None = None
-        self._taken = 0
-        self._streamed: Put | None = None
+        self._snapshot_count = 0
+        self._last_direct_write: CommitResult | None = None
         # Nodes compare through their agents, and one node has nobody to compare with.
-        self._compares = constants.ENV_AGENT_PID in os.environ and len(place.lead_of) > 1
-        if not place.leads:
+        self._compares_replicas = (
+            constants.ENV_AGENT_PID in os.environ and len(context.local_leader_by_node) > 1
+        )
+        if not context.is_local_leader:
             return
         # A process of its own keeps the shelf too; of ours only what is streamed goes there.
-        self._shelf = Shelf(place.node_dir, settings.run_id, place.events.write)
+        self._checkpoint_writer = CheckpointWriter(context.node_dir, settings.run_id, context.events.emit)
         order = (plan.source_generation, plan.step)
         # What came from memory or from a peer says nothing of a copy that this node's disk may hold.
         trusted = order if plan.kind == "checkpoint" and saved_step >= 0 else None
-        terms = Terms(plan.floor, trusted, settings.keep)
-        self._shelf.enter(terms)
-        memory.tell("enter", floor=terms.floor, trusted=terms.trusted, keep=terms.keep)
-        memory.control.set("decided", 0)
-        memory.control.set("next_step", NEVER if settings.snapshot_every.off else plan.step + 1)
+        terms = RetentionPolicy(plan.min_generation, trusted, settings.keep)
+        self._checkpoint_writer.start_generation(terms)
+        slot_client.send(
+            "start_generation", floor=terms.min_generation, trusted=terms.trusted_version, keep=terms.keep
+        )
+        slot_client.control_block.set("decided_id", 0)
+        slot_client.control_block.set(
+            "next_snapshot_step", NEVER if settings.snapshot_every.is_off else plan.step + 1
+        )
 
-    def expect(self, nbytes: int) -> None:
+    def reserve_memory(self, state_bytes: int) -> None:
         """Have memory taken for a state of that size before the first snapshot needs it. For the lead."""
-        if self._memory.lead:
+        if self._slot_client.is_local_leader:
             # Slots that a resume has filled, or an earlier generation, are not made anew for a guess.
-            there = [slot.capacity for slot in self._memory.control.states() if slot.capacity > nbytes]
-            self._memory.prepare(min(there, default=nbytes + nbytes // 64 + NOTES_BYTES), guessed=True)
+            there = [
+                slot.capacity
+                for slot in self._slot_client.control_block.read_slots()
+                if slot.capacity > state_bytes
+            ]
+            self._slot_client.prepare_slots(
+                min(there, default=state_bytes + state_bytes // 64 + METADATA_HEADROOM_BYTES),
+                is_estimate=True,
+            )
 
     def after_step(self, position: Position, *, may_save: bool = True, epoch_over: bool = False) -> None:
         """Take what is due at this step boundary.
@@ -174,183 +187,196 @@ class Saver:
             UntrackableError: an object has come to hold state that cannot be stored.
 
         """
-        with self._counted():
-            self.snapshots.end_step(position.step)
-            self._take_due(position, may_save=may_save, epoch_over=epoch_over)
+        with self._count_stall():
+            self.snapshotter.end_step(position.step)
+            self._take_due_snapshot(position, may_save=may_save, epoch_over=epoch_over)
 
-    def _take_due(self, position: Position, *, may_save: bool, epoch_over: bool) -> None:
-        control, step = self._memory.control, position.step
-        self._measure()
-        if not self._memory.lead:
+    def _take_due_snapshot(self, position: Position, *, may_save: bool, epoch_over: bool) -> None:
+        control, step = self._slot_client.control_block, position.step
+        self._update_costs()
+        if not self._slot_client.is_local_leader:
             # The lead may have been here already, and have announced the one after.
-            if not epoch_over and (step >= control.get("next_step") or self.snapshots.is_begun(position)):
-                self.snapshots.take(position)
+            if not epoch_over and (
+                step >= control.get("next_snapshot_step") or self.snapshotter.is_decided(position)
+            ):
+                self.snapshotter.start_snapshot(position)
             return
-        save = may_save and self._save_is_due(step)
-        announced = control.get("next_step")
-        if self._memory.slots <= 1 or self._place.settings.snapshot_every.off:
+        save = may_save and self._is_save_due(step)
+        announced = control.get("next_snapshot_step")
+        if self._slot_client.slot_count <= 1 or self._context.settings.snapshot_every.is_off:
             if announced != NEVER:
-                control.set("next_step", NEVER)
-                self.snapshots.decline(position)
-            if save and self._memory.slots == 0:
-                self._stream(position)
+                control.set("next_snapshot_step", NEVER)
+                self.snapshotter.announce_skip(position)
+            if save and self._slot_client.slot_count == 0:
+                self._write_directly(position)
             elif save:
-                self._take(position, epoch_over=epoch_over, want=True, alone=True)
+                self._start_snapshot(position, epoch_over=epoch_over, commit_requested=True, leader_only=True)
         else:
-            compare = self._is_to_be_compared(step) and not epoch_over
+            compare = self._is_comparison_due(step) and not epoch_over
             if step >= announced or announced == NEVER or save or compare or epoch_over:
                 # The others know of no other steps than those that were announced.
                 alone = epoch_over or step < announced
-                self._take(position, epoch_over=epoch_over, want=save, alone=alone)
-                control.set("next_step", step + 1 if epoch_over else self._next(step))
-                if compare and self.snapshots.has(position):
+                self._start_snapshot(
+                    position, epoch_over=epoch_over, commit_requested=save, leader_only=alone
+                )
+                control.set("next_snapshot_step", step + 1 if epoch_over else self._next_snapshot_step(step))
+                if compare and self.snapshotter.has_snapshot(position):
                     world = rank_context.assigned_generation() or self._generation
-                    self._memory.tell("compare", mark=self.snapshots.taken, world=world)
-        self._step_began = time.perf_counter()
+                    self._slot_client.send("compare", snapshot_id=self.snapshotter.snapshot_id, world=world)
+        self._step_started_at = time.perf_counter()
 
     def save(self, position: Position, *, epoch_over: bool = False) -> Path | None:
         """Commit the state now and wait for the disk. For the lead.
 
         None where the disk refuses, which is told, and where this generation has begun with that step.
         """
-        with self._counted():
-            return self._save(position, epoch_over=epoch_over)
+        with self._count_stall():
+            return self._save_and_wait(position, epoch_over=epoch_over)
 
-    def _save(self, position: Position, *, epoch_over: bool) -> Path | None:
+    def _save_and_wait(self, position: Position, *, epoch_over: bool) -> Path | None:
         if position.step == self._loaded_step and not epoch_over:
             return None
-        if self._memory.slots == 0 or not self._snapshot(position, epoch_over=epoch_over):
-            self._stream(position)
-            return self.path
-        answer = self._memory.commit(self.snapshots.taken)
-        self.path = Path(answer["path"]) if answer.get("path") else None
-        if self.path is not None:
-            self.saved_step, self._since = position.step, time.monotonic()
-        return self.path
+        if self._slot_client.slot_count == 0 or not self._ensure_snapshot(position, epoch_over=epoch_over):
+            self._write_directly(position)
+            return self.committed_path
+        answer = self._slot_client.commit(self.snapshotter.snapshot_id)
+        self.committed_path = Path(answer["path"]) if answer.get("path") else None
+        if self.committed_path is not None:
+            self.saved_step, self._last_save_at = position.step, time.monotonic()
+        return self.committed_path
 
     def has_saved(self, position: Position) -> bool:
         """Whether the newest `save` has brought that step to disk, or it was there when all began."""
-        return position.step == self._loaded_step or self.path is not None
+        return position.step == self._loaded_step or self.committed_path is not None
 
-    def keep(self, position: Position, *, epoch_over: bool = False) -> None:
+    def preserve(self, position: Position, *, epoch_over: bool = False) -> None:
         """Hold the state of this step somewhere that outlives this process. For the lead."""
-        with self._counted():
-            if self._memory.slots == 0 or not self._snapshot(position, epoch_over=epoch_over):
-                self._stream(position)
+        with self._count_stall():
+            if self._slot_client.slot_count == 0 or not self._ensure_snapshot(
+                position, epoch_over=epoch_over
+            ):
+                self._write_directly(position)
 
     def close(self) -> None:
         """Finish what is being copied."""
-        self.snapshots.close()
+        self.snapshotter.close()
 
     # ---- inside ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _count_stall(self) -> Iterator[None]:
         """Count what training waits here, and what it has waited before its optimizer since the last time."""
         began = time.perf_counter()
-        self.stalled_s += max(0.0, self.snapshots.stall_s - self._stall_seen)
+        self.total_stall_s += max(0.0, self.snapshotter.stall_s - self._counted_stall_s)
         try:
             yield
         finally:
-            self._stall_seen = self.snapshots.stall_s
-            self.stalled_s += time.perf_counter() - began
+            self._counted_stall_s = self.snapshotter.stall_s
+            self.total_stall_s += time.perf_counter() - began
 
-    def _snapshot(self, position: Position, *, epoch_over: bool) -> bool:
+    def _ensure_snapshot(self, position: Position, *, epoch_over: bool) -> bool:
         """Have a whole snapshot of this very step, taking one where there is none; whether there is."""
-        limit = time.monotonic() + PATIENCE_S
+        limit = time.monotonic() + PEER_TIMEOUT_S
         while time.monotonic() < limit:
-            if self.snapshots.has(position, epoch_over=epoch_over) and self.snapshots.finished():
+            if (
+                self.snapshotter.has_snapshot(position, epoch_over=epoch_over)
+                and self.snapshotter.wait_until_complete()
+            ):
                 return True
-            if self.snapshots.take(position, epoch_over=epoch_over, alone=True):
-                return self.snapshots.finished()
+            if self.snapshotter.start_snapshot(position, epoch_over=epoch_over, leader_only=True):
+                return self.snapshotter.wait_until_complete()
             time.sleep(0.005)  # all slots are being read, or are being made
         return False
 
-    def _take(self, position: Position, *, epoch_over: bool, want: bool, alone: bool) -> None:
-        if not self.snapshots.take(position, epoch_over=epoch_over, want=want, alone=alone):
+    def _start_snapshot(
+        self, position: Position, *, epoch_over: bool, commit_requested: bool, leader_only: bool
+    ) -> None:
+        if not self.snapshotter.start_snapshot(
+            position, epoch_over=epoch_over, commit_requested=commit_requested, leader_only=leader_only
+        ):
             return
-        self._taken += 1
-        if want:
-            self.saved_step, self._since = position.step, time.monotonic()
-            self._save_stall_s = self.snapshots.stall_s
+        self._snapshot_count += 1
+        if commit_requested:
+            self.saved_step, self._last_save_at = position.step, time.monotonic()
+            self._save_stall_s = self.snapshotter.stall_s
 
-    def _save_is_due(self, step: int) -> bool:
-        control = self._memory.control
+    def _is_save_due(self, step: int) -> bool:
+        control = self._slot_client.control_block
         cost = None
-        if self._streamed is not None:
-            cost = SaveCost(self._streamed.seconds, self._streamed.seconds)
+        if self._last_direct_write is not None:
+            cost = SaveCost(self._last_direct_write.seconds, self._last_direct_write.seconds)
         elif self._save_stall_s is not None:
             commit_s, cpu_s = control.get("commit_us") / 1e6, control.get("commit_cpu_us") / 1e6
-            cost = SaveCost(self._save_stall_s, commit_s, cpu_s, self._cores)
-        return checkpoint_interval.is_due(
-            self._place.settings.save_every,
+            cost = SaveCost(self._save_stall_s, commit_s, cpu_s, self._cpu_count)
+        return checkpoint_interval.is_save_due(
+            self._context.settings.save_every,
             step=step,
-            saved_step=self.saved_step,
-            since_s=time.monotonic() - self._since,
+            last_saved_step=self.saved_step,
+            elapsed_s=time.monotonic() - self._last_save_at,
             cost=cost,
-            mtbf=self._mtbf,
-        ) and not any(slot.wanted for slot in control.states())
+            mtbf_s=self._mtbf_s,
+        ) and not any(slot.needs_commit for slot in control.read_slots())
 
-    def _is_to_be_compared(self, step: int) -> bool:
+    def _is_comparison_due(self, step: int) -> bool:
         """Whether the other nodes tell of this step too; see `policy.divergence`."""
-        if not self._compares:
+        if not self._compares_replicas:
             return False
-        digest_s = self._memory.control.get("digest_cpu_us") / 1e6 or None
-        if digest_s is not None and self._cost_s is not None:
-            digest_s += self._cost_s * self._cores  # of the snapshot, which may be made for it
-        gap = divergence.gap(
-            self._place.settings.check_replicas, cost_s=digest_s, step_s=self._step_s, cores=self._cores
+        digest_s = self._slot_client.control_block.get("digest_cpu_us") / 1e6 or None
+        if digest_s is not None and self._snapshot_cost_s is not None:
+            digest_s += self._snapshot_cost_s * self._cpu_count  # of the snapshot, which may be made for it
+        gap = divergence.digest_interval_steps(
+            self._context.settings.check_replicas, cost_s=digest_s, step_s=self._step_s, cores=self._cpu_count
         )
-        return divergence.due(step, gap)
+        return divergence.is_digest_due(step, gap)
 
-    def _next(self, step: int) -> int:
+    def _next_snapshot_step(self, step: int) -> int:
         """The step of the next snapshot."""
-        every = self._place.settings.snapshot_every
-        if self.snapshots.problem:
+        every = self._context.settings.snapshot_every
+        if self.snapshotter.problem:
             return step + 1
-        gap = checkpoint_interval.snapshot_gap(
-            every, step_s=self._step_s, cost_s=self._cost_s, mtbf=self._mtbf
+        gap = checkpoint_interval.snapshot_interval_steps(
+            every, step_s=self._step_s, cost_s=self._snapshot_cost_s, mtbf_s=self._mtbf_s
         )
-        return checkpoint_interval.next_snapshot(step, gap)
+        return checkpoint_interval.next_snapshot_step(step, gap)
 
-    def _measure(self) -> None:
+    def _update_costs(self) -> None:
         """Take the time of the step that has just ended, and of what the last snapshot has cost."""
-        if self._step_began is not None:
-            took = time.perf_counter() - self._step_began
-            self._step_s = _smoothed(self._step_s, took)
-        if self._taken > WARM_UP:
-            cost = self.snapshots.stall_s + self.snapshots.cpu_s / self._cores
-            self._cost_s = _smoothed(self._cost_s, cost)
+        if self._step_started_at is not None:
+            took = time.perf_counter() - self._step_started_at
+            self._step_s = _smooth(self._step_s, took)
+        if self._snapshot_count > WARM_UP_SNAPSHOTS:
+            cost = self.snapshotter.stall_s + self.snapshotter.cpu_s / self._cpu_count
+            self._snapshot_cost_s = _smooth(self._snapshot_cost_s, cost)
 
-    def _stream(self, position: Position) -> None:
+    def _write_directly(self, position: Position) -> None:
         """Write the live state to disk, and wait for it."""
-        with self._busy():
-            self._write_out(position)
+        with self._waiting_for_disk():
+            self._write_checkpoint(position)
 
-    def _write_out(self, position: Position) -> None:
+    def _write_checkpoint(self, position: Position) -> None:
         flat = state_dict.flatten(self._tracked)
-        layout = layout_of(flat)
-        manifest = manifest_of(self._place, flat, layout, self._generation, position)
+        layout = build_layout(flat)
+        manifest = build_manifest(self._context, flat, layout, self._generation, position)
         try:
-            put = self._shelf.put(manifest, image_of(flat, layout))
+            put = self._checkpoint_writer.commit(manifest, iter_state_chunks(flat, layout))
         except MachineError as error:
             console.say(
-                f"node {self._place.node}: step {position.step} was not saved: {error} "
+                f"node {self._context.node}: step {position.step} was not saved: {error} "
                 "Training goes on; older checkpoints are untouched."
             )
-            self.path = None
+            self.committed_path = None
         else:
-            self._shelf.prune()
-            self._streamed = put
-            self.path, self.saved_step = (put.path if put else None), position.step
-        self._since = time.monotonic()
+            self._checkpoint_writer.prune()
+            self._last_direct_write = put
+            self.committed_path, self.saved_step = (put.path if put else None), position.step
+        self._last_save_at = time.monotonic()
 
 
-def _smoothed(mean: float | None, newest: float) -> float:
-    return newest if mean is None else (1 - SMOOTH) * mean + SMOOTH * newest
+def _smooth(mean: float | None, newest: float) -> float:
+    return newest if mean is None else (1 - SMOOTHING_WEIGHT) * mean + SMOOTHING_WEIGHT * newest
 
 
-def _mtbf() -> float:
+def _read_mtbf_s() -> float:
     """Seconds between failures, as the agent has seen them."""
     try:
         return float(os.environ[constants.ENV_MTBF_S])

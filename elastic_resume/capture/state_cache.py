@@ -39,14 +39,14 @@ from elastic_resume.checkpoint import json_codec
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.state_dict import (
     REPLICATED,
-    Key,
     Leaf,
     ParameterOrder,
-    Walk,
-    canonical_names,
+    TensorCollector,
+    TensorKey,
     flatten_object,
-    key_of,
-    stored_form,
+    make_key,
+    make_name_canonicalizer,
+    to_stored_form,
 )
 
 P = ParamSpec("P")
@@ -56,19 +56,19 @@ _MODULE_METHODS = (
     "state_dict", "_save_to_state_dict", "get_extra_state",
     "named_parameters", "named_modules", "_named_members", "named_children",
 )  # fmt: skip
-_MODULE_DICTS = attrgetter(
+_get_module_dicts = attrgetter(
     "_parameters", "_buffers", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks"
 )
-_OPTIMIZER_HOOKS = attrgetter("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
-_STATIC_KEYS = {"params", "param_names"}  # of a param group: they change with its parameters only
-_ATOMS = {type(None), bool, int, float, str}
+_get_optimizer_hooks = attrgetter("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+_STATIC_GROUP_KEYS = {"params", "param_names"}  # of a param group: they change with its parameters only
+_IMMUTABLE_TYPES = {type(None), bool, int, float, str}
 
-_spec = attrgetter("dtype", "shape")
-_requires_grad = attrgetter("requires_grad")
+_get_dtype_and_shape = attrgetter("dtype", "shape")
+_get_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
-class Fixed:
+class CachedState:
     """The part of a state that changes in values only. A new one is made when anything else changes.
 
     Attributes:
@@ -82,14 +82,14 @@ class Fixed:
 
     """
 
-    number: int
+    version: int
     leaves: tuple[Leaf, ...]
-    static: dict[str, Any]
-    overlapped: tuple[bool, ...]
+    static_skeleton: dict[str, Any]
+    may_overlap: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
-class Sight:
+class StateView:
     """The tracked state at one moment.
 
     Attributes:
@@ -99,28 +99,28 @@ class Sight:
 
     """
 
-    fixed: Fixed
-    live: tuple[Leaf, ...]
-    dynamic: dict[str, Any]
+    cached: CachedState
+    uncached_leaves: tuple[Leaf, ...]
+    dynamic_skeleton: dict[str, Any]
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """All tensors of the state."""
-        return self.fixed.leaves + self.live
+        return self.cached.leaves + self.uncached_leaves
 
 
-def without_collection(work: Callable[P, T]) -> Callable[P, T]:
+def without_garbage_collection(function: Callable[P, T]) -> Callable[P, T]:
     """Run ``work`` without the collector of cycles: it makes many objects, and all of them stay.
 
     For 20,000 tensors half of the time of the first look went into looking for garbage.
     """
 
-    @functools.wraps(work)
+    @functools.wraps(function)
     def done(*args: P.args, **kwargs: P.kwargs) -> T:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            return work(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             if collecting:
                 gc.enable()
@@ -128,18 +128,20 @@ def without_collection(work: Callable[P, T]) -> Callable[P, T]:
     return done
 
 
-class Tracker:
+class StateTracker:
     """Looks at the same tracked objects again and again."""
 
     def __init__(self, tracked: Mapping[str, Any]) -> None:
         """``tracked`` is what `state.collect` gave."""
         self._tracked = dict(tracked)
-        self._cache: _Cache | None = None
-        self._number = 0
-        self._uncached: set[str] = set()  # share memory with objects that are asked each time
-        self._frozen: set[str] = set()  # parameters seen without requires_grad: in a GAN it comes and goes
+        self._cache: _StateCache | None = None
+        self._version = 0
+        self._uncached_names: set[str] = set()  # share memory with objects that are asked each time
+        self._frozen_names: set[str] = (
+            set()
+        )  # parameters seen without requires_grad: in a GAN it comes and goes
 
-    def look(self) -> Sight:
+    def read_state(self) -> StateView:
         """Return the state as it is now.
 
         Raises:
@@ -148,244 +150,256 @@ class Tracker:
         """
         if self._cache is not None and self._cache.is_valid():
             try:
-                return self._cache.read()
-            except _ChangedError:
+                return self._cache.read_uncached()
+            except _StaleCacheError:
                 pass
         return self._flatten()
 
-    @without_collection
-    def _flatten(self) -> Sight:
-        self._number += 1
+    @without_garbage_collection
+    def _flatten(self) -> StateView:
+        self._version += 1
         while True:
-            cache = _Cache(self._tracked, self._uncached, self._frozen, self._number)
-            if not cache.tangled:
+            cache = _StateCache(self._tracked, self._uncached_names, self._frozen_names, self._version)
+            if not cache.uncacheable_names:
                 break
-            self._uncached |= cache.tangled
+            self._uncached_names |= cache.uncacheable_names
         self._cache = cache
-        return Sight(cache.fixed, tuple(cache.live), cache.dynamic)
+        return StateView(cache.cached, tuple(cache.uncached_leaves), cache.dynamic_skeleton)
 
 
-class _ChangedError(Exception):
+class _StaleCacheError(Exception):
     """What is asked for does not fit to what was cached."""
 
 
-class _Cache:
+class _StateCache:
     """A `Fixed`, and all that is needed to see whether it is still valid."""
 
-    def __init__(self, tracked: dict[str, Any], uncached: set[str], frozen: set[str], number: int) -> None:
-        self._entries = _Entries()
+    def __init__(
+        self, tracked: dict[str, Any], uncached_names: set[str], frozen_names: set[str], version: int
+    ) -> None:
+        self._dict_identities = _DictIdentities()
         self._optimizers: list[Optimizer] = []
-        self._groups_of: list[Optimizer] = []
+        self._group_optimizers: list[Optimizer] = []
         self._bucket_orders: list[BucketOrder] = []
-        self._watched: list[Tensor] = []  # parameters, buffers, and what is stored as a view
-        self._names: dict[Key, tuple[int, str]] = {}  # of cached tensors, with the number of their object
-        self._questions: list[tuple[int, str, Callable[[Walk], Any]]] = []
-        self._asking = 0
-        self.tangled: set[str] = set()  # cached objects with tensors that are known by an uncached one's name
-        self.live: list[Leaf] = []
-        self.dynamic: dict[str, Any] = {}
-        self._static: dict[str, Any] = {}
-        self._leaves: list[Leaf] = []
-        walk = Walk()
+        self._checked_tensors: list[Tensor] = []  # parameters, buffers, and what is stored as a view
+        self._cached_names: dict[
+            TensorKey, tuple[int, str]
+        ] = {}  # of cached tensors, with the number of their object
+        self._uncached_readers: list[tuple[int, str, Callable[[TensorCollector], Any]]] = []
+        self._current_index = 0
+        self.uncacheable_names: set[str] = (
+            set()
+        )  # cached objects with tensors that are known by an uncached one's name
+        self.uncached_leaves: list[Leaf] = []
+        self.dynamic_skeleton: dict[str, Any] = {}
+        self._static_skeleton: dict[str, Any] = {}
+        self._cached_leaves: list[Leaf] = []
+        walk = TensorCollector()
         for index, (name, item) in enumerate(tracked.items()):
-            if name not in uncached and _is_cacheable(item):
-                self._add(walk, index, name, item)
+            if name not in uncached_names and _is_cacheable(item):
+                self._add_object(walk, index, name, item)
             else:
-                self._static[name] = None  # keeps its place among the names
+                self._static_skeleton[name] = None  # keeps its place among the names
                 read = functools.partial(flatten_object, name=name, item=item)
-                self._questions.append((index, name, read))
+                self._uncached_readers.append((index, name, read))
                 before = len(walk.leaves)
-                self.dynamic[name] = read(walk)
-                self.live += walk.leaves[before:]
-        parameters = _parameters_by_leaf(tracked, frozen)
-        self._trained = [parameter for leaf, parameter in parameters.items() if leaf not in frozen]
-        may_overlap = _overlap_rule(tracked, self._optimizers, parameters, frozen)
-        overlapped = tuple(may_overlap(leaf.name) for leaf in self._leaves)
-        self.fixed = Fixed(number, tuple(self._leaves), self._static, overlapped)
-        self._complex = [tensor for tensor in self._watched if tensor.is_complex()]
-        self._addresses = list(map(Tensor.data_ptr, self._watched))
-        self._specs = list(map(_spec, self._watched))
-        counts = Counter(self._addresses)  # tensors at one address are tied, unless their strides differ
-        both = zip(self._watched, self._addresses, strict=True)
-        self._shared = [tensor for tensor, address in both if counts[address] > 1]
-        self._strides = list(map(Tensor.stride, self._shared))
-        self._states = [(item, item.state, list(item.state.values())) for item in self._optimizers]
-        self._lists = list(map(list, self._group_lists()))
-        self._revisions = [order.revision for order in self._bucket_orders]
+                self.dynamic_skeleton[name] = read(walk)
+                self.uncached_leaves += walk.leaves[before:]
+        parameters = _find_parameters(tracked, frozen_names)
+        self._trained_parameters = [
+            parameter for leaf, parameter in parameters.items() if leaf not in frozen_names
+        ]
+        may_overlap = _make_overlap_rule(tracked, self._optimizers, parameters, frozen_names)
+        overlapped = tuple(may_overlap(leaf.name) for leaf in self._cached_leaves)
+        self.cached = CachedState(version, tuple(self._cached_leaves), self._static_skeleton, overlapped)
+        self._complex_tensors = [tensor for tensor in self._checked_tensors if tensor.is_complex()]
+        self._expected_addresses = list(map(Tensor.data_ptr, self._checked_tensors))
+        self._expected_specs = list(map(_get_dtype_and_shape, self._checked_tensors))
+        counts = Counter(
+            self._expected_addresses
+        )  # tensors at one address are tied, unless their strides differ
+        both = zip(self._checked_tensors, self._expected_addresses, strict=True)
+        self._aliased_tensors = [tensor for tensor, address in both if counts[address] > 1]
+        self._aliased_strides = list(map(Tensor.stride, self._aliased_tensors))
+        self._optimizer_states = [(item, item.state, list(item.state.values())) for item in self._optimizers]
+        self._saved_group_lists = list(map(list, self._collect_group_lists()))
+        self._bucket_revisions = [order.revision for order in self._bucket_orders]
 
     def is_valid(self) -> bool:
         """Whether flattening would still give the same tensors under the same names."""
         try:
             return (
-                self._entries.are_same()
-                and all(starmap(_has_state, self._states))
-                and _are_same_lists(self._group_lists(), self._lists)
-                and [order.revision for order in self._bucket_orders] == self._revisions
-                and list(map(Tensor.data_ptr, self._watched)) == self._addresses
-                and all(map(eq, map(_spec, self._watched), self._specs))
-                and list(map(Tensor.stride, self._shared)) == self._strides
-                and all(map(_requires_grad, self._trained))
-                and not any(map(Tensor.is_conj, self._complex))
+                self._dict_identities.are_unchanged()
+                and all(starmap(_is_same_state, self._optimizer_states))
+                and _have_same_items(self._collect_group_lists(), self._saved_group_lists)
+                and [order.revision for order in self._bucket_orders] == self._bucket_revisions
+                and list(map(Tensor.data_ptr, self._checked_tensors)) == self._expected_addresses
+                and all(map(eq, map(_get_dtype_and_shape, self._checked_tensors), self._expected_specs))
+                and list(map(Tensor.stride, self._aliased_tensors)) == self._aliased_strides
+                and all(map(_get_requires_grad, self._trained_parameters))
+                and not any(map(Tensor.is_conj, self._complex_tensors))
             )
         except (AttributeError, KeyError, TypeError, RuntimeError):  # something of another kind stands there
             return False
 
-    def read(self) -> Sight:
+    def read_uncached(self) -> StateView:
         """Ask for what is not cached."""
-        walk, dynamic = Walk(self._name_of), {}  # type: tuple[Walk, dict[str, Any]]
-        for index, name, read in self._questions:
-            self._asking = index
+        walk, dynamic = TensorCollector(self._find_cached_name), {}  # type: tuple[TensorCollector, dict[str, Any]]
+        for index, name, read in self._uncached_readers:
+            self._current_index = index
             dynamic[name] = read(walk)
-        return Sight(self.fixed, tuple(walk.leaves), dynamic)
+        return StateView(self.cached, tuple(walk.leaves), dynamic)
 
-    def _name_of(self, key: Key) -> str | None:
+    def _find_cached_name(self, key: TensorKey) -> str | None:
         """Return the name of a cached tensor. Of tied ones the first in the order gives the name."""
-        index, name = self._names.get(key, (0, None))
-        if index > self._asking:
-            raise _ChangedError
+        index, name = self._cached_names.get(key, (0, None))
+        if index > self._current_index:
+            raise _StaleCacheError
         return name
 
-    def _add(self, walk: Walk, index: int, name: str, item: Any) -> None:
-        own = _tensors_of(item)
-        keys = {key: tensor for tensor in own if (key := _stored_key(tensor)) is not None}
-        asked = {leaf.name for leaf in self.live}
-        before, seen = len(walk.leaves), len(walk.seen)
-        encoded = flatten_object(walk, name, item)
-        if asked and not asked.isdisjoint(map(walk.seen.get, keys)):
-            self.tangled.add(name)
-        new = walk.leaves[before:]
+    def _add_object(self, collector: TensorCollector, index: int, name: str, item: Any) -> None:
+        own = _list_tensors(item)
+        keys = {key: tensor for tensor in own if (key := _make_stored_key(tensor)) is not None}
+        asked = {leaf.name for leaf in self.uncached_leaves}
+        before, seen = len(collector.leaves), len(collector.name_by_key)
+        encoded = flatten_object(collector, name, item)
+        if asked and not asked.isdisjoint(map(collector.name_by_key.get, keys)):
+            self.uncacheable_names.add(name)
+        new = collector.leaves[before:]
         if isinstance(item, nn.Module):
             for part in item.modules():
-                self._entries.keep_module(part)
+                self._dict_identities.add_module(part)
         elif isinstance(item, Optimizer):
-            for holder in (*item.state.values(), *_OPTIMIZER_HOOKS(item)):
-                self._entries.keep(holder)
+            for holder in (*item.state.values(), *_get_optimizer_hooks(item)):
+                self._dict_identities.add_dict(holder)
             self._optimizers.append(item)
-            self._groups_of.append(item)
-            self.live += [leaf for leaf in new if leaf.name.startswith(f"{name}/param_groups/")]
+            self._group_optimizers.append(item)
+            self.uncached_leaves += [leaf for leaf in new if leaf.name.startswith(f"{name}/param_groups/")]
             new = [leaf for leaf in new if not leaf.name.startswith(f"{name}/param_groups/")]
-            groups = _Groups(name, item)
-            self._questions.append((index, name, groups.read))
-            self.dynamic[name], encoded = groups.split(encoded)
+            groups = _ParamGroups(name, item)
+            self._uncached_readers.append((index, name, groups.encode_groups))
+            self.dynamic_skeleton[name], encoded = groups.split_static(encoded)
         elif isinstance(item, ParameterOrder):
-            self._groups_of += item.optimizers
+            self._group_optimizers += item.optimizers
         else:
             self._bucket_orders.append(item)
-        self._static[name] = encoded
+        self._static_skeleton[name] = encoded
         is_model = isinstance(item, nn.Module)
-        self._watched += own if is_model else filter(Tensor.is_complex, own)
+        self._checked_tensors += own if is_model else filter(Tensor.is_complex, own)
         cached = {leaf.name for leaf in new}
-        for key, leaf_name in islice(walk.seen.items(), seen, None):
+        for key, leaf_name in islice(collector.name_by_key.items(), seen, None):
             if leaf_name in cached:
-                self._names[key] = (index, leaf_name)
+                self._cached_names[key] = (index, leaf_name)
         for leaf in new:  # as they are, so that what ``p.data = x`` puts there does not keep the old memory
-            original = keys.get(key_of(leaf.tensor, "tensor"), leaf.tensor)
-            self._leaves.append(Leaf(leaf.name, original, leaf.kind))
+            original = keys.get(make_key(leaf.tensor, "tensor"), leaf.tensor)
+            self._cached_leaves.append(Leaf(leaf.name, original, leaf.kind))
 
-    def _group_lists(self) -> list[Sequence[Any]]:
-        optimizers = dict.fromkeys(self._groups_of)
+    def _collect_group_lists(self) -> list[Sequence[Any]]:
+        optimizers = dict.fromkeys(self._group_optimizers)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         names = [group["param_names"] for group in groups if "param_names" in group]
         params = [group["params"] for group in groups]
         return [*(optimizer.param_groups for optimizer in optimizers), *params, *names]
 
 
-class _Entries:
+class _DictIdentities:
     """Objects that must stay under their keys, in dicts that must not grow. Compared in C, 34 ns each."""
 
     def __init__(self) -> None:
-        self._empty: list[Any] = []
-        self._filled: list[dict[Any, Any]] = []
-        self._sizes: list[int] = []
-        self._holders: list[dict[Any, Any]] = []  # one for each key and value
-        self._keys: list[Any] = []
-        self._values: list[Any] = []
+        self._expected_empty: list[Any] = []
+        self._expected_dicts: list[dict[Any, Any]] = []
+        self._expected_sizes: list[int] = []
+        self._dict_of_each_key: list[dict[Any, Any]] = []  # one for each key and value
+        self._expected_keys: list[Any] = []
+        self._expected_values: list[Any] = []
         self._sets: list[set[str]] = []
-        self._were: list[set[str]] = []
+        self._set_copies: list[set[str]] = []
 
-    def keep_module(self, module: nn.Module) -> None:
+    def add_module(self, module: nn.Module) -> None:
         hidden = module._non_persistent_buffers_set
-        for holder in _MODULE_DICTS(module):
-            self.keep(holder, hidden if holder is module._buffers else ())
+        for holder in _get_module_dicts(module):
+            self.add_dict(holder, hidden if holder is module._buffers else ())
         if hidden:
             self._sets.append(hidden)
-            self._were.append(set(hidden))
+            self._set_copies.append(set(hidden))
         else:
-            self._empty.append(hidden)
+            self._expected_empty.append(hidden)
 
-    def keep(self, holder: dict[Any, Any], but: Collection[str] = ()) -> None:
+    def add_dict(self, entries: dict[Any, Any], excluded_keys: Collection[str] = ()) -> None:
         """``but``: keys under which other objects may come to stand."""
-        if not holder:
-            self._empty.append(holder)
+        if not entries:
+            self._expected_empty.append(entries)
             return
-        self._filled.append(holder)
-        self._sizes.append(len(holder))
-        kept = [key for key in holder if key not in but] if but else holder
-        self._holders += [holder] * len(kept)
-        self._keys += kept
-        self._values += map(holder.__getitem__, kept)
+        self._expected_dicts.append(entries)
+        self._expected_sizes.append(len(entries))
+        kept = [key for key in entries if key not in excluded_keys] if excluded_keys else entries
+        self._dict_of_each_key += [entries] * len(kept)
+        self._expected_keys += kept
+        self._expected_values += map(entries.__getitem__, kept)
 
-    def are_same(self) -> bool:
+    def are_unchanged(self) -> bool:
         """Raises KeyError if one has gone."""
         return (
-            not any(self._empty)
-            and list(map(len, self._filled)) == self._sizes
-            and self._sets == self._were
-            and all(map(is_, map(getitem, self._holders, self._keys), self._values))
+            not any(self._expected_empty)
+            and list(map(len, self._expected_dicts)) == self._expected_sizes
+            and self._sets == self._set_copies
+            and all(
+                map(is_, map(getitem, self._dict_of_each_key, self._expected_keys), self._expected_values)
+            )
         )
 
 
-def _has_state(optimizer: Optimizer, state: Mapping[Any, Any], inner: list[Any]) -> bool:
+def _is_same_state(optimizer: Optimizer, state: Mapping[Any, Any], inner: list[Any]) -> bool:
     same = optimizer.state is state and len(state) == len(inner) and all(map(is_, state.values(), inner))
     return same and _has_own_state_dict(optimizer)
 
 
-def _are_same_lists(now: list[Sequence[Any]], before: list[list[Any]]) -> bool:
+def _have_same_items(now: list[Sequence[Any]], before: list[list[Any]]) -> bool:
     """Compare two lists of lists: the same objects in each."""
     return list(map(len, now)) == list(map(len, before)) and all(map(is_, chain(*now), chain(*before)))
 
 
-class _Groups:
+class _ParamGroups:
     """The hyperparameters of a plain optimizer, which schedulers and scripts change."""
 
     def __init__(self, name: str, optimizer: Optimizer) -> None:
         self._name, self._optimizer = name, optimizer
-        self._keys = [list(group) for group in optimizer.param_groups]
-        self._last: list[tuple[list[Any], dict[str, Any]]] = [([], {}) for _ in self._keys]
+        self._expected_keys = [list(group) for group in optimizer.param_groups]
+        self._last_encoded: list[tuple[list[Any], dict[str, Any]]] = [([], {}) for _ in self._expected_keys]
 
-    def split(self, encoded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def split_static(self, encoded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Divide an optimizer's encoded state into what is read each time, and what is static."""
         groups = encoded["param_groups"]
-        moving = [{k: v for k, v in group.items() if k not in _STATIC_KEYS} for group in groups]
-        static = [{k: v if k in _STATIC_KEYS else None for k, v in group.items()} for group in groups]
+        moving = [{k: v for k, v in group.items() if k not in _STATIC_GROUP_KEYS} for group in groups]
+        static = [{k: v if k in _STATIC_GROUP_KEYS else None for k, v in group.items()} for group in groups]
         return {"param_groups": moving}, {**encoded, "param_groups": static}
 
-    def read(self, walk: Walk) -> dict[str, Any]:
+    def encode_groups(self, collector: TensorCollector) -> dict[str, Any]:
         """Encode the groups; those with the same numbers as last time are not encoded again."""
         groups = self._optimizer.param_groups
-        if [list(group) for group in groups] != self._keys:
-            raise _ChangedError
+        if [list(group) for group in groups] != self._expected_keys:
+            raise _StaleCacheError
         for i, group in enumerate(groups):
-            plain = {key: value for key, value in group.items() if key not in _STATIC_KEYS}
+            plain = {key: value for key, value in group.items() if key not in _STATIC_GROUP_KEYS}
             values = list(plain.values())
-            before, _ = self._last[i]
+            before, _ = self._last_encoded[i]
             if not before or not all(map(is_, values, before)):
-                plain = walk.replace(plain, f"{self._name}/param_groups/{i}", REPLICATED)
+                plain = collector.replace_tensors(plain, f"{self._name}/param_groups/{i}", REPLICATED)
                 encoded = json_codec.encode(plain, f"{self._name}['param_groups'][{i}]")
-                self._last[i] = (values if all(map(_is_immutable, values)) else [], encoded)
-        return {"param_groups": [encoded for _, encoded in self._last]}
+                self._last_encoded[i] = (values if all(map(_is_immutable, values)) else [], encoded)
+        return {"param_groups": [encoded for _, encoded in self._last_encoded]}
 
 
 def _is_immutable(value: Any) -> bool:
     kinds = set(map(type, value)) if type(value) is tuple else {type(value)}
-    return kinds <= _ATOMS
+    return kinds <= _IMMUTABLE_TYPES
 
 
 def _is_cacheable(item: Any) -> bool:
     if isinstance(item, nn.Module):
-        return _is_plain_module(item) and not any(map(_is_lazy_view, _tensors_of(item)))
+        return _is_plain_module(item) and not any(map(_is_lazy_view, _list_tensors(item)))
     if isinstance(item, Optimizer):
-        return _is_plain_optimizer(item) and not any(map(_is_lazy_view, _tensors_of(item)))
+        return _is_plain_optimizer(item) and not any(map(_is_lazy_view, _list_tensors(item)))
     return type(item) in {ParameterOrder, BucketOrder}
 
 
@@ -402,7 +416,7 @@ def _is_plain_optimizer(optimizer: Optimizer) -> bool:
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return (
         _has_own_state_dict(optimizer)
-        and not any(_OPTIMIZER_HOOKS(optimizer))
+        and not any(_get_optimizer_hooks(optimizer))
         and all(
             type(group) is dict and json_codec.TAG not in group and all(type(key) is str for key in group)
             for group in optimizer.param_groups
@@ -420,7 +434,7 @@ def _has_own_state_dict(optimizer: Optimizer) -> bool:
     return type(optimizer).state_dict is Optimizer.state_dict and "state_dict" not in optimizer.__dict__
 
 
-def _tensors_of(item: Any) -> list[Tensor]:
+def _list_tensors(item: Any) -> list[Tensor]:
     """List the tensors that a plain module or optimizer keeps."""
     if isinstance(item, Optimizer):
         return [value for inner in item.state.values() for value in inner.values() if value is not None]
@@ -439,10 +453,10 @@ def _is_lazy_view(tensor: Tensor) -> bool:
     return type(tensor) in {Tensor, nn.Parameter} and (tensor.is_conj() or tensor.is_neg())
 
 
-def _stored_key(tensor: Tensor) -> Key | None:
+def _make_stored_key(tensor: Tensor) -> TensorKey | None:
     try:
-        stored_as, tensor = stored_form(tensor)
-        return key_of(tensor, stored_as)
+        stored_as, tensor = to_stored_form(tensor)
+        return make_key(tensor, stored_as)
     except (RuntimeError, ValueError):  # without an address: flattening refuses it
         return None
 
@@ -450,31 +464,31 @@ def _stored_key(tensor: Tensor) -> Key | None:
 # ---- what may be copied while training goes on -------------------------------------------------------------
 
 
-def _parameters_by_leaf(tracked: Mapping[str, Any], frozen: set[str]) -> dict[str, nn.Parameter]:
+def _find_parameters(tracked: Mapping[str, Any], frozen_names: set[str]) -> dict[str, nn.Parameter]:
     """Find the models' parameters. Add to ``frozen`` those without requires_grad, or changed by forward()."""
     found: dict[str, nn.Parameter] = {}
     for name, model in tracked.items():
         if isinstance(model, nn.Module):
-            canonical = canonical_names(model)
+            canonical = make_name_canonicalizer(model)
             clipped = [part for part in model.modules() if getattr(part, "max_norm", None) is not None]
             moving = {id(parameter) for part in clipped for parameter in part.parameters(recurse=False)}
             for key, parameter in model.named_parameters(remove_duplicate=False):
                 leaf = f"{name}/{canonical(key)}"
                 found[leaf] = parameter
                 if not parameter.requires_grad or id(parameter) in moving:
-                    frozen.add(leaf)
+                    frozen_names.add(leaf)
     return found
 
 
-def _overlap_rule(
+def _make_overlap_rule(
     tracked: Mapping[str, Any],
-    plain: list[Optimizer],
+    plain_optimizers: list[Optimizer],
     parameters: Mapping[str, nn.Parameter],
-    frozen: set[str],
+    frozen_names: set[str],
 ) -> Callable[[str], bool]:
     """Return whether a leaf changes in an optimizer's `step` alone, by its name. See `Fixed.overlapped`."""
     optimizers = {name: item for name, item in tracked.items() if isinstance(item, Optimizer)}
-    hooked = {name for name, item in optimizers.items() if item in plain and _can_be_hooked(item)}
+    hooked = {name for name, item in optimizers.items() if item in plain_optimizers and _can_be_hooked(item)}
     stepped, otherwise = set[int](), set[int]()
     for name, item in optimizers.items():
         ids = {id(parameter) for group in item.param_groups for parameter in group["params"]}
@@ -488,7 +502,7 @@ def _overlap_rule(
             return name in hooked
         if name == "ema" or name.startswith("ema."):
             return averaged  # changed after each step, by whatever optimizer: all of them wait
-        return id(parameters[leaf]) in stepped and leaf not in frozen
+        return id(parameters[leaf]) in stepped and leaf not in frozen_names
 
     return may_overlap
 

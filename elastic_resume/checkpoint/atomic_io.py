@@ -24,9 +24,9 @@ from pathlib import Path
 from elastic_resume import constants, failpoints
 from elastic_resume.errors import MachineError
 
-_WRITE_BYTES = 16 << 20  # one write(2); also how much becomes dirty before the disk is told to start
-_ALIGNMENT = 4096  # of address, offset and length for O_DIRECT: no device asks for more
-_ADVICE = {
+_WRITE_CHUNK_BYTES = 16 << 20  # one write(2); also how much becomes dirty before the disk is told to start
+_DIRECT_IO_ALIGNMENT = 4096  # of address, offset and length for O_DIRECT: no device asks for more
+_ADVICE_BY_ERRNO = {
     errno.ENOSPC: "free space there, or lower --keep",
     errno.EDQUOT: "the quota is used up: free space there, or lower --keep",
     errno.EFBIG: "the file size limit of this process or file system is too small (ulimit -f)",
@@ -40,26 +40,26 @@ _ADVICE = {
     errno.ESTALE: "the network file system lost the directory: remount it",
 }
 # Some network file systems have no fsync of a directory; their rename is then as durable as it gets.
-_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
-_NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}  # NFS, 9p and others
+_ERRNOS_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+_ERRNOS_NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}  # NFS, 9p and others
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
 
 @contextlib.contextmanager
-def machine(doing: str, path: Path) -> Iterator[None]:
+def translate_os_errors(operation: str, path: Path) -> Iterator[None]:
     """Turn an OSError inside into MachineError saying what failed, where, why, and what to do."""
     try:
         failpoints.hit("disk.request")
         yield
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "check the directory and the disk under it")
+        advice = _ADVICE_BY_ERRNO.get(error.errno or 0, "check the directory and the disk under it")
         reason = error.strerror or str(error)
-        raise MachineError(f"cannot {doing} {path}: {reason}; {advice}.") from error
+        raise MachineError(f"cannot {operation} {path}: {reason}; {advice}.") from error
 
 
-def temporary_name(what: str) -> str:
+def temporary_name(base_name: str) -> str:
     """A name nobody else uses, from which a later owner can tell who was writing (see `Catalog.sweep`)."""
-    return f"{constants.TEMPORARY_PREFIX}{what}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{constants.TEMPORARY_PREFIX}{base_name}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class Disk:
@@ -75,14 +75,14 @@ class Disk:
 
     def mkdir(self, path: Path) -> None:
         """Make one new directory; it survives a crash once its parent is synced."""
-        with machine("make directory", path):
+        with translate_os_errors("make directory", path):
             path.mkdir()
 
     def make_dirs(self, path: Path) -> None:
         """Make a directory and what is missing above it, durably. One that exists is synced all the same."""
         missing = []
         top = path
-        with machine("make directory", path):  # one above may not be entered
+        with translate_os_errors("make directory", path):  # one above may not be entered
             while not top.exists() and top != top.parent:
                 missing.append(top)
                 top = top.parent
@@ -98,45 +98,45 @@ class Disk:
 
     def create(self, path: Path) -> int:
         """Make a new file for appending and return its descriptor."""
-        with machine("create", path):
+        with translate_os_errors("create", path):
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def write(self, descriptor: int, data: bytes | memoryview, path: Path) -> None:
         """Append ``data``; ``path`` is for messages."""
         view = memoryview(data).cast("B")
-        with machine("write", path):
+        with translate_os_errors("write", path):
             while view:
                 written = _write_direct(descriptor, view)
                 if not written:
-                    written = os.write(descriptor, view[:_WRITE_BYTES])
-                    _start_writing_out(descriptor, written)
+                    written = os.write(descriptor, view[:_WRITE_CHUNK_BYTES])
+                    _start_writeback(descriptor, written)
                 view = view[written:]
 
     def sync_file(self, descriptor: int, path: Path) -> None:
         """Return when what was written is on the device."""
-        with machine("sync", path):
+        with translate_os_errors("sync", path):
             os.fsync(descriptor)
 
     def close(self, descriptor: int, path: Path) -> None:
         """Release the descriptor. Some network file systems tell of a full disk only here."""
-        with machine("close", path):
+        with translate_os_errors("close", path):
             os.close(descriptor)
 
     def sync_dir(self, path: Path) -> None:
         """Return when the names in ``path`` are on the device."""
-        with machine("sync directory", path):
+        with translate_os_errors("sync directory", path):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(descriptor)
             except OSError as error:
-                if error.errno not in _NO_DIRECTORY_SYNC:
+                if error.errno not in _ERRNOS_NO_DIRECTORY_SYNC:
                     raise
             finally:
                 os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
         """Give ``source`` the name ``target``, atomically; a file there is replaced."""
-        with machine("rename to", target):
+        with translate_os_errors("rename to", target):
             os.rename(source, target)  # noqa: PTH104  one spelling for what the crash test records
 
     def exchange(self, source: Path, target: Path) -> None:
@@ -146,10 +146,10 @@ class Disk:
             MachineError: also where the kernel or the file system cannot.
 
         """
-        with machine("exchange names with", target):
+        with translate_os_errors("exchange names with", target):
             number = _exchange(os.fsencode(source), os.fsencode(target))
-            if number in _NO_EXCHANGE:
-                raise MachineError(_cannot_replace(target))
+            if number in _ERRNOS_NO_EXCHANGE:
+                raise MachineError(_exchange_unsupported_message(target))
             if number:
                 raise OSError(number, os.strerror(number))
 
@@ -166,17 +166,17 @@ class Disk:
                 self.mkdir(path)
                 made.callback(self.rmdir, path)
             number = _exchange(*map(os.fsencode, pair))
-        if number in _NO_EXCHANGE:
-            raise MachineError(_cannot_replace(target))
+        if number in _ERRNOS_NO_EXCHANGE:
+            raise MachineError(_exchange_unsupported_message(target))
 
     def unlink(self, path: Path) -> None:
         """Remove a file."""
-        with machine("remove", path):
+        with translate_os_errors("remove", path):
             path.unlink()
 
     def rmdir(self, path: Path) -> None:
         """Remove an empty directory."""
-        with machine("remove", path):
+        with translate_os_errors("remove", path):
             path.rmdir()
 
     def remove_tree(self, path: Path) -> None:
@@ -184,7 +184,7 @@ class Disk:
 
         Not atomic: give a directory a temporary name, durably, before (see `Catalog.prune`).
         """
-        with machine("list", path):
+        with translate_os_errors("list", path):
             is_dir = path.is_dir() and not path.is_symlink()
             inside = sorted(path.iterdir()) if is_dir else []
         for child in inside:
@@ -219,7 +219,7 @@ class Disk:
 DISK = Disk()
 
 
-def _cannot_replace(target: Path) -> str:
+def _exchange_unsupported_message(target: Path) -> str:
     return (
         f"cannot replace {target}: its file system cannot exchange two names in one step; remove it first, "
         "or give another name."
@@ -244,10 +244,10 @@ def _write_direct(descriptor: int, view: memoryview) -> int:
     cache and 3.2 GB/s past it; with warm pages 2.4 to 3.9 against 3.1 to 4.3. Network file systems and
     tmpfs refuse (EINVAL): they are written through the cache.
     """
-    size = min(len(view), _WRITE_BYTES) // _ALIGNMENT * _ALIGNMENT
-    if size == 0 or view.readonly or os.lseek(descriptor, 0, os.SEEK_CUR) % _ALIGNMENT:
+    size = min(len(view), _WRITE_CHUNK_BYTES) // _DIRECT_IO_ALIGNMENT * _DIRECT_IO_ALIGNMENT
+    if size == 0 or view.readonly or os.lseek(descriptor, 0, os.SEEK_CUR) % _DIRECT_IO_ALIGNMENT:
         return 0
-    if ctypes.addressof(ctypes.c_char.from_buffer(view)) % _ALIGNMENT:
+    if ctypes.addressof(ctypes.c_char.from_buffer(view)) % _DIRECT_IO_ALIGNMENT:
         return 0
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
@@ -261,10 +261,10 @@ def _write_direct(descriptor: int, view: memoryview) -> int:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
-def _start_writing_out(descriptor: int, written: int) -> None:
+def _start_writeback(descriptor: int, written: int) -> None:
     """Have the kernel write out what is dirty, each time another `_WRITE_BYTES` are complete."""
     end = os.lseek(descriptor, 0, os.SEEK_CUR)
-    start = (end - written) // _WRITE_BYTES * _WRITE_BYTES
-    if end - start >= _WRITE_BYTES and hasattr(os, "posix_fadvise"):
+    start = (end - written) // _WRITE_CHUNK_BYTES * _WRITE_CHUNK_BYTES
+    if end - start >= _WRITE_CHUNK_BYTES and hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # advice only
             os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)

@@ -34,41 +34,41 @@ from pathlib import Path
 import psutil
 
 from elastic_resume import constants
-from elastic_resume.checkpoint.atomic_io import DISK, Disk, machine, temporary_name
+from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, translate_os_errors
 from elastic_resume.checkpoint.manifest import Manifest
-from elastic_resume.checkpoint.reader import deep_check, parse_name, quick_check
+from elastic_resume.checkpoint.reader import deep_check, parse_checkpoint_name, quick_check
 from elastic_resume.errors import CheckpointError, CorruptError, TornError
 
-_MAX_TRIES = 100_000
+_MAX_NAME_ATTEMPTS = 100_000
 
 
 def quarantine(node_dir: Path, path: Path, reason: str, disk: Disk = DISK) -> Path:
     """Move ``path`` to ``node_dir/quarantine/`` under a name not yet used there; return the new path."""
     directory = node_dir / constants.QUARANTINE_DIR
     disk.make_dirs(directory)
-    target = _unused(directory, path.name)
+    target = _find_unused_path(directory, path.name)
     disk.rename(path, target)
     disk.sync_dir(directory)  # first the new name, then the absence of the old one
     disk.sync_dir(path.parent)
     note = {"was": path.name, "reason": reason, "at": round(time.time(), 3)}
-    disk.write_atomic(_reason_file(target), (json.dumps(note, indent=1) + "\n").encode())
+    disk.write_atomic(_reason_path(target), (json.dumps(note, indent=1) + "\n").encode())
     return target
 
 
-def discard(path: Path, disk: Disk = DISK) -> None:
+def delete_quarantined(path: Path, disk: Disk = DISK) -> None:
     """Remove what was set aside, and is of no use to anybody any more. Raises MachineError."""
     unfinished = path.parent.parent / temporary_name(path.name)  # what a crash leaves of it is swept
     disk.rename(path, unfinished)
-    disk.unlink(_reason_file(path))
+    disk.unlink(_reason_path(path))
     disk.sync_dir(path.parent)
     disk.sync_dir(unfinished.parent)
     disk.remove_tree(unfinished)
 
 
-def quarantined(node_dir: Path) -> list[Path]:
+def list_quarantined(node_dir: Path) -> list[Path]:
     """What lies in quarantine, by name, without the notes."""
     directory = node_dir / constants.QUARANTINE_DIR
-    with machine("list", directory):
+    with translate_os_errors("list", directory):
         inside = list(directory.iterdir()) if directory.is_dir() else []
     return sorted(
         path
@@ -77,47 +77,47 @@ def quarantined(node_dir: Path) -> list[Path]:
     )
 
 
-def reason_of(path: Path) -> str:
+def read_quarantine_reason(path: Path) -> str:
     """Why ``path`` lies in quarantine, as far as its note can be read."""
     try:
-        with open(_reason_file(path), "rb") as file:
+        with open(_reason_path(path), "rb") as file:
             note = json.loads(file.read(64 * 1024))
         return str(note["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return "set aside earlier; its note cannot be read"
 
 
-def _unused(directory: Path, name: str) -> Path:
+def _find_unused_path(directory: Path, name: str) -> Path:
     # Only the owner of the node's lock moves things here, so looking before the rename is enough.
-    for number in range(_MAX_TRIES):
+    for number in range(_MAX_NAME_ATTEMPTS):
         target = directory / (f"{name}.{number}" if number else name)
-        if not os.path.lexists(target) and not os.path.lexists(_reason_file(target)):
+        if not os.path.lexists(target) and not os.path.lexists(_reason_path(target)):
             return target
-    raise ValueError(f"{directory}: {_MAX_TRIES} copies of {name} in quarantine; remove some.")
+    raise ValueError(f"{directory}: {_MAX_NAME_ATTEMPTS} copies of {name} in quarantine; remove some.")
 
 
-def _reason_file(target: Path) -> Path:
-    return target.with_name(f"{target.name}.reason.json")
+def _reason_path(quarantined_path: Path) -> Path:
+    return quarantined_path.with_name(f"{quarantined_path.name}.reason.json")
 
 
 MIN_KEEP = 2  # one copy may turn out bad when it is needed
 MAX_ENTRIES = 1000  # newest first; a directory with more is not read to its end
 MAX_NODES = 10_000
-_WRITER = re.compile(r"-(\d{1,10})-[0-9a-f]{8}\Z")
+_WRITER_PID_PATTERN = re.compile(r"-(\d{1,10})-[0-9a-f]{8}\Z")
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogEntry:
     """One directory with a checkpoint's name: its manifest, or the problem that keeps it from loading."""
 
     path: Path
     generation: int
     step: int
     manifest: Manifest | None
-    problem: CheckpointError | None
+    error: CheckpointError | None
 
     @property
-    def order(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int]:
         """(generation, step), from the directory's name."""
         return (self.generation, self.step)
 
@@ -129,7 +129,7 @@ class Entry:
     @property
     def is_damaged(self) -> bool:
         """Whether its own bytes prove that nobody can load it: what belongs in quarantine."""
-        return isinstance(self.problem, (TornError, CorruptError)) and not self.is_link
+        return isinstance(self.error, (TornError, CorruptError)) and not self.is_link
 
 
 class Catalog:
@@ -141,18 +141,24 @@ class Catalog:
         self._run_id = run_id
         self._disk = disk
 
-    def entries(self, deep: bool = False, limit: int = MAX_ENTRIES) -> list[Entry]:
+    def list_entries(self, read_data: bool = False, limit: int = MAX_ENTRIES) -> list[CatalogEntry]:
         """Everything with a checkpoint's name, newest first, each checked; ``deep`` reads all data."""
-        found = [self._entry(path, order, deep) for order, path in self._named()[:limit]]
+        found = [
+            self._check_entry(path, order, read_data) for order, path in self._list_checkpoint_paths()[:limit]
+        ]
         # Without what its owner has pruned while we looked.
-        return [entry for entry in found if entry.problem is None or not _is_gone(entry.path)]
+        return [entry for entry in found if entry.error is None or not _is_missing(entry.path)]
 
-    def valid(self, deep: bool = False, limit: int = MAX_ENTRIES) -> list[Entry]:
+    def list_valid(self, read_data: bool = False, limit: int = MAX_ENTRIES) -> list[CatalogEntry]:
         """The entries without a problem, newest first."""
-        return [entry for entry in self.entries(deep, limit) if entry.problem is None]
+        return [entry for entry in self.list_entries(read_data, limit) if entry.error is None]
 
     def prune(
-        self, keep: int, *, above_generation: int = -1, trusted: Collection[tuple[int, int]] | None = None
+        self,
+        keep: int,
+        *,
+        min_generation: int = -1,
+        trusted_versions: Collection[tuple[int, int]] | None = None,
     ) -> list[Path]:
         """Remove valid checkpoints beyond the newest ``keep`` (>= 2) valid ones; return the old paths.
 
@@ -169,13 +175,13 @@ class Catalog:
             raise ValueError(f"keep={keep}: at least {MIN_KEEP} checkpoints must stay")
         removed = []
         kept = 0
-        for entry in self.valid():
-            if entry.generation <= above_generation or entry.is_link:
+        for entry in self.list_valid():
+            if entry.generation <= min_generation or entry.is_link:
                 continue
             if kept >= keep:
-                self._discard(entry.path)
+                self._delete(entry.path)
                 removed.append(entry.path)
-            elif trusted is None or entry.order in trusted:
+            elif trusted_versions is None or entry.version in trusted_versions:
                 kept += 1
         return removed
 
@@ -183,61 +189,61 @@ class Catalog:
         """Move a bad checkpoint aside, never over another; return its new path."""
         return quarantine(self._node_dir, path, reason, self._disk)
 
-    def quarantined(self) -> list[Path]:
+    def list_quarantined(self) -> list[Path]:
         """What lies in quarantine."""
-        return quarantined(self._node_dir)
+        return list_quarantined(self._node_dir)
 
-    def sweep(self) -> list[Path]:
+    def remove_unfinished(self) -> list[Path]:
         """Remove what dead writers left unfinished; return it. Only for the owner of the node's lock."""
         swept = []
-        for path in self._children():
+        for path in self._list_directory():
             if not path.name.startswith(constants.TEMPORARY_PREFIX) or _has_live_writer(path):
                 continue
-            if not _is_gone(path):  # its writer, our agent, may have finished it since it was listed
+            if not _is_missing(path):  # its writer, our agent, may have finished it since it was listed
                 self._disk.remove_tree(path)
                 swept.append(path)
         return swept
 
-    def _entry(self, path: Path, order: tuple[int, int], deep: bool) -> Entry:
-        check = deep_check if deep else quick_check
+    def _check_entry(self, path: Path, version: tuple[int, int], read_data: bool) -> CatalogEntry:
+        check = deep_check if read_data else quick_check
         try:
-            return Entry(path, *order, check(path, self._run_id), None)
+            return CatalogEntry(path, *version, check(path, self._run_id), None)
         except CheckpointError as error:
-            return Entry(path, *order, None, error)
+            return CatalogEntry(path, *version, None, error)
 
-    def _named(self) -> list[tuple[tuple[int, int], Path]]:
+    def _list_checkpoint_paths(self) -> list[tuple[tuple[int, int], Path]]:
         named = [
             (order, path)
-            for path in self._children()
-            if (order := parse_name(path.name)) is not None and _may_be_checkpoint(path)
+            for path in self._list_directory()
+            if (order := parse_checkpoint_name(path.name)) is not None and _may_be_checkpoint(path)
         ]
         return sorted(named, reverse=True)
 
-    def _children(self) -> list[Path]:
-        with machine("list", self._node_dir):
+    def _list_directory(self) -> list[Path]:
+        with translate_os_errors("list", self._node_dir):
             try:
                 return sorted(self._node_dir.iterdir())
             except FileNotFoundError:
                 return []
 
-    def _discard(self, path: Path) -> None:
+    def _delete(self, path: Path) -> None:
         doomed = path.with_name(temporary_name(f"pruned-{path.name}"))
         self._disk.rename(path, doomed)
         self._disk.sync_dir(self._node_dir)  # else a crash could bring the name back without its files
         self._disk.remove_tree(doomed)
 
 
-def scan_run(run_dir: Path, run_id: str | None, limit: int = 64) -> dict[str, list[Entry]]:
+def scan_run(run_dir: Path, run_id: str | None, limit: int = 64) -> dict[str, list[CatalogEntry]]:
     """The newest ``limit`` entries of every node whose directory is visible here, quick-checked, by node."""
-    found: dict[str, list[Entry]] = {}
-    with machine("list", run_dir):
+    found: dict[str, list[CatalogEntry]] = {}
+    with translate_os_errors("list", run_dir):
         names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []  # noqa: PTH208  names only
     for name in names[:MAX_NODES]:
         node_dir = run_dir / name
-        with machine("look at", node_dir):
+        with translate_os_errors("look at", node_dir):
             is_node = re.fullmatch(constants.SAFE_NAME_PATTERN, name) is not None and node_dir.is_dir()
         if is_node:
-            found[name] = Catalog(node_dir, run_id).entries(limit=limit)
+            found[name] = Catalog(node_dir, run_id).list_entries(limit=limit)
     return found
 
 
@@ -251,7 +257,7 @@ def _may_be_checkpoint(path: Path) -> bool:
         return True
 
 
-def _is_gone(path: Path) -> bool:
+def _is_missing(path: Path) -> bool:
     try:
         path.lstat()
     except FileNotFoundError:
@@ -263,7 +269,7 @@ def _is_gone(path: Path) -> bool:
 
 def _has_live_writer(path: Path) -> bool:
     """Whether the process that made ``path`` still runs; one that began later merely has its number."""
-    match = _WRITER.search(path.name)
+    match = _WRITER_PID_PATTERN.search(path.name)
     if match is None:
         return False
     with contextlib.suppress(psutil.Error, OSError):

@@ -27,7 +27,7 @@ from elastic_resume.errors import CorruptError, UntrackableError
 MAX_DEPTH = 200  # a state dict is 5 deep; what is deeper is a mistake, and Python's stack ends at 1000
 MAX_INT_BITS = 1 << 20
 TAG = "$"
-_PLAIN_INT = 1 << 63  # what other JSON readers still take as an integer
+_PLAIN_INT_LIMIT = 1 << 63  # what other JSON readers still take as an integer
 
 
 @dataclass(frozen=True)
@@ -49,33 +49,33 @@ def encode(value: Any, path: str = "") -> Any:
         raise UntrackableError(f"{path or 'state'}: nested too deeply for the interpreter's stack.") from None
 
 
-def decode(obj: Any) -> Any:
+def decode(encoded: Any) -> Any:
     """Return the value that `encode` was given. Raises CorruptError for anything `encode` never writes."""
     try:
-        return _decode(obj, 0)
+        return _decode(encoded, 0)
     except RecursionError as error:
         raise CorruptError("state: nested too deeply.") from error
 
 
-def _encode(value: Any, path: str, above: tuple[int, ...]) -> Any:
+def _encode(value: Any, path: str, ancestors: tuple[int, ...]) -> Any:
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
-    if kind in _SCALARS:
-        return _SCALARS[kind](value, path)
-    if kind not in _CONTAINERS:
-        _refuse(value, path)
-    if id(value) in above:
+    if kind in _SCALAR_ENCODERS:
+        return _SCALAR_ENCODERS[kind](value, path)
+    if kind not in _CONTAINER_ENCODERS:
+        _reject(value, path)
+    if id(value) in ancestors:
         raise UntrackableError(
             f"{path}: a {kind.__name__} that contains itself cannot be stored; break the cycle."
         )
-    if len(above) >= MAX_DEPTH:
+    if len(ancestors) >= MAX_DEPTH:
         raise UntrackableError(f"{path}: nested more than {MAX_DEPTH} deep; flatten it.")
-    return _CONTAINERS[kind](value, path, (*above, id(value)))
+    return _CONTAINER_ENCODERS[kind](value, path, (*ancestors, id(value)))
 
 
 def _encode_int(value: int, path: str) -> Any:
-    if -_PLAIN_INT <= value < _PLAIN_INT:
+    if -_PLAIN_INT_LIMIT <= value < _PLAIN_INT_LIMIT:
         return value
     if value.bit_length() > MAX_INT_BITS:
         raise UntrackableError(f"{path}: an int of {value.bit_length()} bits; the limit is {MAX_INT_BITS}.")
@@ -95,44 +95,46 @@ def _encode_bytes(value: bytes, _path: str) -> Any:
     return {TAG: "bytes", "base64": base64.b64encode(value).decode()}
 
 
-def _encode_ref(value: TensorRef, path: str) -> Any:
+def _encode_tensor_ref(value: TensorRef, path: str) -> Any:
     if type(value.name) is not str or type(value.kind) is not str:
-        _refuse(value, path)
+        _reject(value, path)
     return {TAG: "tensor", "name": value.name, "kind": value.kind}
 
 
-def _encode_items(value: Iterable[Any], path: str, above: tuple[int, ...]) -> list[Any]:
-    return [_encode(item, f"{path}[{index}]", above) for index, item in enumerate(value)]
+def _encode_items(value: Iterable[Any], path: str, ancestors: tuple[int, ...]) -> list[Any]:
+    return [_encode(item, f"{path}[{index}]", ancestors) for index, item in enumerate(value)]
 
 
-def _encode_pairs(value: dict[Any, Any], path: str, above: tuple[int, ...]) -> list[Any]:
+def _encode_pairs(value: dict[Any, Any], path: str, ancestors: tuple[int, ...]) -> list[Any]:
     pairs = []
     for key, item in value.items():
-        place = f"{path}[{_short(key)}]"
-        pairs.append([_encode(key, f"key of {place}", above), _encode(item, place, above)])
+        place = f"{path}[{_abbreviate(key)}]"
+        pairs.append([_encode(key, f"key of {place}", ancestors), _encode(item, place, ancestors)])
     return pairs
 
 
-def _encode_dict(value: dict[Any, Any], path: str, above: tuple[int, ...]) -> Any:
+def _encode_dict(value: dict[Any, Any], path: str, ancestors: tuple[int, ...]) -> Any:
     if all(type(key) is str and key != TAG for key in value):
-        return {key: _encode(item, f"{path}[{_short(key)}]", above) for key, item in value.items()}
-    return {TAG: "dict", "items": _encode_pairs(value, path, above)}
+        return {key: _encode(item, f"{path}[{_abbreviate(key)}]", ancestors) for key, item in value.items()}
+    return {TAG: "dict", "items": _encode_pairs(value, path, ancestors)}
 
 
-def _encode_sorted(value: Iterable[Any], path: str, above: tuple[int, ...]) -> list[Any]:
+def _encode_sorted(value: Iterable[Any], path: str, ancestors: tuple[int, ...]) -> list[Any]:
     # A set's own order follows the hash seed of the process: two nodes would never agree on a digest.
-    return sorted((_encode(item, f"{path}{{{_short(item)}}}", above) for item in value), key=json.dumps)
+    return sorted(
+        (_encode(item, f"{path}{{{_abbreviate(item)}}}", ancestors) for item in value), key=json.dumps
+    )
 
 
-_SCALARS: dict[type, Callable[[Any, str], Any]] = {
+_SCALAR_ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     int: _encode_int,
     float: _encode_float,
     complex: _encode_complex,
     bytes: _encode_bytes,
-    TensorRef: _encode_ref,
+    TensorRef: _encode_tensor_ref,
 }
 
-_CONTAINERS: dict[type, Callable[[Any, str, tuple[int, ...]], Any]] = {
+_CONTAINER_ENCODERS: dict[type, Callable[[Any, str, tuple[int, ...]], Any]] = {
     list: _encode_items,
     tuple: lambda v, path, above: {TAG: "tuple", "items": _encode_items(v, path, above)},
     dict: _encode_dict,
@@ -144,75 +146,81 @@ _CONTAINERS: dict[type, Callable[[Any, str, tuple[int, ...]], Any]] = {
 }
 
 
-def _refuse(value: Any, path: str) -> NoReturn:
+def _reject(value: Any, path: str) -> NoReturn:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    near = next((known.__name__ for known in _CONTAINERS | _SCALARS if isinstance(value, known)), None)
+    near = next(
+        (known.__name__ for known in _CONTAINER_ENCODERS | _SCALAR_ENCODERS if isinstance(value, known)), None
+    )
     what = (
         f"convert it to {near} in state_dict()" if near else "return tensors and plain data from state_dict()"
     )
     raise UntrackableError(f"{path}: a {name} cannot be stored; {what}, or leave it out.")
 
 
-def _short(key: Any) -> str:
+def _abbreviate(key: Any) -> str:
     text = repr(key) if type(key) in {str, int, bool, float, bytes} else type(key).__name__
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _decode(obj: Any, depth: int) -> Any:
-    if obj is None or type(obj) in {bool, str, int, float}:
-        return obj
+def _decode(encoded: Any, depth: int) -> Any:
+    if encoded is None or type(encoded) in {bool, str, int, float}:
+        return encoded
     if depth > MAX_DEPTH:
         raise CorruptError(f"state: nested more than {MAX_DEPTH} deep.")
-    if type(obj) is list:
-        return [_decode(item, depth + 1) for item in obj]
-    if type(obj) is not dict:
-        raise CorruptError(f"state: a {type(obj).__name__} is not typed JSON.")
-    if TAG not in obj:
-        return {key: _decode(item, depth + 1) for key, item in obj.items()}
-    fields = {key: item for key, item in obj.items() if key != TAG}
-    tag = obj[TAG]
-    if type(tag) is not str or tag not in _READERS or set(fields) != _READERS[tag][0]:
+    if type(encoded) is list:
+        return [_decode(item, depth + 1) for item in encoded]
+    if type(encoded) is not dict:
+        raise CorruptError(f"state: a {type(encoded).__name__} is not typed JSON.")
+    if TAG not in encoded:
+        return {key: _decode(item, depth + 1) for key, item in encoded.items()}
+    fields = {key: item for key, item in encoded.items() if key != TAG}
+    tag = encoded[TAG]
+    if type(tag) is not str or tag not in _DECODERS or set(fields) != _DECODERS[tag][0]:
         raise CorruptError(f"state: unknown tag {tag!r} with fields {sorted(fields)[:8]}.")
     try:
-        return _READERS[tag][1](fields, depth + 1)
+        return _DECODERS[tag][1](fields, depth + 1)
     except (ValueError, TypeError, struct.error) as error:
         raise CorruptError(f"state: a malformed {tag!r} ({error}).") from error
 
 
-def _read_int(fields: dict[str, Any], _depth: int) -> int:
-    text = _text(fields["hex"])
+def _decode_int(fields: dict[str, Any], _depth: int) -> int:
+    text = _require_text(fields["hex"])
     value = int(text, 16)
-    if hex(value) != text or -_PLAIN_INT <= value < _PLAIN_INT or value.bit_length() > MAX_INT_BITS:
+    if (
+        hex(value) != text
+        or -_PLAIN_INT_LIMIT <= value < _PLAIN_INT_LIMIT
+        or value.bit_length() > MAX_INT_BITS
+    ):
         raise ValueError("not as written")
     return value
 
 
-def _read_float(fields: dict[str, Any], _depth: int) -> float:
-    (value,) = struct.unpack(">d", bytes.fromhex(_text(fields["bits"])))
+def _decode_float(fields: dict[str, Any], _depth: int) -> float:
+    (value,) = struct.unpack(">d", bytes.fromhex(_require_text(fields["bits"])))
     return float(value)
 
 
-def _read_complex(fields: dict[str, Any], _depth: int) -> complex:
-    return complex(*struct.unpack(">2d", bytes.fromhex(_text(fields["bits"]))))
+def _decode_complex(fields: dict[str, Any], _depth: int) -> complex:
+    return complex(*struct.unpack(">2d", bytes.fromhex(_require_text(fields["bits"]))))
 
 
-def _read_bytes(fields: dict[str, Any], _depth: int) -> bytes:
-    return base64.b64decode(_text(fields["base64"]), validate=True)
+def _decode_bytes(fields: dict[str, Any], _depth: int) -> bytes:
+    return base64.b64decode(_require_text(fields["base64"]), validate=True)
 
 
-def _read_ref(fields: dict[str, Any], _depth: int) -> TensorRef:
-    return TensorRef(_text(fields["name"]), _text(fields["kind"]))
+def _decode_tensor_ref(fields: dict[str, Any], _depth: int) -> TensorRef:
+    return TensorRef(_require_text(fields["name"]), _require_text(fields["kind"]))
 
 
-def _read_items(fields: dict[str, Any], depth: int) -> list[Any]:
+def _decode_items(fields: dict[str, Any], depth: int) -> list[Any]:
     items = fields["items"]
     if type(items) is not list:
         raise ValueError("items is not a list")
     return [_decode(item, depth) for item in items]
 
 
-def _read_pairs(fields: dict[str, Any], depth: int) -> dict[Any, Any]:
+def _decode_pairs(fields: dict[str, Any], depth: int) -> dict[Any, Any]:
     items = fields["items"]
     if type(items) is not list or not all(type(pair) is list and len(pair) == 2 for pair in items):
         raise ValueError("items are not pairs")
@@ -222,44 +230,44 @@ def _read_pairs(fields: dict[str, Any], depth: int) -> dict[Any, Any]:
     return pairs
 
 
-def _read_set(fields: dict[str, Any], depth: int) -> set[Any]:
-    items = _read_items(fields, depth)
+def _decode_set(fields: dict[str, Any], depth: int) -> set[Any]:
+    items = _decode_items(fields, depth)
     unique = set(items)
     if len(unique) != len(items):
         raise ValueError("an item occurs twice")
     return unique
 
 
-def _read_counter(fields: dict[str, Any], depth: int) -> Counter[Any]:
+def _decode_counter(fields: dict[str, Any], depth: int) -> Counter[Any]:
     counter: Counter[Any] = Counter()
-    dict.update(counter, _read_pairs(fields, depth))  # Counter.update would add up and demand numbers
+    dict.update(counter, _decode_pairs(fields, depth))  # Counter.update would add up and demand numbers
     return counter
 
 
-def _read_deque(fields: dict[str, Any], depth: int) -> deque[Any]:
-    items, maxlen = _read_items(fields, depth), fields["maxlen"]
+def _decode_deque(fields: dict[str, Any], depth: int) -> deque[Any]:
+    items, maxlen = _decode_items(fields, depth), fields["maxlen"]
     if maxlen is not None and (type(maxlen) is not int or maxlen < len(items)):
         raise ValueError("maxlen does not fit")
     return deque(items, maxlen)
 
 
-def _text(value: Any) -> str:
+def _require_text(value: Any) -> str:
     if type(value) is not str:
         raise ValueError("not a string")
     return value
 
 
-_READERS: dict[str, tuple[set[str], Callable[[dict[str, Any], int], Any]]] = {
-    "int": ({"hex"}, _read_int),
-    "float": ({"bits"}, _read_float),
-    "complex": ({"bits"}, _read_complex),
-    "bytes": ({"base64"}, _read_bytes),
-    "tensor": ({"name", "kind"}, _read_ref),
-    "tuple": ({"items"}, lambda fields, depth: tuple(_read_items(fields, depth))),
-    "dict": ({"items"}, _read_pairs),
-    "OrderedDict": ({"items"}, lambda fields, depth: OrderedDict(_read_pairs(fields, depth))),
-    "Counter": ({"items"}, _read_counter),
-    "set": ({"items"}, _read_set),
-    "frozenset": ({"items"}, lambda fields, depth: frozenset(_read_set(fields, depth))),
-    "deque": ({"items", "maxlen"}, _read_deque),
+_DECODERS: dict[str, tuple[set[str], Callable[[dict[str, Any], int], Any]]] = {
+    "int": ({"hex"}, _decode_int),
+    "float": ({"bits"}, _decode_float),
+    "complex": ({"bits"}, _decode_complex),
+    "bytes": ({"base64"}, _decode_bytes),
+    "tensor": ({"name", "kind"}, _decode_tensor_ref),
+    "tuple": ({"items"}, lambda fields, depth: tuple(_decode_items(fields, depth))),
+    "dict": ({"items"}, _decode_pairs),
+    "OrderedDict": ({"items"}, lambda fields, depth: OrderedDict(_decode_pairs(fields, depth))),
+    "Counter": ({"items"}, _decode_counter),
+    "set": ({"items"}, _decode_set),
+    "frozenset": ({"items"}, lambda fields, depth: frozenset(_decode_set(fields, depth))),
+    "deque": ({"items", "maxlen"}, _decode_deque),
 }

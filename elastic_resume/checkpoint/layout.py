@@ -26,7 +26,7 @@ from elastic_resume.errors import CorruptError, TornError
 ALIGNMENT = 4096  # a page: the image can be mapped, and registered as pinned memory, from its data on
 MAX_HEADER_BYTES = 100_000_000  # safetensors itself refuses a longer header; about 700,000 tensors
 MAX_FILE_BYTES = 1 << 53  # beyond this JSON numbers of other readers lose bits
-MAX_DIMENSIONS = 64  # torch's own limit
+MAX_TENSOR_DIMENSIONS = 64  # torch's own limit
 FORMAT_NAME = "elastic_resume.image/1"
 METADATA_KEY = "__metadata__"
 
@@ -109,7 +109,7 @@ class Layout:
 
         Raises ValueError for a name given twice or reserved, an unknown dtype, or an impossible shape.
         """
-        ordered = _in_order(specs)
+        ordered = _sort_specs(specs)
         table: dict[str, Any] = {METADATA_KEY: {"format": "pt", "layout": FORMAT_NAME}}
         relative = 0
         for spec in ordered:
@@ -120,27 +120,29 @@ class Layout:
                 "data_offsets": [relative, stop],
             }
             relative = stop
-        header = _framed(json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode())
+        header = _frame_header(json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode())
         if len(header) > MAX_HEADER_BYTES or len(header) + relative > MAX_FILE_BYTES:
             raise ValueError(
                 f"{len(ordered)} tensors of {relative} bytes do not fit into one safetensors file."
             )
-        return Layout(header, _absolute(table, len(header)), len(header) + relative)
+        return Layout(header, _absolute_extents(table, len(header)), len(header) + relative)
 
     @staticmethod
-    def parse(head: bytes | bytearray | memoryview, file_bytes: int, *, aligned: bool = True) -> Layout:
+    def parse(prefix: bytes | bytearray | memoryview, file_bytes: int, *, aligned: bool = True) -> Layout:
         """Read the layout from the beginning of an image that is ``file_bytes`` long.
 
         ``head`` must reach at least to the end of the header (`header_bytes` tells how far that is).
         ``aligned`` False: a tensor may start anywhere, as in safetensors files of others.
         Raises TornError when the file ends too early, CorruptError for everything else that is wrong.
         """
-        size = header_bytes(head, file_bytes)
-        if len(head) < size:
-            raise TornError(f"header: {size} bytes announced, {len(head)} given.")
-        header = bytes(head[:size])
+        size = header_size(prefix, file_bytes)
+        if len(prefix) < size:
+            raise TornError(f"header: {size} bytes announced, {len(prefix)} given.")
+        header = bytes(prefix[:size])
         try:
-            table = json.loads(header[8:], object_pairs_hook=_no_duplicates, parse_constant=_refuse)
+            table = json.loads(
+                header[8:], object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
+            )
         except (ValueError, RecursionError) as error:
             raise CorruptError(f"header: not the JSON of a safetensors file ({error}).") from error
         if not isinstance(table, dict):
@@ -148,20 +150,20 @@ class Layout:
         for name, entry in table.items():
             if name != METADATA_KEY:
                 _check_entry(name, entry)
-        extents = _absolute(table, size)
+        extents = _absolute_extents(table, size)
         _check_tiling(extents, size, file_bytes, aligned=aligned)
         return Layout(header, extents, file_bytes)
 
-    def names_in(self, start: int, stop: int) -> list[str]:
+    def tensors_in_range(self, start: int, stop: int) -> list[str]:
         """Names of the tensors that have bytes in ``image[start:stop]``, in the order they lie there."""
         return [n for n, e in self.extents.items() if e.start < stop and start < e.stop]
 
 
-def header_bytes(head: bytes | bytearray | memoryview, file_bytes: int) -> int:
+def header_size(prefix: bytes | bytearray | memoryview, file_bytes: int) -> int:
     """Length of header and its length field, from an image's first 8 bytes: how much `Layout.parse` needs."""
-    if len(head) < 8 or file_bytes < 8:
-        raise TornError(f"header: the file ends after {min(len(head), file_bytes)} bytes.")
-    size = 8 + int.from_bytes(head[:8], "little")
+    if len(prefix) < 8 or file_bytes < 8:
+        raise TornError(f"header: the file ends after {min(len(prefix), file_bytes)} bytes.")
+    size = 8 + int.from_bytes(prefix[:8], "little")
     if size > MAX_HEADER_BYTES:
         raise CorruptError(f"header: announces {size} bytes, more than the limit of {MAX_HEADER_BYTES}.")
     if size > file_bytes:
@@ -169,7 +171,7 @@ def header_bytes(head: bytes | bytearray | memoryview, file_bytes: int) -> int:
     return size
 
 
-def _in_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+def _sort_specs(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     seen: set[str] = set()
     given: list[TensorSpec] = []
     for spec in specs:
@@ -177,19 +179,19 @@ def _in_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
             raise ValueError(f"two tensors are named {spec.name!r}, or the name is reserved.")
         if spec.dtype not in ITEM_BYTES:
             raise ValueError(f"tensor {spec.name!r}: safetensors knows no dtype {spec.dtype!r}.")
-        if len(spec.shape) > MAX_DIMENSIONS or any(n < 0 for n in spec.shape):
+        if len(spec.shape) > MAX_TENSOR_DIMENSIONS or any(n < 0 for n in spec.shape):
             raise ValueError(f"tensor {spec.name!r}: impossible shape {spec.shape}.")
         seen.add(spec.name)
         given.append(spec)
     return sorted(given, key=lambda spec: -ITEM_BYTES[spec.dtype])
 
 
-def _framed(text: bytes) -> bytes:
+def _frame_header(text: bytes) -> bytes:
     padded = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
     return padded.to_bytes(8, "little") + text.ljust(padded)
 
 
-def _absolute(table: Mapping[str, Any], data_start: int) -> dict[str, Extent]:
+def _absolute_extents(table: Mapping[str, Any], data_start: int) -> dict[str, Extent]:
     extents = {
         name: Extent(
             entry["dtype"],
@@ -210,9 +212,9 @@ def _check_entry(name: str, entry: Any) -> None:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise CorruptError(f"header: tensor {name!r} has the unknown dtype {dtype!r}.")
-    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) >= 1 << 53:
+    if not _is_size_list(shape) or len(shape) > MAX_TENSOR_DIMENSIONS or prod(filter(None, shape)) >= 1 << 53:
         raise CorruptError(f"header: tensor {name!r} has an impossible shape.")
-    if not _are_sizes(offsets) or len(offsets) != 2:
+    if not _is_size_list(offsets) or len(offsets) != 2:
         raise CorruptError(f"header: tensor {name!r} has impossible data_offsets.")
     if offsets[1] - offsets[0] != prod(shape) * ITEM_BYTES[dtype]:
         raise CorruptError(
@@ -237,16 +239,16 @@ def _check_tiling(extents: Mapping[str, Extent], data_start: int, file_bytes: in
         raise CorruptError(f"the tensors end at byte {end}, the file only at {file_bytes}.")
 
 
-def _are_sizes(value: Any) -> bool:
+def _is_size_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n <= MAX_FILE_BYTES for n in value)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a name occurs twice")
     return table
 
 
-def _refuse(constant: str) -> NoReturn:
+def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")

@@ -22,16 +22,16 @@ import xxhash
 from elastic_resume import constants
 from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, NewerFormatError, TornError
 
-FORMAT = 1
+FORMAT_VERSION = 1
 BLOCK_BYTES = 16 << 20  # large enough that a disk reaches its full speed, small enough to reuse as buffer
 MAX_MANIFEST_BYTES = 256 << 20  # non-tensor state is kilobytes; a replay buffer of tuples is not for JSON
 _MAX_COUNT = 1 << 53
 _MIN_BLOCK_BYTES = 1 << 10
 _MAX_BLOCK_BYTES = 1 << 30
 _KIND = "elastic_resume checkpoint"
-_START = f'{{"kind":"{_KIND}"'.encode()
-_END = re.compile(rb',"digest":"([0-9a-f]{32})"}\n\Z')
-_DIGEST = re.compile(r"[0-9a-f]{32}")
+_MANIFEST_PREFIX = f'{{"kind":"{_KIND}"'.encode()
+_DIGEST_SUFFIX = re.compile(rb',"digest":"([0-9a-f]{32})"}\n\Z')
+_DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -72,31 +72,31 @@ class Manifest:
         return self.position.step
 
     @property
-    def order(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int]:
         """(generation, step): the greatest is the newest, whatever clocks and names say."""
         return (self.generation, self.position.step)
 
     @property
-    def place(self) -> tuple[int, int]:
+    def epoch_position(self) -> tuple[int, int]:
         """(epoch, steps of it): of two copies of one step, the one with the greater is the later."""
         return (self.position.epoch, self.position.step_in_epoch)
 
     @property
-    def content(self) -> str:
+    def content_digest(self) -> str:
         """One digest of the image and the state: equal on two nodes whose copies are equal."""
         digest = xxhash.xxh3_128(f"{self.file_bytes}/{self.block_bytes}/".encode())
         digest.update("".join(self.blocks).encode())
-        digest.update(_json(self.state))
+        digest.update(_encode_json(self.state))
         return digest.hexdigest()
 
     def to_bytes(self) -> bytes:
         """Return the manifest file. Raises ValueError when a field is out of range or not JSON."""
         record = {field.name: getattr(self, field.name) for field in fields(self)}
         record["position"] = {field.name: getattr(self.position, field.name) for field in fields(Position)}
-        fault = _fault(self)
+        fault = _find_invalid_field(self)
         if fault:
             raise ValueError(f"manifest: {fault}")
-        body = _json({"kind": _KIND, "format": FORMAT, **record})[:-1]
+        body = _encode_json({"kind": _KIND, "format": FORMAT_VERSION, **record})[:-1]
         data = body + f',"digest":"{xxhash.xxh3_128_hexdigest(body)}"}}\n'.encode()
         if len(data) > MAX_MANIFEST_BYTES:
             raise ValueError(
@@ -111,62 +111,62 @@ class Manifest:
         Raises TornError (empty or cut off), CorruptError (digest, types, limits), NewerFormatError, or
         ForeignError (JSON, but not ours).
         """
-        record = _verified(data)
+        record = _decode_verified(data)
         try:
             position = record.pop("position")
             if not isinstance(position, dict):
                 raise CorruptError("manifest: position is not an object.")
             for name in ("follows_rank0", "blocks"):
-                record[name] = _strings(record[name])
+                record[name] = _require_strings(record[name])
             manifest = Manifest(position=Position(**position), **record)
         except (KeyError, TypeError) as error:
             raise CorruptError(f"manifest: a field is missing or unknown ({error}).") from error
-        fault = _fault(manifest)
+        fault = _find_invalid_field(manifest)
         if fault:
             raise CorruptError(f"manifest: {fault}")
         return manifest
 
 
-def _json(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _verified(data: bytes) -> dict[str, Any]:
+def _decode_verified(data: bytes) -> dict[str, Any]:
     """Return the members of a manifest whose digest and format are right, without kind, format and digest."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise CorruptError(f"manifest: {len(data)} bytes, more than the limit of {MAX_MANIFEST_BYTES}.")
     try:
-        record = json.loads(data, parse_constant=_refuse)
+        record = json.loads(data, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
-        if not data or (data.startswith(_START) and not data.endswith(b"}\n")):
+        if not data or (data.startswith(_MANIFEST_PREFIX) and not data.endswith(b"}\n")):
             raise TornError(f"manifest: ends after {len(data)} bytes.") from error
         raise CorruptError("manifest: not JSON.") from error
     if not isinstance(record, dict) or record.pop("kind", None) != _KIND:
-        raise _foreign_or_damaged(data)
+        raise _classify_invalid(data)
     number = record.pop("format", None)
-    if type(number) is int and number > FORMAT:
+    if type(number) is int and number > FORMAT_VERSION:
         raise NewerFormatError(
-            f"manifest: format {number}; this elastic_resume reads up to {FORMAT}: upgrade it to load this."
+            f"manifest: format {number}; this elastic_resume reads up to {FORMAT_VERSION}: upgrade it to load this."
         )
-    end = _END.search(data)
+    end = _DIGEST_SUFFIX.search(data)
     if end is None:
         raise CorruptError("manifest: has no digest at its end.")
     if xxhash.xxh3_128_hexdigest(data[: end.start()]) != end[1].decode():
         raise CorruptError("manifest: its digest does not match its bytes.")
-    if type(number) is not int or number != FORMAT:
+    if type(number) is not int or number != FORMAT_VERSION:
         raise CorruptError(f"manifest: impossible format {number!r}.")
     record.pop("digest", None)
     return record
 
 
-def _foreign_or_damaged(data: bytes) -> CheckpointError:
-    end = _END.search(data)
+def _classify_invalid(data: bytes) -> CheckpointError:
+    end = _DIGEST_SUFFIX.search(data)
     if end and b'"format":' in data and b'"blocks":' in data:
         return CorruptError("manifest: its digest does not match its bytes.")
     return ForeignError("manifest: JSON, but not an elastic_resume manifest.")
 
 
-def _fault(manifest: Manifest) -> str | None:
+def _find_invalid_field(manifest: Manifest) -> str | None:
     """Say what is out of range, or None. Holds for what is written and for what is read."""
     position = manifest.position
     counts = {
@@ -190,26 +190,26 @@ def _fault(manifest: Manifest) -> str | None:
         return "writer is not a short string."
     if type(manifest.written_at) not in {int, float}:
         return "written_at is not a number of seconds."
-    return _block_fault(manifest)
+    return _find_invalid_block(manifest)
 
 
-def _block_fault(manifest: Manifest) -> str | None:
+def _find_invalid_block(manifest: Manifest) -> str | None:
     if not _MIN_BLOCK_BYTES <= manifest.block_bytes <= _MAX_BLOCK_BYTES:
         return f"blocks of {manifest.block_bytes} bytes."
     if len(manifest.blocks) != -(-manifest.file_bytes // manifest.block_bytes):
         return (
             f"{len(manifest.blocks)} digests of {manifest.block_bytes} bytes each for {manifest.file_bytes}."
         )
-    if not all(_DIGEST.fullmatch(block) for block in manifest.blocks):
+    if not all(_DIGEST_PATTERN.fullmatch(block) for block in manifest.blocks):
         return "a block's digest is not 32 hexadecimal digits."
     return None
 
 
-def _strings(value: Any) -> tuple[str, ...]:
+def _require_strings(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(type(item) is str for item in value):
         raise CorruptError("manifest: a list of names or digests holds something else.")
     return tuple(value)
 
 
-def _refuse(constant: str) -> NoReturn:
+def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")

@@ -43,13 +43,13 @@ from typing import Any
 import filelock
 
 from elastic_resume import constants
-from elastic_resume.checkpoint.atomic_io import DISK, Disk, machine, temporary_name
-from elastic_resume.errors import ConfigError, MachineError, NodeTakenError, RecordError, UsageError
+from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, translate_os_errors
+from elastic_resume.errors import ConfigError, MachineError, NodeFileError, NodeLockedError, UsageError
 from elastic_resume.schedulers import resources
 
 _MAX_SMALL_FILE_BYTES = 64 * 1024
 _MAX_GENERATION = 1 << 53
-_held: dict[Path, int] = {}  # what is locked -> the process that did it, which a fork is not
+_lock_pids: dict[Path, int] = {}  # what is locked -> the process that did it, which a fork is not
 
 
 class NodeDir:
@@ -69,8 +69,8 @@ class NodeDir:
         owner is this very process, which would wait for itself; ConfigError for an unsafe name; MachineError
         when the directory cannot be made; RecordError when it does not say which one it is.
         """
-        path = _path(ckpt_dir, run_id, node)
-        if _held.get(path.resolve()) == os.getpid():
+        path = _node_path(ckpt_dir, run_id, node)
+        if _lock_pids.get(path.resolve()) == os.getpid():
             raise UsageError(
                 f"this process has already resumed job {run_id!r} under node name {node!r}; "
                 "call run.close() first."
@@ -78,11 +78,11 @@ class NodeDir:
         disk.make_dirs(path)
         lock = _Lock.acquire(path / constants.LOCK_FILE, timeout_s)
         if lock is None:
-            raise NodeTakenError(_taken(path, node))
+            raise NodeLockedError(_node_taken_message(path, node))
         node_dir = NodeDir(path, lock, disk)
         try:
-            disk.write_atomic(path / constants.LOCK_OWNER_FILE, _owner_note())
-            if not node_dir.identity():
+            disk.write_atomic(path / constants.LOCK_OWNER_FILE, _encode_lock_owner())
+            if not node_dir.read_identity():
                 note = json.dumps({"id": secrets.token_hex(16)}) + "\n"
                 disk.write_atomic(path / constants.IDENTITY_FILE, note.encode())
         except BaseException:
@@ -93,7 +93,7 @@ class NodeDir:
     @staticmethod
     def attach(ckpt_dir: Path, run_id: str, node: str, disk: Disk = DISK) -> NodeDir:
         """The directory for a worker whose agent holds the lock; made where it is missing."""
-        path = _path(ckpt_dir, run_id, node)
+        path = _node_path(ckpt_dir, run_id, node)
         disk.make_dirs(path)
         return NodeDir(path, None, disk)
 
@@ -109,7 +109,7 @@ class NodeDir:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def identity(self) -> str:
+    def read_identity(self) -> str:
         """Name this directory, whatever its path: 32 hexadecimal digits that its first owner wrote.
 
         Empty where nobody has owned it yet. So two hosts that call themselves alike and do not share a disk
@@ -117,26 +117,30 @@ class NodeDir:
         """
         path = self.path / constants.IDENTITY_FILE
         data = None
-        with machine("read", path), contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        with (
+            translate_os_errors("read", path),
+            contextlib.suppress(FileNotFoundError),
+            open(path, "rb") as file,
+        ):
             data = file.read(_MAX_SMALL_FILE_BYTES)
         if data is None:
             return ""
         match = re.fullmatch(rb'\s*\{\s*"id"\s*:\s*"([0-9a-f]{32})"\s*\}\s*', data)
         if match is None:
-            raise RecordError(
+            raise NodeFileError(
                 f"{path}: does not hold an identity. If no other process of this job runs, remove the file: "
                 "the next start makes a new one."
             )
         return match[1].decode()
 
-    def generation(self) -> int:
+    def read_generation(self) -> int:
         """The greatest generation persisted here; 0 when none was.
 
         Raises RecordError for a file that does not hold one (taking that for 0 would unfence the stale), and
         MachineError where it cannot be read.
         """
         path = self.path / constants.GENERATION_FILE
-        with machine("read", path):
+        with translate_os_errors("read", path):
             try:
                 data = path.read_bytes()[:_MAX_SMALL_FILE_BYTES]
             except FileNotFoundError:
@@ -144,21 +148,21 @@ class NodeDir:
         record = _parse_json(data)
         number = record.get("generation") if record is not None else None
         if type(number) is not int or not 0 <= number <= _MAX_GENERATION:
-            raise RecordError(_bad_generation(path))
+            raise NodeFileError(_invalid_generation_message(path))
         return number
 
     def persist_generation(self, generation: int) -> int:
         """Make ``generation`` durable unless a greater one is already; return the greatest."""
         if not 0 <= generation <= _MAX_GENERATION:
             raise ValueError(f"generation {generation} is out of range")
-        known = self.generation()
+        known = self.read_generation()
         if generation <= known:
             return known
         data = json.dumps({"generation": generation}) + "\n"
         self._disk.write_atomic(self.path / constants.GENERATION_FILE, data.encode())
         return generation
 
-    def ensure_room(self, bytes_needed: int) -> None:
+    def ensure_free_space(self, bytes_needed: int) -> None:
         """Raise MachineError when a file cannot be made here, or ``bytes_needed`` are not free."""
         probe = self.path / temporary_name("probe")
         try:
@@ -166,13 +170,15 @@ class NodeDir:
         finally:
             if probe.exists():
                 self._disk.unlink(probe)
-        with machine("look at", self.path):
-            free = resources.free(self.path, os.environ)
+        with translate_os_errors("look at", self.path):
+            free = resources.free_disk_bytes(self.path, os.environ)
         if free < bytes_needed:
-            limited = resources.limit(os.environ)
-            left = _size(free) + (f" of the volume's {_size(limited)}" if limited is not None else "")
+            limited = resources.read_checkpoint_limit(os.environ)
+            left = _format_size(free) + (
+                f" of the volume's {_format_size(limited)}" if limited is not None else ""
+            )
             raise MachineError(
-                f"cannot save to {self.path}: {_size(bytes_needed)} are needed and {left} are free; "
+                f"cannot save to {self.path}: {_format_size(bytes_needed)} are needed and {left} are free; "
                 "free space there, lower --keep, or choose another --ckpt-dir."
             )
 
@@ -188,14 +194,14 @@ class _Lock:
         self._key = path.parent.resolve()
         self._lock = lock
         self._pid = os.getpid()
-        _held[self._key] = self._pid
+        _lock_pids[self._key] = self._pid
 
     @classmethod
     def acquire(cls, path: Path, timeout_s: float) -> _Lock | None:
         """Take the lock; None when another holds it for ``timeout_s`` more."""
         # Not thread-local: whoever shuts the process down may be another thread than the one that claimed.
         lock = filelock.FileLock(path, timeout=timeout_s, thread_local=False)
-        with machine("lock", path):
+        with translate_os_errors("lock", path):
             try:
                 lock.acquire()
             except filelock.Timeout:  # an OSError too
@@ -205,14 +211,14 @@ class _Lock:
     def release(self) -> None:
         """Unlock, in the process that locked; in a fork do nothing."""
         if os.getpid() == self._pid:
-            _held.pop(self._key, None)
+            _lock_pids.pop(self._key, None)
             self._lock.release()
 
     def __del__(self) -> None:
         self.release()
 
 
-def _path(ckpt_dir: Path, run_id: str, node: str) -> Path:
+def _node_path(ckpt_dir: Path, run_id: str, node: str) -> Path:
     for what, name in (("run id", run_id), ("node name", node)):
         if not re.fullmatch(constants.SAFE_NAME_PATTERN, name):
             raise ConfigError(
@@ -222,7 +228,7 @@ def _path(ckpt_dir: Path, run_id: str, node: str) -> Path:
     return ckpt_dir / run_id / node
 
 
-def _owner_note() -> bytes:
+def _encode_lock_owner() -> bytes:
     command = " ".join([Path(sys.executable).name, *sys.argv])
     note = {
         "pid": os.getpid(),
@@ -233,7 +239,7 @@ def _owner_note() -> bytes:
     return (json.dumps(note) + "\n").encode()
 
 
-def _taken(path: Path, node: str) -> str:
+def _node_taken_message(path: Path, node: str) -> str:
     owner = _read_json(path / constants.LOCK_OWNER_FILE) or {}
     since = owner.get("since")
     known = isinstance(since, (int, float)) and 0 <= since < 1e11
@@ -245,7 +251,7 @@ def _taken(path: Path, node: str) -> str:
     )
 
 
-def _bad_generation(path: Path) -> str:
+def _invalid_generation_message(path: Path) -> str:
     return (
         f"{path}: does not hold a generation. If no other process of this job runs, remove the file: "
         "the generation then follows from the checkpoints."
@@ -266,20 +272,20 @@ def _parse_json(data: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-_MAX_BYTES = 4096
-LIFE_FILE = "life.json"
-_MAX_START_BYTES = 64 * 1024
-START_FILE = "start.json"
+_MAX_JOB_START_BYTES = 4096
+JOB_START_FILE = "job-start.json"
+_MAX_ARGUMENTS_BYTES = 64 * 1024
+SCRIPT_ARGUMENTS_FILE = "script-arguments.json"
 # --api-key, HF_TOKEN, db.password, apiKey; not --tokenizer, --max-tokens or --keypoints.
-_SECRET = re.compile(r"(?i:keys?|token|secrets?|passwords?)(?![a-z])[^=]*(=|\Z)", re.DOTALL)
+_SECRET_NAME_PATTERN = re.compile(r"(?i:keys?|token|secrets?|passwords?)(?![a-z])[^=]*(=|\Z)", re.DOTALL)
 MASK = "***"
 
 
-def floor_of(node_dir: Path, supervisor: str, generation: int) -> tuple[int, bool]:
+def read_min_generation(node_dir: Path, launcher_id: str, generation: int) -> tuple[int, bool]:
     """Give (floor, whether this supervisor has been in a world before).
 
     Args:
@@ -292,60 +298,64 @@ def floor_of(node_dir: Path, supervisor: str, generation: int) -> tuple[int, boo
         MachineError: it cannot be read.
 
     """
-    path = node_dir / LIFE_FILE
-    with machine("read", path):
+    path = node_dir / JOB_START_FILE
+    with translate_os_errors("read", path):
         if not os.path.lexists(path):
             return generation, False
         with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES)
+            data = file.read(_MAX_JOB_START_BYTES)
     try:
         note = json.loads(data)
-        named, floor = note["supervisor"], note["floor"]
+        named, floor = note["launcher_id"], note["floor"]
         if type(named) is not str or type(floor) is not int:
             raise ValueError("supervisor or floor is of a wrong type")  # noqa: TRY301
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RecordError(
+        raise NodeFileError(
             f"{path}: is damaged ({type(error).__name__}: {error}), so which checkpoints are older than this "
             "start of the job is not known. Remove the file: all that exist now then count as older."
         ) from error
-    return (floor, True) if named == supervisor else (generation, False)
+    return (floor, True) if named == launcher_id else (generation, False)
 
 
-def record_job_start(node_dir: Path, supervisor: str, floor: int, disk: Disk = DISK) -> None:
+def record_job_start(node_dir: Path, launcher_id: str, min_generation: int, disk: Disk = DISK) -> None:
     """Record that ``supervisor`` has entered a world above ``floor``."""
-    disk.write_atomic(node_dir / LIFE_FILE, json.dumps({"supervisor": supervisor, "floor": floor}).encode())
+    disk.write_atomic(
+        node_dir / JOB_START_FILE, json.dumps({"launcher_id": launcher_id, "floor": min_generation}).encode()
+    )
 
 
-def last_start(node_dir: Path) -> tuple[str, list[str]]:
+def read_script_arguments(node_dir: Path) -> tuple[str, list[str]]:
     """Return the supervisor and the script's words of the last start here, empty where they are not known."""
     try:
-        with open(node_dir / START_FILE, "rb") as file:
-            found = json.loads(file.read(_MAX_START_BYTES))
-        supervisor, words = found["supervisor"], found["words"]
+        with open(node_dir / SCRIPT_ARGUMENTS_FILE, "rb") as file:
+            found = json.loads(file.read(_MAX_ARGUMENTS_BYTES))
+        supervisor, words = found["launcher_id"], found["words"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "", []
     is_valid = isinstance(supervisor, str) and isinstance(words, list)
     return (supervisor, [str(word) for word in words]) if is_valid else ("", [])
 
 
-def note_start(node_dir: Path, supervisor: str, words: Sequence[str], disk: Disk = DISK) -> None:
+def record_script_arguments(
+    node_dir: Path, launcher_id: str, arguments: Sequence[str], disk: Disk = DISK
+) -> None:
     """Record the words with which ``supervisor`` starts the script. A disk that refuses changes nothing."""
-    kept = masked(words)
-    if last_start(node_dir) == (supervisor, kept):
+    kept = mask_secrets(arguments)
+    if read_script_arguments(node_dir) == (launcher_id, kept):
         return  # a restart, which shall not wait for the disk
-    data = json.dumps({"supervisor": supervisor, "words": kept}).encode()
-    if len(data) > _MAX_START_BYTES:
-        data = json.dumps({"supervisor": supervisor, "words": []}).encode()
+    data = json.dumps({"launcher_id": launcher_id, "words": kept}).encode()
+    if len(data) > _MAX_ARGUMENTS_BYTES:
+        data = json.dumps({"launcher_id": launcher_id, "words": []}).encode()
     with contextlib.suppress(MachineError):
-        disk.write_atomic(node_dir / START_FILE, data)
+        disk.write_atomic(node_dir / SCRIPT_ARGUMENTS_FILE, data)
 
 
-def masked(words: Sequence[str]) -> list[str]:
+def mask_secrets(arguments: Sequence[str]) -> list[str]:
     """Replace the values of arguments that are secret by name, as in ``--x=VALUE`` and ``--x VALUE``."""
     found: list[str] = []
     follows = False  # whether the word may be the value of the one before it
-    for word in words:
-        name = _SECRET.search(word)
+    for word in arguments:
+        name = _SECRET_NAME_PATTERN.search(word)
         if follows and not word.startswith("-"):
             found.append(MASK)
             follows = False
@@ -366,13 +376,13 @@ def record_committed_generation(node_dir: Path, generation: int, disk: Disk = DI
 
     A disk that refuses is not told: the checkpoint is there, and the next commit tries again.
     """
-    if newest(node_dir) >= generation:
+    if read_committed_generation(node_dir) >= generation:
         return
     with contextlib.suppress(MachineError):
         disk.write_atomic(node_dir / COMMITTED_FILE, json.dumps({"generation": generation}).encode())
 
 
-def newest(node_dir: Path) -> int:
+def read_committed_generation(node_dir: Path) -> int:
     """The newest generation of which this node has committed a checkpoint; 0 when none is known."""
     try:
         with open(node_dir / COMMITTED_FILE, "rb") as file:

@@ -37,10 +37,10 @@ from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
 from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, TornError, UnreadableError
 
-_ALIGNMENT = 4096  # of address, offset and length for O_DIRECT: no device asks for more
-_CACHED_SHARE = 0.9
-_MAX_ROOM_BYTES = 32 << 20
-_threads = threading.local()
+_DIRECT_IO_ALIGNMENT = 4096  # of address, offset and length for O_DIRECT: no device asks for more
+_CACHED_FRACTION = 0.9
+_MAX_BOUNCE_BUFFER_BYTES = 32 << 20
+_thread_local = threading.local()
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -57,18 +57,18 @@ def open_regular(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def read_small(path: Path, limit: int) -> bytes:
+def read_small_file(path: Path, limit: int) -> bytes:
     """Give the whole of a file of at most ``limit`` bytes."""
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:
             raise CorruptError(f"{path.name} has {size} bytes, more than the limit of {limit}.")
         data = bytearray(size)
-        fill(descriptor, 0, memoryview(data))
+        read_exact(descriptor, 0, memoryview(data))
         return bytes(data)
 
 
-def fill(descriptor: int, offset: int, into: memoryview) -> None:
+def read_exact(descriptor: int, offset: int, into: memoryview) -> None:
     """Read ``into`` from ``offset`` on. Raises TornError when the file ends before."""
     done = 0
     while done < len(into):
@@ -79,7 +79,7 @@ def fill(descriptor: int, offset: int, into: memoryview) -> None:
 
 
 @contextlib.contextmanager
-def open_past_cache(path: Path) -> Iterator[int]:
+def open_direct(path: Path) -> Iterator[int]:
     """Open a file for reads past the page cache (O_DIRECT); -1 where the file system refuses, as tmpfs."""
     descriptor = -1
     with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ def open_past_cache(path: Path) -> Iterator[int]:
             os.close(descriptor)
 
 
-def fill_large(descriptor: int, past_cache: int, offset: int, into: memoryview) -> None:
+def read_exact_large(descriptor: int, direct_descriptor: int, offset: int, into: memoryview) -> None:
     """As `fill`, at the speed of what holds the bytes: the page cache, or the device past it.
 
     608 MB from a device that gives 1.4 GB/s to O_DIRECT. Cold, two threads of these: 1.6, and 0.9 into
@@ -99,18 +99,20 @@ def fill_large(descriptor: int, past_cache: int, offset: int, into: memoryview) 
     the cache 0.5, since that has to find pages first. Cached: 10.
     """
     done = 0
-    end = len(into) // _ALIGNMENT * _ALIGNMENT
-    fits = past_cache >= 0 and not offset % _ALIGNMENT and 0 < end <= _MAX_ROOM_BYTES
+    end = len(into) // _DIRECT_IO_ALIGNMENT * _DIRECT_IO_ALIGNMENT
+    fits = (
+        direct_descriptor >= 0 and not offset % _DIRECT_IO_ALIGNMENT and 0 < end <= _MAX_BOUNCE_BUFFER_BYTES
+    )
     if fits and not _is_cached(descriptor, offset, end):
-        done = _fill_past_cache(past_cache, offset, into[:end])
-    fill(descriptor, offset + done, into[done:])
+        done = _read_direct(direct_descriptor, offset, into[:end])
+    read_exact(descriptor, offset + done, into[done:])
 
 
-def _fill_past_cache(descriptor: int, offset: int, into: memoryview) -> int:
+def _read_direct(descriptor: int, offset: int, into: memoryview) -> int:
     """Read as much as can be had this way; give how much. The rest, and the file's end, is for `fill`."""
-    room = getattr(_threads, "room", None)
+    room = getattr(_thread_local, "room", None)
     if room is None or len(room) < len(into):
-        room = _threads.room = memoryview(
+        room = _thread_local.room = memoryview(
             mmap.mmap(-1, len(into), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         )
     done = 0
@@ -121,7 +123,7 @@ def _fill_past_cache(descriptor: int, offset: int, into: memoryview) -> int:
             if error.errno != errno.EINVAL:
                 raise
             break
-        if count == 0 or count % _ALIGNMENT:
+        if count == 0 or count % _DIRECT_IO_ALIGNMENT:
             break
         done += count
     if done:
@@ -146,7 +148,7 @@ def _is_cached(descriptor: int, offset: int, size: int) -> bool:
                 return False
     except (OSError, ValueError):
         return False
-    return bytes(resident).count(1) >= _CACHED_SHARE * pages  # Linux sets no other bit
+    return bytes(resident).count(1) >= _CACHED_FRACTION * pages  # Linux sets no other bit
 
 
 def _address(view: memoryview) -> int:
@@ -154,7 +156,7 @@ def _address(view: memoryview) -> int:
 
 
 @contextlib.contextmanager
-def located(path: Path) -> Iterator[None]:
+def translate_read_errors(path: Path) -> Iterator[None]:
     """Put the checkpoint's path before the text of a CheckpointError; an error of reading becomes one.
 
     A copy that this machine cannot read is not the end: another node may hold the same one. Nor is it bad.
@@ -164,10 +166,10 @@ def located(path: Path) -> Iterator[None]:
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error
     except (OSError, MemoryError) as error:
-        raise _unread(path, error) from error
+        raise _classify_read_error(path, error) from error
 
 
-def _unread(path: Path, error: OSError | MemoryError) -> CheckpointError:
+def _classify_read_error(path: Path, error: OSError | MemoryError) -> CheckpointError:
     """Tell what is not there, which is known, from what could not be read, of which nothing is."""
     file = path / constants.STATE_FILE
     if isinstance(error, OSError) and error.filename:
@@ -184,24 +186,24 @@ def _unread(path: Path, error: OSError | MemoryError) -> CheckpointError:
     return UnreadableError(f"{path}: {file.name} cannot be read now ({why or error}).")
 
 
-_NAME = re.compile(r"g(\d{6,16})-s(\d{10,16})")
+_NAME_PATTERN = re.compile(r"g(\d{6,16})-s(\d{10,16})")
 _MAX_COUNT = 1 << 53  # as in the manifest: no checkpoint of ours has a greater generation or step
-_READERS = 2  # one digests while the other waits for the device
-_POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, which Python's mmap does not name
+_READ_THREADS = 2  # one digests while the other waits for the device
+_MADV_POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, which Python's mmap does not name
 
 
-def name_of(generation: int, step: int) -> str:
+def checkpoint_name(generation: int, step: int) -> str:
     """The directory's name; it sorts by age as long as generation < 10**6 and step < 10**10."""
     return f"g{generation:06d}-s{step:010d}"
 
 
-def parse_name(name: str) -> tuple[int, int] | None:
+def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
     """(generation, step) of a checkpoint directory's name; None for any other name."""
-    match = _NAME.fullmatch(name)
+    match = _NAME_PATTERN.fullmatch(name)
     if match is None or not name.isascii():
         return None
     generation, step = int(match[1]), int(match[2])
-    if max(generation, step) > _MAX_COUNT or name_of(generation, step) != name:
+    if max(generation, step) > _MAX_COUNT or checkpoint_name(generation, step) != name:
         return None
     return generation, step
 
@@ -212,11 +214,11 @@ def quick_check(path: Path, run_id: str | None) -> Manifest:
     The manifest parses, agrees with the directory's name and with ``run_id`` (None: any run), and the
     image has the size it tells. Raises a CheckpointError that says what, where and why.
     """
-    with located(path):
-        manifest = Manifest.parse(read_small(path / constants.MANIFEST_FILE, MAX_MANIFEST_BYTES))
-        if parse_name(path.name) != manifest.order:
+    with translate_read_errors(path):
+        manifest = Manifest.parse(read_small_file(path / constants.MANIFEST_FILE, MAX_MANIFEST_BYTES))
+        if parse_checkpoint_name(path.name) != manifest.version:
             raise ForeignError(
-                f"its manifest is that of {name_of(*manifest.order)}: it was copied or renamed by hand."
+                f"its manifest is that of {checkpoint_name(*manifest.version)}: it was copied or renamed by hand."
             )
         if run_id is not None and manifest.run_id != run_id:
             raise ForeignError(f"belongs to the run {manifest.run_id!r}, not to {run_id!r}.")
@@ -227,15 +229,15 @@ def quick_check(path: Path, run_id: str | None) -> Manifest:
 def deep_check(path: Path, run_id: str | None) -> Manifest:
     """Do `quick_check`, then read everything and verify every digest and the layout."""
     manifest = quick_check(path, run_id)
-    buffer = fresh_memory(min(manifest.block_bytes, max(manifest.file_bytes, 1)))
-    for _ in blocks(path, manifest, buffer):
+    buffer = allocate_memory(min(manifest.block_bytes, max(manifest.file_bytes, 1)))
+    for _ in iter_blocks(path, manifest, buffer):
         pass
-    with located(path), _open_image(path, manifest) as descriptor:
+    with translate_read_errors(path), _open_image(path, manifest) as descriptor:
         _read_layout(descriptor, manifest.file_bytes)
     return manifest
 
 
-def _nobody(_: int) -> None:
+def _ignore_progress(_: int) -> None:
     pass
 
 
@@ -243,7 +245,7 @@ def read_image(
     path: Path,
     manifest: Manifest,
     into: memoryview | None = None,
-    arrived: Callable[[int], object] = _nobody,
+    on_verified: Callable[[int], object] = _ignore_progress,
 ) -> memoryview:
     """Read the whole image into ``into`` (of exactly its size) or into fresh memory; every byte is verified.
 
@@ -251,25 +253,25 @@ def read_image(
     of the image's beginning may be used. Raises CorruptError naming the byte range and the tensors in it;
     ``into`` then holds bytes that must not be used.
     """
-    image = fresh_memory(manifest.file_bytes) if into is None else into.cast("B")
+    image = allocate_memory(manifest.file_bytes) if into is None else into.cast("B")
     if len(image) != manifest.file_bytes:
         raise ValueError(f"a buffer of {len(image)} bytes for an image of {manifest.file_bytes}")
     with (
-        located(path),
+        translate_read_errors(path),
         _open_image(path, manifest) as descriptor,
-        open_past_cache(path / constants.STATE_FILE) as past_cache,
-        ThreadPoolExecutor(_READERS, "elastic-resume-read") as readers,
+        open_direct(path / constants.STATE_FILE) as past_cache,
+        ThreadPoolExecutor(_READ_THREADS, "elastic-resume-read") as readers,
     ):
 
         def read(index: int) -> int:
-            block = _block_of(image, manifest, index)
-            fill_large(descriptor, past_cache, index * manifest.block_bytes, block)
+            block = _block_view(image, manifest, index)
+            read_exact_large(descriptor, past_cache, index * manifest.block_bytes, block)
             _verify_block(descriptor, manifest, index, block)
             return index * manifest.block_bytes + len(block)
 
         try:
             for end in readers.map(read, range(len(manifest.blocks))):
-                arrived(end)
+                on_verified(end)
         except BaseException:
             readers.shutdown(cancel_futures=True)
             raise
@@ -292,40 +294,43 @@ def map_image(path: Path, manifest: Manifest) -> memoryview:
 
 def map_unverified(path: Path, manifest: Manifest) -> mmap.mmap:
     """Map the image: the first half of `map_image`, for who looks at bytes after they have `arrived`."""
-    with located(path), _open_image(path, manifest) as descriptor:
+    with translate_read_errors(path), _open_image(path, manifest) as descriptor:
         if manifest.file_bytes == 0:
             raise TornError(f"{constants.STATE_FILE} is empty.")
         return mmap.mmap(descriptor, manifest.file_bytes, flags=mmap.MAP_PRIVATE)
 
 
 def verify_mapping(
-    path: Path, manifest: Manifest, mapping: mmap.mmap, arrived: Callable[[int], object] = _nobody
+    path: Path,
+    manifest: Manifest,
+    mapping: mmap.mmap,
+    on_verified: Callable[[int], object] = _ignore_progress,
 ) -> None:
     """Read what is mapped and verify it block by block; ``arrived`` as in `read_image`."""
     image = memoryview(mapping)
-    with located(path), _open_image(path, manifest) as descriptor:
+    with translate_read_errors(path), _open_image(path, manifest) as descriptor:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         for index in range(len(manifest.blocks)):
-            _fault_in(mapping, index * manifest.block_bytes, manifest.block_bytes)
-            block = _block_of(image, manifest, index)
+            _prefault(mapping, index * manifest.block_bytes, manifest.block_bytes)
+            block = _block_view(image, manifest, index)
             _verify_block(descriptor, manifest, index, block)
-            arrived(index * manifest.block_bytes + len(block))
+            on_verified(index * manifest.block_bytes + len(block))
         Layout.parse(image, manifest.file_bytes)
 
 
-def blocks(path: Path, manifest: Manifest, buffer: memoryview) -> Iterator[memoryview]:
+def iter_blocks(path: Path, manifest: Manifest, buffer: memoryview) -> Iterator[memoryview]:
     """Yield the image's blocks, verified, one at a time in ``buffer``: valid until the next is asked for."""
     room = buffer.cast("B")
     if len(room) < min(manifest.block_bytes, manifest.file_bytes):
         raise ValueError(f"a buffer of {len(room)} bytes for blocks of {manifest.block_bytes}")
-    with located(path), _open_image(path, manifest) as descriptor:
+    with translate_read_errors(path), _open_image(path, manifest) as descriptor:
         for index in range(len(manifest.blocks)):
             size = min(manifest.block_bytes, manifest.file_bytes - index * manifest.block_bytes)
             _read_block(descriptor, manifest, index, room[:size])
             yield room[:size]
 
 
-def fresh_memory(size: int) -> memoryview:
+def allocate_memory(size: int) -> memoryview:
     """Page-aligned zeroed memory of this process alone.
 
     No huge pages are asked for: in a virtual machine the first touch of 623 MB took 0.97 s with them and
@@ -336,20 +341,20 @@ def fresh_memory(size: int) -> memoryview:
 
 
 def _read_block(descriptor: int, manifest: Manifest, index: int, into: memoryview) -> None:
-    fill(descriptor, index * manifest.block_bytes, into)
+    read_exact(descriptor, index * manifest.block_bytes, into)
     _verify_block(descriptor, manifest, index, into)
 
 
-def _block_of(image: memoryview, manifest: Manifest, index: int) -> memoryview:
+def _block_view(image: memoryview, manifest: Manifest, index: int) -> memoryview:
     start = index * manifest.block_bytes
     return image[start : start + manifest.block_bytes]
 
 
-def _fault_in(mapping: mmap.mmap, start: int, size: int) -> None:
+def _prefault(mapping: mmap.mmap, start: int, size: int) -> None:
     """Have the kernel read these pages now: a device that fails is then an error here, and not a SIGBUS."""
     start -= start % mmap.PAGESIZE
     try:
-        mapping.madvise(_POPULATE_READ, start, min(size + mmap.PAGESIZE, len(mapping) - start))
+        mapping.madvise(_MADV_POPULATE_READ, start, min(size + mmap.PAGESIZE, len(mapping) - start))
     except OSError as error:
         if error.errno != errno.EINVAL:  # Linux before 5.14
             raise
@@ -361,24 +366,24 @@ def _verify_block(descriptor: int, manifest: Manifest, index: int, block: memory
         stop = start + len(block)
         raise CorruptError(
             f"{constants.STATE_FILE} bytes {start} to {stop} do not match their digest; "
-            f"within them: {_what_lies_in(descriptor, manifest, start, stop)}."
+            f"within them: {_describe_range(descriptor, manifest, start, stop)}."
         )
 
 
 def _read_layout(descriptor: int, file_bytes: int) -> Layout:
     head = bytearray(min(8, file_bytes))
-    fill(descriptor, 0, memoryview(head))
-    head = bytearray(layouts.header_bytes(head, file_bytes))
-    fill(descriptor, 0, memoryview(head))
+    read_exact(descriptor, 0, memoryview(head))
+    head = bytearray(layouts.header_size(head, file_bytes))
+    read_exact(descriptor, 0, memoryview(head))
     return Layout.parse(head, file_bytes)
 
 
-def _what_lies_in(descriptor: int, manifest: Manifest, start: int, stop: int) -> str:
+def _describe_range(descriptor: int, manifest: Manifest, start: int, stop: int) -> str:
     try:
         layout = _read_layout(descriptor, manifest.file_bytes)
     except (CheckpointError, OSError):
         return "the header"
-    names = ["the header"] * (start < len(layout.header)) + layout.names_in(start, stop)
+    names = ["the header"] * (start < len(layout.header)) + layout.tensors_in_range(start, stop)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from elastic_resume.data.global_batches import GlobalBatches, order_of
-from elastic_resume.data.seeded_dataset import SeededDataset, marked
-from elastic_resume.data.world_size import KEEP_GLOBAL, Sizing, flag, integer
+from elastic_resume.data.global_batches import GlobalBatches, make_permutation
+from elastic_resume.data.seeded_dataset import SeededDataset, attach_epoch
+from elastic_resume.data.world_size import KEEP_GLOBAL, BatchSizing, check_bool, check_integer
 from elastic_resume.errors import ConfigError, MismatchError
-from elastic_resume.units import amount
+from elastic_resume.units import format_count
 
 
 class ElasticSampler(Sampler[int]):
@@ -63,22 +63,24 @@ class ElasticSampler(Sampler[int]):
             ConfigError: an argument is not of its kind, or out of range.
 
         """
-        self.dataset_size = integer("len(dataset)", len(dataset), least=1)
-        self.num_replicas = None if num_replicas is None else integer("num_replicas", num_replicas, least=1)
+        self.dataset_size = check_integer("len(dataset)", len(dataset), least=1)
+        self.num_replicas = (
+            None if num_replicas is None else check_integer("num_replicas", num_replicas, least=1)
+        )
         most = {} if self.num_replicas is None else {"most": self.num_replicas - 1}
-        self.rank = None if rank is None else integer("rank", rank, least=0, **most)
-        self.shuffle, self.drop_last = flag("shuffle", shuffle), flag("drop_last", drop_last)
-        self.seed = integer("seed", seed, least=-(2**63))
-        self.batch_size = None if batch_size is None else integer("batch_size", batch_size, least=1)
+        self.rank = None if rank is None else check_integer("rank", rank, least=0, **most)
+        self.shuffle, self.drop_last = check_bool("shuffle", shuffle), check_bool("drop_last", drop_last)
+        self.seed = check_integer("seed", seed, least=-(2**63))
+        self.batch_size = None if batch_size is None else check_integer("batch_size", batch_size, least=1)
         self.epoch = 0
-        self._marks = isinstance(dataset, SeededDataset)  # which asks each index of which epoch it is
+        self._carries_epoch = isinstance(dataset, SeededDataset)  # which asks each index of which epoch it is
         self._batches: LocalBatches | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle as of this epoch. Where in it the next iterator begins is `resume`'s business."""
-        self.epoch = integer("epoch", epoch, least=0)
+        self.epoch = check_integer("epoch", epoch, least=0)
         if self._batches is not None:
-            self._batches.shuffle_as = self.epoch
+            self._batches.shuffle_epoch = self.epoch
 
     def attach(self, batch_size: int, drop_last: bool) -> GlobalBatches:
         """Take the loader's batches from now on; give what a Run binds and seeks.
@@ -98,32 +100,32 @@ class ElasticSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's samples, from where `resume` stands in the epoch to its end."""
         if self._batches is not None:
-            return (index for share in self._batches for index in self._marked(share, share.epoch))
+            return (index for share in self._batches for index in self._attach_epoch(share, share.epoch))
         order = (
-            order_of(self.dataset_size, self.seed, self.epoch).tolist()
+            make_permutation(self.dataset_size, self.seed, self.epoch).tolist()
             if self.shuffle
             else list(range(self.dataset_size))
         )
-        rank, size = self._place()
+        rank, size = self._rank_and_world_size()
         count = len(self)
         order += (order * -(-count * size // len(order)))[: max(0, count * size - len(order))]
-        return iter(self._marked(order[: count * size][rank::size], self.epoch))
+        return iter(self._attach_epoch(order[: count * size][rank::size], self.epoch))
 
-    def _marked(self, indices: list[int], epoch: int) -> Iterable[int]:
-        return marked(indices, self.seed, epoch) if self._marks else indices
+    def _attach_epoch(self, indices: list[int], epoch: int) -> Iterable[int]:
+        return attach_epoch(indices, self.seed, epoch) if self._carries_epoch else indices
 
     def __len__(self) -> int:
         """Count this rank's samples of a whole epoch, also in mid-epoch."""
         batches = self._batches
         if batches is None:
-            size = self._place()[1]
+            size = self._rank_and_world_size()[1]
             return self.dataset_size // size if self.drop_last else -(-self.dataset_size // size)
         last = batches.steps - 1
         return last * batches.batch_size + (
-            len(batches.share(last)) if batches.begins_by(last) else batches.batch_size
+            len(batches.share(last)) if batches.includes_step(last) else batches.batch_size
         )
 
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_world_size(self) -> tuple[int, int]:
         if dist.is_available() and dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
         else:
@@ -135,12 +137,12 @@ class ElasticSampler(Sampler[int]):
 class LocalBatches(GlobalBatches):
     """The batches of a loader with an `ElasticSampler`: ``batch_size`` samples for each rank."""
 
-    _called = "ElasticSampler"
+    _class_name = "ElasticSampler"
 
     def __init__(self, sampler: ElasticSampler, batch_size: int, drop_last: bool) -> None:
         """``drop_last`` is the loader's, which drops batches; the sampler's drops samples."""
-        self.batch_size = integer("batch_size", batch_size, least=1)
-        self.shuffle_as: int | None = None
+        self.batch_size = check_integer("batch_size", batch_size, least=1)
+        self.shuffle_epoch: int | None = None
         self._sampler = sampler
         super().__init__(sampler.dataset_size, batch_size, sampler.seed, sampler.shuffle, drop_last)
 
@@ -160,50 +162,50 @@ class LocalBatches(GlobalBatches):
     def seek(self, epoch: int, step_in_epoch: int) -> None:
         """See GlobalBatches; the order is that of the epoch, until the script sets another."""
         super().seek(epoch, step_in_epoch)
-        self.shuffle_as = None
+        self.shuffle_epoch = None
 
     def state_dict(self) -> dict[str, Any]:
         """See GlobalBatches; how epochs are cut is always said, since no argument says it."""
-        return {**self._identity(0), "cut": self._sizing.to_state()}
+        return {**self._order_arguments(0), "cut": self._sizing.to_state()}
 
-    def begins_by(self, step: int) -> bool:
+    def includes_step(self, step: int) -> bool:
         """Whether this world takes the step, and not one before it did."""
-        return step >= self._cut().first_step
+        return step >= self._epoch_plan().first_step
 
-    def _identity(self, global_batch: int) -> dict[str, Any]:  # noqa: ARG002  it follows the world
+    def _order_arguments(self, global_batch: int) -> dict[str, Any]:  # noqa: ARG002  it follows the world
         return {
             **{name: getattr(self, name) for name in ("dataset_size", "seed", "shuffle", "drop_last")},
             "equal_shares": self._sampler.drop_last,
         }
 
-    def _wanted(self, before: Sizing | None, old_world_size: int) -> Sizing:
+    def _sizing_for_world(self, before: BatchSizing | None, old_world_size: int) -> BatchSizing:
         size = self.batch_size * self._world_size
         if self._policy == KEEP_GLOBAL and before is not None and before.global_batch != size:
             raise MismatchError(
                 f"the global batch would be {size} (batch_size={self.batch_size} on "
-                f"{amount(self._world_size, 'rank')}) and was {before.global_batch} with "
-                f"{amount(old_world_size, 'rank')}, which "
+                f"{format_count(self._world_size, 'rank')}) and was {before.global_batch} with "
+                f"{format_count(old_world_size, 'rank')}, which "
                 f'on_world_change="{KEEP_GLOBAL}" refuses. Make batch_size of {before.global_batch} and the '
                 "number of ranks where that divides it, or use GlobalBatches, which takes any."
             )
-        return self._sized(size)
+        return self._make_sizing(size)
 
-    def _sized(self, global_batch: int, of_world: int = 0) -> Sizing:
-        sizing = super()._sized(global_batch, of_world)
+    def _make_sizing(self, global_batch: int, reference_world_size: int = 0) -> BatchSizing:
+        sizing = super()._make_sizing(global_batch, reference_world_size)
         if not self._sampler.drop_last or self.drop_last:
             return sizing
         if self.dataset_size < self._world_size:
             raise ConfigError(
                 f"drop_last=True leaves an epoch without a step: the dataset has "
-                f"{amount(self.dataset_size, 'sample')}, and the world {self._world_size} ranks."
+                f"{format_count(self.dataset_size, 'sample')}, and the world {self._world_size} ranks."
             )
-        return Sizing(global_batch, self._world_size, of_world)
+        return BatchSizing(global_batch, self._world_size, reference_world_size)
 
     def _order_epoch(self) -> int:
-        return self._epoch if self.shuffle_as is None else self.shuffle_as
+        return self._epoch if self.shuffle_epoch is None else self.shuffle_epoch
 
 
-def batches_of(data: Any) -> GlobalBatches | None:
+def find_batches(data: Any) -> GlobalBatches | None:
     """Find what cuts the epochs of what a script passed as ``data=``; None where that keeps its own place.
 
     Raises:
@@ -225,19 +227,19 @@ def batches_of(data: Any) -> GlobalBatches | None:
                 "DataLoader, or make it with batch_size=."
             )
         return data.attach(data.batch_size, drop_last=False)
-    if isinstance(data, DataLoader) and not _keeps_its_place(data):
+    if isinstance(data, DataLoader) and not _has_own_state(data):
         raise ConfigError(f"data= is a DataLoader whose place in an epoch cannot be found again. {_ADVICE}")
     return None
 
 
-def refuse_own_place(data: Any, world_size: int) -> None:
+def check_no_per_rank_state(data: Any, world_size: int) -> None:
     """Refuse a loader (torchdata's) that keeps its place itself, one for each rank, where there are several.
 
     Raises:
         ConfigError: a copy would hold one rank's, and all would go on from that.
 
     """
-    if world_size > 1 and _keeps_its_place(data):
+    if world_size > 1 and _has_own_state(data):
         raise ConfigError(
             f"data= is a {type(data).__name__} with a state of its own for each of {world_size} ranks. A "
             "node keeps one state for all ranks, so that any node's copy is enough when others are lost; and "
@@ -251,5 +253,5 @@ _ADVICE = (
 )
 
 
-def _keeps_its_place(data: Any) -> bool:
+def _has_own_state(data: Any) -> bool:
     return isinstance(data, DataLoader) and callable(getattr(data, "state_dict", None))

@@ -28,8 +28,8 @@ import torch
 import xxhash
 
 DERIVED, OFF = MODES = ("derived", "off")
-_LOW = 0xFFFFFFFF
-_RANKS = 2  # salt of what all ranks have in common at a step; 1 is that of samples, see `seeding`
+_LOW_32_BITS = 0xFFFFFFFF
+_RANK_SALT = 2  # salt of what all ranks have in common at a step; 1 is that of samples, see `seeding`
 
 
 class RandomNumbers:
@@ -39,7 +39,7 @@ class RandomNumbers:
         """Begin with ``seed``, of at most 64 bits; ``mode`` is one of MODES."""
         self.seed = seed
         self._mode, self._rank = mode, rank
-        self._stepped_in = 0  # the thread that has made a step, until it asks for the next batch
+        self._stepping_thread = 0  # the thread that has made a step, until it asks for the next batch
 
     def state_dict(self) -> dict[str, int]:
         """Return the seed."""
@@ -49,7 +49,7 @@ class RandomNumbers:
         """Take the seed that the job began with; older checkpoints may hold generators beside it."""
         self.seed = state["seed"]
 
-    def begin(self, step: int) -> None:
+    def start_at(self, step: int) -> None:
         """Seed for the step after ``step``, when a generation or an epoch begins, or what is left of it."""
         if self._mode == DERIVED:
             self._seed(step)
@@ -59,64 +59,64 @@ class RandomNumbers:
 
         Not for the second of several batches of a step, nor in a thread that reads ahead.
         """
-        if self._mode == DERIVED and (first or self._stepped_in == threading.get_ident()):
-            self._stepped_in = 0
+        if self._mode == DERIVED and (first or self._stepping_thread == threading.get_ident()):
+            self._stepping_thread = 0
             self._seed(step)
 
     def after_step(self, step: int) -> None:
         """Pass a step boundary."""
-        self._stepped_in = threading.get_ident()
+        self._stepping_thread = threading.get_ident()
         if self._mode == DERIVED:
             self._seed(step)
 
     def _seed(self, step: int) -> None:
-        seed_all(word_of(self.seed, self._rank, step))
+        seed_all_generators(derive_seed(self.seed, self._rank, step))
 
 
-def word_of(seed: int, rank: int, step: int) -> int:
+def derive_seed(seed: int, rank: int, step: int) -> int:
     """Give the 63 bits that ``rank`` seeds its generators with at ``step``.
 
     No two ranks have the same low 32 bits. Independent 32-bit seeds would collide for 1,024 ranks about once
     in 8,000 steps.
     """
-    low = (mix(seed, step, 0, _RANKS) + rank) & _LOW
-    low = ((low ^ low >> 16) * 0x85EBCA6B) & _LOW  # MurmurHash3's fmix32, which is one to one
-    low = ((low ^ low >> 13) * 0xC2B2AE35) & _LOW
+    low = (mix_words(seed, step, 0, _RANK_SALT) + rank) & _LOW_32_BITS
+    low = ((low ^ low >> 16) * 0x85EBCA6B) & _LOW_32_BITS  # MurmurHash3's fmix32, which is one to one
+    low = ((low ^ low >> 13) * 0xC2B2AE35) & _LOW_32_BITS
     low ^= low >> 16
-    return mix(seed, rank, step) & ~_LOW | low
+    return mix_words(seed, rank, step) & ~_LOW_32_BITS | low
 
 
-def mix(first: int, second: int, third: int, salt: int = 0) -> int:
+def mix_words(first: int, second: int, third: int, salt: int = 0) -> int:
     """Mix three words into 63 bits; another ``salt`` for another purpose."""
     return xxhash.xxh3_64_intdigest(struct.pack("<qqq", first, second, third), salt) >> 1
 
 
-def seed_host(word: int) -> None:
+def seed_cpu_generators(seed: int) -> None:
     """Seed what draws on the CPU: torch, `random`, and numpy's global generator where it is imported."""
-    torch.default_generator.manual_seed(word)
-    random.seed(word)
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(word & _LOW)
+        numpy.random.seed(seed & _LOW_32_BITS)
 
 
-def seed_all(word: int) -> None:
+def seed_all_generators(seed: int) -> None:
     """Seed the same, and the generators of all devices, also of those that come into use later."""
-    seed_host(word)
+    seed_cpu_generators(seed)
     if torch.cuda.is_initialized():
         for generator in torch.cuda.default_generators:
-            generator.manual_seed(word)
-    elif _has_device():
-        torch.manual_seed(word)  # any kind of device; one that is not in use yet is seeded when it is
+            generator.manual_seed(seed)
+    elif _has_accelerator():
+        torch.manual_seed(seed)  # any kind of device; one that is not in use yet is seeded when it is
 
 
 @functools.cache
-def _has_device() -> bool:
+def _has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def preserve_cpu_generators() -> Iterator[None]:
     """Leave what draws on the CPU as it was found. 0.1 ms, most of it numpy's."""
     before = torch.default_generator.get_state()
     plain = random.getstate()

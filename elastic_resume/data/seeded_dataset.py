@@ -31,10 +31,10 @@ from elastic_resume.errors import ConfigError, UsageError
 
 T = TypeVar("T")
 
-_SAMPLES = 1  # salt: a sample draws other numbers than a step whose words are the same
+_SAMPLE_SALT = 1  # salt: a sample draws other numbers than a step whose words are the same
 
 
-class Indices(list[int]):
+class SeededIndices(list[int]):
     """The indices of one batch, with the seed and the epoch of the order that they are from."""
 
     __slots__ = ("epoch", "seed")
@@ -45,17 +45,17 @@ class Indices(list[int]):
         self.epoch = epoch
 
 
-class Index(int):
+class SeededIndex(int):
     """One index with the seed and the epoch, for samplers, whose batches are made by others."""
 
     seed: int
     epoch: int
 
 
-def marked(indices: Iterable[int], seed: int, epoch: int) -> Iterator[Index]:
+def attach_epoch(indices: Iterable[int], seed: int, epoch: int) -> Iterator[SeededIndex]:
     """Have each index carry its order's seed and epoch."""
     for number in indices:
-        index = Index(number)
+        index = SeededIndex(number)
         index.seed, index.epoch = seed, epoch
         yield index
 
@@ -70,16 +70,18 @@ class SeededDataset(Dataset[T]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: Any) -> T:
-        if isinstance(index, Index):
+        if isinstance(index, SeededIndex):
             return self.__getitems__([index])[0]
-        raise UsageError(_NO_EPOCH.format(got=f"the index {index!r}" if type(index) is int else "no batch"))
+        raise UsageError(
+            _NO_EPOCH_MESSAGE.format(got=f"the index {index!r}" if type(index) is int else "no batch")
+        )
 
     def __getitems__(self, indices: list[int]) -> list[T]:
         """Read a batch; this is what a DataLoader calls."""
         if get_worker_info() is not None:
-            return _read(self.dataset, indices)
-        with rng.kept():
-            return _read(self.dataset, indices)
+            return _read_samples(self.dataset, indices)
+        with rng.preserve_cpu_generators():
+            return _read_samples(self.dataset, indices)
 
 
 def seeded(dataset: Dataset[T]) -> SeededDataset[T]:
@@ -109,7 +111,7 @@ def seeded(dataset: Dataset[T]) -> SeededDataset[T]:
     return SeededDataset(dataset)
 
 
-_NO_EPOCH = (
+_NO_EPOCH_MESSAGE = (
     "a seeded dataset was asked for {got}, which does not say of which epoch it is: read it through "
     "DataLoader(er.seeded(dataset), batch_sampler=er.GlobalBatches(...)), with seeded() around all other "
     "wrappers of the dataset, or with an ElasticSampler that was made from the seeded dataset. For a look at "
@@ -117,12 +119,12 @@ _NO_EPOCH = (
 )
 
 
-def _read(dataset: Any, indices: list[int]) -> list[Any]:
+def _read_samples(dataset: Any, indices: list[int]) -> list[Any]:
     samples = []
     for index in indices:
-        origin = indices if isinstance(indices, Indices) else index
-        if not isinstance(origin, (Indices, Index)):
-            raise UsageError(_NO_EPOCH.format(got=f"a plain {type(indices).__name__} of indices"))
-        rng.seed_host(rng.mix(origin.seed, origin.epoch, index, _SAMPLES))
+        origin = indices if isinstance(indices, SeededIndices) else index
+        if not isinstance(origin, (SeededIndices, SeededIndex)):
+            raise UsageError(_NO_EPOCH_MESSAGE.format(got=f"a plain {type(indices).__name__} of indices"))
+        rng.seed_cpu_generators(rng.mix_words(origin.seed, origin.epoch, index, _SAMPLE_SALT))
         samples.append(dataset[int(index)])
     return samples

@@ -17,19 +17,19 @@ from dataclasses import dataclass, fields, replace
 
 from elastic_resume import console
 from elastic_resume.errors import ConfigError, MismatchError, UsageError, WorldChangedError
-from elastic_resume.units import amount
+from elastic_resume.units import format_count
 
-LARGEST = 2**63 - 1  # seeds and epochs are mixed as 64-bit words
+MAX_INT64 = 2**63 - 1  # seeds and epochs are mixed as 64-bit words
 
 
-def integer(name: str, value: object, least: int, most: int = LARGEST) -> int:
+def check_integer(name: str, value: object, least: int, most: int = MAX_INT64) -> int:
     """Take whatever is an integer (numpy's too), but neither a bool nor a float."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
     if number is None or not least <= number <= most:
-        bounds = f"from {least} to {most}" if most < LARGEST else f"of at least {least}"
+        bounds = f"from {least} to {most}" if most < MAX_INT64 else f"of at least {least}"
         plain = isinstance(value, (int, float, str, type(None)))
         shown = repr(value) if plain else f"a {type(value).__name__}"
         advice = "; pass len(dataset)" if name == "dataset_size" and hasattr(value, "__len__") else ""
@@ -37,7 +37,7 @@ def integer(name: str, value: object, least: int, most: int = LARGEST) -> int:
     return number
 
 
-def flag(name: str, value: object) -> bool:
+def check_bool(name: str, value: object) -> bool:
     """Take a bool and nothing that only looks like one."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, got {value!r}.")
@@ -49,7 +49,7 @@ POLICIES = (KEEP_GLOBAL, KEEP_LOCAL, ERROR)
 
 
 @dataclass(frozen=True)
-class Cut:
+class EpochPlan:
     """The steps of one epoch.
 
     Step ``first_step`` begins at sample ``first_sample``, and it and all that follow read ``global_batch``
@@ -57,7 +57,7 @@ class Cut:
     world took with another global batch, only their sum is known.
     """
 
-    stop: int
+    end_sample: int
     global_batch: int
     first_step: int = 0
     first_sample: int = 0
@@ -65,20 +65,20 @@ class Cut:
     @property
     def steps(self) -> int:
         """How many steps the whole epoch has, those before ``first_step`` too."""
-        left = max(0, self.stop - self.first_sample)
+        left = max(0, self.end_sample - self.first_sample)
         return self.first_step + -(-left // self.global_batch)
 
-    def begin(self, step: int) -> int:
+    def sample_offset(self, step: int) -> int:
         """Give the sample at which a step begins; for the step after the last one, where the epoch ends."""
-        return min(self.first_sample + (step - self.first_step) * self.global_batch, self.stop)
+        return min(self.first_sample + (step - self.first_step) * self.global_batch, self.end_sample)
 
-    def samples(self, step: int) -> int:
+    def sample_count(self, step: int) -> int:
         """Count the samples of a step."""
-        return self.begin(step + 1) - self.begin(step)
+        return self.sample_offset(step + 1) - self.sample_offset(step)
 
 
 @dataclass(frozen=True)
-class Sizing:
+class BatchSizing:
     """The global batch in force, and from where on; stored with the order of samples.
 
     What is read of an epoch under this sizing is a multiple of ``multiple``. ``of_world`` is the number of
@@ -93,19 +93,19 @@ class Sizing:
     first_step: int = 0
     first_sample: int = 0
 
-    def cut(self, dataset_size: int, epoch: int) -> Cut:
+    def plan_epoch(self, dataset_size: int, epoch: int) -> EpochPlan:
         """Cut an epoch."""
         step, sample = (self.first_step, self.first_sample) if epoch == self.epoch else (0, 0)
         stop = sample + (dataset_size - sample) // self.multiple * self.multiple
-        return Cut(stop, self.global_batch, step, sample)
+        return EpochPlan(stop, self.global_batch, step, sample)
 
-    def followed_by(self, other: Sizing, dataset_size: int, epoch: int, step: int) -> Sizing:
+    def switch_to(self, other: BatchSizing, dataset_size: int, epoch: int, step: int) -> BatchSizing:
         """Give ``other``'s sizes, in force from this step on; without a difference nothing is cut anew."""
         if (other.global_batch, other.multiple) == (self.global_batch, self.multiple):
             return replace(self, of_world=other.of_world)
-        cut = self.cut(dataset_size, epoch)
+        cut = self.plan_epoch(dataset_size, epoch)
         # At the epoch's end nothing is left, not even of what was left out because it was no multiple.
-        done = dataset_size if step >= cut.steps else cut.begin(step)
+        done = dataset_size if step >= cut.steps else cut.sample_offset(step)
         return replace(other, epoch=epoch, first_step=step, first_sample=done) if step else other
 
     def to_state(self) -> dict[str, int]:
@@ -113,21 +113,24 @@ class Sizing:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @staticmethod
-    def parse(state: object, dataset_size: int) -> Sizing:
+    def parse(state: object, dataset_size: int) -> BatchSizing:
         """Read what `to_state` gave. Raises MismatchError."""
-        names = [field.name for field in fields(Sizing)]
+        names = [field.name for field in fields(BatchSizing)]
         if not isinstance(state, Mapping) or set(state) != set(names):
             raise MismatchError(f"the checkpoint's data/cut is not of this version: {str(state)[:200]}.")
         least, most = {"global_batch": 1, "multiple": 1}, {"first_sample": dataset_size}
         try:
-            return Sizing(
-                **{n: integer(n, state[n], least=least.get(n, 0), most=most.get(n, LARGEST)) for n in names}
+            return BatchSizing(
+                **{
+                    n: check_integer(n, state[n], least=least.get(n, 0), most=most.get(n, MAX_INT64))
+                    for n in names
+                }
             )
         except ConfigError as error:
             raise MismatchError(f"the checkpoint's data/cut is impossible: {error}") from error
 
 
-def share_of(samples: int, rank: int, world_size: int) -> range:
+def compute_share(samples: int, rank: int, world_size: int) -> range:
     """Cut ``samples`` into one share per rank, in rank order.
 
     The first ``samples % world_size`` ranks get one more; a share is empty where ranks outnumber samples.
@@ -137,20 +140,20 @@ def share_of(samples: int, rank: int, world_size: int) -> range:
     return range(start, start + least + (rank < more))
 
 
-def parts_of(samples: int, world_size: int, micro_batch: int | None) -> int:
+def count_micro_batches(samples: int, world_size: int, micro_batch: int | None) -> int:
     """Count the micro-batches of a step: as many on all ranks as the largest share needs."""
     if micro_batch is None:
         return 1
-    return max(1, -(-len(share_of(samples, 0, world_size)) // micro_batch))
+    return max(1, -(-len(compute_share(samples, 0, world_size)) // micro_batch))
 
 
-def scaled(global_batch: int, of_world: int, world_size: int) -> int:
+def scale_global_batch(global_batch: int, reference_world_size: int, world_size: int) -> int:
     """Give the global batch of ``world_size`` ranks if each reads what each of ``of_world`` did; 1 at least.
 
     Rounded, half up, from what the job began with and not from the last world's: so it does not drift, and
     the same world has the same global batch whatever came between.
     """
-    return max(1, (2 * global_batch * world_size + of_world) // (2 * of_world))
+    return max(1, (2 * global_batch * world_size + reference_world_size) // (2 * reference_world_size))
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ class WorldChange:
             )
         return self.global_batch / self.old_global_batch
 
-    def tell(self) -> None:
+    def log(self) -> None:
         """Say in a line what changed about the batch; nothing where nothing did."""
         if self.old_global_batch != self.global_batch:
             console.say(
@@ -190,7 +193,7 @@ class WorldChange:
             )
 
 
-def refuse_change(policy: str | None, old_world_size: int | None, world_size: int) -> None:
+def check_change_allowed(policy: str | None, old_world_size: int | None, world_size: int) -> None:
     """Hold ``on_world_change="error"``; ``old_world_size`` is None after a cold start.
 
     Raises:
@@ -198,7 +201,7 @@ def refuse_change(policy: str | None, old_world_size: int | None, world_size: in
 
     """
     if policy == ERROR and old_world_size not in {None, world_size}:
-        old = amount(old_world_size or 0, "rank")
+        old = format_count(old_world_size or 0, "rank")
         raise WorldChangedError(
             f"the newest copy was made by {old}, and this world has {world_size}, which "
             f'on_world_change="error" refuses. Start {old} again (--nnodes N, without a '

@@ -26,26 +26,26 @@ from elastic_resume.units import parse_duration
 # Before a job has seen failures of its own: one in four hours, the order of Llama 3's 16k-GPU run
 # (one in 2.7 h) and of flaky spot pools. An interval depends on its square root only.
 ASSUMED_MTBF_S = 4 * 3600.0
-LARGEST_SHARE = 0.01  # of the training time: what snapshots may cost though failures be rare
-LONGEST_SNAPSHOT_GAP_S = 60.0  # whatever a snapshot costs, a failure repeats no more than a minute
-LONGEST_INTERVAL_S = 600.0  # the same for what the memory tier cannot save: the loss of all nodes at once
-COMMIT_DUTY = 0.1  # of a disk's time; it is shared with the data loader, the logs and other jobs
-_LONGEST_S = 1e12  # 30,000 years: infinity that can be multiplied
-_SHORTEST_STEP_S = 1e-9
+MAX_OVERHEAD_SHARE = 0.01  # of the training time: what snapshots may cost though failures be rare
+MAX_SNAPSHOT_INTERVAL_S = 60.0  # whatever a snapshot costs, a failure repeats no more than a minute
+MAX_SAVE_INTERVAL_S = 600.0  # the same for what the memory tier cannot save: the loss of all nodes at once
+MAX_DISK_DUTY = 0.1  # of a disk's time; it is shared with the data loader, the logs and other jobs
+_MAX_S = 1e12  # 30,000 years: infinity that can be multiplied
+_MIN_STEP_S = 1e-9
 
 
 @dataclass(frozen=True)
-class Every:
+class IntervalSetting:
     """How often: a number of steps, a number of seconds, ``off``, or (nothing given) ``auto``."""
 
     steps: int | None = None
     seconds: float | None = None
-    off: bool = False
+    is_off: bool = False
 
     @classmethod
     def parse(
-        cls, text: object, setting: str = "save-every", *, off: bool = False, seconds: bool = True
-    ) -> Every:
+        cls, text: object, setting: str = "save-every", *, allow_off: bool = False, allow_seconds: bool = True
+    ) -> IntervalSetting:
         """Read ``100`` (steps), ``30s``, ``5m``, ``1.5h``, ``auto`` or ``off``.
 
         Args:
@@ -61,26 +61,31 @@ class Every:
         text = str(text).strip()
         if text == "auto":
             return cls()
-        if text == "off" and off:
-            return cls(off=True)
+        if text == "off" and allow_off:
+            return cls(is_off=True)
         if re.fullmatch(r"\d{1,12}", text) and int(text) > 0:
             return cls(steps=int(text))
-        if seconds and text[-1:].isalpha():  # without a unit a number is one of steps
+        if allow_seconds and text[-1:].isalpha():  # without a unit a number is one of steps
             with contextlib.suppress(ConfigError):
-                return cls(seconds=parse_duration(setting, text, least_s=0.001))
-        forms = ["a number of steps (100)", *["a time (30s, 5m)"] * seconds, "auto", *["off"] * off]
+                return cls(seconds=parse_duration(setting, text, min_s=0.001))
+        forms = [
+            "a number of steps (100)",
+            *["a time (30s, 5m)"] * allow_seconds,
+            "auto",
+            *["off"] * allow_off,
+        ]
         raise ConfigError(f"{setting} is {text[:100]!r}: write {', '.join(forms[:-1])} or {forms[-1]}.")
 
     def __str__(self) -> str:
         """Give back the form that `parse` reads."""
-        if self.off:
+        if self.is_off:
             return "off"
         if self.steps is not None:
             return str(self.steps)
         return "auto" if self.seconds is None else f"{self.seconds:.12g}s"
 
 
-AUTO = Every()
+AUTO = IntervalSetting()
 
 
 @dataclass(frozen=True)
@@ -98,33 +103,35 @@ class SaveCost:
     cores: float = 1.0
 
     @property
-    def training_s(self) -> float:
+    def training_cost_s(self) -> float:
         """Seconds of training that a save costs: the stall, and its share of the cores."""
-        return _seconds(self.stall_s) + _seconds(self.cpu_s) / max(_seconds(self.cores), 1.0)
+        return _clamp_seconds(self.stall_s) + _clamp_seconds(self.cpu_s) / max(
+            _clamp_seconds(self.cores), 1.0
+        )
 
 
-def mtbf_s(failures: int, uptime_s: float) -> float:
+def estimate_mtbf_s(failures: int, uptime_s: float) -> float:
     """Mean time between failures, from what a job has seen.
 
     One imagined failure after `ASSUMED_MTBF_S` is counted with the real ones (the posterior mean of a rate
     whose prior weighs one failure). So a job that has not failed yet is not thought immortal, one that
     failed in its first minute is not thought doomed, and with every failure what was imagined weighs less.
     """
-    return (_seconds(uptime_s) + ASSUMED_MTBF_S) / (max(failures, 0) + 1)
+    return (_clamp_seconds(uptime_s) + ASSUMED_MTBF_S) / (max(failures, 0) + 1)
 
 
-def optimum_s(cost_s: float, mtbf: float = ASSUMED_MTBF_S) -> float:
+def optimal_interval_s(cost_s: float, mtbf_s: float = ASSUMED_MTBF_S) -> float:
     """Seconds between two copies that cost ``cost_s`` each (see the module's docstring).
 
     More, or as much, the dearer a copy is and the rarer failures are.
     """
-    between = _seconds(mtbf)
-    cost = min(_seconds(cost_s), between / 2)
+    between = _clamp_seconds(mtbf_s)
+    cost = min(_clamp_seconds(cost_s), between / 2)
     return math.sqrt(2 * cost * between) - cost
 
 
-def snapshot_gap(
-    every: Every, *, step_s: float | None, cost_s: float | None, mtbf: float = ASSUMED_MTBF_S
+def snapshot_interval_steps(
+    setting: IntervalSetting, *, step_s: float | None, cost_s: float | None, mtbf_s: float = ASSUMED_MTBF_S
 ) -> int:
     """Steps from one snapshot to the next, 1 or more; not for ``off``.
 
@@ -144,44 +151,44 @@ def snapshot_gap(
     1 %, the optimum's own share, and one snapshot a minute.
 
     """
-    if every.steps is not None:
-        return every.steps
+    if setting.steps is not None:
+        return setting.steps
     if step_s is None or not step_s > 0:
         return 1  # nothing is known: the first snapshots measure it
-    step = max(_seconds(step_s), _SHORTEST_STEP_S)
-    if every.seconds is not None:
-        return _within(every.seconds, step)
+    step = max(_clamp_seconds(step_s), _MIN_STEP_S)
+    if setting.seconds is not None:
+        return _power_of_two_steps_within(setting.seconds, step)
     if cost_s is None or math.isnan(cost_s):
         return 1
-    interval = min(_seconds(cost_s) / LARGEST_SHARE, optimum_s(cost_s, mtbf))
+    interval = min(_clamp_seconds(cost_s) / MAX_OVERHEAD_SHARE, optimal_interval_s(cost_s, mtbf_s))
     # Round up to limit the cost, then cap at the time bound.
-    wanted = max(1, _whole(interval / step))
-    return min(1 << (wanted - 1).bit_length(), _within(LONGEST_SNAPSHOT_GAP_S, step))
+    wanted = max(1, _round_up_steps(interval / step))
+    return min(1 << (wanted - 1).bit_length(), _power_of_two_steps_within(MAX_SNAPSHOT_INTERVAL_S, step))
 
 
-def next_snapshot(step: int, gap: int) -> int:
+def next_snapshot_step(step: int, interval_steps: int) -> int:
     """The step of the next snapshot after ``step``: the next multiple of the gap of `snapshot_gap`."""
-    return (step // gap + 1) * gap
+    return (step // interval_steps + 1) * interval_steps
 
 
-def save_interval_s(cost: SaveCost, mtbf: float = ASSUMED_MTBF_S) -> float:
+def save_interval_s(cost: SaveCost, mtbf_s: float = ASSUMED_MTBF_S) -> float:
     """Seconds between two saves to disk under ``auto``.
 
     Young's optimum, at most `LONGEST_INTERVAL_S`; but where a commit takes long, so long that the disk works
     for `COMMIT_DUTY` of the time and no more, which may exceed that bound.
     """
-    wanted = min(optimum_s(cost.training_s, mtbf), LONGEST_INTERVAL_S)
-    return max(wanted, _seconds(cost.commit_s) / COMMIT_DUTY)
+    wanted = min(optimal_interval_s(cost.training_cost_s, mtbf_s), MAX_SAVE_INTERVAL_S)
+    return max(wanted, _clamp_seconds(cost.commit_s) / MAX_DISK_DUTY)
 
 
-def is_due(
-    every: Every,
+def is_save_due(
+    setting: IntervalSetting,
     *,
     step: int,
-    saved_step: int,
-    since_s: float,
+    last_saved_step: int,
+    elapsed_s: float,
     cost: SaveCost | None,
-    mtbf: float = ASSUMED_MTBF_S,
+    mtbf_s: float = ASSUMED_MTBF_S,
 ) -> bool:
     """Whether to save to disk after ``step``.
 
@@ -197,27 +204,27 @@ def is_due(
     nodes hold the same step and nothing is sent. One that passed while the disk was busy is made up for.
 
     """
-    if step <= saved_step or every.off:
+    if step <= last_saved_step or setting.is_off:
         return False
-    if every.steps is not None:
-        return step // every.steps > saved_step // every.steps
-    if every.seconds is not None:
-        return since_s >= every.seconds
+    if setting.steps is not None:
+        return step // setting.steps > last_saved_step // setting.steps
+    if setting.seconds is not None:
+        return elapsed_s >= setting.seconds
     # The first save comes after the first step: what cannot be stored is told now, not in an hour.
-    return cost is None or since_s >= save_interval_s(cost, mtbf)
+    return cost is None or elapsed_s >= save_interval_s(cost, mtbf_s)
 
 
-def _seconds(value: float) -> float:
+def _clamp_seconds(value: float) -> float:
     """``value`` as seconds that can be reckoned with: not negative, not infinite; 0 for what is no number."""
-    return 0.0 if math.isnan(value) else min(max(value, 0.0), _LONGEST_S)
+    return 0.0 if math.isnan(value) else min(max(value, 0.0), _MAX_S)
 
 
-def _within(bound_s: float, step_s: float) -> int:
+def _power_of_two_steps_within(bound_s: float, step_s: float) -> int:
     """The greatest power of two of steps that take no longer than ``bound_s``; 1 where one step does."""
-    steps = int(_seconds(bound_s) / step_s)
+    steps = int(_clamp_seconds(bound_s) / step_s)
     return 1 << max(0, steps.bit_length() - 1)
 
 
-def _whole(steps: float) -> int:
+def _round_up_steps(steps: float) -> int:
     """``steps`` rounded up, but for a hair: as floats 0.9 s by 0.03 s is more than 30."""
     return math.ceil(steps * (1 - 1e-9))

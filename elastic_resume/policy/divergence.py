@@ -19,27 +19,29 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
 
-from elastic_resume.policy.checkpoint_interval import LARGEST_SHARE, Every
-from elastic_resume.policy.failure_classification import plain
+from elastic_resume.policy.checkpoint_interval import MAX_OVERHEAD_SHARE, IntervalSetting
+from elastic_resume.policy.failure_classification import to_printable
 
-STOP, RESUME = "stop", "resume-from-majority"
+STOP, RESUME_FROM_MAJORITY = "stop", "resume-from-majority"
 """What ``--on-divergence`` may be."""
-LARGEST_GAP = 1 << 30
-UNLIKE_MACHINES = (
+MAX_DIGEST_INTERVAL = 1 << 30
+MIXED_HARDWARE_HINT = (
     "Machines of different kinds round differently: with --check-replicas off they go on, and one node's "
     "values count at each resume."
 )
-NAMED = 4
+MAX_NAMED = 4
 """So many nodes of one side are named in a sentence."""
 _MAX_NAME = 200
 
 Digest = NewType("Digest", str)
 """Of a node's whole state: 128 bits in hexadecimal, lower case."""
 
-_DIGEST = re.compile(r"[0-9a-f]{32}")
+_DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 
 
-def gap(every: Every, *, cost_s: float | None, step_s: float | None, cores: float = 1.0) -> int:
+def digest_interval_steps(
+    setting: IntervalSetting, *, cost_s: float | None, step_s: float | None, cores: float = 1.0
+) -> int:
     """Give the steps between two digests; 0: none are made.
 
     Args:
@@ -52,35 +54,35 @@ def gap(every: Every, *, cost_s: float | None, step_s: float | None, cores: floa
     time. Before anything is measured that is 1: nodes that begin unequal are found at their first step.
 
     """
-    if every.off:
+    if setting.is_off:
         return 0
-    if every.steps is not None:
-        return every.steps
+    if setting.steps is not None:
+        return setting.steps
     if cost_s is None or step_s is None or not (cost_s > 0 and step_s > 0):
         return 1
-    budget_s = LARGEST_SHARE * step_s * max(1.0, cores)
-    if not cost_s < LARGEST_GAP * budget_s:
-        return LARGEST_GAP
+    budget_s = MAX_OVERHEAD_SHARE * step_s * max(1.0, cores)
+    if not cost_s < MAX_DIGEST_INTERVAL * budget_s:
+        return MAX_DIGEST_INTERVAL
     return 1 << max(0, math.ceil(cost_s / budget_s) - 1).bit_length()
 
 
-def due(step: int, gap: int) -> bool:
+def is_digest_due(step: int, interval_steps: int) -> bool:
     """Whether the copy of that step is to be digested."""
-    return gap > 0 and step > 0 and step % gap == 0
+    return interval_steps > 0 and step > 0 and step % interval_steps == 0
 
 
-def rounder(one: int, other: int) -> int:
+def choose_common_step(first: int, second: int) -> int:
     """Of two steps the one that more nodes tell of: the rounder in binary, else the newer."""
-    return max(one, other, key=lambda step: (step & -step, step))
+    return max(first, second, key=lambda step: (step & -step, step))
 
 
 def is_digest(value: Any) -> bool:
     """Whether that is a `Digest`."""
-    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+    return isinstance(value, str) and _DIGEST_PATTERN.fullmatch(value) is not None
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class DivergenceVerdict:
     """How the digests of one step differ.
 
     ``camps`` are the nodes that hold the same, the largest camp first. ``wrong`` are those outside a strict
@@ -90,53 +92,55 @@ class Verdict:
 
     step: int
     agreed_step: int
-    camps: tuple[tuple[str, ...], ...]
-    wrong: tuple[str, ...] = ()
+    groups: tuple[tuple[str, ...], ...]
+    diverged: tuple[str, ...] = ()
 
 
-def judge(camps: Collection[Sequence[str]], members: int, *, step: int, agreed_step: int = 0) -> Verdict:
+def find_diverged_nodes(
+    groups: Collection[Sequence[str]], num_nodes: int, *, step: int, agreed_step: int = 0
+) -> DivergenceVerdict:
     """Name who is wrong. ``camps`` hold the same each, and ``members`` is how many nodes there are in all."""
-    ordered = sorted(map(tuple, camps), key=len, reverse=True)
-    strict = 2 * len(ordered[0]) > members
+    ordered = sorted(map(tuple, groups), key=len, reverse=True)
+    strict = 2 * len(ordered[0]) > num_nodes
     wrong = tuple(name for camp in ordered[1:] for name in camp) if strict else ()
-    return Verdict(step, agreed_step, tuple(ordered), wrong)
+    return DivergenceVerdict(step, agreed_step, tuple(ordered), wrong)
 
 
-def summary(verdict: Verdict) -> str:
+def summarize_divergence(verdict: DivergenceVerdict) -> str:
     """Say who differs from whom, in one clause."""
-    if verdict.wrong:
-        verb = "is" if len(verdict.wrong) == 1 else "are"
-        told = f"{_nodes(verdict.wrong)} {verb} not as {_nodes(next(iter(verdict.camps), ()))}, the majority"
+    if verdict.diverged:
+        verb = "is" if len(verdict.diverged) == 1 else "are"
+        told = f"{_format_nodes(verdict.diverged)} {verb} not as {_format_nodes(next(iter(verdict.groups), ()))}, the majority"
     else:
-        told = " against ".join(_nodes(camp) for camp in verdict.camps[:NAMED])
+        told = " against ".join(_format_nodes(camp) for camp in verdict.groups[:MAX_NAMED])
     return f"replicas differ at step {verdict.step}: {told}"
 
 
-def describe(verdict: Verdict, *, goes_on: bool = False) -> str:
+def describe_divergence(verdict: DivergenceVerdict, *, continues: bool = False) -> str:
     """Say to people who differs from whom, and what happens next (``goes_on``) or is to be done."""
     agreed = verdict.agreed_step
     since = f"all were equal at step {agreed}" if agreed else "no step of this generation was seen equal"
-    if goes_on:
+    if continues:
         then = f"The majority's state counts, and no later copy of the others does ({since})."
-    elif verdict.wrong:
+    elif verdict.diverged:
         then = (
             f"Look at what that machine computes (memory, device), or at what the script does only there "
-            f"({since}). Start again without it. With --on-divergence {RESUME} the job goes on by itself. "
-            f"{UNLIKE_MACHINES}"
+            f"({since}). Start again without it. With --on-divergence {RESUME_FROM_MAJORITY} the job goes on by itself. "
+            f"{MIXED_HARDWARE_HINT}"
         )
     else:
         then = (
             f"There is no majority to say who is wrong ({since}). Look for what nodes do not share: random "
             "numbers, samples, a broken device, state that changes between run.step() and optimizer.step() "
             "(run.verify_copies finds it). To go on from an older checkpoint move the newer ones elsewhere. "
-            f"{UNLIKE_MACHINES}"
+            f"{MIXED_HARDWARE_HINT}"
         )
-    tensors = "" if goes_on else " `elastic-resume diff` of two nodes' checkpoints names the tensors."
-    return f"{summary(verdict)}. {then}{tensors}"
+    tensors = "" if continues else " `elastic-resume diff` of two nodes' checkpoints names the tensors."
+    return f"{summarize_divergence(verdict)}. {then}{tensors}"
 
 
-def _nodes(names: Sequence[str]) -> str:
-    words = [plain(name, _MAX_NAME) for name in names[:NAMED]]
-    words += [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
+def _format_nodes(names: Sequence[str]) -> str:
+    words = [to_printable(name, _MAX_NAME) for name in names[:MAX_NAMED]]
+    words += [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
     listed = " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
     return ("node " if len(names) == 1 else "nodes ") + listed

@@ -24,28 +24,32 @@ from elastic_resume.events import Event
 EXCEPTION, EXIT, SIGNAL, OOM = "exception", "exit", "signal", "oom"
 HANG, DIVERGENCE, DISK, STUCK = "hang", "divergence", "disk", "stuck"
 NODE_LOST, PREEMPTED = "node-lost", "preempted"
-KINDS = (EXCEPTION, EXIT, SIGNAL, OOM, HANG, DIVERGENCE, DISK, STUCK, NODE_LOST, PREEMPTED)
-OF_NODES = frozenset({NODE_LOST, PREEMPTED})
+FAILURE_KINDS = (EXCEPTION, EXIT, SIGNAL, OOM, HANG, DIVERGENCE, DISK, STUCK, NODE_LOST, PREEMPTED)
+NODE_FAILURE_KINDS = frozenset({NODE_LOST, PREEMPTED})
 """Kinds that say nothing about a worker: the node came or went."""
 
-MAX_TEXT = 500
+MAX_TEXT_CHARS = 500
 """Characters of each text: a failure travels to every node."""
 MAX_NAMED = 4
-_ECHO = re.compile(
+_SECONDARY_PATTERN = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|remote worker|remote process|"
     r"ncclremoteerror|gloo|nccl|dist(backend|network|store)error|sendbytes|recvvalue|socket ?timeout|"
     r"store->get|watchdog|on node \S+ cannot go on",
     re.IGNORECASE,
 )
-_OURS_DISK = frozenset({"MachineError", "NodeTakenError", "RecordError"})
+_OWN_DISK_ERRORS = frozenset({"MachineError", "NodeLockedError", "NodeFileError"})
 # ENOSPC, EDQUOT, EROFS, EIO: what Python's OSError begins with.
-_DISK = re.compile(r"\[Errno (28|122|30|5)\]")
+_DISK_ERROR_PATTERN = re.compile(r"\[Errno (28|122|30|5)\]")
 # How torch's @record and Python itself begin the text of an exception.
-_TYPED = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)): ?(.*)", re.DOTALL)
-_KILLED = 137  # 128 + SIGKILL: what a shell makes of a child's death
-_CHILD_KILLED = re.compile(r"killed by signal: Killed|SIGKILL")
-_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
-_WAITED = "waited in vain for the others"  # of a node whose ranks all hung for want of another node's
+_EXCEPTION_PATTERN = re.compile(
+    r"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)): ?(.*)", re.DOTALL
+)
+_SIGKILL_EXIT_CODE = 137  # 128 + SIGKILL: what a shell makes of a child's death
+_CHILD_KILLED_PATTERN = re.compile(r"killed by signal: Killed|SIGKILL")
+_NUMBER_PATTERN = re.compile(r"0x[0-9a-f]+|\d+")
+_WAITED_FOR_PEER = (
+    "waited in vain for the others"  # of a node whose ranks all hung for want of another node's
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,85 +69,85 @@ class Failure:
     """Where in the user's code it was raised."""
     step: int | None = None
     """The last step that the worker had finished; None where it had not begun to train."""
-    at_fault: bool = False
+    is_deterministic: bool = False
     """The worker itself says that a restart would meet the same."""
     nodes: int = 1
     """On how many nodes the like of it happened."""
 
     @property
-    def is_echo(self) -> bool:
+    def is_secondary(self) -> bool:
         """Whether it looks like what the loss of a peer makes of a living worker."""
         if self.kind == SIGNAL:
             return "SIGABRT" in self.text  # NCCL's watchdog aborts the process when a peer is gone
         if self.kind == HANG:
-            return self.text == _WAITED
-        return self.kind in {EXCEPTION, EXIT} and looks_like_echo(f"{self.type} {self.message}")
+            return self.text == _WAITED_FOR_PEER
+        return self.kind in {EXCEPTION, EXIT} and looks_secondary(f"{self.type} {self.message}")
 
     @property
     def signature(self) -> tuple[str, str, str, str]:
         """The same for two failures that are alike but for numbers: ranks, addresses, process ids."""
         told = self.message or self.text
-        return (self.kind, self.type, self.frame, _NUMBER.sub("#", told))
+        return (self.kind, self.type, self.frame, _NUMBER_PATTERN.sub("#", told))
 
 
 @dataclass(frozen=True, slots=True)
-class Strain:
+class MemoryPressure:
     """What is known of this node's memory in a round: see `agent.pressure`."""
 
     oom_kills: int = 0
     """By how much the kernel's count of processes killed for memory rose."""
-    pressed: str = ""
+    description: str = ""
     """How near to its end memory was; empty when it was not."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FailureVerdict:
     """Which failures of a world were causes, the first one first, and which followed from them."""
 
-    causes: tuple[Failure, ...] = ()
-    cascade: tuple[Failure, ...] = ()
+    root_causes: tuple[Failure, ...] = ()
+    secondary_failures: tuple[Failure, ...] = ()
 
     @property
-    def root(self) -> Failure | None:
+    def root_cause(self) -> Failure | None:
         """The first cause."""
-        return self.causes[0] if self.causes else None
+        return self.root_causes[0] if self.root_causes else None
 
 
-def looks_like_echo(text: str) -> bool:
+def looks_secondary(text: str) -> bool:
     """Whether an error's text is what the loss of a peer makes of a living worker."""
-    return _ECHO.search(text) is not None
+    return _SECONDARY_PATTERN.search(text) is not None
 
 
-def judge(failures: Iterable[Failure]) -> Verdict:
+def separate_root_causes(failures: Iterable[Failure]) -> FailureVerdict:
     """Tell causes from what they drew after them; ``failures`` stand in the order they were heard of.
 
     What the job itself is at fault for goes before any other.
     """
-    listed = sorted(failures, key=lambda one: not one.at_fault)
-    causes = [one for one in listed if one.at_fault or not one.is_echo]
+    listed = sorted(failures, key=lambda one: not one.is_deterministic)
+    causes = [one for one in listed if one.is_deterministic or not one.is_secondary]
     if not causes:
         causes = listed[:1]
-    return Verdict(tuple(causes), tuple(one for one in listed if one not in causes))
+    return FailureVerdict(tuple(causes), tuple(one for one in listed if one not in causes))
 
 
-def lost(node: str, reason: str, *, told: bool = False) -> Failure:
+def make_node_failure(node: str, reason: str, *, announced: bool = False) -> Failure:
     """Make the failure that the loss of a node is; ``told``: somebody asked it to leave."""
-    return bounded(Failure(PREEMPTED if told else NODE_LOST, node, None, reason))
+    return truncate_failure(Failure(PREEMPTED if announced else NODE_LOST, node, None, reason))
 
 
-def bounded(failure: Failure) -> Failure:
+def truncate_failure(failure: Failure) -> Failure:
     """Cut its texts to what may travel, and let none of them command a terminal."""
     return replace(
         failure,
-        kind=plain(failure.kind, 32),
-        text=plain(failure.text),
-        type=plain(failure.type, 100),
-        message=plain(failure.message),
-        frame=plain(failure.frame),
+        kind=to_printable(failure.kind, 32),
+        text=to_printable(failure.text),
+        type=to_printable(failure.type, 100),
+        message=to_printable(failure.message),
+        frame=to_printable(failure.frame),
     )
 
 
-def plain(text: str, limit: int = MAX_TEXT) -> str:
+def to_printable(text: str, limit: int = MAX_TEXT_CHARS) -> str:
     """Give one line of printable text, of at most ``limit`` characters."""
     text = "".join(char if char.isprintable() else " " for char in text[: limit + 1])
     return text if len(text) <= limit else text[: limit - 1] + "…"
@@ -152,14 +156,14 @@ def plain(text: str, limit: int = MAX_TEXT) -> str:
 # ---- in words ------------------------------------------------------------------------------------------
 
 
-def describe(failure: Failure | None, *, node: bool = False) -> str:
+def describe_failure(failure: Failure | None, *, with_node: bool = False) -> str:
     """Say what happened to which rank, without a full stop; ``node``: and on which node."""
     if failure is None:
         return "a worker ended without leaving a word"
-    if failure.kind in OF_NODES:
+    if failure.kind in NODE_FAILURE_KINDS:
         return f"node {failure.node} {failure.text}"
     who = "a worker" if failure.rank is None else f"rank {failure.rank}"
-    if node:
+    if with_node:
         who += f" on node {failure.node}"
     if failure.nodes > 1:
         who += f" (and alike on {failure.nodes - 1} more)"
@@ -168,21 +172,23 @@ def describe(failure: Failure | None, *, node: bool = False) -> str:
     return f"{who} {failure.text}" + (f": {said}{where}" if said else where)
 
 
-def explain(verdict: Verdict) -> list[str]:
+def explain_verdict(verdict: FailureVerdict) -> list[str]:
     """Say in a few lines what came first, what else failed by itself, and what followed."""
-    if verdict.root is None:
+    if verdict.root_cause is None:
         return []
-    lines = [f"first: {describe(verdict.root, node=True)}."]
-    if verdict.causes[1:]:
-        lines.append(f"also: {_listed(verdict.causes[1:])}.")
-    if verdict.cascade:
-        count = sum(one.nodes for one in verdict.cascade)
-        lines.append(f"as a consequence, on {count} node{'s' * (count > 1)}: {_listed(verdict.cascade)}.")
+    lines = [f"first: {describe_failure(verdict.root_cause, with_node=True)}."]
+    if verdict.root_causes[1:]:
+        lines.append(f"also: {_list_failures(verdict.root_causes[1:])}.")
+    if verdict.secondary_failures:
+        count = sum(one.nodes for one in verdict.secondary_failures)
+        lines.append(
+            f"as a consequence, on {count} node{'s' * (count > 1)}: {_list_failures(verdict.secondary_failures)}."
+        )
     return lines
 
 
-def _listed(failures: Sequence[Failure]) -> str:
-    told = [describe(one, node=True) for one in failures[:MAX_NAMED]]
+def _list_failures(failures: Sequence[Failure]) -> str:
+    told = [describe_failure(one, with_node=True) for one in failures[:MAX_NAMED]]
     more = len(failures) - MAX_NAMED
     return "; ".join(told) + (f"; and {more} more" if more > 0 else "")
 
@@ -190,13 +196,15 @@ def _listed(failures: Sequence[Failure]) -> str:
 # ---- from the events of one node -----------------------------------------------------------------------
 
 
-def of_round(events: Iterable[Event], node: str, strain: Strain | None = None) -> tuple[Failure, ...]:
+def classify_round(
+    events: Iterable[Event], node: str, memory_pressure: MemoryPressure | None = None
+) -> tuple[Failure, ...]:
     """Fold the events of one node's round into its workers' failures, see `dated`."""
-    return tuple(failure for _, failure in dated(events, node, strain))
+    return tuple(failure for _, failure in classify_with_times(events, node, memory_pressure))
 
 
-def dated(
-    events: Iterable[Event], node: str, strain: Strain | None = None
+def classify_with_times(
+    events: Iterable[Event], node: str, memory_pressure: MemoryPressure | None = None
 ) -> tuple[tuple[float, Failure], ...]:
     """Return the failures of one node's workers with their times, causes first, each group by time.
 
@@ -204,113 +212,132 @@ def dated(
     """
     events = list(events)
     words = [event for event in events if event["event"] == "failure"]
-    hangs = _hangs(events)
+    hangs = _unresolved_hangs(events)
     found: list[tuple[float, Failure]] = []
     taken: set[int] = set()
     for event in hangs:
-        found += [(event["t"], _hang(event, suspect, node)) for suspect in _suspects(event)]
-        if not _suspects(event) and any(_was_killed_for(event, one) for one in events):
-            failure = Failure(HANG, node, next(iter(_ranks(event))), _WAITED, step=_count(event.get("step")))
+        found += [(event["t"], _hang_failure(event, suspect, node)) for suspect in _parse_suspects(event)]
+        if not _parse_suspects(event) and any(_was_killed_for(event, one) for one in events):
+            failure = Failure(
+                HANG,
+                node,
+                next(iter(_hang_ranks(event))),
+                _WAITED_FOR_PEER,
+                step=_count_or_none(event.get("step")),
+            )
             found.append((event["t"], failure))
     for end in events:
-        if end["event"] != "worker-exit" or not (end.get("stuck") or _is_own(end)):
+        if end["event"] != "worker-exit" or not (end.get("stuck") or _failed_by_itself(end)):
             continue
-        word = next((one for one in words if id(one) not in taken and _same_worker(one, end)), None)
+        word = next((one for one in words if id(one) not in taken and _is_same_worker(one, end)), None)
         if word is not None:
             taken.add(id(word))
         if any(_was_killed_for(event, end) for event in hangs):
             continue
         t = end["t"] if word is None else min(word["t"], end["t"])
-        found.append((t, _exit(end, word or {}, node, strain or Strain())))
-    found += [(one["t"], _exception(one, {}, node)) for one in words if id(one) not in taken]
-    found.sort(key=lambda pair: (not pair[1].at_fault, pair[1].is_echo, pair[0]))
-    return tuple((t, bounded(failure)) for t, failure in found)
+        found.append((t, _classify_exit(end, word or {}, node, memory_pressure or MemoryPressure())))
+    found += [(one["t"], _classify_exception(one, {}, node)) for one in words if id(one) not in taken]
+    found.sort(key=lambda pair: (not pair[1].is_deterministic, pair[1].is_secondary, pair[0]))
+    return tuple((t, truncate_failure(failure)) for t, failure in found)
 
 
-def _exit(end: Event, word: Mapping[str, Any], node: str, strain: Strain) -> Failure:
-    rank = _count(end.get("rank"))
-    if end.get("stuck"):
+def _classify_exit(
+    exit_event: Event, failure_event: Mapping[str, Any], node: str, memory_pressure: MemoryPressure
+) -> Failure:
+    rank = _count_or_none(exit_event.get("rank"))
+    if exit_event.get("stuck"):
         text = "does not die of SIGKILL: it sleeps in the kernel (state D), on a device or a file system"
         return Failure(STUCK, node, rank, text)
-    if word:
-        return _exception(word, end, node, strain)
-    code, signal = _count(end.get("exit_code")), end.get("signal")
-    kind, name, message = (SIGNAL if signal else EXIT), "", _first_line(end.get("message"))
-    text = f"was killed by {signal}" if signal else _code(code)
-    if signal == "SIGKILL" or code == _KILLED:
-        why = _why_oom(strain)
+    if failure_event:
+        return _classify_exception(failure_event, exit_event, node, memory_pressure)
+    code, signal = _count_or_none(exit_event.get("exit_code")), exit_event.get("signal")
+    kind, name, message = (SIGNAL if signal else EXIT), "", _first_line(exit_event.get("message"))
+    text = f"was killed by {signal}" if signal else _describe_exit_code(code)
+    if signal == "SIGKILL" or code == _SIGKILL_EXIT_CODE:
+        why = _describe_oom(memory_pressure)
         if why:
             return Failure(OOM, node, rank, f"{text} for want of memory: {why}", message=message)
-    typed = _TYPED.fullmatch(message) if not signal else None
+    typed = _EXCEPTION_PATTERN.fullmatch(message) if not signal else None
     if typed:
         kind, name, message = EXCEPTION, typed[1].rpartition(".")[2], typed[2]
-    return _refined(Failure(kind, node, rank, text, name, message), strain)
+    return _refine_kind(Failure(kind, node, rank, text, name, message), memory_pressure)
 
 
-def _exception(
-    word: Mapping[str, Any], end: Mapping[str, Any], node: str, strain: Strain | None = None
+def _classify_exception(
+    failure_event: Mapping[str, Any],
+    exit_event: Mapping[str, Any],
+    node: str,
+    memory_pressure: MemoryPressure | None = None,
 ) -> Failure:
-    rank = _count(word.get("rank"))
-    signal, code = end.get("signal"), _count(end.get("exit_code"))
-    text = f"was killed by {signal}" if signal else "failed" if code is None else _code(code)
+    rank = _count_or_none(failure_event.get("rank"))
+    signal, code = exit_event.get("signal"), _count_or_none(exit_event.get("exit_code"))
+    text = f"was killed by {signal}" if signal else "failed" if code is None else _describe_exit_code(code)
     failure = Failure(
         EXCEPTION,
         node,
-        _count(end.get("rank")) if rank is None else rank,
+        _count_or_none(exit_event.get("rank")) if rank is None else rank,
         text,
-        str(word.get("type") or ""),
-        _first_line(word.get("message")),
-        str(word.get("frame") or ""),
-        _count(word.get("step")),
-        bool(word.get("at_fault")),
+        str(failure_event.get("type") or ""),
+        _first_line(failure_event.get("message")),
+        str(failure_event.get("frame") or ""),
+        _count_or_none(failure_event.get("step")),
+        bool(failure_event.get("deterministic")),
     )
-    return _refined(failure, strain or Strain())
+    return _refine_kind(failure, memory_pressure or MemoryPressure())
 
 
-def _refined(failure: Failure, strain: Strain) -> Failure:
+def _refine_kind(failure: Failure, memory_pressure: MemoryPressure) -> Failure:
     """Give an exception the kind that its text proves."""
     if failure.type == "DivergenceError":
         return replace(failure, kind=DIVERGENCE)
-    if failure.type in _OURS_DISK or (failure.kind == EXCEPTION and _DISK.match(failure.message)):
+    if failure.type in _OWN_DISK_ERRORS or (
+        failure.kind == EXCEPTION and _DISK_ERROR_PATTERN.match(failure.message)
+    ):
         return replace(failure, kind=DISK)
-    if failure.kind == EXCEPTION and strain.oom_kills and _CHILD_KILLED.search(failure.message):
+    if (
+        failure.kind == EXCEPTION
+        and memory_pressure.oom_kills
+        and _CHILD_KILLED_PATTERN.search(failure.message)
+    ):
         # The kernel took a process that the worker had started: one of a DataLoader's, say.
-        return replace(failure, kind=OOM, text=f"{failure.text} for want of memory: {_why_oom(strain)}")
+        return replace(
+            failure, kind=OOM, text=f"{failure.text} for want of memory: {_describe_oom(memory_pressure)}"
+        )
     return failure
 
 
-def _hangs(events: Iterable[Event]) -> list[Event]:
+def _unresolved_hangs(events: Iterable[Event]) -> list[Event]:
     """The hangs that did not come to an end by themselves."""
     hangs: list[Event] = []
     for event in events:
         if event["event"] == "hang":
             hangs.append(event)
-        elif event["event"] == "hang-over":
+        elif event["event"] == "hang-ended":
             hangs.clear()
     return hangs
 
 
 def _was_killed_for(hang: Event, end: Event) -> bool:
-    killed = end["event"] == "worker-exit" and end.get("signal") == "SIGKILL" and _is_own(end)
-    return killed and not end.get("stuck") and _count(end.get("rank")) in _ranks(hang)
+    killed = end["event"] == "worker-exit" and end.get("signal") == "SIGKILL" and _failed_by_itself(end)
+    return killed and not end.get("stuck") and _count_or_none(end.get("rank")) in _hang_ranks(hang)
 
 
-def _hang(event: Event, suspect: Mapping[str, Any], node: str) -> Failure:
+def _hang_failure(event: Event, suspect: Mapping[str, Any], node: str) -> Failure:
     reason = str(suspect.get("reason") or "made no progress").removeprefix("it ")
-    rank, step = _count(suspect.get("rank")), _count(event.get("step"))
+    rank, step = _count_or_none(suspect.get("rank")), _count_or_none(event.get("step"))
     return Failure(HANG, node, rank, f"hung: it {reason}", step=step)
 
 
-def _why_oom(strain: Strain) -> str:
-    if strain.oom_kills:
-        times = "a process" if strain.oom_kills == 1 else f"{strain.oom_kills} processes"
+def _describe_oom(memory_pressure: MemoryPressure) -> str:
+    if memory_pressure.oom_kills:
+        times = "a process" if memory_pressure.oom_kills == 1 else f"{memory_pressure.oom_kills} processes"
         return f"the kernel killed {times} of this node's control group" + (
-            f"; {strain.pressed}" if strain.pressed else ""
+            f"; {memory_pressure.description}" if memory_pressure.description else ""
         )
-    return strain.pressed
+    return memory_pressure.description
 
 
-def _code(code: int | None) -> str:
+def _describe_exit_code(code: int | None) -> str:
     return "failed" if code is None else f"ended with exit code {code}"
 
 
@@ -318,27 +345,29 @@ def _first_line(text: object) -> str:
     return str(text or "").strip().partition("\n")[0]
 
 
-def _suspects(event: Event) -> list[Mapping[str, Any]]:
+def _parse_suspects(event: Event) -> list[Mapping[str, Any]]:
     listed = event.get("suspects")
     return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
 
 
-def _ranks(event: Event) -> list[int]:
+def _hang_ranks(event: Event) -> list[int]:
     victims = event.get("victims")
-    listed = [one.get("rank") for one in _suspects(event)] + (victims if isinstance(victims, list) else [])
+    listed = [one.get("rank") for one in _parse_suspects(event)] + (
+        victims if isinstance(victims, list) else []
+    )
     return [rank for rank in listed if isinstance(rank, int)]
 
 
-def _same_worker(word: Event, end: Event) -> bool:
+def _is_same_worker(word: Event, end: Event) -> bool:
     """Whether ``end`` is that of the worker that wrote ``word``, maybe before it knew its rank."""
     if word.get("rank") is None:
         return "pid" in word and bool(word["pid"] == end.get("worker_pid"))
     return bool(word["rank"] == end.get("rank"))
 
 
-def _is_own(end: Event) -> bool:
+def _failed_by_itself(end: Event) -> bool:
     return not end.get("stopped") and (end.get("exit_code") != 0 or bool(end.get("signal")))
 
 
-def _count(value: object) -> int | None:
+def _count_or_none(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -31,129 +31,139 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-LEAST_S = 30.0
-TIMES_LONGEST = 10.0
-LOOK_S = 1.0
+MIN_THRESHOLD_S = 30.0
+LONGEST_STEP_FACTOR = 10.0
+MAX_SAMPLE_GAP_S = 1.0
 # Between two epochs scripts evaluate, often without saying that they are busy. Ten times as long as a step
 # may take is still noticed, and costs nobody the run.
-TIMES_BETWEEN_EPOCHS = 10.0
+BETWEEN_EPOCHS_FACTOR = 10.0
 # DDP rebuilds its buckets in the second step, and torch.compile knows dynamic shapes after the second.
 CALIBRATION_STEPS = 3
 # Of a node that sees only ranks which wait for others: the node of the culprit acts, and these with it. Where
 # no node can name one, all of them wait so long; where one is busy and did not tell, it has this long.
-PATIENCE_S = 300.0
+PEER_WAIT_S = 300.0
 
 
 @dataclass(frozen=True)
-class Patience:
+class HangThreshold:
     """How long a rank may take. ``threshold_s``: given outright by the user, None for the rule above."""
 
-    threshold_s: float | None = None
+    configured_s: float | None = None
 
     @property
     def calibration_steps(self) -> int:
         """How many steps of a generation are not judged."""
-        return CALIBRATION_STEPS if self.threshold_s is None else 1
+        return CALIBRATION_STEPS if self.configured_s is None else 1
 
-    def limit_s(self, longest_s: float, *, between_epochs: bool) -> float:
+    def limit_s(self, longest_step_s: float, *, between_epochs: bool) -> float:
         """Seconds without a step after which a rank is hung."""
-        if self.threshold_s is not None:
-            return self.threshold_s
-        return max(LEAST_S, TIMES_LONGEST * longest_s) * (TIMES_BETWEEN_EPOCHS if between_epochs else 1)
+        if self.configured_s is not None:
+            return self.configured_s
+        return max(MIN_THRESHOLD_S, LONGEST_STEP_FACTOR * longest_step_s) * (
+            BETWEEN_EPOCHS_FACTOR if between_epochs else 1
+        )
 
-    def for_others_s(self, limit_s: float) -> float:
+    def peer_wait_s(self, limit_s: float) -> float:
         """Seconds more that ranks which wait for another node are left alone."""
-        return max(PATIENCE_S, limit_s) if self.threshold_s is None else self.threshold_s
+        return max(PEER_WAIT_S, limit_s) if self.configured_s is None else self.configured_s
 
 
 @dataclass(frozen=True)
-class Look:
+class ProgressSample:
     """One look at the line of a living rank.
 
     ``life`` names the worker and the generation it is in: with another one all begins anew. ``beat`` changes
     with each step, and is 0 where there is nothing to judge by.
     """
 
-    life: tuple[int, ...]
+    incarnation: tuple[int, ...]
     first_step: int
     step: int
-    beat: int
-    busy: bool
-    between_epochs: bool
+    progress_counter: int
+    is_busy: bool
+    is_between_epochs: bool
 
 
 @dataclass(frozen=True)
-class Pulse:
+class RankProgress:
     """What was seen of one rank: for how long there was no step, and how long the longest took."""
 
-    look: Look
-    quiet_s: float = 0.0
-    longest_s: float = 0.0
+    sample: ProgressSample
+    no_progress_s: float = 0.0
+    longest_step_s: float = 0.0
 
     @property
-    def steps(self) -> int:
+    def finished_steps(self) -> int:
         """How many steps of this generation were finished."""
-        return self.look.step - self.look.first_step
+        return self.sample.step - self.sample.first_step
 
     @property
-    def rests(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether it has done its last step."""
-        return self.look.beat == 0 and self.steps > 0
+        return self.sample.progress_counter == 0 and self.finished_steps > 0
 
 
-def observe(pulse: Pulse | None, look: Look, since_s: float) -> Pulse:
+def update_progress(progress: RankProgress | None, sample: ProgressSample, elapsed_s: float) -> RankProgress:
     """Take one more look into account; ``since_s`` is the time since the last one."""
-    if pulse is None or pulse.look.life != look.life:
-        return Pulse(look)
-    quiet_s = pulse.quiet_s + min(max(since_s, 0.0), LOOK_S)
-    if look.step != pulse.look.step or look.beat != pulse.look.beat:
-        is_step = look.step > pulse.look.step and pulse.look.beat != 0 and not pulse.look.busy
-        return Pulse(look, 0.0, max(pulse.longest_s, quiet_s) if is_step else pulse.longest_s)
-    if look.busy or look.beat == 0:
-        return Pulse(look, 0.0, pulse.longest_s)
-    return replace(pulse, look=look, quiet_s=quiet_s)
+    if progress is None or progress.sample.incarnation != sample.incarnation:
+        return RankProgress(sample)
+    quiet_s = progress.no_progress_s + min(max(elapsed_s, 0.0), MAX_SAMPLE_GAP_S)
+    if sample.step != progress.sample.step or sample.progress_counter != progress.sample.progress_counter:
+        is_step = (
+            sample.step > progress.sample.step
+            and progress.sample.progress_counter != 0
+            and not progress.sample.is_busy
+        )
+        return RankProgress(
+            sample, 0.0, max(progress.longest_step_s, quiet_s) if is_step else progress.longest_step_s
+        )
+    if sample.is_busy or sample.progress_counter == 0:
+        return RankProgress(sample, 0.0, progress.longest_step_s)
+    return replace(progress, sample=sample, no_progress_s=quiet_s)
 
 
-def together(pulses: Mapping[int, Pulse]) -> dict[int, Pulse]:
+def pause_while_peer_busy(progress_by_rank: Mapping[int, RankProgress]) -> dict[int, RankProgress]:
     """Take into account that ranks of one node wait for one that is busy: nobody's time goes on meanwhile.
 
     When it ceases to be busy the others have done no step for as long, until it comes to where they wait.
     """
-    if not any(pulse.look.busy for pulse in pulses.values()):
-        return dict(pulses)
-    return {rank: replace(pulse, quiet_s=0.0) for rank, pulse in pulses.items()}
+    if not any(pulse.sample.is_busy for pulse in progress_by_rank.values()):
+        return dict(progress_by_rank)
+    return {rank: replace(pulse, no_progress_s=0.0) for rank, pulse in progress_by_rank.items()}
 
 
 @dataclass(frozen=True)
-class Judgement:
+class HangDecision:
     """Which ranks are hung, by local rank, and by which limit.
 
     ``next_s``: before so many seconds nobody can be found hung.
     """
 
-    hung: tuple[int, ...]
+    hung_ranks: tuple[int, ...]
     limit_s: float
-    next_s: float
+    next_check_s: float
 
 
-def judge(pulses: Mapping[int, Pulse], patience: Patience) -> Judgement:
+def find_hung_ranks(progress_by_rank: Mapping[int, RankProgress], threshold: HangThreshold) -> HangDecision:
     """Say who is hung of the ranks of one node and one generation; ``pulses`` are those of living ones."""
     judged = {
         rank: pulse
-        for rank, pulse in pulses.items()
-        if pulse.look.beat and pulse.steps >= patience.calibration_steps
+        for rank, pulse in progress_by_rank.items()
+        if pulse.sample.progress_counter and pulse.finished_steps >= threshold.calibration_steps
     }
-    longest_s = max((pulse.longest_s for pulse in pulses.values()), default=0.0)
-    between = any(pulse.look.between_epochs for pulse in pulses.values())
-    limit_s = patience.limit_s(longest_s, between_epochs=between)
-    if not judged or any(_excuses(pulse, patience) for pulse in pulses.values()):
-        return Judgement((), limit_s, limit_s)
-    hung = tuple(sorted(rank for rank, pulse in judged.items() if pulse.quiet_s >= limit_s))
-    next_s = limit_s - max(pulse.quiet_s for pulse in judged.values())
-    return Judgement(hung, limit_s, max(next_s, 0.0))
+    longest_s = max((pulse.longest_step_s for pulse in progress_by_rank.values()), default=0.0)
+    between = any(pulse.sample.is_between_epochs for pulse in progress_by_rank.values())
+    limit_s = threshold.limit_s(longest_s, between_epochs=between)
+    if not judged or any(_is_exempt(pulse, threshold) for pulse in progress_by_rank.values()):
+        return HangDecision((), limit_s, limit_s)
+    hung = tuple(sorted(rank for rank, pulse in judged.items() if pulse.no_progress_s >= limit_s))
+    next_s = limit_s - max(pulse.no_progress_s for pulse in judged.values())
+    return HangDecision(hung, limit_s, max(next_s, 0.0))
 
 
-def involved(pulses: Mapping[int, Pulse], judgement: Judgement) -> tuple[int, ...]:
+def find_stalled_ranks(
+    progress_by_rank: Mapping[int, RankProgress], decision: HangDecision
+) -> tuple[int, ...]:
     """Which ranks stand still with those that are hung, if not yet for as long.
 
     All stop within a step of the first; one that goes on has nothing to do with it.
@@ -161,33 +171,35 @@ def involved(pulses: Mapping[int, Pulse], judgement: Judgement) -> tuple[int, ..
     return tuple(
         sorted(
             rank
-            for rank, pulse in pulses.items()
-            if rank in judgement.hung or pulse.rests or pulse.quiet_s >= judgement.limit_s / 2
+            for rank, pulse in progress_by_rank.items()
+            if rank in decision.hung_ranks or pulse.is_finished or pulse.no_progress_s >= decision.limit_s / 2
         )
     )
 
 
-def _excuses(pulse: Pulse, patience: Patience) -> bool:
-    return pulse.look.busy or (not pulse.rests and pulse.steps < patience.calibration_steps)
+def _is_exempt(progress: RankProgress, threshold: HangThreshold) -> bool:
+    return progress.sample.is_busy or (
+        not progress.is_finished and progress.finished_steps < threshold.calibration_steps
+    )
 
 
 COLLECTIVE, BACKWARD, OPTIMIZER, DATA = "collective", "backward", "optimizer", "data"
 # Of frames that are not the user's, from the innermost one on; the first that matches tells.
-_KINDS = (
+_FRAME_KINDS = (
     (re.compile(r"/torch/distributed/|/elastic_resume/restore/(collectives|transfer)\.py$"), COLLECTIVE),
     (re.compile(r"/torch/autograd/|/torch/_tensor\.py$"), BACKWARD),
     (re.compile(r"/torch/optim/"), OPTIMIZER),
     (re.compile(r"/torch/utils/data/"), DATA),
 )
-_LIBRARY = re.compile(
+_LIBRARY_PATTERN = re.compile(
     r"^<frozen|/lib(64)?/python3[^/]*/|/(site|dist)-packages/"
     r"|/elastic_resume/(agent|capture|checkpoint|data|policy|restore|snapshot|state|training)/(\w+/)?\w+\.py$"
 )
-_IDLE_SHARE = 0.5  # of a core: below it a thread in backward() rather waits than computes
+_IDLE_CPU_SHARE = 0.5  # of a core: below it a thread in backward() rather waits than computes
 
 
 @dataclass(frozen=True)
-class Frame:
+class StackFrame:
     """One level of a Python stack."""
 
     file: str
@@ -200,22 +212,26 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingCollective:
     """A collective that a rank has begun and that has not ended, as the flight recorder tells it."""
 
-    number: int
+    sequence_number: int
     name: str
-    group: str = ""
+    process_group: str = ""
     sizes: str = ""
 
     def __str__(self) -> str:
         """For a sentence."""
-        group = "" if self.group.startswith("0") or not self.group else f" of group {self.group}"
-        return f"{self.name} (number {self.number}{group})"
+        group = (
+            ""
+            if self.process_group.startswith("0") or not self.process_group
+            else f" of group {self.process_group}"
+        )
+        return f"{self.name} (number {self.sequence_number}{group})"
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RankEvidence:
     """What is known of one rank at the moment of the hang.
 
     ``state`` is the kernel's letter, empty where the process has ended. ``answered``: whether its Python did;
@@ -226,20 +242,20 @@ class Evidence:
 
     rank: int
     local_rank: int
-    state: str
+    process_state: str
     step: int
-    collectives: int = 0
-    answered: bool | None = None
-    pending: tuple[Pending, ...] | None = None
-    frames: tuple[Frame, ...] = ()
+    num_collectives: int = 0
+    python_responded: bool | None = None
+    pending_collectives: tuple[PendingCollective, ...] | None = None
+    frames: tuple[StackFrame, ...] = ()
     cpu_share: float = 0.0
-    sleeps_in: str = ""
-    stands: bool = True
-    rests: bool = False
+    kernel_function: str = ""
+    is_stalled: bool = True
+    is_finished: bool = False
 
 
 @dataclass(frozen=True)
-class Named:
+class RankFinding:
     """A rank with the reason for which it is a suspect or a victim: a clause that follows "rank N"."""
 
     rank: int
@@ -248,147 +264,160 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Blame:
+class HangDiagnosis:
     """``elsewhere``: all ranks of this node wait for one that is not here."""
 
-    suspects: tuple[Named, ...] = ()
-    victims: tuple[Named, ...] = ()
-    elsewhere: bool = False
+    suspects: tuple[RankFinding, ...] = ()
+    victims: tuple[RankFinding, ...] = ()
+    waits_for_other_node: bool = False
 
 
-def kind_of(frames: Sequence[Frame]) -> str:
+def classify_frames(frames: Sequence[StackFrame]) -> str:
     """Say what the innermost frames, up to the user's own, are doing; empty where that cannot be told."""
     for frame in frames:
-        for pattern, kind in _KINDS:
+        for pattern, kind in _FRAME_KINDS:
             if pattern.search(frame.file):
                 return kind
-        if not _LIBRARY.search(frame.file):
+        if not _LIBRARY_PATTERN.search(frame.file):
             break
     return ""
 
 
-def users_frame(frames: Sequence[Frame]) -> Frame | None:
+def innermost_user_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
     """Give the innermost frame of the user's own code."""
-    own = (frame for frame in frames if not _LIBRARY.search(frame.file))
+    own = (frame for frame in frames if not _LIBRARY_PATTERN.search(frame.file))
     return next(own, frames[0] if frames else None)
 
 
-def waits(one: Evidence) -> bool:
+def waits_in_collective(evidence: RankEvidence) -> bool:
     """Whether a rank waits for others in a collective."""
-    kind = kind_of(one.frames)
+    kind = classify_frames(evidence.frames)
     if kind in {COLLECTIVE, DATA}:
         return kind == COLLECTIVE
-    if one.pending is not None:
-        return bool(one.pending)
-    return kind == BACKWARD and one.answered is not False and one.cpu_share < _IDLE_SHARE
+    if evidence.pending_collectives is not None:
+        return bool(evidence.pending_collectives)
+    return (
+        kind == BACKWARD and evidence.python_responded is not False and evidence.cpu_share < _IDLE_CPU_SHARE
+    )
 
 
-def blame(evidence: Sequence[Evidence], world_size: int) -> Blame:
+def diagnose_hang(evidence: Sequence[RankEvidence], world_size: int) -> HangDiagnosis:
     """Name suspects and victims among the ranks of one node."""
-    standing = [one for one in evidence if one.stands]
-    faults = {one.rank: _own_fault(one, alone=world_size == 1) for one in standing}
+    standing = [one for one in evidence if one.is_stalled]
+    faults = {one.rank: _describe_own_fault(one, has_no_peers=world_size == 1) for one in standing}
     waiting = [one for one in standing if not faults[one.rank]]
-    suspects = [_named(one, faults[one.rank]) for one in standing if faults[one.rank]]
+    suspects = [_make_finding(one, faults[one.rank]) for one in standing if faults[one.rank]]
     if suspects:
-        return Blame(tuple(suspects), tuple(_named(one, _waiting(one)) for one in waiting))
-    groups = _groups(waiting)
+        return HangDiagnosis(
+            tuple(suspects), tuple(_make_finding(one, _describe_wait(one)) for one in waiting)
+        )
+    groups = _group_by_collective(waiting)
     if len(groups) > 1:
-        return _of_groups(groups)
-    victims = tuple(_named(one, _waiting(one)) for one in waiting)
-    return Blame((), victims, elsewhere=bool(victims) and len(evidence) < world_size)
+        return _diagnose_groups(groups)
+    victims = tuple(_make_finding(one, _describe_wait(one)) for one in waiting)
+    return HangDiagnosis((), victims, waits_for_other_node=bool(victims) and len(evidence) < world_size)
 
 
-def sentence(found: Blame) -> str:
+def describe_diagnosis(diagnosis: HangDiagnosis) -> str:
     """Say it for people: suspects with their reasons, then who waits for them."""
-    if found.suspects:
-        told = "; ".join(f"rank {one.rank} {one.reason}" for one in found.suspects)
-        return told + (f". {_ranks(found.victims)} for it" if found.victims else "")
-    if found.elsewhere:
-        return f"{_ranks(found.victims)} for a rank of another node: {found.victims[0].reason}"
-    if found.victims:
+    if diagnosis.suspects:
+        told = "; ".join(f"rank {one.rank} {one.reason}" for one in diagnosis.suspects)
+        return told + (f". {_describe_waiting_ranks(diagnosis.victims)} for it" if diagnosis.victims else "")
+    if diagnosis.waits_for_other_node:
+        return f"{_describe_waiting_ranks(diagnosis.victims)} for a rank of another node: {diagnosis.victims[0].reason}"
+    if diagnosis.victims:
         return (
-            f"all ranks wait in the same collective, and none is missing ({found.victims[0].reason}): "
+            f"all ranks wait in the same collective, and none is missing ({diagnosis.victims[0].reason}): "
             "look at the network between them"
         )
     return "no rank can be named"
 
 
-def _ranks(named: Sequence[Named] | Sequence[Evidence]) -> str:
+def _describe_waiting_ranks(named: Sequence[RankFinding] | Sequence[RankEvidence]) -> str:
     listed = ", ".join(str(one.rank) for one in named)
     return f"rank {listed} waits" if len(named) == 1 else f"ranks {listed} wait"
 
 
-def _named(one: Evidence, reason: str) -> Named:
-    return Named(one.rank, one.local_rank, reason)
+def _make_finding(one: RankEvidence, reason: str) -> RankFinding:
+    return RankFinding(one.rank, one.local_rank, reason)
 
 
-def _own_fault(one: Evidence, *, alone: bool) -> str:
+def _describe_own_fault(one: RankEvidence, *, has_no_peers: bool) -> str:
     """Why a rank cannot be waiting for others; empty where it does. ``alone``: there are none."""
-    at = users_frame(one.frames)
+    at = innermost_user_frame(one.frames)
     where = f" at {at}" if at else ""
-    if one.state in {"", "Z", "X"}:
+    if one.process_state in {"", "Z", "X"}:
         return "has ended, while others of its generation go on"
-    if one.state in {"T", "t"}:
-        by = "by a signal (SIGSTOP)" if one.state == "T" else "by a debugger"
+    if one.process_state in {"T", "t"}:
+        by = "by a signal (SIGSTOP)" if one.process_state == "T" else "by a debugger"
         return f"is stopped {by}{where}"
-    if one.state == "D":
-        sleeps = f" ({one.sleeps_in})" if one.sleeps_in else ""
+    if one.process_state == "D":
+        sleeps = f" ({one.kernel_function})" if one.kernel_function else ""
         return f"sleeps in the kernel{sleeps} and cannot be woken: a disk or a device hangs{where}"
-    if not alone and waits(one):
+    if not has_no_peers and waits_in_collective(one):
         return ""
-    if one.rests:
+    if one.is_finished:
         return f"has done its last step, and is{where or ' still there'}"
-    if one.answered is False:
+    if one.python_responded is False:
         main = f" (its main thread is{where})" if where else ""
         return f"does not let its Python run: native code of one of its threads holds the GIL{main}"
     doing = {
         DATA: "waits for data",
         BACKWARD: "is in backward()",
         OPTIMIZER: "is in the optimizer's step",
-    }.get(kind_of(one.frames), "stands still")
-    busy = f", using {one.cpu_share:.0%} of a core" if one.cpu_share >= _IDLE_SHARE else ""
+    }.get(classify_frames(one.frames), "stands still")
+    busy = f", using {one.cpu_share:.0%} of a core" if one.cpu_share >= _IDLE_CPU_SHARE else ""
     return f"{doing}{where}{busy}"
 
 
-def _waiting(one: Evidence) -> str:
-    what = f"in {one.pending[0]}" if one.pending else "in a collective"
-    at = users_frame(one.frames)
+def _describe_wait(one: RankEvidence) -> str:
+    what = f"in {one.pending_collectives[0]}" if one.pending_collectives else "in a collective"
+    at = innermost_user_frame(one.frames)
     return f"waits {what}" + (f" at {at}" if at else "")
 
 
-def _groups(waiting: Sequence[Evidence]) -> list[list[Evidence]]:
+def _group_by_collective(waiting: Sequence[RankEvidence]) -> list[list[RankEvidence]]:
     """Put those together that wait in the same collective; the largest group first."""
-    known = all(one.pending for one in waiting)
-    found: dict[Hashable, list[Evidence]] = {}
+    known = all(one.pending_collectives for one in waiting)
+    found: dict[Hashable, list[RankEvidence]] = {}
     for one in waiting:
-        at = users_frame(one.frames)
-        call: Hashable = one.pending[0] if known and one.pending else (one.step, one.collectives, at)
+        at = innermost_user_frame(one.frames)
+        call: Hashable = (
+            one.pending_collectives[0]
+            if known and one.pending_collectives
+            else (one.step, one.num_collectives, at)
+        )
         found.setdefault(call, []).append(one)
     return sorted(found.values(), key=len, reverse=True)
 
 
-def _of_groups(groups: Sequence[Sequence[Evidence]]) -> Blame:
+def _diagnose_groups(groups: Sequence[Sequence[RankEvidence]]) -> HangDiagnosis:
     """Tell those who are right from those who are not, where ranks wait in different collectives."""
     most = [group for group in groups if len(group) == len(groups[0])]
     rest = [group for group in groups if len(group) < len(groups[0])]
     if len(most) > 1:
         # As many wait here as there: those that have begun fewer collectives keep the others waiting.
-        progress = [_progress(group[0]) for group in most]
+        progress = [_progress_key(group[0]) for group in most]
         if len(set(progress)) == 1:
             everybody = [one for group in groups for one in group]
-            return Blame(tuple(_named(one, f"{_waiting(one)}, others elsewhere") for one in everybody))
+            return HangDiagnosis(
+                tuple(_make_finding(one, f"{_describe_wait(one)}, others elsewhere") for one in everybody)
+            )
         ahead = max(range(len(most)), key=lambda index: progress[index])
         rest += [group for index, group in enumerate(most) if index != ahead]
         most = [most[ahead]]
     right = most[0]
-    told = f"and {_ranks(right)} {_waiting(right[0]).removeprefix('waits ')}"
+    told = f"and {_describe_waiting_ranks(right)} {_describe_wait(right[0]).removeprefix('waits ')}"
     suspects = [
-        _named(one, f"{_waiting(one)}, {told}: it left out a collective, or called one too many")
+        _make_finding(one, f"{_describe_wait(one)}, {told}: it left out a collective, or called one too many")
         for group in rest
         for one in group
     ]
-    return Blame(tuple(suspects), tuple(_named(one, _waiting(one)) for one in right))
+    return HangDiagnosis(tuple(suspects), tuple(_make_finding(one, _describe_wait(one)) for one in right))
 
 
-def _progress(one: Evidence) -> tuple[int, int]:
-    return (one.pending[0].number if one.pending else one.collectives, one.step)
+def _progress_key(one: RankEvidence) -> tuple[int, int]:
+    return (
+        one.pending_collectives[0].sequence_number if one.pending_collectives else one.num_collectives,
+        one.step,
+    )

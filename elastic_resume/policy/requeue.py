@@ -18,37 +18,37 @@ from elastic_resume import constants
 from elastic_resume.events import Event
 
 # How often a job is started again after a life without a new step, before it is left to people.
-MAX_IDLE_RESTARTS = 3
+MAX_STARTS_WITHOUT_PROGRESS = 3
 # For what neither takes: the signals' way, goodbyes, the request itself.
-SLACK_S = 5.0
-TOLD_TO_END = "the scheduler has been told to end or to requeue it"
+SIGNAL_SLACK_S = 5.0
+SCHEDULER_ENDS_JOB = "the scheduler has been told to end or to requeue it"
 
 
-class End(Enum):
+class AgentEnd(Enum):
     """How this agent came to its end."""
 
     DONE = "done"
-    AT_FAULT = "at fault"
-    LOST = "lost"  # no world can be formed any more; other nodes may have one
-    LEFT = "left"  # this node is unfit; the others go on
+    DETERMINISTIC_FAILURE = "at fault"
+    NO_QUORUM = "lost"  # no world can be formed any more; other nodes may have one
+    NODE_UNFIT = "left"  # this node is unfit; the others go on
     INTERRUPTED = "interrupted"  # SIGINT, SIGHUP, SIGQUIT: somebody at a keyboard
     TERMINATED = "terminated"  # SIGTERM, which tells nothing of who sent it
-    NOTICE = "notice"  # told ahead of time that the end will come
+    PREEMPTION_NOTICE = "notice"  # told ahead of time that the end will come
     DEADLINE = "deadline"  # the time limit is near
 
 
-class Word(Enum):
+class TerminationReason(Enum):
     """What the scheduler says of a job whose processes got SIGTERM."""
 
-    NONE = "nothing"  # it cannot be asked, or does not answer
+    UNKNOWN = "nothing"  # it cannot be asked, or does not answer
     RUNNING = "running"  # and knows of no reason to end it
     PREEMPTED = "preempted"
     TIME_LIMIT = "time limit"
-    ENDING = "ending"  # cancelled, or requeued by somebody else
+    JOB_ENDING = "ending"  # cancelled, or requeued by somebody else
 
 
 @dataclass(frozen=True)
-class Facts:
+class RequeueFacts:
     """What the decision is made from.
 
     ``idle`` is how many lives in a row have brought no new step, this one included, as far as this node
@@ -57,19 +57,19 @@ class Facts:
     what ended this node was meant for it alone. ``other`` names another program that requeues.
     """
 
-    end: End
-    word: Word = Word.NONE
+    end: AgentEnd
+    termination_reason: TerminationReason = TerminationReason.UNKNOWN
     scheduler: str = "slurm"
-    idle: int = 0
-    only_here: bool = False
-    mine: bool = True
-    alone: bool = False
-    other: str = ""
-    scontrol: bool = True
-    off: bool = False
+    starts_without_progress: int = 0
+    is_single_node: bool = False
+    is_requester: bool = True
+    only_this_node_ends: bool = False
+    other_requeuer: str = ""
+    has_scontrol: bool = True
+    is_disabled: bool = False
 
 
-def margin_s(grace_s: float, commit_s: float, life_s: float) -> float:
+def drain_margin_s(grace_s: float, commit_s: float, time_to_limit_s: float) -> float:
     """How long before its time limit a node is drained.
 
     All nodes of a job work it out, each for itself, and shall begin together: what a commit takes differs a
@@ -84,10 +84,10 @@ def margin_s(grace_s: float, commit_s: float, life_s: float) -> float:
     commit = 10.0
     while commit < min(2 * commit_s, 3600.0):  # all nodes may write to one disk then
         commit *= 2
-    return min(grace_s + commit + SLACK_S, max(0.0, life_s) // 2)
+    return min(grace_s + commit + SIGNAL_SLACK_S, max(0.0, time_to_limit_s) // 2)
 
 
-def idle_lives(events: Iterable[Event], restarts: int) -> int:
+def count_starts_without_progress(events: Iterable[Event], restarts: int) -> int:
     """How many lives in a row have finished no new step on this node, the last included.
 
     Args:
@@ -108,100 +108,121 @@ def idle_lives(events: Iterable[Event], restarts: int) -> int:
     return min(idle, restarts + 1)
 
 
-class Action(Enum):
+class RequeueAction(Enum):
     """What is done: ``TELL`` leaves it to who reads the exit code."""
 
     REQUEUE = "requeue"
-    TELL = "exit code"
-    OVER = "over"  # this node's part is; the others' is not
-    LEAVE = "leave alone"
+    EXIT_CODE = "exit code"
+    NODE_DONE = "over"  # this node's part is; the others' is not
+    LEAVE_ALONE = "leave alone"
 
 
 @dataclass(frozen=True)
-class Decision:
+class RequeueDecision:
     """What to do, and why, in words that end a sentence."""
 
-    action: Action
-    why: str
+    action: RequeueAction
+    reason: str
 
-    def exit_code(self, otherwise: int) -> int:
+    def exit_code(self, default: int) -> int:
         """Give the exit code of an agent that would end with ``otherwise`` were there no requeue."""
-        if self.action is Action.OVER:
-            return constants.EXIT_DONE
-        return otherwise if self.action is Action.LEAVE else constants.EXIT_REQUEUE
+        if self.action is RequeueAction.NODE_DONE:
+            return constants.EXIT_SUCCESS
+        return default if self.action is RequeueAction.LEAVE_ALONE else constants.EXIT_REQUEUE
 
 
-def decide(facts: Facts) -> Decision:
+def decide_requeue(facts: RequeueFacts) -> RequeueDecision:
     """Decide about one end of one agent."""
-    told = _part_of_a_job(facts) or _not_at_all(facts) or _by_others(facts)
-    return told or Decision(Action.REQUEUE, _cause(facts))
+    told = _decide_for_single_node(facts) or _decide_against(facts) or _decide_left_to_others(facts)
+    return told or RequeueDecision(RequeueAction.REQUEUE, _describe_cause(facts))
 
 
-def _part_of_a_job(facts: Facts) -> Decision | None:
+def _decide_for_single_node(facts: RequeueFacts) -> RequeueDecision | None:
     """Whether this node's end says nothing of the job's.
 
     srun gives the highest exit code of all nodes, however long ago a node left: with 75 a job would be queued
     again whose other nodes have finished it. Not where this node speaks for all: it may be the last.
     """
-    if facts.scheduler != "slurm" or facts.only_here or facts.mine:
+    if facts.scheduler != "slurm" or facts.is_single_node or facts.is_requester:
         return None
-    if facts.word is Word.ENDING or facts.end not in {End.LEFT, End.NOTICE}:
+    if facts.termination_reason is TerminationReason.JOB_ENDING or facts.end not in {
+        AgentEnd.NODE_UNFIT,
+        AgentEnd.PREEMPTION_NOTICE,
+    }:
         return None
-    if facts.end is End.LEFT or facts.alone:
-        return Decision(Action.OVER, "the other nodes of the job go on")
-    return Decision(Action.OVER, "the node of rank 0 asks for the requeue, if all were told")
+    if facts.end is AgentEnd.NODE_UNFIT or facts.only_this_node_ends:
+        return RequeueDecision(RequeueAction.NODE_DONE, "the other nodes of the job go on")
+    return RequeueDecision(
+        RequeueAction.NODE_DONE, "the node of rank 0 asks for the requeue, if all were told"
+    )
 
 
-def _not_at_all(facts: Facts) -> Decision | None:
+def _decide_against(facts: RequeueFacts) -> RequeueDecision | None:
     """Why the job is not to be run again, as far as this node can say."""
     plain = {
-        End.DONE: "the job is done",
-        End.AT_FAULT: "the job is at fault and would end like this again",
-        End.INTERRUPTED: "somebody interrupted it",
+        AgentEnd.DONE: "the job is done",
+        AgentEnd.DETERMINISTIC_FAILURE: "the job is at fault and would end like this again",
+        AgentEnd.INTERRUPTED: "somebody interrupted it",
     }
     if facts.end in plain:
-        return Decision(Action.LEAVE, plain[facts.end])
-    if facts.word is Word.ENDING:
-        return Decision(Action.LEAVE, TOLD_TO_END)
-    if facts.end is End.TERMINATED and facts.word not in {Word.PREEMPTED, Word.TIME_LIMIT}:
-        if facts.scheduler == "slurm" and not (facts.mine or facts.only_here):
-            return Decision(Action.LEAVE, "the node of rank 0 asks Slurm why SIGTERM came")
-        return Decision(Action.LEAVE, "whoever sent SIGTERM decides whether it is to be run again")
-    others_go_on = facts.end is End.LEFT and not facts.only_here
-    if facts.idle > MAX_IDLE_RESTARTS and not others_go_on:
-        return Decision(Action.LEAVE, f"it has lived {facts.idle} times without a new step")
+        return RequeueDecision(RequeueAction.LEAVE_ALONE, plain[facts.end])
+    if facts.termination_reason is TerminationReason.JOB_ENDING:
+        return RequeueDecision(RequeueAction.LEAVE_ALONE, SCHEDULER_ENDS_JOB)
+    if facts.end is AgentEnd.TERMINATED and facts.termination_reason not in {
+        TerminationReason.PREEMPTED,
+        TerminationReason.TIME_LIMIT,
+    }:
+        if facts.scheduler == "slurm" and not (facts.is_requester or facts.is_single_node):
+            return RequeueDecision(
+                RequeueAction.LEAVE_ALONE, "the node of rank 0 asks Slurm why SIGTERM came"
+            )
+        return RequeueDecision(
+            RequeueAction.LEAVE_ALONE, "whoever sent SIGTERM decides whether it is to be run again"
+        )
+    others_go_on = facts.end is AgentEnd.NODE_UNFIT and not facts.is_single_node
+    if facts.starts_without_progress > MAX_STARTS_WITHOUT_PROGRESS and not others_go_on:
+        return RequeueDecision(
+            RequeueAction.LEAVE_ALONE,
+            f"it has lived {facts.starts_without_progress} times without a new step",
+        )
     return None
 
 
-def _by_others(facts: Facts) -> Decision | None:
+def _decide_left_to_others(facts: RequeueFacts) -> RequeueDecision | None:
     """Why it is not this node that asks the scheduler."""
-    if facts.end in {End.LOST, End.LEFT} and not facts.only_here:
-        return Decision(Action.TELL, "other nodes of the job may go on")
-    if facts.other:
-        return Decision(Action.TELL, f"{facts.other} requeues it")
-    if facts.off:
-        return Decision(Action.TELL, "--requeue is off")
+    if facts.end in {AgentEnd.NO_QUORUM, AgentEnd.NODE_UNFIT} and not facts.is_single_node:
+        return RequeueDecision(RequeueAction.EXIT_CODE, "other nodes of the job may go on")
+    if facts.other_requeuer:
+        return RequeueDecision(RequeueAction.EXIT_CODE, f"{facts.other_requeuer} requeues it")
+    if facts.is_disabled:
+        return RequeueDecision(RequeueAction.EXIT_CODE, "--requeue is off")
     if facts.scheduler != "slurm":
-        return Decision(Action.TELL, "who started this agent sees by its exit code that it is to run again")
-    if not facts.only_here and facts.alone:
-        return Decision(Action.TELL, "the other nodes of the job go on")
-    if not facts.only_here and not facts.mine:
-        return Decision(Action.TELL, "the node of rank 0 asks for the requeue")
-    if not facts.scontrol:
-        return Decision(
-            Action.TELL,
+        return RequeueDecision(
+            RequeueAction.EXIT_CODE, "who started this agent sees by its exit code that it is to run again"
+        )
+    if not facts.is_single_node and facts.only_this_node_ends:
+        return RequeueDecision(RequeueAction.EXIT_CODE, "the other nodes of the job go on")
+    if not facts.is_single_node and not facts.is_requester:
+        return RequeueDecision(RequeueAction.EXIT_CODE, "the node of rank 0 asks for the requeue")
+    if not facts.has_scontrol:
+        return RequeueDecision(
+            RequeueAction.EXIT_CODE,
             "there is no scontrol here: the batch script has to requeue the job, as exit code "
             f"{constants.EXIT_REQUEUE} tells it",
         )
     return None
 
 
-def _cause(facts: Facts) -> str:
-    if facts.end is End.TERMINATED:
-        return "it is preempted" if facts.word is Word.PREEMPTED else "its time limit is reached"
+def _describe_cause(facts: RequeueFacts) -> str:
+    if facts.end is AgentEnd.TERMINATED:
+        return (
+            "it is preempted"
+            if facts.termination_reason is TerminationReason.PREEMPTED
+            else "its time limit is reached"
+        )
     return {
-        End.NOTICE: "a signal told ahead of time that it will end",
-        End.DEADLINE: "its time limit is near",
-        End.LOST: "no world can be formed any more",
-        End.LEFT: "this node left",
+        AgentEnd.PREEMPTION_NOTICE: "a signal told ahead of time that it will end",
+        AgentEnd.DEADLINE: "its time limit is near",
+        AgentEnd.NO_QUORUM: "no world can be formed any more",
+        AgentEnd.NODE_UNFIT: "this node left",
     }[facts.end]

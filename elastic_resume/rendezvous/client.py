@@ -17,121 +17,121 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from elastic_resume.errors import ConfigError, GaveUpError, RendezvousLostError
+from elastic_resume.errors import ConfigError, JobFailedError, RendezvousLostError
 from elastic_resume.policy.divergence import Digest, is_digest
 from elastic_resume.policy.failure_classification import Failure
-from elastic_resume.rendezvous.config import Terms
+from elastic_resume.rendezvous.config import RendezvousConfig
 from elastic_resume.rendezvous.core.events import (
-    BeginWorld,
-    Digested,
+    DeliverPeerStatus,
     Effect,
+    EmitEvent,
     EndJob,
     GiveUp,
-    Heard,
     JobFailed,
     JoinRequested,
+    KillWorkers,
     Leave,
-    Log,
-    ReplicasDiffer,
+    ReportDivergence,
     RestartWorkers,
-    StopWorkers,
-    Telling,
+    StartWorkers,
+    StateDigested,
+    StatusPublished,
     WorkerFailed,
     WorkersFinished,
 )
-from elastic_resume.rendezvous.core.messages import Diverged, Join, Print
-from elastic_resume.rendezvous.core.node import Agent
+from elastic_resume.rendezvous.core.messages import JoinSpec, ReplicasDiverged, StateDigest
+from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
-from elastic_resume.rendezvous.core.status import Pulse
-from elastic_resume.rendezvous.endpoint import Seat
-from elastic_resume.rendezvous.net.durable_state import Record
-from elastic_resume.rendezvous.net.server import Shell
-from elastic_resume.rendezvous.status_view import View
+from elastic_resume.rendezvous.core.status import NodeStatus
+from elastic_resume.rendezvous.endpoint import ListenEndpoint
+from elastic_resume.rendezvous.net.durable_state import DurableStateFile
+from elastic_resume.rendezvous.net.server import RendezvousThread
+from elastic_resume.rendezvous.status_view import RendezvousStatus
 
-LINGER_S = 2.0
+SHUTDOWN_TIMEOUT_S = 2.0
 """How long a node that ends the job for all waits at least for its leader's word that all have been told."""
-GOODBYE_S = 3.0
+LEAVE_TIMEOUT_S = 3.0
 """How long a node that leaves looks for somebody to say goodbye to."""
-LOOK_S = 1.0
+LIVENESS_CHECK_S = 1.0
 """Between two looks whether the shell still lives, while nothing happens."""
 
 
-class Fence(Protocol):
+class WorkerLease(Protocol):
     """Until when workers may run, for those who watch them."""
 
     def set(self, until: float) -> None:
         """Set CLOCK_BOOTTIME seconds; infinite: without end; minus infinite: not at all."""
 
 
-class JobOver(Exception):  # noqa: N818 - not an error
+class JobCompleted(Exception):  # noqa: N818 - not an error
     """The job is done on every node; this one had no part in its end."""
 
 
-class Member:
+class RendezvousClient:
     """One agent's place in one job."""
 
     def __init__(
         self,
-        terms: Terms,
-        seat: Seat,
+        config: RendezvousConfig,
+        listen_endpoint: ListenEndpoint,
         *,
         node: str,
-        record: Record,
-        seen: int,
-        fence: Fence,
-        tell: Callable[[Log], None],
-        hear: Callable[[Heard], None] = lambda _: None,
-        show: Callable[[View], bytes] | None = None,
+        state_file: DurableStateFile,
+        max_generation: int,
+        lease: WorkerLease,
+        on_log: Callable[[EmitEvent], None],
+        on_peer_status: Callable[[DeliverPeerStatus], None] = lambda _: None,
+        render_status: Callable[[RendezvousStatus], bytes] | None = None,
     ) -> None:
         """``seen`` is the greatest generation this node knows of; ``tell`` may block.
 
         ``hear`` gets what other nodes tell people, and must not block; ``show`` answers those who look how
         the job stands (`Shell`).
         """
-        self.run_id = terms.run_id
+        self.run_id = config.run_id
         self.node = node
-        self._fence = fence
-        self._hear = hear
-        self._lone = terms.alone
+        self._lease = lease
+        self._on_peer_status = on_peer_status
+        self._single_node = config.single_node
         # A leader that has fallen silent is noticed after a node timeout; the next may have to be found.
-        self._linger_s = max(LINGER_S, 2 * terms.node_timeout_s + 1)
-        self._is_heard = True  # of the shell's thread
-        self._change = threading.Condition()
-        self._world: BeginWorld | None = None
-        self._restart = ""
-        self._over: EndJob | GiveUp | None = None
-        self._news: queue.SimpleQueue[Log | ReplicasDiffer | None] = queue.SimpleQueue()
-        self._differ: Callable[[Diverged], None] = lambda _: None
-        self._undone = 0
+        self._end_timeout_s = max(SHUTDOWN_TIMEOUT_S, 2 * config.node_timeout_s + 1)
+        self._can_announce_leave = True  # of the shell's thread
+        self._condition = threading.Condition()
+        self._world: StartWorkers | None = None
+        self._restart_reason = ""
+        self._outcome: EndJob | GiveUp | None = None
+        self._callback_queue: queue.SimpleQueue[EmitEvent | ReportDivergence | None] = queue.SimpleQueue()
+        self._on_divergence: Callable[[ReplicasDiverged], None] = lambda _: None
+        self._unhandled_divergences = 0
         """So many times replicas were found to differ, and what follows here is not done."""
-        self._teller = threading.Thread(
-            target=self._hand_on, args=(tell,), name="elastic-resume-news", daemon=True
+        self._callback_thread = threading.Thread(
+            target=self._run_callbacks, args=(on_log,), name="elastic-resume-callbacks", daemon=True
         )
-        me = Incarnation(node, secrets.token_hex(8), seat.address, seat.candidate)
-        settings = terms.settings(seat.address)
-        self.address = seat.address
+        me = Incarnation(node, secrets.token_hex(8), listen_endpoint.address, listen_endpoint.candidate_index)
+        settings = config.settings(listen_endpoint.address)
+        self.address = listen_endpoint.address
         self.candidates = settings.candidates
-        self._shell = Shell(
+        self._server = RendezvousThread(
             settings,
             me,
-            listener=seat.listener,
-            run_id=terms.run_id,
-            token=terms.token,
-            record=record,
-            carry_out=self._carry_out,
-            watch=self._watch,
-            seen=seen,
-            show=show,
+            listener=listen_endpoint.listener,
+            run_id=config.run_id,
+            token=config.token,
+            state_file=state_file,
+            on_effect=self._handle_effect,
+            on_core_change=self._update_lease,
+            max_generation=max_generation,
+            render_status=render_status,
         )
 
     def start(self) -> None:
         """Take the place: listen, and look for the others."""
-        self._teller.start()
-        self._shell.start()
+        self._callback_thread.start()
+        self._server.start()
 
     # ---- torchelastic's thread -----------------------------------------------------------------------
 
-    def join(self, join: Join) -> BeginWorld:
+    def join(self, request: JoinSpec) -> StartWorkers:
         """Wait for a world with this node in it. Its workers must be dead.
 
         Raises:
@@ -141,91 +141,95 @@ class Member:
             RendezvousLostError: no world formed in time.
 
         """
-        with self._change:
+        with self._condition:
             while True:
-                self._world, self._restart = None, ""
-                self._wait_until_done()
-                self._shell.submit(JoinRequested(join))
-                world = self._next_world()
-                self._wait_until_done()
-                if not self.restart_wanted:
+                self._world, self._restart_reason = None, ""
+                self._wait_for_divergence_handling()
+                self._server.submit(JoinRequested(request))
+                world = self._wait_for_world()
+                self._wait_for_divergence_handling()
+                if not self.restart_requested:
                     return world
 
-    def check(self) -> None:
+    def raise_if_over(self) -> None:
         """Raise what `join` would, if the job or this place is over."""
-        self._raise_if_over()
+        self._raise_outcome()
 
-    def _next_world(self) -> BeginWorld:
+    def _wait_for_world(self) -> StartWorkers:
         while True:
-            self._raise_if_over()
+            self._raise_outcome()
             if self._world is not None:
                 return self._world
-            self._wait()
+            self._wait_for_change()
 
-    def _wait_until_done(self) -> None:
+    def _wait_for_divergence_handling(self) -> None:
         """Wait until nothing is to be done any more about replicas that differ."""
-        while self._undone and self._teller.is_alive():
-            self._raise_if_over()
-            self._wait()
+        while self._unhandled_divergences and self._callback_thread.is_alive():
+            self._raise_outcome()
+            self._wait_for_change()
 
     @property
-    def restart_wanted(self) -> bool:
+    def restart_requested(self) -> bool:
         """Whether the running world is over: stop the workers, and `join` again."""
-        return bool(self._restart) or self._over is not None or not self._shell.alive
+        return bool(self._restart_reason) or self._outcome is not None or not self._server.is_alive
 
     @property
-    def why_restart(self) -> str:
+    def restart_reason(self) -> str:
         """Why the last world ended, as far as others caused it; empty when own workers did."""
-        return self._restart
+        return self._restart_reason
 
-    def finish(self) -> None:
+    def finish_and_wait(self) -> None:
         """Say that this node's workers have succeeded; return when the job is over."""
-        self._shell.submit(WorkersFinished())
-        with self._change:
-            if self._over is None:
-                self._wait()
-            if self._over is None:
-                self._news.put(Log("through", "this node's workers have finished; waiting for the others'"))
-            while self._over is None:
-                self._wait()
+        self._server.submit(WorkersFinished())
+        with self._condition:
+            if self._outcome is None:
+                self._wait_for_change()
+            if self._outcome is None:
+                self._callback_queue.put(
+                    EmitEvent(
+                        "workers-finished", "this node's workers have finished; waiting for the others'"
+                    )
+                )
+            while self._outcome is None:
+                self._wait_for_change()
 
-    def report(self, generation: int, failure: Failure) -> None:
+    def report_failure(self, generation: int, failure: Failure) -> None:
         """Tell how a worker of this node failed; to be called before `join`, which others wait for."""
-        self._shell.submit(WorkerFailed(generation, failure))
+        self._server.submit(WorkerFailed(generation, failure))
 
-    def pause(self, seconds: float) -> None:
+    def sleep_unless_over(self, duration_s: float) -> None:
         """Wait so long, or until the job is over."""
-        if seconds > 0:
-            with self._change:
-                self._change.wait_for(lambda: self._over is not None, seconds)
+        if duration_s > 0:
+            with self._condition:
+                self._condition.wait_for(lambda: self._outcome is not None, duration_s)
 
-    def fail(self, reason: str) -> None:
+    def fail_job(self, reason: str) -> None:
         """End the job for all nodes; return when they have been told, or could not be."""
-        self._shell.submit(JobFailed(reason))
-        with self._change:
-            self._change.wait_for(lambda: self._over is not None, self._linger_s)
+        self._server.submit(JobFailed(reason))
+        with self._condition:
+            self._condition.wait_for(lambda: self._outcome is not None, self._end_timeout_s)
 
     @property
-    def failure(self) -> str:
+    def job_failure(self) -> str:
         """Why the job was ended for all; empty while it is not, and when it is done."""
-        over = self._over
+        over = self._outcome
         return over.reason if isinstance(over, EndJob) and over.failed else ""
 
     @property
-    def failures(self) -> tuple[Failure, ...]:
+    def worker_failures(self) -> tuple[Failure, ...]:
         """What the leader heard of failures in the last world, told with the job's end."""
-        over = self._over
+        over = self._outcome
         return over.failures if isinstance(over, EndJob) else ()
 
     @property
-    def end(self) -> str:
+    def end_reason(self) -> str:
         """How the job ended, in words; empty while it has not."""
-        over = self._over
+        over = self._outcome
         return over.reason if isinstance(over, EndJob) else ""
 
-    def tell_people(self, pulse: Pulse | None, lines: Sequence[str]) -> None:
+    def send_status(self, status: NodeStatus | None, event_lines: Sequence[str]) -> None:
         """Hand on what this node has to tell, with the next heartbeats; from any thread."""
-        self._shell.submit(Telling(pulse, tuple(lines)))
+        self._server.submit(StatusPublished(status, tuple(event_lines)))
 
     def leave(self, reason: str) -> None:
         """Say goodbye, and end.
@@ -233,41 +237,46 @@ class Member:
         Where the leader has just gone the next one is waited for, or is this agent, whom the others look for:
         without a word they would have to take it for one that may live on behind a cut link.
         """
-        limit = time.monotonic() + GOODBYE_S
-        while self._over is None and not self._is_heard and time.monotonic() < limit and self._shell.alive:
+        limit = time.monotonic() + LEAVE_TIMEOUT_S
+        while (
+            self._outcome is None
+            and not self._can_announce_leave
+            and time.monotonic() < limit
+            and self._server.is_alive
+        ):
             time.sleep(0.01)
-        if self._over is None:
-            self._shell.submit(Leave(reason))
+        if self._outcome is None:
+            self._server.submit(Leave(reason))
         self.close()
 
     def close(self) -> None:
         """Give the place up."""
-        self._shell.stop()
-        self._fence.set(-math.inf)
-        self._news.put(None)
-        if self._teller.is_alive():
-            self._teller.join(LINGER_S)
+        self._server.stop()
+        self._lease.set(-math.inf)
+        self._callback_queue.put(None)
+        if self._callback_thread.is_alive():
+            self._callback_thread.join(SHUTDOWN_TIMEOUT_S)
 
-    def _wait(self) -> None:
+    def _wait_for_change(self) -> None:
         # A signal's handler runs in between and may raise.
-        self._change.wait(LOOK_S)
-        if self._over is None and not self._shell.alive:
-            self._over = GiveUp("its own thread ended, which is an error of elastic_resume")
+        self._condition.wait(LIVENESS_CHECK_S)
+        if self._outcome is None and not self._server.is_alive:
+            self._outcome = GiveUp("its own thread ended, which is an error of elastic_resume")
 
-    def _raise_if_over(self) -> None:
-        over = self._over
+    def _raise_outcome(self) -> None:
+        over = self._outcome
         if isinstance(over, EndJob):
-            raise GaveUpError(over.reason) if over.failed else JobOver(over.reason)
+            raise JobFailedError(over.reason) if over.failed else JobCompleted(over.reason)
         if isinstance(over, GiveUp):
-            raise ConfigError(over.reason) if over.final else RendezvousLostError(over.reason)
+            raise ConfigError(over.reason) if over.is_permanent else RendezvousLostError(over.reason)
 
     # ---- replicas: any thread --------------------------------------------------------------------------
 
-    def compare(self, differ: Callable[[Diverged], None]) -> None:
+    def set_divergence_handler(self, handler: Callable[[ReplicasDiverged], None]) -> None:
         """Have ``differ`` called in the third thread when replicas differ; `join` waits until it is done."""
-        self._differ = differ
+        self._on_divergence = handler
 
-    def tell_print(self, generation: int, step: int, digest: str) -> None:
+    def send_digest(self, generation: int, step: int, digest: str) -> None:
         """Tell how this node's state looked after that step; from any thread.
 
         A heartbeat carries one: of those since the last the one that is `rounder`.
@@ -278,48 +287,48 @@ class Member:
         """
         if not is_digest(digest):
             raise ValueError(f"not a digest of 32 hexadecimal digits: {digest!r}")
-        self._shell.submit(Digested(Print(generation, step, Digest(digest))))
+        self._server.submit(StateDigested(StateDigest(generation, step, Digest(digest))))
 
     # ---- the shell's thread --------------------------------------------------------------------------
 
-    def _watch(self, agent: Agent) -> None:
+    def _update_lease(self, node: RendezvousNode) -> None:
         """Move the fence before anything else is done about an event."""
-        self._is_heard = agent.is_heard
-        if agent.running is None:
-            self._fence.set(-math.inf)
+        self._can_announce_leave = node.can_announce_leave
+        if node.running_view is None:
+            self._lease.set(-math.inf)
         else:
-            self._fence.set(math.inf if self._lone and agent.leads else agent.fence_at)
+            self._lease.set(math.inf if self._single_node and node.is_leader else node.lease_until)
 
-    def _carry_out(self, effect: Effect) -> None:
-        if isinstance(effect, Log):
-            self._news.put(effect)
+    def _handle_effect(self, effect: Effect) -> None:
+        if isinstance(effect, EmitEvent):
+            self._callback_queue.put(effect)
             return
-        if isinstance(effect, Heard):
-            self._hear(effect)
+        if isinstance(effect, DeliverPeerStatus):
+            self._on_peer_status(effect)
             return
-        with self._change:
-            if isinstance(effect, ReplicasDiffer):
-                self._undone += 1
-                self._news.put(effect)
-            elif isinstance(effect, BeginWorld):
+        with self._condition:
+            if isinstance(effect, ReportDivergence):
+                self._unhandled_divergences += 1
+                self._callback_queue.put(effect)
+            elif isinstance(effect, StartWorkers):
                 self._world = effect
-            elif isinstance(effect, (RestartWorkers, StopWorkers)):
+            elif isinstance(effect, (RestartWorkers, KillWorkers)):
                 if self._world is not None and self._world.generation == effect.generation:
-                    self._restart = effect.reason
+                    self._restart_reason = effect.reason
             elif isinstance(effect, (EndJob, GiveUp)):
-                self._over = effect
-            self._change.notify_all()
+                self._outcome = effect
+            self._condition.notify_all()
 
     # ---- the third -----------------------------------------------------------------------------------
 
-    def _hand_on(self, tell: Callable[[Log], None]) -> None:
-        while (news := self._news.get()) is not None:
-            if isinstance(news, Log):
-                tell(news)
+    def _run_callbacks(self, on_log: Callable[[EmitEvent], None]) -> None:
+        while (news := self._callback_queue.get()) is not None:
+            if isinstance(news, EmitEvent):
+                on_log(news)
                 continue
             try:
-                self._differ(news.told)
+                self._on_divergence(news.divergence)
             finally:
-                with self._change:
-                    self._undone -= 1
-                    self._change.notify_all()
+                with self._condition:
+                    self._unhandled_divergences -= 1
+                    self._condition.notify_all()

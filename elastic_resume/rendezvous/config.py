@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.divergence import RESUME, STOP
+from elastic_resume.policy.divergence import RESUME_FROM_MAJORITY, STOP
 from elastic_resume.rendezvous.core.events import Settings
 from elastic_resume.rendezvous.endpoint import Endpoint, parse_endpoints
-from elastic_resume.rendezvous.net.protocol import read_token
+from elastic_resume.rendezvous.net.protocol import load_token
 from elastic_resume.units import parse_duration
 
 # Keys of --rdzv-conf, and the flags of `elastic-resume run` of the same meaning.
-KEYS = {
+CONF_FLAGS = {
     "node_timeout": "--node-timeout",
     "settle": "--settle",
     "join_timeout": "--join-timeout",
@@ -28,7 +28,7 @@ KEYS = {
 
 
 @dataclass(frozen=True)
-class Terms:
+class RendezvousConfig:
     """The valid terms of one job. ``secret``: the token is the user's, and not made from the job's name."""
 
     run_id: str
@@ -37,23 +37,23 @@ class Terms:
     max_nodes: int
     local_addr: str | None
     token: bytes = field(repr=False)
-    secret: bool
+    has_user_token: bool
     node_timeout_s: float = 3.0  # a tenth of it is the time between heartbeats
-    settle_s: float = 3.0  # at a first start: how long after the last newcomer the world waits for another
+    last_call_s: float = 3.0  # at a first start: how long after the last newcomer the world waits for another
     join_timeout_s: float = 600.0
     on_divergence: str = STOP  # or RESUME; the leader's counts
 
     @classmethod
-    def read(
+    def parse(
         cls,
-        endpoint: str,
+        endpoints: str,
         conf: Mapping[str, Any],
         environ: Mapping[str, str],
         *,
         run_id: str,
-        nodes: tuple[int, int],
+        nnodes: tuple[int, int],
         local_addr: str | None,
-    ) -> Terms:
+    ) -> RendezvousConfig:
         """Read the terms from ``--rdzv-endpoint``, the values by name, and the environment (the token).
 
         Raises:
@@ -61,24 +61,24 @@ class Terms:
 
         """
         for key in conf:
-            if key not in KEYS:
-                near = difflib.get_close_matches(key, KEYS, 1)
+            if key not in CONF_FLAGS:
+                near = difflib.get_close_matches(key, CONF_FLAGS, 1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"--rdzv-conf: unknown key {key}.{hint}")
         given = {key: value for key, value in conf.items() if value is not None}
         path = given.get("token_file")
-        token, secret = read_token(Path(path) if path else None, environ, run_id)
+        token, secret = load_token(Path(path) if path else None, environ, run_id)
         return cls(
             run_id=run_id,
-            endpoints=parse_endpoints(endpoint),
-            min_nodes=nodes[0],
-            max_nodes=nodes[1],
+            endpoints=parse_endpoints(endpoints),
+            min_nodes=nnodes[0],
+            max_nodes=nnodes[1],
             local_addr=local_addr or None,
             token=token,
-            secret=secret,
-            node_timeout_s=_seconds(given, "node_timeout", 3.0, 0.5),
-            settle_s=_seconds(given, "settle", 3.0, 0.0),
-            join_timeout_s=_seconds(given, "join_timeout", 600.0, 1.0),
+            has_user_token=secret,
+            node_timeout_s=_parse_seconds(given, "node_timeout", 3.0, 0.5),
+            last_call_s=_parse_seconds(given, "settle", 3.0, 0.0),
+            join_timeout_s=_parse_seconds(given, "join_timeout", 600.0, 1.0),
         )
 
     def settings(self, own_address: str) -> Settings:
@@ -89,17 +89,17 @@ class Terms:
             min_nodes=self.min_nodes,
             max_nodes=self.max_nodes,
             node_timeout_s=self.node_timeout_s,
-            settle_s=self.settle_s,
+            last_call_s=self.last_call_s,
             join_timeout_s=self.join_timeout_s,
-            alone=self.alone,
-            resume_from_majority=self.on_divergence == RESUME,
+            single_node=self.single_node,
+            resume_from_majority=self.on_divergence == RESUME_FROM_MAJORITY,
         )
 
     @property
-    def alone(self) -> bool:
+    def single_node(self) -> bool:
         """Whether nobody can find this node: a person's or a scheduler's word that there is no other."""
         return self.max_nodes == 1 and not self.endpoints[0].port
 
 
-def _seconds(given: Mapping[str, Any], key: str, default: float, least: float) -> float:
-    return parse_duration(KEYS[key], given.get(key, default), least_s=least, most_s=86400)
+def _parse_seconds(conf: Mapping[str, Any], key: str, default_s: float, minimum_s: float) -> float:
+    return parse_duration(CONF_FLAGS[key], conf.get(key, default_s), min_s=minimum_s, max_s=86400)

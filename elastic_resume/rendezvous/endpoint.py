@@ -33,31 +33,31 @@ from elastic_resume.rendezvous.net import protocol
 
 DEFAULT_PORT = 29400  # torchrun's own
 MAX_ENDPOINTS = 1000
-SAY_AFTER_S = 3.0
-SLOW_ANSWER_S = 10.0
+LOG_LOOKUP_AFTER_S = 3.0
+LOOKUP_TIMEOUT_S = 10.0
 """How long a name without any answer is waited for when others have one: glibc asks twice for 5 s."""
-FQDN_S = 1.0
+FQDN_TIMEOUT_S = 1.0
 """How long this machine's full name is waited for: it matters only where names lead to no interface."""
-PORT_PATIENCE_S = 2.0
+PORT_RETRY_S = 2.0
 """A killed agent of this job may still be dying, an IPv6 address may still be checked for doubles."""
-_PAUSE_S = 0.1
-_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+_POLL_INTERVAL_S = 0.1
+_HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
-_SCOPE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
+_SCOPE_ID = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 
 # ---- names and addresses -----------------------------------------------------------------------------------
 
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-Resolve = Callable[[str], Sequence[str]]
+ResolveFunction = Callable[[str], Sequence[str]]
 
 # A headless service of Kubernetes knows a pod some seconds after its start; more often would be a burden.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
-_DENIED = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+_MIN_RETRY_S, _MAX_RETRY_S = 0.2, 2.0
+_NAME_NOT_FOUND = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 _LOOPBACK_NAME = re.compile(r"localhost[46]?(\.localdomain[46]?)?|ip6-(localhost|loopback)|.+\.localhost")
 
 
-def lookup(name: str) -> list[str]:
+def resolve_name(name: str) -> list[str]:
     """Ask the system for a name's addresses, in its order of preference.
 
     Raises:
@@ -68,7 +68,7 @@ def lookup(name: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def read_address(text: str) -> Address | None:
+def parse_address(text: str) -> Address | None:
     """Read a numeric address; None for a name. An IPv4 address in IPv6 clothes is the IPv4 address."""
     try:
         address = ipaddress.ip_address(text)
@@ -81,159 +81,159 @@ def read_address(text: str) -> Address | None:
 
 def is_loopback_name(name: str) -> bool:
     """Whether a name means the loopback interface on every machine (RFC 6761), and so no machine."""
-    return _LOOPBACK_NAME.fullmatch(_plain(name)) is not None
+    return _LOOPBACK_NAME.fullmatch(_normalize_name(name)) is not None
 
 
-def own_addresses() -> frozenset[Address]:
+def local_addresses() -> frozenset[Address]:
     """Give the addresses of this machine's interfaces."""
     texts = (one.address for each in psutil.net_if_addrs().values() for one in each)
-    return frozenset(_without_scope(found) for text in texts if (found := read_address(text)) is not None)
+    return frozenset(_strip_scope(found) for text in texts if (found := parse_address(text)) is not None)
 
 
-def _without_scope(address: Address) -> Address:
-    return read_address(str(address).partition("%")[0]) or address
+def _strip_scope(address: Address) -> Address:
+    return parse_address(str(address).partition("%")[0]) or address
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return name.lower().rstrip(".")
 
 
 @dataclass(frozen=True)
-class Known:
+class HostTable:
     """What is known of names and of this machine at one moment.
 
     ``found`` holds what a name stands for, ``denied`` the names of which it was said that there are none;
     of a name in neither nothing is known yet. ``own_names`` are plain: lower case, no dot at the end.
     """
 
-    found: Mapping[str, tuple[Address, ...]]
-    denied: frozenset[str]
-    own_names: frozenset[str]
-    own_addresses: frozenset[Address]
-    fqdn_known: bool = True
+    addresses: Mapping[str, tuple[Address, ...]]
+    nonexistent: frozenset[str]
+    local_names: frozenset[str]
+    local_addresses: frozenset[Address]
+    is_fqdn_known: bool = True
 
-    def is_own(self, address: Address) -> bool:
+    def is_local_address(self, address: Address) -> bool:
         """Whether an address is this machine's. All of 127.0.0.0/8 is, though an interface shows but one."""
-        return address.is_loopback or _without_scope(address) in self.own_addresses
+        return address.is_loopback or _strip_scope(address) in self.local_addresses
 
-    def is_own_name(self, name: str) -> bool:
+    def is_local_name(self, name: str) -> bool:
         """Whether a name is this machine's own.
 
         A short form of the full name counts (Kubernetes: ``job-0.svc`` of ``job-0.svc.ns.svc.cluster.local``)
         unless it is known to lead elsewhere.
         """
-        plain = _plain(name)
-        if plain in self.own_names:
+        plain = _normalize_name(name)
+        if plain in self.local_names:
             return True
-        elsewhere = any(not one.is_loopback for one in self.found.get(name, ()))
-        return not elsewhere and any(own.startswith(plain + ".") for own in self.own_names)
+        elsewhere = any(not one.is_loopback for one in self.addresses.get(name, ()))
+        return not elsewhere and any(own.startswith(plain + ".") for own in self.local_names)
 
-    def resembles_own_name(self, name: str) -> bool:
+    def resembles_local_name(self, name: str) -> bool:
         """Whether a name begins as this machine's: until it resolves, nobody can tell whose it is."""
-        first = _plain(name).partition(".")[0]
-        return any(own.partition(".")[0] == first for own in self.own_names)
+        first = _normalize_name(name).partition(".")[0]
+        return any(own.partition(".")[0] == first for own in self.local_names)
 
-    def meant(self, host: str) -> frozenset[Address]:
+    def expand_host(self, host: str) -> frozenset[Address]:
         """Give the addresses that a host stands for, seen from anywhere; none when that is not known.
 
         Debian maps a machine's own name to 127.0.1.1, and behind NAT it leads to the gate: where the own
         name gives none of the machine's addresses, it stands for all of them.
         """
-        address = read_address(host)
+        address = parse_address(host)
         if address is not None:
-            return frozenset({_without_scope(address)})
-        found = frozenset(_without_scope(one) for one in self.found.get(host, ()))
-        outer = frozenset(one for one in self.own_addresses if not one.is_loopback)
-        return found | outer if self.is_own_name(host) and not found & outer else found
+            return frozenset({_strip_scope(address)})
+        found = frozenset(_strip_scope(one) for one in self.addresses.get(host, ()))
+        outer = frozenset(one for one in self.local_addresses if not one.is_loopback)
+        return found | outer if self.is_local_name(host) and not found & outer else found
 
 
-class Lookups:
+class BackgroundResolver:
     """Looks up names, all at once, from `start` to `stop`."""
 
-    def __init__(self, names: Iterable[str], resolve: Resolve = lookup) -> None:
+    def __init__(self, names: Iterable[str], resolve: ResolveFunction = resolve_name) -> None:
         """``resolve`` is called in threads, any number of times; OSError means not now."""
         self._names = list(dict.fromkeys(names))
         self._resolve = resolve
-        self._change = threading.Condition()
+        self._condition = threading.Condition()
         self._stopped = threading.Event()
-        self._found: dict[str, tuple[Address, ...]] = {}
-        self._denied: set[str] = set()
-        self._own_names = {_plain(socket.gethostname())}
+        self._addresses: dict[str, tuple[Address, ...]] = {}
+        self._nonexistent: set[str] = set()
+        self._local_names = {_normalize_name(socket.gethostname())}
         self._fqdn_known = not self._names  # where there are only numbers nothing is compared with it
 
     def start(self) -> None:
         """Start to ask."""
         if self._names:
-            _in_thread(self._ask_fqdn)
+            _start_daemon_thread(self._resolve_fqdn)
         for name in self._names:
-            _in_thread(self._look_up, name)
+            _start_daemon_thread(self._resolve_until_found, name)
 
     def stop(self) -> None:
         """Ask no more; a question that hangs is left behind."""
         self._stopped.set()
 
-    def known(self) -> Known:
+    def get_results(self) -> HostTable:
         """Give what is known now."""
-        with self._change:
-            names = frozenset(name for name in self._own_names if name and not is_loopback_name(name))
-            found, denied = dict(self._found), frozenset(self._denied)
-            return Known(found, denied, names, own_addresses(), self._fqdn_known)
+        with self._condition:
+            names = frozenset(name for name in self._local_names if name and not is_loopback_name(name))
+            found, denied = dict(self._addresses), frozenset(self._nonexistent)
+            return HostTable(found, denied, names, local_addresses(), self._fqdn_known)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for an answer, or for so long."""
-        with self._change:
-            self._change.wait(timeout_s)
+        with self._condition:
+            self._condition.wait(timeout_s)
 
-    def _ask_fqdn(self) -> None:
+    def _resolve_fqdn(self) -> None:
         name = socket.getfqdn()
-        with self._change:
-            self._own_names.add(_plain(name))
+        with self._condition:
+            self._local_names.add(_normalize_name(name))
             self._fqdn_known = True
-            self._change.notify_all()
+            self._condition.notify_all()
 
-    def _look_up(self, name: str) -> None:
-        pause_s = _FIRST_PAUSE_S
+    def _resolve_until_found(self, name: str) -> None:
+        pause_s = _MIN_RETRY_S
         while not self._stopped.is_set():
             addresses: list[Address] = []
             denied = False
             try:
-                addresses = [one for text in self._resolve(name) if (one := read_address(text)) is not None]
+                addresses = [one for text in self._resolve(name) if (one := parse_address(text)) is not None]
             except UnicodeError:  # from the codec for international names: it never can be one
                 denied = True
             except OSError as error:
-                denied = error.errno in _DENIED
-            with self._change:
+                denied = error.errno in _NAME_NOT_FOUND
+            with self._condition:
                 if addresses:
-                    self._found[name] = tuple(addresses)
+                    self._addresses[name] = tuple(addresses)
                 elif denied:
-                    self._denied.add(name)
-                self._change.notify_all()
+                    self._nonexistent.add(name)
+                self._condition.notify_all()
             if addresses:
                 return
             self._stopped.wait(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
 
-def _in_thread(work: Callable[..., None], *arguments: str) -> None:
-    threading.Thread(target=work, args=arguments, name="elastic-resume-lookup", daemon=True).start()
+def _start_daemon_thread(target: Callable[..., None], *arguments: str) -> None:
+    threading.Thread(target=target, args=arguments, name="elastic-resume-lookup", daemon=True).start()
 
 
 # ---- ports -------------------------------------------------------------------------------------------------
 
 
-BACKLOG = 1024  # all nodes dial at once when the job starts
-ANSWER_S = 5.0
+LISTEN_BACKLOG = 1024  # all nodes dial at once when the job starts
+HANDSHAKE_TIMEOUT_S = 5.0
 """How long the holder of a port has to show who it is; as long as `shell.Limits` gives the other side."""
-ANYWHERE: tuple[Address, ...] = (ipaddress.IPv6Address("::"), ipaddress.IPv4Address("0.0.0.0"))  # noqa: S104
+WILDCARD_ADDRESSES: tuple[Address, ...] = (ipaddress.IPv6Address("::"), ipaddress.IPv4Address("0.0.0.0"))  # noqa: S104
 """All addresses of this machine: both families by one socket, or IPv4 where the kernel has no IPv6."""
-_ABSENT = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL}
+_ADDRESS_UNAVAILABLE = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL}
 
 
-class TakenError(Exception):
+class PortUnavailableError(Exception):
     """A port cannot be had at this moment; the text says why, without a full stop."""
 
 
-def listen(places: Iterable[Address], port: int) -> socket.socket:
+def listen(addresses: Iterable[Address], port: int) -> socket.socket:
     """Listen at the first of the places that this machine has; 0 lets the kernel choose the port.
 
     Raises:
@@ -244,22 +244,22 @@ def listen(places: Iterable[Address], port: int) -> socket.socket:
 
     """
     absent = "this machine has no address to listen at"
-    for place in places:
+    for place in addresses:
         listener: socket.socket | None = None
         try:
             listener = open_socket(place, socket.SOCK_STREAM)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if place.version == 6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not place.is_unspecified)
-            listener.bind(sockaddr(place, port))
-            listener.listen(BACKLOG)
+            listener.bind(to_sockaddr(place, port))
+            listener.listen(LISTEN_BACKLOG)
             return listener
         except OSError as error:
             if listener is not None:
                 listener.close()
             absent = f"this machine cannot listen at {place}, port {port}: {error.strerror}"
             if error.errno == errno.EADDRINUSE:
-                raise TakenError(
+                raise PortUnavailableError(
                     f"port {port} of this machine is held by another program, or by an agent of another job "
                     "or token"
                 ) from error
@@ -267,9 +267,9 @@ def listen(places: Iterable[Address], port: int) -> socket.socket:
                 raise ConfigError(
                     f"--rdzv-endpoint: only root may listen on port {port}: choose one above 1023."
                 ) from error
-            if error.errno not in _ABSENT:
+            if error.errno not in _ADDRESS_UNAVAILABLE:
                 raise MachineError(f"{absent}.") from error
-    raise TakenError(absent)
+    raise PortUnavailableError(absent)
 
 
 def open_socket(address: Address, kind: socket.SocketKind) -> socket.socket:
@@ -277,7 +277,7 @@ def open_socket(address: Address, kind: socket.SocketKind) -> socket.socket:
     return socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, kind)
 
 
-def sockaddr(address: Address, port: int) -> tuple[str, int] | tuple[str, int, int, int]:
+def to_sockaddr(address: Address, port: int) -> tuple[str, int] | tuple[str, int, int, int]:
     """Give an address as `socket` wants it. An address that holds for one link only names the link.
 
     Raises:
@@ -292,29 +292,29 @@ def sockaddr(address: Address, port: int) -> tuple[str, int] | tuple[str, int, i
     return text, port, 0, socket.if_nametoindex(scope)
 
 
-def is_of_this_job(targets: Iterable[Address], port: int, run_id: str, token: bytes) -> bool:
+def belongs_to_job(targets: Iterable[Address], port: int, run_id: str, token: bytes) -> bool:
     """Whether one who listens at one of the addresses proves to be an agent of this job."""
-    deadline = time.monotonic() + ANSWER_S
+    deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
     for target in targets:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             break
         with (
-            contextlib.suppress(OSError, protocol.WireError),
+            contextlib.suppress(OSError, protocol.ProtocolError),
             open_socket(target, socket.SOCK_STREAM) as sock,
         ):
             sock.settimeout(left_s)
-            sock.connect(sockaddr(target, port))
-            if _proves_itself(sock, run_id, token, deadline):
+            sock.connect(to_sockaddr(target, port))
+            if _authenticate_holder(sock, run_id, token, deadline):
                 return True
     return False
 
 
-def _proves_itself(sock: socket.socket, run_id: str, token: bytes, deadline: float) -> bool:
+def _authenticate_holder(sock: socket.socket, run_id: str, token: bytes, deadline: float) -> bool:
     """Be the dialler of a handshake, to its end: whoever leaves before is told of as a stranger."""
-    side = protocol.call(token, run_id, secrets.token_hex(32))
+    side = protocol.dial(token, run_id, secrets.token_hex(32))
     sock.sendall(next(side))
-    lines = protocol.Lines()
+    lines = protocol.LineReader()
     while (left_s := deadline - time.monotonic()) > 0:
         sock.settimeout(left_s)
         data = sock.recv(4096)
@@ -340,7 +340,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Seat:
+class ListenEndpoint:
     """Where this agent listens.
 
     ``host``: where others reach this node. ``address``: what others dial, ``host:port``; for a candidate as
@@ -351,8 +351,8 @@ class Seat:
     listener: socket.socket
     host: str
     address: str
-    candidate: int | None
-    notice: str = ""
+    candidate_index: int | None
+    warning: str = ""
 
 
 # ---- what people write -------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     found: list[Endpoint] = []
     known: set[Endpoint] = set()
     for part in parts:
-        endpoint = _read_endpoint(part)
+        endpoint = _parse_endpoint(part)
         if endpoint in known:
             raise ConfigError(f"--rdzv-endpoint: {part} is there twice: name each candidate once.")
         if endpoint.port == 0 and len(parts) > 1:
@@ -384,62 +384,62 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     return tuple(found)
 
 
-def _read_endpoint(part: str) -> Endpoint:
-    bracketed = re.fullmatch(r"(\[[^\[\]]*\])(?:(:)(.*))?", part, re.DOTALL)
+def _parse_endpoint(text: str) -> Endpoint:
+    bracketed = re.fullmatch(r"(\[[^\[\]]*\])(?:(:)(.*))?", text, re.DOTALL)
     if bracketed is not None:
         host, colon, port = bracketed[1], bracketed[2] or "", bracketed[3] or ""
-    elif part.count(":") > 1:
-        host, colon, port = part, "", ""
+    elif text.count(":") > 1:
+        host, colon, port = text, "", ""
     else:
-        host, colon, port = part.partition(":")
+        host, colon, port = text.partition(":")
     if not host:
-        raise ConfigError(f"--rdzv-endpoint: {_shown(part)} names no host: write HOST[:PORT],HOST[:PORT],...")
-    number = _read_port(port, part) if colon else DEFAULT_PORT
-    return Endpoint(_read_host(host, "--rdzv-endpoint"), number)
+        raise ConfigError(f"--rdzv-endpoint: {_quote(text)} names no host: write HOST[:PORT],HOST[:PORT],...")
+    number = _parse_port(port, text) if colon else DEFAULT_PORT
+    return Endpoint(_parse_host(host, "--rdzv-endpoint"), number)
 
 
-def _read_port(text: str, part: str) -> int:
+def _parse_port(text: str, endpoint_text: str) -> int:
     if re.fullmatch(r"[0-9]{1,5}", text) is None or int(text) > 65535:
         raise ConfigError(
-            f"--rdzv-endpoint: {_shown(part)} has no valid port after the colon: 1 to 65535, or leave it out."
+            f"--rdzv-endpoint: {_quote(endpoint_text)} has no valid port after the colon: 1 to 65535, or leave it out."
         )
     return int(text)
 
 
-def _read_host(text: str, flag: str) -> str:
+def _parse_host(text: str, flag: str) -> str:
     """Give a host in its one spelling: every node must read the same list as the same list."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    address = read_address(bare)
+    address = parse_address(bare)
     if address is None:
         labels = bare.removesuffix(".").split(".")
-        valid = len(bare) <= 253 and all(_LABEL.fullmatch(label) for label in labels)
+        valid = len(bare) <= 253 and all(_HOST_LABEL.fullmatch(label) for label in labels)
         if bare is not text or not valid or _NUMBER.fullmatch(labels[-1]):
             hint = "[ADDRESS]:PORT with IPv6" if ":" in text else "no scheme, path or blank"
-            raise ConfigError(f"{flag}: {_shown(text)} is neither a host's name nor an address ({hint}).")
+            raise ConfigError(f"{flag}: {_quote(text)} is neither a host's name nor an address ({hint}).")
         return bare.lower()
     scope = str(address).partition("%")[2]
-    if address.is_unspecified or address.is_multicast or (scope and _SCOPE.fullmatch(scope) is None):
-        raise ConfigError(f"{flag}: {_shown(text)} is no address at which other nodes could reach one.")
+    if address.is_unspecified or address.is_multicast or (scope and _SCOPE_ID.fullmatch(scope) is None):
+        raise ConfigError(f"{flag}: {_quote(text)} is no address at which other nodes could reach one.")
     return str(address)
 
 
-def _shown(text: str) -> str:
+def _quote(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
 # ---- taking a place ----------------------------------------------------------------------------------
 
 
-def take_seat(
+def open_listen_endpoint(
     endpoints: Sequence[Endpoint],
     local_addr: str | None,
     *,
     run_id: str,
     token: bytes,
-    resolve_s: float = 60.0,
-    resolve: Resolve = lookup,
-    say: Callable[[str], None] | None = None,
-) -> Seat:
+    resolve_timeout_s: float = 60.0,
+    resolve: ResolveFunction = resolve_name,
+    log: Callable[[str], None] | None = None,
+) -> ListenEndpoint:
     """Listen: as a candidate if this agent is one, on any port if not.
 
     Args:
@@ -458,136 +458,151 @@ def take_seat(
         MachineError: the system lets nobody listen.
 
     """
-    local = _read_host(local_addr, "--local-addr") if local_addr else None
-    known = _learn(endpoints, local, resolve_s, resolve, say)
-    if local is not None and not _places(known, local, explicit=True):
+    local = _parse_host(local_addr, "--local-addr") if local_addr else None
+    known = _resolve_hosts(endpoints, local, resolve_timeout_s, resolve, log)
+    if local is not None and not _choose_bind_addresses(known, local, explicit=True):
         raise ConfigError(
             f"--local-addr {local} is not an address of this machine: give one of its own, or leave it out."
         )
-    matches = _matches(known, endpoints, local)
+    matches = _match_candidates(known, endpoints, local)
     if not matches and endpoints[0].port == 0:
         raise ConfigError(
             f"--rdzv-endpoint {endpoints[0]} is not this machine, and no other can know a port that is left "
             f"open (0): give the port."
         )
     if not matches:
-        return _ordinary_seat(known, endpoints, local)
-    bids = [_bid(known, index, endpoints[index], local) for index in matches]
-    return _candidate_seat(known, bids, run_id, token, others=len(bids) < len(endpoints))
+        return _listen_as_ordinary(known, endpoints, local)
+    bids = [_make_bind_option(known, index, endpoints[index], local) for index in matches]
+    return _listen_as_candidate(known, bids, run_id, token, has_other_candidates=len(bids) < len(endpoints))
 
 
-def _learn(
+def _resolve_hosts(
     endpoints: Sequence[Endpoint],
-    local: str | None,
-    resolve_s: float,
-    resolve: Resolve,
-    say: Callable[[str], None] | None,
-) -> Known:
+    local_host: str | None,
+    resolve_timeout_s: float,
+    resolve: ResolveFunction,
+    log: Callable[[str], None] | None,
+) -> HostTable:
     """Wait until it is known who this agent is."""
-    hosts = [one.host for one in endpoints] + ([local] if local else [])
-    lookups = Lookups((host for host in hosts if read_address(host) is None), resolve)
+    hosts = [one.host for one in endpoints] + ([local_host] if local_host else [])
+    lookups = BackgroundResolver((host for host in hosts if parse_address(host) is None), resolve)
     start = time.monotonic()
     lookups.start()
     try:
         while True:
-            known, waited_s = lookups.known(), time.monotonic() - start
-            open_names = _open_names(known, endpoints, local, waited_s, resolve_s)
+            known, waited_s = lookups.get_results(), time.monotonic() - start
+            open_names = _list_unresolved(known, endpoints, local_host, waited_s, resolve_timeout_s)
             if not open_names:
                 return known
-            if waited_s >= resolve_s:
-                raise ConfigError(_unresolved_text(known, open_names[0], local, waited_s))
-            if say is not None and waited_s >= SAY_AFTER_S:
+            if waited_s >= resolve_timeout_s:
+                raise ConfigError(_format_unresolved(known, open_names[0], local_host, waited_s))
+            if log is not None and waited_s >= LOG_LOOKUP_AFTER_S:
                 more = f" and {len(open_names) - 1} more" if len(open_names) > 1 else ""
-                say(f"waiting for an address of {open_names[0]}{more}, for at most {resolve_s:.0f} s.")
-                say = None
-            lookups.wait(min(_PAUSE_S, resolve_s - waited_s))
+                log(
+                    f"waiting for an address of {open_names[0]}{more}, for at most {resolve_timeout_s:.0f} s."
+                )
+                log = None
+            lookups.wait(min(_POLL_INTERVAL_S, resolve_timeout_s - waited_s))
     finally:
         lookups.stop()
 
 
-def _open_names(
-    known: Known, endpoints: Sequence[Endpoint], local: str | None, waited_s: float, resolve_s: float
+def _list_unresolved(
+    hosts: HostTable,
+    endpoints: Sequence[Endpoint],
+    local_host: str | None,
+    waited_s: float,
+    resolve_timeout_s: float,
 ) -> list[str]:
     """Give the names without which nobody can tell whether this agent is a candidate.
 
     A candidate's node that is not there yet has no address yet: that must not keep the others from starting.
     """
-    if local is not None and not known.meant(local):
-        return [local]
-    if _matches(known, endpoints, local):
+    if local_host is not None and not hosts.expand_host(local_host):
+        return [local_host]
+    if _match_candidates(hosts, endpoints, local_host):
         return []
-    missing = [one.host for one in endpoints if not known.meant(one.host)]
+    missing = [one.host for one in endpoints if not hosts.expand_host(one.host)]
     if len(missing) == len(endpoints):
         return missing
-    alike = [name for name in missing if known.resembles_own_name(name)]
+    alike = [name for name in missing if hosts.resembles_local_name(name)]
     if alike:
         return alike
-    silent = [name for name in missing if name not in known.denied]
-    if silent and waited_s < min(SLOW_ANSWER_S, resolve_s):
+    silent = [name for name in missing if name not in hosts.nonexistent]
+    if silent and waited_s < min(LOOKUP_TIMEOUT_S, resolve_timeout_s):
         return silent
-    return ["this machine's full name"] if not known.fqdn_known and waited_s < min(FQDN_S, resolve_s) else []
+    return (
+        ["this machine's full name"]
+        if not hosts.is_fqdn_known and waited_s < min(FQDN_TIMEOUT_S, resolve_timeout_s)
+        else []
+    )
 
 
-def _unresolved_text(known: Known, name: str, local: str | None, waited_s: float) -> str:
+def _format_unresolved(hosts: HostTable, name: str, local_host: str | None, waited_s: float) -> str:
     """Say which name has no address, and what to do."""
-    if name == local:
+    if name == local_host:
         return (
             f"--local-addr {name} has no address after {waited_s:.0f} s: give an address instead of a name."
         )
-    why = ", and begins as this machine's own name" if known.resembles_own_name(name) else ""
+    why = ", and begins as this machine's own name" if hosts.resembles_local_name(name) else ""
     return (
         f"--rdzv-endpoint: {name} has no address after {waited_s:.0f} s{why}: correct the name, make "
         "it known to this machine (getent hosts NAME), or give an address."
     )
 
 
-def _matches(known: Known, endpoints: Sequence[Endpoint], local: str | None) -> list[int]:
+def _match_candidates(hosts: HostTable, endpoints: Sequence[Endpoint], local_host: str | None) -> list[int]:
     """Give the candidates that this agent may be; ports do not count."""
     # A port left open means that there is one agent, on this machine, whatever its address is.
-    if local is None or endpoints[0].port == 0:
+    if local_host is None or endpoints[0].port == 0:
         own = [
-            known.is_own_name(one.host) or any(map(known.is_own, known.meant(one.host))) for one in endpoints
+            hosts.is_local_name(one.host) or any(map(hosts.is_local_address, hosts.expand_host(one.host)))
+            for one in endpoints
         ]
     else:
-        mine = known.meant(local)
-        own = [one.host == local or not mine.isdisjoint(known.meant(one.host)) for one in endpoints]
+        mine = hosts.expand_host(local_host)
+        own = [
+            one.host == local_host or not mine.isdisjoint(hosts.expand_host(one.host)) for one in endpoints
+        ]
     return [index for index, is_own in enumerate(own) if is_own]
 
 
-def _places(known: Known, host: str, *, explicit: bool) -> tuple[Address, ...]:
+def _choose_bind_addresses(hosts: HostTable, host: str, *, explicit: bool) -> tuple[Address, ...]:
     """Give the addresses to bind so that others reach ``host``, best first; none if it is not this machine.
 
     An address, and what ``--local-addr`` says, is bound exactly: simulated nodes share a machine, with one
     address each. Another name leads elsewhere for others, perhaps (Debian's 127.0.1.1, two networks, IPv4
     here and IPv6 there): so the machine listens at all its addresses. localhost stays inside.
     """
-    address = read_address(host)
+    address = parse_address(host)
     if address is not None:
-        return (address,) if known.is_own(address) else ()
-    found = [one for one in known.found.get(host, ()) if known.is_own(one)]
+        return (address,) if hosts.is_local_address(address) else ()
+    found = [one for one in hosts.addresses.get(host, ()) if hosts.is_local_address(one)]
     outer = [one for one in found if not one.is_loopback]
     if is_loopback_name(host):
         return tuple(found)
-    if explicit and not known.is_own_name(host):
+    if explicit and not hosts.is_local_name(host):
         return tuple(outer or found)
-    return tuple(outer) if explicit and outer else ANYWHERE
+    return tuple(outer) if explicit and outer else WILDCARD_ADDRESSES
 
 
-def _ordinary_seat(known: Known, endpoints: Sequence[Endpoint], local: str | None) -> Seat:
-    if local is not None:
-        return _open_seat(_places(known, local, explicit=True), local)
-    source = _source(known, endpoints)
-    return _open_seat((source,), str(source))
+def _listen_as_ordinary(
+    hosts: HostTable, endpoints: Sequence[Endpoint], local_host: str | None
+) -> ListenEndpoint:
+    if local_host is not None:
+        return _listen_on_any_port(_choose_bind_addresses(hosts, local_host, explicit=True), local_host)
+    source = _find_source_address(hosts, endpoints)
+    return _listen_on_any_port((source,), str(source))
 
 
-def _source(known: Known, endpoints: Sequence[Endpoint]) -> Address:
+def _find_source_address(hosts: HostTable, endpoints: Sequence[Endpoint]) -> Address:
     """Give the address from which the kernel reaches a candidate; no packet is sent."""
     for one in endpoints:
-        literal = read_address(one.host)
-        for target in known.found.get(one.host, ()) if literal is None else (literal,):
+        literal = parse_address(one.host)
+        for target in hosts.addresses.get(one.host, ()) if literal is None else (literal,):
             with contextlib.suppress(OSError), open_socket(target, socket.SOCK_DGRAM) as probe:
-                probe.connect(sockaddr(target, one.port))
-                source = read_address(probe.getsockname()[0])
+                probe.connect(to_sockaddr(target, one.port))
+                source = parse_address(probe.getsockname()[0])
                 # Others can do nothing with a loopback address, nor with one that holds for a link.
                 if source and (target.is_loopback or not (source.is_loopback or source.is_link_local)):
                     return source
@@ -598,72 +613,78 @@ def _source(known: Known, endpoints: Sequence[Endpoint]) -> Address:
 
 
 @dataclass(frozen=True)
-class _Bid:
+class _BindOption:
     """One place that this agent may take: ``asked`` is the candidate, ``places`` what to bind for it."""
 
     index: int
-    asked: Endpoint
+    candidate: Endpoint
     host: str
-    places: tuple[Address, ...]
+    addresses: tuple[Address, ...]
 
 
-def _bid(known: Known, index: int, asked: Endpoint, local: str | None) -> _Bid:
-    host = local or asked.host
-    return _Bid(index, asked, host, _places(known, host, explicit=local is not None))
+def _make_bind_option(
+    hosts: HostTable, index: int, candidate: Endpoint, local_host: str | None
+) -> _BindOption:
+    host = local_host or candidate.host
+    return _BindOption(
+        index, candidate, host, _choose_bind_addresses(hosts, host, explicit=local_host is not None)
+    )
 
 
-def _candidate_seat(known: Known, bids: Sequence[_Bid], run_id: str, token: bytes, *, others: bool) -> Seat:
+def _listen_as_candidate(
+    hosts: HostTable, options: Sequence[_BindOption], run_id: str, token: bytes, *, has_other_candidates: bool
+) -> ListenEndpoint:
     """Take the first of the places that is free, else an ordinary member's on the same host."""
-    deadline = time.monotonic() + PORT_PATIENCE_S
+    deadline = time.monotonic() + PORT_RETRY_S
     while time.monotonic() < deadline:
-        with contextlib.suppress(TakenError):
-            return _first_free(bids)
-        time.sleep(_PAUSE_S)
-    for bid in bids:
-        if is_of_this_job(_answering(known, bid), bid.asked.port, run_id, token):
-            return _open_seat(bid.places, bid.host)
+        with contextlib.suppress(PortUnavailableError):
+            return _listen_at_first_free(options)
+        time.sleep(_POLL_INTERVAL_S)
+    for bid in options:
+        if belongs_to_job(_list_holder_addresses(hosts, bid), bid.candidate.port, run_id, token):
+            return _listen_on_any_port(bid.addresses, bid.host)
     try:
-        return _first_free(bids)  # whoever held it may have gone meanwhile
-    except TakenError as error:
-        first = bids[0]
-        if not others:
+        return _listen_at_first_free(options)  # whoever held it may have gone meanwhile
+    except PortUnavailableError as error:
+        first = options[0]
+        if not has_other_candidates:
             raise ConfigError(
-                f"--rdzv-endpoint {first.asked}: {error}: make it free, or name another port on all nodes."
+                f"--rdzv-endpoint {first.candidate}: {error}: make it free, or name another port on all nodes."
             ) from error
-        notice = f"this node cannot be the candidate {first.asked}: {error}. It joins through the others."
-        return _open_seat(first.places, first.host, notice)
+        notice = f"this node cannot be the candidate {first.candidate}: {error}. It joins through the others."
+        return _listen_on_any_port(first.addresses, first.host, notice)
 
 
-def _first_free(bids: Sequence[_Bid]) -> Seat:
+def _listen_at_first_free(options: Sequence[_BindOption]) -> ListenEndpoint:
     """Take the first place that is free; raise what kept the first bid from its own."""
-    reasons: list[TakenError] = []
-    for bid in bids:
+    reasons: list[PortUnavailableError] = []
+    for bid in options:
         try:
-            listener = listen(bid.places, bid.asked.port)
-        except TakenError as error:
+            listener = listen(bid.addresses, bid.candidate.port)
+        except PortUnavailableError as error:
             reasons.append(error)
             continue
         # A port left open is known to nobody yet: so the address may be the one that was told.
         port = listener.getsockname()[1]
-        address = bid.asked if bid.asked.port else Endpoint(bid.host, port)
-        return Seat(listener, bid.host, str(address), bid.index)
+        address = bid.candidate if bid.candidate.port else Endpoint(bid.host, port)
+        return ListenEndpoint(listener, bid.host, str(address), bid.index)
     raise reasons[0]
 
 
-def _answering(known: Known, bid: _Bid) -> list[Address]:
+def _list_holder_addresses(hosts: HostTable, option: _BindOption) -> list[Address]:
     """Give this machine's addresses at which whoever keeps us from a place may answer."""
-    if bid.places != ANYWHERE:
-        return list(bid.places)
-    named = [one for one in known.found.get(bid.asked.host, ()) if known.is_own(one)]
-    loopback = [one for text in ("127.0.0.1", "::1") if (one := read_address(text)) is not None]
-    return list(dict.fromkeys([*named, *loopback, *sorted(known.own_addresses, key=str)]))
+    if option.addresses != WILDCARD_ADDRESSES:
+        return list(option.addresses)
+    named = [one for one in hosts.addresses.get(option.candidate.host, ()) if hosts.is_local_address(one)]
+    loopback = [one for text in ("127.0.0.1", "::1") if (one := parse_address(text)) is not None]
+    return list(dict.fromkeys([*named, *loopback, *sorted(hosts.local_addresses, key=str)]))
 
 
-def _open_seat(places: Sequence[Address], host: str, notice: str = "") -> Seat:
+def _listen_on_any_port(addresses: Sequence[Address], host: str, warning: str = "") -> ListenEndpoint:
     """Listen on a port that the kernel chooses."""
     try:
-        listener = listen(places, 0)
-    except TakenError as error:
+        listener = listen(addresses, 0)
+    except PortUnavailableError as error:
         raise MachineError(f"no port is free to listen on at {host}: {error}.") from error
     port = listener.getsockname()[1]
-    return Seat(listener, host, str(Endpoint(host, port)), None, notice)
+    return ListenEndpoint(listener, host, str(Endpoint(host, port)), None, warning)

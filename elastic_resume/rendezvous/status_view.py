@@ -9,56 +9,56 @@ from dataclasses import dataclass
 
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.node import Agent
-from elastic_resume.rendezvous.core.quorum import Incarnation, World
+from elastic_resume.rendezvous.core.node import RendezvousNode
+from elastic_resume.rendezvous.core.quorum import Incarnation, View
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class RendezvousStatus:
     """What one agent sees. A leader sees all; another one its own part, and who leads."""
 
-    me: Incarnation
-    leads: bool = False
+    incarnation: Incarnation
+    is_leader: bool = False
     leader: Incarnation | None = None
     """None while nobody is known to lead."""
-    world: World | None = None
+    view: View | None = None
     """The one that runs."""
     generation: int = 0
     """Of the newest world that is known to have begun."""
     spares: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     """Members of that newest world that are not here, as far as a leader without a world knows."""
-    waiting: str = ""
+    waiting_reason: str = ""
     """Why there is no world, in words."""
-    over: str = ""
+    end_reason: str = ""
     """Why this agent takes no part any more."""
 
 
-def look(agent: Agent) -> View:
+def build_status(node: RendezvousNode) -> RendezvousStatus:
     """Take the view of an agent."""
-    body, role = agent.body, agent.role
-    generation = body.newest
+    body, role = node.state, node.role
+    generation = body.installed_generation
     if isinstance(role, Leader):
-        members = role.world.members if role.world else ()
-        here = {body.me, *role.roster.parts}
-        return View(
-            body.me,
-            leads=True,
-            leader=body.me,
-            world=role.world,
+        members = role.view.members if role.view else ()
+        here = {body.incarnation, *role.peers.by_incarnation}
+        return RendezvousStatus(
+            body.incarnation,
+            is_leader=True,
+            leader=body.incarnation,
+            view=role.view,
             generation=generation,
-            spares=tuple(sorted(one.node for one in here - set(members))) if role.world else (),
-            missing=() if role.world else tuple(sorted(one.node for one in body.rivals(here))),
-            waiting="" if role.world else role.why_waiting(),
-            over=agent.over,
+            spares=tuple(sorted(one.node for one in here - set(members))) if role.view else (),
+            missing=() if role.view else tuple(sorted(one.node for one in body.find_absent_members(here))),
+            waiting_reason="" if role.view else role.explain_wait(),
+            end_reason=node.end_reason,
         )
     leader = role.leader if isinstance(role, Follower) else None
-    waiting = role.why_waiting() if role and not body.running and body.join else ""
-    return View(
-        body.me,
+    waiting = role.explain_wait() if role and not body.running_view and body.join else ""
+    return RendezvousStatus(
+        body.incarnation,
         leader=leader,
-        world=body.running,
+        view=body.running_view,
         generation=generation,
-        waiting=waiting,
-        over=agent.over,
+        waiting_reason=waiting,
+        end_reason=node.end_reason,
     )

@@ -20,26 +20,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from elastic_resume import constants
-from elastic_resume.checkpoint.catalog import Catalog, Entry, reason_of
-from elastic_resume.checkpoint.reader import deep_check, parse_name, quick_check
+from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason
+from elastic_resume.checkpoint.reader import deep_check, parse_checkpoint_name, quick_check
 from elastic_resume.errors import CheckpointError, ElasticResumeError
-from elastic_resume.report.event_log import Seen, Timeline
-from elastic_resume.report.formatting import amount, seconds, size, table, wrap
-from elastic_resume.report.incidents import Report
-from elastic_resume.report.paths import Found, Place
+from elastic_resume.report.event_log import EventTimeline, ParsedEvent
+from elastic_resume.report.formatting import (
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_table,
+    wrap_text,
+)
+from elastic_resume.report.incidents import RunHistory
+from elastic_resume.report.paths import FoundPath, NodeDir
 
-_HEAD = ("node", "gen", "step", "world", "size", "age", "valid")
+_COLUMNS = ("node", "gen", "step", "world", "size", "age", "valid")
 
 
 @dataclass(frozen=True)
-class Item:
+class CheckpointEntry:
     """One checkpoint, or one thing that keeps from seeing it. ``state``: valid, bad or quarantined.
 
     ``run`` and ``node`` are directories' names, ``written_at`` is in Unix seconds. None: not known.
     """
 
     path: Path
-    run: str
+    run_id: str
     node: str
     state: str
     reason: str = ""
@@ -50,115 +56,123 @@ class Item:
     written_at: float | None = None
 
 
-def items(found: Found, *, deep: bool = False) -> Iterator[Item]:
+def list_checkpoints(found: FoundPath, *, deep: bool = False) -> Iterator[CheckpointEntry]:
     """Every checkpoint at the place that was found, node by node, newest first, then what is quarantined."""
     if found.level == "checkpoint":
-        yield _alone(found.path, deep)
+        yield _inspect_checkpoint(found.path, deep)
     # Only a root or a run's own directory says of which run its checkpoints must be: a job that resumes
     # there refuses others. What was copied elsewhere may be of any run.
-    for place in found.places:
-        yield from _of_node(place, deep)
+    for place in found.node_dirs:
+        yield from _list_node(place, deep)
 
 
-def ls(found: Found, now: float) -> str:
+def format_checkpoints(found: FoundPath, now: float) -> str:
     """The table of `items`, with ``now`` in Unix seconds."""
-    listed = list(items(found))
+    listed = list(list_checkpoints(found))
     if not listed:
-        return f"{found.path}: no checkpoints here\n" + _unfinished(found)
-    runs = sorted({item.run for item in listed})
+        return f"{found.path}: no checkpoints here\n" + _summarize_unfinished(found)
+    runs = sorted({item.run_id for item in listed})
     lines = []
     for run in runs:
-        rows = [_row(item, now) for item in listed if item.run == run]
+        rows = [_table_row(item, now) for item in listed if item.run_id == run]
         lines += ["", f"run {run}"] if len(runs) > 1 or found.level == "root" else []
-        lines += table(_HEAD, rows, right=(1, 2, 3, 4, 5), elastic=6)
+        lines += format_table(_COLUMNS, rows, right_aligned=(1, 2, 3, 4, 5), shrinkable=6)
         shown = "\n".join(lines)
         for item in listed:
-            if item.run == run and item.state == "bad" and item.reason not in shown:
-                lines += wrap(f"{item.node}/{item.path.name}: {item.reason}")
-    return "\n".join(lines).lstrip("\n") + "\n" + _aside(listed) + _unfinished(found)
+            if item.run_id == run and item.state == "bad" and item.reason not in shown:
+                lines += wrap_text(f"{item.node}/{item.path.name}: {item.reason}")
+    return (
+        "\n".join(lines).lstrip("\n") + "\n" + _summarize_quarantined(listed) + _summarize_unfinished(found)
+    )
 
 
-def _aside(listed: Sequence[Item]) -> str:
+def _summarize_quarantined(listed: Sequence[CheckpointEntry]) -> str:
     """One line on what only a person may remove."""
     aside = [item for item in listed if item.state == "quarantined"]
     if not aside:
         return ""
-    room = size(sum(item.bytes or 0 for item in aside))
-    which = amount(len(aside), "quarantined copy", "quarantined copies")
+    room = format_bytes(sum(item.bytes or 0 for item in aside))
+    which = format_count(len(aside), "quarantined copy", "quarantined copies")
     return f"{which}, {room}: kept for you to look at, and never removed by a run\n"
 
 
-def _alone(path: Path, deep: bool) -> Item:
-    name = parse_name(path.name)
+def _inspect_checkpoint(path: Path, deep: bool) -> CheckpointEntry:
+    name = parse_checkpoint_name(path.name)
     try:
         manifest = (deep_check if deep else quick_check)(path, None)
-        entry = Entry(path, *manifest.order, manifest, None)
+        entry = CatalogEntry(path, *manifest.version, manifest, None)
     except CheckpointError as error:
-        entry = Entry(path, *(name or (0, 0)), None, error)
-    return _item(entry, path.parent.parent.name, path.parent.name)
+        entry = CatalogEntry(path, *(name or (0, 0)), None, error)
+    return _make_entry(entry, path.parent.parent.name, path.parent.name)
 
 
-def _of_node(place: Place, deep: bool) -> Iterator[Item]:
-    run = place.run if place.run is not None else place.path.parent.name
+def _list_node(place: NodeDir, deep: bool) -> Iterator[CheckpointEntry]:
+    run = place.run_id if place.run_id is not None else place.path.parent.name
     if place.problem:
-        yield Item(place.path, run, place.node, "bad", place.problem)
+        yield CheckpointEntry(place.path, run, place.node, "bad", place.problem)
         return
-    catalog = Catalog(place.path, place.run)
+    catalog = Catalog(place.path, place.run_id)
     try:
         # One at a time, so that a deep check shows each result when it is there.
-        entries = catalog.entries()
+        entries = catalog.list_entries()
     except (ElasticResumeError, OSError) as error:
-        yield Item(place.path, run, place.node, "bad", _reason(error, place.path))
+        yield CheckpointEntry(place.path, run, place.node, "bad", _describe_problem(error, place.path))
         return
     for entry in entries:
-        yield _item(_deepened(entry, place.run) if deep else entry, run, place.node)
+        yield _make_entry(_check_deeply(entry, place.run_id) if deep else entry, run, place.node)
     try:
-        aside = catalog.quarantined()
+        aside = catalog.list_quarantined()
     except (ElasticResumeError, OSError) as error:
-        yield Item(place.path / constants.QUARANTINE_DIR, run, place.node, "bad", _reason(error, place.path))
+        yield CheckpointEntry(
+            place.path / constants.QUARANTINE_DIR,
+            run,
+            place.node,
+            "bad",
+            _describe_problem(error, place.path),
+        )
         return
     for path in aside:
         name = path.name.partition(".")[0]  # a second one of the same name is NAME.1
-        generation, step = parse_name(name) or (None, None)
-        yield Item(
+        generation, step = parse_checkpoint_name(name) or (None, None)
+        yield CheckpointEntry(
             path=path,
-            run=run,
+            run_id=run,
             node=place.node,
             state="quarantined",
-            reason=_reason(reason_of(path), place.path / name),
+            reason=_describe_problem(read_quarantine_reason(path), place.path / name),
             generation=generation,
             step=step,
-            bytes=_bytes(path),
-            written_at=_changed(path),
+            bytes=_directory_bytes(path),
+            written_at=_modified_at(path),
         )
 
 
-def _deepened(entry: Entry, run: str | None) -> Entry:
-    if entry.problem is not None:
+def _check_deeply(entry: CatalogEntry, run: str | None) -> CatalogEntry:
+    if entry.error is not None:
         return entry
     try:
-        return Entry(entry.path, *entry.order, deep_check(entry.path, run), None)
+        return CatalogEntry(entry.path, *entry.version, deep_check(entry.path, run), None)
     except CheckpointError as error:
-        return Entry(entry.path, *entry.order, None, error)
+        return CatalogEntry(entry.path, *entry.version, None, error)
 
 
-def _item(entry: Entry, run: str, node: str) -> Item:
+def _make_entry(entry: CatalogEntry, run: str, node: str) -> CheckpointEntry:
     manifest = entry.manifest
     if manifest is None:
-        return Item(
+        return CheckpointEntry(
             path=entry.path,
-            run=run,
+            run_id=run,
             node=node,
             state="bad",
-            reason=_reason(entry.problem, entry.path),
+            reason=_describe_problem(entry.error, entry.path),
             generation=entry.generation,
             step=entry.step,
-            bytes=_bytes(entry.path),
-            written_at=_changed(entry.path),
+            bytes=_directory_bytes(entry.path),
+            written_at=_modified_at(entry.path),
         )
-    return Item(
+    return CheckpointEntry(
         path=entry.path,
-        run=run,
+        run_id=run,
         node=node,
         state="valid",
         generation=entry.generation,
@@ -169,27 +183,27 @@ def _item(entry: Entry, run: str, node: str) -> Item:
     )
 
 
-def _reason(error: object, path: Path) -> str:
+def _describe_problem(error: object, path: Path) -> str:
     """An error's text without the path that stands beside it anyway."""
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror or error}"
     return str(error).removeprefix(f"{path}: ").rstrip(".")
 
 
-def _row(item: Item, now: float) -> tuple[str, ...]:
+def _table_row(item: CheckpointEntry, now: float) -> tuple[str, ...]:
     age = None if item.written_at is None else max(0.0, now - item.written_at)
     state = {"valid": "yes", "bad": f"NO: {item.reason}", "quarantined": f"quarantined: {item.reason}"}
     figures = (item.generation, item.step, item.world_size)
     return (
         item.node,
         *("-" if figure is None else str(figure) for figure in figures),
-        size(item.bytes),
-        seconds(age),
+        format_bytes(item.bytes),
+        format_seconds(age),
         state[item.state],
     )
 
 
-def _bytes(path: Path) -> int | None:
+def _directory_bytes(path: Path) -> int | None:
     """Bytes of the regular files right inside ``path``."""
     try:
         with os.scandir(path) as entries:
@@ -199,17 +213,17 @@ def _bytes(path: Path) -> int | None:
     return sum(one.st_size for one in stats if stat.S_ISREG(one.st_mode))
 
 
-def _changed(path: Path) -> float | None:
+def _modified_at(path: Path) -> float | None:
     try:
         return path.lstat().st_mtime
     except OSError:
         return None
 
 
-def _unfinished(found: Found) -> str:
+def _summarize_unfinished(found: FoundPath) -> str:
     """One line on what is being written, or was left by a crash."""
     count = 0
-    for place in found.places:
+    for place in found.node_dirs:
         try:
             names = os.listdir(place.path)  # noqa: PTH208  names only
         except OSError:
@@ -217,9 +231,7 @@ def _unfinished(found: Found) -> str:
         count += sum(name.startswith(constants.TEMPORARY_PREFIX) for name in names)
     if not count:
         return ""
-    return (
-        f"{amount(count, 'unfinished write')}: in progress, or left by a crash and swept at the next start\n"
-    )
+    return f"{format_count(count, 'unfinished write')}: in progress, or left by a crash and swept at the next start\n"
 
 
 MEMORY, DISK = "memory", "disk"
@@ -235,7 +247,7 @@ COMMITTED, PRUNED, QUARANTINED, LOST, VALID, BAD, USED = (
 
 
 @dataclass(frozen=True)
-class Copy:
+class SavedStateRecord:
     """One copy of the state.
 
     ``state``: committed (as events tell; nobody has looked), valid or bad (somebody has), pruned,
@@ -252,29 +264,31 @@ class Copy:
     verified: bool
     loaded_by: tuple[int, ...] = ()
     t: float | None = None
-    gone: float | None = None
+    removed_t: float | None = None
     bytes: int | None = None
-    seconds: float | None = None
+    commit_s: float | None = None
     reason: str = ""
 
 
-def of(line: Timeline, report: Report, items: Sequence[Item] = ()) -> tuple[Copy, ...]:
+def build_saved_state_records(
+    timeline: EventTimeline, report: RunHistory, entries: Sequence[CheckpointEntry] = ()
+) -> tuple[SavedStateRecord, ...]:
     """All copies, by generation, step, node and tier. ``items``: what lies on disk now."""
-    copies: dict[tuple[str, int, int, str], Copy] = {}
-    for one in line.of_kind("commit", "prune", "quarantine"):
+    copies: dict[tuple[str, int, int, str], SavedStateRecord] = {}
+    for one in timeline.select("commit", "prune", "quarantine"):
         if one.kind == "commit":
-            _commit(copies, one)
+            _record_commit(copies, one)
         else:
-            _gone(copies, one)
-    _loaded(copies, line, report)
-    _look(copies, items)
+            _record_removal(copies, one)
+    _record_loads(copies, timeline, report)
+    _apply_disk_entries(copies, entries)
     return tuple(sorted(copies.values(), key=lambda copy: (copy.generation, copy.step, copy.node, copy.tier)))
 
 
-def _commit(copies: dict[tuple[str, int, int, str], Copy], one: Seen) -> None:
+def _record_commit(copies: dict[tuple[str, int, int, str], SavedStateRecord], one: ParsedEvent) -> None:
     if one.generation is None or one.step is None:
         return
-    copies[one.node, one.generation, one.step, DISK] = Copy(
+    copies[one.node, one.generation, one.step, DISK] = SavedStateRecord(
         one.node,
         one.generation,
         one.step,
@@ -282,48 +296,54 @@ def _commit(copies: dict[tuple[str, int, int, str], Copy], one: Seen) -> None:
         COMMITTED,
         verified=False,
         t=one.t,
-        bytes=one.count("bytes"),
-        seconds=one.seconds("seconds"),
+        bytes=one.get_count("bytes"),
+        commit_s=one.get_seconds("seconds"),
     )
 
 
-def _gone(copies: dict[tuple[str, int, int, str], Copy], one: Seen) -> None:
+def _record_removal(copies: dict[tuple[str, int, int, str], SavedStateRecord], one: ParsedEvent) -> None:
     """Pruned, or set aside; a second one of the same name in quarantine is NAME.1."""
-    order = parse_name(PurePath(one.text("path")).name.partition(".")[0])
+    order = parse_checkpoint_name(PurePath(one.get_text("path")).name.partition(".")[0])
     if order is None:
         return
     key = (one.node, *order, DISK)
-    known = copies.get(key, Copy(one.node, *order, DISK, COMMITTED, verified=False))
+    known = copies.get(key, SavedStateRecord(one.node, *order, DISK, COMMITTED, verified=False))
     state = PRUNED if one.kind == "prune" else QUARANTINED
-    copies[key] = replace(known, state=state, gone=one.t, reason=one.text("reason"))
+    copies[key] = replace(known, state=state, removed_t=one.t, reason=one.get_text("reason"))
 
 
-def _loaded(copies: dict[tuple[str, int, int, str], Copy], line: Timeline, report: Report) -> None:
-    resumes = {one.generation: one for one in line.of_kind("resume")}
+def _record_loads(
+    copies: dict[tuple[str, int, int, str], SavedStateRecord], timeline: EventTimeline, report: RunHistory
+) -> None:
+    resumes = {one.generation: one for one in timeline.select("resume")}
     for row in report.generations:
         one = resumes.get(row.number)
         if one is None or not row.source_node or row.source_generation is None or row.start_step is None:
             continue
-        tier = one.text("source_tier")
-        if row.resumed != "checkpoint" or tier not in {MEMORY, DISK}:
+        tier = one.get_text("source_tier")
+        if row.resume_kind != "checkpoint" or tier not in {MEMORY, DISK}:
             continue
         key = (row.source_node, row.source_generation, row.start_step, tier)
-        made = Copy(*key, USED if tier == MEMORY else COMMITTED, verified=True, t=one.t)
+        made = SavedStateRecord(*key, USED if tier == MEMORY else COMMITTED, verified=True, t=one.t)
         known = copies.get(key, made)
         copies[key] = replace(known, verified=True, loaded_by=(*known.loaded_by, row.number))
 
 
-def _look(copies: dict[tuple[str, int, int, str], Copy], items: Iterable[Item]) -> None:
+def _apply_disk_entries(
+    copies: dict[tuple[str, int, int, str], SavedStateRecord], entries: Iterable[CheckpointEntry]
+) -> None:
     seen = set()
     looked = set()
-    for item in items:
+    for item in entries:
         looked.add(item.node)
         if item.generation is None or item.step is None:
             continue
         key = (item.node, item.generation, item.step, DISK)
         if key in seen and item.state == QUARANTINED:  # what has taken its place is there
             key = (*key[:3], f"{DISK}, {item.path.name} set aside")
-        made = Copy(*key[:3], DISK, COMMITTED, verified=False, t=item.written_at, bytes=item.bytes)
+        made = SavedStateRecord(
+            *key[:3], DISK, COMMITTED, verified=False, t=item.written_at, bytes=item.bytes
+        )
         known = copies.get(key, made)
         copies[key] = replace(known, state=item.state, reason=item.reason, bytes=known.bytes or item.bytes)
         seen.add(key)

@@ -22,17 +22,24 @@ from typing import TYPE_CHECKING, Any
 from elastic_resume import constants, events
 from elastic_resume.errors import CheckpointError, ElasticResumeError, UsageError
 from elastic_resume.report import checkpoints, paths, summary, text_report
-from elastic_resume.report.checkpoints import Item
-from elastic_resume.report.formatting import amount, clean, say, seconds, size, wrap
-from elastic_resume.report.loader import gather
+from elastic_resume.report.checkpoints import CheckpointEntry
+from elastic_resume.report.formatting import (
+    format_bytes,
+    format_count,
+    format_seconds,
+    replace_unprintable,
+    wrap_text,
+    write_stdout,
+)
+from elastic_resume.report.loader import load_run
 
 if TYPE_CHECKING:
     from elastic_resume.checkpoint.manifest import Manifest
-    from elastic_resume.state.diff import Comparison, Difference, Side
+    from elastic_resume.state.diff import ComparedCheckpoint, Comparison, Difference
 
 
-EXIT_GOOD = constants.EXIT_DONE
-EXIT_BAD = constants.EXIT_AT_FAULT
+EXIT_OK = constants.EXIT_SUCCESS
+EXIT_BAD = constants.EXIT_JOB_ERROR
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -88,28 +95,28 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def report(args: argparse.Namespace) -> int:
     """Print what befell a run, or write the page of it; exit code 0 whatever that was."""
-    found = gather(args.paths)
-    told = summary.tell(
+    found = load_run(args.paths)
+    told = summary.build_run_report(
         found.events,
-        items=found.items,
+        checkpoint_entries=found.checkpoints,
         stacks=found.stacks,
         problems=found.problems,
         now=time.time(),
-        stamp=events.stamp(),
+        boot_stamp=events.boot_fields(),
     )
     for problem in found.problems:
         print(problem, file=sys.stderr)
     if args.html is not None:
         from elastic_resume.report import html  # noqa: PLC0415 - imports jinja2, which no other command needs
 
-        _write(args.html, html.render(told))
-        say("\n".join(wrap(told.verdict.text)) + f"\nwritten to {args.html}\n")
+        _write_page(args.html, html.render_page(told))
+        write_stdout("\n".join(wrap_text(told.verdict.text)) + f"\nwritten to {args.html}\n")
     else:
-        say(summary.as_json(told) if args.json else text_report.as_text(told))
-    return EXIT_GOOD
+        write_stdout(summary.format_json(told) if args.json else text_report.format_text(told))
+    return EXIT_OK
 
 
-def _write(path: Path, text: str) -> None:
+def _write_page(path: Path, text: str) -> None:
     if str(path) == "-":
         raise UsageError("--html -: give the name of a file to write the page to.")
     try:
@@ -123,8 +130,8 @@ def _write(path: Path, text: str) -> None:
 
 def ls(args: argparse.Namespace) -> int:
     """Print the table of checkpoints; exit code 0 whatever they are worth."""
-    say(checkpoints.ls(paths.find(args.path), time.time()))
-    return EXIT_GOOD
+    write_stdout(checkpoints.format_checkpoints(paths.find_node_dirs(args.path), time.time()))
+    return EXIT_OK
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -132,24 +139,24 @@ def verify(args: argparse.Namespace) -> int:
 
     What lies in quarantine is named, and is no failure: it has been dealt with.
     """
-    found = paths.find(args.path)
+    found = paths.find_node_dirs(args.path)
     counts = {"valid": 0, "bad": 0, "quarantined": 0}
-    for item in checkpoints.items(found, deep=args.deep):
+    for item in checkpoints.list_checkpoints(found, deep=args.deep):
         counts[item.state] += 1
-        say("\n".join(wrap(_verdict(item, found.path))) + "\n")
+        write_stdout("\n".join(wrap_text(_verify_line(item, found.path))) + "\n")
     if not counts["valid"] and not counts["bad"]:
-        say(f"{args.path}: no checkpoints here\n")
+        write_stdout(f"{args.path}: no checkpoints here\n")
         return EXIT_BAD
     how = "every digest checked" if args.deep else "quick check; --deep reads all data"
     aside = f", {counts['quarantined']} quarantined" if counts["quarantined"] else ""
-    say(f"{counts['valid']} valid, {counts['bad']} bad{aside} ({how})\n")
-    return EXIT_BAD if counts["bad"] else EXIT_GOOD
+    write_stdout(f"{counts['valid']} valid, {counts['bad']} bad{aside} ({how})\n")
+    return EXIT_BAD if counts["bad"] else EXIT_OK
 
 
-def _verdict(item: Item, base: Path) -> str:
+def _verify_line(item: CheckpointEntry, base: Path) -> str:
     name = str(item.path.relative_to(base)) if item.path != base else item.path.name
     if item.state == "valid":
-        return f"ok   {name}  {size(item.bytes)}"
+        return f"ok   {name}  {format_bytes(item.bytes)}"
     return f"{'BAD ' if item.state == 'bad' else 'aside'} {name}: {item.reason}"
 
 
@@ -158,11 +165,11 @@ def _verdict(item: Item, base: Path) -> str:
 
 def export(args: argparse.Namespace) -> int:
     """Write the tensors of one object to a plain file."""
-    found = paths.find(args.path)
+    found = paths.find_node_dirs(args.path)
     from elastic_resume.state import export as exporting  # noqa: PLC0415  imports torch, seconds
 
-    file_format = args.format or exporting.format_for(args.target)
-    for path, manifest in _sources(found):
+    file_format = args.format or exporting.guess_format(args.target)
+    for path, manifest in _export_sources(found):
         try:
             done = exporting.export(
                 path,
@@ -178,29 +185,35 @@ def export(args: argparse.Namespace) -> int:
                 raise
             print(f"not used: {error}", file=sys.stderr)
             continue
-        age = seconds(max(0.0, time.time() - manifest.written_at))
+        age = format_seconds(max(0.0, time.time() - manifest.written_at))
         what = "all" if args.all else args.object
-        say(f"{what} of {path} (generation {manifest.generation}, step {manifest.step}, {age} old)\n")
-        say(f"-> {args.target}: {amount(done.tensors, 'tensor')}, {size(done.bytes)}, {file_format}\n")
-        if done.left_out:
-            more = f" and {len(done.left_out) - 5} more" if len(done.left_out) > 5 else ""
-            say("\n".join(wrap(f"left out, not tensors: {', '.join(done.left_out[:5])}{more}")) + "\n")
-        return EXIT_GOOD
+        write_stdout(
+            f"{what} of {path} (generation {manifest.generation}, step {manifest.step}, {age} old)\n"
+        )
+        write_stdout(
+            f"-> {args.target}: {format_count(done.tensor_count, 'tensor')}, {format_bytes(done.byte_count)}, {file_format}\n"
+        )
+        if done.skipped:
+            more = f" and {len(done.skipped) - 5} more" if len(done.skipped) > 5 else ""
+            write_stdout(
+                "\n".join(wrap_text(f"left out, not tensors: {', '.join(done.skipped[:5])}{more}")) + "\n"
+            )
+        return EXIT_OK
     raise UsageError(f"{args.path}: holds no valid checkpoint; `elastic-resume ls` says why.")
 
 
-def _sources(found: paths.Found) -> Iterator[tuple[Path, Manifest]]:
+def _export_sources(found: paths.FoundPath) -> Iterator[tuple[Path, Manifest]]:
     """The checkpoint that was named, or those of the nodes, newest first."""
     from elastic_resume.checkpoint.reader import quick_check  # noqa: PLC0415
 
     if found.level == "checkpoint":
         yield found.path, quick_check(found.path, None)
         return
-    if len(found.runs) > 1:
+    if len(found.run_ids) > 1:
         raise UsageError(
-            f"{found.path}: holds {len(found.runs)} runs; give one: {', '.join(found.runs[:20])}."
+            f"{found.path}: holds {len(found.run_ids)} runs; give one: {', '.join(found.run_ids[:20])}."
         )
-    valid = [item for item in checkpoints.items(found) if item.state == "valid"]
+    valid = [item for item in checkpoints.list_checkpoints(found) if item.state == "valid"]
     for item in sorted(valid, key=lambda item: (item.generation or 0, item.step or 0), reverse=True):
         try:
             yield item.path, quick_check(item.path, None)
@@ -208,8 +221,8 @@ def _sources(found: paths.Found) -> Iterator[tuple[Path, Manifest]]:
             print(f"not used: {error}", file=sys.stderr)
 
 
-SAME, DIFFERENT, TROUBLE = constants.EXIT_DONE, constants.EXIT_AT_FAULT, constants.EXIT_USAGE
-_SHOWN = 20
+SAME, DIFFERENT, READ_FAILED = constants.EXIT_SUCCESS, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE
+MAX_SHOWN = 20
 
 
 def register_diff(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -219,7 +232,7 @@ def register_diff(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     one.add_argument("a", type=Path, metavar="A", help="a checkpoint; or a node or a run, for its newest")
     one.add_argument("b", type=Path, metavar="B", help="another one")
-    one.add_argument("--all", action="store_true", help=f"list every difference, not the first {_SHOWN}")
+    one.add_argument("--all", action="store_true", help=f"list every difference, not the first {MAX_SHOWN}")
     one.add_argument("--json", action="store_true", help="all differences, as one JSON object")
     one.set_defaults(function=diff)
 
@@ -232,49 +245,53 @@ def diff(args: argparse.Namespace) -> int:
         found = compare(args.a, args.b)
     except ElasticResumeError as error:
         print(f"elastic-resume diff: {error}", file=sys.stderr)
-        return TROUBLE
+        return READ_FAILED
     except Exception as error:  # noqa: BLE001  whatever it is: Python's own exit code would say "different"
         print(f"elastic-resume diff: a fault of elastic_resume itself: {error!r}", file=sys.stderr)
-        return TROUBLE
+        return READ_FAILED
     lines = (
-        [diff_as_json(found)] if args.json else as_text(found, len(found.differences) if args.all else _SHOWN)
+        [format_diff_json(found)]
+        if args.json
+        else format_diff_text(found, len(found.differences) if args.all else MAX_SHOWN)
     )
-    say("\n".join(lines) + "\n")
+    write_stdout("\n".join(lines) + "\n")
     return DIFFERENT if found.differences else SAME
 
 
-def diff_as_json(found: Comparison) -> str:
+def format_diff_json(found: Comparison) -> str:
     """Give all there is; an infinite distance is the string "inf", since JSON has no such number."""
     told = {"same": not found.differences, **asdict(found)}
     for one in told["differences"]:
-        for key in ("max_abs", "max_rel"):
+        for key in ("max_abs_difference", "max_rel_difference"):
             one[key] = one[key] if math.isfinite(one[key]) else "inf"
     return json.dumps(told)
 
 
-def as_text(found: Comparison, shown: int) -> list[str]:
+def format_diff_text(found: Comparison, max_shown: int) -> list[str]:
     """Lines for a terminal: both sides, the differences, and how many there are."""
-    lines = [f"A: {_side(found.a)}", f"B: {_side(found.b)}"]
-    lines += [clean(_line(one)) for one in found.differences[:shown]]
-    hidden = len(found.differences) - shown
+    lines = [f"A: {_format_side(found.checkpoint_a)}", f"B: {_format_side(found.checkpoint_b)}"]
+    lines += [replace_unprintable(_format_difference(one)) for one in found.differences[:max_shown]]
+    hidden = len(found.differences) - max_shown
     if hidden > 0:
-        lines.append(f"and {amount(hidden, 'more difference')}; --all lists them")
-    compared = f"{amount(found.tensors, 'tensor')} and {amount(found.others, 'other value')} compared"
+        lines.append(f"and {format_count(hidden, 'more difference')}; --all lists them")
+    compared = f"{format_count(found.tensor_count, 'tensor')} and {format_count(found.other_count, 'other value')} compared"
     if not found.differences:
         return [*lines, f"the same: {compared}"]
-    return [*lines, f"{amount(len(found.differences), 'difference')}: {compared}"]
+    return [*lines, f"{format_count(len(found.differences), 'difference')}: {compared}"]
 
 
-def _side(side: Side) -> str:
-    return clean(f"{side.path} (generation {side.generation}, step {side.step})")
+def _format_side(side: ComparedCheckpoint) -> str:
+    return replace_unprintable(f"{side.path} (generation {side.generation}, step {side.step})")
 
 
-def _line(one: Difference) -> str:
+def _format_difference(one: Difference) -> str:
     if one.kind.startswith("only"):
-        return f"  {one.name}: {one.kind} ({one.b if one.kind == 'only in B' else one.a})"
+        return f"  {one.name}: {one.kind} ({one.value_b if one.kind == 'only in B' else one.value_a})"
     if one.kind == "value":
-        return f"  {one.name}: {one.a} -> {one.b}"
-    by = f"{one.elements} of {one.of} differ, by {one.max_abs:.3g} at most, relative {one.max_rel:.3g}"
+        return f"  {one.name}: {one.value_a} -> {one.value_b}"
+    by = f"{one.differing_elements} of {one.total_elements} differ, by {one.max_abs_difference:.3g} at most, relative {one.max_rel_difference:.3g}"
     if one.kind == "values":
-        return f"  {one.name} {one.a}: {by}"
-    return f"  {one.name}: {one.kind} {one.a} -> {one.b}{f'; {by}' if one.kind == 'dtype' else ''}"
+        return f"  {one.name} {one.value_a}: {by}"
+    return (
+        f"  {one.name}: {one.kind} {one.value_a} -> {one.value_b}{f'; {by}' if one.kind == 'dtype' else ''}"
+    )

@@ -22,20 +22,20 @@ import psutil
 from elastic_resume import constants
 from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import ConfigError
-from elastic_resume.rendezvous.endpoint import lookup, own_addresses, read_address
-from elastic_resume.rendezvous.net.protocol import read_token
-from elastic_resume.report.formatting import say, size
+from elastic_resume.rendezvous.endpoint import local_addresses, parse_address, resolve_name
+from elastic_resume.rendezvous.net.protocol import load_token
+from elastic_resume.report.formatting import format_bytes, write_stdout
 from elastic_resume.schedulers import environment, kubernetes, preemption, resources, slurm
-from elastic_resume.schedulers.environment import Node
+from elastic_resume.schedulers.environment import SchedulerContext
 
-PATIENCE_S = 5.0
+LOOKUP_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Finding:
     """One line: what, its value, and where that comes from. ``problem``: why a start would fail of it."""
 
-    what: str
+    name: str
     value: str
     source: str = ""
     problem: str = ""
@@ -51,35 +51,35 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def doctor(args: argparse.Namespace) -> int:
     """Print what is found; 1 where a start without flags would fail."""
-    here = _with_deadline(environment.read(os.environ))
+    here = _add_deadline(environment.read_context(os.environ))
     directory = args.ckpt_dir or Path(os.environ.get(constants.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
     findings = [
-        *of_scheduler(here),
-        *of_candidates(here),
-        *of_machine(directory, os.environ),
+        *check_scheduler(here),
+        *check_candidates(here),
+        *check_machine(directory, os.environ),
     ]
     problems = [*here.problems, *(one.problem for one in findings if one.problem)]
     if args.json:
-        told = [{"what": one.what, "value": one.value, "source": one.source} for one in findings]
-        say(json.dumps({"findings": told, "problems": problems}, indent=2) + "\n")
+        told = [{"what": one.name, "value": one.value, "source": one.source} for one in findings]
+        write_stdout(json.dumps({"findings": told, "problems": problems}, indent=2) + "\n")
     else:
-        say(render(findings, problems) + "\n")
-    return constants.EXIT_AT_FAULT if problems else constants.EXIT_DONE
+        write_stdout(format_findings(findings, problems) + "\n")
+    return constants.EXIT_JOB_ERROR if problems else constants.EXIT_SUCCESS
 
 
-def _with_deadline(here: Node) -> Node:
+def _add_deadline(context: SchedulerContext) -> SchedulerContext:
     """Ask for the time limit, as an agent does: no variable told it before Slurm 23.02."""
-    asked = slurm.deadline(here.requeue, environ={}) if here.scheduler == "slurm" else None
+    asked = slurm.find_deadline(context.requeue_id, environ={}) if context.scheduler == "slurm" else None
     if asked is None:
-        return here
-    return replace(here, deadline=asked, sources={**here.sources, "deadline": "squeue"})
+        return context
+    return replace(context, deadline=asked, sources={**context.sources, "deadline": "squeue"})
 
 
-def render(findings: list[Finding], problems: list[str]) -> str:
+def format_findings(findings: list[Finding], problems: list[str]) -> str:
     """Lay the findings out as a table, what is wrong below it."""
-    wide = max(len(one.what) for one in findings)
+    wide = max(len(one.name) for one in findings)
     most = min(52, max(len(one.value) for one in findings))
-    lines = [f"{one.what:<{wide}}  {one.value:<{most}}  {one.source}".rstrip() for one in findings]
+    lines = [f"{one.name:<{wide}}  {one.value:<{most}}  {one.source}".rstrip() for one in findings]
     if problems:
         lines += ["", "A start without flags would fail here:", *(f"  - {problem}" for problem in problems)]
     return "\n".join(lines)
@@ -88,23 +88,27 @@ def render(findings: list[Finding], problems: list[str]) -> str:
 # ---- what is looked at ---------------------------------------------------------------------------------
 
 
-def of_scheduler(here: Node) -> list[Finding]:
+def check_scheduler(context: SchedulerContext) -> list[Finding]:
     """What the scheduler tells."""
-    peers = ", ".join(here.peers[:4]) + (f", … {here.peers[-1]}" if len(here.peers) > 4 else "")
-    span = str(here.nodes) if here.nodes == here.min_nodes else f"{here.min_nodes} to {here.nodes}"
+    peers = ", ".join(context.peers[:4]) + (f", … {context.peers[-1]}" if len(context.peers) > 4 else "")
+    span = (
+        str(context.max_nodes)
+        if context.max_nodes == context.min_nodes
+        else f"{context.min_nodes} to {context.max_nodes}"
+    )
     told = {
-        "scheduler": here.scheduler,
-        "job": here.job or "named after the script",
-        "name": here.name,
-        "order": str(here.order) if here.nodes > 1 else "",
+        "scheduler": context.scheduler,
+        "job": context.job or "named after the script",
+        "name": context.name,
+        "order": str(context.node_index) if context.max_nodes > 1 else "",
         "nodes": span,
         "peers": peers,
-        "candidates": ", ".join(here.candidates) if here.nodes > 1 else "",
-        "address": here.address,
-        "workers": str(here.workers or 1),
-        "restarts": str(here.restarts) if here.scheduler == "slurm" else "",
-        "requeue": here.requeue,
-        "deadline": _moment(here.deadline),
+        "candidates": ", ".join(context.candidates) if context.max_nodes > 1 else "",
+        "address": context.address,
+        "workers": str(context.workers_per_node or 1),
+        "restarts": str(context.restarts) if context.scheduler == "slurm" else "",
+        "requeue": context.requeue_id,
+        "deadline": _format_time(context.deadline),
     }
     defaults = {
         "job": "no scheduler tells",
@@ -112,38 +116,42 @@ def of_scheduler(here: Node) -> list[Finding]:
         "nodes": "default",
         "scheduler": "environment",
     }
-    sources = {**defaults, "candidates": here.sources.get("peers", ""), "restarts": "not set: the first life"}
-    if here.scheduler == "host":
+    sources = {
+        **defaults,
+        "candidates": context.sources.get("peers", ""),
+        "restarts": "not set: the first life",
+    }
+    if context.scheduler == "host":
         sources["scheduler"] = "no variable of Slurm, Kubernetes or a trainer is set"
-    sources |= here.sources
+    sources |= context.sources
     return [Finding(what, value, sources.get(what, "")) for what, value in told.items() if value]
 
 
-def of_candidates(here: Node) -> list[Finding]:
+def check_candidates(context: SchedulerContext) -> list[Finding]:
     """Where the names lead at which nodes meet."""
-    if here.nodes == 1:
+    if context.max_nodes == 1:
         return []
-    own = own_addresses()
+    own = local_addresses()
     found = []
-    known = _addresses([candidate.rpartition(":")[0] for candidate in here.candidates])
+    known = _resolve_hosts([candidate.rpartition(":")[0] for candidate in context.candidates])
     for host, addresses in known.items():
-        mine = any(read_address(one) in own for one in addresses)
+        mine = any(parse_address(one) in own for one in addresses)
         told = ", ".join(addresses) or "no address yet"
-        loopback = [one for one in addresses if (read := read_address(one)) and read.is_loopback]
+        loopback = [one for one in addresses if (read := parse_address(one)) and read.is_loopback]
         hint = "leads to the loopback here: others may still reach it" if loopback else ""
         found.append(Finding(host, told + (" (this node)" if mine else ""), hint or "looked up now"))
     return found
 
 
-def of_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
+def check_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
     """What this machine has for the job."""
-    group = resources.Group.of_this_process()
-    used = group.used() if group is not None else None
-    limit = f"control group's limit {size(used[1])}" if used else "no limit of a control group"
+    group = resources.MemoryCgroup.find_own()
+    used = group.read_usage() if group is not None else None
+    limit = f"control group's limit {format_bytes(used[1])}" if used else "no limit of a control group"
     found = [
-        Finding("memory", f"{size(resources.available())} can be taken", limit),
-        _shared_memory(),
-        _disk(directory, environ),
+        Finding("memory", f"{format_bytes(resources.available_memory_bytes())} can be taken", limit),
+        _check_shared_memory(),
+        _check_disk(directory, environ),
         Finding("processors", str(len(os.sched_getaffinity(0))), f"of {psutil.cpu_count()}"),
     ]
     token = "set" if environ.get(constants.ENV_TOKEN) else "not set"
@@ -151,34 +159,34 @@ def of_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
         token = "made in the shared directory, where there are several nodes"  # noqa: S105
     problem = ""
     try:
-        read_token(None, environ, "")
+        load_token(None, environ, "")
     except ConfigError as error:
         problem = str(error).rstrip(".")
     found.append(Finding("token", token, constants.ENV_TOKEN, problem))
-    return [*found, *_grace(environ), *_notices(environ)]
+    return [*found, *_check_grace(environ), *_check_notices(environ)]
 
 
-def _notices(environ: Mapping[str, str]) -> list[Finding]:
+def _check_notices(environ: Mapping[str, str]) -> list[Finding]:
     told = environ.get(constants.ENV_PREEMPTION_NOTICE)
     try:
-        asked = [one.name for one in preemption.sources(told)]
+        asked = [one.name for one in preemption.parse_sources(told)]
     except ConfigError as error:
         return [Finding("notices", str(told), constants.ENV_PREEMPTION_NOTICE, str(error))]
     return [Finding("notices", ", ".join(asked), constants.ENV_PREEMPTION_NOTICE)] if asked else []
 
 
-def _shared_memory() -> Finding:
-    path = str(resources.SHARED_MEMORY)
+def _check_shared_memory() -> Finding:
+    path = str(resources.SHARED_MEMORY_DIR)
     try:
-        total = size(psutil.disk_usage(path).total)
+        total = format_bytes(psutil.disk_usage(path).total)
     except OSError:
         total = "not there"
-    return Finding(path, total, resources.why_little_shared_memory())
+    return Finding(path, total, resources.check_shared_memory())
 
 
-def _grace(environ: Mapping[str, str]) -> list[Finding]:
+def _check_grace(environ: Mapping[str, str]) -> list[Finding]:
     try:
-        told = kubernetes.termination_grace_s(environ)
+        told = kubernetes.read_termination_grace_s(environ)
     except ConfigError as error:
         return [Finding("grace", "unknown", constants.ENV_TERMINATION_GRACE_S, problem=str(error))]
     if told is None:
@@ -187,7 +195,7 @@ def _grace(environ: Mapping[str, str]) -> list[Finding]:
     return [Finding("grace", value, constants.ENV_TERMINATION_GRACE_S)]
 
 
-def _disk(directory: Path, environ: Mapping[str, str]) -> Finding:
+def _check_disk(directory: Path, environ: Mapping[str, str]) -> Finding:
     there = directory
     try:
         there = directory.absolute()
@@ -195,7 +203,7 @@ def _disk(directory: Path, environ: Mapping[str, str]) -> Finding:
             there = there.parent
         if not there.is_dir():
             return Finding("checkpoints", str(directory), problem=f"{there} is no directory: --ckpt-dir")
-        free, limited = resources.free(there, environ), resources.limit(environ)
+        free, limited = resources.free_disk_bytes(there, environ), resources.read_checkpoint_limit(environ)
     except ConfigError as error:
         return Finding("checkpoints", str(directory), constants.ENV_CKPT_LIMIT, problem=str(error))
     except OSError as error:
@@ -204,28 +212,30 @@ def _disk(directory: Path, environ: Mapping[str, str]) -> Finding:
         return Finding("checkpoints", str(directory), problem=f"{there} has no space left: --ckpt-dir")
     if not os.access(there, os.W_OK):
         return Finding("checkpoints", str(directory), problem=f"{there} cannot be written to: --ckpt-dir")
-    where = f"{_kind(there)}, --ckpt-dir" + (f", volume of {size(limited)}" if limited is not None else "")
-    return Finding("checkpoints", f"{directory.absolute()}: {size(free)} free", where)
+    where = f"{_file_system_type(there)}, --ckpt-dir" + (
+        f", volume of {format_bytes(limited)}" if limited is not None else ""
+    )
+    return Finding("checkpoints", f"{directory.absolute()}: {format_bytes(free)} free", where)
 
 
-def _kind(path: Path) -> str:
+def _file_system_type(path: Path) -> str:
     """The file system under a path."""
     mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
     return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else "unknown file system"
 
 
-def _addresses(hosts: list[str]) -> dict[str, list[str]]:
+def _resolve_hosts(hosts: list[str]) -> dict[str, list[str]]:
     """Look names up, each in a thread that is left behind when the answer takes too long."""
     found: dict[str, list[str]] = {host: [] for host in hosts}
 
     def ask(host: str) -> None:
         try:
-            found[host] = lookup(host)
+            found[host] = resolve_name(host)
         except (OSError, UnicodeError):
             return
 
     threads = [threading.Thread(target=ask, args=[host], daemon=True) for host in hosts]
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + LOOKUP_TIMEOUT_S
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -233,7 +243,7 @@ def _addresses(hosts: list[str]) -> dict[str, list[str]]:
     return dict(found)
 
 
-def _moment(unix: float | None) -> str:
+def _format_time(unix: float | None) -> str:
     if unix is None:
         return ""
     return datetime.fromtimestamp(unix).astimezone().isoformat(sep=" ", timespec="seconds")

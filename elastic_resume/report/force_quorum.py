@@ -13,12 +13,12 @@ from typing import Any
 
 from elastic_resume import constants
 from elastic_resume.errors import RendezvousLostError, UsageError
-from elastic_resume.rendezvous.core.quorum import Knowledge, listed
-from elastic_resume.rendezvous.net.durable_state import RECORD_FILE, Record
+from elastic_resume.rendezvous.core.quorum import QuorumState, format_node_names
+from elastic_resume.rendezvous.net.durable_state import RENDEZVOUS_STATE_FILE, DurableStateFile
 from elastic_resume.report import status
-from elastic_resume.report.formatting import say
+from elastic_resume.report.formatting import write_stdout
 
-RISK = (
+RISK_NOTE = (
     "If any of them is alive after all, two worlds train at the same time. When they meet, the one with the "
     "lower generation stops, and the steps that it made meanwhile are lost."
 )
@@ -41,25 +41,27 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def force_quorum(args: argparse.Namespace) -> int:
     """Print who is missing; with ``--yes``, declare them dead. Exit code 1 if nothing was done."""
-    node_dir = _node_dir(args.run_dir)
-    record = Record(node_dir)
-    known = record.memory.knowledge if record.memory else Knowledge(0)
-    if not known.generation:
+    node_dir = _find_node_dir(args.run_dir)
+    record = DurableStateFile(node_dir)
+    known = record.state.quorum_state if record.state else QuorumState(0)
+    if not known.newest_generation:
         raise UsageError(f"{node_dir}: this node has been in no world yet, so no quorum is lacking.")
-    say(_situation(node_dir, known))
+    write_stdout(_describe_situation(node_dir, known))
     if not args.yes:
-        say("Nothing was done. If all of them are dead for good, run this again with --yes.\n")
-        return constants.EXIT_AT_FAULT
-    record.order_force(known.generation)
-    say(f"Declared dead: the missing members of generation {known.generation}. See the agent's log.\n")
-    return constants.EXIT_DONE
+        write_stdout("Nothing was done. If all of them are dead for good, run this again with --yes.\n")
+        return constants.EXIT_JOB_ERROR
+    record.request_force_quorum(known.newest_generation)
+    write_stdout(
+        f"Declared dead: the missing members of generation {known.newest_generation}. See the agent's log.\n"
+    )
+    return constants.EXIT_SUCCESS
 
 
-def _node_dir(path: Path) -> Path:
+def _find_node_dir(path: Path) -> Path:
     """Return the directory of the one node that is meant."""
-    if (path / RECORD_FILE).is_file():
+    if (path / RENDEZVOUS_STATE_FILE).is_file():
         return path
-    found = sorted(one.parent for one in path.glob(f"*/{RECORD_FILE}"))
+    found = sorted(one.parent for one in path.glob(f"*/{RENDEZVOUS_STATE_FILE}"))
     if len(found) == 1:
         return found[0]
     if not found:
@@ -70,20 +72,20 @@ def _node_dir(path: Path) -> Path:
     raise UsageError(f"{path}: {len(found)} nodes are here ({names}): give the directory of one of them.")
 
 
-def _situation(node_dir: Path, known: Knowledge) -> str:
-    members = dict.fromkeys(one for world in known.worlds for one in known.alive(world))
-    text = f"Generation {known.generation}, of which {node_dir.name} knows: {listed(members)}.\n"
-    job = status.read_look(node_dir / constants.LOOK_FILE)
+def _describe_situation(node_dir: Path, known: QuorumState) -> str:
+    members = dict.fromkeys(one for world in known.voting_views for one in known.live_members(world))
+    text = f"Generation {known.newest_generation}, of which {node_dir.name} knows: {format_node_names(members)}.\n"
+    job = status.read_agent_endpoint(node_dir / constants.AGENT_ENDPOINT_FILE)
     try:
-        said = job.ask() if job else None
+        said = job.query_leader() if job else None
     except RendezvousLostError:
         said = None
     if said is None:
         return text + (
             f"No agent of {node_dir.name} answers. When one takes part again, members that have not joined "
-            f"count as dead.\n{RISK}\n"
+            f"count as dead.\n{RISK_NOTE}\n"
         )
     if said["world"]:
         raise UsageError(f"{node_dir}: generation {said['generation']} runs, so no quorum is lacking.")
     missing = ", ".join(map(str, said.get("missing", []))) or said.get("waiting") or "members not known here"
-    return text + f"Missing: {missing}.\n{RISK}\n"
+    return text + f"Missing: {missing}.\n{RISK_NOTE}\n"

@@ -18,49 +18,55 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from elastic_resume.errors import MachineError
-from elastic_resume.units import amount as amount  # noqa: PLC0414 - reports take it from here
+from elastic_resume.units import format_count as format_count  # noqa: PLC0414 - reports take it from here
 
 WIDTH = 100  # what half of a screen shows
-_GAP = "  "
-_NUMBERED = re.compile(r"(.*?)(\d{1,15})")
+_COLUMN_GAP = "  "
+_NUMBERED_NAME_PATTERN = re.compile(r"(.*?)(\d{1,15})")
 
 
-def table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), elastic: int = -1
+def format_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right_aligned: Sequence[int] = (),
+    shrinkable: int = -1,
 ) -> list[str]:
     """Lines of a table under its heads. Columns in ``right`` are aligned right.
 
     The column ``elastic`` gives way, by cutting its cells, when the table would be wider than `WIDTH`.
     """
-    cells = [list(head), *([clean(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    if elastic >= 0:
-        others = sum(widths) - widths[elastic] + len(_GAP) * (len(widths) - 1)
-        widths[elastic] = max(len(head[elastic]), min(widths[elastic], WIDTH - others))
+    cells = [list(columns), *([replace_unprintable(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(columns))]
+    if shrinkable >= 0:
+        others = sum(widths) - widths[shrinkable] + len(_COLUMN_GAP) * (len(widths) - 1)
+        widths[shrinkable] = max(len(columns[shrinkable]), min(widths[shrinkable], WIDTH - others))
     lines = []
     for row in cells:
         shown = [
-            cut(cell, width).rjust(width) if column in right else cut(cell, width).ljust(width)
+            truncate(cell, width).rjust(width)
+            if column in right_aligned
+            else truncate(cell, width).ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append(cut(_GAP.join(shown).rstrip(), WIDTH))
+        lines.append(truncate(_COLUMN_GAP.join(shown).rstrip(), WIDTH))
     return lines
 
 
-def cut(text: str, width: int) -> str:
+def truncate(text: str, width: int) -> str:
     """``text``, or its beginning and dots."""
     return text if len(text) <= width else text[: max(0, width - 3)] + "..."[:width]
 
 
-def clean(text: str) -> str:
+def replace_unprintable(text: str) -> str:
     """Replace what a terminal would take as a command, and line ends."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
-def wrap(text: str, indent: str = "  ") -> list[str]:
+def wrap_text(text: str, indent: str = "  ") -> list[str]:
     """Break ``text`` into lines of at most `WIDTH`, the later ones indented. A long word is cut in two."""
     lines, line = [], ""
-    for word in clean(text).split(" "):
+    for word in replace_unprintable(text).split(" "):
         rest = word
         while line and len(line) + 1 + len(rest) > WIDTH and line.strip():
             lines.append(line)
@@ -72,7 +78,7 @@ def wrap(text: str, indent: str = "  ") -> list[str]:
     return [*lines, line]
 
 
-def seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     """A duration as people say it: ``0.31 s``, ``48 s``, ``2 h 05 min``."""
     if value is None or not math.isfinite(value):
         return "-"
@@ -88,7 +94,7 @@ def seconds(value: float | None) -> str:
     return f"{whole // 86400} days"
 
 
-def size(count: int | None) -> str:
+def format_bytes(count: int | None) -> str:
     """Bytes as people say them, in powers of ten: ``604 MB``."""
     if count is None:
         return "-"
@@ -100,19 +106,19 @@ def size(count: int | None) -> str:
     return f"{value:.3g} TB"
 
 
-def without_path(reason: str) -> str:
+def strip_path(reason: str) -> str:
     """An error's text without the path before it, which stands beside it anyway."""
     return re.sub(r"^/\S+: ", "", reason)
 
 
-def folded(names: Sequence[str], width: int = 24) -> str:
+def format_node_names(names: Sequence[str], width: int = 24) -> str:
     """Names of nodes in little room: ``n0 n1 n2``, or as Slurm writes many, ``n[0-63]``."""
     plain = " ".join(names)
     if len(plain) <= width:
         return plain
     groups: dict[str, list[str]] = {}
     for name in names:
-        match = _NUMBERED.fullmatch(name)
+        match = _NUMBERED_NAME_PATTERN.fullmatch(name)
         groups.setdefault(match[1] if match else f"{name}\0", []).append(match[2] if match else "")
     parts = []
     for prefix, numbers in groups.items():
@@ -121,11 +127,11 @@ def folded(names: Sequence[str], width: int = 24) -> str:
         elif len(numbers) == 1:
             parts.append(prefix + numbers[0])
         else:
-            parts.append(f"{prefix}[{','.join(_runs(numbers))}]")
-    return cut(",".join(parts), max(width, 16))
+            parts.append(f"{prefix}[{','.join(_format_number_ranges(numbers))}]")
+    return truncate(",".join(parts), max(width, 16))
 
 
-def _runs(numbers: Sequence[str]) -> list[str]:
+def _format_number_ranges(numbers: Sequence[str]) -> list[str]:
     """``7-9`` for 7, 8, 9. Numbers of different length (``09`` and ``9``) are different names."""
     ordered = sorted(set(numbers), key=lambda text: (len(text), int(text)))
     runs = []
@@ -135,7 +141,7 @@ def _runs(numbers: Sequence[str]) -> list[str]:
     return runs
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """A share of 0 to 1 as ``96.4 %``; never 100 % for what is less, nor 0 % for what is more."""
     value = 100 * share
     if 0 < value < 0.1:
@@ -145,7 +151,7 @@ def percent(share: float) -> str:
     return f"{value:.1f} %" if 0 < value < 10 or 90 <= value < 100 else f"{value:.0f} %"
 
 
-def say(text: str) -> bool:
+def write_stdout(text: str) -> bool:
     """Write to stdout at once, in its own encoding; whether anybody reads it.
 
     A reader that has gone away (``| head``) is no error.
@@ -161,14 +167,14 @@ def say(text: str) -> bool:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
-        _be_silent()
+        _discard_stdout()
         return False
     except OSError as error:
-        _be_silent()
+        _discard_stdout()
         raise MachineError(f"stdout cannot be written: {error.strerror or error}.") from error
     return True
 
 
-def _be_silent() -> None:
+def _discard_stdout() -> None:
     """Python would complain once more when it closes stdout at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

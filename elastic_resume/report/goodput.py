@@ -24,45 +24,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise, zip_longest
 
-from elastic_resume.report.event_log import Seen, Timeline
-from elastic_resume.report.incidents import Facts, Generation, Report, facts_of
+from elastic_resume.report.event_log import EventTimeline, ParsedEvent
+from elastic_resume.report.incidents import Generation, GenerationFacts, RunHistory, collect_facts
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepTiming:
     """When steps of one generation were finished: ``marks`` by step, and between them in a straight line.
 
     ``usual_s``: a step's length in this run, for a generation that was over before it left enough marks.
     """
 
-    marks: tuple[tuple[int, float], ...]
-    usual_s: float | None = None
+    step_times: tuple[tuple[int, float], ...]
+    typical_step_s: float | None = None
 
     @property
     def step_s(self) -> float | None:
         """Mean seconds of a step, without the first one, which is longer."""
-        if len(self.marks) < 3:
-            return self.usual_s
-        (first, since), (last, until) = self.marks[1], self.marks[-1]
+        if len(self.step_times) < 3:
+            return self.typical_step_s
+        (first, since), (last, until) = self.step_times[1], self.step_times[-1]
         return max(0.0, until - since) / (last - first)
 
-    def at(self, step: int) -> float | None:
+    def time_of_step(self, step: int) -> float | None:
         """When ``step`` was finished."""
-        if not self.marks:
+        if not self.step_times:
             return None
-        place = bisect.bisect_left(self.marks, (step, float("-inf")))
-        if place == len(self.marks):
-            last, t = self.marks[-1]
+        place = bisect.bisect_left(self.step_times, (step, float("-inf")))
+        if place == len(self.step_times):
+            last, t = self.step_times[-1]
             return t + (step - last) * (self.step_s or 0.0)
-        after, until = self.marks[place]
+        after, until = self.step_times[place]
         if place == 0 or after == step:
             return until
-        before, since = self.marks[place - 1]
+        before, since = self.step_times[place - 1]
         return since + (until - since) * (step - before) / (after - before)
 
 
 @dataclass(frozen=True)
-class Moments:
+class GenerationTimes:
     """Of one generation, as seconds since the epoch.
 
     ``formed``: all its nodes know of the world. ``launched``: its workers run and begin to load the state.
@@ -72,20 +72,20 @@ class Moments:
     """
 
     number: int
-    formed: float | None
-    launched: float | None
-    restored: float
-    stepped: float | None
-    last: float | None
-    noticed: float | None
-    stopped: float | None
-    until: float
+    rendezvous_done_t: float | None
+    workers_started_t: float | None
+    restored_t: float
+    first_step_t: float | None
+    last_step_t: float | None
+    detected_t: float | None
+    workers_stopped_t: float | None
+    end_t: float
     stalled_s: float
-    pace: Pace = field(repr=False)
+    step_timing: StepTiming = field(repr=False)
 
 
 @dataclass(frozen=True)
-class Phases:
+class RecoveryPhases:
     """Seconds of one recovery, from the last step before to the first one after.
 
     What is not known is None, and its time is in the phase that follows. Until the failure was *noticed*,
@@ -93,9 +93,9 @@ class Phases:
     made the first *step*.
     """
 
-    noticed_s: float | None
+    detected_s: float | None
     stopped_s: float | None
-    formed_s: float | None
+    rendezvous_s: float | None
     started_s: float | None
     restored_s: float | None
     step_s: float | None
@@ -108,56 +108,64 @@ class Phases:
     @property
     def known(self) -> list[tuple[str, float]]:
         """The phases that are known, in order, by name."""
-        named = zip(NAMES, (getattr(self, f"{name}_s") for name in NAMES), strict=True)
+        named = zip(PHASE_NAMES, (getattr(self, f"{name}_s") for name in PHASE_NAMES), strict=True)
         return [(name, value) for name, value in named if value is not None]
 
 
-NAMES = ("noticed", "stopped", "formed", "started", "restored", "step")
+PHASE_NAMES = ("detected", "stopped", "rendezvous", "started", "restored", "step")
 
 
-def moments(line: Timeline, report: Report) -> tuple[Moments, ...]:
+def measure_generations(timeline: EventTimeline, report: RunHistory) -> tuple[GenerationTimes, ...]:
     """Find the moments of each generation of the report, in its order."""
-    rounds = _rounds(line)
-    facts = facts_of(line)
-    starts = [min([fact.began, *(one.t for one in rounds[fact.number])]) for fact in facts]
+    rounds = _rounds_by_generation(timeline)
+    facts = collect_facts(timeline)
+    starts = [min([fact.start_t, *(one.t for one in rounds[fact.number])]) for fact in facts]
     found = []
     for fact, row, following in zip_longest(facts, report.generations, starts[1:]):
-        found.append(_of(fact, row, rounds, line.seen[-1].t if following is None else following))
-    usual_s = _usual_step_s(found, report.generations)
+        found.append(
+            _measure_generation(fact, row, rounds, timeline.events[-1].t if following is None else following)
+        )
+    usual_s = _typical_step_s(found, report.generations)
     return tuple(
-        one if one.pace.step_s is not None or usual_s is None else _reckoned(one, row, usual_s)
+        one
+        if one.step_timing.step_s is not None or usual_s is None
+        else _estimate_last_step(one, row, usual_s)
         for one, row in zip(found, report.generations, strict=True)
     )
 
 
-def _usual_step_s(found: Sequence[Moments], rows: Sequence[Generation]) -> float | None:
+def _typical_step_s(found: Sequence[GenerationTimes], rows: Sequence[Generation]) -> float | None:
     """Seconds of a step in this run; where no generation has marks enough, the most that it can have been."""
-    known = [one.pace.step_s for one in found if one.pace.step_s is not None]
+    known = [one.step_timing.step_s for one in found if one.step_timing.step_s is not None]
     if known:
         return statistics.median(known)
     most = [
-        (one.noticed - one.stepped) / (row.last_step - row.first_step)
+        (one.detected_t - one.first_step_t) / (row.last_step - row.first_step)
         for one, row in zip(found, rows, strict=True)
-        if one.noticed is not None and one.stepped is not None and one.noticed > one.stepped
+        if one.detected_t is not None and one.first_step_t is not None and one.detected_t > one.first_step_t
         if row.last_step is not None and row.first_step is not None and row.last_step > row.first_step
     ]
     return min(most, default=None)
 
 
-def _reckoned(one: Moments, row: Generation, usual_s: float) -> Moments:
+def _estimate_last_step(one: GenerationTimes, row: Generation, typical_step_s: float) -> GenerationTimes:
     """The same, with a last step at the pace that is usual in this run."""
-    pace = replace(one.pace, usual_s=usual_s)
-    if one.last is None or row.last_step is None:
-        return replace(one, pace=pace)
-    over = one.until if row.end.kind == "finished" or one.noticed is None else one.noticed
-    return replace(one, pace=pace, last=min(pace.at(row.last_step) or one.last, max(over, one.last)))
+    pace = replace(one.step_timing, typical_step_s=typical_step_s)
+    if one.last_step_t is None or row.last_step is None:
+        return replace(one, step_timing=pace)
+    over = one.end_t if row.end.kind == "finished" or one.detected_t is None else one.detected_t
+    return replace(
+        one,
+        step_timing=pace,
+        last_step_t=min(pace.time_of_step(row.last_step) or one.last_step_t, max(over, one.last_step_t)),
+    )
 
 
-def _rounds(line: Timeline) -> dict[int, list[Seen]]:
+def _rounds_by_generation(timeline: EventTimeline) -> dict[int, list[ParsedEvent]]:
     """When nodes heard of each generation. A stock rendezvous has rounds only: the next generation's."""
-    began = sorted((min(one.t for one in found), number) for number, found in line.generations.items())
-    rounds: dict[int, list[Seen]] = defaultdict(list)
-    for one in line.of_kind("round"):
+    began = sorted((min(one.t for one in found), number) for number, found in timeline.by_generation.items())
+    rounds: dict[int, list[ParsedEvent]] = defaultdict(list)
+    for one in timeline.select("round"):
         place = bisect.bisect_left(began, (one.t, -1))
         number = one.generation if one.generation is not None else next((n for _, n in began[place:]), None)
         if number is not None:
@@ -165,38 +173,42 @@ def _rounds(line: Timeline) -> dict[int, list[Seen]]:
     return rounds
 
 
-def _of(fact: Facts, row: Generation, rounds: Mapping[int, list[Seen]], over: float) -> Moments:
-    starts = [one.t for one in fact.events if one.kind == "worker-start"]
-    resume = fact.resume
-    restored = max(starts, default=resume.t if resume else fact.began)
-    spent = resume.seconds("seconds") if resume is not None else None
+def _measure_generation(
+    facts: GenerationFacts, row: Generation, rounds: Mapping[int, list[ParsedEvent]], next_start_t: float
+) -> GenerationTimes:
+    starts = [one.t for one in facts.events if one.kind == "worker-start"]
+    resume = facts.resume
+    restored = max(starts, default=resume.t if resume else facts.start_t)
+    spent = resume.get_seconds("seconds") if resume is not None else None
     launched = resume.t - spent if resume is not None and spent is not None else None
-    pace = _pace(fact, row, restored)
-    exits = [one.t for one in fact.events if one.kind == "worker-exit"]
-    ends = [one.t for one in fact.events if one.kind == "run-end"]
-    formed = max((one.t for one in rounds.get(fact.number, ())), default=None)
-    last = pace.at(row.last_step) if row.last_step is not None and row.first_step is not None else None
-    noticed = min(exits, default=None) if row.noticed is None else max(row.noticed, restored)
+    pace = _step_timing(facts, row, restored)
+    exits = [one.t for one in facts.events if one.kind == "worker-exit"]
+    ends = [one.t for one in facts.events if one.kind == "run-end"]
+    formed = max((one.t for one in rounds.get(facts.number, ())), default=None)
+    last = (
+        pace.time_of_step(row.last_step) if row.last_step is not None and row.first_step is not None else None
+    )
+    noticed = min(exits, default=None) if row.detected_t is None else max(row.detected_t, restored)
     if last is not None and noticed is not None and not ends:
-        last = min(last, max(noticed, pace.marks[-1][1]))  # reckoned, where no mark was left of it
-    return Moments(
-        number=fact.number,
-        formed=formed if formed is None or formed <= restored else None,
-        launched=launched,
-        restored=restored,
-        stepped=pace.marks[1][1] if len(pace.marks) > 1 else None,
-        last=last,
-        noticed=noticed,
-        stopped=max((t for t in exits if t <= over), default=None),
-        until=max(ends, default=max([restored, *(one.t for one in fact.events if one.t <= over)])),
-        stalled_s=_stalled_s(fact),
-        pace=pace,
+        last = min(last, max(noticed, pace.step_times[-1][1]))  # reckoned, where no mark was left of it
+    return GenerationTimes(
+        number=facts.number,
+        rendezvous_done_t=formed if formed is None or formed <= restored else None,
+        workers_started_t=launched,
+        restored_t=restored,
+        first_step_t=pace.step_times[1][1] if len(pace.step_times) > 1 else None,
+        last_step_t=last,
+        detected_t=noticed,
+        workers_stopped_t=max((t for t in exits if t <= next_start_t), default=None),
+        end_t=max(ends, default=max([restored, *(one.t for one in facts.events if one.t <= next_start_t)])),
+        stalled_s=_stalled_s(facts),
+        step_timing=pace,
     )
 
 
-def _pace(fact: Facts, row: Generation, restored: float) -> Pace:
+def _step_timing(facts: GenerationFacts, row: Generation, restored: float) -> StepTiming:
     first: dict[int, float] = {}
-    for one in fact.events:
+    for one in facts.events:
         if one.kind == "step" and one.step is not None:
             first[one.step] = min(one.t, first.get(one.step, one.t))
     if row.start_step is not None:
@@ -204,21 +216,21 @@ def _pace(fact: Facts, row: Generation, restored: float) -> Pace:
     marks: list[tuple[int, float]] = []
     for step in sorted(first):  # a clock that is a little behind must not make time run backwards
         marks.append((step, max(first[step], marks[-1][1] if marks else first[step])))
-    return Pace(tuple(marks))
+    return StepTiming(tuple(marks))
 
 
-def _stalled_s(fact: Facts) -> float:
+def _stalled_s(facts: GenerationFacts) -> float:
     """Of the rank that waited longest: nobody steps without it. Before that was told: what workers wrote."""
     waited: dict[int | None, float] = {}
-    for one in fact.events:
-        told = one.seconds("stalled_s")
+    for one in facts.events:
+        told = one.get_seconds("stalled_s")
         if one.kind in {"step", "run-end"} and told is not None:
             waited[one.rank] = told
     if waited:
         return max(waited.values())
-    workers = {one.pid for one in fact.events if one.kind == "worker-start"}
+    workers = {one.pid for one in facts.events if one.kind == "worker-start"}
     written: dict[str, float] = defaultdict(float)
-    for one in fact.events:
+    for one in facts.events:
         spent = one.raw.get("seconds")
         if (
             one.kind == "commit"
@@ -230,26 +242,33 @@ def _stalled_s(fact: Facts) -> float:
     return max(written.values(), default=0.0)
 
 
-def phases(before: Moments, after: Moments) -> Phases | None:
+def recovery_phases(previous: GenerationTimes, following: GenerationTimes) -> RecoveryPhases | None:
     """Seconds of the recovery between two generations; None where the later one never came to a step."""
-    cursor = before.last if before.last is not None else before.noticed
-    if cursor is None or after.stepped is None:
+    cursor = previous.last_step_t if previous.last_step_t is not None else previous.detected_t
+    if cursor is None or following.first_step_t is None:
         return None
     spent: list[float | None] = []
-    reached = (before.noticed, before.stopped, after.formed, after.launched, after.restored, after.stepped)
+    reached = (
+        previous.detected_t,
+        previous.workers_stopped_t,
+        following.rendezvous_done_t,
+        following.workers_started_t,
+        following.restored_t,
+        following.first_step_t,
+    )
     for moment in reached:
         if moment is None:
             spent.append(None)
             continue
-        until = min(max(cursor, moment), after.stepped)
+        until = min(max(cursor, moment), following.first_step_t)
         spent.append(round(max(0.0, until - cursor), 3))
         cursor = max(cursor, until)
-    return Phases(*spent)
+    return RecoveryPhases(*spent)
 
 
-PRODUCTIVE, REPEATED, STARTING, RESTORING, WAITING = (
+PRODUCTIVE, RECOMPUTED, STARTING, RESTORING, WAITING = (
     "productive",
-    "repeated",
+    "recomputed",
     "starting",
     "restoring",
     "waiting",
@@ -257,12 +276,12 @@ PRODUCTIVE, REPEATED, STARTING, RESTORING, WAITING = (
 
 
 @dataclass(frozen=True)
-class Slice:
+class TimeSlice:
     """A stretch of the run in which its job did one thing."""
 
-    what: str
-    began: float
-    until: float
+    activity: str
+    start_t: float
+    end_t: float
     generation: int | None = None
 
 
@@ -275,7 +294,7 @@ class Goodput:
     starting_s: float
     restoring_s: float
     stalled_s: float
-    repeated_s: float
+    recomputed_s: float
     waiting_s: float
 
     @property
@@ -289,15 +308,15 @@ class Goodput:
         return [(one.name[:-2], getattr(self, one.name)) for one in fields(self) if one.name != "total_s"]
 
 
-def total(parts: Sequence[Slice], found: Sequence[Moments]) -> Goodput:
+def sum_goodput(slices: Sequence[TimeSlice], generation_times: Sequence[GenerationTimes]) -> Goodput:
     """Add up the slices of a run; stalls are within the productive ones."""
-    spent = dict.fromkeys((PRODUCTIVE, REPEATED, STARTING, RESTORING, WAITING), 0.0)
+    spent = dict.fromkeys((PRODUCTIVE, RECOMPUTED, STARTING, RESTORING, WAITING), 0.0)
     trained: dict[int | None, float] = {}
-    for one in parts:
-        spent[one.what] += one.until - one.began
-        if one.what == PRODUCTIVE:
-            trained[one.generation] = trained.get(one.generation, 0.0) + one.until - one.began
-    stalled = sum(min(one.stalled_s, trained.get(one.number, 0.0)) for one in found)
+    for one in slices:
+        spent[one.activity] += one.end_t - one.start_t
+        if one.activity == PRODUCTIVE:
+            trained[one.generation] = trained.get(one.generation, 0.0) + one.end_t - one.start_t
+    stalled = sum(min(one.stalled_s, trained.get(one.number, 0.0)) for one in generation_times)
     spent[PRODUCTIVE] -= stalled
     seconds = {
         f"{name}_s": round(max(0.0, value), 3) for name, value in {**spent, "stalled": stalled}.items()
@@ -305,38 +324,51 @@ def total(parts: Sequence[Slice], found: Sequence[Moments]) -> Goodput:
     return Goodput(total_s=round(math.fsum(seconds.values()), 3), **seconds)
 
 
-def slices(line: Timeline, report: Report, found: Sequence[Moments]) -> tuple[Slice, ...]:
+def slice_time(
+    timeline: EventTimeline, report: RunHistory, generation_times: Sequence[GenerationTimes]
+) -> tuple[TimeSlice, ...]:
     """Cut the run into what its job did, one thing after the other."""
-    own = [one.t for one in line.seen if one.kind != "fault"]
+    own = [one.t for one in timeline.events if one.kind != "fault"]
     if not own:
         return ()
-    writer = _Writer(min(own))
-    kept = _kept(report)
-    for one, row, floor in zip(found, report.generations, kept, strict=True):
-        writer.wait(line, next(t for t in (one.formed, one.launched, one.restored) if t is not None))
-        writer.add(STARTING, one.launched if one.launched is not None else one.restored)
-        writer.add(RESTORING, one.restored)
-        if one.stepped is not None and one.last is not None:
+    writer = _SliceWriter(min(own))
+    kept = _last_kept_steps(report)
+    for one, row, floor in zip(generation_times, report.generations, kept, strict=True):
+        writer.add_waiting(
+            timeline,
+            next(t for t in (one.rendezvous_done_t, one.workers_started_t, one.restored_t) if t is not None),
+        )
+        writer.add_until(
+            STARTING, one.workers_started_t if one.workers_started_t is not None else one.restored_t
+        )
+        writer.add_until(RESTORING, one.restored_t)
+        if one.first_step_t is not None and one.last_step_t is not None:
             # The first step waits for all that happens once: its own length is all that counts of it.
-            writer.add(STARTING, one.stepped - (one.pace.step_s or 0.0), row.number)
+            writer.add_until(STARTING, one.first_step_t - (one.step_timing.step_s or 0.0), row.number)
             start = row.start_step if row.start_step is not None else -1
             if floor > start:
-                writer.add(
-                    PRODUCTIVE, one.pace.at(floor) if floor < (row.last_step or 0) else one.last, row.number
+                writer.add_until(
+                    PRODUCTIVE,
+                    one.step_timing.time_of_step(floor) if floor < (row.last_step or 0) else one.last_step_t,
+                    row.number,
                 )
-            writer.add(REPEATED, one.last, row.number)
+            writer.add_until(RECOMPUTED, one.last_step_t, row.number)
         if row.end.kind == "finished":
-            writer.add(PRODUCTIVE, one.until, row.number)
-            return writer.slices(one.until)
+            writer.add_until(PRODUCTIVE, one.end_t, row.number)
+            return writer.cut_at(one.end_t)
         if row.end.kind == "open":
-            writer.add(PRODUCTIVE, max(own), row.number)
-        elif one.noticed is not None and one.last is not None:  # the step that was cut off
-            writer.add(REPEATED, min(one.noticed, one.last + (one.pace.step_s or 0.0)), row.number)
-    writer.wait(line, max(own))
-    return writer.slices(max(own))
+            writer.add_until(PRODUCTIVE, max(own), row.number)
+        elif one.detected_t is not None and one.last_step_t is not None:  # the step that was cut off
+            writer.add_until(
+                RECOMPUTED, min(one.detected_t, one.last_step_t + (one.step_timing.step_s or 0.0)), row.number
+            )
+    writer.add_waiting(timeline, max(own))
+    return writer.cut_at(max(own))
 
 
-def costs(parts: Sequence[Slice], report: Report, found: Sequence[Moments]) -> dict[int, float]:
+def measure_downtimes(
+    slices: Sequence[TimeSlice], report: RunHistory, generation_times: Sequence[GenerationTimes]
+) -> dict[int, float]:
     """Seconds that each failure cost, by the generation that it ended.
 
     All that was not training that counts, from that generation's first step to that of the next one which
@@ -344,25 +376,27 @@ def costs(parts: Sequence[Slice], report: Report, found: Sequence[Moments]) -> d
     step, which `incidents.Generation.recovered_s` includes.
     """
     spent: dict[int, float] = {}
-    trained = [(at, one.stepped) for at, one in enumerate(found) if one.stepped is not None]
-    trained.append((len(found), max((one.until for one in parts), default=0.0)))
+    trained = [
+        (at, one.first_step_t) for at, one in enumerate(generation_times) if one.first_step_t is not None
+    ]
+    trained.append((len(generation_times), max((one.end_t for one in slices), default=0.0)))
     place = 0
     for (first, since), (following, until) in pairwise(trained):
         failed = [row for row in report.generations[first:following] if row.end.is_failure]
-        while place < len(parts) and parts[place].until <= since:
+        while place < len(slices) and slices[place].end_t <= since:
             place += 1
         if not failed:
             continue
         total_s, one = 0.0, place
-        while one < len(parts) and parts[one].began < until:
-            if parts[one].what != PRODUCTIVE:
-                total_s += parts[one].until - max(parts[one].began, since)
+        while one < len(slices) and slices[one].start_t < until:
+            if slices[one].activity != PRODUCTIVE:
+                total_s += slices[one].end_t - max(slices[one].start_t, since)
             one += 1
         spent[failed[0].number] = round(total_s, 3)
     return spent
 
 
-def _kept(report: Report) -> list[int]:
+def _last_kept_steps(report: RunHistory) -> list[int]:
     """For each generation the last of its steps that no later one ran again."""
     floor = 1 << 62
     kept = []
@@ -373,40 +407,40 @@ def _kept(report: Report) -> list[int]:
     return kept[::-1]
 
 
-class _Writer:
+class _SliceWriter:
     """Puts slices one after the other; what lies before the end of the last one is not told twice."""
 
     def __init__(self, began: float) -> None:
         self._cursor = began
-        self._slices: list[Slice] = []
+        self._slices: list[TimeSlice] = []
 
-    def add(self, what: str, until: float | None, generation: int | None = None) -> None:
+    def add_until(self, what: str, until: float | None, generation: int | None = None) -> None:
         """The job did ``what`` until then."""
         if until is None or until <= self._cursor:
             return
-        self._slices.append(Slice(what, self._cursor, until, generation))
+        self._slices.append(TimeSlice(what, self._cursor, until, generation))
         self._cursor = until
 
-    def wait(self, line: Timeline, until: float | None) -> None:
+    def add_waiting(self, line: EventTimeline, until: float | None) -> None:
         """No world trains until then. Agents that import torch make it a start, else the job waits."""
         if until is None or until <= self._cursor:
             return
-        for began, ready in _imports(line, self._cursor, until):
-            self.add(WAITING, min(began, until))
-            self.add(STARTING, min(ready, until))
-        self.add(WAITING, until)
+        for began, ready in _preload_times(line, self._cursor, until):
+            self.add_until(WAITING, min(began, until))
+            self.add_until(STARTING, min(ready, until))
+        self.add_until(WAITING, until)
 
-    def slices(self, until: float) -> tuple[Slice, ...]:
+    def cut_at(self, until: float) -> tuple[TimeSlice, ...]:
         """All of them, until then."""
-        cut = [one for one in self._slices if one.began < until]
-        return tuple(replace(one, until=min(one.until, until)) for one in cut)
+        cut = [one for one in self._slices if one.start_t < until]
+        return tuple(replace(one, end_t=min(one.end_t, until)) for one in cut)
 
 
-def _imports(line: Timeline, since: float, until: float) -> list[tuple[float, float]]:
+def _preload_times(timeline: EventTimeline, since: float, until: float) -> list[tuple[float, float]]:
     """When agents that had just started were getting ready, by the beginning."""
-    ready = line.of_kind("zygote-ready")
+    ready = timeline.select("fork-server-ready")
     found = []
-    for start in line.of_kind("agent-start"):
+    for start in timeline.select("agent-start"):
         if since <= start.t < until:
             done = min((one.t for one in ready if one.node == start.node and one.t >= start.t), default=None)
             if done is not None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_resume import config, constants
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.incidents import KINDS
-from elastic_resume.rendezvous.net.protocol import WireError
+from elastic_resume.policy.incidents import INCIDENT_KINDS
+from elastic_resume.rendezvous.net.protocol import ProtocolError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
@@ -27,7 +27,7 @@ PREFIX = "elastic_resume_"
 NODE_GAUGES = {
     "node_step": ("The newest step that the node's workers have finished.", "step"),
     "node_steps_per_second": ("Steps a second, over the last ten seconds.", "steps_per_s"),
-    "node_heard_age_seconds": ("Seconds since the node told of itself.", "heard_s"),
+    "node_status_age_seconds": ("Seconds since the node told of itself.", "status_age_s"),
     "snapshot_step": ("Step of the newest snapshot in the node's memory.", "snapshot_step"),
     "snapshot_age_seconds": ("Age of the newest snapshot in the node's memory.", "snapshot_age_s"),
     "checkpoint_step": ("Step of the newest checkpoint on the node's disk.", "checkpoint_step"),
@@ -50,17 +50,17 @@ JOB_GAUGES = {
 }
 
 
-def listening(flag: str | None, environ: Mapping[str, str]) -> tuple[str, int] | None:
+def parse_listen_address(value: str | None, environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Return the address and port of ``--metrics``; None if metrics are off.
 
     Raises:
         ConfigError: the value is wrong, or prometheus_client is not installed.
 
     """
-    text = flag if flag is not None else environ.get(constants.ENV_METRICS)
+    text = value if value is not None else environ.get(constants.ENV_METRICS)
     if not text:
         return None
-    where = config.listening("metrics", text)
+    where = config.parse_listen_address("metrics", text)
     if importlib.util.find_spec("prometheus_client") is None:
         raise ConfigError(
             "--metrics needs prometheus-client, which is not installed: "
@@ -69,8 +69,8 @@ def listening(flag: str | None, environ: Mapping[str, str]) -> tuple[str, int] |
     return where
 
 
-def serve(
-    where: tuple[str, int], status: Callable[[], Mapping[str, Any]], say: Callable[[str], None]
+def serve_metrics(
+    listen_address: tuple[str, int], get_status: Callable[[], Mapping[str, Any]], say: Callable[[str], None]
 ) -> None:
     """Serve metrics from daemon threads until this process ends.
 
@@ -78,9 +78,9 @@ def serve(
     """
     from prometheus_client import start_http_server  # noqa: PLC0415 - an extra
 
-    address, port = where
+    address, port = listen_address
     try:
-        server, _ = start_http_server(port, address, registry(status))
+        server, _ = start_http_server(port, address, make_registry(get_status))
     except OSError as error:
         say(f"no metrics at {address} port {port}: {error.strerror or error}. Training goes on.")
         return
@@ -88,7 +88,7 @@ def serve(
     say(f"metrics at http://{shown}:{server.server_port}/metrics")
 
 
-def registry(status: Callable[[], Mapping[str, Any]]) -> CollectorRegistry:
+def make_registry(get_status: Callable[[], Mapping[str, Any]]) -> CollectorRegistry:
     """Return a registry that collects the metrics of ``status`` anew for each scrape."""
     from prometheus_client import CollectorRegistry  # noqa: PLC0415 - an extra
     from prometheus_client.registry import Collector  # noqa: PLC0415
@@ -96,36 +96,36 @@ def registry(status: Callable[[], Mapping[str, Any]]) -> CollectorRegistry:
     class Status(Collector):
         def collect(self) -> Iterator[Metric]:
             try:
-                said = status()
-            except (OSError, ValueError, WireError):
+                said = get_status()
+            except (OSError, ValueError, ProtocolError):
                 return  # the agent starts or ends: there is nothing to tell
-            yield from metrics(said)
+            yield from collect_metrics(said)
 
     made = CollectorRegistry(auto_describe=False)
     made.register(Status())
     return made
 
 
-def metrics(said: Mapping[str, Any]) -> Iterator[Metric]:
+def collect_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
     """Yield each family of samples of a document."""
     from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415
 
     leads = GaugeMetricFamily(
         f"{PREFIX}leads", "Whether this agent leads the job: it alone tells of all of it."
     )
-    leads.add_metric([], float(said["leads"]))
+    leads.add_metric([], float(status["leads"]))
     yield leads
-    yield from _of_nodes(said["nodes"])
-    if said["leads"]:
-        yield from _of_job(said)
-        yield from _of_incidents(said["sums"])
+    yield from _collect_node_metrics(status["nodes"])
+    if status["leads"]:
+        yield from _collect_job_metrics(status)
+        yield from _collect_incident_metrics(status["totals"])
 
 
-def _of_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+def _collect_node_metrics(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
 
     # Of the others a new leader does not know yet: a counter that falls to 0 would count all of it anew.
-    nodes = [one for one in nodes if one["heard_s"] is not None]
+    nodes = [one for one in nodes if one["status_age_s"] is not None]
     for name, (text, key) in NODE_GAUGES.items():
         gauge = GaugeMetricFamily(PREFIX + name, text, labels=["node"])
         for one in nodes:
@@ -145,40 +145,44 @@ def _of_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
         yield counter
 
 
-def _of_job(said: Mapping[str, Any]) -> Iterator[Metric]:
+def _collect_job_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
     from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415
 
-    world = said["world"]
+    world = status["world"]
     told = {
-        "generation": said["generation"],
-        "step": said["step"],
-        "steps_per_second": said["steps_per_s"],
+        "generation": status["generation"],
+        "step": status["step"],
+        "steps_per_second": status["steps_per_s"],
         "world_nodes": len(world["nodes"]) if world else 0,
         "world_ranks": world["ranks"] if world else 0,
-        "spares": len(said["spares"]),
-        "missing_nodes": len(said["missing"]),
+        "spares": len(status["spares"]),
+        "missing_nodes": len(status["missing"]),
     }
     for name, text in JOB_GAUGES.items():
         yield GaugeMetricFamily(PREFIX + name, text, value=told[name])
 
 
-def _of_incidents(sums: Mapping[str, Any]) -> Iterator[Metric]:
+def _collect_incident_metrics(totals: Mapping[str, Any]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily  # noqa: PLC0415
 
     incidents = CounterMetricFamily(
         f"{PREFIX}incidents", "Worlds that a failure ended, by the kind of the first.", labels=["kind"]
     )
-    for kind in KINDS:  # each from the beginning: a rate needs a 0 to rise from
-        incidents.add_metric([kind], sums["incidents"].get(kind, 0))
+    for kind in INCIDENT_KINDS:  # each from the beginning: a rate needs a 0 to rise from
+        incidents.add_metric([kind], totals["incidents"].get(kind, 0))
     yield incidents
-    yield CounterMetricFamily(f"{PREFIX}lost_steps", "Steps that were run again.", value=sums["lost_steps"])
+    yield CounterMetricFamily(
+        f"{PREFIX}lost_steps", "Steps that were run again.", value=totals["recomputed_steps"]
+    )
     total, buckets = 0, []
-    for bound, count in zip([*map(str, sums["recovery_bounds_s"]), "+Inf"], sums["recoveries"], strict=True):
+    for bound, count in zip(
+        [*map(str, totals["recovery_bounds_s"]), "+Inf"], totals["recoveries"], strict=True
+    ):
         total += count
         buckets.append((bound, float(total)))
     yield HistogramMetricFamily(
         f"{PREFIX}recovery_seconds",
         "From the first sign of a failure to the next world's first step.",
         buckets=buckets,
-        sum_value=sums["recovery_s"],
+        sum_value=totals["recovery_s"],
     )

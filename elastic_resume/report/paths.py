@@ -14,96 +14,103 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_resume import constants
-from elastic_resume.checkpoint.reader import parse_name
+from elastic_resume.checkpoint.reader import parse_checkpoint_name
 from elastic_resume.errors import UsageError
 
-_MARKS = (constants.EVENTS_FILE, constants.GENERATION_FILE, constants.LOCK_FILE, constants.BOARD_FILE)
+_NODE_DIR_FILES = (
+    constants.EVENTS_FILE,
+    constants.GENERATION_FILE,
+    constants.LOCK_FILE,
+    constants.PROGRESS_FILE,
+)
 _MAX_CHILDREN = 10_000
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeDir:
     """One node's directory. ``run`` is None where no directory above it was asked for by its run's name."""
 
     path: Path
-    run: str | None
+    run_id: str | None
     node: str
     problem: str = ""
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPath:
     """What lies at a path: one checkpoint, or nodes. ``level`` is checkpoint, node, run or root."""
 
     path: Path
     level: str
-    places: tuple[Place, ...]
+    node_dirs: tuple[NodeDir, ...]
 
     @property
-    def runs(self) -> tuple[str, ...]:
+    def run_ids(self) -> tuple[str, ...]:
         """Names of the runs seen, sorted."""
-        return tuple(sorted({place.run for place in self.places if place.run is not None}))
+        return tuple(sorted({place.run_id for place in self.node_dirs if place.run_id is not None}))
 
 
-def find(typed: Path) -> Found:
+def find_node_dirs(path_argument: Path) -> FoundPath:
     """Look what ``typed`` is.
 
     Raises:
         UsageError: there is no such directory, or it cannot be read.
 
     """
-    path = _resolved(typed)
-    names = _names(path)
+    path = _resolve(path_argument)
+    names = _list_names(path)
     if isinstance(names, OSError):
         reason = "is not a directory" if path.exists() else names.strerror or str(names)
         raise UsageError(
-            f"{typed}: {reason}. Give a checkpoint, or the directory of a node, a run, or all runs."
+            f"{path_argument}: {reason}. Give a checkpoint, or the directory of a node, a run, or all runs."
         )
-    if parse_name(path.name) is not None or constants.MANIFEST_FILE in names:
-        return Found(path, "checkpoint", ())
-    if _is_node(path, names):
-        return Found(path, "node", (Place(path, None, path.name),))
-    children = _children(path, names)
-    nodes = tuple(place for child in children if (place := _as_node(child, path.name)) is not None)
+    if parse_checkpoint_name(path.name) is not None or constants.MANIFEST_FILE in names:
+        return FoundPath(path, "checkpoint", ())
+    if _is_node_dir(path, names):
+        return FoundPath(path, "node", (NodeDir(path, None, path.name),))
+    children = _list_children(path, names)
+    nodes = tuple(place for child in children if (place := _as_node_dir(child, path.name)) is not None)
     if any(not node.problem for node in nodes):
-        return Found(path, "run", nodes)
-    deeper: list[Place] = []
+        return FoundPath(path, "run", nodes)
+    deeper: list[NodeDir] = []
     for child in children:
-        inside = _names(child)
+        inside = _list_names(child)
         if isinstance(inside, OSError):
-            deeper.append(Place(child, None, child.name, _why(inside)))
+            deeper.append(NodeDir(child, None, child.name, _describe_error(inside)))
             continue
-        candidates = _children(child, inside)
-        deeper += [place for one in candidates if (place := _as_node(one, child.name)) is not None]
-    return Found(path, "root", tuple(deeper))
+        candidates = _list_children(child, inside)
+        deeper += [place for one in candidates if (place := _as_node_dir(one, child.name)) is not None]
+    return FoundPath(path, "root", tuple(deeper))
 
 
-def _resolved(typed: Path) -> Path:
+def _resolve(typed: Path) -> Path:
     try:
         return typed.expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, no home, an embedded null
         raise UsageError(f"{typed}: {error}.") from error
 
 
-def _as_node(path: Path, run: str) -> Place | None:
+def _as_node_dir(path: Path, run: str) -> NodeDir | None:
     """``path`` as a node of ``run``; None when it is a directory of something else."""
-    names = _names(path)
+    names = _list_names(path)
     if isinstance(names, OSError):
-        return Place(path, run, path.name, _why(names))
-    return Place(path, run, path.name) if _is_node(path, names) else None
+        return NodeDir(path, run, path.name, _describe_error(names))
+    return NodeDir(path, run, path.name) if _is_node_dir(path, names) else None
 
 
-def _is_node(path: Path, names: list[str]) -> bool:
-    if any(parse_name(name) is not None for name in names):
+def _is_node_dir(path: Path, names: list[str]) -> bool:
+    if any(parse_checkpoint_name(name) is not None for name in names):
         return True
     if constants.QUARANTINE_DIR in names:
-        inside = _names(path / constants.QUARANTINE_DIR)
+        inside = _list_names(path / constants.QUARANTINE_DIR)
         if not isinstance(inside, OSError) and any(name.endswith(".reason.json") for name in inside):
             return True
-    return any(name in names and not (path / name).is_dir() for name in _MARKS if _may_look(path / name))
+    return any(
+        name in names and not (path / name).is_dir() for name in _NODE_DIR_FILES if _can_stat(path / name)
+    )
 
 
-def _may_look(path: Path) -> bool:
+def _can_stat(path: Path) -> bool:
     try:
         path.lstat()
     except OSError:
@@ -111,7 +118,7 @@ def _may_look(path: Path) -> bool:
     return True
 
 
-def _children(path: Path, names: list[str]) -> list[Path]:
+def _list_children(path: Path, names: list[str]) -> list[Path]:
     """The directories in ``path`` whose names could be a run's or a node's."""
     found = []
     for name in names[:_MAX_CHILDREN]:
@@ -124,12 +131,12 @@ def _children(path: Path, names: list[str]) -> list[Path]:
     return found
 
 
-def _names(path: Path) -> list[str] | OSError:
+def _list_names(path: Path) -> list[str] | OSError:
     try:
         return sorted(os.listdir(path))  # noqa: PTH208  names only
     except OSError as error:
         return error
 
 
-def _why(error: OSError) -> str:
+def _describe_error(error: OSError) -> str:
     return f"cannot be read: {error.strerror or error}"

@@ -24,104 +24,128 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from elastic_resume.events import Event, booted
+from elastic_resume.events import Event, get_boot_time
 from elastic_resume.policy.failure_classification import NODE_LOST
-from elastic_resume.policy.incidents import JOB
+from elastic_resume.policy.incidents import WHOLE_JOB
 from elastic_resume.report import alerts, checkpoints, clock_alignment, event_log, goodput, incidents
-from elastic_resume.report.alerts import BAD, Trouble
-from elastic_resume.report.checkpoints import Copy, Item
-from elastic_resume.report.clock_alignment import Clock
-from elastic_resume.report.event_log import Timeline
-from elastic_resume.report.formatting import amount, cut, percent, seconds
-from elastic_resume.report.goodput import Goodput, Moments, Phases, Slice, moments, phases
-from elastic_resume.report.incidents import Generation, Report
+from elastic_resume.report.alerts import BAD, Alert
+from elastic_resume.report.checkpoints import CheckpointEntry, SavedStateRecord
+from elastic_resume.report.clock_alignment import ClockOffset
+from elastic_resume.report.event_log import EventTimeline
+from elastic_resume.report.formatting import format_count, format_percent, format_seconds, truncate
+from elastic_resume.report.goodput import (
+    GenerationTimes,
+    Goodput,
+    RecoveryPhases,
+    TimeSlice,
+    measure_generations,
+    recovery_phases,
+)
+from elastic_resume.report.incidents import Generation, RunHistory
 
-MAX_LOOK = 6
-MAX_SAID = 500  # characters of what an exception said, in a sentence
-_OFTEN = 3  # failures of one node, from which on it is worth a look
-_LITTLE, _LONG_S = 0.9, 600.0  # of the time in training: what is below asks why, where a run is that long
-SILENT_S = 60.0  # a run that still goes on has marked a step since
+MAX_HINTS = 6
+MAX_MESSAGE_CHARS = 500  # characters of what an exception said, in a sentence
+_MIN_REPEATED_FAILURES = 3  # failures of one node, from which on it is worth a look
+_LOW_GOODPUT, _LONG_RUN_S = (
+    0.9,
+    600.0,
+)  # of the time in training: what is below asks why, where a run is that long
+MAX_SILENCE_S = 60.0  # a run that still goes on has marked a step since
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunVerdict:
     """``text``: how the run ended or stands, at which step, and what it cost. ``look``: at what, in order."""
 
     text: str
-    look: tuple[str, ...]
+    hints: tuple[str, ...]
 
 
-def judge_end(
-    report: Report,
+def summarize_run(
+    history: RunHistory,
     goodput: Goodput,
-    cost_s: float,
-    troubles: Sequence[Trouble],
-    clocks: Sequence[Clock],
+    downtime_s: float,
+    alerts: Sequence[Alert],
+    clocks: Sequence[ClockOffset],
     *,
     silent_s: float | None = None,
-) -> Verdict:
+) -> RunVerdict:
     """Judge a run.
 
     ``cost_s`` is what its failures cost. ``silent_s``: since when no event has come, where that is known.
     """
-    return Verdict(
-        " ".join(filter(None, [_stands(report, goodput), _cost(report, goodput, cost_s)])),
+    return RunVerdict(
+        " ".join(
+            filter(
+                None, [_describe_state(history, goodput), _describe_downtime(history, goodput, downtime_s)]
+            )
+        ),
         tuple(
-            [*_of_end(report, silent_s), *_of_troubles(troubles), *_of_rest(report, goodput, clocks)][
-                :MAX_LOOK
-            ]
+            [
+                *_hints_from_end(history, silent_s),
+                *_hints_from_alerts(alerts),
+                *_hints_from_totals(history, goodput, clocks),
+            ][:MAX_HINTS]
         ),
     )
 
 
-def _stands(report: Report, goodput: Goodput) -> str:
-    at = f" at step {report.last_step}" if report.last_step is not None else " before its first step"
-    after = f" after {seconds(goodput.total_s)}" if goodput.total_s else ""
-    if report.outcome == "finished":
+def _describe_state(history: RunHistory, goodput: Goodput) -> str:
+    at = f" at step {history.last_step}" if history.last_step is not None else " before its first step"
+    after = f" after {format_seconds(goodput.total_s)}" if goodput.total_s else ""
+    if history.outcome == "finished":
         return f"Finished{at}{after}."
-    if report.outcome == "failed":
-        return f"FAILED{at}{after}: {cut(report.message.rstrip('.'), MAX_SAID) or 'no reason was left'}."
-    if report.outcome == "stopped":
-        return f"Stopped{at}{after}: {cut(report.message.rstrip('.'), MAX_SAID) or 'it was told to'}."
-    if not report.generations:
+    if history.outcome == "failed":
+        return f"FAILED{at}{after}: {truncate(history.message.rstrip('.'), MAX_MESSAGE_CHARS) or 'no reason was left'}."
+    if history.outcome == "stopped":
+        return f"Stopped{at}{after}: {truncate(history.message.rstrip('.'), MAX_MESSAGE_CHARS) or 'it was told to'}."
+    if not history.generations:
         return f"No training yet{after}."
-    if report.generations[-1].end.is_failure:
-        why = report.generations[-1].end.text.rstrip(".")
-        return f"Down{at}{after}, and not back yet: {cut(why, MAX_SAID)}."
+    if history.generations[-1].end.is_failure:
+        why = history.generations[-1].end.text.rstrip(".")
+        return f"Down{at}{after}, and not back yet: {truncate(why, MAX_MESSAGE_CHARS)}."
     return f"Running, or killed as a whole,{at}{after}."
 
 
-def _cost(report: Report, goodput: Goodput, cost_s: float) -> str:
-    if not report.generations:
+def _describe_downtime(history: RunHistory, goodput: Goodput, downtime_s: float) -> str:
+    if not history.generations:
         return ""
-    share = "" if goodput.share is None else f"{percent(goodput.share)} of the time was training that counts"
-    if not report.incidents:
+    share = (
+        ""
+        if goodput.share is None
+        else f"{format_percent(goodput.share)} of the time was training that counts"
+    )
+    if not history.num_incidents:
         return f"No failure{f'; {share}' if share else ''}."
-    again = f"{amount(report.lost_steps, 'step')} run again" if report.lost_steps else "no step run again"
-    price = f"{amount(report.incidents, 'failure')} cost {seconds(cost_s)}, {again}"
+    again = (
+        f"{format_count(history.recomputed_steps, 'step')} run again"
+        if history.recomputed_steps
+        else "no step run again"
+    )
+    price = f"{format_count(history.num_incidents, 'failure')} cost {format_seconds(downtime_s)}, {again}"
     return f"{price}; {share}." if share else f"{price}."
 
 
-def _of_end(report: Report, silent_s: float | None) -> list[str]:
+def _hints_from_end(history: RunHistory, silent_s: float | None) -> list[str]:
     look = []
-    last = report.generations[-1] if report.generations else None
-    if report.outcome == "failed" and last is not None and last.end.is_failure:
+    last = history.generations[-1] if history.generations else None
+    if history.outcome == "failed" and last is not None and last.end.is_failure:
         look.append(f"what ended generation {last.number}: {last.end.text}")
-    if report.outcome == "open" and silent_s is not None and silent_s > SILENT_S:
-        look.append(f"no node has written anything for {seconds(silent_s)}: does the job still run?")
-    starts = [one for one in report.failed_starts if not one.is_echo]
+    if history.outcome == "open" and silent_s is not None and silent_s > MAX_SILENCE_S:
+        look.append(f"no node has written anything for {format_seconds(silent_s)}: does the job still run?")
+    starts = [one for one in history.failed_starts if not one.is_secondary]
     if starts:
         before = f", {starts[0].text} first" if starts[0].text else ""
-        look.append(f"{amount(len(starts), 'worker')} ended before training{before}")
+        look.append(f"{format_count(len(starts), 'worker')} ended before training{before}")
     return look
 
 
-def _of_troubles(troubles: Sequence[Trouble]) -> list[str]:
+def _hints_from_alerts(troubles: Sequence[Alert]) -> list[str]:
     look = []
     counts: Counter[tuple[str, str]] = Counter()
-    first: dict[tuple[str, str], Trouble] = {}
+    first: dict[tuple[str, str], Alert] = {}
     for one in troubles:
-        if one.weight == BAD:
+        if one.severity == BAD:
             counts[one.kind, one.node] += one.count
             first.setdefault((one.kind, one.node), one)
     rank = ["replicas-differ", "hang", "commit-failed", "quarantine"]
@@ -130,54 +154,54 @@ def _of_troubles(troubles: Sequence[Trouble]) -> list[str]:
     )
     for key in ordered:
         one = first[key]
-        times = f" ({amount(counts[key], 'time')})" if counts[key] > 1 else ""
-        still = "" if one.is_over else "; that was not over"
+        times = f" ({format_count(counts[key], 'time')})" if counts[key] > 1 else ""
+        still = "" if one.is_resolved else "; that was not over"
         look.append(f"{one.node or 'a node'}: {one.text}{times}{still}")
     return look
 
 
-def _of_rest(report: Report, goodput: Goodput, clocks: Sequence[Clock]) -> list[str]:
+def _hints_from_totals(history: RunHistory, goodput: Goodput, clocks: Sequence[ClockOffset]) -> list[str]:
     look = []
-    failures = [one.end for one in report.generations if one.end.is_failure]
+    failures = [one.end for one in history.generations if one.end.is_failure]
     for node, count in Counter(end.node for end in failures if end.node).most_common(1):
-        if count >= _OFTEN and count * 2 >= len(failures):
+        if count >= _MIN_REPEATED_FAILURES and count * 2 >= len(failures):
             look.append(f"node {node} was first in {count} of {len(failures)} failures")
     for clock in clocks[:1]:
         more = f" (and {len(clocks) - 1} more)" if len(clocks) > 1 else ""
         look.append(f"{clock.text}{more}")
-    if goodput.total_s >= _LONG_S and goodput.productive_s < _LITTLE * goodput.total_s:
+    if goodput.total_s >= _LONG_RUN_S and goodput.productive_s < _LOW_GOODPUT * goodput.total_s:
         rest = [part for part in goodput.parts if part[0] != "productive"]
         name, spent = max(rest, key=lambda part: part[1])
         look.append(
-            f"{percent(spent / goodput.total_s)} of the time went into {PARTS[name]} ({seconds(spent)})"
+            f"{format_percent(spent / goodput.total_s)} of the time went into {GOODPUT_LABELS[name]} ({format_seconds(spent)})"
         )
     return look
 
 
-PARTS = {
+GOODPUT_LABELS = {
     "productive": "training that counts",
     "starting": "starting workers",
     "restoring": "restoring the state",
     "stalled": "waiting for copies",
-    "repeated": "steps run again, or cut off",
+    "recomputed": "steps run again, or cut off",
     "waiting": "waiting for a world",
 }
 
 
-SCHEMA = 1
+REPORT_SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Fault:
+class InjectedFault:
     """An injected cause, as its maker tells it. ``generation``: the one that ran then.
 
     It explains nothing by itself: why a generation ended is what its nodes saw.
     """
 
     number: int | None
-    what: str
-    where: str
-    when: str
+    kind: str
+    target: str
+    trigger: str
     node: str
     rank: int | None
     t: float
@@ -187,16 +211,16 @@ class Fault:
     @property
     def text(self) -> str:
         """What was broken, in words."""
-        where = self.node or self.where
+        where = self.node or self.target
         rank = f" rank {self.rank}" if self.rank is not None else ""
-        name = f"{self.what}{f' {where}' if where else ''}{rank}"
-        if self.message.startswith(self.what):
+        name = f"{self.kind}{f' {where}' if where else ''}{rank}"
+        if self.message.startswith(self.kind):
             return self.message
         return f"{name}: {self.message}" if self.message else name
 
 
 @dataclass(frozen=True)
-class Story:
+class RunReport:
     """One run.
 
     ``silent_s``: for how long nothing has been written, where the present is known.
@@ -208,68 +232,70 @@ class Story:
 
     run_id: str
     command: str
-    began: float | None
-    until: float | None
+    start_t: float | None
+    end_t: float | None
     silent_s: float | None
-    verdict: Verdict
-    report: Report
-    recoveries: Mapping[int, Phases]
-    costs: Mapping[int, float]
+    verdict: RunVerdict
+    history: RunHistory
+    recoveries: Mapping[int, RecoveryPhases]
+    downtimes: Mapping[int, float]
     goodput: Goodput
-    troubles: tuple[Trouble, ...]
-    faults: tuple[Fault, ...]
-    copies: tuple[Copy, ...]
-    clocks: tuple[Clock, ...]
+    alerts: tuple[Alert, ...]
+    faults: tuple[InjectedFault, ...]
+    saved_states: tuple[SavedStateRecord, ...]
+    clocks: tuple[ClockOffset, ...]
     stacks: Mapping[str, str]
     problems: tuple[str, ...]
-    line: Timeline = field(repr=False)
-    slices: tuple[Slice, ...] = field(repr=False)
-    moments: tuple[Moments, ...] = field(repr=False)
+    timeline: EventTimeline = field(repr=False)
+    slices: tuple[TimeSlice, ...] = field(repr=False)
+    generation_times: tuple[GenerationTimes, ...] = field(repr=False)
 
-    def after_fault(self, t: float) -> str:
+    def describe_after_fault(self, t: float) -> str:
         """What is said of a fault at ``t`` from which no incident followed."""
-        went_on = any(one.last is not None and one.last > t for one in self.moments)
+        went_on = any(one.last_step_t is not None and one.last_step_t > t for one in self.generation_times)
         return "training went on" if went_on else "no step came after it"
 
 
-def tell(
+def build_run_report(
     events: Iterable[Event],
     *,
-    items: Sequence[Item] = (),
+    checkpoint_entries: Sequence[CheckpointEntry] = (),
     stacks: Mapping[str, str] | None = None,
     problems: Sequence[str] = (),
     now: float | None = None,
-    stamp: Event | None = None,
-) -> Story:
+    boot_stamp: Event | None = None,
+) -> RunReport:
     """Put together what ``events`` tell, and what else is known.
 
     ``items``: what lies on disk. ``now``: the present, in Unix seconds, where the run may still be going on;
     ``stamp``: the same as `events.stamp` gives it, which counts where the run is on this machine.
     """
     events = list(events)
-    zeros = clock_alignment.boot_times(events)
-    here = booted(stamp or {})
+    zeros = clock_alignment.estimate_boot_times(events)
+    here = get_boot_time(boot_stamp or {})
     if now is not None and here is not None and here[0] in zeros:
         now = zeros[here[0]] + here[1]
-    aligned, off = clock_alignment.align(events, zeros)
-    line = event_log.build(aligned)
-    report = incidents.of(line)
-    found = moments(line, report)
-    parts = goodput.slices(line, report, found)
-    spent = goodput.total(parts, found)
-    price = goodput.costs(parts, report, found)
-    odd = alerts.find(line)
-    starts = line.of_kind("agent-start")
-    own = [one.t for one in line.seen if one.kind != "fault"]
+    aligned, off = clock_alignment.align_events(events, zeros)
+    line = event_log.build_timeline(aligned)
+    report = incidents.build_history(line)
+    found = measure_generations(line, report)
+    parts = goodput.slice_time(line, report, found)
+    spent = goodput.sum_goodput(parts, found)
+    price = goodput.measure_downtimes(parts, report, found)
+    odd = alerts.find_alerts(line)
+    starts = line.select("agent-start")
+    own = [one.t for one in line.events if one.kind != "fault"]
     silent_s = now - max(own) if now is not None and own else None
-    recovered = ((before.number, phases(before, after)) for before, after in itertools.pairwise(found))
-    return Story(
-        run_id=next((one.text("run_id") for one in starts if one.text("run_id")), ""),
-        command=next((one.text("command") for one in reversed(starts) if one.text("command")), ""),
-        began=min(own, default=None),
-        until=max(own, default=None),
+    recovered = (
+        (before.number, recovery_phases(before, after)) for before, after in itertools.pairwise(found)
+    )
+    return RunReport(
+        run_id=next((one.get_text("run_id") for one in starts if one.get_text("run_id")), ""),
+        command=next((one.get_text("command") for one in reversed(starts) if one.get_text("command")), ""),
+        start_t=min(own, default=None),
+        end_t=max(own, default=None),
         silent_s=silent_s,
-        verdict=judge_end(
+        verdict=summarize_run(
             report,
             spent,
             sum(price.values()),
@@ -277,95 +303,97 @@ def tell(
             off,
             silent_s=silent_s,
         ),
-        report=report,
+        history=report,
         recoveries={number: one for number, one in recovered if one is not None},
-        costs=price,
+        downtimes=price,
         goodput=spent,
-        troubles=odd,
-        faults=_faults(line, found),
-        copies=checkpoints.of(line, report, items),
+        alerts=odd,
+        faults=_collect_faults(line, found),
+        saved_states=checkpoints.build_saved_state_records(line, report, checkpoint_entries),
         clocks=off,
         stacks=dict(stacks or {}),
         problems=tuple(problems),
-        line=line,
+        timeline=line,
         slices=parts,
-        moments=found,
+        generation_times=found,
     )
 
 
-def _faults(line: Timeline, found: Sequence[Moments]) -> tuple[Fault, ...]:
+def _collect_faults(
+    timeline: EventTimeline, generation_times: Sequence[GenerationTimes]
+) -> tuple[InjectedFault, ...]:
     made = []
-    for one in line.of_kind("fault"):
-        running = [each.number for each in found if each.restored <= one.t]
+    for one in timeline.select("fault"):
+        running = [each.number for each in generation_times if each.restored_t <= one.t]
         number = one.raw.get("number")
         made.append(
-            Fault(
+            InjectedFault(
                 number=number if type(number) is int else None,
-                what=one.text("what") or "fault",
-                where=str(one.raw.get("where") or ""),
-                when=str(one.raw.get("when") or ""),
+                kind=one.get_text("what") or "fault",
+                target=str(one.raw.get("where") or ""),
+                trigger=str(one.raw.get("when") or ""),
                 node=one.node,
                 rank=one.rank,
                 t=one.t,
-                message=one.text("message"),
+                message=one.get_text("message"),
                 generation=running[-1] if running else None,
             )
         )
     return tuple(made)
 
 
-def as_json(told: Story) -> str:
+def format_json(run_report: RunReport) -> str:
     """Return the report as JSON, whose members docs/report.md describes.
 
     Within one `SCHEMA` members are only added. Times are Unix seconds, durations seconds, null is unknown.
     """
-    report = asdict(told.report)
+    report = asdict(run_report.history)
     for row in report["generations"]:
-        phases = told.recoveries.get(row["number"])
+        phases = run_report.recoveries.get(row["number"])
         row["recovery"] = asdict(phases) if phases is not None else None
-        row["cost_s"] = told.costs.get(row["number"])
+        row["cost_s"] = run_report.downtimes.get(row["number"])
     members: dict[str, Any] = {
-        "schema": SCHEMA,
-        "run_id": told.run_id,
-        "command": told.command,
-        "began": told.began,
-        "until": told.until,
-        "verdict": asdict(told.verdict),
+        "schema": REPORT_SCHEMA,
+        "run_id": run_report.run_id,
+        "command": run_report.command,
+        "began": run_report.start_t,
+        "until": run_report.end_t,
+        "verdict": asdict(run_report.verdict),
         "outcome": report.pop("outcome"),
         "message": report.pop("message"),
-        "goodput": {**asdict(told.goodput), "share": told.goodput.share},
+        "goodput": {**asdict(run_report.goodput), "share": run_report.goodput.share},
         **report,
-        "troubles": [asdict(one) for one in told.troubles],
-        "faults": [asdict(one) for one in told.faults],
-        "checkpoints": [asdict(one) for one in told.copies],
-        "clocks": [asdict(one) for one in told.clocks],
-        "hangs": [{"file": name, "text": text} for name, text in told.stacks.items()],
-        "problems": list(told.problems),
+        "alerts": [asdict(one) for one in run_report.alerts],
+        "faults": [asdict(one) for one in run_report.faults],
+        "checkpoints": [asdict(one) for one in run_report.saved_states],
+        "clocks": [asdict(one) for one in run_report.clocks],
+        "hangs": [{"file": name, "text": text} for name, text in run_report.stacks.items()],
+        "problems": list(run_report.problems),
     }
     return json.dumps(members, indent=1, allow_nan=False) + "\n"
 
 
-SLACK_S = 0.1  # by which a node may tell of what befell it before its maker has done it
-MOMENT_S = 1.0
-SPOIL = frozenset({"torn-write", "bit-flip"})
+CLOCK_SLACK_S = 0.1  # by which a node may tell of what befell it before its maker has done it
+FAULT_WINDOW_S = 1.0
+CORRUPTING_FAULTS = frozenset({"torn-write", "bit-flip"})
 """Kinds of faults (`faults.kinds`) that hit a copy, which a later start sets aside: nothing ends of that."""
-MILD = SPOIL | {
+NON_FATAL_FAULTS = CORRUPTING_FAULTS | {
     *("slow-rank", "slow-link", "slow-disk", "packet-loss"),
     *("disk-full", "disk-error", "corrupt-message"),
 }
 """Kinds that cost time at the most, as long as all is well: any other explains an end better."""
 
 
-class Hit(NamedTuple):
+class FaultHit(NamedTuple):
     """When a fault came, and whom it hit; no node: all of them. ``what``: its kind."""
 
     t: float
     nodes: Sequence[str]
     rank: int | None = None
-    what: str = ""
+    kind: str = ""
 
 
-def generations_after(faults: Sequence[Hit], rows: Sequence[Generation]) -> list[list[Generation]]:
+def attribute_ends(faults: Sequence[FaultHit], rows: Sequence[Generation]) -> list[list[Generation]]:
     """For each fault the generations that ended of it."""
     order = sorted(range(len(faults)), key=lambda place: faults[place].t)
     ordered = [faults[place] for place in order]
@@ -379,30 +407,32 @@ def generations_after(faults: Sequence[Hit], rows: Sequence[Generation]) -> list
         if not row.end.is_failure:
             continue
         same = by_node.get(row.end.node, []) if row.end.node else range(len(order))
-        cause = _cause(row, same, ordered, following.began if following else math.inf)
+        cause = _find_cause(row, same, ordered, following.start_t if following else math.inf)
         if cause is not None:
             found[order[cause]].append(row)
     return found
 
 
-def _cause(row: Generation, same: Sequence[int], faults: Sequence[Hit], until: float) -> int | None:
+def _find_cause(
+    generation: Generation, candidates: Sequence[int], faults: Sequence[FaultHit], until: float
+) -> int | None:
     """Which of the faults at the places ``same`` ended it; None: none of them."""
-    t = until if row.end.t is None else row.end.t
+    t = until if generation.end.t is None else generation.end.t
 
     def first_from(moment: float) -> int:
-        return bisect.bisect_left(same, moment, key=lambda place: faults[place].t)
+        return bisect.bisect_left(candidates, moment, key=lambda place: faults[place].t)
 
     def grave(places: Sequence[int]) -> Sequence[int]:
-        there = set(row.nodes or ())
+        there = set(generation.nodes or ())
         apart = [place for place in places if there and there.isdisjoint(faults[place].nodes or there)]
         hit = [place for place in places if place not in apart] or places
-        return [place for place in hit if faults[place].what not in MILD] or hit
+        return [place for place in hit if faults[place].kind not in NON_FATAL_FAULTS] or hit
 
-    before = first_from(t + SLACK_S)
-    since = same[first_from(t - SLACK_S) : first_from(math.nextafter(until, math.inf))]
-    if row.end.kind in {NODE_LOST, JOB} and since:
+    before = first_from(t + CLOCK_SLACK_S)
+    since = candidates[first_from(t - CLOCK_SLACK_S) : first_from(math.nextafter(until, math.inf))]
+    if generation.end.kind in {NODE_LOST, WHOLE_JOB} and since:
         return grave(since)[0]  # it fell silent, and t is what it told last
-    just = same[first_from(t - MOMENT_S) : before] or same[max(0, before - 1) : before]
-    rank = row.end.rank
+    just = candidates[first_from(t - FAULT_WINDOW_S) : before] or candidates[max(0, before - 1) : before]
+    rank = generation.end.rank
     its_own = [place for place in just if rank is not None and faults[place].rank == rank]
     return grave(its_own or just)[-1] if just else None

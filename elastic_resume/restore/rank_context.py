@@ -21,54 +21,56 @@ from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError
 from elastic_resume.events import EventLog
-from elastic_resume.policy.resume_plan import Copy
-from elastic_resume.restore.collectives import World
-from elastic_resume.snapshot.committer import Keeper
-from elastic_resume.snapshot.ipc import Desk
-from elastic_resume.snapshot.slot_client import Memory
-from elastic_resume.snapshot.slot_pool import Rack
+from elastic_resume.policy.resume_plan import SavedState
+from elastic_resume.restore.collectives import Collectives
+from elastic_resume.snapshot.committer import CheckpointCommitter
+from elastic_resume.snapshot.ipc import SnapshotServer
+from elastic_resume.snapshot.slot_client import SlotClient
+from elastic_resume.snapshot.slot_pool import SlotPool
 
 T = TypeVar("T")
 
 
-class Place:
+class RankContext:
     """This rank, its node's directory and its event log.
 
     The node's lowest rank leads it: it lists what the node holds, and saves.
     """
 
-    def __init__(self, world: World, settings: Settings, events: EventLog) -> None:
+    def __init__(self, collectives: Collectives, settings: Settings, events: EventLog) -> None:
         """Every rank of the world must call this at the same time."""
-        self.world = world
+        self.collectives = collectives
         self.settings = settings
         self.events = events
         self.node = settings.node_name
         self.run_dir = settings.ckpt_dir / settings.run_id
         self.node_dir = self.run_dir / self.node
-        self.node_of: list[str] = world.gather(self.node)
-        self.lead_of = {name: self.node_of.index(name) for name in dict.fromkeys(self.node_of)}
-        self.leads = self.lead_of[self.node] == world.rank
-        self.memory: Memory | None = None  # the node's slots, once they can be reached
-        self.local_rank = self.node_of[: world.rank].count(self.node)
+        self.node_by_rank: list[str] = collectives.gather(self.node)
+        self.local_leader_by_node = {
+            name: self.node_by_rank.index(name) for name in dict.fromkeys(self.node_by_rank)
+        }
+        self.is_local_leader = self.local_leader_by_node[self.node] == collectives.rank
+        self.slot_client: SlotClient | None = None  # the node's slots, once they can be reached
+        self.local_rank = self.node_by_rank[: collectives.rank].count(self.node)
 
     @property
     def catalog(self) -> Catalog:
         """The checkpoints of this node."""
         return Catalog(self.node_dir, self.settings.run_id)
 
-    def path_of(self, copy: Copy) -> Path:
+    def checkpoint_path(self, copy: SavedState) -> Path:
         """Where this node reads ``copy``."""
-        return self.run_dir / copy.home / reader.name_of(copy.generation, copy.step)
+        return self.run_dir / copy.owner_node / reader.checkpoint_name(copy.generation, copy.step)
 
-    def refuse_namesakes(self, identity: str) -> None:
+    def check_node_names_unique(self, directory_id: str) -> None:
         """Raise when two ranks call their node alike and do not see the same directory.
 
         Two hosts named "localhost", say, each with a disk of its own: no lock can notice them, and the one
         would take the other's checkpoints for its own that are gone. ``identity`` is this node's directory's.
         """
-        told = self.world.gather(identity)
-        for rank, node in enumerate(self.node_of):
-            first = self.lead_of[node]
+        told = self.collectives.gather(directory_id)
+        for rank, node in enumerate(self.node_by_rank):
+            first = self.local_leader_by_node[node]
             if told[rank] != told[first]:
                 raise ConfigError(
                     f"ranks {first} and {rank} both run on a node named {node!r}, and see different disks "
@@ -78,9 +80,9 @@ class Place:
     def quarantine(self, path: Path, reason: str) -> None:
         """Set a checkpoint of this node aside, and say so."""
         kept = self.catalog.quarantine(path, reason)
-        self.events.write("quarantine", path=str(kept), reason=reason)
+        self.events.emit("quarantine", path=str(kept), reason=reason)
 
-    def together(self, action: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, action: Callable[[], T]) -> T:
         """Run ``action`` on every rank; when it fails on one, raise on all, naming rank and reason.
 
         The ranks on which it did not fail raise too, or they would wait for the others in a collective.
@@ -91,35 +93,35 @@ class Place:
             result = action()
         except ElasticResumeError as error:
             failure = error
-        told = self.world.gather([str(failure), failure.at_fault] if failure else None)
+        told = self.collectives.gather([str(failure), failure.is_deterministic] if failure else None)
         if failure is not None:
             raise failure
         for rank, other in enumerate(told):
             if other is not None:
-                text = f"rank {rank} on node {self.node_of[rank]} cannot go on: {other[0]}"
+                text = f"rank {rank} on node {self.node_by_rank[rank]} cannot go on: {other[0]}"
                 peer = ElasticResumeError(text)
-                peer.at_fault = bool(other[1])
+                peer.is_deterministic = bool(other[1])
                 raise peer
         return result  # type: ignore[return-value]
 
 
-def open_node(place: Place) -> NodeDir:
+def open_node_dir(context: RankContext) -> NodeDir:
     """Claim the node's directory where no agent has done so; only the rank that leads its node does."""
-    settings = place.settings
-    if place.leads and constants.ENV_AGENT_PID not in os.environ:
+    settings = context.settings
+    if context.is_local_leader and constants.ENV_AGENT_PID not in os.environ:
         # After a kill, forked DataLoader workers hold the lock until they notice, within some seconds.
         node_dir = NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name, timeout_s=20)
     else:
         node_dir = NodeDir.attach(settings.ckpt_dir, settings.run_id, settings.node_name)
-    if place.leads:
-        place.catalog.sweep()
+    if context.is_local_leader:
+        context.catalog.remove_unfinished()
     return node_dir
 
 
-class Keeping:
+class CommitterConnection:
     """The connection to the node's keeper, and the keeper where it is this process's own."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, context: RankContext) -> None:
         """Every rank of the world must call this at the same time.
 
         Raises:
@@ -127,17 +129,19 @@ class Keeping:
 
         """
         self._pid = os.getpid()
-        self._desk: Desk | None = None
-        self._keeper: Keeper | None = None
-        name = os.environ.get(constants.ENV_KEEPER, "") if constants.ENV_AGENT_PID in os.environ else ""
-        if not name and place.leads:
-            name = place.together(lambda: self._keep(place))
+        self._snapshot_server: SnapshotServer | None = None
+        self._committer: CheckpointCommitter | None = None
+        name = os.environ.get(constants.ENV_COMMITTER, "") if constants.ENV_AGENT_PID in os.environ else ""
+        if not name and context.is_local_leader:
+            name = context.run_on_all_ranks(lambda: self._start_committer(context))
         else:
-            place.together(lambda: "")
-        told = place.world.gather(name)
-        name = told[place.lead_of[place.node]]
+            context.run_on_all_ranks(lambda: "")
+        told = context.collectives.gather(name)
+        name = told[context.local_leader_by_node[context.node]]
         try:
-            self.memory = place.together(lambda: Memory(name, place.local_rank, lead=place.leads))
+            self.slot_client = context.run_on_all_ranks(
+                lambda: SlotClient(name, context.local_rank, is_local_leader=context.is_local_leader)
+            )
         except ElasticResumeError:
             self.close()
             raise
@@ -147,23 +151,25 @@ class Keeping:
         if os.getpid() != self._pid:
             return
         with contextlib.suppress(AttributeError):
-            self.memory.close()
-        if self._desk is not None and self._keeper is not None:
-            self._desk.close()
-            self._keeper.close()
-            self._desk = None
+            self.slot_client.close()
+        if self._snapshot_server is not None and self._committer is not None:
+            self._snapshot_server.close()
+            self._committer.close()
+            self._snapshot_server = None
 
-    def _keep(self, place: Place) -> str:
+    def _start_committer(self, context: RankContext) -> str:
         def say(text: str) -> None:
-            console.say(f"node {place.node}: {text}")
+            console.say(f"node {context.node}: {text}")
 
-        rack = Rack(place.settings.snapshot_memory, say=say)
-        run_id = place.settings.run_id
-        self._keeper = Keeper(place.node_dir, run_id, rack, say=say, tell=place.events.write)
-        self._desk = Desk(self._keeper)
-        self._keeper.start()
-        self._desk.open()
-        return self._desk.name
+        rack = SlotPool(context.settings.snapshot_memory, log=say)
+        run_id = context.settings.run_id
+        self._committer = CheckpointCommitter(
+            context.node_dir, run_id, rack, log=say, emit=context.events.emit
+        )
+        self._snapshot_server = SnapshotServer(self._committer)
+        self._committer.start()
+        self._snapshot_server.start()
+        return self._snapshot_server.socket_name
 
 
 def assigned_generation() -> int:

@@ -32,139 +32,145 @@ from torch import Tensor
 from torch.distributed import Work
 
 from elastic_resume import failpoints
-from elastic_resume.checkpoint.layout import Layout, header_bytes
+from elastic_resume.checkpoint.layout import Layout, header_size
 from elastic_resume.errors import CheckpointError, CorruptError, UnreadableError
 from elastic_resume.restore.collectives import Channel
-from elastic_resume.state.tensor_buffer import Image
+from elastic_resume.state.tensor_buffer import TensorBuffer
 
-FAILED = (1 << 64) - 1
-LIMIT_S = 1800.0  # as long as a collective may take: see `world.TIMEOUT`
-_COPIERS = 2  # beside the thread that loads
-_LOOK_S = 0.0005  # at the word of another process; a block of 16 MiB takes a disk some 8 ms
+WATERMARK_FAILED = (1 << 64) - 1
+STALL_TIMEOUT_S = 1800.0  # as long as a collective may take: see `world.TIMEOUT`
+_PREFETCH_THREADS = 2  # beside the thread that loads
+_POLL_INTERVAL_S = 0.0005  # at the word of another process; a block of 16 MiB takes a disk some 8 ms
 
 
 class PeerFailedError(UnreadableError):
     """Another rank could not give what this one needs; that rank tells why. Says nothing of a copy here."""
 
 
-class Word(Protocol):
+class Watermark(Protocol):
     """Where the watermark is kept: a slot, or a `Private` word."""
 
-    arrived: int
+    watermark: int
 
 
-class Private:
+class LocalWatermark:
     """The word of an image that this process alone looks at."""
 
     def __init__(self, arrived: int = 0) -> None:
-        self.arrived = arrived
+        self.watermark = arrived
 
 
-class Arriving:
+class StreamingBuffer:
     """An image, the watermark below which it may be used, and what went wrong with filling it."""
 
-    def __init__(self, memory: memoryview, word: Word) -> None:
+    def __init__(self, memory: memoryview, watermark: Watermark) -> None:
         """``memory`` is exactly the image."""
         self.memory = memory
         self.error: BaseException | None = None
-        self._word = word
-        self._stopped = False
-        self._image: Image | None = None
-        self._news = threading.Condition()
+        self._watermark = watermark
+        self._cancelled = False
+        self._tensor_buffer: TensorBuffer | None = None
+        self._changed = threading.Condition()
 
     @classmethod
-    def whole(cls, memory: memoryview) -> Arriving:
+    def from_complete(cls, memory: memoryview) -> StreamingBuffer:
         """Give an image of which all has arrived."""
-        return cls(memory, Private(len(memory)))
+        return cls(memory, LocalWatermark(len(memory)))
 
     # ---- for who fills it ------------------------------------------------------------------------------
 
-    def advance(self, count: int) -> None:
+    def advance(self, arrived_bytes: int) -> None:
         """Say that the first ``count`` bytes are in place and verified.
 
         Raises:
             PeerFailedError: nobody wants them any more.
 
         """
-        if self._stopped:
+        if self._cancelled:
             raise PeerFailedError("given up, since another node's copy failed")
-        with self._news:
-            self._word.arrived = count
-            self._news.notify_all()
+        with self._changed:
+            self._watermark.watermark = arrived_bytes
+            self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Say that no more will come; who waits raises ``error``, in other processes a PeerFailedError."""
-        with self._news:
+        with self._changed:
             self.error = self.error or error
-            self._word.arrived = FAILED
-            self._news.notify_all()
+            self._watermark.watermark = WATERMARK_FAILED
+            self._changed.notify_all()
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Have the filler stop at its next block."""
-        self._stopped = True
+        self._cancelled = True
 
     # ---- for who uses it -------------------------------------------------------------------------------
 
-    def arrived(self) -> int:
+    def available_bytes(self) -> int:
         """How many bytes may be used now. Raises what the filler met."""
-        count = self._word.arrived
+        count = self._watermark.watermark
         if self.error is not None:
             raise self.error
-        if count == FAILED:
+        if count == WATERMARK_FAILED:
             raise PeerFailedError("the rank that leads this node could not bring the state into its memory")
         return count
 
-    def wait(self, count: int) -> None:
+    def wait_for_bytes(self, count: int) -> None:
         """Return when the first ``count`` bytes may be used. Raises what the filler met."""
-        here = self.arrived()
-        until = time.monotonic() + LIMIT_S
+        here = self.available_bytes()
+        until = time.monotonic() + STALL_TIMEOUT_S
         while here < count:
-            with self._news:
-                self._news.wait(_LOOK_S)
-            before, here = here, self.arrived()
+            with self._changed:
+                self._changed.wait(_POLL_INTERVAL_S)
+            before, here = here, self.available_bytes()
             if here > before:
-                until = time.monotonic() + LIMIT_S
+                until = time.monotonic() + STALL_TIMEOUT_S
             elif time.monotonic() > until:
-                raise PeerFailedError(f"no byte of the state arrived for {LIMIT_S:.0f} s, after {here} bytes")
+                raise PeerFailedError(
+                    f"no byte of the state arrived for {STALL_TIMEOUT_S:.0f} s, after {here} bytes"
+                )
 
     @property
     def layout(self) -> Layout:
         """What the header says; waits for it."""
-        return self._whole_header().layout
+        return self._wait_for_header().layout
 
-    def tensor(self, name: str) -> Tensor:
+    def get_tensor(self, name: str) -> Tensor:
         """Give the tensor ``name`` as a view, once it has arrived. Raises KeyError or the filler's error."""
-        image = self._whole_header()
-        self.wait(image.layout.extents[name].stop)
+        image = self._wait_for_header()
+        self.wait_for_bytes(image.layout.extents[name].stop)
         return image.tensor(name)
 
-    def look(self, name: str) -> Tensor:
+    def peek_tensor(self, name: str) -> Tensor:
         """Give the tensor ``name`` for its shape and dtype: its values may not be there yet."""
-        return self._whole_header().tensor(name)
+        return self._wait_for_header().tensor(name)
 
-    def bytes_of(self, name: str) -> memoryview:
+    def tensor_bytes(self, name: str) -> memoryview:
         """Give the bytes of the tensor ``name``, when they have arrived."""
-        image = self._whole_header()
-        self.wait(image.layout.extents[name].stop)
-        return image.bytes_of(name)
+        image = self._wait_for_header()
+        self.wait_for_bytes(image.layout.extents[name].stop)
+        return image.tensor_bytes(name)
 
-    def _whole_header(self) -> Image:
-        if self._image is None:
-            self.wait(min(8, len(self.memory)))
-            size = header_bytes(self.memory[:8], len(self.memory))
-            self.wait(size)
-            self._image = Image(Layout.parse(self.memory[:size], len(self.memory)), self.memory)
-        return self._image
+    def _wait_for_header(self) -> TensorBuffer:
+        if self._tensor_buffer is None:
+            self.wait_for_bytes(min(8, len(self.memory)))
+            size = header_size(self.memory[:8], len(self.memory))
+            self.wait_for_bytes(size)
+            self._tensor_buffer = TensorBuffer(
+                Layout.parse(self.memory[:size], len(self.memory)), self.memory
+            )
+        return self._tensor_buffer
 
 
-class Task:
+class BackgroundTask:
     """A function that runs in a thread; what it raises is kept for `join`, and told to an image."""
 
-    def __init__(self, name: str, action: Callable[[], object], image: Arriving | None = None) -> None:
+    def __init__(
+        self, name: str, action: Callable[[], object], buffer: StreamingBuffer | None = None
+    ) -> None:
         """Start it. ``image``: whose users have to hear of an error at once."""
         self.error: BaseException | None = None
         self._action = action
-        self._image = image
+        self._buffer = buffer
         # A daemon: whoever waits for a peer that is gone must not keep this process from ending.
         self._thread = threading.Thread(target=self._run, name=f"elastic-resume-{name}", daemon=True)
         self._thread.start()
@@ -179,108 +185,117 @@ class Task:
             self._action()
         except BaseException as error:  # noqa: BLE001  raised by who joins
             self.error = error
-            if self._image is not None:
-                self._image.fail(error)
+            if self._buffer is not None:
+                self._buffer.fail(error)
 
 
-class Copies:
+class Prefetcher:
     """Copies of tensors for objects to keep, made in threads ahead of who asks for them, as they arrive.
 
     A copy is memory that is touched for the first time: 415 MB took 0.2 s, which is longer than everything
     else that a load from memory does. ``tensor`` gives a view, and waits for it.
     """
 
-    def __init__(self, names: Iterable[str], tensor: Callable[[str], Tensor]) -> None:
+    def __init__(self, names: Iterable[str], get_tensor: Callable[[str], Tensor]) -> None:
         """Begin to copy the tensors ``names``, in that order."""
-        self._tensor = tensor
-        self._left = dict.fromkeys(names)
-        self._making: set[str] = set()
-        self._made: dict[str, Tensor] = {}
+        self._get_tensor = get_tensor
+        self._pending = dict.fromkeys(names)
+        self._in_progress: set[str] = set()
+        self._finished: dict[str, Tensor] = {}
         self._error: BaseException | None = None
-        self._news = threading.Condition()
-        self._tasks = [Task("copy", self._copy) for _ in range(_COPIERS if self._left else 0)]
+        self._changed = threading.Condition()
+        self._tasks = [
+            BackgroundTask("copy", self._copy_pending)
+            for _ in range(_PREFETCH_THREADS if self._pending else 0)
+        ]
 
-    def take(self, name: str) -> Tensor:
+    def make_tensor(self, name: str) -> Tensor:
         """Give a copy of a tensor, which is the caller's. Raises what ``tensor`` does."""
-        with self._news:
-            self._left.pop(name, None)
-            self._news.wait_for(lambda: name not in self._making or self._error is not None)
+        with self._changed:
+            self._pending.pop(name, None)
+            self._changed.wait_for(lambda: name not in self._in_progress or self._error is not None)
             if self._error is not None:
                 raise self._error
-            if name in self._made:
-                return self._made.pop(name)
-        return self._tensor(name).clone()
+            if name in self._finished:
+                return self._finished.pop(name)
+        return self._get_tensor(name).clone()
 
     def close(self) -> None:
         """Make no more of them."""
-        with self._news:
-            self._left.clear()
+        with self._changed:
+            self._pending.clear()
         for task in self._tasks:
             task.join()
 
-    def _copy(self) -> None:
+    def _copy_pending(self) -> None:
         while True:
-            with self._news:
-                name = next(iter(self._left), None)
+            with self._changed:
+                name = next(iter(self._pending), None)
                 if name is None or self._error is not None:
                     return
-                del self._left[name]
-                self._making.add(name)
+                del self._pending[name]
+                self._in_progress.add(name)
             try:
-                made = self._tensor(name).clone()
+                made = self._get_tensor(name).clone()
             except BaseException as error:
-                with self._news:
+                with self._changed:
                     self._error = error
-                    self._news.notify_all()
+                    self._changed.notify_all()
                 raise
-            with self._news:
-                self._made[name] = made
-                self._making.discard(name)
-                self._news.notify_all()
+            with self._changed:
+                self._finished[name] = made
+                self._in_progress.discard(name)
+                self._changed.notify_all()
 
 
-def is_own(error: BaseException | None) -> bool:
+def is_local_copy_error(error: BaseException | None) -> bool:
     """Whether ``error`` says that this node's own copy cannot be loaded."""
     return isinstance(error, CheckpointError) and not isinstance(error, PeerFailedError)
 
 
 FRAME_BLOCKS = 2  # a frame costs 0.2 ms, two blocks 12 ms
-_IN_FLIGHT = (
+_MAX_BLOCKS_IN_FLIGHT = (
     2  # blocks: 2.6 to 3.4 GB/s, where one after the other gives 2.6 and the whole in one piece 2.9 to 3.4
 )
 _DIGEST_BYTES = 16
 _FRAME_BYTES = 8 + FRAME_BLOCKS * _DIGEST_BYTES
-_GOES_ON, _FAILED = 1, 2
+_STATUS_OK, _STATUS_FAILED = 1, 2
 
 
-def send(channel: Channel, image: Arriving, known: Sequence[str], block_bytes: int, source_rank: int) -> None:
+def send(
+    channel: Channel,
+    buffer: StreamingBuffer,
+    known_digests: Sequence[str],
+    block_bytes: int,
+    source_rank: int,
+) -> None:
     """Send the whole of ``image``, as far as it has arrived here. ``known``: its blocks' digests, or nothing.
 
     Raises:
         CheckpointError: what the filler of ``image`` met; the receivers have been told.
 
     """
-    count = -(-len(image.memory) // block_bytes)
+    count = -(-len(buffer.memory) // block_bytes)
     flying: deque[Work] = deque()
     at = 0
     while at < count:
         try:
-            digests = _ready(image, known, block_bytes, at)
+            digests = _wait_for_digests(buffer, known_digests, block_bytes, at)
         except CheckpointError:
-            flying.append(channel.start(_frame(_FAILED, ()), source_rank))
-            _land(flying, 0)
+            flying.append(channel.start_broadcast(_encode_frame(_STATUS_FAILED, ()), source_rank))
+            _wait_until_at_most(flying, 0)
             raise
-        flying.append(channel.start(_frame(_GOES_ON, digests), source_rank))
+        flying.append(channel.start_broadcast(_encode_frame(_STATUS_OK, digests), source_rank))
         for index in range(at, at + len(digests)):
             failpoints.hit("transfer.send")
-            block = failpoints.passing("transfer.block", _block(image.memory, index, block_bytes))
-            flying.append(channel.start(torch.frombuffer(block, dtype=torch.uint8), source_rank))
-            _land(flying, _IN_FLIGHT + 1)
+            block = failpoints.mutate("transfer.block", _slice_block(buffer.memory, index, block_bytes))
+            flying.append(channel.start_broadcast(torch.frombuffer(block, dtype=torch.uint8), source_rank))
+            _wait_until_at_most(flying, _MAX_BLOCKS_IN_FLIGHT + 1)
         at += len(digests)
-    _land(flying, 0)
+    _wait_until_at_most(flying, 0)
 
 
-def receive(channel: Channel, image: Arriving, block_bytes: int, source_rank: int) -> None:
+def receive(channel: Channel, buffer: StreamingBuffer, block_bytes: int, source_rank: int) -> None:
     """Receive and verify what `send` sends.
 
     Whatever goes wrong here, all blocks are received first: the source and the other receivers are in the
@@ -291,78 +306,81 @@ def receive(channel: Channel, image: Arriving, block_bytes: int, source_rank: in
         CorruptError: a block arrived with another digest than its source's.
 
     """
-    count = -(-len(image.memory) // block_bytes)
+    count = -(-len(buffer.memory) // block_bytes)
     flying: deque[tuple[Work, int, bytes]] = deque()
     at = 0
     while at < count:
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
-        channel.start(frame, source_rank).wait()
-        digests = _digests_of(frame, count - at)
+        channel.start_broadcast(frame, source_rank).wait()
+        digests = _decode_frame(frame, count - at)
         if not digests:
             for work, _, _ in flying:
                 work.wait()
             raise PeerFailedError(f"rank {source_rank} could not send all of the state")
         for digest in digests:
             failpoints.hit("transfer.receive")
-            while len(flying) >= _IN_FLIGHT:
-                _arrive(image, flying.popleft(), block_bytes)
-            block = _block(image.memory, at, block_bytes)
-            work = channel.start(torch.frombuffer(block, dtype=torch.uint8), source_rank)
+            while len(flying) >= _MAX_BLOCKS_IN_FLIGHT:
+                _finish_block(buffer, flying.popleft(), block_bytes)
+            block = _slice_block(buffer.memory, at, block_bytes)
+            work = channel.start_broadcast(torch.frombuffer(block, dtype=torch.uint8), source_rank)
             flying.append((work, at, digest))
             at += 1
     while flying:
-        _arrive(image, flying.popleft(), block_bytes)
-    if image.error is not None:
-        raise image.error
+        _finish_block(buffer, flying.popleft(), block_bytes)
+    if buffer.error is not None:
+        raise buffer.error
 
 
-def _arrive(image: Arriving, flown: tuple[Work, int, bytes], block_bytes: int) -> None:
-    work, index, digest = flown
+def _finish_block(buffer: StreamingBuffer, received: tuple[Work, int, bytes], block_bytes: int) -> None:
+    work, index, digest = received
     work.wait()
-    block = _block(image.memory, index, block_bytes)
-    if image.error is not None:
+    block = _slice_block(buffer.memory, index, block_bytes)
+    if buffer.error is not None:
         return
     start = index * block_bytes
     if xxhash.xxh3_128_digest(block) != digest:
         text = f"bytes {start} to {start + len(block)} of the state arrived damaged; nothing was kept."
-        image.fail(CorruptError(text))
+        buffer.fail(CorruptError(text))
         return
-    image.advance(start + len(block))
+    buffer.advance(start + len(block))
 
 
-def _ready(image: Arriving, known: Sequence[str], block_bytes: int, at: int) -> list[bytes]:
+def _wait_for_digests(
+    buffer: StreamingBuffer, known_digests: Sequence[str], block_bytes: int, first_block: int
+) -> list[bytes]:
     """Wait until block ``at`` can be sent; give its digest, and those of what follows and is there too."""
-    image.wait(min((at + 1) * block_bytes, len(image.memory)))
-    here = image.arrived()
+    buffer.wait_for_bytes(min((first_block + 1) * block_bytes, len(buffer.memory)))
+    here = buffer.available_bytes()
     stop = min(
-        at + FRAME_BLOCKS, -(-here // block_bytes) if here == len(image.memory) else here // block_bytes
+        first_block + FRAME_BLOCKS,
+        -(-here // block_bytes) if here == len(buffer.memory) else here // block_bytes,
     )
-    if known:
-        return [bytes.fromhex(digest) for digest in known[at:stop]]
-    blocks = (_block(image.memory, index, block_bytes) for index in range(at, stop))
+    if known_digests:
+        return [bytes.fromhex(digest) for digest in known_digests[first_block:stop]]
+    blocks = (_slice_block(buffer.memory, index, block_bytes) for index in range(first_block, stop))
     return [xxhash.xxh3_128_digest(block) for block in blocks]
 
 
-def _frame(status: int, digests: Sequence[bytes]) -> torch.Tensor:
+def _encode_frame(status: int, digests: Sequence[bytes]) -> torch.Tensor:
     data = bytes([status, len(digests)]).ljust(8, b"\0") + b"".join(digests)
     return torch.frombuffer(bytearray(data.ljust(_FRAME_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def _digests_of(frame: torch.Tensor, most: int) -> list[bytes]:
+def _decode_frame(frame: torch.Tensor, max_count: int) -> list[bytes]:
     """Give the digests of the blocks that come next; none where the source could not go on."""
     data = bytes(frame.tolist())
     status, count = data[0], data[1]
-    if status == _FAILED:
+    if status == _STATUS_FAILED:
         return []
-    if status != _GOES_ON or not 0 < count <= min(FRAME_BLOCKS, most):
+    if status != _STATUS_OK or not 0 < count <= min(FRAME_BLOCKS, max_count):
         raise CorruptError(f"a frame of a transfer is not one of ours: {data[:8].hex()}.")
     return [data[8 + i * _DIGEST_BYTES : 8 + (i + 1) * _DIGEST_BYTES] for i in range(count)]
 
 
-def _land(flying: deque[Work], most: int) -> None:
-    while len(flying) > most:
-        flying.popleft().wait()
+def _wait_until_at_most(in_flight: deque[Work], max_count: int) -> None:
+    while len(in_flight) > max_count:
+        in_flight.popleft().wait()
 
 
-def _block(memory: memoryview, index: int, block_bytes: int) -> memoryview:
+def _slice_block(memory: memoryview, index: int, block_bytes: int) -> memoryview:
     return memory[index * block_bytes : (index + 1) * block_bytes]

@@ -20,7 +20,7 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.schedulers import slurm
 
 # Concept -> variables that may hold it, the first that is set wins.
-SLURM: dict[str, tuple[str, ...]] = {
+SLURM_VARIABLES: dict[str, tuple[str, ...]] = {
     "name": ("SLURMD_NODENAME",),
     "job": ("SLURM_JOB_ID",),
     "order": ("SLURM_NODEID",),
@@ -30,7 +30,7 @@ SLURM: dict[str, tuple[str, ...]] = {
     "restarts": ("SLURM_RESTART_COUNT",),  # not set in a job's first life
     "deadline": ("SLURM_JOB_END_TIME",),  # since Slurm 23.02; else `slurm_job.deadline` asks
 }
-KUBERNETES: dict[str, tuple[str, ...]] = {
+KUBERNETES_VARIABLES: dict[str, tuple[str, ...]] = {
     # An Indexed Job gives its pods stable host names (JOB-INDEX); POD_NAME is the downward API's usual name,
     # and that has a random end.
     "name": ("HOSTNAME",),
@@ -42,7 +42,7 @@ KUBERNETES: dict[str, tuple[str, ...]] = {
     "address": ("POD_IP",),
     "workers": ("ELASTIC_RESUME_WORKERS",),
 }
-PET: dict[str, tuple[str, ...]] = {
+PET_VARIABLES: dict[str, tuple[str, ...]] = {
     "order": ("PET_NODE_RANK",),
     "nodes": ("PET_NNODES",),
     "peers": ("PET_MASTER_ADDR",),
@@ -50,16 +50,21 @@ PET: dict[str, tuple[str, ...]] = {
     "job": ("PET_RDZV_ID",),
     "workers": ("PET_NPROC_PER_NODE",),
 }
-SCHEDULERS = {"slurm": SLURM, "kubernetes": KUBERNETES, "pet": PET, "host": {}}
+VARIABLES_BY_SCHEDULER = {
+    "slurm": SLURM_VARIABLES,
+    "kubernetes": KUBERNETES_VARIABLES,
+    "pet": PET_VARIABLES,
+    "host": {},
+}
 
-CANDIDATES = 3  # any one of them may be absent
-PORT = 29400  # torchrun's own
+MAX_CANDIDATES = 3  # any one of them may be absent
+DEFAULT_PORT = 29400  # torchrun's own
 SLURM_PORTS = range(20000, 30000)  # below those that Linux hands out by itself (32768 and up)
-STEP_PORTS = 101  # apart from each other: the next jobs' steps are not met
+PORT_STRIDE_PER_STEP = 101  # apart from each other: the next jobs' steps are not met
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class SchedulerContext:
     """One node of one job.
 
     Attributes:
@@ -86,31 +91,31 @@ class Node:
     scheduler: str
     name: str
     job: str = ""
-    order: int = 0
-    nodes: int = 1
+    node_index: int = 0
+    max_nodes: int = 1
     min_nodes: int = 1
     peers: tuple[str, ...] = ()
     candidates: tuple[str, ...] = ()
     address: str = ""
-    workers: int | None = None
+    workers_per_node: int | None = None
     restarts: int = 0
-    launch: str = ""
-    requeue: str = ""
+    launch_id: str = ""
+    requeue_id: str = ""
     deadline: float | None = None
-    tasks: int = 1
+    tasks_per_node: int = 1
     problems: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
-def read(environ: Mapping[str, str]) -> Node:
+def read_context(environ: Mapping[str, str]) -> SchedulerContext:
     """Read what the scheduler tells."""
-    found = scheduler(environ)
-    told = _Told(environ, SCHEDULERS[found])
+    found = detect_scheduler(environ)
+    told = _VariableReader(environ, VARIABLES_BY_SCHEDULER[found])
     node = _READERS[found](told)
     return replace(node, sources=MappingProxyType(told.sources))
 
 
-def scheduler(environ: Mapping[str, str]) -> str:
+def detect_scheduler(environ: Mapping[str, str]) -> str:
     """``slurm``, ``kubernetes``, ``pet`` or ``host``."""
     if "SLURM_JOB_ID" in environ:
         return "slurm"
@@ -119,18 +124,18 @@ def scheduler(environ: Mapping[str, str]) -> str:
     return "kubernetes" if "KUBERNETES_SERVICE_HOST" in environ else "host"
 
 
-def default_name(environ: Mapping[str, str]) -> str:
+def default_node_name(environ: Mapping[str, str]) -> str:
     """This node's name where the user gives none."""
-    return read(environ).name
+    return read_context(environ).name
 
 
-def safe_name(text: str, fallback: str) -> str:
+def sanitize_name(text: str, fallback: str) -> str:
     """``text`` with every character that `contract.SAFE_NAME_PATTERN` forbids replaced by a dash."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:128].rstrip("-")
     return name or fallback
 
 
-class _Told:
+class _VariableReader:
     """What variables say, and which of them was asked."""
 
     def __init__(self, environ: Mapping[str, str], variables: Mapping[str, tuple[str, ...]]) -> None:
@@ -139,24 +144,24 @@ class _Told:
         self.sources: dict[str, str] = {}
         self.problems: list[str] = []
 
-    def text(self, concept: str, default: str = "") -> str:
+    def read_text(self, concept: str, default: str = "") -> str:
         for variable in self.variables.get(concept, ()):
             if self.environ.get(variable):
                 self.sources[concept] = variable
                 return self.environ[variable]
         return default
 
-    def number(self, concept: str, default: int) -> int:
-        text = self.text(concept)
+    def read_number(self, concept: str, default: int) -> int:
+        text = self.read_text(concept)
         if re.fullmatch(r"[0-9]{1,12}", text):
             return int(text)
         if text:
             self.problems.append(f"{self.sources.pop(concept)} is {text!r}, which is no number")
         return default
 
-    def span(self, concept: str) -> tuple[int, int]:
+    def read_range(self, concept: str) -> tuple[int, int]:
         """Read ``N``, which is any number up to that, or ``MIN:MAX``."""
-        text = self.text(concept, "1")
+        text = self.read_text(concept, "1")
         match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text)
         least, most = (int(match[1] or 1), int(match[2])) if match else (0, 0)
         if not 1 <= least <= most:
@@ -166,70 +171,70 @@ class _Told:
             return 1, 1
         return least, most
 
-    def name(self) -> str:
-        text = self.text("name")
+    def read_name(self) -> str:
+        text = self.read_text("name")
         if not text:
             self.sources["name"] = "the host's name"
-        return safe_name(text or socket.gethostname(), "node")
+        return sanitize_name(text or socket.gethostname(), "node")
 
 
 # ---- Slurm ---------------------------------------------------------------------------------------------
 
 
-def _slurm(told: _Told) -> Node:
-    environ = told.environ
-    number = told.text("job")
+def _read_slurm(reader: _VariableReader) -> SchedulerContext:
+    environ = reader.environ
+    number = reader.read_text("job")
     # An array's element may have the whole array's number: a requeue of that would take its siblings along.
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
         number = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-        told.sources["job"] = "SLURM_ARRAY_JOB_ID and SLURM_ARRAY_TASK_ID"
-    peers = _slurm_peers(told)
-    nodes = told.number("nodes", max(1, len(peers)))
-    restarts = told.number("restarts", 0)
+        reader.sources["job"] = "SLURM_ARRAY_JOB_ID and SLURM_ARRAY_TASK_ID"
+    peers = _read_slurm_peers(reader)
+    nodes = reader.read_number("nodes", max(1, len(peers)))
+    restarts = reader.read_number("restarts", 0)
     # Two steps may run at once, on the same nodes.
-    port = slurm_port(environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", ""))
-    told.problems.extend(_slurm_problems(environ, nodes))
-    return Node(
+    port = derive_slurm_port(environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", ""))
+    reader.problems.extend(_find_slurm_problems(environ, nodes))
+    return SchedulerContext(
         "slurm",
-        told.name(),
-        job=safe_name(f"slurm-{number}", "slurm"),
-        order=told.number("order", 0),
-        nodes=nodes,
+        reader.read_name(),
+        job=sanitize_name(f"slurm-{number}", "slurm"),
+        node_index=reader.read_number("order", 0),
+        max_nodes=nodes,
         peers=peers,
-        candidates=tuple(f"{peer}:{port}" for peer in peers[:CANDIDATES]),
-        workers=told.number("workers", 0) or None,
+        candidates=tuple(f"{peer}:{port}" for peer in peers[:MAX_CANDIDATES]),
+        workers_per_node=reader.read_number("workers", 0) or None,
         restarts=restarts,
-        launch=f"slurm {number} {restarts}",
-        requeue=number,
-        deadline=_deadline(told),
-        tasks=_tasks(told.environ),
-        problems=tuple(told.problems),
+        launch_id=f"slurm {number} {restarts}",
+        requeue_id=number,
+        deadline=_read_deadline(reader),
+        tasks_per_node=_count_tasks_per_node(reader.environ),
+        problems=tuple(reader.problems),
     )
 
 
-def slurm_port(job: str, step: str) -> int:
+def derive_slurm_port(job: str, step: str) -> int:
     """Where the nodes of a job meet: the same for all, and another than most other jobs'."""
     numbers = [int(re.sub(r"\D", "", text)[-9:] or "0") for text in (job, step)]
-    return SLURM_PORTS[(numbers[0] + STEP_PORTS * numbers[1]) % len(SLURM_PORTS)]
+    return SLURM_PORTS[(numbers[0] + PORT_STRIDE_PER_STEP * numbers[1]) % len(SLURM_PORTS)]
 
 
-def _slurm_peers(told: _Told) -> tuple[str, ...]:
-    text = told.text("peers")
+def _read_slurm_peers(reader: _VariableReader) -> tuple[str, ...]:
+    text = reader.read_text("peers")
     try:
-        return tuple(slurm.hostnames(text)) if text else ()
+        return tuple(slurm.expand_node_list(text)) if text else ()
     except ConfigError as error:
-        told.problems.append(f"{told.sources.pop('peers')}: {error}")
+        reader.problems.append(f"{reader.sources.pop('peers')}: {error}")
         return ()
 
 
-def _slurm_problems(environ: Mapping[str, str], nodes: int) -> list[str]:
+def _find_slurm_problems(environ: Mapping[str, str], nodes: int) -> list[str]:
     problems = []
     if nodes > 1 and "SLURM_STEP_ID" not in environ:
         problems.append(
             f"this is one process in a Slurm job of {nodes} nodes, and not one on each: start it with srun "
             "(srun elastic-resume run …)"
         )
-    tasks = _tasks(environ)
+    tasks = _count_tasks_per_node(environ)
     if tasks > 1:
         problems.append(
             f"srun starts {tasks} tasks on a node, and elastic-resume starts the workers by itself: "
@@ -238,87 +243,89 @@ def _slurm_problems(environ: Mapping[str, str], nodes: int) -> list[str]:
     return problems
 
 
-def _tasks(environ: Mapping[str, str]) -> int:
+def _count_tasks_per_node(environ: Mapping[str, str]) -> int:
     """How many tasks the step starts on a node, at most; ``2(x3),1`` are 2."""
     told = re.findall(r"(?:^|,)(\d{1,6})", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return max(map(int, told), default=1)
 
 
-def _deadline(told: _Told) -> float | None:
-    return told.number("deadline", 0) or None
+def _read_deadline(reader: _VariableReader) -> float | None:
+    return reader.read_number("deadline", 0) or None
 
 
 # ---- Kubernetes and others -----------------------------------------------------------------------------
 
 
-def _kubernetes(told: _Told) -> Node:
+def _read_kubernetes(reader: _VariableReader) -> SchedulerContext:
     """A pod of an Indexed Job, as `deploy/kubernetes` describes it."""
-    name, index = told.name(), told.number("order", 0)
-    least, nodes = told.span("nodes")
-    job = told.text("job") or _job_of_pod(told, name)
-    service, space = told.text("service"), told.text("namespace")
+    name, index = reader.read_name(), reader.read_number("order", 0)
+    least, nodes = reader.read_range("nodes")
+    job = reader.read_text("job") or _job_from_pod_name(reader, name)
+    service, space = reader.read_text("service"), reader.read_text("namespace")
     domain = f".{service}.{space}.svc" if service and space else f".{service}"
     peers = tuple(f"{job}-{at}" for at in range(nodes)) if job else ()
     if nodes > 1 and not (job and service):
-        told.problems.append(
+        reader.problems.append(
             f"a pod of {nodes}: without the Job's and the Service's name it cannot find the others (see "
             "deploy/kubernetes)"
         )
     if nodes > 1 and index >= nodes:
-        told.problems.append(
+        reader.problems.append(
             f"JOB_COMPLETION_INDEX is {index}, and ELASTIC_RESUME_NODES tells of {nodes} nodes"
         )
-    return Node(
+    return SchedulerContext(
         "kubernetes",
         name,
-        job=safe_name(job, "") if job else "",
-        order=index,
-        nodes=nodes,
+        job=sanitize_name(job, "") if job else "",
+        node_index=index,
+        max_nodes=nodes,
         min_nodes=least,
         peers=peers,
         # The domain is left to the pod's search path: it need not be cluster.local. The full name in the
         # pod's own /etc/hosts begins with this one, so it knows itself before DNS does.
-        candidates=tuple(f"{peer}{domain}:{PORT}" for peer in peers[:CANDIDATES]) if nodes > 1 else (),
-        address=told.text("address"),
-        workers=told.number("workers", 0) or None,
-        problems=tuple(told.problems),
+        candidates=tuple(f"{peer}{domain}:{DEFAULT_PORT}" for peer in peers[:MAX_CANDIDATES])
+        if nodes > 1
+        else (),
+        address=reader.read_text("address"),
+        workers_per_node=reader.read_number("workers", 0) or None,
+        problems=tuple(reader.problems),
     )
 
 
-def _job_of_pod(told: _Told, name: str) -> str:
+def _job_from_pod_name(reader: _VariableReader, name: str) -> str:
     """Take the index from an Indexed Job's host name."""
-    index = told.environ.get("JOB_COMPLETION_INDEX", "")
+    index = reader.environ.get("JOB_COMPLETION_INDEX", "")
     if index.isdigit() and name.endswith(f"-{index}"):
-        told.sources["job"] = "HOSTNAME and JOB_COMPLETION_INDEX"
+        reader.sources["job"] = "HOSTNAME and JOB_COMPLETION_INDEX"
         return name.removesuffix(f"-{index}")
     return ""
 
 
-def _pet(told: _Told) -> Node:
+def _read_pet(reader: _VariableReader) -> SchedulerContext:
     """Kubeflow's trainers: node 0 is where all meet. What else they set torchrun's own parser reads."""
-    host, port = told.text("peers"), told.number("port", PORT)
-    least, nodes = told.span("nodes")
-    job = told.text("job")
-    return Node(
+    host, port = reader.read_text("peers"), reader.read_number("port", DEFAULT_PORT)
+    least, nodes = reader.read_range("nodes")
+    job = reader.read_text("job")
+    return SchedulerContext(
         "pet",
-        told.name(),
-        job=safe_name(job, "") if job and job != "none" else "",
-        order=told.number("order", 0),
-        nodes=nodes,
+        reader.read_name(),
+        job=sanitize_name(job, "") if job and job != "none" else "",
+        node_index=reader.read_number("order", 0),
+        max_nodes=nodes,
         min_nodes=least,
         peers=(host,) if host else (),
         candidates=(f"{host}:{port}",) if host else (),
-        problems=tuple(told.problems),
+        problems=tuple(reader.problems),
     )
 
 
-def _host(told: _Told) -> Node:
-    return Node("host", told.name())
+def _read_host(reader: _VariableReader) -> SchedulerContext:
+    return SchedulerContext("host", reader.read_name())
 
 
-_READERS: dict[str, Callable[[_Told], Node]] = {
-    "slurm": _slurm,
-    "kubernetes": _kubernetes,
-    "pet": _pet,
-    "host": _host,
+_READERS: dict[str, Callable[[_VariableReader], SchedulerContext]] = {
+    "slurm": _read_slurm,
+    "kubernetes": _read_kubernetes,
+    "pet": _read_pet,
+    "host": _read_host,
 }

@@ -10,7 +10,9 @@ from elastic_resume import constants
 from elastic_resume.errors import ConfigError
 from elastic_resume.units import parse_duration
 
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][0-9]{1,2})?")
+_QUANTITY_PATTERN = re.compile(
+    r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][0-9]{1,2})?"
+)
 _UNITS = {
     "": Decimal(1),
     "m": Decimal("0.001"),
@@ -19,7 +21,7 @@ _UNITS = {
 }
 
 
-def termination_grace_s(environ: Mapping[str, str]) -> float | None:
+def read_termination_grace_s(environ: Mapping[str, str]) -> float | None:
     """Seconds between SIGTERM and SIGKILL for this pod; None where it is not told.
 
     Raises:
@@ -30,24 +32,24 @@ def termination_grace_s(environ: Mapping[str, str]) -> float | None:
     if not text:
         return None
     return parse_duration(
-        f"{constants.ENV_TERMINATION_GRACE_S} (the pod's terminationGracePeriodSeconds)", text, most_s=1e6
+        f"{constants.ENV_TERMINATION_GRACE_S} (the pod's terminationGracePeriodSeconds)", text, max_s=1e6
     )
 
 
-def size_bytes(text: str, what: str) -> int:
+def parse_quantity_bytes(text: str, setting: str) -> int:
     """Bytes of a Kubernetes quantity, such as 4Gi or 500M.
 
     Raises:
         ConfigError: it is none, or less than a byte.
 
     """
-    match = _QUANTITY.fullmatch(text)
+    match = _QUANTITY_PATTERN.fullmatch(text)
     if match is None:
-        raise ConfigError(f"{what} is {text!r}: write a size as 4Gi, 512Mi or 2G.")
+        raise ConfigError(f"{setting} is {text!r}: write a size as 4Gi, 512Mi or 2G.")
     unit = match[2] or ""
     value = Decimal(match[1]) * (_UNITS[unit] if unit in _UNITS else Decimal(10) ** int(unit[1:]))
     if unit == "m":
-        raise ConfigError(f"{what} is {text!r}, and m is for thousandths of a byte: write Mi or M.")
+        raise ConfigError(f"{setting} is {text!r}, and m is for thousandths of a byte: write Mi or M.")
     if not 1 <= value < 1 << 63:
-        raise ConfigError(f"{what} is {text!r}: more than nothing, and less than 8Ei.")
+        raise ConfigError(f"{setting} is {text!r}: more than nothing, and less than 8Ei.")
     return int(value)

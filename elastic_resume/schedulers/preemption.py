@@ -45,18 +45,18 @@ from elastic_resume.errors import ConfigError
 
 TIMEOUT_S = 2.0
 MAX_BYTES = 64 * 1024
-PIECE_BYTES = 16 * 1024
-MAX_SHORT = 200
-_PLAIN = re.compile(r"[!-~]+")
+CHUNK_BYTES = 16 * 1024
+MAX_QUOTED_CHARS = 200
+_REQUEST_TARGET_PATTERN = re.compile(r"[!-~]+")
 """Of a request's line: a space or a line's end in it would begin another request."""
 
 
-class AskError(Exception):
+class NoticeQueryError(Exception):
     """There is no answer; the text is a clause for people."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpResponse:
     """A whole answer, whatever its status."""
 
     status: int
@@ -68,13 +68,13 @@ class Answer:
         return self.body.decode(errors="replace").strip()
 
 
-def short(text: str) -> str:
+def quote_briefly(text: str) -> str:
     """The beginning of what somebody else says, as one line of what can be printed."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * MAX_SHORT])
-    return " ".join(line.split())[:MAX_SHORT]
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * MAX_QUOTED_CHARS])
+    return " ".join(line.split())[:MAX_QUOTED_CHARS]
 
 
-class _Stream(io.RawIOBase):
+class _BoundedStream(io.RawIOBase):
     """What a socket says until a moment, and up to so many bytes: a slow drip would outlast any time-out."""
 
     def __init__(self, connection: socket.socket, until: float, budget: int) -> None:
@@ -86,11 +86,11 @@ class _Stream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        self._connection.settimeout(_left(self._until))
+        self._connection.settimeout(_remaining_s(self._until))
         count = self._connection.recv_into(buffer)
         self._budget -= count
         if self._budget < 0:
-            raise AskError("it answers more than it may")
+            raise NoticeQueryError("it answers more than it may")
         return count
 
     def makefile(self, _mode: str) -> io.BufferedReader:
@@ -98,20 +98,20 @@ class _Stream(io.RawIOBase):
         return io.BufferedReader(self, 8192)
 
 
-def _left(until: float) -> float:
-    left = until - time.monotonic()
+def _remaining_s(deadline: float) -> float:
+    left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
     return left
 
 
-def ask(
+def request_metadata(
     url: str,
     *,
     method: str = "GET",
     headers: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
-) -> Answer:
+) -> HttpResponse:
     """Ask ``url``, which is plain http, and return the whole answer.
 
     Raises:
@@ -122,61 +122,61 @@ def ask(
     try:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise AskError(f"{url!r} is no address to ask")
-        request = _request(method, parts, headers or {})
+            raise NoticeQueryError(f"{url!r} is no address to ask")
+        request = _build_request(method, parts, headers or {})
         address = (parts.hostname, parts.port or 80)
-        with socket.create_connection(address, _left(until)) as connection:
-            connection.settimeout(_left(until))
+        with socket.create_connection(address, _remaining_s(until)) as connection:
+            connection.settimeout(_remaining_s(until))
             connection.sendall(request)
-            return _read(_Stream(connection, until, MAX_BYTES), method)
+            return _read_response(_BoundedStream(connection, until, MAX_BYTES), method)
     except TimeoutError:
-        raise AskError(f"no answer within {timeout_s:g} s") from None
+        raise NoticeQueryError(f"no answer within {timeout_s:g} s") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise AskError(short(str(error)) or type(error).__name__) from error
+        raise NoticeQueryError(quote_briefly(str(error)) or type(error).__name__) from error
 
 
-def _request(method: str, parts: SplitResult, headers: Mapping[str, str]) -> bytes:
+def _build_request(method: str, parts: SplitResult, headers: Mapping[str, str]) -> bytes:
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     lines = [f"Host: {parts.netloc}", "Connection: close", *(f"{k}: {v}" for k, v in headers.items())]
     if method != "GET":
         lines.append("Content-Length: 0")
-    if not _PLAIN.fullmatch(target) or any("\r" in line or "\n" in line for line in lines):
-        raise AskError("the question is no line of text")
+    if not _REQUEST_TARGET_PATTERN.fullmatch(target) or any("\r" in line or "\n" in line for line in lines):
+        raise NoticeQueryError("the question is no line of text")
     return "\r\n".join([f"{method} {target} HTTP/1.1", *lines, "", ""]).encode("latin-1")
 
 
-def _read(stream: _Stream, method: str) -> Answer:
+def _read_response(stream: _BoundedStream, method: str) -> HttpResponse:
     # It asks a socket for nothing but its file.
     with http.client.HTTPResponse(stream, method=method) as response:  # type: ignore[arg-type]
         response.begin()
         body = b""
         # In pieces: for a whole body as much memory is taken at once as its sender says that it has.
-        while piece := response.read(PIECE_BYTES):
+        while piece := response.read(CHUNK_BYTES):
             body += piece
         if response.length:
-            raise AskError("the answer breaks off")
-        return Answer(response.status, body)
+            raise NoticeQueryError("the answer breaks off")
+        return HttpResponse(response.status, body)
 
 
 POLL_S = 5.0  # as AWS advises; the shortest notice of any cloud is 30 s
 FILE_POLL_S = 1.0
 OLD_FILE_S = 60.0  # and the notice says for how long the file has been there
-COMMAND_S = 5.0  # and then it is killed
-LOOK_S = 0.02  # between two looks at whether it has ended
-TOKEN_S = 21600  # the longest that EC2 gives a session's token for
+COMMAND_TIMEOUT_S = 5.0  # and then it is killed
+COMMAND_POLL_S = 0.02  # between two looks at whether it has ended
+EC2_TOKEN_TTL_S = 21600  # the longest that EC2 gives a session's token for
 MAX_SOURCES = 8
-METADATA = {
+METADATA_URLS = {
     "aws": "http://169.254.169.254",
     "gcp": "http://169.254.169.254",
     "azure": "http://169.254.169.254",
 }
-FORMS = "aws, gcp, azure (each also NAME:http://ADDRESS), file:PATH or command:COMMAND"
-_NEXT = re.compile(r",\s*(?=(?:aws|gcp|azure)\s*(?:$|[,:])|file:|command:)")
+SOURCE_FORMATS = "aws, gcp, azure (each also NAME:http://ADDRESS), file:PATH or command:COMMAND"
+_SOURCE_SEPARATOR = re.compile(r",\s*(?=(?:aws|gcp|azure)\s*(?:$|[,:])|file:|command:)")
 """Commas between sources; others belong to a path or a command."""
 
 
 @dataclass(frozen=True)
-class Notice:
+class PreemptionNotice:
     """This node will be taken away. ``deadline``: when (seconds since the epoch), where that is told."""
 
     reason: str
@@ -184,15 +184,15 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Source:
+class NoticeSource:
     """One place where notices are given: ``look`` raises AskError where it cannot be asked."""
 
     name: str
-    look: Callable[[], Notice | None]
-    period_s: float = POLL_S
+    poll: Callable[[], PreemptionNotice | None]
+    poll_interval_s: float = POLL_S
 
 
-def sources(text: str | None) -> list[Source]:
+def parse_sources(text: str | None) -> list[NoticeSource]:
     """Read ``--preemption-notice``: forms with commas between them; none for ``off`` and for nothing.
 
     Raises:
@@ -201,22 +201,22 @@ def sources(text: str | None) -> list[Source]:
     """
     if text is None or text.strip() in {"", "off"}:
         return []
-    words = [word.strip() for word in _NEXT.split(text)]
+    words = [word.strip() for word in _SOURCE_SEPARATOR.split(text)]
     if len(words) > MAX_SOURCES:
         raise ConfigError(f"--preemption-notice names {len(words)} places; {MAX_SOURCES} are enough.")
-    return [_source(word) for word in words]
+    return [_parse_source(word) for word in words]
 
 
-def _source(word: str) -> Source:
+def _parse_source(word: str) -> NoticeSource:
     kind, colon, rest = word.partition(":")
     rest = rest.strip()
-    if kind in METADATA and bool(colon) == bool(rest):
-        base = _base(word, rest) if rest else METADATA[kind]
-        look = {"aws": Ec2, "gcp": ComputeEngine, "azure": Azure}[kind](base).look
-        return Source(word, look)
+    if kind in METADATA_URLS and bool(colon) == bool(rest):
+        base = _parse_base_url(word, rest) if rest else METADATA_URLS[kind]
+        look = {"aws": Ec2Metadata, "gcp": ComputeEngineMetadata, "azure": AzureMetadata}[kind](base).look
+        return NoticeSource(word, look)
     if kind == "file" and rest:
         path = Path(rest).expanduser().absolute()
-        return Source(word, lambda: read_file(path), FILE_POLL_S)
+        return NoticeSource(word, lambda: poll_file(path), FILE_POLL_S)
     if kind == "command" and rest:
         try:
             argv = shlex.split(rest)
@@ -224,11 +224,11 @@ def _source(word: str) -> Source:
             raise ConfigError(f"--preemption-notice: {rest!r} is no command: {error}.") from error
         if not argv or shutil.which(argv[0]) is None:
             raise ConfigError(f"--preemption-notice: there is no program {argv[0] if argv else rest!r} here.")
-        return Source(word, lambda: run_command(argv))
-    raise ConfigError(f"--preemption-notice is {word!r}: write {FORMS}.")
+        return NoticeSource(word, lambda: poll_command(argv))
+    raise ConfigError(f"--preemption-notice is {word!r}: write {SOURCE_FORMATS}.")
 
 
-def _base(word: str, text: str) -> str:
+def _parse_base_url(word: str, text: str) -> str:
     try:
         parts = urlsplit(text)
         port_is_right = parts.port is None or parts.port > 0
@@ -244,89 +244,98 @@ def _base(word: str, text: str) -> str:
 
 
 @dataclass
-class Ec2:
+class Ec2Metadata:
     """EC2's spot interruption notice, by a session's token that is renewed when it is refused."""
 
-    base: str
+    base_url: str
     _token: str = field(default="", repr=False)
 
-    def look(self) -> Notice | None:
+    def poll(self) -> PreemptionNotice | None:
         """Ask; two minutes ahead of the interruption there is something."""
-        answer = self._get()
+        answer = self._request_action()
         if answer.status == 401:
             self._token = ""
-            answer = self._get()
+            answer = self._request_action()
         if answer.status == 404:
             return None
-        return ec2_notice(_good(answer, "spot/instance-action").text)
+        return parse_ec2_notice(_require_ok(answer, "spot/instance-action").text)
 
-    def _get(self) -> Answer:
+    def _request_action(self) -> HttpResponse:
         if not self._token:
-            headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
-            token = _good(ask(f"{self.base}/latest/api/token", method="PUT", headers=headers), "a token").text
+            headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(EC2_TOKEN_TTL_S)}
+            token = _require_ok(
+                request_metadata(f"{self.base_url}/latest/api/token", method="PUT", headers=headers),
+                "a token",
+            ).text
             if not re.fullmatch(r"[!-~]{1,4096}", token):
-                raise AskError("what it gives as a token is none")
+                raise NoticeQueryError("what it gives as a token is none")
             self._token = token
         headers = {"X-aws-ec2-metadata-token": self._token}
-        return ask(f"{self.base}/latest/meta-data/spot/instance-action", headers=headers)
+        return request_metadata(f"{self.base_url}/latest/meta-data/spot/instance-action", headers=headers)
 
 
-def ec2_notice(text: str) -> Notice:
+def parse_ec2_notice(text: str) -> PreemptionNotice:
     """Read ``{"action": "terminate", "time": "2017-09-18T08:22:00Z"}``."""
-    told = _object(text)
+    told = _parse_object(text)
     action = str(told.get("action"))
     if action not in {"terminate", "stop", "hibernate"}:
-        raise AskError(f"spot/instance-action says {short(text)!r}")
+        raise NoticeQueryError(f"spot/instance-action says {quote_briefly(text)!r}")
     when = str(told.get("time", ""))
     deadline = None
     with contextlib.suppress(ValueError):
         at = datetime.strptime(when, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
         deadline = at.timestamp()
-    return Notice(f"EC2 will {action} this spot instance", deadline)
+    return PreemptionNotice(f"EC2 will {action} this spot instance", deadline)
 
 
 @dataclass
-class ComputeEngine:
+class ComputeEngineMetadata:
     """Compute Engine's word that a spot instance is being preempted: 30 s ahead of its end."""
 
-    base: str
+    base_url: str
 
-    def look(self) -> Notice | None:
+    def poll(self) -> PreemptionNotice | None:
         """Ask."""
-        url = f"{self.base}/computeMetadata/v1/instance/preempted"
-        return gcp_notice(_good(ask(url, headers={"Metadata-Flavor": "Google"}), "instance/preempted").text)
+        url = f"{self.base_url}/computeMetadata/v1/instance/preempted"
+        return parse_gcp_notice(
+            _require_ok(
+                request_metadata(url, headers={"Metadata-Flavor": "Google"}), "instance/preempted"
+            ).text
+        )
 
 
-def gcp_notice(text: str) -> Notice | None:
+def parse_gcp_notice(text: str) -> PreemptionNotice | None:
     """Read ``TRUE`` or ``FALSE``."""
     word = text.upper()
     if word not in {"TRUE", "FALSE"}:
-        raise AskError(f"instance/preempted says {short(text)!r}")
-    return Notice("Compute Engine preempts this instance") if word == "TRUE" else None
+        raise NoticeQueryError(f"instance/preempted says {quote_briefly(text)!r}")
+    return PreemptionNotice("Compute Engine preempts this instance") if word == "TRUE" else None
 
 
 @dataclass
-class Azure:
+class AzureMetadata:
     """Azure's scheduled events: those that take this machine away, out of all of its scale set's."""
 
-    base: str
+    base_url: str
     _name: str = ""
 
-    def look(self) -> Notice | None:
+    def poll(self) -> PreemptionNotice | None:
         """Ask; events are told 30 s and more ahead."""
         headers = {"Metadata": "true"}
         if not self._name:
-            url = f"{self.base}/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-            self._name = _good(ask(url, headers=headers), "this machine's name").text
-        url = f"{self.base}/metadata/scheduledevents?api-version=2020-07-01"
-        return azure_notice(_good(ask(url, headers=headers), "scheduledevents").text, self._name)
+            url = f"{self.base_url}/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+            self._name = _require_ok(request_metadata(url, headers=headers), "this machine's name").text
+        url = f"{self.base_url}/metadata/scheduledevents?api-version=2020-07-01"
+        return parse_azure_notice(
+            _require_ok(request_metadata(url, headers=headers), "scheduledevents").text, self._name
+        )
 
 
-def azure_notice(text: str, name: str) -> Notice | None:
+def parse_azure_notice(text: str, name: str) -> PreemptionNotice | None:
     """Read the list of events; of those that name this machine Preempt and Terminate end it."""
-    told = _object(text).get("Events")
+    told = _parse_object(text).get("Events")
     if not isinstance(told, list):
-        raise AskError(f"scheduledevents says {short(text)!r}")
+        raise NoticeQueryError(f"scheduledevents says {quote_briefly(text)!r}")
     for event in told:
         if not isinstance(event, dict) or str(event.get("EventType")) not in {"Preempt", "Terminate"}:
             continue
@@ -337,30 +346,30 @@ def azure_notice(text: str, name: str) -> Notice | None:
         deadline = None
         with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
             deadline = parsedate_to_datetime(str(event.get("NotBefore"))).timestamp()
-        return Notice(f"Azure: {event['EventType']} of this machine", deadline)
+        return PreemptionNotice(f"Azure: {event['EventType']} of this machine", deadline)
     return None
 
 
-def _good(answer: Answer, what: str) -> Answer:
+def _require_ok(answer: HttpResponse, what: str) -> HttpResponse:
     if answer.status != 200:
-        raise AskError(f"asked for {what} it answers {answer.status}")
+        raise NoticeQueryError(f"asked for {what} it answers {answer.status}")
     return answer
 
 
-def _object(text: str) -> dict[str, Any]:
+def _parse_object(text: str) -> dict[str, Any]:
     try:
         told = json.loads(text)
     except (ValueError, RecursionError):
         told = None
     if not isinstance(told, dict):
-        raise AskError(f"what it says is no JSON object: {short(text)!r}")
+        raise NoticeQueryError(f"what it says is no JSON object: {quote_briefly(text)!r}")
     return told
 
 
 # ---- files and commands --------------------------------------------------------------------------------
 
 
-def boot_time(proc: Path = Path("/proc")) -> int:
+def read_boot_time(proc: Path = Path("/proc")) -> int:
     """Return when this machine was booted, in unix seconds by its own clock; 0 where nothing tells."""
     try:
         match = re.search(r"^btime ([0-9]{1,12})$", (proc / "stat").read_text(), re.MULTILINE)
@@ -369,7 +378,7 @@ def boot_time(proc: Path = Path("/proc")) -> int:
     return int(match[1]) if match else 0
 
 
-def read_file(path: Path) -> Notice | None:
+def poll_file(path: Path) -> PreemptionNotice | None:
     """A notice if there is such a file, whatever it is; its text, if it has any, is the reason.
 
     One from before this machine was booted is left over from its life before: each start would end by it.
@@ -379,19 +388,19 @@ def read_file(path: Path) -> Notice | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise AskError(f"{error.strerror}") from error
-    if told.st_mtime < boot_time():
-        raise AskError(f"{path} is older than this machine's start, and no notice: remove it")
+        raise NoticeQueryError(f"{error.strerror}") from error
+    if told.st_mtime < read_boot_time():
+        raise NoticeQueryError(f"{path} is older than this machine's start, and no notice: remove it")
     text = ""
     if stat.S_ISREG(told.st_mode):  # to open a pipe would wait
         with contextlib.suppress(OSError), open(path, "rb") as file:
             text = file.read(MAX_BYTES).decode(errors="replace")
     age_s = time.time() - told.st_mtime
     old = f"; {path} has been there for {age_s / 60:.0f} min" if age_s > OLD_FILE_S else ""
-    return Notice((short(text) or f"{path} is there") + old)
+    return PreemptionNotice((quote_briefly(text) or f"{path} is there") + old)
 
 
-def run_command(argv: Sequence[str], timeout_s: float = COMMAND_S) -> Notice | None:
+def poll_command(argv: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> PreemptionNotice | None:
     """A notice if the command ends with 0; its first line is the reason. Its process group ends with it."""
     try:
         process = subprocess.Popen(
@@ -402,10 +411,10 @@ def run_command(argv: Sequence[str], timeout_s: float = COMMAND_S) -> Notice | N
             start_new_session=True,
         )
     except OSError as error:
-        raise AskError(f"it cannot be started: {error.strerror}") from error
+        raise NoticeQueryError(f"it cannot be started: {error.strerror}") from error
     said = b""
     try:
-        for data in _said(process, time.monotonic() + timeout_s):
+        for data in _read_output(process, time.monotonic() + timeout_s):
             said = (said + data)[:MAX_BYTES]
     finally:
         with contextlib.suppress(OSError):  # gone, or another user's by now
@@ -415,11 +424,11 @@ def run_command(argv: Sequence[str], timeout_s: float = COMMAND_S) -> Notice | N
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout_s)
     lines = said.decode(errors="replace").splitlines()
-    found = Notice(short(lines[0] if lines else "") or f"{argv[0]} says so")
+    found = PreemptionNotice(quote_briefly(lines[0] if lines else "") or f"{argv[0]} says so")
     return found if process.returncode == 0 else None
 
 
-def _said(process: subprocess.Popen[bytes], until: float) -> Iterator[bytes]:
+def _read_output(process: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]:
     """Give what it prints until it has ended: a child that it leaves behind may keep the pipe open.
 
     Raises:
@@ -438,9 +447,9 @@ def _said(process: subprocess.Popen[bytes], until: float) -> Iterator[bytes]:
             yield data
         if ended:
             return
-        if time.monotonic() > until:
-            raise AskError("it did not end in time, and was killed")
+        if time.monotonic() > deadline:
+            raise NoticeQueryError("it did not end in time, and was killed")
         if is_open:
-            select.select([process.stdout], [], [], LOOK_S)
+            select.select([process.stdout], [], [], COMMAND_POLL_S)
         else:
-            time.sleep(LOOK_S)
+            time.sleep(COMMAND_POLL_S)

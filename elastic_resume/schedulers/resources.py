@@ -28,88 +28,96 @@ from elastic_resume.schedulers import kubernetes
 
 
 @dataclass(frozen=True)
-class Group:
+class MemoryCgroup:
     """The control group of this process, as far as memory goes: where its files are, and their names."""
 
     directory: Path
-    events: str
-    current: str
-    limit: str
-    cached: tuple[str, str]
+    events_file: str
+    usage_file: str
+    limit_file: str
+    cache_fields: tuple[str, str]
     """Fields of memory.stat: what is cached, shared memory included, and shared memory."""
-    top: Path | None = None
+    mount_point: Path | None = None
     """Where its hierarchy is mounted; None where its ancestors are not looked at."""
 
     @classmethod
-    def of_this_process(cls, proc: Path = Path("/proc")) -> Group | None:
+    def find_own(cls, proc: Path = Path("/proc")) -> MemoryCgroup | None:
         """Find it; None where this process is in none, or cannot see it."""
         with contextlib.suppress(OSError, ValueError, IndexError):
-            mounts = [_mount(line) for line in (proc / "self/mountinfo").read_text().splitlines()]
+            mounts = [_parse_mount(line) for line in (proc / "self/mountinfo").read_text().splitlines()]
             for line in (proc / "self/cgroup").read_text().splitlines():
                 _, controllers, path = line.split(":", 2)
                 if "memory" in controllers.split(","):
-                    found = _directory(mounts, path, "cgroup", "memory")
+                    found = _find_group_dir(mounts, path, "cgroup", "memory")
                     if found is not None:
-                        return cls.of(found[0], version=1, top=found[1])
+                        return cls.from_directory(found[0], version=1, mount_point=found[1])
             for line in (proc / "self/cgroup").read_text().splitlines():
                 if line.startswith("0::"):
-                    found = _directory(mounts, line[3:], "cgroup2", "")
+                    found = _find_group_dir(mounts, line[3:], "cgroup2", "")
                     # Groups below the one for which memory is counted have none of its files.
-                    for directory in _upwards(*found) if found is not None else ():
+                    for directory in _list_ancestors(*found) if found is not None else ():
                         if (directory / "memory.events").exists():
-                            return cls.of(directory, version=2, top=found[1] if found else None)
+                            return cls.from_directory(
+                                directory, version=2, mount_point=found[1] if found else None
+                            )
         return None
 
     @classmethod
-    def of(cls, directory: Path, *, version: int, top: Path | None = None) -> Group:
+    def from_directory(
+        cls, directory: Path, *, version: int, mount_point: Path | None = None
+    ) -> MemoryCgroup:
         """Give the group whose files lie there; ``top``: the directory in which its hierarchy is mounted."""
         if version == 1:
             names = ("memory.oom_control", "memory.usage_in_bytes", "memory.limit_in_bytes")
-            return cls(directory, *names, cached=("total_cache", "total_shmem"), top=top)
+            return cls(
+                directory, *names, cache_fields=("total_cache", "total_shmem"), mount_point=mount_point
+            )
         names = ("memory.events", "memory.current", "memory.max")
-        return cls(directory, *names, cached=("file", "shmem"), top=top)
+        return cls(directory, *names, cache_fields=("file", "shmem"), mount_point=mount_point)
 
-    def kills(self) -> int:
+    def read_oom_kills(self) -> int:
         """How many of its processes the kernel has killed for want of memory; 0 where that is not told."""
-        return fields(self.directory / self.events).get("oom_kill", 0)
+        return read_fields(self.directory / self.events_file).get("oom_kill", 0)
 
-    def used(self) -> tuple[int, int] | None:
+    def read_usage(self) -> tuple[int, int] | None:
         """Bytes in use that cannot be taken back, and their limit; None where there is none.
 
         Of the group and its ancestors, those of the one that leaves least.
         """
-        found = (self._used_in(directory) for directory in _upwards(self.directory, self.top))
+        found = (
+            self._read_usage_in(directory) for directory in _list_ancestors(self.directory, self.mount_point)
+        )
         return min((one for one in found if one is not None), key=lambda one: one[1] - one[0], default=None)
 
-    def _used_in(self, directory: Path) -> tuple[int, int] | None:
+    def _read_usage_in(self, directory: Path) -> tuple[int, int] | None:
         try:
-            limit = (directory / self.limit).read_text().strip()
-            current = int((directory / self.current).read_text())
-            stat = fields(directory / "memory.stat")
+            limit = (directory / self.limit_file).read_text().strip()
+            current = int((directory / self.usage_file).read_text())
+            stat = read_fields(directory / "memory.stat")
         except (OSError, ValueError):
             return None
         if not limit.isdigit() or int(limit) >= 1 << 60:  # "max", or the number that says so in version 1
             return None
-        cached, shared = self.cached
+        cached, shared = self.cache_fields
         return current - max(0, stat.get(cached, 0) - stat.get(shared, 0)), int(limit)
 
 
-def available(proc: Path = Path("/proc"), group: Group | None = None) -> int:
+def available_memory_bytes(proc: Path = Path("/proc"), group: MemoryCgroup | None = None) -> int:
     """Bytes that can still be taken without swapping or being killed; 0 where nothing can be told."""
-    group = group or Group.of_this_process(proc)
-    free = fields(proc / "meminfo").get("MemAvailable:", 0) << 10
-    used = group.used() if group else None
+    group = group or MemoryCgroup.find_own(proc)
+    free = read_fields(proc / "meminfo").get("MemAvailable:", 0) << 10
+    used = group.read_usage() if group else None
     return free if used is None else min(free or used[1], max(0, used[1] - used[0]))
 
 
-def _mount(line: str) -> tuple[str, str, str, str]:
+def _parse_mount(line: str) -> tuple[str, str, str, str]:
     """Root, mount point, file system and its options: see proc(5), mountinfo."""
     before, _, after = line.partition(" - ")
     words, kind = before.split(), after.split()
     return words[3], words[4], kind[0], kind[2]
 
 
-def _directory(
+def _find_group_dir(
     mounts: list[tuple[str, str, str, str]], path: str, kind: str, option: str
 ) -> tuple[Path, Path] | None:
     """Where the group of that path is, and its mount point; in a container the path may be the host's."""
@@ -123,14 +131,14 @@ def _directory(
     return None
 
 
-def _upwards(directory: Path, top: Path | None) -> list[Path]:
+def _list_ancestors(directory: Path, mount_point: Path | None) -> list[Path]:
     """That directory and those above it, up to ``top``; it alone where it is not below that."""
-    if top is None or not directory.is_relative_to(top):
+    if mount_point is None or not directory.is_relative_to(mount_point):
         return [directory]
-    return [directory, *(above for above in directory.parents if above.is_relative_to(top))]
+    return [directory, *(above for above in directory.parents if above.is_relative_to(mount_point))]
 
 
-def fields(path: Path) -> dict[str, int]:
+def read_fields(path: Path) -> dict[str, int]:
     """Lines of a name and a number; empty where it cannot be read."""
     found = {}
     with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -141,12 +149,12 @@ def fields(path: Path) -> dict[str, int]:
     return found
 
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only looked at
-LITTLE_SHARED_MEMORY = 128 << 20  # a pod's or container's /dev/shm has 64 MB unless somebody gives it more
+SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108 - only looked at
+MIN_SHARED_MEMORY_BYTES = 128 << 20  # a pod's or container's /dev/shm has 64 MB unless somebody gives it more
 MAX_ENTRIES = 1_000_000  # looked at; a folder of checkpoints has hundreds
 
 
-def why_little_shared_memory(path: Path = SHARED_MEMORY) -> str:
+def check_shared_memory(path: Path = SHARED_MEMORY_DIR) -> str:
     """Say what is wrong with /dev/shm and what to do; empty where nothing is."""
     what_to_do = (
         "make it larger (in Kubernetes an emptyDir with medium: Memory, docker run --shm-size 1g), or "
@@ -156,12 +164,12 @@ def why_little_shared_memory(path: Path = SHARED_MEMORY) -> str:
         total = shutil.disk_usage(path).total
     except OSError:
         return f"there is no {path}: {what_to_do}"
-    if total >= LITTLE_SHARED_MEMORY:
+    if total >= MIN_SHARED_MEMORY_BYTES:
         return ""
     return f"{path} has {total >> 20} MiB, a container's default: {what_to_do}"
 
 
-def limit(environ: Mapping[str, str]) -> int | None:
+def read_checkpoint_limit(environ: Mapping[str, str]) -> int | None:
     """Bytes that the volume of ``ELASTIC_RESUME_CKPT_DIR`` may hold; None where nobody says.
 
     Raises:
@@ -169,10 +177,10 @@ def limit(environ: Mapping[str, str]) -> int | None:
 
     """
     text = environ.get(constants.ENV_CKPT_LIMIT, "").strip()
-    return kubernetes.size_bytes(text, constants.ENV_CKPT_LIMIT) if text else None
+    return kubernetes.parse_quantity_bytes(text, constants.ENV_CKPT_LIMIT) if text else None
 
 
-def free(path: Path, environ: Mapping[str, str]) -> int:
+def free_disk_bytes(path: Path, environ: Mapping[str, str]) -> int:
     """Bytes that may still be written below ``path``.
 
     Raises:
@@ -182,14 +190,14 @@ def free(path: Path, environ: Mapping[str, str]) -> int:
     """
     left = shutil.disk_usage(path).free
     volume = Path(environ.get(constants.ENV_CKPT_DIR) or path).absolute()
-    most = limit(environ)
+    most = read_checkpoint_limit(environ)
     # The limit is the volume's, and says nothing of a folder elsewhere.
     if most is None or not path.absolute().is_relative_to(volume):
         return left
-    return min(left, max(0, most - used(volume)))
+    return min(left, max(0, most - used_disk_bytes(volume)))
 
 
-def used(path: Path) -> int:
+def used_disk_bytes(path: Path) -> int:
     """Bytes that files below ``path`` take on the disk, each once."""
     total, seen, entries = 0, set(), 0
     for folder, _, files in os.walk(path):

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from elastic_resume.errors import ConfigError
 
-DIRECTORY = ".elastic_resume"
-TOKEN = "token"  # noqa: S105 - the file's name
-PATIENCE_S = 60.0
-_PAUSE_S = 0.25
+DIRECTORY_NAME = ".elastic_resume"
+TOKEN_FILE_NAME = "token"  # noqa: S105 - the file's name
+TOKEN_TIMEOUT_S = 60.0
+_POLL_S = 0.25
 
 
 class SharedDir:
@@ -33,7 +33,7 @@ class SharedDir:
             ConfigError: that is not possible, or it belongs to another user.
 
         """
-        self.path = root / DIRECTORY / job
+        self.path = root / DIRECTORY_NAME / job
         if not root.is_dir():  # to make it would be to have one on each node
             raise ConfigError(
                 f"the nodes of {job} need a directory that all of them see, and there is no {root} on this "
@@ -53,7 +53,7 @@ class SharedDir:
                 "another directory with --shared-dir."
             )
 
-    def token(self, *, make: bool, patience_s: float = PATIENCE_S) -> Path:
+    def wait_for_token(self, *, create: bool, timeout_s: float = TOKEN_TIMEOUT_S) -> Path:
         """Give the file of the job's token.
 
         Args:
@@ -64,19 +64,19 @@ class SharedDir:
             ConfigError: it cannot be made, or does not come.
 
         """
-        path = self.path / TOKEN
+        path = self.path / TOKEN_FILE_NAME
         try:
-            if make:
-                self._make_token(path)
-            limit = time.monotonic() + patience_s
-            while not _is_there(path):
+            if create:
+                self._create_token(path)
+            limit = time.monotonic() + timeout_s
+            while not _exists_on_server(path):
                 if time.monotonic() >= limit:
                     raise ConfigError(
-                        f"no {path} after {patience_s:.0f} s: either the first node of the job does not run, "
+                        f"no {path} after {timeout_s:.0f} s: either the first node of the job does not run, "
                         "or this directory is not the same on all nodes. Name one that is with --shared-dir, "
                         "or set ELASTIC_RESUME_TOKEN to a secret before srun."
                     )
-                time.sleep(_PAUSE_S)
+                time.sleep(_POLL_S)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be made: {error.strerror}. Name another directory with --shared-dir, or set "
@@ -84,9 +84,9 @@ class SharedDir:
             ) from error
         return path
 
-    def _make_token(self, path: Path) -> None:
+    def _create_token(self, path: Path) -> None:
         """Whole under its name or not there: others read it while it is made."""
-        mine = path.with_name(f"{TOKEN}.{secrets.token_hex(8)}")
+        mine = path.with_name(f"{TOKEN_FILE_NAME}.{secrets.token_hex(8)}")
         descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with open(descriptor, "w") as file:
@@ -96,7 +96,7 @@ class SharedDir:
         finally:
             mine.unlink(missing_ok=True)
 
-    def finish(self) -> None:
+    def remove(self) -> None:
         """Remove the directory: the job is done. Others may do so at the same time."""
         with contextlib.suppress(OSError):
             for path in self.path.iterdir():
@@ -104,7 +104,7 @@ class SharedDir:
             self.path.rmdir()  # and not its parent, in which another job may be making its own
 
 
-def _is_there(path: Path) -> bool:
+def _exists_on_server(path: Path) -> bool:
     """Look with an open, which makes an NFS client ask the server."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))

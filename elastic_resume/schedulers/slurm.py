@@ -26,16 +26,16 @@ from dataclasses import dataclass
 from itertools import product
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.requeue import TOLD_TO_END, Word
+from elastic_resume.policy.requeue import SCHEDULER_ENDS_JOB, TerminationReason
 
 # What Slurm itself expands at most, of one bracket and of one list.
 MAX_NAMES = 65536
-_NUMBER = r"[0-9]{1,18}"
-_RANGE = re.compile(rf"({_NUMBER})(?:-({_NUMBER}))?")
-_PIECE = re.compile(r"([A-Za-z0-9._-]*)(?:\[([^][]*)\])?")
+_NUMBER_PATTERN = r"[0-9]{1,18}"
+_RANGE_PATTERN = re.compile(rf"({_NUMBER_PATTERN})(?:-({_NUMBER_PATTERN}))?")
+_PIECE_PATTERN = re.compile(r"([A-Za-z0-9._-]*)(?:\[([^][]*)\])?")
 
 
-def hostnames(text: str) -> list[str]:
+def expand_node_list(text: str) -> list[str]:
     """Expand a node list as ``scontrol show hostnames`` does, in its order: ``n[1-2,07],gpu3``.
 
     Several brackets in a name (``r[1-2]n[01-10]``) and what follows one are understood too; Slurm 22.05
@@ -49,18 +49,18 @@ def hostnames(text: str) -> list[str]:
 
     """
     names: list[str] = []
-    for word in _words(text):
-        literals, ranges = _parts(word, text)
+    for word in _split_node_list(text):
+        literals, ranges = _split_brackets(word, text)
         count = 1
         for one in ranges:
             count *= sum(last - first + 1 for first, last, _ in one)
         if len(names) + count > MAX_NAMES:
-            raise _unreadable(text, f"it stands for more than {MAX_NAMES} names")
-        names += _expanded(literals, [list(_numbers(one)) for one in ranges])
+            raise _node_list_error(text, f"it stands for more than {MAX_NAMES} names")
+        names += _expand_names(literals, [list(_expand_ranges(one)) for one in ranges])
     return names
 
 
-def _words(text: str) -> Iterator[str]:
+def _split_node_list(text: str) -> Iterator[str]:
     """Split at the commas that stand outside of brackets."""
     start = depth = 0
     for at, letter in enumerate(text):
@@ -71,41 +71,41 @@ def _words(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _parts(word: str, text: str) -> tuple[list[str], list[list[tuple[int, int, int]]]]:
+def _split_brackets(word: str, text: str) -> tuple[list[str], list[list[tuple[int, int, int]]]]:
     """Take a word apart: what stands before, between and behind its brackets, and the ranges in each."""
     literals, ranges, at = [""], [], 0
     while at < len(word):
-        match = _PIECE.match(word, at)
+        match = _PIECE_PATTERN.match(word, at)
         if match is None or match.end() == at:
-            raise _unreadable(text, f"{word[at]!r} at {word[:100]!r}")
+            raise _node_list_error(text, f"{word[at]!r} at {word[:100]!r}")
         at = match.end()
         literals[-1] += match[1]
         if match[2] is not None:
-            ranges.append([_range(part, text) for part in match[2].split(",")])
+            ranges.append([_parse_range(part, text) for part in match[2].split(",")])
             literals.append("")
     if not word:
-        raise _unreadable(text, "a name is missing")
+        raise _node_list_error(text, "a name is missing")
     return literals, ranges
 
 
-def _range(part: str, text: str) -> tuple[int, int, int]:
+def _parse_range(part: str, text: str) -> tuple[int, int, int]:
     """Read ``3``, ``3-5`` or ``08-11``: first, last, and how many digits each has at least."""
-    match = _RANGE.fullmatch(part)
+    match = _RANGE_PATTERN.fullmatch(part)
     if match is None:
-        raise _unreadable(text, f"[{part[:100]}] holds no range of numbers")
+        raise _node_list_error(text, f"[{part[:100]}] holds no range of numbers")
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
-        raise _unreadable(text, f"[{part}] ends before it begins")
+        raise _node_list_error(text, f"[{part}] ends before it begins")
     return first, last, len(match[1])
 
 
-def _numbers(ranges: list[tuple[int, int, int]]) -> Iterator[str]:
+def _expand_ranges(ranges: list[tuple[int, int, int]]) -> Iterator[str]:
     for first, last, width in ranges:
         for number in range(first, last + 1):
             yield f"{number:0{width}d}"
 
 
-def _expanded(literals: list[str], brackets: list[list[str]]) -> Iterator[str]:
+def _expand_names(literals: list[str], brackets: list[list[str]]) -> Iterator[str]:
     """All names of one word. Slurm's order: the last bracket runs fastest, then the first, the second, …."""
     *earlier, last = brackets or [[""]]
     for slow_to_fast in product(*reversed(earlier), last):
@@ -117,39 +117,39 @@ def _expanded(literals: list[str], brackets: list[list[str]]) -> Iterator[str]:
         yield name
 
 
-def _unreadable(text: str, why: str) -> ConfigError:
+def _node_list_error(text: str, why: str) -> ConfigError:
     shown = text if len(text) <= 200 else text[:200] + "…"
     return ConfigError(f"the Slurm node list {shown!r} cannot be read: {why}.")
 
 
-ASK_S = 10.0  # a controller that is down lets commands wait for 4 to 9 s, by MessageTimeout
-REQUEST_S = 60.0  # a controller that is restarted, or fails over, is back by then
-RETRY_S = 3.0
-ASK_TRIES = 3  # why a job got SIGTERM; its processes live for KillWait at least, 30 s by default
-MAX_TEXT = 64 * 1024
+QUERY_TIMEOUT_S = 10.0  # a controller that is down lets commands wait for 4 to 9 s, by MessageTimeout
+REQUEUE_TIMEOUT_S = 60.0  # a controller that is restarted, or fails over, is back by then
+RETRY_DELAY_S = 3.0
+MAX_QUERY_ATTEMPTS = 3  # why a job got SIGTERM; its processes live for KillWait at least, 30 s by default
+MAX_OUTPUT_BYTES = 64 * 1024
 # Times in UTC and in full, whatever the user has set for people.
-PLAIN_TIMES = {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}
-_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
+TIME_FORMAT_ENVIRONMENT = {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}
+_TIME_PATTERN = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
 # Slurm says no, and would say no again. "Unexpected message received" is a controller that is away.
-_REFUSED = re.compile(
+_REFUSED_PATTERN = re.compile(
     r"invalid job id|disabled|only batch jobs|denied|permission|not supported|invalid user|cannot be run",
     re.IGNORECASE,
 )
-_REQUEUED = re.compile(r"is pending execution", re.IGNORECASE)
+_REQUEUED_PATTERN = re.compile(r"is pending execution", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
     """What a command answered; ``code`` is None where there is none, or it did not end in time."""
 
-    code: int | None
-    text: str
+    exit_code: int | None
+    output: str
 
 
-Run = Callable[[Sequence[str], float], Answer]
+CommandRunner = Callable[[Sequence[str], float], CommandResult]
 
 
-def run(words: Sequence[str], timeout_s: float) -> Answer:
+def run_command(argv: Sequence[str], timeout_s: float) -> CommandResult:
     """Run a command of Slurm's. Its errors come with its output.
 
     It starts with the signals ignored that this process ignores. A requeue sends SIGTERM to every process of
@@ -158,22 +158,22 @@ def run(words: Sequence[str], timeout_s: float) -> Answer:
     try:
         # In memory: disks may be full when a job ends.
         with open(os.memfd_create("answer"), "w+b") as output:
-            code = _wait(words, output.fileno(), timeout_s)
+            code = _run_with_timeout(argv, output.fileno(), timeout_s)
             if code is None:
-                return Answer(None, f"{words[0]} did not answer within {timeout_s:.0f} s")
+                return CommandResult(None, f"{argv[0]} did not answer within {timeout_s:.0f} s")
             output.seek(0)
-            return Answer(code, output.read(MAX_TEXT).decode(errors="replace").strip())
+            return CommandResult(code, output.read(MAX_OUTPUT_BYTES).decode(errors="replace").strip())
     except OSError as error:
-        return Answer(None, f"{words[0]} cannot be run: {error.strerror}")
+        return CommandResult(None, f"{argv[0]} cannot be run: {error.strerror}")
 
 
-def _wait(words: Sequence[str], output: int, timeout_s: float) -> int | None:
+def _run_with_timeout(argv: Sequence[str], output: int, timeout_s: float) -> int | None:
     process = subprocess.Popen(
-        list(words),
+        list(argv),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        env={**_without_tastes(os.environ), **PLAIN_TIMES},
+        env={**_without_user_formats(os.environ), **TIME_FORMAT_ENVIRONMENT},
     )
     try:
         return process.wait(timeout_s)
@@ -183,7 +183,7 @@ def _wait(words: Sequence[str], output: int, timeout_s: float) -> int | None:
         return None
 
 
-def _without_tastes(environ: Mapping[str, str]) -> dict[str, str]:
+def _without_user_formats(environ: Mapping[str, str]) -> dict[str, str]:
     """What a user has set for people: SQUEUE_STATES=PENDING hides a job that runs."""
     return {name: text for name, text in environ.items() if not name.startswith(("SQUEUE_", "SCONTROL_"))}
 
@@ -191,7 +191,7 @@ def _without_tastes(environ: Mapping[str, str]) -> dict[str, str]:
 # ---- until when ----------------------------------------------------------------------------------------
 
 
-def end_time(job: str, run: Run = run) -> float | None:
+def query_end_time(job: str, runner: CommandRunner = run_command) -> float | None:
     """Ask when Slurm ends a job, in unix seconds: infinite without a limit, None where nobody answers.
 
     Args:
@@ -199,31 +199,33 @@ def end_time(job: str, run: Run = run) -> float | None:
         run: runs a command.
 
     """
-    answer = run(["squeue", "-h", "-j", job, "-o", "%e|%l"], ASK_S)
-    end, separator, limit = answer.text.partition("|")
-    if answer.code != 0 or not separator:
+    answer = runner(["squeue", "-h", "-j", job, "-o", "%e|%l"], QUERY_TIMEOUT_S)
+    end, separator, limit = answer.output.partition("|")
+    if answer.exit_code != 0 or not separator:
         return None
     # Without a limit 22.05 tells NONE, or a moment in a year.
     if limit.strip().upper() in {"UNLIMITED", "INFINITE", "NOT_SET"}:
         return math.inf
-    return seconds(end)
+    return parse_utc_time(end)
 
 
-def deadline(job: str, run: Run = run, environ: Mapping[str, str] = os.environ) -> float | None:
+def find_deadline(
+    job: str, runner: CommandRunner = run_command, environ: Mapping[str, str] = os.environ
+) -> float | None:
     """When Slurm ends a job, in unix seconds; None where there is no limit, or nothing tells.
 
     SLURM_JOB_END_TIME, which later versions set, counts where ``squeue`` does not answer: a limit may be
     changed while the job runs.
     """
-    asked = end_time(job, run)
+    asked = query_end_time(job, runner)
     if asked is None and re.fullmatch(r"[0-9]{1,12}", environ.get("SLURM_JOB_END_TIME", "")):
         asked = float(environ["SLURM_JOB_END_TIME"])
     return asked if asked is not None and math.isfinite(asked) else None
 
 
-def seconds(text: str) -> float | None:
+def parse_utc_time(text: str) -> float | None:
     """Read a time in UTC, as Slurm writes it; None for NONE, Unknown, N/A."""
-    if not _TIME.fullmatch(text.strip()):
+    if not _TIME_PATTERN.fullmatch(text.strip()):
         return None
     try:
         return float(calendar.timegm(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S")))
@@ -234,63 +236,65 @@ def seconds(text: str) -> float | None:
 # ---- why -----------------------------------------------------------------------------------------------
 
 
-def word(job: str, run: Run = run, *, sleep: Callable[[float], None] = time.sleep) -> Word:
+def query_termination_reason(
+    job: str, runner: CommandRunner = run_command, *, sleep: Callable[[float], None] = time.sleep
+) -> TerminationReason:
     """Ask why the processes of a job have got SIGTERM.
 
     A job that is preempted with a grace still runs, and has a PreemptTime; one that is preempted without ends
     in the second of its PreemptTime. One that is cancelled or requeued is completing, also within such a
     grace, and its end is another. At its time limit that is the Reason.
     """
-    for attempt in range(ASK_TRIES):
-        answer = run(_show(job), ASK_S)
-        if answer.code == 0 or _REFUSED.search(answer.text):
+    for attempt in range(MAX_QUERY_ATTEMPTS):
+        answer = runner(_show_job_argv(job), QUERY_TIMEOUT_S)
+        if answer.exit_code == 0 or _REFUSED_PATTERN.search(answer.output):
             break
-        if attempt < ASK_TRIES - 1:
-            sleep(RETRY_S)
-    return _read(answer)
+        if attempt < MAX_QUERY_ATTEMPTS - 1:
+            sleep(RETRY_DELAY_S)
+    return _parse_termination_reason(answer)
 
 
-def _show(job: str) -> list[str]:
+def _show_job_argv(job: str) -> list[str]:
     return ["scontrol", "show", "job", job, "-o"]
 
 
-def _read(answer: Answer) -> Word:
-    if answer.code != 0:
-        return Word.NONE
-    found = dict(re.findall(r"(?:^|\s)(JobState|Reason|PreemptTime|EndTime)=(\S+)", answer.text))
-    state, preempted = found.get("JobState", ""), seconds(found.get("PreemptTime", ""))
+def _parse_termination_reason(result: CommandResult) -> TerminationReason:
+    if result.exit_code != 0:
+        return TerminationReason.UNKNOWN
+    found = dict(re.findall(r"(?:^|\s)(JobState|Reason|PreemptTime|EndTime)=(\S+)", result.output))
+    state, preempted = found.get("JobState", ""), parse_utc_time(found.get("PreemptTime", ""))
     if state in {"RUNNING", "SUSPENDED"}:
-        return Word.RUNNING if preempted is None else Word.PREEMPTED
+        return TerminationReason.RUNNING if preempted is None else TerminationReason.PREEMPTED
     if found.get("Reason") == "TimeLimit" or state == "TIMEOUT":
-        return Word.TIME_LIMIT
-    if preempted is not None and seconds(found.get("EndTime", "")) == preempted:
-        return Word.PREEMPTED
-    return Word.ENDING if state else Word.NONE
+        return TerminationReason.TIME_LIMIT
+    if preempted is not None and parse_utc_time(found.get("EndTime", "")) == preempted:
+        return TerminationReason.PREEMPTED
+    return TerminationReason.JOB_ENDING if state else TerminationReason.UNKNOWN
 
 
 # ---- the requeue ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Requeued:
+class RequeueResult:
     """What became of a request: ``done`` or not, and what Slurm said last.
 
     ``ending``: it was not made, since the job is being cancelled, or requeued by somebody else.
     """
 
-    done: bool
-    text: str
-    tries: int
-    ending: bool = False
+    succeeded: bool
+    message: str
+    attempts: int
+    job_is_ending: bool = False
 
 
-def requeue(
+def request_requeue(
     job: str,
-    run: Run = run,
+    runner: CommandRunner = run_command,
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Requeued:
+) -> RequeueResult:
     """Ask for the requeue of a job, for `REQUEST_S` at most while the controller is away.
 
     Right before each try Slurm's word is heard: to ask for the requeue of a job that is being cancelled
@@ -303,20 +307,20 @@ def requeue(
         sleep: waits for so many.
 
     """
-    until, tries = clock() + REQUEST_S, 0
+    until, tries = clock() + REQUEUE_TIMEOUT_S, 0
     while True:
         tries += 1
-        answer = run(_show(job), min(ASK_S, max(1.0, until - clock())))
-        heard = _read(answer)
-        if heard is Word.ENDING:
-            return Requeued(False, TOLD_TO_END, tries, ending=True)
-        if heard is not Word.NONE:
-            answer = run(["scontrol", "requeue", job], min(2 * ASK_S, max(1.0, until - clock())))
-        elif answer.code == 0:
-            answer = Answer(None, "scontrol show job says nothing of its state")
-        text = answer.text.splitlines()[0][:200] if answer.text else ""
-        if answer.code == 0 or _REQUEUED.search(text):
-            return Requeued(True, text, tries)
-        if _REFUSED.search(text) or clock() + RETRY_S >= until:
-            return Requeued(False, text or f"exit code {answer.code}", tries)
-        sleep(RETRY_S)
+        answer = runner(_show_job_argv(job), min(QUERY_TIMEOUT_S, max(1.0, until - clock())))
+        heard = _parse_termination_reason(answer)
+        if heard is TerminationReason.JOB_ENDING:
+            return RequeueResult(False, SCHEDULER_ENDS_JOB, tries, job_is_ending=True)
+        if heard is not TerminationReason.UNKNOWN:
+            answer = runner(["scontrol", "requeue", job], min(2 * QUERY_TIMEOUT_S, max(1.0, until - clock())))
+        elif answer.exit_code == 0:
+            answer = CommandResult(None, "scontrol show job says nothing of its state")
+        text = answer.output.splitlines()[0][:200] if answer.output else ""
+        if answer.exit_code == 0 or _REQUEUED_PATTERN.search(text):
+            return RequeueResult(True, text, tries)
+        if _REFUSED_PATTERN.search(text) or clock() + RETRY_DELAY_S >= until:
+            return RequeueResult(False, text or f"exit code {answer.exit_code}", tries)
+        sleep(RETRY_DELAY_S)

@@ -25,43 +25,43 @@ from typing import Any
 import psutil
 
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
-from elastic_resume.checkpoint.reader import name_of
-from elastic_resume.checkpoint.writer import Put, Shelf, Terms
+from elastic_resume.checkpoint.reader import checkpoint_name
+from elastic_resume.checkpoint.writer import CheckpointWriter, CommitResult, RetentionPolicy
 from elastic_resume.errors import CorruptError, MachineError
 from elastic_resume.snapshot import slots
-from elastic_resume.snapshot.slot_pool import Rack
-from elastic_resume.snapshot.slots import SlotState, order_of
+from elastic_resume.snapshot.slot_pool import SlotPool
+from elastic_resume.snapshot.slots import SlotState, decode_snapshot_id
 
-LOOK_S = 0.003  # while other local ranks still copy their shares of what is to be committed
-PATIENCE_S = 30.0  # after which it is given up: they are gone, or blocked
+POLL_S = 0.003  # while other local ranks still copy their shares of what is to be committed
+COPY_TIMEOUT_S = 30.0  # after which it is given up: they are gone, or blocked
 FIRST_RETRY_S = 5.0
-LAST_RETRY_S = 60.0
-SAY_AGAIN_S = 60.0
+MAX_RETRY_S = 60.0
+LOG_REPEAT_S = 60.0
 NICENESS = 5
 
 
 @dataclass
-class _Wish:
+class _CommitRequest:
     """Somebody waits until a snapshot not older than ``mark`` (0: whatever is newest) is on disk."""
 
-    mark: int
-    until: float
+    snapshot_id: int
+    deadline: float
     path: Path | None = None
     error: str = ""
-    done: threading.Event = field(default_factory=threading.Event)
+    finished: threading.Event = field(default_factory=threading.Event)
 
 
-class Keeper:
+class CheckpointCommitter:
     """The keeper of one node, from `start` to `close`."""
 
     def __init__(
         self,
         node_dir: Path,
         run_id: str,
-        rack: Rack,
+        slot_pool: SlotPool,
         *,
-        say: Callable[[str], None],
-        tell: Callable[..., Any],
+        log: Callable[[str], None],
+        emit: Callable[..., Any],
         disk: Disk = DISK,
     ) -> None:
         """Keep for the node of that directory.
@@ -75,23 +75,25 @@ class Keeper:
             disk: what writes.
 
         """
-        self.rack = rack
+        self.slot_pool = slot_pool
         # Has a snapshot (its mark) compared with other nodes' in the world of that generation.
-        self.compare: Callable[[int, int], object] = lambda *_: None
-        self._shelf = Shelf(node_dir, run_id, tell, disk)
+        self.request_comparison: Callable[[int, int], object] = lambda *_: None
+        self._writer = CheckpointWriter(node_dir, run_id, emit, disk)
         self._node_dir = node_dir
-        self._say = say
-        self._tell = tell
-        self._saved: dict[int, Path] = {}  # the newest commit, by its mark
-        self._wishes: list[_Wish] = []
-        self._awaited: tuple[int, float] | None = None  # a mark that is not whole yet, and until when
-        self._problem = ""
-        self._to_prune = False
-        self._said_at = self._retry_at = 0.0
+        self._log = log
+        self._emit = emit
+        self._last_commit: dict[int, Path] = {}  # the newest commit, by its mark
+        self._requests: list[_CommitRequest] = []
+        self._incomplete_request: tuple[int, float] | None = (
+            None  # a mark that is not whole yet, and until when
+        )
+        self._last_error = ""
+        self._needs_prune = False
+        self._logged_at = self._retry_at = 0.0
         self._retry_s = FIRST_RETRY_S
         self._closing = False
-        self._news = threading.Condition()
-        self._thread = threading.Thread(target=self._live, name="elastic-resume-keeper", daemon=True)
+        self._wakeup = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="elastic-resume-committer", daemon=True)
 
     def start(self) -> None:
         """Begin to commit.
@@ -99,29 +101,29 @@ class Keeper:
         The next workers will want slots of the size that the newest copy has: a third of the time in which
         they read it from a cold disk would go into taking that memory.
         """
-        file_bytes, manifest_bytes = self._shelf.newest_bytes()
+        file_bytes, manifest_bytes = self._writer.newest_size()
         # The manifest is longer than either part of a slot's metadata.
-        expected = slots.room_for(file_bytes, manifest_bytes, manifest_bytes) if file_bytes else 0
+        expected = slots.required_slot_bytes(file_bytes, manifest_bytes, manifest_bytes) if file_bytes else 0
         if expected:
-            self.rack.expect(expected, tell=False)
+            self.slot_pool.reserve_in_background(expected, log=False)
         self._thread.start()
 
     @property
-    def problem(self) -> str:
+    def last_error(self) -> str:
         """Why the last commit failed; empty while all is well."""
-        return self._problem
+        return self._last_error
 
-    def enter(self, terms: Terms) -> None:
+    def start_generation(self, retention: RetentionPolicy) -> None:
         """Workers have resumed, on these terms."""
-        self._shelf.enter(terms)
+        self._writer.start_generation(retention)
 
-    def wanted(self, mark: int) -> None:
+    def request_commit(self, snapshot_id: int) -> None:
         """A worker wants that snapshot on disk; it may not be whole yet."""
-        with self._news:
-            self._awaited = (mark, _now() + PATIENCE_S)
-            self._news.notify()
+        with self._wakeup:
+            self._incomplete_request = (snapshot_id, _now() + COPY_TIMEOUT_S)
+            self._wakeup.notify()
 
-    def commit(self, mark: int = 0, timeout_s: float | None = None) -> Path | None:
+    def commit(self, snapshot_id: int = 0, timeout_s: float | None = None) -> Path | None:
         """Wait until a snapshot not older than ``mark`` (0: the newest there is) is on disk; give its path.
 
         None where there is none, or it does not come within ``timeout_s``.
@@ -130,21 +132,21 @@ class Keeper:
             MachineError: the disk refuses.
 
         """
-        wish = _Wish(mark, _now() + PATIENCE_S)
-        with self._news:
+        wish = _CommitRequest(snapshot_id, _now() + COPY_TIMEOUT_S)
+        with self._wakeup:
             if self._closing:
                 return None
-            self._wishes.append(wish)
-            self._news.notify()
+            self._requests.append(wish)
+            self._wakeup.notify()
         limit = None if timeout_s is None else _now() + timeout_s
         while self._thread.is_alive() and (limit is None or _now() < limit):
-            if wish.done.wait(1.0 if limit is None else max(0.0, min(1.0, limit - _now()))):
+            if wish.finished.wait(1.0 if limit is None else max(0.0, min(1.0, limit - _now()))):
                 break
         if wish.error:
             raise MachineError(wish.error)
         return wish.path
 
-    def distrust(self, generation: int, step: int) -> None:
+    def distrust_after(self, generation: int, step: int) -> None:
         """Let no copy of that generation count that is of a later step, in memory or on disk.
 
         Workers that live may go on making some: `between` takes those away.
@@ -154,183 +156,190 @@ class Keeper:
 
         """
         try:
-            self._shelf.distrust(generation, step)  # first: see `between`
+            self._writer.distrust_after(generation, step)  # first: see `between`
         finally:
-            self.rack.distrust(generation, step)
-            self._saved = {}  # the newest may have been one of those
+            self.slot_pool.distrust_after(generation, step)
+            self._last_commit = {}  # the newest may have been one of those
 
-    def between(self) -> None:
+    def commit_newest(self) -> None:
         """Workers are gone: have their newest snapshot committed that is not distrusted. Waits for nothing.
 
         One that becomes distrusted later than here is taken away by `distrust`, as there are no more to come.
         """
-        for generation, step in self._shelf.distrusted():
-            self.rack.distrust(generation, step)
-        with self._news:
-            self._wishes.append(_Wish(0, _now()))
-            self._news.notify()
+        for generation, step in self._writer.list_last_trusted():
+            self.slot_pool.distrust_after(generation, step)
+        with self._wakeup:
+            self._requests.append(_CommitRequest(0, _now()))
+            self._wakeup.notify()
 
     def close(self) -> None:
         """End the commit under way, and give all memory back."""
-        with self._news:
+        with self._wakeup:
             self._closing = True
-            self._news.notify()
+            self._wakeup.notify()
         if self._thread.is_alive():
             self._thread.join()
-        self.rack.close()
+        self.slot_pool.close()
 
     # ---- the thread ------------------------------------------------------------------------------------
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         lower_priority()
         while not self._closing:
-            with self._news:
-                if not self._closing and not self._is_due():
-                    self._news.wait(self._pause_s())
+            with self._wakeup:
+                if not self._closing and not self._has_work():
+                    self._wakeup.wait(self._wait_timeout_s())
             try:
-                self._say_again()
-                self._serve()
-                if self._to_prune:
-                    self._to_prune = False
-                    self._shelf.prune()
+                self._log_failure_again()
+                self._process_next()
+                if self._needs_prune:
+                    self._needs_prune = False
+                    self._writer.prune()
             except Exception as error:  # noqa: BLE001  a fault of ours must not end checkpoints in silence
-                self._stumble(error)
-        for wish in self._wishes:
-            wish.done.set()
+                self._fail_all_requests(error)
+        for wish in self._requests:
+            wish.finished.set()
 
-    def _stumble(self, error: Exception) -> None:
+    def _fail_all_requests(self, error: Exception) -> None:
         """Say what went wrong; let go of what it went wrong with."""
         with contextlib.suppress(Exception):
-            self._tell("keeper-failed", error=repr(error)[:1000])
-            self._say(f"checkpoints: a fault of elastic_resume itself: {error!r}. Training goes on.")
-        for wish in self._wishes:
+            self._emit("committer-failed", error=repr(error)[:1000])
+            self._log(f"checkpoints: a fault of elastic_resume itself: {error!r}. Training goes on.")
+        for wish in self._requests:
             wish.error = repr(error)
-            wish.done.set()
-        self._wishes = []
-        for state in self.rack.control.states():
-            self._settle(state)
+            wish.finished.set()
+        self._requests = []
+        for state in self.slot_pool.control_block.read_slots():
+            self._release_slot(state)
 
-    def _is_due(self) -> bool:
-        states = self.rack.control.states()
-        return bool(self._wishes) or slots.to_commit(states) is not None or 0 < self._retry_at <= _now()
+    def _has_work(self) -> bool:
+        states = self.slot_pool.control_block.read_slots()
+        return (
+            bool(self._requests) or slots.next_to_commit(states) is not None or 0 < self._retry_at <= _now()
+        )
 
-    def _pause_s(self) -> float | None:
-        if self._awaited is not None:
-            return LOOK_S
-        if not self._problem:
+    def _wait_timeout_s(self) -> float | None:
+        if self._incomplete_request is not None:
+            return POLL_S
+        if not self._last_error:
             return None
-        return max(0.01, min(self._retry_at - _now(), SAY_AGAIN_S)) if self._retry_at else SAY_AGAIN_S
+        return max(0.01, min(self._retry_at - _now(), LOG_REPEAT_S)) if self._retry_at else LOG_REPEAT_S
 
-    def _serve(self) -> None:
+    def _process_next(self) -> None:
         """Commit what somebody waits for, what is wanted, or what has failed before."""
-        states = self.rack.control.states()
-        newest = slots.newest(states)
-        wish = next((wish for wish in self._wishes if _can_be_granted(wish, newest)), None)
-        if self._awaited is not None and (
-            self._awaited[1] < _now() or any(s.whole and s.target >= self._awaited[0] for s in states)
+        states = self.slot_pool.control_block.read_slots()
+        newest = slots.newest_complete(states)
+        wish = next((wish for wish in self._requests if _is_ready(wish, newest)), None)
+        if self._incomplete_request is not None and (
+            self._incomplete_request[1] < _now()
+            or any(s.complete and s.target >= self._incomplete_request[0] for s in states)
         ):
-            self._awaited = None
+            self._incomplete_request = None
         if wish is not None:
-            self._grant(wish, newest)
-        elif (state := slots.to_commit(states)) is not None or 0 < self._retry_at <= _now():
+            self._complete_request(wish, newest)
+        elif (state := slots.next_to_commit(states)) is not None or 0 < self._retry_at <= _now():
             self._retry_at = 0.0  # a failure sets it anew
             with contextlib.suppress(MachineError):
                 self._commit(state or newest)
-        elif self._wishes:
-            time.sleep(LOOK_S)
+        elif self._requests:
+            time.sleep(POLL_S)
 
-    def _grant(self, wish: _Wish, state: SlotState | None) -> None:
+    def _complete_request(self, request: _CommitRequest, state: SlotState | None) -> None:
         try:
-            wish.path = self._commit(state)
+            request.path = self._commit(state)
         except MachineError as error:
-            wish.error = str(error)
-        self._wishes.remove(wish)
-        wish.done.set()
+            request.error = str(error)
+        self._requests.remove(request)
+        request.finished.set()
 
     def _commit(self, state: SlotState | None) -> Path | None:
         """Commit a slot, unless its snapshot is on disk; None where nothing counts there (any more)."""
-        if state is None or not state.whole:
+        if state is None or not state.complete:
             self._retry_at = 0.0
             return None
-        order = order_of(state.target)
-        if any(not path.is_dir() for path in self._saved.values()):
-            self._saved = {}  # a resume has set it aside, and has got the same step from elsewhere
-        if any(saved > state.target for saved in self._saved):
-            self._settle(state)  # of the two of an epoch's last step, say, which have one name on disk
-            return next(iter(self._saved.values()))
-        if state.target not in self._saved:
+        order = decode_snapshot_id(state.target)
+        if any(not path.is_dir() for path in self._last_commit.values()):
+            self._last_commit = {}  # a resume has set it aside, and has got the same step from elsewhere
+        if any(saved > state.target for saved in self._last_commit):
+            self._release_slot(state)  # of the two of an epoch's last step, say, which have one name on disk
+            return next(iter(self._last_commit.values()))
+        if state.target not in self._last_commit:
             try:
-                with self.rack.held(state) as slot:
+                with self.slot_pool.pin(state) as slot:
                     put = self._write(slot, state.target) if slot is not None else None
             except MachineError as error:
-                self._fail(order[1], error)
-                self._settle(state)
+                self._handle_failure(order[1], error)
+                self._release_slot(state)
                 raise
             except CorruptError as error:
-                self._tell("snapshot-ignored", generation=order[0], step=order[1], reason=str(error))
-                self._settle(state)
+                self._emit("snapshot-ignored", generation=order[0], step=order[1], reason=str(error))
+                self._release_slot(state)
                 return None
             if put is None:
-                if not self._shelf.believes(order):
-                    time.sleep(LOOK_S)  # what was sent in place of a distrusted one: `enter` comes at once
+                if not self._writer.is_trusted(order):
+                    time.sleep(POLL_S)  # what was sent in place of a distrusted one: `enter` comes at once
                 return None  # or written over meanwhile: there is a newer one
-            self._saved, self._to_prune = {state.target: put.path}, True
+            self._last_commit, self._needs_prune = {state.target: put.path}, True
             if put.seconds:
-                self.rack.control.note_commit(put.seconds, put.cpu_s)
-            self._well(order[1])
-        self._settle(state)
-        return self._saved.get(state.target)
+                self.slot_pool.control_block.record_commit_cost(put.seconds, put.cpu_s)
+            self._handle_success(order[1])
+        self._release_slot(state)
+        return self._last_commit.get(state.target)
 
-    def _settle(self, state: SlotState) -> None:
+    def _release_slot(self, state: SlotState) -> None:
         """Let the slot go: its snapshot is on disk, or given up."""
-        record = self.rack.control.record(state.index)
+        record = self.slot_pool.control_block.slot_record(state.index)
         if record.get("target") == state.target:
-            record.set("saved", state.target)
+            record.set("committed", state.target)
 
-    def _write(self, slot: slots.Slot, mark: int) -> Put | None:
+    def _write(self, slot: slots.Slot, snapshot_id: int) -> CommitResult | None:
         try:
             image = slot.image()
-            manifest = slots.manifest_of(*slot.notes(), len(image))
+            manifest = slots.build_manifest(*slot.read_metadata(), len(image))
         except ValueError as error:
             raise CorruptError(f"snapshot: {error}") from error
-        if slot.record.counts() != mark:
+        if slot.record.complete_snapshot_id() != snapshot_id:
             return None
-        if manifest.order != order_of(mark):
-            raise CorruptError(f"snapshot: its notes are of {manifest.order}, its mark of {order_of(mark)}")
-        if self._shelf.holds(manifest.order, manifest.position):  # that is where it came from
-            return Put(self._node_dir / name_of(*manifest.order), 0.0, 0.0)
-        return self._shelf.put(manifest, [image], still=lambda: slot.record.counts() == mark)
-
-    def _fail(self, step: int, error: MachineError) -> None:
-        if not self._problem:  # else it is said again in a minute
-            self._say(
-                f"step {step} was not saved: {error} Training goes on; older checkpoints are "
-                f"untouched. It is tried again every {LAST_RETRY_S:.0f} s at least."
+        if manifest.version != decode_snapshot_id(snapshot_id):
+            raise CorruptError(
+                f"snapshot: its notes are of {manifest.version}, its mark of {decode_snapshot_id(snapshot_id)}"
             )
-            self._said_at = _now()
-        self._problem = str(error)
+        if self._writer.has_trusted(manifest.version, manifest.position):  # that is where it came from
+            return CommitResult(self._node_dir / checkpoint_name(*manifest.version), 0.0, 0.0)
+        return self._writer.commit(
+            manifest, [image], is_current=lambda: slot.record.complete_snapshot_id() == snapshot_id
+        )
+
+    def _handle_failure(self, step: int, error: MachineError) -> None:
+        if not self._last_error:  # else it is said again in a minute
+            self._log(
+                f"step {step} was not saved: {error} Training goes on; older checkpoints are "
+                f"untouched. It is tried again every {MAX_RETRY_S:.0f} s at least."
+            )
+            self._logged_at = _now()
+        self._last_error = str(error)
         self._retry_at = _now() + self._retry_s
-        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
 
-    def _well(self, step: int) -> None:
-        if self._problem:
-            self._say(f"checkpoints are saved again, step {step} just now.")
-        self._problem, self._retry_at, self._retry_s = "", 0.0, FIRST_RETRY_S
+    def _handle_success(self, step: int) -> None:
+        if self._last_error:
+            self._log(f"checkpoints are saved again, step {step} just now.")
+        self._last_error, self._retry_at, self._retry_s = "", 0.0, FIRST_RETRY_S
 
-    def _say_again(self) -> None:
-        if self._problem and _now() - self._said_at >= SAY_AGAIN_S:
-            self._said_at = _now()
-            self._say(f"checkpoints are still not saved: {self._problem}")
+    def _log_failure_again(self) -> None:
+        if self._last_error and _now() - self._logged_at >= LOG_REPEAT_S:
+            self._logged_at = _now()
+            self._log(f"checkpoints are still not saved: {self._last_error}")
 
 
 def _now() -> float:
     return time.monotonic()
 
 
-def _can_be_granted(wish: _Wish, newest: SlotState | None) -> bool:
+def _is_ready(request: _CommitRequest, newest: SlotState | None) -> bool:
     """Whether what is wished for is there, or has been waited for in vain."""
-    there = newest is not None and newest.target >= wish.mark
-    return not wish.mark or there or _now() >= wish.until
+    there = newest is not None and newest.target >= request.snapshot_id
+    return not request.snapshot_id or there or _now() >= request.deadline
 
 
 def lower_priority() -> None:

@@ -11,8 +11,8 @@ import os
 import threading
 from typing import Any, Union
 
-MACHINE = os.uname().machine
-_KEEP_ORDER = {"x86_64", "i686", "i586", "i386"}
+ARCHITECTURE = os.uname().machine
+_STRONGLY_ORDERED = {"x86_64", "i686", "i586", "i386"}
 
 
 def barrier() -> None:
@@ -31,7 +31,7 @@ def barrier() -> None:
     lock.acquire()
 
 
-class Ordered:
+class BarrierWords:
     """Words with a barrier on either side of each access. 2 us each."""
 
     def __init__(self, words: ctypes.Array[ctypes.c_uint64]) -> None:
@@ -49,9 +49,9 @@ class Ordered:
         barrier()
 
 
-Words = Union["ctypes.Array[ctypes.c_uint64]", Ordered]
+SharedWords = Union["ctypes.Array[ctypes.c_uint64]", BarrierWords]
 
 
-def ordered(words: ctypes.Array[ctypes.c_uint64]) -> Words:
+def with_barriers(words: ctypes.Array[ctypes.c_uint64]) -> SharedWords:
     """Give ``words`` as they may be used on this machine."""
-    return words if MACHINE in _KEEP_ORDER else Ordered(words)
+    return words if ARCHITECTURE in _STRONGLY_ORDERED else BarrierWords(words)

@@ -26,28 +26,28 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_resume.checkpoint.atomic_io import machine
-from elastic_resume.errors import RecordError
+from elastic_resume.checkpoint.atomic_io import translate_os_errors
+from elastic_resume.errors import NodeFileError
 
 MAX_LOCAL_RANKS = 1024
 # A worker that says so on its line writes the stacks of its threads when it gets this signal. One that no
 # scheduler, launcher or library is known to use.
 STACKS_SIGNAL = signal.SIGRTMIN + 11
-_WORDS = 4  # generation, step, world size, busy
-_MORE_WORDS = 16  # of the second part: see `_MORE`
-_MORE = (
+_STEP_WORDS = 4  # generation, step, world size, busy
+_DETAIL_WORDS = 16  # of the second part: see `_MORE`
+_DETAIL_FIELDS = (
     "rank", "agent_pid", "round", "pid", "start_ticks", "first_step",
-    "beat_ns", "collectives", "busy_until_ns", "epoch_end", "stacks_fd", "bell_fd",
+    "last_progress_ns", "collectives", "busy_until_ns", "epoch_end_step", "stack_output_fd", "stack_request_fd",
 )  # fmt: skip
-_AT = {name: at for at, name in enumerate(_MORE)}
-_BEAT_NS, _COLLECTIVES = _AT["beat_ns"], _AT["collectives"]
-_MORE_START = MAX_LOCAL_RANKS * _WORDS
-_BYTES = MAX_LOCAL_RANKS * (_WORDS + _MORE_WORDS) * 8
+_FIELD_INDEX = {name: at for at, name in enumerate(_DETAIL_FIELDS)}
+_LAST_PROGRESS_NS, _COLLECTIVES = _FIELD_INDEX["last_progress_ns"], _FIELD_INDEX["collectives"]
+_DETAIL_START = MAX_LOCAL_RANKS * _STEP_WORDS
+_PAGE_BYTES = MAX_LOCAL_RANKS * (_STEP_WORDS + _DETAIL_WORDS) * 8
 _MAX_COUNT = 1 << 53
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerProcess:
     """Which process a line belongs to, and how to ask it.
 
     ``agent_pid`` and ``round`` say whose worker it is, 0 without an agent. ``start_ticks`` tells it from a
@@ -60,12 +60,12 @@ class Worker:
     round: int
     pid: int
     start_ticks: int
-    stacks_fd: int
-    bell_fd: int
+    stack_output_fd: int
+    stack_request_fd: int
 
 
 @dataclass(frozen=True)
-class Line:
+class ProgressRecord:
     """What the board says of one local rank.
 
     ``beat_ns`` is the time of the last step (or of the end of what kept it busy); 0 where there is nothing
@@ -79,15 +79,15 @@ class Line:
     step: int
     world_size: int
     busy: bool
-    worker: Worker
+    worker: WorkerProcess
     first_step: int
-    beat_ns: int
+    last_progress_ns: int
     collectives: int
     busy_until_ns: int
-    epoch_end: int
+    epoch_end_step: int
 
 
-class Board:
+class ProgressPage:
     """The page of one node, opened by any of its processes."""
 
     def __init__(self, path: Path) -> None:
@@ -98,67 +98,81 @@ class Board:
 
         """
         self._path = path
-        with machine("open", path):
+        with translate_os_errors("open", path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
             try:
-                os.ftruncate(descriptor, _BYTES)
-                if os.fstat(descriptor).st_blocks * 512 < _BYTES:
-                    os.posix_fallocate(descriptor, 0, _BYTES)
-                self._map = mmap.mmap(descriptor, _BYTES)
+                os.ftruncate(descriptor, _PAGE_BYTES)
+                if os.fstat(descriptor).st_blocks * 512 < _PAGE_BYTES:
+                    os.posix_fallocate(descriptor, 0, _PAGE_BYTES)
+                self._map = mmap.mmap(descriptor, _PAGE_BYTES)
             finally:
                 os.close(descriptor)
-        self._words = (ctypes.c_uint64 * (_BYTES // 8)).from_buffer(self._map)
+        self._words = (ctypes.c_uint64 * (_PAGE_BYTES // 8)).from_buffer(self._map)
 
-    def begin(
-        self, local_rank: int, *, generation: int, step: int, world_size: int, worker: Worker | None = None
+    def start_generation(
+        self,
+        local_rank: int,
+        *,
+        generation: int,
+        step: int,
+        world_size: int,
+        worker: WorkerProcess | None = None,
     ) -> None:
         """Record that ``local_rank`` starts ``generation`` at ``step``, in the process ``worker``."""
-        at = local_rank * _WORDS
-        more = _more(local_rank)
-        self._words[more + _AT["pid"]] = 0  # while it is half written it is nobody's line
-        self._words[more + _BEAT_NS] = 0
-        self._words[more + _AT["busy_until_ns"]] = 0
-        self._words[more + _AT["epoch_end"]] = 0
+        at = local_rank * _STEP_WORDS
+        more = _detail_start(local_rank)
+        self._words[more + _FIELD_INDEX["pid"]] = 0  # while it is half written it is nobody's line
+        self._words[more + _LAST_PROGRESS_NS] = 0
+        self._words[more + _FIELD_INDEX["busy_until_ns"]] = 0
+        self._words[more + _FIELD_INDEX["epoch_end_step"]] = 0
         self._words[more + _COLLECTIVES] = 0
-        self._words[more + _AT["first_step"]] = step
+        self._words[more + _FIELD_INDEX["first_step"]] = step
         self._words[at + 1] = 0
         self._words[at + 3] = 0
         self._words[at + 2] = world_size
         self._words[at] = generation
         self._words[at + 1] = step
         if worker is not None:
-            for name in ("rank", "agent_pid", "round", "start_ticks", "stacks_fd", "bell_fd", "pid"):
-                self._words[more + _AT[name]] = getattr(worker, name)
+            for name in (
+                "rank",
+                "agent_pid",
+                "round",
+                "start_ticks",
+                "stack_output_fd",
+                "stack_request_fd",
+                "pid",
+            ):
+                self._words[more + _FIELD_INDEX[name]] = getattr(worker, name)
 
     def finish_step(self, local_rank: int, step: int, collectives: int = 0) -> None:
         """Record that ``local_rank`` has just finished ``step``."""
-        words, more = self._words, _MORE_START + local_rank * _MORE_WORDS
-        words[local_rank * _WORDS + 1] = step
+        words, more = self._words, _DETAIL_START + local_rank * _DETAIL_WORDS
+        words[local_rank * _STEP_WORDS + 1] = step
         words[more + _COLLECTIVES] = collectives
-        words[more + _BEAT_NS] = time.monotonic_ns()
+        words[more + _LAST_PROGRESS_NS] = time.monotonic_ns()
 
     def end_epoch(self, local_rank: int, step: int) -> None:
         """Record that an epoch ended with ``step``."""
-        self._words[_more(local_rank) + _AT["epoch_end"]] = step
+        self._words[_detail_start(local_rank) + _FIELD_INDEX["epoch_end_step"]] = step
 
-    def rest(self, local_rank: int) -> None:
+    def set_idle(self, local_rank: int) -> None:
         """Record that no step is to be expected of ``local_rank``, until it finishes one."""
-        self._words[_more(local_rank) + _BEAT_NS] = 0
+        self._words[_detail_start(local_rank) + _LAST_PROGRESS_NS] = 0
 
     def set_busy(self, local_rank: int, busy: bool, limit_s: float = 0.0) -> None:
         """Record that ``local_rank`` does something long that is not a step, or has ended that.
 
         ``limit_s``: after so many seconds it counts as busy no more; 0: there is no limit.
         """
-        more = _more(local_rank)
+        more = _detail_start(local_rank)
         if busy:
             until = time.monotonic_ns() + int(limit_s * 1e9) if limit_s > 0 else 0
-            self._words[more + _AT["busy_until_ns"]] = until
-        elif self._words[more + _BEAT_NS]:
-            self._words[more + _BEAT_NS] = time.monotonic_ns()
-        self._words[local_rank * _WORDS + 3] = int(busy)
+            self._words[more + _FIELD_INDEX["busy_until_ns"]] = until
+        elif self._words[more + _LAST_PROGRESS_NS]:
+            self._words[more + _LAST_PROGRESS_NS] = time.monotonic_ns()
+        self._words[local_rank * _STEP_WORDS + 3] = int(busy)
 
-    def newest(self, known_generation: int) -> tuple[int, int, int]:
+    def newest_progress(self, known_generation: int) -> tuple[int, int, int]:
         """(generation, step, world size) of the local rank that came furthest; zeros when none did.
 
         Args:
@@ -170,11 +184,12 @@ class Board:
         """
         words = self._words
         found = [
-            (words[at], words[at + 1], words[at + 2]) for at in range(0, MAX_LOCAL_RANKS * _WORDS, _WORDS)
+            (words[at], words[at + 1], words[at + 2])
+            for at in range(0, MAX_LOCAL_RANKS * _STEP_WORDS, _STEP_WORDS)
         ]
         for rank, (generation, *counts) in enumerate(found):
             if generation > known_generation or max(counts) > _MAX_COUNT:
-                raise RecordError(
+                raise NodeFileError(
                     f"{self._path}: is damaged: local rank {rank} would be in generation {generation}, with "
                     f"{counts[0]} steps in a world of {counts[1]}; the node knows {known_generation} "
                     "generations. How many steps are lost is not known."
@@ -183,10 +198,10 @@ class Board:
 
     def clear(self) -> None:
         """Make the page one on which nobody has written. Only before the node's ranks `begin`."""
-        self._map[:] = bytes(_BYTES)
+        self._map[:] = bytes(_PAGE_BYTES)
 
 
-def read_lines(path: Path, local_ranks: int) -> list[Line]:
+def read_records(path: Path, local_ranks: int) -> list[ProgressRecord]:
     """Read the lines of the first ``local_ranks``; without those that no living process may have written.
 
     For a process that must not die of a page that somebody truncates. The kernel may copy byte by byte, so
@@ -196,28 +211,28 @@ def read_lines(path: Path, local_ranks: int) -> list[Line]:
     with contextlib.suppress(OSError):  # no worker has opened it, or the disk is gone: nobody to look at
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            first = os.pread(descriptor, count * _WORDS * 8, 0)
-            second = os.pread(descriptor, count * _MORE_WORDS * 8, _MORE_START * 8)
+            first = os.pread(descriptor, count * _STEP_WORDS * 8, 0)
+            second = os.pread(descriptor, count * _DETAIL_WORDS * 8, _DETAIL_START * 8)
         finally:
             os.close(descriptor)
-        if len(first) == count * _WORDS * 8 and len(second) == count * _MORE_WORDS * 8:
-            lines = (_line(rank, first, second) for rank in range(count))
+        if len(first) == count * _STEP_WORDS * 8 and len(second) == count * _DETAIL_WORDS * 8:
+            lines = (_parse_record(rank, first, second) for rank in range(count))
             return [line for line in lines if line is not None]
     return []
 
 
-def _more(local_rank: int) -> int:
-    return _MORE_START + local_rank * _MORE_WORDS
+def _detail_start(local_rank: int) -> int:
+    return _DETAIL_START + local_rank * _DETAIL_WORDS
 
 
-def _line(local_rank: int, first: bytes, second: bytes) -> Line | None:
-    generation, step, world_size, busy = struct.unpack_from("=4Q", first, local_rank * _WORDS * 8)
-    words = struct.unpack_from(f"={len(_MORE)}Q", second, local_rank * _MORE_WORDS * 8)
-    more = dict(zip(_MORE, words, strict=True))
+def _parse_record(local_rank: int, step_words: bytes, detail_words: bytes) -> ProgressRecord | None:
+    generation, step, world_size, busy = struct.unpack_from("=4Q", step_words, local_rank * _STEP_WORDS * 8)
+    words = struct.unpack_from(f"={len(_DETAIL_FIELDS)}Q", detail_words, local_rank * _DETAIL_WORDS * 8)
+    more = dict(zip(_DETAIL_FIELDS, words, strict=True))
     # A process number that is none, or a count beyond all bounds, is damage and nobody's line.
     if not 0 < more["pid"] < 1 << 22 or max(generation, step, world_size, more["rank"]) > _MAX_COUNT:
         return None
-    if max(more["stacks_fd"], more["bell_fd"]) >= 1 << 30:
+    if max(more["stack_output_fd"], more["stack_request_fd"]) >= 1 << 30:
         return None
-    worker = Worker(**{name: more.pop(name) for name in Worker.__dataclass_fields__})
-    return Line(local_rank, generation, step, world_size, bool(busy), worker, **more)
+    worker = WorkerProcess(**{name: more.pop(name) for name in WorkerProcess.__dataclass_fields__})
+    return ProgressRecord(local_rank, generation, step, world_size, bool(busy), worker, **more)

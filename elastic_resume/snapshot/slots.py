@@ -48,38 +48,47 @@ from elastic_resume.checkpoint.json_codec import TAG
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Position
 from elastic_resume.errors import CorruptError
 from elastic_resume.snapshot import memory_order
-from elastic_resume.snapshot.memory_order import Words
+from elastic_resume.snapshot.memory_order import SharedWords
 from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS
 
 MAX_SLOTS = 8  # three in use, and as many again while a larger layout takes their place
-ALIGNMENT = 4096
-SMALL_BYTES = 64 << 20  # a slot of that size is made, mapped and populated in some 50 ms: not worth a thread
-FAILED = 1  # a rank's mark where its copy failed; no snapshot has it
+PAGE_BYTES = 4096
+SMALL_SLOT_BYTES = (
+    64 << 20
+)  # a slot of that size is made, mapped and populated in some 50 ms: not worth a thread
+COPY_FAILED = 1  # a rank's mark where its copy failed; no snapshot has it
 _STEP_BITS = 40
 _MAX_GENERATION = 1 << 23
-_HEAD_WORDS = 16  # of the control block: see `_HEAD`
-_HEAD = ("decided", "next_step", "commits", "commit_us", "commit_cpu_us", "digest_cpu_us")
-_FIELDS = (
-    "serial", "capacity", "target", "parts", "image_bytes", "static_at", "static_bytes", "dynamic_at",
-    "dynamic_bytes", "layout", "arrived", "want", "held", "saved", "static_digest", "dynamic_digest", "read",
+_HEADER_WORDS = 16  # of the control block: see `_HEAD`
+_HEADER_FIELDS = (
+    "decided_id",
+    "next_snapshot_step",
+    "commits",
+    "commit_us",
+    "commit_cpu_us",
+    "digest_cpu_us",
+)
+_SLOT_FIELDS = (
+    "serial", "capacity", "target", "parts", "image_bytes", "static_offset", "static_bytes", "dynamic_offset",
+    "dynamic_bytes", "layout", "watermark", "commit_requested", "pinned", "committed", "static_digest", "dynamic_digest", "soft_pinned",
 )  # fmt: skip
-_AT = {name: at for at, name in enumerate(_FIELDS)}
-_MARKS = len(_FIELDS)  # of a record: behind its fields
-_RECORD_WORDS = _MARKS + MAX_LOCAL_RANKS
+_FIELD_INDEX = {name: at for at, name in enumerate(_SLOT_FIELDS)}
+_RANK_IDS_START = len(_SLOT_FIELDS)  # of a record: behind its fields
+_RECORD_WORDS = _RANK_IDS_START + MAX_LOCAL_RANKS
 # Local ranks say here that they are copying: a guard reads it at this place, so that it lets them finish.
-COPYING_AT = _HEAD_WORDS
-WAITING = 1 << 63  # beside what a local rank copies: it may never do so, nobody should wait for it
-_RECORDS_AT = COPYING_AT + MAX_LOCAL_RANKS
-CONTROL_BYTES = -(-(_RECORDS_AT + MAX_SLOTS * _RECORD_WORDS) * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h, which Python's mmap does not name
-_POPULATE_BYTES = 32 << 20
+COPYING_START = _HEADER_WORDS
+AWAITING_SLOT = 1 << 63  # beside what a local rank copies: it may never do so, nobody should wait for it
+_RECORDS_START = COPYING_START + MAX_LOCAL_RANKS
+CONTROL_BLOCK_BYTES = -(-(_RECORDS_START + MAX_SLOTS * _RECORD_WORDS) * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h, which Python's mmap does not name
+_POPULATE_CHUNK_BYTES = 32 << 20
 _MFD_NOEXEC_SEAL = 0x0008
-_SEAL_SHRINK_GROW = 0x0002 | 0x0004
+_F_SEAL_SHRINK_GROW = 0x0002 | 0x0004
 _F_ADD_SEALS = 1033
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def mark_of(generation: int, step: int, *, epoch_over: bool = False) -> int:
+def encode_snapshot_id(generation: int, step: int, *, epoch_ended: bool = False) -> int:
     """One word for a snapshot: greater is newer.
 
     ``epoch_over``: the second snapshot of a step that ended an epoch, when all else of the epoch is done.
@@ -90,12 +99,12 @@ def mark_of(generation: int, step: int, *, epoch_over: bool = False) -> int:
     """
     if not 0 < generation < _MAX_GENERATION or not 0 <= step < 1 << _STEP_BITS:
         raise ValueError(f"no mark for generation {generation}, step {step}")
-    return ((generation << _STEP_BITS | step) << 1) | int(epoch_over)
+    return ((generation << _STEP_BITS | step) << 1) | int(epoch_ended)
 
 
-def order_of(mark: int) -> tuple[int, int]:
+def decode_snapshot_id(snapshot_id: int) -> tuple[int, int]:
     """(generation, step) of a mark."""
-    return mark >> (_STEP_BITS + 1), (mark >> 1) & ((1 << _STEP_BITS) - 1)
+    return snapshot_id >> (_STEP_BITS + 1), (snapshot_id >> 1) & ((1 << _STEP_BITS) - 1)
 
 
 # ---- decisions -----------------------------------------------------------------------------------------
@@ -112,24 +121,24 @@ class SlotState:
     serial: int
     capacity: int
     target: int
-    whole: bool
-    want: int = 0
-    held: int = 0
-    saved: int = 0
-    read: int = 0
+    complete: bool
+    commit_requested: int = 0
+    pinned: int = 0
+    committed: int = 0
+    soft_pinned: int = 0
 
     @property
-    def wanted(self) -> bool:
+    def needs_commit(self) -> bool:
         """Whether it is to be committed, and is not yet."""
-        return self.whole and self.want == self.target and self.saved != self.target
+        return self.complete and self.commit_requested == self.target and self.committed != self.target
 
 
-def newest(states: Sequence[SlotState]) -> SlotState | None:
+def newest_complete(states: Sequence[SlotState]) -> SlotState | None:
     """The newest slot that counts."""
-    return max((state for state in states if state.whole), key=lambda state: state.target, default=None)
+    return max((state for state in states if state.complete), key=lambda state: state.target, default=None)
 
 
-def choose(states: Sequence[SlotState], *, only: bool = False) -> SlotState | None:
+def choose_overwritable(states: Sequence[SlotState], *, is_only_slot: bool = False) -> SlotState | None:
     """The slot that the lead may overwrite, of those that are large enough; None: none just now.
 
     Never the newest one that counts, except where it is the only slot and is on disk, or where there will be
@@ -137,72 +146,78 @@ def choose(states: Sequence[SlotState], *, only: bool = False) -> SlotState | No
     last, where there are three: else a commit, a comparison and the newest would cost the next step its copy.
     Of two, a step now and then may lack a copy, or nothing of a large state would ever be compared.
     """
-    last = newest(states)
+    last = newest_complete(states)
     gives_way = len(states) > 2
     free = [
         state
         for state in states
-        if not state.held
-        and not state.wanted
-        and (gives_way or not state.read)
-        and (state is not last or (len(states) == 1 and (only or state.saved == state.target)))
+        if not state.pinned
+        and not state.needs_commit
+        and (gives_way or not state.soft_pinned)
+        and (state is not last or (len(states) == 1 and (is_only_slot or state.committed == state.target)))
     ]
     # What counts for nothing goes first, then the oldest.
     return min(
-        free, key=lambda state: (state.read != 0, state.whole, state.target, state.index), default=None
+        free,
+        key=lambda state: (state.soft_pinned != 0, state.complete, state.target, state.index),
+        default=None,
     )
 
 
-def to_commit(states: Sequence[SlotState]) -> SlotState | None:
+def next_to_commit(states: Sequence[SlotState]) -> SlotState | None:
     """The slot that the keeper commits next: the newest that the lead wants committed."""
-    return newest([state for state in states if state.wanted])
+    return newest_complete([state for state in states if state.needs_commit])
 
 
 # ---- the words -----------------------------------------------------------------------------------------
 
 
-class Control:
+class ControlBlock:
     """The control block, mapped by one process."""
 
     def __init__(self, descriptor: int) -> None:
         """Map the block; ``descriptor`` stays the caller's."""
         self._is_closed = False
-        self._map = mmap.mmap(descriptor, CONTROL_BYTES)
-        words = (ctypes.c_uint64 * (CONTROL_BYTES // 8)).from_buffer(self._map)
-        self._words = memory_order.ordered(words)
+        self._map = mmap.mmap(descriptor, CONTROL_BLOCK_BYTES)
+        words = (ctypes.c_uint64 * (CONTROL_BLOCK_BYTES // 8)).from_buffer(self._map)
+        self._words = memory_order.with_barriers(words)
 
     @staticmethod
-    def make() -> int:
+    def create() -> int:
         """Make a block in which nothing is said; give its descriptor."""
-        return memory_file("elastic_resume-control", CONTROL_BYTES)
+        return create_memory_file("elastic_resume-control", CONTROL_BLOCK_BYTES)
 
     def get(self, name: str) -> int:
         """Read a word of its head: ``decided`` and ``next_step`` are the lead's, the others the keeper's."""
-        return int(self._words[_HEAD.index(name)])
+        return int(self._words[_HEADER_FIELDS.index(name)])
 
     def set(self, name: str, value: int) -> None:
         """Store one of those."""
-        self._words[_HEAD.index(name)] = value
+        self._words[_HEADER_FIELDS.index(name)] = value
 
-    def note_commit(self, seconds: float, cpu_s: float) -> None:
+    def record_commit_cost(self, seconds: float, cpu_s: float) -> None:
         """Tell what the last commit took, and of processors: by that the lead judges how often to save."""
         self.set("commit_us", int(seconds * 1e6))
         self.set("commit_cpu_us", int(cpu_s * 1e6))
         self.set("commits", self.get("commits") + 1)
 
-    def copying(self, local_rank: int, mark: int, *, waits: bool = False) -> None:
+    def set_copying(self, local_rank: int, snapshot_id: int, *, awaiting_slot: bool = False) -> None:
         """Say that ``local_rank`` copies its share of ``mark``; 0: no more. ``waits``: to hear where to."""
-        self._words[COPYING_AT + local_rank] = mark | WAITING if waits else mark
+        self._words[COPYING_START + local_rank] = (
+            snapshot_id | AWAITING_SLOT if awaiting_slot else snapshot_id
+        )
 
-    def is_behind(self, local_ranks: Iterable[int], mark: int) -> bool:
+    def is_copying_older(self, local_ranks: Iterable[int], snapshot_id: int) -> bool:
         """Whether one of those ranks still copies into an older snapshot than ``mark``."""
-        return any(0 < self._words[COPYING_AT + rank] & ~WAITING < mark for rank in local_ranks)
+        return any(
+            0 < self._words[COPYING_START + rank] & ~AWAITING_SLOT < snapshot_id for rank in local_ranks
+        )
 
-    def record(self, index: int) -> Record:
+    def slot_record(self, index: int) -> SlotRecord:
         """Give the words of the slot ``index``. Raises ValueError when the mapping has been given back."""
         if self._is_closed:
             raise ValueError("there are no slots any more")
-        return Record(self._words, index)
+        return SlotRecord(self._words, index)
 
     def close(self) -> None:
         """Give the mapping back. No word may be asked for any more."""
@@ -211,48 +226,48 @@ class Control:
         with contextlib.suppress(BufferError):  # a record of it is still held: it goes with that
             self._map.close()
 
-    def states(self) -> list[SlotState]:
+    def read_slots(self) -> list[SlotState]:
         """Read all slots that exist."""
-        records = (self.record(index) for index in range(MAX_SLOTS))
-        return [record.state() for record in records if record.get("capacity")]
+        records = (self.slot_record(index) for index in range(MAX_SLOTS))
+        return [record.read_state() for record in records if record.get("capacity")]
 
 
-class Record:
+class SlotRecord:
     """The words of one slot."""
 
     __slots__ = ("_at", "_words", "index")
 
-    def __init__(self, words: Words, index: int) -> None:
+    def __init__(self, words: SharedWords, index: int) -> None:
         self.index = index
         self._words = words
-        self._at = _RECORDS_AT + index * _RECORD_WORDS
+        self._at = _RECORDS_START + index * _RECORD_WORDS
 
     def get(self, name: str) -> int:
         """Read one of the fields."""
-        return int(self._words[self._at + _AT[name]])
+        return int(self._words[self._at + _FIELD_INDEX[name]])
 
     def set(self, name: str, value: int) -> None:
         """Store one of the fields. Each is one process's to write."""
-        self._words[self._at + _AT[name]] = value
+        self._words[self._at + _FIELD_INDEX[name]] = value
 
-    def mark(self, local_rank: int, mark: int) -> None:
+    def set_copied(self, local_rank: int, snapshot_id: int) -> None:
         """Say that ``local_rank`` has copied all that it has to of the snapshot ``mark``."""
-        self._words[self._at + _MARKS + local_rank] = mark
+        self._words[self._at + _RANK_IDS_START + local_rank] = snapshot_id
 
-    def counts(self) -> int:
+    def complete_snapshot_id(self) -> int:
         """The mark of the snapshot that lies here whole; 0 when none does."""
         target, parts = self.get("target"), self.get("parts")
         if not target or not 0 < parts <= MAX_LOCAL_RANKS:
             return 0
-        at = self._at + _MARKS
+        at = self._at + _RANK_IDS_START
         return target if all(word == target for word in self._words[at : at + parts]) else 0
 
-    def failed(self) -> bool:
+    def has_failed_copy(self) -> bool:
         """Whether a local rank could not copy its share."""
-        at = self._at + _MARKS
-        return FAILED in self._words[at : at + min(self.get("parts"), MAX_LOCAL_RANKS)]
+        at = self._at + _RANK_IDS_START
+        return COPY_FAILED in self._words[at : at + min(self.get("parts"), MAX_LOCAL_RANKS)]
 
-    def state(self) -> SlotState:
+    def read_state(self) -> SlotState:
         """Read what decisions are made of."""
         target = self.get("target")
         return SlotState(
@@ -260,26 +275,26 @@ class Record:
             self.get("serial"),
             self.get("capacity"),
             target,
-            whole=target != 0 and self.counts() == target,
-            want=self.get("want"),
-            held=self.get("held"),
-            saved=self.get("saved"),
-            read=self.get("read"),
+            complete=target != 0 and self.complete_snapshot_id() == target,
+            commit_requested=self.get("commit_requested"),
+            pinned=self.get("pinned"),
+            committed=self.get("committed"),
+            soft_pinned=self.get("soft_pinned"),
         )
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Make it a slot in which nothing lies. For the keeper, when nobody uses it."""
         self.set("target", 0)
-        for name in _FIELDS[3:]:
+        for name in _SLOT_FIELDS[3:]:
             self.set(name, 0)
         for rank in range(MAX_LOCAL_RANKS):
-            self.mark(rank, 0)
+            self.set_copied(rank, 0)
 
 
 class Slot:
     """A slot, mapped by one process."""
 
-    def __init__(self, descriptor: int, capacity: int, serial: int, record: Record) -> None:
+    def __init__(self, descriptor: int, capacity: int, serial: int, record: SlotRecord) -> None:
         """Map it; ``descriptor`` stays the caller's. The kernel grants no less than ``capacity`` bytes."""
         self.index = record.index
         self.serial = serial
@@ -289,35 +304,37 @@ class Slot:
         self.memory = memoryview(self._map)
 
     @property
-    def arrived(self) -> int:
+    def watermark(self) -> int:
         """Bytes of the image that are in place and verified, while a resume fills the slot."""
-        return self.record.get("arrived")
+        return self.record.get("watermark")
 
-    @arrived.setter
-    def arrived(self, count: int) -> None:
-        self.record.set("arrived", count)
+    @watermark.setter
+    def watermark(self, count: int) -> None:
+        self.record.set("watermark", count)
 
-    def describe(self, header: bytes, image_bytes: int, static: bytes, dynamic: bytes, layout: int) -> None:
+    def write_metadata(
+        self, header: bytes, image_bytes: int, static: bytes, dynamic: bytes, layout_id: int
+    ) -> None:
         """Write what belongs to the image. The lead calls it while the slot has no target.
 
         ``header`` and ``static`` are left alone where the same ``layout``, a number that stands for both,
         lies here already.
         """
-        record, at = self.record, aligned(image_bytes)
-        if record.get("layout") != layout:
+        record, at = self.record, round_up_to_page(image_bytes)
+        if record.get("layout") != layout_id:
             record.set("layout", 0)
             self.memory[: len(header)] = header
             self.memory[at : at + len(static)] = static
             record.set("image_bytes", image_bytes)
-            record.set("static_at", at)
+            record.set("static_offset", at)
             record.set("static_bytes", len(static))
             record.set("static_digest", self._static_digest(static))
-            record.set("layout", layout)
-        at = aligned(at + record.get("static_bytes"))
+            record.set("layout", layout_id)
+        at = round_up_to_page(at + record.get("static_bytes"))
         if at + len(dynamic) > self.capacity:
             raise ValueError(f"a slot of {self.capacity} bytes has no room for {len(dynamic)} at {at}")
         self.memory[at : at + len(dynamic)] = dynamic
-        record.set("dynamic_at", at)
+        record.set("dynamic_offset", at)
         record.set("dynamic_bytes", len(dynamic))
         record.set("dynamic_digest", xxhash.xxh3_64_intdigest(dynamic))
 
@@ -328,17 +345,17 @@ class Slot:
             ValueError: they speak of more than there is.
 
         """
-        return self._part(0, self.record.get("image_bytes"))
+        return self._view(0, self.record.get("image_bytes"))
 
-    def notes(self) -> tuple[bytes, bytes]:
+    def read_metadata(self) -> tuple[bytes, bytes]:
         """Static and dynamic JSON; ValueError as in `image`, and where they or the header are damaged.
 
         The image has no digest before it is sent or committed. What says how to read it has one: all ranks
         take it from the source, and would blame their own copies for what is wrong with it.
         """
         get = self.record.get
-        static = bytes(self._part(get("static_at"), get("static_bytes")))
-        dynamic = bytes(self._part(get("dynamic_at"), get("dynamic_bytes")))
+        static = bytes(self._view(get("static_offset"), get("static_bytes")))
+        dynamic = bytes(self._view(get("dynamic_offset"), get("dynamic_bytes")))
         found = (self._static_digest(static), xxhash.xxh3_64_intdigest(dynamic))
         if found != (get("static_digest"), get("dynamic_digest")):
             raise ValueError("its header or notes are not what was written")
@@ -350,9 +367,9 @@ class Slot:
         A first store into a page costs thirty times one into a mapped page.
         """
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        for at in range(0, self.capacity, _POPULATE_BYTES):
-            size = min(_POPULATE_BYTES, self.capacity - at)
-            if _libc.madvise(ctypes.c_void_p(base + at), ctypes.c_size_t(size), _POPULATE_WRITE) != 0:
+        for at in range(0, self.capacity, _POPULATE_CHUNK_BYTES):
+            size = min(_POPULATE_CHUNK_BYTES, self.capacity - at)
+            if _libc.madvise(ctypes.c_void_p(base + at), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
                 return  # Linux before 5.14: the first copy does it
 
     def _static_digest(self, static: bytes) -> int:
@@ -360,23 +377,27 @@ class Slot:
         size = min(8 + int.from_bytes(self.memory[:8], "little"), self.capacity)
         return xxhash.xxh3_64_intdigest(xxhash.xxh3_64_digest(self.memory[:size]) + static)
 
-    def _part(self, start: int, size: int) -> memoryview:
+    def _view(self, start: int, size: int) -> memoryview:
         if not 0 <= start <= start + size <= self.capacity:
             raise ValueError(f"bytes {start} to {start + size} of a slot of {self.capacity}")
         return self.memory[start : start + size]
 
 
-def aligned(count: int) -> int:
+def round_up_to_page(count: int) -> int:
     """``count`` rounded up to whole pages."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
+    return -(-count // PAGE_BYTES) * PAGE_BYTES
 
 
-def room_for(image_bytes: int, static_bytes: int, dynamic_bytes: int) -> int:
+def required_slot_bytes(image_bytes: int, static_bytes: int, dynamic_bytes: int) -> int:
     """Bytes that a slot for such snapshots should have: what is dynamic may grow."""
-    return aligned(image_bytes) + aligned(static_bytes) + aligned(2 * dynamic_bytes + (64 << 10))
+    return (
+        round_up_to_page(image_bytes)
+        + round_up_to_page(static_bytes)
+        + round_up_to_page(2 * dynamic_bytes + (64 << 10))
+    )
 
 
-def memory_file(name: str, size: int) -> int:
+def create_memory_file(name: str, size: int) -> int:
     """Make an anonymous file of ``size`` bytes, all of them taken now; give its descriptor.
 
     Taken now, because a store into a page that cannot be had is a SIGBUS; sealed, because one behind the
@@ -393,26 +414,26 @@ def memory_file(name: str, size: int) -> int:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        for at in range(0, size, _POPULATE_BYTES):
-            os.posix_fallocate(descriptor, at, min(_POPULATE_BYTES, size - at))
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEAL_SHRINK_GROW)
+        for at in range(0, size, _POPULATE_CHUNK_BYTES):
+            os.posix_fallocate(descriptor, at, min(_POPULATE_CHUNK_BYTES, size - at))
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_GROW)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-_DEPTH = 3  # an object, its param_groups, one group: below that nothing static lies beside what moves
+_MERGE_DEPTH = 3  # an object, its param_groups, one group: below that nothing static lies beside what moves
 
 
-def merge(static: Mapping[str, Any], dynamic: Mapping[str, Any]) -> dict[str, Any]:
+def merge_state(static: Mapping[str, Any], dynamic: Mapping[str, Any]) -> dict[str, Any]:
     """Put the typed JSON of a state together; what both hold is the dynamic one's.
 
     Where both hold a plain object (an optimizer: its state, and its groups) they are merged, in the order of
     the static one. So are lists of one length: of a param group the parameters' numbers are static, the
     learning rate is not. Parts of both are shared with the result, and neither is changed.
     """
-    return _merge_objects(static, dynamic, _DEPTH)
+    return _merge_objects(static, dynamic, _MERGE_DEPTH)
 
 
 def _merge_objects(static: Mapping[str, Any], dynamic: Mapping[str, Any], depth: int) -> dict[str, Any]:
@@ -428,12 +449,12 @@ def _merge(static: Any, dynamic: Any, depth: int) -> Any:
     return dynamic
 
 
-def to_bytes(part: Mapping[str, Any]) -> bytes:
+def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
     """Give one of the two as it lies in the slot."""
-    return json.dumps(part, separators=(",", ":"), allow_nan=False).encode()
+    return json.dumps(metadata, separators=(",", ":"), allow_nan=False).encode()
 
 
-def moving(
+def dynamic_metadata(
     generation: int, position: Position, written_at: float, state: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Give the dynamic part."""
@@ -441,7 +462,7 @@ def moving(
     return {"generation": generation, "position": where, "written_at": written_at, "state": state}
 
 
-def manifest_of(static: bytes, dynamic: bytes, image_bytes: int) -> Manifest:
+def build_manifest(static: bytes, dynamic: bytes, image_bytes: int) -> Manifest:
     """Give the manifest of a snapshot; its blocks have no digests yet.
 
     Raises:
@@ -452,7 +473,7 @@ def manifest_of(static: bytes, dynamic: bytes, image_bytes: int) -> Manifest:
         raise CorruptError(f"snapshot: {len(static) + len(dynamic)} bytes of notes.")
     try:
         fixed, moving = json.loads(static), json.loads(dynamic)
-        state = merge(fixed.pop("state"), moving.pop("state"))
+        state = merge_state(fixed.pop("state"), moving.pop("state"))
         position = Position(**moving.pop("position"))
         follows = tuple(fixed.pop("follows_rank0"))
         return Manifest(

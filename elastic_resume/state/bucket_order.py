@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 # With static_graph DDP looks at one backward pass, notes the order in a second, and has its buckets then.
-_SETTLED = 2
+_STEPS_UNTIL_FINAL = 2
 
 
 class BucketOrder:
@@ -33,21 +33,23 @@ class BucketOrder:
         """Know no order yet."""
         self.revision = 0  # grows when state_dict() comes to give something else
         self._orders: dict[str, list[str]] = {}
-        self._single: set[str] = set()  # names of models of whose gradients each became ready once
-        self._steps = 0  # that the job has taken: those that count, at most _SETTLED
-        self._recording: dict[str, list[str]] = {}
+        self._single_pass_models: set[str] = (
+            set()
+        )  # names of models of whose gradients each became ready once
+        self._step_count = 0  # that the job has taken: those that count, at most _SETTLED
+        self._recorded_names: dict[str, list[str]] = {}
         self._hooks: list[RemovableHandle] = []
 
     def state_dict(self) -> dict[str, Any]:
         """Give the known orders: tracked name -> parameter names; and which are of one backward pass."""
         orders = {name: list(order) for name, order in self._orders.items()}
-        return {"orders": orders, "single": sorted(self._single), "steps": self._steps}
+        return {"orders": orders, "single": sorted(self._single_pass_models), "steps": self._step_count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` gave."""
         self._orders = {name: list(order) for name, order in state["orders"].items()}
-        self._single = set(state.get("single", ()))
-        self._steps = state.get("steps", _SETTLED)
+        self._single_pass_models = set(state.get("single", ()))
+        self._step_count = state.get("steps", _STEPS_UNTIL_FINAL)
         self.revision += 1
 
     def prepare(self, name: str, model: nn.Module, ddp: DistributedDataParallel) -> None:
@@ -61,34 +63,34 @@ class BucketOrder:
             return  # its buckets are never rebuilt
         if order is None:
             self._record(name, parameters)
-        elif self._is_playable(name, parameters, ddp):
-            passes = self._steps if ddp.static_graph else 1
-            _play([parameters[key] for key in order], _sparse(model), ddp, passes)
+        elif self._can_replay(name, parameters, ddp):
+            passes = self._step_count if ddp.static_graph else 1
+            _replay_order([parameters[key] for key in order], _find_sparse_ids(model), ddp, passes)
 
     def end_step(self) -> None:
         """After the first optimizer step the order is known."""
-        if self._steps < _SETTLED:
-            self._steps += 1
+        if self._step_count < _STEPS_UNTIL_FINAL:
+            self._step_count += 1
             self.revision += 1
         if not self._hooks:
             return
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for name, seen in self._recording.items():
+        for name, seen in self._recorded_names.items():
             self._orders[name] = list(dict.fromkeys(seen))
             if len(seen) == len(self._orders[name]):
-                self._single.add(name)
-        self._recording.clear()
+                self._single_pass_models.add(name)
+        self._recorded_names.clear()
         self.revision += 1
 
     def _record(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        seen = self._recording.setdefault(name, [])
+        seen = self._recorded_names.setdefault(name, [])
         for key, parameter in parameters.items():
             hook = parameter.register_post_accumulate_grad_hook(lambda _, key=key: seen.append(key))
             self._hooks.append(hook)
 
-    def _is_playable(
+    def _can_replay(
         self, name: str, parameters: Mapping[str, nn.Parameter], ddp: DistributedDataParallel
     ) -> bool:
         """Whether a pass of zeros goes unnoticed, and tells DDP what a real one would.
@@ -98,7 +100,7 @@ class BucketOrder:
         """
         order = self._orders[name]
         if ddp.static_graph:
-            fits = name in self._single and parameters.keys() >= set(order) != set()
+            fits = name in self._single_pass_models and parameters.keys() >= set(order) != set()
         else:
             fits = parameters.keys() == set(order)
         in_backward = any(hasattr(p, "_in_backward_optimizers") for p in parameters.values())
@@ -106,19 +108,19 @@ class BucketOrder:
         return fits and alone and not in_backward
 
 
-class _Zeros(nn.Module):
+class _ZeroGradientModel(nn.Module):
     """Stands for the model: a zero to which each parameter adds a zero gradient, the first one first."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], sparse: set[int]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], sparse_ids: set[int]) -> None:
         super().__init__()
-        self._given = tuple(parameters)  # in a tuple they are not this module's
-        self._sparse = sparse
+        self._ordered_parameters = tuple(parameters)  # in a tuple they are not this module's
+        self._sparse_ids = sparse_ids
 
-    def forward(self, _nothing: None) -> Tensor:
+    def forward(self, _unused: None) -> Tensor:
         """Autograd runs what was recorded last first: built from the last parameter to the first."""
-        total = torch.zeros((), device=self._given[0].device)
-        for parameter in reversed(self._given):
-            if id(parameter) in self._sparse:
+        total = torch.zeros((), device=self._ordered_parameters[0].device)
+        for parameter in reversed(self._ordered_parameters):
+            if id(parameter) in self._sparse_ids:
                 first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
                 part = nn.functional.embedding(first, parameter, sparse=True)
             else:
@@ -127,21 +129,21 @@ class _Zeros(nn.Module):
         return total
 
 
-def _sparse(model: nn.Module) -> set[int]:
+def _find_sparse_ids(model: nn.Module) -> set[int]:
     """Find the parameters whose gradients are sparse, by DDP's own rule."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {id(part.weight) for part in model.modules() if isinstance(part, kinds) and part.sparse}
 
 
-def _play(
-    parameters: Sequence[nn.Parameter], sparse: set[int], ddp: DistributedDataParallel, passes: int
+def _replay_order(
+    parameters: Sequence[nn.Parameter], sparse_ids: set[int], ddp: DistributedDataParallel, passes: int
 ) -> None:
     """Let the gradients of ``parameters`` become ready in this order, all of them zero."""
     gradients = [parameter.grad for parameter in parameters]
     model, broadcast = ddp.module, ddp.broadcast_buffers
-    ddp.module, ddp.broadcast_buffers = _Zeros(parameters, sparse), False
+    ddp.module, ddp.broadcast_buffers = _ZeroGradientModel(parameters, sparse_ids), False
     try:
-        with _without_hooks(parameters), torch.enable_grad():
+        with _suspend_hooks(parameters), torch.enable_grad():
             for _ in range(passes):
                 ddp.forward(None).backward()  # on a GPU it wants something that it can move there
     finally:
@@ -151,7 +153,7 @@ def _play(
 
 
 @contextlib.contextmanager
-def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def _suspend_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Keep the script's hooks on parameters from running: one may step the optimizer in it.
 
     torch runs what is in these dicts at that moment.

@@ -22,34 +22,42 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from elastic_resume.checkpoint import reader
-from elastic_resume.checkpoint.atomic_io import DISK, Disk, machine, temporary_name
+from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, translate_os_errors
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest
-from elastic_resume.checkpoint.reader import located
+from elastic_resume.checkpoint.reader import translate_read_errors
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.state.load import INTERNAL, Opened, leaves, state_of
-from elastic_resume.state.tensor_buffer import Image
+from elastic_resume.state.load import INTERNAL_PREFIX, OpenCheckpoint, decode_state, iter_leaves
+from elastic_resume.state.tensor_buffer import TensorBuffer
 
-PREFIXES = {"plain": "", "dp": "module.", "ddp": "module."}
+NAME_PREFIXES = {"plain": "", "dp": "module.", "ddp": "module."}
 _DCP_METADATA = ".metadata"
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
-_LOADABLE = {bool, int, float, str, bytes, complex, set}  # what torch's safe reader takes, beside containers
-_PAIRS = {"complex64": "C64", "complex128": "C128"}  # stored as pairs of reals
+_SAFE_TYPES = {
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    complex,
+    set,
+}  # what torch's safe reader takes, beside containers
+_COMPLEX_DTYPES = {"complex64": "C64", "complex128": "C128"}  # stored as pairs of reals
 
-Write = Callable[[bytes | memoryview], None]
+WriteBytes = Callable[[bytes | memoryview], None]
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """What was written: how many tensors, bytes of the file, and what could not come along."""
 
-    tensors: int
-    bytes: int
-    left_out: tuple[str, ...]
+    tensor_count: int
+    byte_count: int
+    skipped: tuple[str, ...]
 
 
-def format_for(target: Path) -> str:
+def guess_format(target: Path) -> str:
     """The format that a file's name asks for."""
     return "torch" if target.suffix in _TORCH_SUFFIXES else "safetensors"
 
@@ -64,7 +72,7 @@ def export(
     wrapped: str = "plain",
     force: bool = False,
     disk: Disk = DISK,
-) -> Exported:
+) -> ExportResult:
     """Write the tensors of the tracked object ``name`` to ``target``.
 
     Args:
@@ -84,27 +92,31 @@ def export(
         MachineError: the disk refuses.
 
     """
-    _require_room(target, file_format, force=force)
+    _check_target(target, file_format, force=force)
     if name is None and file_format == "safetensors":
         raise UsageError(
             "safetensors holds tensors and nothing else: use --format torch or dcp, or give one --object."
         )
     memory = reader.read_image(source, manifest)
-    with located(source):
+    with translate_read_errors(source):
         layout = Layout.parse(memory, manifest.file_bytes)
-        opened = Opened(source, manifest, Image(layout, memory), state_of(manifest, layout))
+        opened = OpenCheckpoint(
+            source, manifest, TensorBuffer(layout, memory), decode_state(manifest, layout)
+        )
     if name is None:
         return _export_all(opened, target, file_format, wrapped, disk)
-    references, left_out = _references(opened.state, name, PREFIXES[wrapped])
+    references, left_out = _find_references(opened.state, name, NAME_PREFIXES[wrapped])
     if file_format == "safetensors":
-        return Exported(len(references), _put_safetensors(target, opened, references, disk), tuple(left_out))
+        return ExportResult(
+            len(references), _write_safetensors(target, opened, references, disk), tuple(left_out)
+        )
     one_each = {ref: opened.tensor(ref) for ref in references.values()}  # torch.save sees what is tied
     tensors = {key: one_each[ref] for key, ref in references.items()}
     state = tensors if file_format == "torch" else {name: tensors}
-    return Exported(len(references), _put_state(target, state, file_format, disk), tuple(left_out))
+    return ExportResult(len(references), _write_state(target, state, file_format, disk), tuple(left_out))
 
 
-def _require_room(target: Path, file_format: str, *, force: bool) -> None:
+def _check_target(target: Path, file_format: str, *, force: bool) -> None:
     """Refuse a name that is taken; a directory always, unless it is DCP's and another is to replace it."""
     if target.is_dir() and not (file_format == "dcp" and (target / _DCP_METADATA).is_file()):
         raise UsageError(f"{target}: is a directory; give the name of a file.")
@@ -112,7 +124,9 @@ def _require_room(target: Path, file_format: str, *, force: bool) -> None:
         raise UsageError(f"{target}: exists; give another name, or --force to replace it.")
 
 
-def _export_all(opened: Opened, target: Path, file_format: str, wrapped: str, disk: Disk) -> Exported:
+def _export_all(
+    checkpoint: OpenCheckpoint, target: Path, file_format: str, wrapped: str, disk: Disk
+) -> ExportResult:
     """Write all objects and the position, as a script of its own would save them."""
     one_each: dict[TensorRef, Tensor] = {}
     left_out: list[str] = []
@@ -120,78 +134,86 @@ def _export_all(opened: Opened, target: Path, file_format: str, wrapped: str, di
     def plain(item: Any, path: str) -> Any:
         """Rebuild ``item`` of what torch's safe reader takes: it refuses a deque, for one."""
         if isinstance(item, TensorRef):
-            return one_each.setdefault(item, opened.tensor(item))
+            return one_each.setdefault(item, checkpoint.tensor(item))
         if isinstance(item, dict):
             return {key: plain(part, f"{path}/{key}") for key, part in item.items()}
         if type(item) in {list, tuple, deque}:
             parts = [plain(part, f"{path}/{at}") for at, part in enumerate(item)]
             return tuple(parts) if type(item) is tuple else parts
-        if item is not None and type(item) not in _LOADABLE:
+        if item is not None and type(item) not in _SAFE_TYPES:
             left_out.append(path)
             return None
         return item
 
-    state = {n: plain(part, n) for n, part in opened.state.items() if not n.startswith(INTERNAL)}
-    if PREFIXES[wrapped] and isinstance(state.get("model"), dict):
-        state["model"] = {PREFIXES[wrapped] + key: value for key, value in state["model"].items()}
-    tensors = sum(isinstance(value, Tensor) for _, value in leaves(state))
-    position = opened.manifest.position
+    state = {n: plain(part, n) for n, part in checkpoint.state.items() if not n.startswith(INTERNAL_PREFIX)}
+    if NAME_PREFIXES[wrapped] and isinstance(state.get("model"), dict):
+        state["model"] = {NAME_PREFIXES[wrapped] + key: value for key, value in state["model"].items()}
+    tensors = sum(isinstance(value, Tensor) for _, value in iter_leaves(state))
+    position = checkpoint.manifest.position
     whole = {**state, "epoch": position.epoch, "step": position.step}
-    return Exported(tensors, _put_state(target, whole, file_format, disk), tuple(left_out))
+    return ExportResult(tensors, _write_state(target, whole, file_format, disk), tuple(left_out))
 
 
-def _references(state: Mapping[str, Any], name: str, prefix: str) -> tuple[dict[str, TensorRef], list[str]]:
+def _find_references(
+    state: Mapping[str, Any], name: str, prefix: str
+) -> tuple[dict[str, TensorRef], list[str]]:
     """Tensors of one object by the name they get, and the names of what is not a tensor."""
-    with_tensors = [n for n, part in state.items() if any(_is_tensor(leaf) for _, leaf in leaves(part))]
+    with_tensors = [
+        n for n, part in state.items() if any(_is_tensor_ref(leaf) for _, leaf in iter_leaves(part))
+    ]
     if name not in with_tensors:
         what = "holds no tensor" if name in state else "is not in this checkpoint"
         known = ", ".join(with_tensors) or "none"
         raise UsageError(f"object {name!r} {what}; objects with tensors: {known}. Choose one with --object.")
-    found = [(prefix + key, leaf) for key, leaf in leaves(state[name]) if _is_tensor(leaf)]
+    found = [(prefix + key, leaf) for key, leaf in iter_leaves(state[name]) if _is_tensor_ref(leaf)]
     names = [key for key, _ in found]
     doubled = sorted({key for key in names if names.count(key) > 1}) if len(set(names)) < len(names) else []
     if doubled:
         raise UsageError(f"object {name!r} has two tensors under one name: {', '.join(doubled[:4])}.")
-    return dict(found), [key for key, leaf in leaves(state[name]) if not _is_tensor(leaf)]
+    return dict(found), [key for key, leaf in iter_leaves(state[name]) if not _is_tensor_ref(leaf)]
 
 
-def _is_tensor(leaf: Any) -> bool:
+def _is_tensor_ref(leaf: Any) -> bool:
     return isinstance(leaf, TensorRef)
 
 
-def _spec(image: Image, key: str, ref: TensorRef) -> TensorSpec:
-    extent = image.layout.extents[ref.name]
-    if ref.kind not in _PAIRS:
+def _make_spec(buffer: TensorBuffer, key: str, ref: TensorRef) -> TensorSpec:
+    extent = buffer.layout.extents[ref.name]
+    if ref.kind not in _COMPLEX_DTYPES:
         return TensorSpec(key, extent.dtype, extent.shape)
     if ref.kind == "complex128":
         raise UsageError(f"{key}: safetensors has no complex128; use --format torch.")
-    return TensorSpec(key, _PAIRS[ref.kind], extent.shape[:-1])
+    return TensorSpec(key, _COMPLEX_DTYPES[ref.kind], extent.shape[:-1])
 
 
-def _put_safetensors(target: Path, opened: Opened, references: Mapping[str, TensorRef], disk: Disk) -> int:
-    layout = Layout.build(_spec(opened.image, key, ref) for key, ref in references.items())
+def _write_safetensors(
+    target: Path, checkpoint: OpenCheckpoint, references: Mapping[str, TensorRef], disk: Disk
+) -> int:
+    layout = Layout.build(_make_spec(checkpoint.buffer, key, ref) for key, ref in references.items())
 
-    def produce(write: Write) -> None:
+    def produce(write: WriteBytes) -> None:
         write(layout.header)
         for key in layout.extents:
-            write(opened.image.bytes_of(references[key].name))
+            write(checkpoint.buffer.tensor_bytes(references[key].name))
 
-    return _put(target, produce, disk)
+    return _write_atomically(target, produce, disk)
 
 
-def _put_state(target: Path, state: Any, file_format: str, disk: Disk) -> int:
+def _write_state(target: Path, state: Any, file_format: str, disk: Disk) -> int:
     if file_format == "dcp":
-        return _put_dcp(target, state, disk)
-    return _put(target, lambda write: torch.save(state, cast("IO[bytes]", _Sink(write))), disk)
+        return _write_dcp(target, state, disk)
+    return _write_atomically(
+        target, lambda write: torch.save(state, cast("IO[bytes]", _WriteOnlyFile(write))), disk
+    )
 
 
-def _put_dcp(target: Path, state: Any, disk: Disk) -> int:
+def _write_dcp(target: Path, state: Any, disk: Disk) -> int:
     """Have DCP write under a temporary name, rename that; return the size of all files."""
     if os.path.lexists(target):
         disk.require_exchange(target)
     temporary = target.with_name(temporary_name(target.name))
     try:
-        with warnings.catch_warnings(), machine("write", temporary):
+        with warnings.catch_warnings(), translate_os_errors("write", temporary):
             warnings.simplefilter("ignore")  # that there is no process group is meant
             save(state, checkpoint_id=temporary, no_dist=True)  # which syncs its files
             size = sum(path.stat().st_size for path in temporary.iterdir())
@@ -211,10 +233,10 @@ def _put_dcp(target: Path, state: Any, disk: Disk) -> int:
     return size
 
 
-class _Sink:
+class _WriteOnlyFile:
     """What torch.save wants of a file."""
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, write: WriteBytes) -> None:
         self._write = write
 
     def write(self, data: bytes | memoryview) -> int:
@@ -225,13 +247,13 @@ class _Sink:
         """Nothing is held back."""
 
 
-def _put(target: Path, produce: Callable[[Write], None], disk: Disk) -> int:
+def _write_atomically(target: Path, write_content: Callable[[WriteBytes], None], disk: Disk) -> int:
     """Write what ``produce`` gives under a temporary name, sync it, rename it; return its size."""
     temporary = target.with_name(temporary_name(target.name))
     descriptor = disk.create(temporary)
     try:
         try:
-            produce(lambda data: disk.write(descriptor, data, temporary))
+            write_content(lambda data: disk.write(descriptor, data, temporary))
             disk.sync_file(descriptor, temporary)
             size = os.fstat(descriptor).st_size
         finally:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from elastic_resume import constants
 from elastic_resume.checkpoint import catalog, json_codec, reader
-from elastic_resume.checkpoint.catalog import Catalog, Entry
+from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest
-from elastic_resume.checkpoint.reader import located
+from elastic_resume.checkpoint.reader import translate_read_errors
 from elastic_resume.errors import (
     CheckpointError,
     CorruptError,
@@ -30,26 +30,26 @@ from elastic_resume.errors import (
     UsageError,
 )
 from elastic_resume.state import load_state
-from elastic_resume.state.state_dict import COMPLEX
-from elastic_resume.state.tensor_buffer import Image
+from elastic_resume.state.state_dict import COMPLEX_KINDS
+from elastic_resume.state.tensor_buffer import TensorBuffer
 
-INTERNAL = "elastic_resume."  # what the names of objects begin with that a run tracks for itself
+INTERNAL_PREFIX = "elastic_resume."  # what the names of objects begin with that a run tracks for itself
 _MAX_RUNS = 1000
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenCheckpoint:
     """A checkpoint: its manifest, its tensors, and each tracked object's state, which refers to them."""
 
     path: Path
     manifest: Manifest
-    image: Image
+    buffer: TensorBuffer
     state: Mapping[str, Any]
 
     def tensor(self, ref: TensorRef) -> Tensor:
         """Return the tensor that ``ref`` names. It shares the image's memory: copy what is kept."""
-        tensor = self.image.tensor(ref.name)
-        return torch.view_as_complex(tensor) if ref.kind in COMPLEX.values() else tensor
+        tensor = self.buffer.tensor(ref.name)
+        return torch.view_as_complex(tensor) if ref.kind in COMPLEX_KINDS.values() else tensor
 
 
 def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
@@ -69,17 +69,19 @@ def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
         NoValidCheckpointError: a directory of checkpoints, and none of them is valid.
 
     """
-    found = opened(Path(path))
+    found = open_checkpoint(Path(path))
     if name is not None and name not in found.state:
         known = ", ".join(map(repr, list(found.state)[:20]))
         raise UsageError(
             f"{found.path}: holds no {name!r}; there is: {known}. Choose one with name=…, or None."
         )
     part = found.state if name is None else found.state[name]
-    return load_state.restore(part, load_state.once(lambda key: found.image.tensor(key).clone()))
+    return load_state.replace_references(
+        part, load_state.cache_by_name(lambda key: found.buffer.tensor(key).clone())
+    )
 
 
-def opened(path: Path) -> Opened:
+def open_checkpoint(path: Path) -> OpenCheckpoint:
     """Open the checkpoint at ``path``, or the newest valid one of a node or a run; every byte is verified.
 
     Raises:
@@ -90,23 +92,23 @@ def opened(path: Path) -> Opened:
     """
     if path.name in {constants.MANIFEST_FILE, constants.STATE_FILE}:
         path = path.parent
-    with located(path):
-        entries = _entries_in(path)
+    with translate_read_errors(path):
+        entries = _list_checkpoints(path)
     if not entries:
-        return _open(path)
+        return _open_directory(path)
     problems = []
-    for entry in sorted(entries, key=lambda entry: entry.order, reverse=True):
+    for entry in sorted(entries, key=lambda entry: entry.version, reverse=True):
         try:
-            if entry.problem is not None:
-                raise entry.problem
-            return _open(entry.path)
+            if entry.error is not None:
+                raise entry.error
+            return _open_directory(entry.path)
         except CheckpointError as error:
             problems.append(str(error))
     more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
     raise NoValidCheckpointError(f"{path}: no checkpoint can be read ({'; '.join(problems[:4])}{more}).")
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def iter_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every leaf of nested containers with its path, as in ``state/0/exp_avg``."""
     if type(tree) in {list, tuple, deque}:
         tree = dict(enumerate(tree))
@@ -114,40 +116,42 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
         return
     for key, part in tree.items():
-        yield from leaves(part, f"{path}/{key}" if path else str(key))
+        yield from iter_leaves(part, f"{path}/{key}" if path else str(key))
 
 
-def state_of(manifest: Manifest, layout: Layout) -> dict[str, Any]:
+def decode_state(manifest: Manifest, layout: Layout) -> dict[str, Any]:
     """Decode a manifest's state. Raises CorruptError where it refers to a tensor that ``layout`` lacks."""
     state = json_codec.decode(manifest.state)
     if not isinstance(state, dict):
         raise CorruptError("the manifest's state is not an object.")
-    for _, leaf in leaves(state):
+    for _, leaf in iter_leaves(state):
         if isinstance(leaf, TensorRef) and leaf.name not in layout.extents:
             raise CorruptError(f"the manifest names the tensor {leaf.name!r}, which is not there.")
     return state
 
 
-def _open(path: Path) -> Opened:
+def _open_directory(path: Path) -> OpenCheckpoint:
     manifest = reader.quick_check(path, None)
     memory = reader.map_image(path, manifest)
-    with located(path):
-        image = Image(Layout.parse(memory, manifest.file_bytes), memory)
-        return Opened(path, manifest, image, state_of(manifest, image.layout))
+    with translate_read_errors(path):
+        image = TensorBuffer(Layout.parse(memory, manifest.file_bytes), memory)
+        return OpenCheckpoint(path, manifest, image, decode_state(manifest, image.layout))
 
 
-def _entries_in(path: Path) -> list[Entry]:
+def _list_checkpoints(path: Path) -> list[CatalogEntry]:
     """List the checkpoints of a node, a run, or the only run in ``path``; none of a checkpoint itself."""
     if not os.path.lexists(path):
         raise ForeignError("there is nothing here.")
     if not path.is_dir():
         raise ForeignError("is no checkpoint of elastic_resume. torch.load reads a file of torch.save.")
-    if (path / constants.MANIFEST_FILE).is_file() or reader.parse_name(path.name) is not None:
+    if (path / constants.MANIFEST_FILE).is_file() or reader.parse_checkpoint_name(path.name) is not None:
         return []
-    found = Catalog(path, None).entries() or _of_run(path)
+    found = Catalog(path, None).list_entries() or _list_run_checkpoints(path)
     if found:
         return found
-    runs = {child: _of_run(child) for child in sorted(path.iterdir())[:_MAX_RUNS] if child.is_dir()}
+    runs = {
+        child: _list_run_checkpoints(child) for child in sorted(path.iterdir())[:_MAX_RUNS] if child.is_dir()
+    }
     names = [child.name for child, entries in runs.items() if entries]
     if len(names) > 1:
         raise UsageError(f"{path}: holds {len(names)} runs; give one of them: {', '.join(names[:20])}.")
@@ -156,5 +160,5 @@ def _entries_in(path: Path) -> list[Entry]:
     return [entry for entries in runs.values() for entry in entries]
 
 
-def _of_run(path: Path) -> list[Entry]:
+def _list_run_checkpoints(path: Path) -> list[CatalogEntry]:
     return [entry for entries in catalog.scan_run(path, None).values() for entry in entries]

@@ -18,21 +18,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.errors import MismatchError
-from elastic_resume.state.state_dict import COMPLEX, Tensors, canonical_names, type_name
+from elastic_resume.state.state_dict import COMPLEX_KINDS, TrackedTensors, make_name_canonicalizer, type_name
 
 # What a scheduler writes into an optimizer's groups.
-OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names"})
+SCHEDULER_GROUP_KEYS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names"}
+)
 
-_EXTRA_STATE = "_extra_state"  # the key that nn.Module.get_extra_state() has in a state_dict
+_EXTRA_STATE_KEY = "_extra_state"  # the key that nn.Module.get_extra_state() has in a state_dict
 
 
-def load(
+def load_into(
     tracked: Mapping[str, Any],
     skeleton: Any,
-    tensor: Callable[[str], Tensor],
+    get_tensor: Callable[[str], Tensor],
     *,
-    look: Callable[[str], Tensor] | None = None,
-    own: Callable[[str], Tensor] | None = None,
+    peek_tensor: Callable[[str], Tensor] | None = None,
+    make_tensor: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Put a stored state into the live objects, after checking that all of it fits.
 
@@ -49,7 +51,7 @@ def load(
 
     """
     stored = {name: json_codec.decode(part) for name, part in skeleton.items()}
-    problems = _differences(tracked, stored, look or tensor)
+    problems = _find_mismatches(tracked, stored, peek_tensor or get_tensor)
     if problems:
         shown = "\n  ".join(problems[:50])
         more = f"\n  and {len(problems) - 50} more" if len(problems) > 50 else ""
@@ -60,15 +62,17 @@ def load(
     for name, item in tracked.items():
         # Outside of the try: what `tensor` raises is no refusal.
         if isinstance(item, nn.Module):
-            restored = _state_of_module(item, stored[name], tensor)
-        elif isinstance(item, Tensors):
-            restored = restore(stored[name], tensor)
+            restored = _build_module_state(item, stored[name], get_tensor)
+        elif isinstance(item, TrackedTensors):
+            restored = replace_references(stored[name], get_tensor)
         else:
-            restored = restore(stored[name], once(own or (lambda key: tensor(key).clone())))
+            restored = replace_references(
+                stored[name], cache_by_name(make_tensor or (lambda key: get_tensor(key).clone()))
+            )
         try:
             item.load_state_dict(restored)
             if isinstance(item, Optimizer):
-                _undo_casts(item, restored)
+                _restore_dtypes(item, restored)
         except (ValueError, KeyError, RuntimeError) as error:
             raise MismatchError(
                 f"{name}: {type_name(item)} refuses the checkpoint's state: {error}. "
@@ -76,8 +80,8 @@ def load(
             ) from error
 
 
-def _differences(
-    tracked: Mapping[str, Any], stored: Mapping[str, Any], tensor: Callable[[str], Tensor]
+def _find_mismatches(
+    tracked: Mapping[str, Any], stored: Mapping[str, Any], get_tensor: Callable[[str], Tensor]
 ) -> list[str]:
     problems = [f"{name}: tracked now, not in the checkpoint" for name in tracked if name not in stored]
     problems += [
@@ -87,23 +91,26 @@ def _differences(
         if name in stored and hasattr(item, "differences"):
             problems += item.differences(stored[name])
         if name in stored and isinstance(item, (Optimizer, LRScheduler)):
-            problems += _of_another_kind(name, item, stored[name])
-        if name not in stored or not isinstance(item, (nn.Module, Tensors)):
+            problems += _find_setting_mismatches(name, item, stored[name])
+        if name not in stored or not isinstance(item, (nn.Module, TrackedTensors)):
             continue
-        canonical = canonical_names(item) if isinstance(item, nn.Module) else str
+        canonical = make_name_canonicalizer(item) if isinstance(item, nn.Module) else str
         live = {canonical(key): value for key, value in item.state_dict().items()}
         kept = stored[name] if isinstance(stored[name], dict) else {}
         for key in sorted(live.keys() | kept.keys()):
-            if key.rpartition(".")[2] == _EXTRA_STATE and key in live and key in kept:
+            if key.rpartition(".")[2] == _EXTRA_STATE_KEY and key in live and key in kept:
                 continue  # the module's own business: it may have grown
-            here, there = _describe(live.get(key), tensor), _describe(kept.get(key), tensor)
+            here, there = (
+                _describe_value(live.get(key), get_tensor),
+                _describe_value(kept.get(key), get_tensor),
+            )
             if here != there:
                 what = "the model" if isinstance(item, nn.Module) else "what is tracked"
                 problems.append(f"{name}/{key}: {here} in {what}, {there} in the checkpoint")
     return problems
 
 
-def _of_another_kind(name: str, item: Optimizer | LRScheduler, stored: Any) -> list[str]:
+def _find_setting_mismatches(name: str, item: Optimizer | LRScheduler, stored: Any) -> list[str]:
     """Say where an optimizer or a scheduler has settings that the stored one lacks, and lacks some of its.
 
     One of the two alone is another release of torch. torch takes either: the optimizer fails at its first
@@ -118,8 +125,8 @@ def _of_another_kind(name: str, item: Optimizer | LRScheduler, stored: Any) -> l
         pairs = [(f"{name}/param_groups/{i}", *pair) for i, pair in enumerate(zip(live, kept, strict=False))]
     problems = []
     for path, mine, theirs in pairs:
-        lacking = sorted(key for key in mine if key not in theirs and key not in OF_SCHEDULERS)
-        strange = sorted(str(key) for key in theirs if key not in mine and key not in OF_SCHEDULERS)
+        lacking = sorted(key for key in mine if key not in theirs and key not in SCHEDULER_GROUP_KEYS)
+        strange = sorted(str(key) for key in theirs if key not in mine and key not in SCHEDULER_GROUP_KEYS)
         if lacking and strange:
             problems.append(
                 f"{path}: has {', '.join(lacking[:6])} now, {', '.join(strange[:6])} in the checkpoint: "
@@ -128,41 +135,41 @@ def _of_another_kind(name: str, item: Optimizer | LRScheduler, stored: Any) -> l
     return problems
 
 
-def _describe(value: Any, tensor: Callable[[str], Tensor]) -> str:
+def _describe_value(value: Any, get_tensor: Callable[[str], Tensor]) -> str:
     if value is None:
         return "absent"
     if isinstance(value, TensorRef):
-        stored = restore(value, tensor)
-        return _describe(stored, tensor)
+        stored = replace_references(value, get_tensor)
+        return _describe_value(stored, get_tensor)
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return "not a tensor"
 
 
-def _state_of_module(
-    module: nn.Module, stored: Mapping[str, Any], tensor: Callable[[str], Tensor]
+def _build_module_state(
+    module: nn.Module, stored: Mapping[str, Any], get_tensor: Callable[[str], Tensor]
 ) -> dict[str, Any]:
-    canonical = canonical_names(module)
+    canonical = make_name_canonicalizer(module)
     live = module.state_dict()
     # The fresh state_dict carries the version numbers that modules look at when they load.
     for key in live:
-        live[key] = restore(stored[canonical(key)], tensor)
+        live[key] = replace_references(stored[canonical(key)], get_tensor)
     return live
 
 
-def once(own: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+def cache_by_name(make_tensor: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
     """Give one tensor for one name, however often it is asked for: what was one tensor comes back as one."""
     made: dict[str, Tensor] = {}
 
     def give(name: str) -> Tensor:
         if name not in made:
-            made[name] = own(name)
+            made[name] = make_tensor(name)
         return made[name]
 
     return give
 
 
-def _undo_casts(optimizer: Optimizer, restored: Mapping[str, Any]) -> None:
+def _restore_dtypes(optimizer: Optimizer, restored: Mapping[str, Any]) -> None:
     """Put state back in its own dtype: torch turns it into its parameter's.
 
     An optimizer that keeps float32 moments or weights for bfloat16 parameters would go on with rounded ones.
@@ -180,20 +187,20 @@ def _undo_casts(optimizer: Optimizer, restored: Mapping[str, Any]) -> None:
                 live[key] = was.to(now.device)
 
 
-def restore(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+def replace_references(value: Any, get_tensor: Callable[[str], Tensor]) -> Any:
     """Replace the references in a decoded state by tensors and arrays."""
     if isinstance(value, TensorRef):
-        found = tensor(value.name)
-        if value.kind in COMPLEX.values():
+        found = get_tensor(value.name)
+        if value.kind in COMPLEX_KINDS.values():
             found = torch.view_as_complex(found)
         if value.kind == "numpy":
             return found.numpy()
         return found.numpy()[()] if value.kind == "numpy-scalar" else found
     if isinstance(value, dict):
-        items = {k: restore(v, tensor) for k, v in value.items()}
+        items = {k: replace_references(v, get_tensor) for k, v in value.items()}
         return items if type(value) is dict else type(value)(items)
     if type(value) in {list, tuple}:
-        return type(value)(restore(v, tensor) for v in value)
+        return type(value)(replace_references(v, get_tensor) for v in value)
     if type(value) is deque:
-        return deque((restore(v, tensor) for v in value), value.maxlen)
+        return deque((replace_references(v, get_tensor) for v in value), value.maxlen)
     return value

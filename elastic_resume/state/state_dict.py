@@ -40,15 +40,15 @@ from torch.optim import Optimizer
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.errors import ConfigError, UntrackableError
-from elastic_resume.state.tensor_buffer import DTYPE_NAMES, memory_of
+from elastic_resume.state.tensor_buffer import NAME_BY_DTYPE, view_bytes
 
 
-class Tensors:
+class TrackedTensors:
     """What was given, as an object with ``state_dict`` and ``load_state_dict``."""
 
-    def __init__(self, name: str, given: Any) -> None:
+    def __init__(self, name: str, container: Any) -> None:
         """``given`` is what `are_tensors` says yes to; ``name`` is what it is tracked as."""
-        self._name, self._given = name, given
+        self._name, self._container = name, container
 
     def state_dict(self) -> dict[str, Tensor]:
         """Give the tensors that stand there now, by key or number.
@@ -57,7 +57,7 @@ class Tensors:
             UntrackableError: something else has come to stand among them.
 
         """
-        given = self._given
+        given = self._container
         if isinstance(given, Tensor):
             return {"value": given}
         items = given.items() if isinstance(given, dict) else enumerate(given)
@@ -77,7 +77,7 @@ class Tensors:
                 tensor.copy_(state[key])
 
 
-def are_tensors(item: Any) -> bool:
+def is_tensor_container(item: Any) -> bool:
     """Whether ``item`` is a tensor or a list, tuple or dict that begins with one."""
     if isinstance(item, dict):
         return bool(item) and all(isinstance(value, Tensor) for value in item.values())
@@ -88,13 +88,13 @@ def are_tensors(item: Any) -> bool:
 
 REPLICATED = "replicated"  # equal on every rank after every step
 BUFFER = "buffer"  # a module's buffer: DDP takes rank 0's
-OWN = "own"  # tensors of the script's own, and its averages: begin as rank 0's, as the weights do
+SCRIPT_OWNED = "own"  # tensors of the script's own, and its averages: begin as rank 0's, as the weights do
 OTHER = "other"
 # An object of this name follows from the model. But it need not be equal: averages of BatchNorm's buffers,
 # which many keep beside those of the weights, are each rank's own.
-EMA = "ema"
+EMA_NAME = "ema"
 
-COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
+COMPLEX_KINDS = {torch.complex64: "complex64", torch.complex128: "complex128"}
 _MAX_DEPTH = 200
 
 # By name: to import them takes as long as all of this package.
@@ -106,7 +106,7 @@ _PER_RANK_OPTIMIZERS = {
     "is the job's. Use the optimizer inside of it, with DDP's own all-reduce at each step.",
 }
 
-Key = tuple[Any, ...]  # see `key_of`
+TensorKey = tuple[Any, ...]  # see `key_of`
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,12 @@ class FlatState:
     leaves: tuple[Leaf, ...]
     skeleton: Any
 
-    def of_kind(self, *kinds: str) -> list[Leaf]:
+    def select_kinds(self, *kinds: str) -> list[Leaf]:
         """Return the leaves of the given kinds, in order."""
         return [leaf for leaf in self.leaves if leaf.kind in kinds]
 
 
-def collect(named: Mapping[str, Any]) -> dict[str, Any]:
+def collect_objects(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Give every tracked object one name: ``model={"g": G, "d": D}`` becomes ``model.g`` and ``model.d``.
 
     None stands for "not used". DDP, DataParallel and torch.compile wrappers are taken off.
@@ -143,31 +143,31 @@ def collect(named: Mapping[str, Any]) -> dict[str, Any]:
 
     """
     tracked: dict[str, Any] = {}
-    for name, item in _parts(named, ""):
+    for name, item in _iter_named_objects(objects, ""):
         if item is None:
             continue
         if name in tracked:
             raise ConfigError(f"two objects are tracked under the name {name!r}; give each its own name.")
         if not name or "/" in name:
             raise ConfigError(f"{name!r} cannot name a tracked object: use letters, digits, dots and '_'.")
-        tracked[name] = _trackable(name, item)
+        tracked[name] = _make_trackable(name, item)
     return tracked
 
 
-def _parts(named: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _iter_named_objects(objects: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """Give what dictionaries hold, dictionaries in them too, each under its full name."""
-    for key, value in named.items():
+    for key, value in objects.items():
         name = f"{prefix}{key}"
-        if type(value) is dict and not are_tensors(value):
-            yield from _parts(value, f"{name}.")
+        if type(value) is dict and not is_tensor_container(value):
+            yield from _iter_named_objects(value, f"{name}.")
         else:
             yield name, value
 
 
-def _trackable(name: str, item: Any) -> Any:
+def _make_trackable(name: str, item: Any) -> Any:
     """Give what is tracked for ``item``. Raises UntrackableError."""
-    if are_tensors(item):
-        return Tensors(name, item)
+    if is_tensor_container(item):
+        return TrackedTensors(name, item)
     if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
         raise UntrackableError(
             f"{name}: {type_name(item)} has no state_dict() and load_state_dict(); "
@@ -183,16 +183,16 @@ def _trackable(name: str, item: Any) -> Any:
 
 def unwrap(item: Any) -> Any:
     """Take DDP, DataParallel and torch.compile wrappers off a module."""
-    return _wrappers(item)[-1]
+    return _list_wrappers(item)[-1]
 
 
-def parallel_wrapper(model: nn.Module) -> nn.Module | None:
+def find_parallel_wrapper(model: nn.Module) -> nn.Module | None:
     """Find the DDP or DataParallel among a model's wrappers: torch.compile may be around it."""
-    wrappers = _wrappers(model)
+    wrappers = _list_wrappers(model)
     return next((one for one in wrappers if isinstance(one, (DistributedDataParallel, DataParallel))), None)
 
 
-def _wrappers(item: Any) -> list[Any]:
+def _list_wrappers(item: Any) -> list[Any]:
     """Give ``item`` and what it wraps, to the innermost."""
     found = [item]
     while isinstance(found[-1], nn.Module):
@@ -213,103 +213,113 @@ def flatten(tracked: Mapping[str, Any]) -> FlatState:
         UntrackableError: something is neither; the text gives its path and type.
 
     """
-    walk = Walk()
+    walk = TensorCollector()
     skeleton = {}
     for name, item in tracked.items():
         skeleton[name] = flatten_object(walk, name, item)
     return FlatState(tuple(walk.leaves), skeleton)
 
 
-def flatten_object(walk: Walk, name: str, item: Any) -> Any:
+def flatten_object(collector: TensorCollector, name: str, item: Any) -> Any:
     """Ask one tracked object for its state: tensors go into ``walk``, the rest comes back as typed JSON."""
     if isinstance(item, nn.Module):
-        plain = _flatten_module(walk, name, item)
+        plain = _flatten_module(collector, name, item)
     else:
-        followed = OWN if isinstance(item, Tensors) or name.split(".", maxsplit=1)[0] == EMA else OTHER
-        plain = walk.replace(item.state_dict(), name, REPLICATED if isinstance(item, Optimizer) else followed)
+        followed = (
+            SCRIPT_OWNED
+            if isinstance(item, TrackedTensors) or name.split(".", maxsplit=1)[0] == EMA_NAME
+            else OTHER
+        )
+        plain = collector.replace_tensors(
+            item.state_dict(), name, REPLICATED if isinstance(item, Optimizer) else followed
+        )
     return json_codec.encode(plain, name)
 
 
-def fingerprints(leaves: Iterable[Leaf]) -> dict[str, str]:
+def digest_leaves(leaves: Iterable[Leaf]) -> dict[str, str]:
     """Digest (xxh3-128) of each leaf's dtype, shape and bytes."""
-    return {leaf.name: _fingerprint(leaf.tensor) for leaf in leaves}
+    return {leaf.name: _digest_tensor(leaf.tensor) for leaf in leaves}
 
 
-def combined(prints: Mapping[str, Any]) -> str:
+def combine_digests(digests: Mapping[str, Any]) -> str:
     """One digest of many values that JSON can say."""
-    return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
-def _fingerprint(tensor: Tensor) -> str:
+def _digest_tensor(tensor: Tensor) -> str:
     here = tensor.cpu().contiguous()
     digest = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
     if here.numel():
-        digest.update(memory_of(here))
+        digest.update(view_bytes(here))
     return digest.hexdigest()
 
 
-class Walk:
+class TensorCollector:
     """Replaces tensors by references while it collects them."""
 
-    def __init__(self, known: Callable[[Key], str | None] | None = None) -> None:
+    def __init__(self, find_known_name: Callable[[TensorKey], str | None] | None = None) -> None:
         """``known`` gives the name of a tensor that another walk has collected, by its `key_of`."""
         self.leaves: list[Leaf] = []
-        self._names: set[str] = set()
-        self.seen: dict[Key, str] = {}
-        self._known = known
+        self._used_names: set[str] = set()
+        self.name_by_key: dict[TensorKey, str] = {}
+        self._find_known_name = find_known_name
 
-    def replace(self, value: Any, path: str, kind: str, depth: int = 0) -> Any:
+    def replace_tensors(self, value: Any, path: str, kind: str, depth: int = 0) -> Any:
         """Give ``value`` with references in the place of tensors."""
         if depth > _MAX_DEPTH:
             raise UntrackableError(f"{path}: nested deeper than {_MAX_DEPTH} levels, or contains itself.")
         if isinstance(value, Tensor):
-            return self.refer(value, path, kind)
+            return self.add_tensor(value, path, kind)
         if type(value).__module__ == "numpy":
-            return self._refer_numpy(value, path, kind)
+            return self._add_numpy(value, path, kind)
         if isinstance(value, dict):
-            items = {k: self.replace(v, f"{path}/{k}", kind, depth + 1) for k, v in value.items()}
-            return items if type(value) is dict else _same_type(value, items)
+            items = {k: self.replace_tensors(v, f"{path}/{k}", kind, depth + 1) for k, v in value.items()}
+            return items if type(value) is dict else _rebuild_dict(value, items)
         if type(value) in {list, tuple}:
-            return type(value)(self.replace(v, f"{path}/{i}", kind, depth + 1) for i, v in enumerate(value))
+            return type(value)(
+                self.replace_tensors(v, f"{path}/{i}", kind, depth + 1) for i, v in enumerate(value)
+            )
         if type(value) is deque:
-            return deque(self.replace(list(value), path, kind, depth), value.maxlen)
+            return deque(self.replace_tensors(list(value), path, kind, depth), value.maxlen)
         return value
 
-    def refer(self, tensor: Tensor, path: str, kind: str) -> TensorRef:
+    def add_tensor(self, tensor: Tensor, path: str, kind: str) -> TensorRef:
         """Collect ``tensor`` under a name made from ``path``; tied ones share the first one's."""
-        _refuse_unstorable(tensor, path)
-        stored_as, tensor = stored_form(tensor)
-        key = key_of(tensor, stored_as)
+        _check_storable(tensor, path)
+        stored_as, tensor = to_stored_form(tensor)
+        key = make_key(tensor, stored_as)
         if tensor.numel():
-            name = self.seen.get(key) or (self._known(key) if self._known else None)
+            name = self.name_by_key.get(key) or (
+                self._find_known_name(key) if self._find_known_name else None
+            )
             if name is not None:
                 return TensorRef(name, stored_as)
         name = path
-        while name in self._names:  # keys 1 and "1" of one dict print alike
+        while name in self._used_names:  # keys 1 and "1" of one dict print alike
             name += "~"
-        self._names.add(name)
-        self.seen[key] = name
+        self._used_names.add(name)
+        self.name_by_key[key] = name
         self.leaves.append(Leaf(name, tensor, kind))
         return TensorRef(name, stored_as)
 
-    def _refer_numpy(self, value: Any, path: str, kind: str) -> Any:
+    def _add_numpy(self, value: Any, path: str, kind: str) -> Any:
         if not hasattr(value, "dtype") or not hasattr(value, "shape") or value.dtype.kind not in "biuf":
             return value  # refused by typed.encode, with its path and type
         scalar = type(value).__name__ != "ndarray"
         tensor = torch.tensor(value) if scalar else torch.from_numpy(value.copy())
-        reference = self.refer(tensor, path, kind)
+        reference = self.add_tensor(tensor, path, kind)
         return TensorRef(reference.name, "numpy-scalar" if scalar else "numpy")
 
 
-def stored_form(tensor: Tensor) -> tuple[str, Tensor]:
+def to_stored_form(tensor: Tensor) -> tuple[str, Tensor]:
     """Say how a tensor is stored, and give it so: detached, complex numbers as pairs, no lazy conj or neg."""
     stored_as, tensor = "tensor", tensor.detach()
-    if tensor.dtype in COMPLEX:
-        stored_as, tensor = COMPLEX[tensor.dtype], torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype in COMPLEX_KINDS:
+        stored_as, tensor = COMPLEX_KINDS[tensor.dtype], torch.view_as_real(tensor.resolve_conj())
     return stored_as, tensor.resolve_neg()
 
 
-def key_of(tensor: Tensor, stored_as: str) -> Key:
+def make_key(tensor: Tensor, stored_as: str) -> TensorKey:
     """Give what tied tensors share: the same memory, seen in the same way."""
     return (
         tensor.device,
@@ -321,7 +331,7 @@ def key_of(tensor: Tensor, stored_as: str) -> Key:
     )
 
 
-def _same_type(original: dict[Any, Any], items: dict[Any, Any]) -> Any:
+def _rebuild_dict(original: dict[Any, Any], items: dict[Any, Any]) -> Any:
     """An OrderedDict or Counter stays one; what typed JSON does not know is refused there, by its type."""
     kind = type(original)
     if kind.__module__ == "collections" and kind.__name__ in {"OrderedDict", "Counter"}:
@@ -329,7 +339,7 @@ def _same_type(original: dict[Any, Any], items: dict[Any, Any]) -> Any:
     return original
 
 
-def _refuse_unstorable(tensor: Tensor, path: str) -> None:
+def _check_storable(tensor: Tensor, path: str) -> None:
     why = ""
     if nn.parameter.is_lazy(tensor):
         why = "is lazy and has no shape yet: run one forward pass before resume()"
@@ -337,7 +347,7 @@ def _refuse_unstorable(tensor: Tensor, path: str) -> None:
         why = "is on the meta device and holds no data: materialise it before resume()"
     elif tensor.layout is not torch.strided:
         why = f"has layout {tensor.layout}; store it dense, or leave it out of state_dict()"
-    elif tensor.is_quantized or (tensor.dtype not in DTYPE_NAMES and tensor.dtype not in COMPLEX):
+    elif tensor.is_quantized or (tensor.dtype not in NAME_BY_DTYPE and tensor.dtype not in COMPLEX_KINDS):
         why = f"has dtype {tensor.dtype}, which cannot be stored; dequantise or convert it in state_dict()"
     elif type(tensor) not in {Tensor, nn.Parameter, nn.Buffer}:
         why = (
@@ -348,15 +358,15 @@ def _refuse_unstorable(tensor: Tensor, path: str) -> None:
         raise UntrackableError(f"{path}: this tensor {why}.")
 
 
-def _flatten_module(walk: Walk, name: str, module: nn.Module) -> dict[str, Any]:
+def _flatten_module(collector: TensorCollector, name: str, module: nn.Module) -> dict[str, Any]:
     """Give a module's state_dict with references in the place of tensors."""
     parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
     plain = {}
-    canonical = canonical_names(module)
+    canonical = make_name_canonicalizer(module)
     for key, value in module.state_dict().items():
         path = f"{name}/{canonical(key)}"
         kind = REPLICATED if key in parameters else BUFFER
-        plain[canonical(key)] = walk.replace(value, path, kind)
+        plain[canonical(key)] = collector.replace_tensors(value, path, kind)
         if isinstance(value, Tensor) and _is_expanded(value):
             raise UntrackableError(
                 f"{path}: several elements of this tensor are one in memory (expand()), so that nothing can "
@@ -371,7 +381,7 @@ def _is_expanded(tensor: Tensor) -> bool:
     )
 
 
-def canonical_names(module: nn.Module) -> Callable[[str], str]:
+def make_name_canonicalizer(module: nn.Module) -> Callable[[str], str]:
     """Give a function from a key of ``module.state_dict()`` to its name without wrappers inside the model."""
     drop = set()
     for path, part in module.named_modules():
@@ -408,10 +418,10 @@ class ParameterOrder:
         names: dict[int, str] = {}
         for name, item in tracked.items():
             if isinstance(item, nn.Module):
-                canonical = canonical_names(item)  # walks the model: once, not for each parameter
+                canonical = make_name_canonicalizer(item)  # walks the model: once, not for each parameter
                 names |= {id(p): f"{name}/{canonical(key)}" for key, p in item.named_parameters()}
         self._optimizers = {name: item for name, item in tracked.items() if isinstance(item, Optimizer)}
-        self._names = names
+        self._name_by_parameter_id = names
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -421,7 +431,10 @@ class ParameterOrder:
     def state_dict(self) -> dict[str, Any]:
         """Give, for each optimizer and group, the names of its parameters; "" for one that is not tracked."""
         return {
-            name: [[self._names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+            name: [
+                [self._name_by_parameter_id.get(id(p), "") for p in group["params"]]
+                for group in optimizer.param_groups
+            ]
             for name, optimizer in self._optimizers.items()
         }
 

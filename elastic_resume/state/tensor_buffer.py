@@ -14,7 +14,7 @@ from torch import Tensor
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 
 # safetensors' name of each dtype. Complex tensors are stored as pairs of reals (see state.py).
-DTYPE_NAMES: dict[torch.dtype, str] = {
+NAME_BY_DTYPE: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -31,15 +31,15 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPE_BY_NAME = {name: dtype for dtype, name in NAME_BY_DTYPE.items()}
 
 
-def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+def make_spec(name: str, tensor: Tensor) -> TensorSpec:
     """Describe ``tensor`` under ``name``."""
-    return TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+    return TensorSpec(name, NAME_BY_DTYPE[tensor.dtype], tuple(tensor.shape))
 
 
-def memory_of(tensor: Tensor) -> memoryview:
+def view_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, without a copy and without numpy.
 
     The tensor must outlive the view.
@@ -48,7 +48,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
-class Image:
+class TensorBuffer:
     """A layout and the memory that it describes."""
 
     def __init__(self, layout: Layout, memory: memoryview) -> None:
@@ -64,14 +64,14 @@ class Image:
 
         """
         extent = self.layout.extents[name]
-        dtype = DTYPES[extent.dtype]
+        dtype = DTYPE_BY_NAME[extent.dtype]
         if extent.start == extent.stop:
             return torch.empty(extent.shape, dtype=dtype)
         count = (extent.stop - extent.start) // dtype.itemsize
         flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=extent.start)
         return flat.view(extent.shape)
 
-    def bytes_of(self, name: str) -> memoryview:
+    def tensor_bytes(self, name: str) -> memoryview:
         """Return the bytes of the tensor ``name``."""
         extent = self.layout.extents[name]
         return self.memory[extent.start : extent.stop]

@@ -18,31 +18,31 @@ from elastic_resume import console
 from elastic_resume.state import state_dict
 
 
-class Untracked:
+class UntrackedOptimizerCheck:
     """Looks at every optimizer of the process after its steps, until `close`."""
 
     def __init__(self, tracked: Mapping[str, Any]) -> None:
         """``tracked`` is what `state.collect` gave."""
         self._tracked = dict(tracked)
         mine = [item for item in tracked.values() if isinstance(item, Optimizer)]
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(mine)
-        self._hook = register_optimizer_step_post_hook(self._look)
+        self._checked_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet(mine)
+        self._hook = register_optimizer_step_post_hook(self._check_optimizer)
 
     def close(self) -> None:
         """Look no more."""
         self._hook.remove()
 
-    def _look(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if optimizer in self._known or not optimizer.state:
+    def _check_optimizer(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if optimizer in self._checked_optimizers or not optimizer.state:
             return
-        self._known.add(optimizer)
+        self._checked_optimizers.add(optimizer)
         held = {
             value.data_ptr()
             for inner in optimizer.state.values()
             for value in (inner.values() if isinstance(inner, dict) else ())
             if isinstance(value, Tensor) and value.numel()
         }
-        name = self._moved_by(optimizer)
+        name = self._find_stepped_model(optimizer)
         if not held or name is None:
             return
         # A wrapper that is tracked may give what is in it.
@@ -54,7 +54,7 @@ class Untracked:
                 "optimizer=."
             )
 
-    def _moved_by(self, optimizer: Optimizer) -> str | None:
+    def _find_stepped_model(self, optimizer: Optimizer) -> str | None:
         moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         modules = ((name, item) for name, item in self._tracked.items() if isinstance(item, nn.Module))
         return next((name for name, item in modules if any(id(p) in moved for p in item.parameters())), None)

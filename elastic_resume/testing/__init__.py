@@ -32,58 +32,60 @@ if TYPE_CHECKING:
     from elastic_resume.testing.cluster import (
         Cluster,
         ClusterTimeoutError,
-        Moment,
-        MomentError,
         Node,
         Recovery,
+        Trigger,
+        TriggerError,
     )
     from elastic_resume.testing.equivalence import assert_same_run
-    from elastic_resume.testing.fault_plan import Plan
+    from elastic_resume.testing.fault_plan import FaultPlan
     from elastic_resume.testing.faults import Fault
 
-_LAB, _SAME_RUN = "elastic_resume.testing.cluster", "elastic_resume.testing.equivalence"
-_HOMES = {
-    "Cluster": _LAB,
+_CLUSTER_MODULE, _EQUIVALENCE_MODULE = "elastic_resume.testing.cluster", "elastic_resume.testing.equivalence"
+_LAZY_EXPORTS = {
+    "Cluster": _CLUSTER_MODULE,
     "Fault": "elastic_resume.testing.faults",
-    "Plan": "elastic_resume.testing.fault_plan",
-    "ClusterTimeoutError": _LAB,
-    "Moment": _LAB,
-    "MomentError": _LAB,
-    "Node": _LAB,
-    "Recovery": _LAB,
-    "assert_same_run": _SAME_RUN,
+    "FaultPlan": "elastic_resume.testing.fault_plan",
+    "ClusterTimeoutError": _CLUSTER_MODULE,
+    "Trigger": _CLUSTER_MODULE,
+    "TriggerError": _CLUSTER_MODULE,
+    "Node": _CLUSTER_MODULE,
+    "Recovery": _CLUSTER_MODULE,
+    "assert_same_run": _EQUIVALENCE_MODULE,
 }
 
 __all__ = [
     "Cluster",
     "ClusterTimeoutError",
     "Fault",
-    "Moment",
-    "MomentError",
+    "FaultPlan",
     "Node",
-    "Plan",
     "Recovery",
+    "Trigger",
+    "TriggerError",
     "assert_same_run",
     "elastic_cluster",
     "make_cluster",
 ]
 
-MARK = "elastic_resume"
-EVERY_STEP = ("--snapshot-every", "1")
+MARK_NAME = "elastic_resume"
+SNAPSHOT_EVERY_STEP = ("--snapshot-every", "1")
 TAIL_LINES = 40  # of each node's output, beside a test that failed
 _FAILED = pytest.StashKey[bool]()
 _CLUSTERS = pytest.StashKey[list["Cluster"]]()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _LAZY_EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_LAZY_EXPORTS[name]), name)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the mark known."""
-    words = f'{MARK}(nodes=3, min_nodes=2, hosts="loopback", …): the nodes of the fixture `elastic_cluster`'
+    words = (
+        f'{MARK_NAME}(nodes=3, min_nodes=2, hosts="loopback", …): the nodes of the fixture `elastic_cluster`'
+    )
     config.addinivalue_line("markers", words)
 
 
@@ -95,7 +97,7 @@ def make_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cal
 
     def make(**options: Any) -> Cluster:
         directory = tmp_path / ("cluster" if not made else f"cluster-{len(made) + 1}")
-        made.append(_made(directory, options))
+        made.append(_build_cluster(directory, options))
         return made[-1]
 
     with contextlib.ExitStack() as stack:
@@ -111,14 +113,14 @@ def make_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cal
 def elastic_cluster(request: pytest.FixtureRequest, make_cluster: Callable[..., Cluster]) -> Cluster:
     """Three simulated nodes, two of which suffice, or those of the mark; nothing runs before `start`."""
     options: dict[str, Any] = {}
-    for mark in reversed(list(request.node.iter_markers(MARK))):  # the nearest is the last word
+    for mark in reversed(list(request.node.iter_markers(MARK_NAME))):  # the nearest is the last word
         if mark.args:
-            pytest.fail(f"@pytest.mark.{MARK}: give names: nodes=4, hosts='namespaces'.", pytrace=False)
+            pytest.fail(f"@pytest.mark.{MARK_NAME}: give names: nodes=4, hosts='namespaces'.", pytrace=False)
         options.update(mark.kwargs)
     return make_cluster(**options)
 
 
-def _made(directory: Path, options: Mapping[str, Any]) -> Cluster:
+def _build_cluster(directory: Path, options: Mapping[str, Any]) -> Cluster:
     import inspect  # noqa: PLC0415
 
     from elastic_resume.testing import virtual_network  # noqa: PLC0415
@@ -128,11 +130,11 @@ def _made(directory: Path, options: Mapping[str, Any]) -> Cluster:
     strange = sorted(set(options) - set(known))
     if strange:
         pytest.fail(f"a cluster has no {', '.join(strange)}; it has {', '.join(known)}.", pytrace=False)
-    if options.get("hosts") == "namespaces" and (why := virtual_network.available()):
+    if options.get("hosts") == "namespaces" and (why := virtual_network.unavailable_reason()):
         pytest.skip(f'hosts="namespaces": {why}')
     nodes = options.get("nodes", 3)
     defaults = {"nodes": nodes, "min_nodes": max(1, nodes - 1)}
-    flags = [*EVERY_STEP, *options.get("flags", ())]  # of two that say the same the last one counts
+    flags = [*SNAPSHOT_EVERY_STEP, *options.get("flags", ())]  # of two that say the same the last one counts
     return Cluster(directory, **{**defaults, **options, "flags": flags})
 
 
@@ -144,7 +146,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         return
     item.stash[_FAILED] = True
     for one in item.stash.get(_CLUSTERS, []):
-        report.sections.append((f"elastic-resume report {one.run_dir}", one.table()))
+        report.sections.append((f"elastic-resume report {one.run_dir}", one.report_text()))
         # A wait that timed out has told the rest.
         shown = call.excinfo is not None and call.excinfo.typename == "ClusterTimeoutError"
         for index, node in enumerate(one.nodes if not shown else ()):

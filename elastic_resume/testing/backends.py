@@ -37,16 +37,16 @@ import psutil
 
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.testing import fork_server
-from elastic_resume.testing.virtual_network import INTERFACE, Namespaces
+from elastic_resume.testing.virtual_network import INTERFACE, VirtualNetwork
 
 DISK_BYTES = 256 << 20
-_PLACE = "/tmp"  # noqa: S108  where it is mounted for a moment, in a namespace that nobody else sees
-_MOUNT = f'mount -t tmpfs -o "size=$1" tmpfs {_PLACE} && echo && cat'
-_BALLAST = ".ballast"
-_LEAST_FILL_BYTES = 1 << 12
+_MOUNT_POINT = "/tmp"  # noqa: S108  where it is mounted for a moment, in a namespace that nobody else sees
+_MOUNT_SCRIPT = f'mount -t tmpfs -o "size=$1" tmpfs {_MOUNT_POINT} && echo && cat'
+_FILLER_FILE = ".ballast"
+_MIN_FILL_BYTES = 1 << 12
 
 
-class SmallDisk:
+class TmpfsDisk:
     """One disk. `close` takes it away."""
 
     def __init__(self, size_bytes: int = DISK_BYTES) -> None:
@@ -57,7 +57,7 @@ class SmallDisk:
 
         """
         self.size_bytes = size_bytes
-        command = ["unshare", "--mount", "sh", "-c", _MOUNT, "sh", str(size_bytes)]
+        command = ["unshare", "--mount", "sh", "-c", _MOUNT_SCRIPT, "sh", str(size_bytes)]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as holder:
@@ -66,8 +66,8 @@ class SmallDisk:
             if not holder.stdout.readline():
                 why = holder.stderr.read().decode(errors="replace").strip()
                 raise MachineError(f"a disk of a simulated node cannot be mounted: {why}.")
-            self._root = os.open(
-                f"/proc/{holder.pid}/root{_PLACE}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            self._root_fd = os.open(
+                f"/proc/{holder.pid}/root{_MOUNT_POINT}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
             )
 
     @property
@@ -78,16 +78,16 @@ class SmallDisk:
             UsageError: it is closed.
 
         """
-        if self._root < 0:
+        if self._root_fd < 0:
             raise UsageError("this simulated disk is closed.")
-        return Path(f"/proc/{os.getpid()}/fd/{self._root}")
+        return Path(f"/proc/{os.getpid()}/fd/{self._root_fd}")
 
     def fill(self) -> None:
         """Fill it to the last block: a write fails with ENOSPC, until `free`."""
-        ballast = os.open(self.path / _BALLAST, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        ballast = os.open(self.path / _FILLER_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             piece = self.size_bytes
-            while piece >= _LEAST_FILL_BYTES:
+            while piece >= _MIN_FILL_BYTES:
                 try:
                     os.posix_fallocate(ballast, os.fstat(ballast).st_size, piece)
                 except OSError as error:
@@ -100,28 +100,28 @@ class SmallDisk:
     def free(self) -> None:
         """Undo `fill`."""
         with contextlib.suppress(FileNotFoundError):
-            (self.path / _BALLAST).unlink()
+            (self.path / _FILLER_FILE).unlink()
 
     def close(self) -> None:
         """Take it away. A second call does nothing."""
-        if self._root >= 0:
-            os.close(self._root)
-            self._root = -1
+        if self._root_fd >= 0:
+            os.close(self._root_fd)
+            self._root_fd = -1
 
 
-_FIRST = 10000
-_HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_TRIES = 200
+_FIRST_PORT = 10000
+_EPHEMERAL_PORTS_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_MAX_ATTEMPTS = 200
 
 
-def claim_network() -> tuple[str, int]:
+def claim_loopback_network() -> tuple[str, int]:
     """Take a /24 of loopback addresses; give its first three numbers, and the descriptor that holds it.
 
     Raises:
         MachineError: there is none left.
 
     """
-    for _ in range(_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         prefix = f"127.{1 + secrets.randbelow(253)}.{secrets.randbelow(256)}"
         claim = socket.socket(socket.AF_UNIX)
         try:
@@ -132,7 +132,7 @@ def claim_network() -> tuple[str, int]:
     raise MachineError("no loopback network is free: other simulated clusters have taken them.")
 
 
-def free_port(address: str) -> int:
+def find_free_port(address: str) -> int:
     """Find a TCP port that nobody holds at ``address``, nor is given by chance.
 
     Raises:
@@ -140,23 +140,25 @@ def free_port(address: str) -> int:
 
     """
     try:
-        end = int(_HANDED_OUT.read_text().split()[0])
+        end = int(_EPHEMERAL_PORTS_FILE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         end = 32768  # Linux' own choice
-    for _ in range(_TRIES):
-        port = _FIRST + secrets.randbelow(max(1, end - _FIRST))
+    for _ in range(_MAX_ATTEMPTS):
+        port = _FIRST_PORT + secrets.randbelow(max(1, end - _FIRST_PORT))
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((address, port))
             return port
-    raise MachineError(f"no port from {_FIRST} to {end} is free at {address}.")
+    raise MachineError(f"no port from {_FIRST_PORT} to {end} is free at {address}.")
 
 
 Hosts = Literal["loopback", "namespaces"]
-PORT = 29400  # each node has all ports of its network for itself
-TAKES = 'these nodes are processes that share {}: make the Cluster with hosts="namespaces", which takes root.'
+AGENT_PORT = 29400  # each node has all ports of its network for itself
+REQUIRES_NAMESPACES = (
+    'these nodes are processes that share {}: make the Cluster with hosts="namespaces", which takes root.'
+)
 
 
-class Loopback:
+class LoopbackBackend:
     """Nodes that are processes of this machine, each with a loopback address that no other cluster has."""
 
     interface = "lo"
@@ -165,26 +167,26 @@ class Loopback:
 
     def __init__(self) -> None:
         """Take a network of loopback addresses."""
-        self._prefix, claim = claim_network()
-        self._release = weakref.finalize(self, os.close, claim)
-        self._agents: dict[int, fork_server.Agent] = {}
+        self._network_prefix, claim = claim_loopback_network()
+        self._release_network = weakref.finalize(self, os.close, claim)
+        self._agents: dict[int, fork_server.AgentProcess] = {}
 
     def address(self, index: int) -> str:
         """The node's IPv4 address."""
-        return f"{self._prefix}.{index + 1}"
+        return f"{self._network_prefix}.{index + 1}"
 
     def port(self, index: int) -> int:
         """Where the node's agent may listen."""
-        return free_port(self.address(index))
+        return find_free_port(self.address(index))
 
     def start(
         self, index: int, command: list[str], env: Mapping[str, str], log: IO[bytes], *, fresh: bool
-    ) -> fork_server.Agent:
+    ) -> fork_server.AgentProcess:
         """Start a node's agent: forked from the nursery where that can be, unless it is to be ``fresh``."""
-        forked = None if fresh else fork_server.start(command, env, log, network=self._network(index))
-        self._agents[index] = forked or fork_server.start_to_last(
+        forked = None if fresh else fork_server.start(command, env, log, network=self._namespace_path(index))
+        self._agents[index] = forked or fork_server.start_with_lasting_parent(
             lambda: subprocess.Popen(
-                self._command(index, command),
+                self._wrap_command(index, command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -214,12 +216,12 @@ class Loopback:
                 self._agents[index].wait()
         # What was started between the two looks has lost its parent and ends by the kernel's hand.
         for process in doomed:
-            fork_server.wait_for(process)
+            fork_server.wait_for_exit(process)
 
     @property
-    def network(self) -> Namespaces:
+    def network(self) -> VirtualNetwork:
         """The network of nodes that have one."""
-        raise UsageError(TAKES.format("one network"))
+        raise UsageError(REQUIRES_NAMESPACES.format("one network"))
 
     def poweroff(self, indices: Collection[int]) -> None:
         """Let nodes fall silent, and then die: no peer is told."""
@@ -227,55 +229,55 @@ class Loopback:
             self.network.cut(index)
         self.crash(indices)
 
-    def disk(self, index: int) -> SmallDisk:
+    def disk(self, index: int) -> TmpfsDisk:
         """The disk of a node that has one."""
         del index
-        raise UsageError(TAKES.format("one disk"))
+        raise UsageError(REQUIRES_NAMESPACES.format("one disk"))
 
-    def root(self, index: int, ckpt_dir: Path) -> Path:
+    def prepare_disk(self, index: int, ckpt_dir: Path) -> Path:
         """Where this process finds what is in a node's ``ckpt_dir``."""
         del index
         return ckpt_dir
 
-    def temporary(self, directory: Path) -> str:
+    def temporary_dir(self, directory: Path) -> str:
         """Where nodes keep temporary files: in ``directory``, by a path short enough for sockets in it."""
         directory.mkdir(exist_ok=True)
         held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        self._held = weakref.finalize(self, os.close, held)
+        self._release_temporary_dir = weakref.finalize(self, os.close, held)
         return f"/proc/{os.getpid()}/fd/{held}"
 
     def close(self) -> None:
         """Give back what the nodes stood on; they are dead."""
-        self._release()
+        self._release_network()
 
-    def _network(self, index: int) -> str:
+    def _namespace_path(self, index: int) -> str:
         del index
         return ""
 
-    def _command(self, index: int, command: list[str]) -> list[str]:
+    def _wrap_command(self, index: int, command: list[str]) -> list[str]:
         del index
         return command
 
 
-class Networked(Loopback):
+class NetnsBackend(LoopbackBackend):
     """Nodes with a network namespace and a small disk each, and all else in common. Takes root."""
 
     interface = INTERFACE
     has_disks = True
 
-    def __init__(self, network: Namespaces | int, disk_bytes: int = DISK_BYTES) -> None:
+    def __init__(self, network: VirtualNetwork | int, disk_bytes: int = DISK_BYTES) -> None:
         """Stand on ``network``, which its maker closes, or on a new one of so many nodes.
 
         Raises:
             MachineError: it cannot be had here, and why.
 
         """
-        self._is_ours = isinstance(network, int)
-        self._namespaces = Namespaces(network) if isinstance(network, int) else network
+        self._owns_network = isinstance(network, int)
+        self._virtual_network = VirtualNetwork(network) if isinstance(network, int) else network
         self._disk_bytes = disk_bytes
-        self._disks: dict[int, SmallDisk] = {}
+        self._disks: dict[int, TmpfsDisk] = {}
         self._agents = {}
-        self._off: set[int] = set()
+        self._powered_off: set[int] = set()
 
     def address(self, index: int) -> str:
         """The node's IPv4 address, which only other nodes reach."""
@@ -284,35 +286,35 @@ class Networked(Loopback):
     def port(self, index: int) -> int:
         """Where the node's agent may listen: it is alone there."""
         del index
-        return PORT
+        return AGENT_PORT
 
     def start(
         self, index: int, command: list[str], env: Mapping[str, str], log: IO[bytes], *, fresh: bool
-    ) -> fork_server.Agent:
+    ) -> fork_server.AgentProcess:
         """Start a node's agent; one whose power was off gets its link back."""
-        if index in self._off:
-            self._off.remove(index)
-            self.network.restore(index)
+        if index in self._powered_off:
+            self._powered_off.remove(index)
+            self.network.restore_link(index)
         return super().start(index, command, env, log, fresh=fresh)
 
     def poweroff(self, indices: Collection[int]) -> None:
         """Let nodes fall silent, and then die, until they are started again."""
-        self._off.update(indices)
+        self._powered_off.update(indices)
         super().poweroff(indices)
 
     @property
-    def network(self) -> Namespaces:
+    def network(self) -> VirtualNetwork:
         """Links that can be cut."""
-        return self._namespaces
+        return self._virtual_network
 
-    def root(self, index: int, ckpt_dir: Path) -> Path:
+    def prepare_disk(self, index: int, ckpt_dir: Path) -> Path:
         """Make the node's disk, and let ``ckpt_dir`` lead to it."""
-        self._disks[index] = SmallDisk(self._disk_bytes)
+        self._disks[index] = TmpfsDisk(self._disk_bytes)
         ckpt_dir.parent.mkdir(parents=True, exist_ok=True)
         ckpt_dir.symlink_to(self._disks[index].path)
         return ckpt_dir
 
-    def disk(self, index: int) -> SmallDisk:
+    def disk(self, index: int) -> TmpfsDisk:
         """The node's disk.
 
         Raises:
@@ -327,17 +329,19 @@ class Networked(Loopback):
         """Give the disks back, and the network where it was made here. A second call does nothing."""
         for disk in self._disks.values():
             disk.close()
-        if self._is_ours:
-            self._namespaces.close()
+        if self._owns_network:
+            self._virtual_network.close()
 
-    def _network(self, index: int) -> str:
-        return self.network.path(index)
+    def _namespace_path(self, index: int) -> str:
+        return self.network.namespace_path(index)
 
-    def _command(self, index: int, command: list[str]) -> list[str]:
-        return self.network.command(index, command)
+    def _wrap_command(self, index: int, command: list[str]) -> list[str]:
+        return self.network.wrap_command(index, command)
 
 
-def ground(hosts: Hosts | Namespaces | Loopback, nodes: int, disk_bytes: int | None) -> Loopback:
+def make_backend(
+    hosts: Hosts | VirtualNetwork | LoopbackBackend, nodes: int, disk_bytes: int | None
+) -> LoopbackBackend:
     """Make what is asked for.
 
     Raises:
@@ -345,12 +349,12 @@ def ground(hosts: Hosts | Namespaces | Loopback, nodes: int, disk_bytes: int | N
         MachineError: it cannot be had here, and why.
 
     """
-    if isinstance(hosts, Loopback):
+    if isinstance(hosts, LoopbackBackend):
         return hosts
-    if hosts == "namespaces" or isinstance(hosts, Namespaces):
-        return Networked(nodes if hosts == "namespaces" else hosts, disk_bytes or DISK_BYTES)
+    if hosts == "namespaces" or isinstance(hosts, VirtualNetwork):
+        return NetnsBackend(nodes if hosts == "namespaces" else hosts, disk_bytes or DISK_BYTES)
     if disk_bytes is not None:
         raise UsageError('disk_bytes: nodes have disks of their own with hosts="namespaces".')
     if hosts != "loopback":
         raise UsageError(f'hosts={hosts!r}: simulated hosts are "loopback" or "namespaces".')
-    return Loopback()
+    return LoopbackBackend()

@@ -27,22 +27,28 @@ from types import FrameType
 
 from elastic_resume import config, constants
 from elastic_resume.agent import validation
-from elastic_resume.config import Parser, Settings, add_flags, parse_layers
+from elastic_resume.config import Parser, Settings, add_flags, parse_flags_and_file
 from elastic_resume.errors import ConfigError
 from elastic_resume.report import formatting, summary, text_report
-from elastic_resume.report.formatting import amount, cut, seconds, table, wrap
+from elastic_resume.report.formatting import format_count, format_seconds, format_table, truncate, wrap_text
 from elastic_resume.report.incidents import Generation
 from elastic_resume.testing import fault_plan, faults, virtual_network
 from elastic_resume.testing.cluster import Hosts
-from elastic_resume.testing.experiment import PATIENCE_S, Interrupted, Job, Outcome, run
-from elastic_resume.testing.fault_plan import Every, Plan
-from elastic_resume.testing.fault_runner import DONE, Fate
+from elastic_resume.testing.experiment import (
+    STALL_TIMEOUT_S,
+    Experiment,
+    ExperimentInterrupted,
+    ExperimentResult,
+    run,
+)
+from elastic_resume.testing.fault_plan import FaultPlan, RandomFaults
+from elastic_resume.testing.fault_runner import DONE, FaultOutcome
 from elastic_resume.units import parse_duration
 
 PROG = "elastic-resume chaos"
-MTBF_S = 15.0
-WHOM = 24  # characters of whom a fault hit, beside what followed
-OURS = {
+DEFAULT_MTBF_S = 15.0
+TARGET_WIDTH = 24  # characters of whom a fault hit, beside what followed
+REPLACED_RUN_FLAGS = {
     "--nnodes": "--nodes and --min-nodes",
     "--nproc-per-node": "--workers-per-node",
     "--nproc_per_node": "--workers-per-node",
@@ -58,7 +64,7 @@ OURS = {
 # ---- the command ---------------------------------------------------------------------------------------
 
 
-def main(words: Sequence[str]) -> int:
+def main(args: Sequence[str]) -> int:
     """``elastic-resume chaos [flags] [flags of run] -- script args…``; see the module for its exit codes.
 
     Raises:
@@ -66,78 +72,82 @@ def main(words: Sequence[str]) -> int:
         MachineError: these hosts cannot be had here.
 
     """
-    job, saved = parse(words)
+    job, saved = parse_command(args)
     began = time.monotonic()
 
     def say(text: str) -> None:
-        for at, line in enumerate(wrap(text, indent=" " * 10)):
-            if not formatting.say(f"{line}\n" if at else f"{time.monotonic() - began:7.1f} s  {line}\n"):
+        for at, line in enumerate(wrap_text(text, indent=" " * 10)):
+            if not formatting.write_stdout(
+                f"{line}\n" if at else f"{time.monotonic() - began:7.1f} s  {line}\n"
+            ):
                 signal.raise_signal(signal.SIGTERM)  # `| head` has had what it wanted
 
     if saved is not None:
-        _write(saved, fault_plan.to_text(job.plan))
+        _write_plan(saved, fault_plan.to_text(job.plan))
     try:
         job.directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--dir {job.directory}: cannot be made: {error.strerror}.") from error
-    formatting.say(f"{shlex.join(job.script)} on {_where(job)}; seed {job.plan.seed}\n")
+    formatting.write_stdout(f"{shlex.join(job.script)} on {_describe_nodes(job)}; seed {job.plan.seed}\n")
     caught: list[int] = []
     try:
-        with _signals(caught):
+        with _interrupt_on_signals(caught):
             outcome = run(job, say)
-    except (Interrupted, KeyboardInterrupt) as ended:  # the latter before there was a job
-        if isinstance(ended, Interrupted):
-            formatting.say(f"\n{told(job, ended.outcome)}\n")
-        return constants.EXIT_SIGNALLED + (caught[0] if caught else signal.SIGINT)
-    formatting.say(f"\n{told(job, outcome)}\n")
-    if outcome.why:
-        return constants.EXIT_AT_FAULT
-    if outcome.not_reached or _never_drawn(job, outcome):
-        return constants.EXIT_NOT_REACHED
-    return constants.EXIT_DONE
+    except (ExperimentInterrupted, KeyboardInterrupt) as ended:  # the latter before there was a job
+        if isinstance(ended, ExperimentInterrupted):
+            formatting.write_stdout(f"\n{format_result(job, ended.result)}\n")
+        return constants.EXIT_SIGNAL_BASE + (caught[0] if caught else signal.SIGINT)
+    formatting.write_stdout(f"\n{format_result(job, outcome)}\n")
+    if outcome.failure:
+        return constants.EXIT_JOB_ERROR
+    if outcome.missed_faults or _has_no_random_fault(job, outcome):
+        return constants.EXIT_PLAN_INCOMPLETE
+    return constants.EXIT_SUCCESS
 
 
-def parse(words: Sequence[str]) -> tuple[Job, Path | None]:
+def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
     """Read the command: the job, and where its plan is to be saved."""
-    before, after = _split(words)
-    parser = _parser()
+    before, after = _split_at_script(words)
+    parser = _build_parser()
     args, flags = parser.parse_known_args(before)
     if not after:
         parser.error("write the script behind --, as in: chaos --nodes 4 --mtbf 15s -- train.py --epochs 3")
     for flag in flags:
         name = flag.partition("=")[0]
-        if name in OURS:
+        if name in REPLACED_RUN_FLAGS:
             raise ConfigError(
-                f"{name} is not for chaos to pass on: it decides that itself; see {OURS[name]}."
+                f"{name} is not for chaos to pass on: it decides that itself; see {REPLACED_RUN_FLAGS[name]}."
             )
-    plan = _plan(args)
-    chosen: Hosts = args.hosts or ("loopback" if virtual_network.available() else "namespaces")
+    plan = _build_plan(args)
+    chosen: Hosts = args.hosts or ("loopback" if virtual_network.unavailable_reason() else "namespaces")
     shape = {"nodes": args.nodes, "workers_per_node": args.workers_per_node}
-    plan.refuse(**shape, own=faults.OWN[chosen])
+    plan.validate(**shape, node_resources=faults.NODE_RESOURCES[chosen])
     if not 1 <= args.min_nodes <= args.nodes:
         raise ConfigError(f"--min-nodes is {args.min_nodes}: write 1 to {args.nodes}.")
     if args.disk is not None and chosen != "namespaces":
-        why = virtual_network.available() or "nodes share the disk that is here with --hosts loopback"
+        why = (
+            virtual_network.unavailable_reason() or "nodes share the disk that is here with --hosts loopback"
+        )
         raise ConfigError(f"--disk takes nodes that have one of their own (--hosts namespaces): {why}.")
-    _check_run(flags, after)
-    job = Job(
-        _empty(args.dir.absolute()),
+    _validate_run_flags(flags, after)
+    job = Experiment(
+        _require_empty(args.dir.absolute()),
         **shape,
         min_nodes=args.min_nodes,
         hosts=chosen,
         flags=tuple(flags),
         script=tuple(after),
         plan=plan,
-        own=faults.OWN[chosen],
+        node_resources=faults.NODE_RESOURCES[chosen],
         disk_bytes=args.disk,
-        for_s=args.for_s,
+        fault_window_s=args.for_s,
         drain=args.drain,
-        patience_s=args.patience,
+        stall_timeout_s=args.patience,
     )
     return job, args.save_plan
 
 
-def _check_run(flags: Sequence[str], script: Sequence[str]) -> None:
+def _validate_run_flags(flags: Sequence[str], script: Sequence[str]) -> None:
     """Refuse what each agent would refuse for itself. Only flags of torchrun's take an import of torch."""
     ours = Parser(prog="elastic-resume run", add_help=False)
     add_flags(ours)
@@ -145,7 +155,7 @@ def _check_run(flags: Sequence[str], script: Sequence[str]) -> None:
     if others or args.config is not None:
         from elastic_resume.agent import torchelastic  # noqa: PLC0415
 
-        args, _ = parse_layers(torchelastic.parser(), [*flags, *script])
+        args, _ = parse_flags_and_file(torchelastic.build_parser(), [*flags, *script])
     else:
         plain = {"module": False, "no_python": False, "run_path": False, "rdzv_id": "none", "run_id": None}
         args = argparse.Namespace(**vars(args), training_script=script[0], **plain)
@@ -153,7 +163,7 @@ def _check_run(flags: Sequence[str], script: Sequence[str]) -> None:
     Settings.for_agent(args, {})
 
 
-def _empty(directory: Path) -> Path:
+def _require_empty(directory: Path) -> Path:
     try:
         full = any(directory.iterdir())
     except FileNotFoundError:
@@ -165,7 +175,7 @@ def _empty(directory: Path) -> Path:
     return directory
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split_at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
     listed = list(words)
     if "--" not in listed:
         return listed, []
@@ -173,7 +183,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return listed[:at], listed[at + 1 :]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog=PROG,
         usage=f"{PROG} [flags] [flags of `elastic-resume run`] -- script [its arguments]",
@@ -185,57 +195,57 @@ def _parser() -> argparse.ArgumentParser:
     def add(flag: str, what: str, **more: object) -> None:
         parser.add_argument(flag, help=what, **more)  # type: ignore[arg-type]
 
-    add("--nodes", "simulated nodes, n0 to n{N-1} (default 3)", type=_count, default=3, metavar="N")
-    add("--min-nodes", "fewest that train on (default 1)", type=_count, default=1, metavar="N")
-    add("--workers-per-node", "ranks on each (default 1)", type=_count, default=1, metavar="N")
+    add("--nodes", "simulated nodes, n0 to n{N-1} (default 3)", type=_parse_count, default=3, metavar="N")
+    add("--min-nodes", "fewest that train on (default 1)", type=_parse_count, default=1, metavar="N")
+    add("--workers-per-node", "ranks on each (default 1)", type=_parse_count, default=1, metavar="N")
     add("--plan", "what befalls whom and when: see docs/chaos.md", type=Path, metavar="FILE.yaml")
     add("--seed", "decides all that the plan leaves open, or all of it", type=int, metavar="N")
     add("--mtbf", "mean time between faults that are drawn (default 15s without a plan)",
-        type=_seconds("--mtbf"), metavar="TIME")  # fmt: skip
-    add("--for", "no fault comes later than this after the first step", dest="for_s", type=_seconds("--for"),
+        type=_duration_parser("--mtbf"), metavar="TIME")  # fmt: skip
+    add("--for", "no fault comes later than this after the first step", dest="for_s", type=_duration_parser("--for"),
         metavar="TIME")  # fmt: skip
     add("--drain", "then drain the job, whose script has no end", action="store_true")
     add("--hosts", "namespaces: a network and a disk in memory for each node, as root (default where that "
-        "can be); loopback: processes only", choices=sorted(faults.OWN))  # fmt: skip
-    add("--disk", "size of each node's disk, in namespaces (default 256MB)", type=_size, metavar="SIZE")
+        "can be); loopback: processes only", choices=sorted(faults.NODE_RESOURCES))  # fmt: skip
+    add("--disk", "size of each node's disk, in namespaces (default 256MB)", type=_parse_size, metavar="SIZE")
     add("--dir", "logs, checkpoints and events go there (default ./chaos-run)", type=Path,
         default=Path("chaos-run"))  # fmt: skip
     add("--save-plan", "write the plan that is carried out", type=Path, metavar="FILE.yaml")
     add("--patience", "a job without a step for so long stands still (default 5m)",
-        type=_seconds("--patience"), default=PATIENCE_S, metavar="TIME")  # fmt: skip
+        type=_duration_parser("--patience"), default=STALL_TIMEOUT_S, metavar="TIME")  # fmt: skip
     return parser
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= virtual_network.MAX_NODES:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {virtual_network.MAX_NODES}")
     return int(text)
 
 
-def _seconds(flag: str) -> Callable[[str], float]:
+def _duration_parser(flag: str) -> Callable[[str], float]:
     """Return a reader of the flag's durations."""
     return functools.partial(parse_duration, flag)
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     try:
-        return config.size("it", text)
+        return config.parse_size("it", text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _build_plan(args: argparse.Namespace) -> FaultPlan:
     """The plan of the command line: of a file, drawn, or both."""
-    plan = fault_plan.read(args.plan) if args.plan else Plan(seed=secrets.randbelow(1 << 31))
+    plan = fault_plan.read(args.plan) if args.plan else FaultPlan(seed=secrets.randbelow(1 << 31))
     if args.seed is not None:
         plan = replace(plan, seed=args.seed)
     if args.mtbf is not None or args.plan is None:
-        mtbf_s = MTBF_S if args.mtbf is None else args.mtbf
-        plan = replace(plan, every=replace(plan.every or Every(mtbf_s), mtbf_s=mtbf_s))
+        mtbf_s = DEFAULT_MTBF_S if args.mtbf is None else args.mtbf
+        plan = replace(plan, every=replace(plan.every or RandomFaults(mtbf_s), mtbf_s=mtbf_s))
     return plan
 
 
-def _write(path: Path, text: str) -> None:
+def _write_plan(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
@@ -243,7 +253,7 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _signals(caught: list[int]) -> Iterator[None]:
+def _interrupt_on_signals(caught: list[int]) -> Iterator[None]:
     """Let SIGTERM, and a terminal that is gone, end it as Ctrl-C does; ``caught`` then holds the number."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -265,121 +275,141 @@ def _signals(caught: list[int]) -> Iterator[None]:
 # ---- what is told at the end ---------------------------------------------------------------------------
 
 
-def told(job: Job, outcome: Outcome) -> str:
+def format_result(experiment: Experiment, result: ExperimentResult) -> str:
     """The report's table, the fate of each fault, and what it all means."""
-    lines = [text_report.as_text(outcome.story).rstrip(), "", *_fates(outcome), ""]
-    lines += wrap(_verdict(job, outcome))
-    why, *tails = outcome.why.splitlines() or [""]
+    lines = [text_report.format_text(result.run_report).rstrip(), "", *_fault_table(result), ""]
+    lines += wrap_text(_summarize(experiment, result))
+    why, *tails = result.failure.splitlines() or [""]
     del why
     lines += tails
-    again = f"the same faults again: {PROG} --seed {job.plan.seed} with the same flags and plan"
-    return "\n".join([*lines, *wrap(f"{again}; what the nodes wrote is in {job.directory}")])
+    again = f"the same faults again: {PROG} --seed {experiment.plan.seed} with the same flags and plan"
+    return "\n".join([*lines, *wrap_text(f"{again}; what the nodes wrote is in {experiment.directory}")])
 
 
-def _fates(outcome: Outcome) -> list[str]:
-    followed = _followed(outcome)
+def _fault_table(result: ExperimentResult) -> list[str]:
+    followed = _consequences(result)
     rows = [("", "nothing of the plan", "-", followed[None])] if None in followed else []
-    last = max((fate for fate in outcome.fates if fate.t is not None), key=_when, default=None)
-    for fate in outcome.fates:
+    last = max(
+        (fate for fate in result.fault_outcomes if fate.injected_at is not None),
+        key=_injection_time,
+        default=None,
+    )
+    for fate in result.fault_outcomes:
         if fate.state == DONE:
-            ended_wrong = outcome.why and fate is last
-            otherwise = "see below" if ended_wrong else outcome.story.after_fault(_when(fate))
+            ended_wrong = result.failure and fate is last
+            otherwise = (
+                "see below" if ended_wrong else result.run_report.describe_after_fault(_injection_time(fate))
+            )
             then = followed.get(fate.number, otherwise)
-        elif fate.is_drawn:
+        elif fate.is_random:
             continue  # those go on beyond any job's end
         else:
-            then = f"never came: {fate.why}"
-        often = f", {amount(fate.times, 'time')}" if fate.times > 1 else ""
-        what = f"{fate.fault.what} {cut(fate.whom or fate.fault.whom, WHOM)}{often}"
-        rows.append((str(fate.number), what, _came(outcome, fate), then))
-    return table(("no", "fault", "at", "what followed"), rows, right=(0, 2), elastic=3) if rows else []
+            then = f"never came: {fate.reason}"
+        often = f", {format_count(fate.injection_count, 'time')}" if fate.injection_count > 1 else ""
+        what = f"{fate.fault.what} {truncate(fate.target or fate.fault.target_text, TARGET_WIDTH)}{often}"
+        rows.append((str(fate.number), what, _format_injection_time(result, fate), then))
+    return (
+        format_table(("no", "fault", "at", "what followed"), rows, right_aligned=(0, 2), shrinkable=3)
+        if rows
+        else []
+    )
 
 
-def _came(outcome: Outcome, fate: Fate) -> str:
-    if fate.t is None or outcome.story.began is None:
+def _format_injection_time(result: ExperimentResult, fault_outcome: FaultOutcome) -> str:
+    if fault_outcome.injected_at is None or result.run_report.start_t is None:
         return "-"
-    return seconds(max(0.0, fate.t - outcome.story.began))
+    return format_seconds(max(0.0, fault_outcome.injected_at - result.run_report.start_t))
 
 
-def _followed(outcome: Outcome) -> dict[int | None, str]:
+def _consequences(result: ExperimentResult) -> dict[int | None, str]:
     """What each fault led to, where it led to anything; None: what followed of no fault."""
-    done = sorted((fate for fate in outcome.fates if fate.t is not None), key=_when)
-    rows = outcome.story.report.generations
+    done = sorted(
+        (fate for fate in result.fault_outcomes if fate.injected_at is not None), key=_injection_time
+    )
+    rows = result.run_report.history.generations
     found: dict[int | None, list[str]] = {}
-    spoilt = [fate for fate in done if fate.fault.what in summary.SPOIL]
+    spoilt = [fate for fate in done if fate.fault.what in summary.CORRUPTING_FAULTS]
     for row in rows:
         for copy in row.rejected:
-            by = [one for one in spoilt if copy.node in one.nodes and _when(one) <= row.began]
+            by = [one for one in spoilt if copy.node in one.nodes and _injection_time(one) <= row.start_t]
             what = f"a copy of {copy.node} was set aside: {copy.reason}"
             found.setdefault(by[-1].number if by else None, []).append(what)
-    rest = [row for row in rows if _is_incident(row, outcome)]
+    rest = [row for row in rows if _is_incident(row, result)]
     done = [fate for fate in done if fate not in spoilt]  # a damaged copy ends nothing
-    times = [(fate, *hit) for fate in done for hit in ((_when(fate), fate.nodes, fate.rank), *fate.again)]
-    hits = [summary.Hit(t, nodes, rank, fate.fault.what) for fate, t, nodes, rank in times]
-    for (fate, *_), of_it in zip(times, summary.generations_after(hits, rows), strict=True):
+    times = [
+        (fate, *hit)
+        for fate in done
+        for hit in ((_injection_time(fate), fate.nodes, fate.rank), *fate.repeats)
+    ]
+    hits = [summary.FaultHit(t, nodes, rank, fate.fault.what) for fate, t, nodes, rank in times]
+    for (fate, *_), of_it in zip(times, summary.attribute_ends(hits, rows), strict=True):
         for row in [one for one in of_it if one in rest]:
             rest.remove(row)
-            found.setdefault(fate.number, []).append(_incident(row))
+            found.setdefault(fate.number, []).append(_format_incident(row))
     for row in rest:
-        found.setdefault(None, []).append(_incident(row))
+        found.setdefault(None, []).append(_format_incident(row))
     for fate in done:
         if fate.fault.what == "preemption":  # where all nodes left, which is no failure
-            found.setdefault(fate.number, []).extend(map(_incident, _stopped_at(_when(fate), rows)))
+            found.setdefault(fate.number, []).extend(
+                map(_format_incident, _generations_stopped_at(_injection_time(fate), rows))
+            )
     return {number: "; ".join(texts) for number, texts in found.items() if texts}
 
 
-def _stopped_at(t: float, rows: Sequence[Generation]) -> list[Generation]:
+def _generations_stopped_at(time_s: float, rows: Sequence[Generation]) -> list[Generation]:
     """The generation that ran then, if all of it was told to stop and another one followed."""
     return [
         row
         for row, following in itertools.pairwise(rows)
-        if row.began <= t < following.began and row.end.kind == "stopped"
+        if row.start_t <= time_s < following.start_t and row.end.kind == "stopped"
     ]
 
 
-def _when(fate: Fate) -> float:
-    return fate.t or 0.0
+def _injection_time(outcome: FaultOutcome) -> float:
+    return outcome.injected_at or 0.0
 
 
-def _is_incident(row: Generation, outcome: Outcome) -> bool:
+def _is_incident(generation: Generation, result: ExperimentResult) -> bool:
     """Whether a failure ended it, and not that the job was drained."""
-    drained = math.inf if outcome.drained is None else outcome.drained
-    return row.end.is_failure and (row.end.t is None or row.end.t < drained - summary.SLACK_S)
-
-
-def _never_drawn(job: Job, outcome: Outcome) -> bool:
-    """Whether faults were to be drawn, and the job was over, or had time for none, before the first."""
-    return job.plan.every is not None and outcome.is_undisturbed
-
-
-def _incident(row: Generation) -> str:
-    lost = f", {row.lost_steps} lost" if row.lost_steps else ""
-    back = f", back in {seconds(row.recovered_s)}" if row.recovered_s is not None else ""
-    return f"{row.end.text.rstrip('.')}{back}{lost}"
-
-
-def _verdict(job: Job, outcome: Outcome) -> str:
-    report = outcome.story.report
-    came = sum(fate.state == DONE for fate in outcome.fates)
-    incidents = sum(_is_incident(row, outcome) for row in report.generations)
-    cost = (
-        f"{amount(came, 'fault')} came, {amount(incidents, 'incident')} followed, "
-        f"{amount(report.lost_steps, 'step')} run again"
+    drained = math.inf if result.drained_at is None else result.drained_at
+    return generation.end.is_failure and (
+        generation.end.t is None or generation.end.t < drained - summary.CLOCK_SLACK_S
     )
-    if outcome.why:
-        return f"WRONG: {outcome.why.splitlines()[0]} ({cost})"
-    how = "was drained" if job.drain and job.for_s is not None else "ended right"
-    left = len(outcome.not_reached)
-    never = f"; {amount(left, 'fault')} of the plan never came" if left else ""
-    if not left and _never_drawn(job, outcome):
+
+
+def _has_no_random_fault(experiment: Experiment, result: ExperimentResult) -> bool:
+    """Whether faults were to be drawn, and the job was over, or had time for none, before the first."""
+    return experiment.plan.every is not None and result.had_no_fault
+
+
+def _format_incident(generation: Generation) -> str:
+    lost = f", {generation.recomputed_steps} lost" if generation.recomputed_steps else ""
+    back = f", back in {format_seconds(generation.recovery_s)}" if generation.recovery_s is not None else ""
+    return f"{generation.end.text.rstrip('.')}{back}{lost}"
+
+
+def _summarize(experiment: Experiment, result: ExperimentResult) -> str:
+    report = result.run_report.history
+    came = sum(fate.state == DONE for fate in result.fault_outcomes)
+    incidents = sum(_is_incident(row, result) for row in report.generations)
+    cost = (
+        f"{format_count(came, 'fault')} came, {format_count(incidents, 'incident')} followed, "
+        f"{format_count(report.recomputed_steps, 'step')} run again"
+    )
+    if result.failure:
+        return f"WRONG: {result.failure.splitlines()[0]} ({cost})"
+    how = "was drained" if experiment.drain and experiment.fault_window_s is not None else "ended right"
+    left = len(result.missed_faults)
+    never = f"; {format_count(left, 'fault')} of the plan never came" if left else ""
+    if not left and _has_no_random_fault(experiment, result):
         never = "; no fault came: train for longer, or give a shorter --mtbf"
     return f"The job {how}, at step {report.last_step}: {cost}{never}."
 
 
-def _where(job: Job) -> str:
+def _describe_nodes(experiment: Experiment) -> str:
     own: dict[Hosts, str] = {
         "loopback": "processes only",
         "namespaces": "each with a network and a disk of its own",
     }
-    workers = "" if job.workers_per_node == 1 else f" with {job.workers_per_node} workers each"
-    return f"{amount(job.nodes, 'node')}{workers} ({own[job.hosts]})"
+    workers = "" if experiment.workers_per_node == 1 else f" with {experiment.workers_per_node} workers each"
+    return f"{format_count(experiment.nodes, 'node')}{workers} ({own[experiment.hosts]})"

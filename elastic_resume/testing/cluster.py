@@ -36,21 +36,21 @@ from typing import Any, TypeVar, overload
 import psutil
 
 from elastic_resume import constants, events
-from elastic_resume.checkpoint.catalog import Catalog, Entry
+from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry
 from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
 from elastic_resume.report import incidents, summary, text_report
 from elastic_resume.snapshot import progress_page
-from elastic_resume.snapshot.progress_page import Line
+from elastic_resume.snapshot.progress_page import ProgressRecord
 from elastic_resume.testing import fork_server
-from elastic_resume.testing.backends import Hosts, Loopback, ground
-from elastic_resume.testing.triggers import Arming, MomentError, Moments, Planned
-from elastic_resume.testing.virtual_network import Namespaces
+from elastic_resume.testing.backends import Hosts, LoopbackBackend, make_backend
+from elastic_resume.testing.triggers import FailpointController, ScheduledAction, TriggerError, TriggerWatcher
+from elastic_resume.testing.virtual_network import VirtualNetwork
 
 T = TypeVar("T")
 
 POLL_S = 0.02
-TAIL = 4000  # characters of each node's output in an error
+OUTPUT_TAIL_CHARS = 4000  # characters of each node's output in an error
 
 
 class ClusterTimeoutError(AssertionError):
@@ -70,9 +70,9 @@ class Node:
     ckpt_dir: Path
     directory: Path
     log: Path
-    agent: fork_server.Agent | None = None
+    agent: fork_server.AgentProcess | None = None
     killed: bool = False  # by whoever simulates it, since its last start
-    waited_for: bool = False  # `wait_exit` has given how it ended, since its last start
+    exit_collected: bool = False  # `wait_exit` has given how it ended, since its last start
 
     @property
     def alive(self) -> bool:
@@ -94,19 +94,19 @@ class Recovery:
     lost_steps: int | None
 
 
-class Nodes:
+class ClusterObserver:
     """Several simulated nodes of one job."""
 
-    def __init__(self, directory: Path, run_id: str, ground: Loopback, workers_per_node: int) -> None:
+    def __init__(self, directory: Path, run_id: str, backend: LoopbackBackend, workers_per_node: int) -> None:
         """See the nodes that stand on ``ground`` and keep what they do below ``directory``."""
         self.directory = directory
         self.run_id = run_id
         self.ckpt_dir = directory / "checkpoints"
         self.run_dir = self.ckpt_dir / run_id
         self.nodes: list[Node] = []
-        self._ground = ground
+        self._backend = backend
         self.workers_per_node = workers_per_node
-        self._moments = Moments(self.lines)
+        self._triggers = TriggerWatcher(self.rank_progress)
 
     # ---- what can be seen ----------------------------------------------------------------------------
 
@@ -115,11 +115,11 @@ class Nodes:
         try:
             found = events.read_run(self.run_dir)
         except OSError:
-            told = (event for index in range(len(self.nodes)) for event in self.events_of(index))
+            told = (event for index in range(len(self.nodes)) for event in self.node_events(index))
             found = sorted(told, key=lambda event: event["t"])
         return [event for event in found if kind in (None, event["event"])]
 
-    def events_of(self, index: int, kind: str | None = None) -> list[Event]:
+    def node_events(self, index: int, kind: str | None = None) -> list[Event]:
         """One node's events by time, or those of one kind; none while its disk fails."""
         with contextlib.suppress(OSError):
             found = events.read(self.nodes[index].directory / constants.EVENTS_FILE)
@@ -127,9 +127,9 @@ class Nodes:
             return sorted(wanted, key=lambda event: event["t"])
         return []
 
-    def checkpoints(self, index: int) -> list[Entry]:
+    def checkpoints(self, index: int) -> list[CatalogEntry]:
         """A node's checkpoints, newest first, each with what is wrong with it, if anything."""
-        return Catalog(self.nodes[index].directory, self.run_id).entries()
+        return Catalog(self.nodes[index].directory, self.run_id).list_entries()
 
     def output(self, index: int) -> str:
         """All that a node's agent and workers have printed."""
@@ -138,47 +138,49 @@ class Nodes:
 
     def processes(self, index: int) -> list[psutil.Process]:
         """A node's agent and all of its descendants that are alive."""
-        return self._ground.processes(index)
+        return self._backend.processes(index)
 
     def process(self, index: int, pid: int) -> psutil.Process | None:
         """The process of a node with this id; None: it has ended."""
         return next((one for one in self.processes(index) if one.pid == pid), None)
 
-    def lines(self) -> Iterator[tuple[int, progress_page.Line]]:
+    def rank_progress(self) -> Iterator[tuple[int, progress_page.ProgressRecord]]:
         """What each rank has noted of the step that it finished last: node, and line of its board."""
         for index, node in enumerate(self.nodes):
-            for line in progress_page.read_lines(
-                node.directory / constants.BOARD_FILE, self.workers_per_node
+            for line in progress_page.read_records(
+                node.directory / constants.PROGRESS_FILE, self.workers_per_node
             ):
                 yield index, line
 
     @property
     def lost_steps(self) -> int:
         """How many steps that had been finished were run again, over all failures so far."""
-        return incidents.tell(self.events()).lost_steps
+        return incidents.build_history_from_events(self.events()).recomputed_steps
 
     @property
     def recoveries(self) -> list[Recovery]:
         """The failures that the job has recovered from so far, in order."""
-        rows = incidents.tell(self.events()).generations
+        rows = incidents.build_history_from_events(self.events()).generations
         return [
-            Recovery(following.number, row.end.text, row.recovered_s, row.lost_steps)
+            Recovery(following.number, row.end.text, row.recovery_s, row.recomputed_steps)
             for row, following in itertools.pairwise(rows)
             if row.end.is_failure
         ]
 
-    def table(self) -> str:
+    def report_text(self) -> str:
         """What `elastic-resume report` tells of the run so far."""
-        return text_report.as_text(summary.tell(self.events()))
+        return text_report.format_text(summary.build_run_report(self.events()))
 
-    def tails(self) -> str:
+    def output_tails(self) -> str:
         """What each node has printed last."""
-        return "\n".join(f"--- {n.name}\n{self.output(i)[-TAIL:]}" for i, n in enumerate(self.nodes))
+        return "\n".join(
+            f"--- {n.name}\n{self.output(i)[-OUTPUT_TAIL_CHARS:]}" for i, n in enumerate(self.nodes)
+        )
 
     # ---- waiting -------------------------------------------------------------------------------------
 
     @overload
-    def wait(self, look: Callable[[], T | None], what: str, timeout_s: float = 120.0) -> T: ...
+    def wait(self, condition: Callable[[], T | None], description: str, timeout_s: float = 120.0) -> T: ...
 
     @overload
     def wait(
@@ -193,8 +195,8 @@ class Nodes:
 
     def wait(
         self,
-        look: Callable[[], Any] | None = None,
-        what: str = "",
+        condition: Callable[[], Any] | None = None,
+        description: str = "",
         timeout_s: float = 120.0,
         *,
         step: int | None = None,
@@ -202,11 +204,11 @@ class Nodes:
         commit: int | None = None,
         node: int | None = None,
     ) -> Any:
-        """Wait for a fact, and give the event that tells of it; or what ``look`` gives, once that is true.
+        """Wait for a fact, and give the event that tells of it; or the true value of ``condition``.
 
         Args:
-            look: is called until it gives something true.
-            what: it looks for, for the error.
+            condition: is called until it gives something true.
+            description: of the condition, for the error.
             timeout_s: limit.
             step: until a rank has finished this step or a later one.
             generation: until this generation or a later one has resumed; with ``step``: of such a one.
@@ -218,26 +220,28 @@ class Nodes:
             MomentError: something that was planned with `at` went wrong.
 
         """
-        if look is None:
-            look, what = self._fact(step, generation, commit, node)
+        if condition is None:
+            condition, description = self._event_condition(step, generation, commit, node)
         deadline = time.monotonic() + timeout_s
         while True:
             idle = not any(one.alive for one in self.nodes)
-            self._moments.complain()
-            found = look()
+            self._triggers.raise_error()
+            found = condition()
             if found:
                 return found
             if idle or time.monotonic() > deadline:
                 why = "no node runs any more" if idle else f"{timeout_s:.0f} s went by"
-                raise ClusterTimeoutError(f"{what}: {why}.\n{self.tails()}")
+                raise ClusterTimeoutError(f"{description}: {why}.\n{self.output_tails()}")
             time.sleep(POLL_S)
 
-    def _fact(
+    def _event_condition(
         self, step: int | None, generation: int | None, commit: int | None, node: int | None
     ) -> tuple[Callable[[], Event | None], str]:
-        """Make a look for one event, and words for it."""
+        """Make a condition for one event, and words for it."""
         if [step is None and generation is None, commit is None].count(False) != 1:
-            raise UsageError("wait for step=, for generation=, for both, or for commit=; or give a look.")
+            raise UsageError(
+                "wait for step=, for generation=, for both, or for commit=; or give a condition."
+            )
         kind, least = ("commit", commit) if commit is not None else ("step", step)
         if least is None:
             kind = "resume"
@@ -245,12 +249,12 @@ class Nodes:
         of = "" if generation is None else f" of generation {generation}"
         words = {"commit": f"a checkpoint of step {least}", "step": f"step {least}{of}", "resume": of[4:]}
 
-        def look() -> Event | None:
-            found = self.events(kind) if node is None else self.events_of(node, kind)
+        def condition() -> Event | None:
+            found = self.events(kind) if node is None else self.node_events(node, kind)
             wanted = (e for e in found if e["step"] >= (least or 0) and e["generation"] >= (generation or 0))
             return next(wanted, None)
 
-        return look, words[kind] + on
+        return condition, words[kind] + on
 
     def wait_exit(self, timeout_s: float = 240.0, only: Sequence[int] | None = None) -> list[int]:
         """Wait until all agents have ended; give the exit codes of those that were not killed here.
@@ -266,41 +270,43 @@ class Nodes:
         """
         if all(one.agent is None for one in self.nodes):
             raise UsageError("wait_exit: no node was started; call start(script) before.")
-        chosen = [one for one in self.nodes if one.alive or not one.waited_for]
+        chosen = [one for one in self.nodes if one.alive or not one.exit_collected]
         if only is not None:
             chosen = [self.nodes[index] for index in only]
         deadline = time.monotonic() + timeout_s
         while running := [one for one in chosen if one.alive]:
-            self._moments.complain()
+            self._triggers.raise_error()
             if time.monotonic() > deadline:
                 names = ", ".join(one.name for one in running)
-                raise ClusterTimeoutError(f"{names}: not ended within {timeout_s:.0f} s.\n{self.tails()}")
+                raise ClusterTimeoutError(
+                    f"{names}: not ended within {timeout_s:.0f} s.\n{self.output_tails()}"
+                )
             time.sleep(POLL_S)
         ended = [one for one in chosen if one.agent is not None and (only is not None or not one.killed)]
         codes = [one.agent.wait() for one in ended if one.agent is not None]
         for one in ended:
-            one.waited_for = True
-        self._moments.complain()
+            one.exit_collected = True
+        self._triggers.raise_error()
         if not any(one.alive for one in self.nodes) and not any(codes):
-            self._moments.require_all()
+            self._triggers.require_all_done()
         return codes
 
 
-class Mishaps(Nodes):
-    """Nodes, and what befalls them."""
+class ClusterFaults(ClusterObserver):
+    """Nodes, and the faults that are injected into them."""
 
-    def __init__(self, directory: Path, run_id: str, ground: Loopback, workers_per_node: int) -> None:
+    def __init__(self, directory: Path, run_id: str, backend: LoopbackBackend, workers_per_node: int) -> None:
         """See `Nodes`."""
-        super().__init__(directory, run_id, ground, workers_per_node)
-        self.arming = Arming(directory / "armed")
+        super().__init__(directory, run_id, backend, workers_per_node)
+        self.failpoints = FailpointController(directory / "armed")
         """For what processes of the nodes do to themselves, with more conditions than `arm` has."""
-        self._disk_marks: dict[tuple[int, str], str] = {}  # of failpoints, by node and action
+        self._disk_failpoint_ids: dict[tuple[int, str], str] = {}  # of failpoints, by node and action
 
     # ---- processes -----------------------------------------------------------------------------------
 
     def kill_worker(self, index: int, local_rank: int = 0, sig: signal.Signals = signal.SIGKILL) -> int:
         """Send ``sig`` to one worker; give its process id. SIGSTOP makes it hang, SIGCONT goes on."""
-        starts = [e for e in self.events_of(index, "worker-start") if e.get("local_rank") == local_rank]
+        starts = [e for e in self.node_events(index, "worker-start") if e.get("local_rank") == local_rank]
         if not starts:
             raise UsageError(f"node {self.nodes[index].name} has not started a worker {local_rank} yet.")
         return self.signal_process(index, int(starts[-1]["pid"]), sig)
@@ -328,7 +334,7 @@ class Mishaps(Nodes):
         """Let several nodes die in the same moment."""
         for index in indices:
             self.nodes[index].killed = True
-        self._ground.crash(indices)
+        self._backend.crash(indices)
 
     def poweroff(self, index: int) -> None:
         """Let a node lose its power: its link falls silent, then all its processes are gone.
@@ -337,71 +343,73 @@ class Mishaps(Nodes):
         link back.
         """
         self.nodes[index].killed = True
-        self._ground.poweroff([index])
+        self._backend.poweroff([index])
 
     def give_notice(self, index: int) -> None:
         """Tell a node that it will be taken away, as a cloud does: it saves what it has, and leaves.
 
         Its agent looks for a notice once a second. Starting the node again takes the notice back.
         """
-        self._notice(index).touch()
+        self._preemption_notice_path(index).touch()
 
     # ---- links ---------------------------------------------------------------------------------------
 
     @property
-    def hosts(self) -> Namespaces:
+    def network(self) -> VirtualNetwork:
         """The nodes' networks, for what this class has no word for."""
-        return self._ground.network
+        return self._backend.network
 
     def cut(self, index: int) -> None:
         """Let a node's link go silent, both ways: nothing is refused, no connection ends."""
-        self.hosts.cut(index)
+        self.network.cut(index)
 
-    def restore(self, index: int) -> None:
+    def restore_link(self, index: int) -> None:
         """Let a node's link work again, and fully, within its side of a partition."""
-        self.hosts.restore(index)
+        self.network.restore_link(index)
 
     def cut_link(self, sender: int, receiver: int, *, one_way: bool = False) -> None:
         """Let what one node sends to another vanish; and, unless ``one_way``, what that sends back."""
-        self.hosts.cut_link(sender, receiver, one_way=one_way)
+        self.network.cut_link(sender, receiver, one_way=one_way)
 
     def partition(self, *groups: Collection[int]) -> None:
         """Let nodes reach only those of their own group; each is in one. Silence, as with `cut`."""
-        self.hosts.partition(groups)
+        self.network.partition(groups)
 
     def heal(self) -> None:
         """Let every node reach every other: no cut, partition, loss or rate is left."""
-        self.hosts.heal()
+        self.network.heal()
 
     def lose_packets(self, index: int, percent: float) -> None:
         """Let so many of a hundred packets that a node sends or is sent vanish, by chance; 0: none."""
-        self.hosts.lose_packets(index, percent)
+        self.network.lose_packets(index, percent)
 
     def limit_rate(self, index: int, bytes_per_s: float) -> None:
         """Let a node's link carry so much, each way; 0: as much as it can."""
-        self.hosts.limit_rate(index, bytes_per_s)
+        self.network.limit_rate(index, bytes_per_s)
 
     # ---- disks ---------------------------------------------------------------------------------------
 
     def fill_disk(self, index: int) -> None:
         """Fill a node's disk to the last block: who writes gets ENOSPC, until `free_disk`."""
-        self._ground.disk(index).fill()
+        self._backend.disk(index).fill()
 
     def free_disk(self, index: int) -> None:
         """Undo `fill_disk`."""
-        self._ground.disk(index).free()
+        self._backend.disk(index).free()
 
     def break_disk(self, index: int) -> None:
         """Let all that checkpoints and records of a node ask of its disk fail with EIO, until `mend_disk`."""
-        self._set_disk(index, "raise")
+        self._arm_disk_failpoint(index, "raise")
 
     def mend_disk(self, index: int) -> None:
         """Undo `break_disk`."""
-        self._reset_disk(index, "raise")
+        self._disarm_disk_failpoint(index, "raise")
 
     def slow_disk(self, index: int, delay_s: float) -> None:
         """Let each of those requests take so much longer; 0: no longer."""
-        self._set_disk(index, "delay", f":{delay_s}") if delay_s else self._reset_disk(index, "delay")
+        self._arm_disk_failpoint(index, "delay", f":{delay_s}") if delay_s else self._disarm_disk_failpoint(
+            index, "delay"
+        )
 
     def wipe(self, index: int) -> None:
         """Empty a dead node's disk: its checkpoints, its events, all of its directory.
@@ -413,24 +421,24 @@ class Mishaps(Nodes):
             raise UsageError(f"node {node.name} is running: kill it before its disk is wiped.")
         with contextlib.suppress(OSError):  # it has told nothing, or its disk fails
             told = (node.directory / constants.EVENTS_FILE).read_bytes()
-            self._keep_events(line + b"\n" for line in told.splitlines())
+            self._save_peer_events(line + b"\n" for line in told.splitlines())
         shutil.rmtree(node.directory, ignore_errors=True)
 
-    def truncate_newest(self, index: int, keep: float = 0.5) -> Path:
+    def truncate_newest(self, index: int, keep_fraction: float = 0.5) -> Path:
         """Cut off the end of a node's newest checkpoint; give the path of its directory."""
-        path = self._newest(index).path
+        path = self._newest_checkpoint(index).path
         state = path / constants.STATE_FILE
-        os.truncate(state, int(state.stat().st_size * keep))
+        os.truncate(state, int(state.stat().st_size * keep_fraction))
         return path
 
-    def corrupt(self, index: int, at: float = 0.9) -> Path:
+    def corrupt(self, index: int, fraction: float = 0.9) -> Path:
         """Flip one bit in the data of a node's newest checkpoint; give the path of its directory.
 
         ``at``: where, as a fraction of its size.
         """
-        path = self._newest(index).path
+        path = self._newest_checkpoint(index).path
         with open(path / constants.STATE_FILE, "r+b") as file:
-            place = int(file.seek(0, os.SEEK_END) * at)
+            place = int(file.seek(0, os.SEEK_END) * fraction)
             file.seek(place)
             byte = file.read(1)
             file.seek(place)
@@ -439,17 +447,17 @@ class Mishaps(Nodes):
 
     # ---- the rest ------------------------------------------------------------------------------------
 
-    def arm(self, index: int, point: str) -> str:
+    def arm(self, index: int, failpoint: str) -> str:
         """Let a process of a node do something to itself at a named point; once, whichever comes first.
 
         ``point`` is written as `failpoints.py` says: "commit.after-data=kill", "step=raise;step=20". Gives
         the mark by which `arming` can be asked whether it has happened.
         """
-        return self.arming.arm(point, node=self.nodes[index].name)
+        return self.failpoints.arm(failpoint, node=self.nodes[index].name)
 
     # ---- at a step -----------------------------------------------------------------------------------
 
-    def at(self, *, step: int, rank: int | None = None, node: int | None = None) -> Moment:
+    def at(self, *, step: int, rank: int | None = None, node: int | None = None) -> Trigger:
         """Plan what happens as soon as a rank has finished a step: ``cluster.at(step=20, rank=1).kill()``.
 
         Args:
@@ -458,99 +466,99 @@ class Mishaps(Nodes):
             node: of a rank on this node; default: on any.
 
         """
-        return Moment(self, step, rank, node)
+        return Trigger(self, step, rank, node)
 
-    def plan(self, planned: Planned) -> None:
+    def schedule(self, action: ScheduledAction) -> None:
         """Do something when its moment has come; errors come up where the test waits."""
-        self._moments.plan(planned)
+        self._triggers.schedule(action)
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _newest(self, index: int) -> Entry:
+    def _newest_checkpoint(self, index: int) -> CatalogEntry:
         found = self.checkpoints(index)
         if not found:
             raise UsageError(f"node {self.nodes[index].name} has no checkpoint.")
         return found[0]
 
-    def _set_disk(self, index: int, action: str, value: str = "") -> None:
+    def _arm_disk_failpoint(self, index: int, action: str, value: str = "") -> None:
         """Arm for one node the failpoint that every request to the disk passes."""
-        self._reset_disk(index, action)
-        mark = self.arming.arm(f"disk.request={action}{value}", node=self.nodes[index].name, once="")
-        self._disk_marks[index, action] = mark
+        self._disarm_disk_failpoint(index, action)
+        mark = self.failpoints.arm(f"disk.request={action}{value}", node=self.nodes[index].name, once="")
+        self._disk_failpoint_ids[index, action] = mark
 
-    def _reset_disk(self, index: int, action: str) -> None:
-        self.arming.disarm(self._disk_marks.pop((index, action), ""))
+    def _disarm_disk_failpoint(self, index: int, action: str) -> None:
+        self.failpoints.disarm(self._disk_failpoint_ids.pop((index, action), ""))
 
-    def _keep_events(self, lines: Iterable[bytes]) -> None:
+    def _save_peer_events(self, lines: Iterable[bytes]) -> None:
         """Write down events as told by others, as far as readers know."""
-        with open(self.run_dir / constants.PEERS_FILE, "ab") as log:
+        with open(self.run_dir / constants.PEER_EVENTS_FILE, "ab") as log:
             log.writelines(lines)
 
-    def _notice(self, index: int) -> Path:
+    def _preemption_notice_path(self, index: int) -> Path:
         """The file that is a node's notice of preemption."""
         return self.directory / "notices" / self.nodes[index].name
 
 
-class Moment:
+class Trigger:
     """A moment of a job. Each method plans something for it, once, and returns at once."""
 
-    def __init__(self, nodes: Mishaps, step: int, rank: int | None, node: int | None) -> None:
+    def __init__(self, cluster: ClusterFaults, step: int, rank: int | None, node: int | None) -> None:
         """See `Mishaps.at`."""
-        self._nodes, self._step, self._rank, self._node = nodes, step, rank, node
+        self._cluster, self._step, self._rank, self._node = cluster, step, rank, node
 
-    def do(self, act: Callable[..., object], *words: object) -> None:
+    def do(self, action: Callable[..., object], *words: object) -> None:
         """Call ``act(*words)``, in a thread of its own: any method of the cluster, or what you like."""
 
         def do(*_: object) -> None:
-            act(*words)
+            action(*words)
 
-        self._plan(getattr(act, "__name__", str(act)), do)
+        self._schedule(getattr(action, "__name__", str(action)), do)
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
         """Kill: with ``rank=`` that rank's worker (by this signal), with ``node=`` the whole node."""
         if self._rank is not None:
-            self._plan(f"{sig.name}", lambda index, line: self._signal(index, line, sig))
+            self._schedule(f"{sig.name}", lambda index, line: self._signal_worker(index, line, sig))
         elif self._node is not None and sig == signal.SIGKILL:
-            self._plan("the kill", lambda index, _: self._nodes.kill_node(index))
+            self._schedule("the kill", lambda index, _: self._cluster.kill_node(index))
         else:
             raise UsageError("at(…).kill() kills the worker of rank=, by any signal, or all of node=.")
 
     def poweroff(self) -> None:
         """Let the node lose its power: that of ``node=``, or the one on which ``rank=`` is."""
-        self._on_node("poweroff", self._nodes.poweroff)
+        self._schedule_on_node("poweroff", self._cluster.poweroff)
 
     def cut(self) -> None:
         """Let the node's link go silent."""
-        self._on_node("cut", self._nodes.cut)
+        self._schedule_on_node("cut", self._cluster.cut)
 
     def fill_disk(self) -> None:
         """Fill the node's disk."""
-        self._on_node("fill_disk", self._nodes.fill_disk)
+        self._schedule_on_node("fill_disk", self._cluster.fill_disk)
 
     def corrupt(self) -> None:
         """Flip a bit in the node's newest checkpoint."""
-        self._on_node("corrupt", self._nodes.corrupt)
+        self._schedule_on_node("corrupt", self._cluster.corrupt)
 
     def partition(self, *groups: Collection[int]) -> None:
         """Let nodes reach only those of their own group."""
-        self._plan("partition", lambda _, __: self._nodes.partition(*groups))
+        self._schedule("partition", lambda _, __: self._cluster.partition(*groups))
 
     def heal(self) -> None:
         """Let every node reach every other again."""
-        self._plan("heal", lambda _, __: self._nodes.heal())
+        self._schedule("heal", lambda _, __: self._cluster.heal())
 
-    def _on_node(self, what: str, act: Callable[[int], object]) -> None:
+    def _schedule_on_node(self, description: str, action: Callable[[int], object]) -> None:
         if self._rank is None and self._node is None:
-            raise UsageError(f"at(…).{what}() takes the rank= or the node= that it befalls.")
+            raise UsageError(f"at(…).{description}() takes the rank= or the node= that it befalls.")
 
-        def do(index: int, _: Line) -> None:
-            act(index)
+        def do(index: int, _: ProgressRecord) -> None:
+            action(index)
 
-        self._plan(what, do)
+        self._schedule(description, do)
 
-    def _signal(self, index: int, line: Line, sig: signal.Signals) -> bool:
+    def _signal_worker(self, index: int, progress: ProgressRecord, sig: signal.Signals) -> bool:
         """Send a signal to a worker; False: it is just ending, and the next one of its rank is meant."""
-        process = self._nodes.process(index, line.worker.pid)
+        process = self._cluster.process(index, progress.worker.pid)
         try:
             if process is not None:
                 process.send_signal(sig)
@@ -558,14 +566,14 @@ class Moment:
             return False
         return process is not None
 
-    def _plan(self, what: str, act: Callable[[int, Line], object]) -> None:
-        self._nodes.plan(Planned(what, self._step, self._rank, self._node, act))
+    def _schedule(self, description: str, action: Callable[[int, ProgressRecord], object]) -> None:
+        self._cluster.schedule(ScheduledAction(description, self._step, self._rank, self._node, action))
 
 
-__all__ = ["Cluster", "ClusterTimeoutError", "Hosts", "Moment", "MomentError", "Node", "Recovery"]
+__all__ = ["Cluster", "ClusterTimeoutError", "Hosts", "Node", "Recovery", "Trigger", "TriggerError"]
 
 
-class Cluster(Mishaps):
+class Cluster(ClusterFaults):
     """Several nodes on this machine that run one job. Use it as a context manager, or call `stop`.
 
     As a context manager it raises a `MomentError` at its end if something that was planned never came.
@@ -584,7 +592,7 @@ class Cluster(Mishaps):
         candidates: int = 3,
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-        hosts: Hosts | Namespaces | Loopback = "loopback",
+        hosts: Hosts | VirtualNetwork | LoopbackBackend = "loopback",
         disk_bytes: int | None = None,
         fresh: bool = False,
     ) -> None:
@@ -617,21 +625,21 @@ class Cluster(Mishaps):
         directory = Path(directory).absolute()
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         (directory / "notices").mkdir(exist_ok=True)
-        below = ground(hosts, nodes, disk_bytes)
+        below = make_backend(hosts, nodes, disk_bytes)
         super().__init__(directory, run_id, below, workers_per_node)
-        self._fresh = fresh
-        self.nodes = [self._node(index, shared_disk=shared_disk) for index in range(nodes)]
+        self._start_fresh = fresh
+        self.nodes = [self._build_node(index, shared_disk=shared_disk) for index in range(nodes)]
         low, high = min_nodes or nodes, max_nodes or nodes
-        self._shape = f"{low}:{high}" if low != high else str(high)
+        self._nnodes = f"{low}:{high}" if low != high else str(high)
         self._flags = list(flags)
         self.env = {  # of every node; what is changed holds for later starts
             **{k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "ELASTIC_RESUME_"))},
             "GLOO_SOCKET_IFNAME": below.interface,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
-            "TMPDIR": below.temporary(directory / "tmp"),
+            "TMPDIR": below.temporary_dir(directory / "tmp"),
             constants.ENV_STEP_MARK_S: "0.1",
-            **self.arming.env,
+            **self.failpoints.env,
             **(env or {}),
         }
         self.endpoints = [
@@ -654,12 +662,12 @@ class Cluster(Mishaps):
         node = self.nodes[index]
         if node.alive:
             raise UsageError(f"node {node.name} is running already.")
-        self._notice(index).unlink(missing_ok=True)
+        self._preemption_notice_path(index).unlink(missing_ok=True)
         command = [
             *(sys.executable, "-m", "elastic_resume", "run"),
             *(
                 "--nnodes",
-                self._shape,
+                self._nnodes,
                 "--nproc-per-node",
                 str(self.workers_per_node),
                 "--rdzv-id",
@@ -672,21 +680,21 @@ class Cluster(Mishaps):
             *self._script,
         ]
         its = {
-            constants.ENV_PREEMPTION_NOTICE: f"file:{self._notice(index)}",
+            constants.ENV_PREEMPTION_NOTICE: f"file:{self._preemption_notice_path(index)}",
             constants.ENV_NODE_NAME: node.name,  # an agent's failpoints go by it too
         }
         with open(node.log, "ab") as log:
             environ = {**its, **self.env, **(env or {})}
-            node.agent = self._ground.start(index, command, environ, log, fresh=self._fresh)
-        node.killed = node.waited_for = False
+            node.agent = self._backend.start(index, command, environ, log, fresh=self._start_fresh)
+        node.killed = node.exit_collected = False
 
     def stop(self) -> None:
         """Kill what is left of every node, and give back what they stood on. A second call does nothing."""
-        self._moments.close()
+        self._triggers.close()
         self.kill_nodes(range(len(self.nodes)))
-        if self._ground.has_disks:
-            self._keep()
-        self._ground.close()
+        if self._backend.has_disks:
+            self._copy_from_disks()
+        self._backend.close()
 
     def __enter__(self) -> Cluster:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
@@ -696,27 +704,27 @@ class Cluster(Mishaps):
     ) -> None:
         try:
             if kind is None:
-                self._moments.complain()
-                self._moments.require_all()
+                self._triggers.raise_error()
+                self._triggers.require_all_done()
         finally:
             self.stop()
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _node(self, index: int, *, shared_disk: bool) -> Node:
+    def _build_node(self, index: int, *, shared_disk: bool) -> Node:
         name = f"n{index}"
         ckpt_dir = root = self.ckpt_dir
         if not shared_disk:
             ckpt_dir = self.directory / "disks" / name
-            root = self._ground.root(index, ckpt_dir)
+            root = self._backend.prepare_disk(index, ckpt_dir)
             seen = self.run_dir / name
             seen.parent.mkdir(parents=True, exist_ok=True)
             if not seen.is_symlink():
                 seen.symlink_to(root / self.run_id / name)
         log = self.directory / "logs" / f"{name}.log"
-        return Node(name, self._ground.address(index), ckpt_dir, root / self.run_id / name, log)
+        return Node(name, self._backend.address(index), ckpt_dir, root / self.run_id / name, log)
 
-    def _keep(self) -> None:
+    def _copy_from_disks(self) -> None:
         """Copy what a report and a look at the newest checkpoints need from disks that are about to go."""
         for index, node in enumerate(self.nodes):
             seen = self.run_dir / node.name

@@ -26,26 +26,26 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.events import Event
 from elastic_resume.testing import fault_runner
 from elastic_resume.testing.cluster import Cluster, Hosts
-from elastic_resume.testing.fault_plan import Plan
-from elastic_resume.testing.fault_runner import DONE, Course, Fate
-from elastic_resume.testing.faults import OWN, Fault
+from elastic_resume.testing.fault_plan import FaultPlan
+from elastic_resume.testing.fault_runner import DONE, FaultInjector, FaultOutcome
+from elastic_resume.testing.faults import NODE_RESOURCES, Fault
 
 if TYPE_CHECKING:
     from elastic_resume.state.diff import Difference
 
-KILLS = ("kill-worker", "kill-agent", "kill-node")
-LOOK_S = 0.001  # a step of a small model takes a few milliseconds
-IDLE_S, EVENTS_S = 0.05, 0.5
-OURS, SEED = "elastic_resume.", "elastic_resume.seed"
-SEEDS = "the seed that random numbers come from: give er.resume() a seed, or torch.manual_seed one"
-FOLLOWS = " (follows rank 0, and may be another rank's after its node is gone)"
-PREFIX = "same-run-"
-MARKER = ".elastic_resume-same-run"  # in a folder of ours; its process holds a lock on the folder
-SHOWN = 8  # differences in an error
+KILL_FAULTS = ("kill-worker", "kill-agent", "kill-node")
+POLL_S = 0.001  # a step of a small model takes a few milliseconds
+IDLE_POLL_S, EVENT_POLL_S = 0.05, 0.5
+INTERNAL_PREFIX, SEED_NAME = "elastic_resume.", "elastic_resume.seed"
+SEED_HINT = "the seed that random numbers come from: give er.resume() a seed, or torch.manual_seed one"
+FOLLOWS_RANK0_HINT = " (follows rank 0, and may be another rank's after its node is gone)"
+DIRECTORY_PREFIX = "same-run-"
+MARKER_FILE = ".elastic_resume-same-run"  # in a folder of ours; its process holds a lock on the folder
+MAX_SHOWN_DIFFERENCES = 8  # differences in an error
 
 
 @dataclass(frozen=True)
-class End:
+class RunResult:
     """What became of one run: its newest checkpoint, and in order each line that is to be compared, once."""
 
     path: Path
@@ -55,20 +55,20 @@ class End:
 
 
 @dataclass(frozen=True)
-class Job:
+class RunSpec:
     """What is run twice."""
 
     script: Path
-    words: tuple[str, ...]
+    args: tuple[str, ...]
     nodes: int
     workers_per_node: int
     hosts: Hosts
     flags: tuple[str, ...]
     env: Mapping[str, str]
-    lines: str | None
+    line_pattern: str | None
     timeout_s: float
 
-    def run(self, directory: Path, faults: Sequence[Fault]) -> End:
+    def run(self, directory: Path, faults: Sequence[Fault]) -> RunResult:
         """Run it to its end, under these faults.
 
         Raises:
@@ -87,15 +87,17 @@ class Job:
             env=self.env,
             hosts=self.hosts,
         ) as cluster:
-            cluster.start(self.script, *self.words)
-            _Run(self, cluster, faults).follow()
+            cluster.start(self.script, *self.args)
+            _Run(self, cluster, faults).run_to_end()
             cluster.stop()  # what is left to be read then stays
-            return self._end_of(cluster, logs)
+            return self._read_result(cluster, logs)
 
-    def _end_of(self, cluster: Cluster, logs: Path) -> End:
+    def _read_result(self, cluster: Cluster, logs: Path) -> RunResult:
         resumes = tuple(cluster.events("resume"))
         if not resumes:
-            raise wrong(cluster, f"{self.script.name} never called er.resume(): there is nothing to compare")
+            raise make_error(
+                cluster, f"{self.script.name} never called er.resume(): there is nothing to compare"
+            )
         found = [
             (entry.path, entry.manifest)
             for index in range(self.nodes)
@@ -103,70 +105,76 @@ class Job:
             if entry.manifest is not None
         ]
         # Ranks may have moved; BatchNorm's buffers are those of rank 0, wherever it runs.
-        newest = max(found, key=lambda one: (one[1].order, one[1].rank == 0), default=None)
+        newest = max(found, key=lambda one: (one[1].version, one[1].rank == 0), default=None)
         if newest is None:
-            raise wrong(
+            raise make_error(
                 cluster,
                 f"{self.script.name} ended without a checkpoint: its last step is saved where the loop is "
                 "`for epoch in run.epochs(EPOCHS)`, or by run.close()",
             )
-        return End(*newest, self._printed(logs), resumes)
+        return RunResult(*newest, self._matching_lines(logs), resumes)
 
-    def _printed(self, logs: Path) -> tuple[str, ...]:
-        if self.lines is None:
+    def _matching_lines(self, logs: Path) -> tuple[str, ...]:
+        if self.line_pattern is None:
             return ()
-        wanted = re.compile(self.lines)
+        wanted = re.compile(self.line_pattern)
         files = sorted(logs.rglob("std*.log"), key=lambda file: file.stat().st_mtime)
         printed = (line for file in files for line in file.read_text(errors="replace").splitlines())
-        return tuple(dict.fromkeys(line for line in printed if wanted.search(line) and not _is_ours(line)))
+        return tuple(
+            dict.fromkeys(line for line in printed if wanted.search(line) and not _is_own_log_line(line))
+        )
 
 
-def _is_ours(line: str) -> bool:
+def _is_own_log_line(line: str) -> bool:
     return line.startswith("elastic_resume")
 
 
 class _Run:
     """One run as it goes: what befalls it when (`course.py`), and whether it still makes sense."""
 
-    def __init__(self, job: Job, cluster: Cluster, faults: Sequence[Fault]) -> None:
-        self._job, self._cluster, self._faults = job, cluster, faults
-        self._course = Course(cluster, faults, cluster.arming)
+    def __init__(self, spec: RunSpec, cluster: Cluster, faults: Sequence[Fault]) -> None:
+        self._spec, self._cluster, self._faults = spec, cluster, faults
+        self._injector = FaultInjector(cluster, faults, cluster.failpoints)
         # Whoever is the first to have finished that step waits until it has been looked at: a small job goes
         # on for a hundred steps while this process has to wait for a processor.
-        at_steps = (fault.step for fault in faults if not fault.phase and not fault_runner.fault_entry(fault))
-        self._holds = [cluster.arming.arm("step=wait", step=step) for step in at_steps if step is not None]
-        self._deadline = time.monotonic() + job.timeout_s
-        self._next_look = 0.0
+        at_steps = (
+            fault.step for fault in faults if not fault.phase and not fault_runner.failpoint_entry(fault)
+        )
+        self._step_waits = [
+            cluster.failpoints.arm("step=wait", step=step) for step in at_steps if step is not None
+        ]
+        self._deadline = time.monotonic() + spec.timeout_s
+        self._next_event_poll = 0.0
 
-    def follow(self) -> None:
+    def run_to_end(self) -> None:
         """Do to it what is to be done; return when all nodes have ended well."""
         try:
-            while not self._course.is_over:
-                held = [mark for mark in self._holds if self._cluster.arming.waits(mark)]
-                self._course.look()
+            while not self._injector.is_over:
+                held = [mark for mark in self._step_waits if self._cluster.failpoints.is_waiting(mark)]
+                self._injector.poll()
                 for mark in held:
-                    self._holds.remove(mark)
-                    self._cluster.arming.release(mark)
-                if time.monotonic() > self._next_look:
-                    self._next_look = time.monotonic() + EVENTS_S
-                    self._look()
-                time.sleep(LOOK_S if self._course.pending else IDLE_S)
+                    self._step_waits.remove(mark)
+                    self._cluster.failpoints.release(mark)
+                if time.monotonic() > self._next_event_poll:
+                    self._next_event_poll = time.monotonic() + EVENT_POLL_S
+                    self._poll_events()
+                time.sleep(POLL_S if self._injector.pending else IDLE_POLL_S)
         finally:
-            fates = [replace(fate) for fate in self._course.fates]
-            self._course.close()
-        codes = self._cluster.wait_exit(only=range(self._job.nodes))
+            fates = [replace(fate) for fate in self._injector.outcomes]
+            self._injector.close()
+        codes = self._cluster.wait_exit(only=range(self._spec.nodes))
         if any(codes):
-            raise self._wrong(f"ended with exit codes {codes}")
+            raise self._make_error(f"ended with exit codes {codes}")
         for fate in fates:
             if fate.state != DONE:
-                why = f" ({fate.why})" if fate.why else ""
-                raise self._wrong(f"was over before this came: {fate.fault}{why}; let it come earlier")
-        self._require_resumes([fate for fate in fates if fate.fault.what in KILLS])
+                why = f" ({fate.reason})" if fate.reason else ""
+                raise self._make_error(f"was over before this came: {fate.fault}{why}; let it come earlier")
+        self._require_resumes([fate for fate in fates if fate.fault.what in KILL_FAULTS])
 
-    def _look(self) -> None:
+    def _poll_events(self) -> None:
         """End at once what waits for nothing: an error of the script itself would be tried again."""
         if time.monotonic() > self._deadline:
-            raise self._wrong(f"did not end within {self._job.timeout_s:.0f} s")
+            raise self._make_error(f"did not end within {self._spec.timeout_s:.0f} s")
         if not self._faults:
             self._require_no_failure()
 
@@ -177,32 +185,34 @@ class _Run:
             how = failed[0].get("signal") or f"exit code {failed[0].get('exit_code')}"
             told = next(iter(self._cluster.events("failure")), {})
             why = str(told.get("traceback") or told.get("message") or "")
-            raise self._wrong(f"failed undisturbed: rank {failed[0].get('rank')} ended with {how}\n{why}")
+            raise self._make_error(
+                f"failed undisturbed: rank {failed[0].get('rank')} ended with {how}\n{why}"
+            )
 
-    def _require_resumes(self, kills: Sequence[Fate]) -> None:
+    def _require_resumes(self, kills: Sequence[FaultOutcome]) -> None:
         later = [event for event in self._cluster.events("resume") if event["generation"] > 1]
         last = max(kills, key=lambda fate: fate.generation, default=None)
         if last is not None and (not later or later[-1]["generation"] <= last.generation):
-            raise self._wrong(f"was over before it noticed {last.fault}: let it come earlier")
+            raise self._make_error(f"was over before it noticed {last.fault}: let it come earlier")
         if any(event["kind"] != "checkpoint" for event in later):
-            raise self._wrong(
+            raise self._make_error(
                 "began anew after a fault: there was no copy to go on from, so nothing is proven"
             )
 
-    def _wrong(self, what: str) -> AssertionError:
+    def _make_error(self, message: str) -> AssertionError:
         under = f" (under: {', '.join(map(str, self._faults))})" if self._faults else ""
-        return wrong(self._cluster, f"{self._job.script.name} {what}{under}")
+        return make_error(self._cluster, f"{self._spec.script.name} {message}{under}")
 
 
-def wrong(cluster: Cluster, what: str) -> AssertionError:
+def make_error(cluster: Cluster, message: str) -> AssertionError:
     """Make the error that says ``what``, and what the nodes printed."""
-    return AssertionError(f"{what}.\n{cluster.tails()}")
+    return AssertionError(f"{message}.\n{cluster.output_tails()}")
 
 
 def assert_same_run(
     script: Path | str,
-    *words: str | Plan,
-    plan: Plan | None = None,
+    *words: str | FaultPlan,
+    plan: FaultPlan | None = None,
     kills: Sequence[Fault | str] = (),
     nodes: int = 3,
     workers_per_node: int = 1,
@@ -240,53 +250,53 @@ def assert_same_run(
         ConfigError: a fault that cannot come.
 
     """
-    plans = [one for one in (plan, *words) if isinstance(one, Plan)]
-    kills_too = Plan(tuple(map(_kill, kills)))
-    faults = _schedule([*plans, kills_too], nodes, workers_per_node, OWN[hosts])
+    plans = [one for one in (plan, *words) if isinstance(one, FaultPlan)]
+    kills_too = FaultPlan(tuple(map(_parse_kill, kills)))
+    faults = _schedule([*plans, kills_too], nodes, workers_per_node, NODE_RESOURCES[hosts])
     size = nodes * workers_per_node
-    texts = tuple(word for word in words if not isinstance(word, Plan))
-    job = Job(
+    texts = tuple(word for word in words if not isinstance(word, FaultPlan))
+    job = RunSpec(
         *(Path(script), texts, nodes, workers_per_node, hosts),
         *(tuple(flags), dict(env or {}), lines, timeout_s),
     )
-    _remove_what_the_dead_left()
-    with _folder() as directory:
+    _remove_stale_dirs()
+    with _locked_temporary_dir() as directory:
         undisturbed = job.run(directory / "undisturbed", [])
         steps = undisturbed.manifest.step
         late = [fault for fault in faults if fault.step is not None and fault.step >= steps]
         if late:
             raise ConfigError(f"{late[0]} cannot come: {job.script.name} ends with step {steps}.")
         disturbed = job.run(directory / "disturbed", faults)
-        found = lines_unlike(undisturbed.lines, disturbed.lines, may_miss=len(faults) * size)
-        found += unlike(undisturbed, disturbed, ignore)
+        found = compare_lines(undisturbed.lines, disturbed.lines, max_missing=len(faults) * size)
+        found += compare_state(undisturbed, disturbed, ignore)
     if found:
-        raise AssertionError(_tell(job, faults, disturbed, found))
+        raise AssertionError(_format_failure(job, faults, disturbed, found))
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[Path]:
+def _locked_temporary_dir() -> Iterator[Path]:
     """Make a folder that is removed at the end, and by nobody else while this process lives."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # a file system without locks: nobody else will ever remove it
             fcntl.flock(held, fcntl.LOCK_EX)
-            (folder / MARKER).touch()  # after the lock: whoever sees the one finds the other
+            (folder / MARKER_FILE).touch()  # after the lock: whoever sees the one finds the other
         yield folder
     finally:
         shutil.rmtree(folder)
         os.close(held)
 
 
-def _remove_what_the_dead_left() -> None:
+def _remove_stale_dirs() -> None:
     """Remove the folders of runs whose process was killed.
 
     The marker proves that a folder is ours, the lock that its process is dead. A process's number proves
     neither: another container may share the temporary directory.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # alive, or just gone
-            if not (folder / MARKER).is_file() or folder.stat().st_uid != os.getuid():
+            if not (folder / MARKER_FILE).is_file() or folder.stat().st_uid != os.getuid():
                 continue
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             stack.callback(os.close, held)
@@ -294,22 +304,27 @@ def _remove_what_the_dead_left() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _schedule(plans: Sequence[Plan], nodes: int, workers: int, own: Sequence[str]) -> tuple[Fault, ...]:
+def _schedule(
+    plans: Sequence[FaultPlan], nodes: int, workers_per_node: int, node_resources: Sequence[str]
+) -> tuple[Fault, ...]:
     for plan in plans:
-        plan.refuse(nodes=nodes, workers_per_node=workers, own=own)
-    made = [plan.schedule(nodes=nodes, workers_per_node=workers, own=own) for plan in plans]
+        plan.validate(nodes=nodes, workers_per_node=workers_per_node, node_resources=node_resources)
+    made = [
+        plan.schedule(nodes=nodes, workers_per_node=workers_per_node, node_resources=node_resources)
+        for plan in plans
+    ]
     return tuple(fault for faults in made for fault in faults)
 
 
-def _kill(given: Fault | str) -> Fault:
+def _parse_kill(kill: Fault | str) -> Fault:
     """Read a kill."""
-    fault = Fault.parse(given) if isinstance(given, str) else given
-    if fault.what not in KILLS or fault.step is None:
+    fault = Fault.parse(kill) if isinstance(kill, str) else kill
+    if fault.what not in KILL_FAULTS or fault.step is None:
         raise ConfigError(f"{fault} is no kill at a step, as 'node 2 at step 35' is: give it in a plan.")
     return fault if fault.what == "kill-worker" else replace(fault, back_after_s=0.0)
 
 
-def lines_unlike(undisturbed: Sequence[str], disturbed: Sequence[str], *, may_miss: int) -> list[str]:
+def compare_lines(undisturbed: Sequence[str], disturbed: Sequence[str], *, max_missing: int) -> list[str]:
     """Name the first line that only one of the runs printed. What a death cut off is no difference."""
     expected, printed = set(undisturbed), set(disturbed)
     torn = {line for line in printed - expected if any(one.startswith(line) for one in expected)}
@@ -317,52 +332,60 @@ def lines_unlike(undisturbed: Sequence[str], disturbed: Sequence[str], *, may_mi
     missing = [line for line in undisturbed if line not in printed]
     if others:
         return [f"it printed {others[0]!r}, which it does not print undisturbed ({len(others)} such lines)"]
-    if len(missing) > may_miss:
-        return [f"it did not print {missing[0]!r} ({len(missing)} such lines; {may_miss} may be missing)"]
+    if len(missing) > max_missing:
+        return [f"it did not print {missing[0]!r} ({len(missing)} such lines; {max_missing} may be missing)"]
     return []
 
 
-def unlike(undisturbed: End, disturbed: End, ignore: Sequence[str]) -> list[str]:
+def compare_state(undisturbed: RunResult, disturbed: RunResult, ignore: Sequence[str]) -> list[str]:
     """Say in what the state of two ends differs; the seed first, since all else follows from it."""
     from elastic_resume.state import diff  # noqa: PLC0415  imports torch, seconds
 
     found = diff.compare(undisturbed.path, disturbed.path).differences
     follows = {*undisturbed.manifest.follows_rank0, *disturbed.manifest.follows_rank0}
-    told = [SEEDS] if any(one.name.startswith(SEED) for one in found) else []
+    told = [SEED_HINT] if any(one.name.startswith(SEED_NAME) for one in found) else []
     for one in found:
-        if one.name.startswith(OURS) or any(_is_meant(one.name, pattern) for pattern in ignore):
+        if one.name.startswith(INTERNAL_PREFIX) or any(
+            _matches_pattern(one.name, pattern) for pattern in ignore
+        ):
             continue
         if one.name == "position/step_in_epoch" and "data" not in disturbed.manifest.state:
             continue  # a resume that knows no data counts the steps of an epoch from its own start
-        told.append(_in_words(one) + (FOLLOWS if one.name in follows else ""))
+        told.append(_format_difference(one) + (FOLLOWS_RANK0_HINT if one.name in follows else ""))
     return told
 
 
-def _is_meant(name: str, pattern: str) -> bool:
+def _matches_pattern(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or name.startswith(f"{pattern}/")
 
 
-def _in_words(one: Difference) -> str:
-    if one.kind.startswith("only"):
-        return f"{one.name}: is there only {'undisturbed' if one.kind == 'only in A' else 'under faults'}"
-    if one.kind == "values":
-        return f"{one.name} {one.a}: {one.elements} of {one.of} numbers differ, by {one.max_abs:.3g} at most"
-    return f"{one.name}: {one.b}, undisturbed {one.a}"
+def _format_difference(difference: Difference) -> str:
+    if difference.kind.startswith("only"):
+        return f"{difference.name}: is there only {'undisturbed' if difference.kind == 'only in A' else 'under faults'}"
+    if difference.kind == "values":
+        return f"{difference.name} {difference.value_a}: {difference.differing_elements} of {difference.total_elements} numbers differ, by {difference.max_abs_difference:.3g} at most"
+    return f"{difference.name}: {difference.value_b}, undisturbed {difference.value_a}"
 
 
-def _tell(job: Job, faults: Sequence[Fault], end: End, found: Sequence[str]) -> str:
+def _format_failure(
+    spec: RunSpec, faults: Sequence[Fault], result: RunResult, differences: Sequence[str]
+) -> str:
     under = ", ".join(map(str, faults)) or "nothing befell it"
     went = "".join(
         f"\n  generation {event['generation']} went on after step {event['step']}"
-        for event in end.resumes[1:]
+        for event in result.resumes[1:]
     )
-    more = f"\n  … and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    listed = "".join(f"\n  {one}" for one in found[:SHOWN])
-    head = f"{job.script.name} does not end as it ends undisturbed ({under}):"
-    return f"{head}{listed}{more}{went}\n{_advice(faults)}"
+    more = (
+        f"\n  … and {len(differences) - MAX_SHOWN_DIFFERENCES} more"
+        if len(differences) > MAX_SHOWN_DIFFERENCES
+        else ""
+    )
+    listed = "".join(f"\n  {one}" for one in differences[:MAX_SHOWN_DIFFERENCES])
+    head = f"{spec.script.name} does not end as it ends undisturbed ({under}):"
+    return f"{head}{listed}{more}{went}\n{_format_advice(faults)}"
 
 
-def _advice(faults: Sequence[Fault]) -> str:
+def _format_advice(faults: Sequence[Fault]) -> str:
     if not faults:
         return (
             "Two undisturbed runs differ, so a resumed one cannot be equal: seed what is random, and let no "

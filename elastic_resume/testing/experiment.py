@@ -15,27 +15,29 @@ from pathlib import Path
 
 from elastic_resume import constants
 from elastic_resume.errors import UsageError
-from elastic_resume.events import Event, parse
+from elastic_resume.events import Event, parse_line
 from elastic_resume.report import summary
-from elastic_resume.report.loader import Gathered, gather
-from elastic_resume.report.summary import Story
+from elastic_resume.report.loader import LoadedRun, load_run
+from elastic_resume.report.summary import RunReport
 from elastic_resume.testing.cluster import Cluster, Hosts
-from elastic_resume.testing.fault_plan import Plan
-from elastic_resume.testing.fault_runner import DONE, Course, Fate
-from elastic_resume.units import amount, verb
+from elastic_resume.testing.fault_plan import FaultPlan
+from elastic_resume.testing.fault_runner import DONE, FaultInjector, FaultOutcome
+from elastic_resume.units import choose_verb, format_count
 
 RUN_ID = "chaos"
-LOOK_S, NEWS_S = 0.02, 0.25
-LONGEST_S = 86400.0  # of what is drawn where nobody says for how long
-PATIENCE_S = 300.0
-ENDING_S = 30.0  # for who was just being started again when the job ended on the others
-MARK_S = 1.0  # a step of each rank in its events
-ALL_STEPS = 2  # of one rank, in which every other has taken one: it cannot be ahead by more than one
-MAX_NEWS_BYTES = 1 << 20
+POLL_S, EVENT_POLL_S = 0.02, 0.25
+MAX_FAULT_WINDOW_S = 86400.0  # of what is drawn where nobody says for how long
+STALL_TIMEOUT_S = 300.0
+LATE_NODE_GRACE_S = 30.0  # for who was just being started again when the job ended on the others
+STEP_EVENT_INTERVAL_S = 1.0  # a step of each rank in its events
+STEPS_FOR_ALL_RANKS = (
+    2  # of one rank, in which every other has taken one: it cannot be ahead by more than one
+)
+MAX_TAIL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Job:
+class Experiment:
     """What is run, where, and for how long it is disturbed."""
 
     directory: Path
@@ -45,48 +47,48 @@ class Job:
     hosts: Hosts
     flags: tuple[str, ...]
     script: tuple[str, ...]
-    plan: Plan
-    own: tuple[str, ...] = ()  # what each node has of its own, of `kinds.Kind.needs`
+    plan: FaultPlan
+    node_resources: tuple[str, ...] = ()  # what each node has of its own, of `kinds.Kind.needs`
     disk_bytes: int | None = None
-    for_s: float | None = None
+    fault_window_s: float | None = None
     drain: bool = False
-    patience_s: float = PATIENCE_S
+    stall_timeout_s: float = STALL_TIMEOUT_S
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExperimentResult:
     """What came of it.
 
     ``why``: it ended wrong; empty: right. ``codes``: how the nodes' agents ended (None: they did not).
     ``drained``: since when the job was made to end, in seconds since the epoch.
     """
 
-    why: str
-    codes: tuple[int | None, ...]
-    fates: tuple[Fate, ...]
-    story: Story
-    drained: float | None = None
+    failure: str
+    exit_codes: tuple[int | None, ...]
+    fault_outcomes: tuple[FaultOutcome, ...]
+    run_report: RunReport
+    drained_at: float | None = None
 
     @property
-    def not_reached(self) -> list[Fate]:
+    def missed_faults(self) -> list[FaultOutcome]:
         """Faults that the plan names and that never came; those that are drawn go on beyond any job's end."""
-        return [fate for fate in self.fates if fate.state != DONE and not fate.is_drawn]
+        return [fate for fate in self.fault_outcomes if fate.state != DONE and not fate.is_random]
 
     @property
-    def is_undisturbed(self) -> bool:
+    def had_no_fault(self) -> bool:
         """Whether no fault came at all."""
-        return not any(fate.state == DONE for fate in self.fates)
+        return not any(fate.state == DONE for fate in self.fault_outcomes)
 
 
-class Interrupted(Exception):  # noqa: N818  as KeyboardInterrupt, it is no error
+class ExperimentInterrupted(Exception):  # noqa: N818  as KeyboardInterrupt, it is no error
     """Somebody wants an end, at once. ``outcome``: what is known so far."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, result: ExperimentResult) -> None:
         super().__init__("interrupted")
-        self.outcome = outcome
+        self.result = result
 
 
-def run(job: Job, say: Callable[[str], None]) -> Outcome:
+def run(experiment: Experiment, log: Callable[[str], None]) -> ExperimentResult:
     """Run the job to its end, and tell what happens as it happens.
 
     Raises:
@@ -96,154 +98,164 @@ def run(job: Job, say: Callable[[str], None]) -> Outcome:
 
     """
     with Cluster(
-        job.directory,
-        nodes=job.nodes,
-        min_nodes=job.min_nodes,
-        workers_per_node=job.workers_per_node,
+        experiment.directory,
+        nodes=experiment.nodes,
+        min_nodes=experiment.min_nodes,
+        workers_per_node=experiment.workers_per_node,
         run_id=RUN_ID,
-        candidates=job.nodes,
-        hosts=job.hosts,
-        disk_bytes=job.disk_bytes,
-        flags=job.flags,
-        env={constants.ENV_STEP_MARK_S: str(MARK_S)},
+        candidates=experiment.nodes,
+        hosts=experiment.hosts,
+        disk_bytes=experiment.disk_bytes,
+        flags=experiment.flags,
+        env={constants.ENV_STEP_MARK_S: str(STEP_EVENT_INTERVAL_S)},
     ) as cluster:
-        trial = _Trial(job, cluster, say)
+        trial = _ExperimentRun(experiment, cluster, log)
         try:
-            why = trial.follow()
+            why = trial.run_to_end()
         except KeyboardInterrupt:
-            raise Interrupted(trial.outcome("it was interrupted")) from None
+            raise ExperimentInterrupted(trial.result("it was interrupted")) from None
         finally:
             trial.close()
-        return trial.outcome(why)
+        return trial.result(why)
 
 
-class _Trial:
+class _ExperimentRun:
     """A job as it goes."""
 
-    def __init__(self, job: Job, cluster: Cluster, say: Callable[[str], None]) -> None:
-        self._job, self._cluster, self._say = job, cluster, say
-        size = {"nodes": job.nodes, "workers_per_node": job.workers_per_node}
-        until_s = LONGEST_S if job.for_s is None else job.for_s
-        schedule = job.plan.schedule(**size, until_s=until_s, own=job.own)
-        self._course = Course(cluster, schedule, cluster.arming, say, written=len(job.plan.faults))
-        self._tails = [_Tail(node.directory / constants.EVENTS_FILE) for node in cluster.nodes]
-        self._moved = time.monotonic()
-        self._furthest = (0, 0)
-        self._quiet: tuple[int, int] | None = None  # the furthest step when the last fault was over
-        self._ended: float | None = None
-        self._drained: float | None = None
+    def __init__(self, experiment: Experiment, cluster: Cluster, log: Callable[[str], None]) -> None:
+        self._experiment, self._cluster, self._log = experiment, cluster, log
+        size = {"nodes": experiment.nodes, "workers_per_node": experiment.workers_per_node}
+        until_s = MAX_FAULT_WINDOW_S if experiment.fault_window_s is None else experiment.fault_window_s
+        schedule = experiment.plan.schedule(**size, until_s=until_s, node_resources=experiment.node_resources)
+        self._injector = FaultInjector(
+            cluster, schedule, cluster.failpoints, log, written_count=len(experiment.plan.faults)
+        )
+        self._event_tails = [_EventTail(node.directory / constants.EVENTS_FILE) for node in cluster.nodes]
+        self._last_progress_at = time.monotonic()
+        self._latest_progress = (0, 0)
+        self._progress_when_idle: tuple[int, int] | None = (
+            None  # the furthest step when the last fault was over
+        )
+        self._job_ended_at: float | None = None
+        self._drained_at: float | None = None
 
-    def follow(self) -> str:
+    def run_to_end(self) -> str:
         """Start the job, and return at its end: why that is wrong, or nothing."""
-        script, *words = self._job.script
-        nodes = self._job.nodes
-        self._say(f"{amount(nodes, 'node')} {verb(nodes, 'starts', 'start')}")
+        script, *words = self._experiment.script
+        nodes = self._experiment.nodes
+        self._log(f"{format_count(nodes, 'node')} {choose_verb(nodes, 'starts', 'start')}")
         self._cluster.start(script, *words)
         next_news = 0.0
-        while not self._course.is_over:
-            self._course.look()
+        while not self._injector.is_over:
+            self._injector.poll()
             now = time.monotonic()
             if now >= next_news:
-                next_news = now + NEWS_S
-                self._tell_news()
-                why = self._stands_still(now)
+                next_news = now + EVENT_POLL_S
+                self._log_new_events()
+                why = self._stall_message(now)
                 if why:
                     return why
-                self._end_faults()
-                self._end_late(now)
-            time.sleep(LOOK_S)
-        self._tell_news()
-        return self._judge()
+                self._finish_faults()
+                self._kill_late_nodes(now)
+            time.sleep(POLL_S)
+        self._log_new_events()
+        return self._failure_message()
 
-    def outcome(self, why: str) -> Outcome:
+    def result(self, failure: str) -> ExperimentResult:
         """All that is known now."""
         try:
-            found = gather([self._cluster.run_dir])
+            found = load_run([self._cluster.run_dir])
         except UsageError:  # no agent has got so far as to write one
-            found = Gathered()
-        told = summary.tell(found.events, items=found.items)
-        if not why and told.report.last_step is None:
-            why = "no rank finished a step: does the script call er.resume() and run.step()?"
-        return Outcome(why, tuple(self._codes()), tuple(self._course.fates), told, self._drained)
+            found = LoadedRun()
+        told = summary.build_run_report(found.events, checkpoint_entries=found.checkpoints)
+        if not failure and told.history.last_step is None:
+            failure = "no rank finished a step: does the script call er.resume() and run.step()?"
+        return ExperimentResult(
+            failure, tuple(self._exit_codes()), tuple(self._injector.outcomes), told, self._drained_at
+        )
 
     def close(self) -> None:
         """End what lasts."""
-        self._course.close()
+        self._injector.close()
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _tell_news(self) -> None:
-        for tail in self._tails:
-            for said in tail.news():
-                self._say(said)
+    def _log_new_events(self) -> None:
+        for tail in self._event_tails:
+            for said in tail.read_new_messages():
+                self._log(said)
 
-    def _stands_still(self, now: float) -> str:
-        furthest = max(((line.generation, line.step) for _, line in self._cluster.lines()), default=(0, 0))
-        if furthest != self._furthest:
-            self._furthest, self._moved = furthest, now
-        if now < self._moved + self._job.patience_s:
+    def _stall_message(self, now: float) -> str:
+        furthest = max(
+            ((line.generation, line.step) for _, line in self._cluster.rank_progress()), default=(0, 0)
+        )
+        if furthest != self._latest_progress:
+            self._latest_progress, self._last_progress_at = furthest, now
+        if now < self._last_progress_at + self._experiment.stall_timeout_s:
             return ""
         return (
-            f"no rank finished a step for {self._job.patience_s:.0f} s (generation {furthest[0]}, step "
-            f"{furthest[1]}).\n{self._cluster.tails()}"
+            f"no rank finished a step for {self._experiment.stall_timeout_s:.0f} s (generation {furthest[0]}, step "
+            f"{furthest[1]}).\n{self._cluster.output_tails()}"
         )
 
-    def _end_faults(self) -> None:
-        for_s = self._job.for_s
-        if for_s is None or self._course.elapsed_s < for_s:
+    def _finish_faults(self) -> None:
+        for_s = self._experiment.fault_window_s
+        if for_s is None or self._injector.elapsed_s < for_s:
             return
-        if self._course.pending:
-            self._course.finish("faults were to come no longer")
-        if not self._job.drain or self._drained is not None:
+        if self._injector.pending:
+            self._injector.cancel_pending("faults were to come no longer")
+        if not self._experiment.drain or self._drained_at is not None:
             return
-        if not self._course.is_quiet:
-            self._quiet = None
-        elif self._quiet is None:
-            self._quiet = self._furthest
-        elif self._has_gone_on(*self._quiet):
-            self._drained = time.time()
-            self._course.dismiss()
-            self._say("all faults have come: the job is drained")
-            for index in range(self._job.nodes):
+        if not self._injector.is_idle:
+            self._progress_when_idle = None
+        elif self._progress_when_idle is None:
+            self._progress_when_idle = self._latest_progress
+        elif self._has_progressed_past(*self._progress_when_idle):
+            self._drained_at = time.time()
+            self._injector.disable_restarts()
+            self._log("all faults have come: the job is drained")
+            for index in range(self._experiment.nodes):
                 self._cluster.kill_agent(index, signal.SIGTERM)
 
-    def _has_gone_on(self, generation: int, step: int) -> bool:
+    def _has_progressed_past(self, generation: int, step: int) -> bool:
         """Whether all ranks have finished a step since: what a fault has ended may never do so again."""
-        least = (generation, step + ALL_STEPS)  # or any step of a later generation
+        least = (generation, step + STEPS_FOR_ALL_RANKS)  # or any step of a later generation
         return any(
             line.step > line.first_step and (line.generation, line.step) >= least
-            for _, line in self._cluster.lines()
+            for _, line in self._cluster.rank_progress()
         )
 
-    def _end_late(self, now: float) -> None:
+    def _kill_late_nodes(self, now: float) -> None:
         """End nodes that were being started again when the job ended: nobody is left for them to join."""
-        if not {constants.EXIT_DONE, constants.EXIT_AT_FAULT, constants.EXIT_USAGE} & {*self._codes()}:
-            self._ended = None
+        if not {constants.EXIT_SUCCESS, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE} & {
+            *self._exit_codes()
+        }:
+            self._job_ended_at = None
             return
-        self._ended = self._ended or now
+        self._job_ended_at = self._job_ended_at or now
         for index, node in enumerate(self._cluster.nodes):
-            if now > self._ended + ENDING_S and node.alive:
-                self._say(f"{node.name} is left of a job that has ended, and is stopped")
+            if now > self._job_ended_at + LATE_NODE_GRACE_S and node.alive:
+                self._log(f"{node.name} is left of a job that has ended, and is stopped")
                 self._cluster.kill_node(index)
 
-    def _codes(self) -> list[int | None]:
+    def _exit_codes(self) -> list[int | None]:
         return [node.agent.poll() if node.agent else None for node in self._cluster.nodes]
 
-    def _judge(self) -> str:
+    def _failure_message(self) -> str:
         """Why this end is wrong; nothing if it is right."""
-        codes = self._codes()
-        drained = self._drained is not None
-        wrong = {constants.EXIT_AT_FAULT, constants.EXIT_USAGE} & {*codes}
-        if (constants.EXIT_DONE in codes or drained) and not wrong:
+        codes = self._exit_codes()
+        drained = self._drained_at is not None
+        wrong = {constants.EXIT_JOB_ERROR, constants.EXIT_USAGE} & {*codes}
+        if (constants.EXIT_SUCCESS in codes or drained) and not wrong:
             return ""
         ends = self._cluster.events("agent-end")
         said = [str(one["message"]) for one in ends if one.get("outcome") == "failed" and one.get("message")]
         why = said[0].rstrip(".") if said else "nobody said why"
         told = f"exit codes {', '.join(str(code) for code in codes)}"
-        return f"the job did not get to its end: {why} ({told}).\n{self._cluster.tails()}"
+        return f"the job did not get to its end: {why} ({told}).\n{self._cluster.output_tails()}"
 
 
-class _Tail:
+class _EventTail:
     """Reads what a node's event file has gained: what people are told of it, each line once.
 
     Not by its times, since clocks jump; nor by its place alone, since a disk may be wiped.
@@ -251,43 +263,43 @@ class _Tail:
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
-        self._told: set[bytes] = set()
+        self._logged_lines: set[bytes] = set()
 
-    def news(self) -> Iterator[str]:
+    def read_new_messages(self) -> Iterator[str]:
         """Give what there is to say of each line that was not there at the last call."""
         try:
             with open(self._path, "rb") as file:
                 if file.seek(0, 2) < self._offset:
                     self._offset = 0
                 file.seek(self._offset)
-                data = file.read(MAX_NEWS_BYTES)
+                data = file.read(MAX_TAIL_BYTES)
         except OSError:  # the disk is broken, or there is none: it comes back with another file, or with less
             self._offset = 0
             return
         whole = data.rfind(b"\n") + 1
         self._offset += whole
         for line in data[:whole].splitlines():
-            event = parse(line)
-            said = _news(event) if event is not None else ""
-            if said and line not in self._told:
-                self._told.add(line)
+            event = parse_line(line)
+            said = _format_event(event) if event is not None else ""
+            if said and line not in self._logged_lines:
+                self._logged_lines.add(line)
                 yield said
 
 
-def _news(event: Event) -> str:
+def _format_event(event: Event) -> str:
     """What people are told of an event while the job runs; nothing of most."""
     kind, node = event.get("event"), event.get("node")
     if kind == "resume":
         lacking = event.get("lacking") or []
         sent = f", sent by {event.get('source_node')} to {', '.join(lacking)}" if lacking else ""
-        lost = event.get("lost_steps")
-        again = f"; {amount(lost, 'step')} {verb(lost, 'is', 'are')} run again" if lost else ""
+        lost = event.get("recomputed_steps")
+        again = f"; {format_count(lost, 'step')} {choose_verb(lost, 'is', 'are')} run again" if lost else ""
         step = int(event.get("step", 0)) + 1
         size = int(event.get("world_size") or 0)
-        ranks = f"{amount(size, 'rank')} {verb(size, 'trains', 'train')}"
+        ranks = f"{format_count(size, 'rank')} {choose_verb(size, 'trains', 'train')}"
         return f"generation {event.get('generation')}: {ranks} from step {step} on{sent}{again}"
     if kind == "hang":
-        return f"{node}: a hang at step {event.get('step')}, suspected: {_ranks(event.get('suspects'))}"
+        return f"{node}: a hang at step {event.get('step')}, suspected: {_format_suspects(event.get('suspects'))}"
     if kind == "commit-failed":
         return f"{node}: {event.get('error')}"
     if kind == "replicas-differ":
@@ -301,6 +313,6 @@ def _news(event: Event) -> str:
     return ""
 
 
-def _ranks(suspects: Sequence[object] | None) -> str:
+def _format_suspects(suspects: Sequence[object] | None) -> str:
     found = [str(one.get("rank")) for one in suspects or () if isinstance(one, dict)]
     return f"rank {', '.join(found)}" if found else "nobody here"

@@ -35,17 +35,26 @@ import yaml
 from elastic_resume import config
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing import faults
-from elastic_resume.testing.faults import GROUPS, KEYS, KINDS, NODES, WORKER, Fault, duration, key_of
+from elastic_resume.testing.faults import (
+    GROUPS_HELP,
+    KINDS,
+    NODES,
+    PLAN_KEYS,
+    WORKER,
+    Fault,
+    format_duration,
+    plan_key,
+)
 from elastic_resume.units import parse_duration
 
-__all__ = ["Every", "Fault", "Plan", "mix"]
+__all__ = ["Fault", "FaultPlan", "RandomFaults", "default_weights"]
 
 MAX_FAULTS = 10_000
-DRAWN_LEAST_GAP_S = 1.0  # less, and two faults are one: nothing can have happened between them
+MIN_RANDOM_GAP_S = 1.0  # less, and two faults are one: nothing can have happened between them
 
 
 @dataclass(frozen=True)
-class Every:
+class RandomFaults:
     """Many faults, drawn: one each ``mtbf_s`` seconds on average, of these kinds.
 
     ``kinds``: each with its weight; empty: all that a job survives and the nodes can do. ``from_s``: seconds
@@ -76,11 +85,11 @@ class Every:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FaultPlan:
     """Faults, and a seed for what they leave open."""
 
     faults: tuple[Fault, ...] = ()
-    every: Every | None = None
+    every: RandomFaults | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -88,37 +97,46 @@ class Plan:
             raise ConfigError(f"the seed is {self.seed!r}: write a whole number from 0 on.")
 
     @classmethod
-    def of(cls, *faults: Fault | str, every: Every | None = None, seed: int = 0) -> Plan:
+    def from_faults(cls, *faults: Fault | str, every: RandomFaults | None = None, seed: int = 0) -> FaultPlan:
         """A plan of faults, each of which may be a line of text (`Fault.parse`)."""
         listed = (Fault.parse(one) if isinstance(one, str) else one for one in faults)
         return cls(tuple(listed), every, seed)
 
-    def refuse(self, *, nodes: int, workers_per_node: int = 1, own: Iterable[str] = ()) -> None:
+    def validate(self, *, nodes: int, workers_per_node: int = 1, node_resources: Iterable[str] = ()) -> None:
         """Raise a ConfigError for a fault that cannot come; ``own``: what each node has of its own."""
-        able = {faults.PROCESSES, *own}
+        able = {faults.PROCESSES, *node_resources}
         for number, fault in enumerate(self.faults, 1):
-            why = _why_not(fault, nodes, nodes * workers_per_node) or _wants(fault.what, able)
+            why = _target_error(fault, nodes, nodes * workers_per_node) or _resource_error(fault.what, able)
             if why:
                 raise ConfigError(f"fault {number} ({fault}): {why}")
         for what, _ in self.every.kinds if self.every else ():
-            why = _wants(what, able) or _why_not(Fault(what, at_s=0.0), nodes, nodes * workers_per_node)
+            why = _resource_error(what, able) or _target_error(
+                Fault(what, at_s=0.0), nodes, nodes * workers_per_node
+            )
             if why:
                 raise ConfigError(f"every: {what}: {why}")
 
     def schedule(
-        self, *, nodes: int, workers_per_node: int = 1, until_s: float | None = None, own: Iterable[str] = ()
+        self,
+        *,
+        nodes: int,
+        workers_per_node: int = 1,
+        until_s: float | None = None,
+        node_resources: Iterable[str] = (),
     ) -> tuple[Fault, ...]:
         """All faults, those written and then those drawn. Who has a role is all that is still open.
 
         ``until_s`` bounds what is drawn; what is written and cannot come by then is for `Course` to tell.
         """
         chance = random.Random(self.seed)  # noqa: S311  no secret
-        written = [_draw(fault, nodes, nodes * workers_per_node, chance) for fault in self.faults]
-        drawn = self._drawn(nodes, nodes * workers_per_node, until_s, {faults.PROCESSES, *own}, chance)
+        written = [_draw_target(fault, nodes, nodes * workers_per_node, chance) for fault in self.faults]
+        drawn = self._draw_random_faults(
+            nodes, nodes * workers_per_node, until_s, {faults.PROCESSES, *node_resources}, chance
+        )
         return (*written, *drawn)
 
-    def _drawn(
-        self, nodes: int, size: int, until_s: float | None, able: set[str], chance: random.Random
+    def _draw_random_faults(
+        self, nodes: int, world_size: int, until_s: float | None, resources: set[str], rng: random.Random
     ) -> Iterable[Fault]:
         every = self.every
         if every is None:
@@ -126,111 +144,130 @@ class Plan:
         ends = [end for end in (every.until_s, until_s) if end is not None]
         if not ends and every.count is None:
             raise ConfigError("faults are drawn without an end: give --for, or until or count in `every`.")
-        weights = dict(every.kinds) or mix(able, nodes)
+        weights = dict(every.kinds) or default_weights(resources, nodes)
         at, count = every.from_s, every.count or MAX_FAULTS
         for _ in range(count):
-            at += max(DRAWN_LEAST_GAP_S, chance.expovariate(1 / every.mtbf_s))
-            what = chance.choices(list(weights), list(weights.values()))[0]
+            at += max(MIN_RANDOM_GAP_S, rng.expovariate(1 / every.mtbf_s))
+            what = rng.choices(list(weights), list(weights.values()))[0]
             if at > min(ends, default=float("inf")):
                 return
-            yield _draw(Fault(what, at_s=at), nodes, size, chance)
+            yield _draw_target(Fault(what, at_s=at), nodes, world_size, rng)
 
 
-def mix(own: Iterable[str], nodes: int) -> dict[str, float]:
+def default_weights(node_resources: Iterable[str], nodes: int) -> dict[str, float]:
     """What is drawn where nobody says what: faults that a job survives, as far as nodes can do them."""
-    able = {faults.PROCESSES, *own}
+    able = {faults.PROCESSES, *node_resources}
     return {
         what: float(kind.weight)
         for what, kind in KINDS.items()
-        if kind.weight and kind.needs in able and not (kind.hits == NODES and nodes < 3)
+        if kind.weight and kind.required_resource in able and not (kind.target == NODES and nodes < 3)
     }
 
 
-def _draw(fault: Fault, nodes: int, size: int, chance: random.Random) -> Fault:
-    if not fault.is_drawn:
+def _draw_target(fault: Fault, nodes: int, world_size: int, rng: random.Random) -> Fault:
+    if not fault.has_random_target:
         return fault
-    if fault.kind.hits == NODES:
+    if fault.kind.target == NODES:
         order = list(range(nodes))
-        chance.shuffle(order)
-        few = chance.randint(1, max(1, (nodes - 1) // 2))
+        rng.shuffle(order)
+        few = rng.randint(1, max(1, (nodes - 1) // 2))
         return replace(fault, groups=(tuple(sorted(order[:few])), tuple(sorted(order[few:]))))
-    if fault.role == "lead" or fault.kind.hits != WORKER:
-        return replace(fault, node=chance.randrange(nodes), role="lead" if fault.role == "lead" else "")
-    return replace(fault, rank=chance.randrange(size), role="")
+    if fault.role == "lead" or fault.kind.target != WORKER:
+        return replace(fault, node=rng.randrange(nodes), role="lead" if fault.role == "lead" else "")
+    return replace(fault, rank=rng.randrange(world_size), role="")
 
 
-def _why_not(fault: Fault, nodes: int, size: int) -> str:
+def _target_error(fault: Fault, nodes: int, world_size: int) -> str:
     if fault.node is not None and fault.node >= nodes:
         return f"there is no node {fault.node}: {nodes} nodes are 0 to {nodes - 1}."
-    if fault.rank is not None and fault.rank >= size:
-        return f"there is no rank {fault.rank}: {size} workers are 0 to {size - 1}."
+    if fault.rank is not None and fault.rank >= world_size:
+        return f"there is no rank {fault.rank}: {world_size} workers are 0 to {world_size - 1}."
     if fault.groups and sorted(node for group in fault.groups for node in group) != list(range(nodes)):
-        return f"{GROUPS}, 0 to {nodes - 1}."
-    if fault.kind.hits == NODES and nodes < 2:
+        return f"{GROUPS_HELP}, 0 to {nodes - 1}."
+    if fault.kind.target == NODES and nodes < 2:
         return "it takes two nodes at least."
     return ""
 
 
-def _wants(what: str, able: set[str]) -> str:
-    needs = KINDS[what].needs
-    if needs in able:
+def _resource_error(kind_name: str, resources: set[str]) -> str:
+    needs = KINDS[kind_name].required_resource
+    if needs in resources:
         return ""
     return f"it takes nodes that have {needs} of their own, which is --hosts namespaces (as root)."
 
 
 T = TypeVar("T")
 
-MAX_BYTES = 1 << 20
+MAX_PLAN_BYTES = 1 << 20
 
-_SECONDS = ("at_s", "for_s", "back_after_s", "delay_s", "mtbf_s", "from_s", "until_s")
-_SIZES = ("bytes_per_s", "limit_bytes")
-_EVERY = {"mtbf": "mtbf_s", "kinds": "kinds", "from": "from_s", "until": "until_s", "count": "count"}
+_DURATION_FIELDS = ("at_s", "for_s", "back_after_s", "delay_s", "mtbf_s", "from_s", "until_s")
+_SIZE_FIELDS = ("bytes_per_s", "limit_bytes")
+_RANDOM_FAULTS_KEYS = {
+    "mtbf": "mtbf_s",
+    "kinds": "kinds",
+    "from": "from_s",
+    "until": "until_s",
+    "count": "count",
+}
 
 
-def read(path: Path) -> Plan:
+def read(path: Path) -> FaultPlan:
     """Read a plan from a file."""
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(MAX_PLAN_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"the plan {path} cannot be read: {error.strerror}.") from error
-    if len(data) > MAX_BYTES:
-        raise ConfigError(f"the plan {path} has more than {MAX_BYTES} bytes.")
+    if len(data) > MAX_PLAN_BYTES:
+        raise ConfigError(f"the plan {path} has more than {MAX_PLAN_BYTES} bytes.")
     try:
         return parse(data.decode(), str(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"the plan {path} is not text.") from error
 
 
-def parse(text: str, where: str = "plan") -> Plan:
+def parse(text: str, source_name: str = "plan") -> FaultPlan:
     """Read a plan from text; ``where`` names it in errors."""
     try:
-        root = _made(lambda: yaml.compose(text, Loader=_Loader), where)
+        root = _add_location(lambda: yaml.compose(text, Loader=_Loader), source_name)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{where}: is not YAML: {' '.join(str(error).split())[:200]}") from error
-    told = _mapping(root, where, {"seed": "seed", "faults": "faults", "every": "every"}) if root else {}
+        raise ConfigError(f"{source_name}: is not YAML: {' '.join(str(error).split())[:200]}") from error
+    told = (
+        _parse_mapping(root, source_name, {"seed": "seed", "faults": "faults", "every": "every"})
+        if root
+        else {}
+    )
     listed = told.get("faults")
     found = []
     if listed is not None:
         if not isinstance(listed, yaml.SequenceNode):
-            raise ConfigError(f"{_at(where, listed)}: faults is a list: one line for each, with a dash.")
+            raise ConfigError(
+                f"{_format_location(source_name, listed)}: faults is a list: one line for each, with a dash."
+            )
         if len(listed.value) > MAX_FAULTS:
-            raise ConfigError(f"{where}: {len(listed.value)} faults; there may be {MAX_FAULTS}.")
-        found = [_fault(one, f"{_at(where, one)}: fault {i}") for i, one in enumerate(listed.value, 1)]
-    seed = _whole(told["seed"], f"{_at(where, told['seed'])}: seed") if "seed" in told else 0
-    every = _every(told["every"], where) if "every" in told else None
-    return _made(lambda: Plan(tuple(found), every, seed), where)
+            raise ConfigError(f"{source_name}: {len(listed.value)} faults; there may be {MAX_FAULTS}.")
+        found = [
+            _parse_fault(one, f"{_format_location(source_name, one)}: fault {i}")
+            for i, one in enumerate(listed.value, 1)
+        ]
+    seed = (
+        _parse_whole_number(told["seed"], f"{_format_location(source_name, told['seed'])}: seed")
+        if "seed" in told
+        else 0
+    )
+    every = _parse_random_faults(told["every"], source_name) if "every" in told else None
+    return _add_location(lambda: FaultPlan(tuple(found), every, seed), source_name)
 
 
-def to_text(plan: Plan) -> str:
+def to_text(plan: FaultPlan) -> str:
     """Write a plan; `parse` gives an equal one."""
     told: dict[str, Any] = {"seed": plan.seed}
     if plan.faults:
-        told["faults"] = [_as_mapping(fault) for fault in plan.faults]
+        told["faults"] = [_fault_to_mapping(fault) for fault in plan.faults]
     if plan.every is not None:
         told["every"] = {
-            key: _written(name, getattr(plan.every, name))
-            for key, name in _EVERY.items()
+            key: _format_value(name, getattr(plan.every, name))
+            for key, name in _RANDOM_FAULTS_KEYS.items()
             if getattr(plan.every, name) not in (None, ())
         }
     return yaml.safe_dump(told, sort_keys=False, default_flow_style=None, width=100)
@@ -250,58 +287,63 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _fault(node: yaml.Node, where: str) -> Fault:
+def _parse_fault(node: yaml.Node, where: str) -> Fault:
     if isinstance(node, yaml.ScalarNode):
-        return _made(lambda: Fault.parse(str(node.value)), where)
-    told = _mapping(node, where, KEYS, numbered=False)
-    given = {name: _value(name, value, f"{where}: {key_of(name)}") for name, value in told.items()}
+        return _add_location(lambda: Fault.parse(str(node.value)), where)
+    told = _parse_mapping(node, where, PLAN_KEYS, numbered=False)
+    given = {name: _parse_value(name, value, f"{where}: {plan_key(name)}") for name, value in told.items()}
     if "what" not in given:
         raise ConfigError(f"{where}: say what: one of the faults, as in {{what: kill-worker, step: 20}}.")
-    return _made(lambda: Fault(**given), where)
+    return _add_location(lambda: Fault(**given), where)
 
 
-def _every(node: yaml.Node, where: str) -> Every:
-    told = _mapping(node, f"{_at(where, node)}: every", _EVERY, numbered=False)
-    where = f"{_at(where, node)}: every"
-    given = {name: _value(name, value, f"{where}: {name}") for name, value in told.items()}
+def _parse_random_faults(node: yaml.Node, where: str) -> RandomFaults:
+    told = _parse_mapping(
+        node, f"{_format_location(where, node)}: every", _RANDOM_FAULTS_KEYS, numbered=False
+    )
+    where = f"{_format_location(where, node)}: every"
+    given = {name: _parse_value(name, value, f"{where}: {name}") for name, value in told.items()}
     if "mtbf_s" not in given:
         raise ConfigError(f"{where}: mtbf, the mean time between faults, is missing: write mtbf: 15s.")
-    return _made(lambda: Every(**given), where)
+    return _add_location(lambda: RandomFaults(**given), where)
 
 
-def _value(name: str, node: yaml.Node, where: str) -> Any:
+def _parse_value(name: str, node: yaml.Node, where: str) -> Any:
     if name == "groups":
         return tuple(
-            tuple(_whole(one, where) for one in _items(group, where)) for group in _items(node, where)
+            tuple(_parse_whole_number(one, where) for one in _parse_list(group, where))
+            for group in _parse_list(node, where)
         )
     if name == "kinds":
         if isinstance(node, yaml.SequenceNode):
-            return tuple((_scalar(one, where), 1.0) for one in node.value)
-        return tuple((what, _number(one, f"{where}: {what}")) for what, one in _pairs(node, where).items())
-    text = _scalar(node, where)
+            return tuple((_parse_scalar(one, where), 1.0) for one in node.value)
+        return tuple(
+            (what, _parse_number(one, f"{where}: {what}")) for what, one in _parse_pairs(node, where).items()
+        )
+    text = _parse_scalar(node, where)
     if name == "repeat":
         if text.lower() not in {"true", "false"}:
             raise ConfigError(f"{where} is {text!r}: write true or false.")
         return text.lower() == "true"
-    if name in _SECONDS:
+    if name in _DURATION_FIELDS:
         return parse_duration(where, text)
-    if name in _SIZES:
-        return config.size(where, text.removesuffix("/s"))
+    if name in _SIZE_FIELDS:
+        return config.parse_size(where, text.removesuffix("/s"))
     if name in {"node", "rank", "step", "code", "count"}:
-        return _whole(node, where)
-    return _number(node, where) if name in {"percent", "fraction"} else text
+        return _parse_whole_number(node, where)
+    return _parse_number(node, where) if name in {"percent", "fraction"} else text
 
 
-def _mapping(
+def _parse_mapping(
     node: yaml.Node, where: str, known: Mapping[str, str], *, numbered: bool = True
 ) -> dict[str, yaml.Node]:
     """The values of a mapping by what ``known`` calls their keys; others are refused."""
     found: dict[str, yaml.Node] = {}
-    for key, value in _pairs(node, where).items():
+    for key, value in _parse_pairs(node, where).items():
         name = known.get(key.replace("_", "-"))
-        at = _at(where, value) if numbered else where
+        at = _format_location(where, value) if numbered else where
         if name is None:
-            near = config.near(key, known)
+            near = config.suggest_similar(key, known)
             raise ConfigError(f"{at}: there is no {key!r}.{near} There are: {', '.join(known)}.")
         if name in found:
             raise ConfigError(f"{at}: {key!r} is given twice.")
@@ -309,71 +351,71 @@ def _mapping(
     return found
 
 
-def _pairs(node: yaml.Node, where: str) -> dict[str, yaml.Node]:
+def _parse_pairs(node: yaml.Node, where: str) -> dict[str, yaml.Node]:
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{where}: must be lines of the form NAME: VALUE.")
     found: dict[str, yaml.Node] = {}
     for key_node, value in node.value:
-        key = _scalar(key_node, f"{where}: a key")
+        key = _parse_scalar(key_node, f"{where}: a key")
         if key in found:
             raise ConfigError(f"{where}: {key!r} is given twice.")
         found[key] = value
     return found
 
 
-def _items(node: yaml.Node, where: str) -> list[yaml.Node]:
+def _parse_list(node: yaml.Node, where: str) -> list[yaml.Node]:
     if not isinstance(node, yaml.SequenceNode):
         raise ConfigError(f"{where} is a list of lists, as in [[0], [1, 2]].")
     return list(node.value)
 
 
-def _scalar(node: yaml.Node, where: str) -> str:
+def _parse_scalar(node: yaml.Node, where: str) -> str:
     if not isinstance(node, yaml.ScalarNode) or not node.value:
         raise ConfigError(f"{where} must be one value.")
     return str(node.value)
 
 
-def _whole(node: yaml.Node, where: str) -> int:
-    text = _scalar(node, where)
+def _parse_whole_number(node: yaml.Node, where: str) -> int:
+    text = _parse_scalar(node, where)
     if not text.isascii() or not text.isdecimal() or len(text) > 19:
         raise ConfigError(f"{where} is {text[:100]!r}: write a whole number.")
     return int(text)
 
 
-def _number(node: yaml.Node, where: str) -> float:
-    text = _scalar(node, where)
+def _parse_number(node: yaml.Node, where: str) -> float:
+    text = _parse_scalar(node, where)
     try:
         return float(text)
     except ValueError as error:
         raise ConfigError(f"{where} is {text[:100]!r}: write a number.") from error
 
 
-def _made(make: Callable[[], T], where: str) -> T:
+def _add_location(make: Callable[[], T], where: str) -> T:
     try:
         return make()
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _at(where: str, node: yaml.Node) -> str:
+def _format_location(where: str, node: yaml.Node) -> str:
     return f"{where}:{node.start_mark.line + 1}"
 
 
 # ---- writing -------------------------------------------------------------------------------------------
 
 
-def _as_mapping(fault: Fault) -> dict[str, Any]:
+def _fault_to_mapping(fault: Fault) -> dict[str, Any]:
     defaults = {field.name: field.default for field in fields(Fault)} | dict(fault.kind.settings)
     return {
-        key: _written(name, getattr(fault, name))
-        for key, name in KEYS.items()
+        key: _format_value(name, getattr(fault, name))
+        for key, name in PLAN_KEYS.items()
         if name == "what" or getattr(fault, name) != defaults[name]
     }
 
 
-def _written(name: str, value: Any) -> Any:
-    if name in _SECONDS and value is not None:
-        return duration(value)
+def _format_value(name: str, value: Any) -> Any:
+    if name in _DURATION_FIELDS and value is not None:
+        return format_duration(value)
     if name == "groups":
         return [list(group) for group in value]
     return dict(value) if name == "kinds" else value

@@ -26,12 +26,12 @@ from elastic_resume.units import parse_duration
 
 WORKER, NODE, NODES = "worker", "node", "nodes"
 PROCESSES, NETWORK, DISK = "", "a network", "a disk"
-OWN = {"loopback": (), "namespaces": (NETWORK, DISK)}
+NODE_RESOURCES = {"loopback": (), "namespaces": (NETWORK, DISK)}
 """What each node has of its own, by `grounds.Hosts`."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class FaultKind:
     """One kind of fault.
 
     ``hits``: a worker, a node, or several nodes. ``needs``: what each node must have of its own; loopback
@@ -40,60 +40,60 @@ class Kind:
     need not survive it, or shows nothing when it does.
     """
 
-    hits: str
-    says: str
+    target: str
+    description: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    needs: str = PROCESSES
+    required_resource: str = PROCESSES
     weight: int = 0
-    inside: bool = False  # it happens in the process itself, at a failpoint
+    in_process: bool = False  # it happens in the process itself, at a failpoint
 
 
-def _kinds() -> dict[str, Kind]:
+def _build_kinds() -> dict[str, FaultKind]:
     return {
         # Processes. What is killed is started again, as a cluster would; a disk survives.
-        "kill-worker": Kind(WORKER, "the worker gets a signal", {"signal": "SIGKILL"}, weight=5),
-        "kill-agent": Kind(NODE, "SIGKILL to the agent alone", {"back_after_s": 1.0}, weight=2),
-        "kill-node": Kind(NODE, "SIGKILL to all of the node", {"back_after_s": 2.0}, weight=4),
-        "poweroff": Kind(NODE, "silence, then death", {"back_after_s": 6.0}, NETWORK, 2),
-        "stop-worker": Kind(WORKER, "SIGSTOP to the worker: a hang", {"for_s": None}),
-        "stop-agent": Kind(NODE, "SIGSTOP to the agent", {"for_s": 6.0}, weight=1),
-        "preemption": Kind(
+        "kill-worker": FaultKind(WORKER, "the worker gets a signal", {"signal": "SIGKILL"}, weight=5),
+        "kill-agent": FaultKind(NODE, "SIGKILL to the agent alone", {"back_after_s": 1.0}, weight=2),
+        "kill-node": FaultKind(NODE, "SIGKILL to all of the node", {"back_after_s": 2.0}, weight=4),
+        "poweroff": FaultKind(NODE, "silence, then death", {"back_after_s": 6.0}, NETWORK, 2),
+        "stop-worker": FaultKind(WORKER, "SIGSTOP to the worker: a hang", {"for_s": None}),
+        "stop-agent": FaultKind(NODE, "SIGSTOP to the agent", {"for_s": 6.0}, weight=1),
+        "preemption": FaultKind(
             NODE, "a notice; the node saves and leaves, and comes back", {"back_after_s": 2.0}, weight=2
         ),
         # Within a worker, at the step.
-        "raise": Kind(WORKER, "an exception", {"error": "RuntimeError"}, weight=1, inside=True),
-        "exit": Kind(WORKER, "the process ends itself", {"code": 9}, weight=1, inside=True),
-        "hold-gil": Kind(
-            WORKER, "a thread keeps the interpreter: a hang", {"for_s": None}, inside=True
+        "raise": FaultKind(WORKER, "an exception", {"error": "RuntimeError"}, weight=1, in_process=True),
+        "exit": FaultKind(WORKER, "the process ends itself", {"code": 9}, weight=1, in_process=True),
+        "hold-gil": FaultKind(
+            WORKER, "a thread keeps the interpreter: a hang", {"for_s": None}, in_process=True
         ),
-        "slow-rank": Kind(
-            WORKER, "each step takes longer", {"delay_s": 0.2, "for_s": 5.0}, weight=1, inside=True
+        "slow-rank": FaultKind(
+            WORKER, "each step takes longer", {"delay_s": 0.2, "for_s": 5.0}, weight=1, in_process=True
         ),
-        "skip-collective": Kind(WORKER, "one all-reduce without this rank: replicas differ", inside=True),
-        "out-of-memory": Kind(WORKER, "memory until the kernel kills", {"limit_bytes": 1 << 30}, inside=True),
+        "skip-collective": FaultKind(WORKER, "one all-reduce without this rank: replicas differ", in_process=True),
+        "out-of-memory": FaultKind(WORKER, "memory until the kernel kills", {"limit_bytes": 1 << 30}, in_process=True),
         # Links.
-        "cut": Kind(NODE, "the node's link is silent, both ways", {"for_s": 6.0}, NETWORK, 2),
-        "cut-out": Kind(NODE, "what the node sends is lost", {"for_s": 6.0}, NETWORK, 1),
-        "cut-in": Kind(NODE, "what is sent to the node is lost", {"for_s": 6.0}, NETWORK, 1),
-        "partition": Kind(NODES, "groups that cannot reach each other", {"for_s": 6.0}, NETWORK, 1),
-        "packet-loss": Kind(NODE, "packets are lost", {"percent": 5.0, "for_s": 5.0}, NETWORK, 1),
-        "slow-link": Kind(
+        "cut": FaultKind(NODE, "the node's link is silent, both ways", {"for_s": 6.0}, NETWORK, 2),
+        "cut-out": FaultKind(NODE, "what the node sends is lost", {"for_s": 6.0}, NETWORK, 1),
+        "cut-in": FaultKind(NODE, "what is sent to the node is lost", {"for_s": 6.0}, NETWORK, 1),
+        "partition": FaultKind(NODES, "groups that cannot reach each other", {"for_s": 6.0}, NETWORK, 1),
+        "packet-loss": FaultKind(NODE, "packets are lost", {"percent": 5.0, "for_s": 5.0}, NETWORK, 1),
+        "slow-link": FaultKind(
             NODE, "the link carries less", {"bytes_per_s": 1_000_000, "for_s": 5.0}, NETWORK, 1
         ),
         # Disks.
-        "disk-full": Kind(NODE, "no byte is left (ENOSPC)", {"for_s": 5.0}, DISK, 1),
-        "disk-error": Kind(NODE, "the disk fails (EIO)", {"for_s": 5.0}, weight=1),
-        "slow-disk": Kind(NODE, "each request takes longer", {"delay_s": 0.2, "for_s": 5.0}, weight=1),
-        "torn-write": Kind(NODE, "the newest checkpoint loses its end", {"fraction": 0.5}, weight=1),
-        "bit-flip": Kind(NODE, "one bit of the newest checkpoint", {"fraction": 0.9}, weight=1),
-        "wipe-disk": Kind(NODE, "the node comes back with no disk", {"back_after_s": 2.0}, weight=1),
+        "disk-full": FaultKind(NODE, "no byte is left (ENOSPC)", {"for_s": 5.0}, DISK, 1),
+        "disk-error": FaultKind(NODE, "the disk fails (EIO)", {"for_s": 5.0}, weight=1),
+        "slow-disk": FaultKind(NODE, "each request takes longer", {"delay_s": 0.2, "for_s": 5.0}, weight=1),
+        "torn-write": FaultKind(NODE, "the newest checkpoint loses its end", {"fraction": 0.5}, weight=1),
+        "bit-flip": FaultKind(NODE, "one bit of the newest checkpoint", {"fraction": 0.9}, weight=1),
+        "wipe-disk": FaultKind(NODE, "the node comes back with no disk", {"back_after_s": 2.0}, weight=1),
         # The rest.
-        "corrupt-message": Kind(NODE, "a damaged message between agents", {"sender": "peer"}, weight=1),
+        "corrupt-message": FaultKind(NODE, "a damaged message between agents", {"sender": "peer"}, weight=1),
     }  # fmt: skip
 
 
-KINDS = _kinds()
-SETTINGS = sorted({name for kind in KINDS.values() for name in kind.settings})
+KINDS = _build_kinds()
+SETTING_NAMES = sorted({name for kind in KINDS.values() for name in kind.settings})
 
 ROLES = {
     "random": "whom the seed says",
@@ -111,20 +111,20 @@ PHASES = {
     "in copy": "snapshot.copying",
     "in commit": "commit.after-data",
 }
-IN_WORKER = (
+WORKER_FAILPOINTS = (
     "resume.planned",
     "resume.loaded",
     "transfer.send",
     "transfer.receive",
-    "snapshot.begun",
+    "snapshot.started",
     "snapshot.written",
     "snapshot.copying",
     "snapshot.copied",
-    "snapshot.marked",
+    "snapshot.confirmed",
 )
-IN_AGENT = (
+AGENT_FAILPOINTS = (
     "rendezvous.record",
-    "keeper.written",
+    "committer.written",
     "commit.after-data",
     "commit.before-manifest",
     "commit.before-rename",
@@ -132,21 +132,21 @@ IN_AGENT = (
 )
 
 
-def point_of(phase: str) -> str:
+def failpoint_for_phase(phase: str) -> str:
     """The failpoint of a phase, which may be named itself; empty when there is none."""
     name = PHASES.get(phase, phase)
-    return name if name in IN_WORKER or name in IN_AGENT else ""
+    return name if name in WORKER_FAILPOINTS or name in AGENT_FAILPOINTS else ""
 
 
-_SHORT = {"worker": "kill-worker", "agent": "kill-agent", "node": "kill-node"}
-_TEXT = re.compile(
+_ABBREVIATIONS = {"worker": "kill-worker", "agent": "kill-agent", "node": "kill-node"}
+_FAULT_PATTERN = re.compile(
     rf"(?P<what>[a-z-]+)"
     rf"(?: (?:(?P<where>rank|node) )?(?P<number>\d+)| (?P<role>{'|'.join(ROLES)}))?"
     r"(?: in (?P<phase>[a-z]+(?:\.[a-z-]+)?))?"
     r"(?: (?:from|at) (?:step (?P<step>\d+)|(?P<at>\d\S*)))?"
     r"(?: for (?P<for>\d\S*))?"
 )
-GROUPS = "groups are lists of nodes that reach each other: [[0], [1, 2]], each node once"
+GROUPS_HELP = "groups are lists of nodes that reach each other: [[0], [1, 2]], each node once"
 
 
 @dataclass(frozen=True)
@@ -201,42 +201,42 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.what not in KINDS:
-            near = config.near(str(self.what), KINDS)
+            near = config.suggest_similar(str(self.what), KINDS)
             raise ConfigError(f"there is no fault {self.what!r}.{near} There are: {', '.join(KINDS)}.")
-        for name in SETTINGS:
+        for name in SETTING_NAMES:
             given = getattr(self, name)
             if given is not None and name not in self.kind.settings:
-                raise ConfigError(f"{self.what} has no {key_of(name)}.{_known_settings(self.what)}")
+                raise ConfigError(f"{self.what} has no {plan_key(name)}.{_describe_settings(self.what)}")
             if given is None:
                 object.__setattr__(self, name, self.kind.settings.get(name))
         for name in ("at_s", "for_s", "back_after_s", "delay_s"):
             if getattr(self, name) is not None:  # milliseconds: what is written down is what is meant
                 object.__setattr__(self, name, round(float(getattr(self, name)), 3))
                 if not math.isfinite(getattr(self, name)):
-                    raise ConfigError(f"{self.what}: {key_of(name)} must be a time, as 5s.")
+                    raise ConfigError(f"{self.what}: {plan_key(name)} must be a time, as 5s.")
         if self.role == "random":  # the same as nobody named
             object.__setattr__(self, "role", "")
         object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
-        _check_where(self)
-        _check_when(self)
+        _check_target(self)
+        _check_time(self)
         _check_settings(self)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> FaultKind:
         """What holds for all faults of its kind."""
         return KINDS[self.what]
 
     @property
-    def is_drawn(self) -> bool:
+    def has_random_target(self) -> bool:
         """Whether chance still has to say whom it hits."""
-        if self.kind.hits == NODES:
+        if self.kind.target == NODES:
             return not self.groups
         return self.role in {"", "lead"} and self.node is None and self.rank is None
 
     @property
-    def point(self) -> str:
+    def failpoint(self) -> str:
         """The failpoint of its phase; empty without one."""
-        return point_of(self.phase) if self.phase else ""
+        return failpoint_for_phase(self.phase) if self.phase else ""
 
     @classmethod
     def parse(cls, text: str) -> Fault:
@@ -244,14 +244,14 @@ class Fault:
 
         The words worker, agent and node are short for kill-worker rank, kill-agent node and kill-node node.
         """
-        match = _TEXT.fullmatch(" ".join(text.split()))
+        match = _FAULT_PATTERN.fullmatch(" ".join(text.split()))
         if match is None:
             raise ConfigError(
                 f"cannot read the fault {text[:100]!r}: write WHAT WHOM WHEN, as in 'worker 1 at step 20', "
                 "'cut node 2 at 40s for 6s', 'kill-agent leader in commit'."
             )
-        what = _SHORT.get(match["what"], match["what"])
-        is_worker = what in KINDS and KINDS[what].hits == WORKER
+        what = _ABBREVIATIONS.get(match["what"], match["what"])
+        is_worker = what in KINDS and KINDS[what].target == WORKER
         number = None if match["number"] is None else int(match["number"])
         ranks = match["where"] == "rank" or (not match["where"] and is_worker)
         return cls(
@@ -261,17 +261,17 @@ class Fault:
             role=match["role"] or "",
             step=None if match["step"] is None else int(match["step"]),
             at_s=None if match["at"] is None else parse_duration("at", match["at"]),
-            phase=_phase(match["phase"] or ""),
+            phase=_normalize_phase(match["phase"] or ""),
             for_s=None if match["for"] is None else parse_duration("for", match["for"]),
         )
 
     def __str__(self) -> str:
-        return f"{self.what} {self.whom}{self.when}"
+        return f"{self.what} {self.target_text}{self.time_text}"
 
     @property
-    def whom(self) -> str:
+    def target_text(self) -> str:
         """Whom it hits, in words."""
-        if self.kind.hits == NODES:
+        if self.kind.target == NODES:
             return " | ".join(" ".join(f"n{node}" for node in group) for group in self.groups) or "random"
         if self.rank is not None:
             return f"rank {self.rank}"
@@ -279,39 +279,39 @@ class Fault:
         return " ".join(filter(None, [self.role, named])) or "random"
 
     @property
-    def when(self) -> str:
+    def time_text(self) -> str:
         """When it comes, in words, with a space before it."""
         start = f"step {self.step}" if self.step is not None else ""
-        start = start or ("" if self.at_s is None else duration(self.at_s))
+        start = start or ("" if self.at_s is None else format_duration(self.at_s))
         joint = " from " if self.phase else " at "
         ends = self.for_s is not None and self.for_s != self.kind.settings.get("for_s")
         return (
             (f" in {self.phase.removeprefix('in ')}" if self.phase else "")
             + (joint + start if start else "")
-            + (f" for {duration(self.for_s)}" if ends and self.for_s is not None else "")
+            + (f" for {format_duration(self.for_s)}" if ends and self.for_s is not None else "")
         )
 
 
-def key_of(name: str) -> str:
+def plan_key(name: str) -> str:
     """What a field is called in a file: ``for``, ``back-after``, ``rate``."""
     names = {"bytes_per_s": "rate", "limit_bytes": "limit", "sender": "from"}
     return names.get(name, name.removesuffix("_s").replace("_", "-"))
 
 
-KEYS = {key_of(field.name): field.name for field in fields(Fault)}
+PLAN_KEYS = {plan_key(field.name): field.name for field in fields(Fault)}
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """``seconds`` as a file has them: 6s, 0.25s."""
     return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
 
 
-def _phase(word: str) -> str:
+def _normalize_phase(word: str) -> str:
     return f"in {word}" if word and "." not in word else word
 
 
-def _check_where(fault: Fault) -> None:
-    hits = fault.kind.hits
+def _check_target(fault: Fault) -> None:
+    hits = fault.kind.target
     for name in ("node", "rank"):
         number = getattr(fault, name)
         if number is not None and (type(number) is not int or number < 0):
@@ -324,7 +324,7 @@ def _check_where(fault: Fault) -> None:
     if fault.groups and hits != NODES:
         raise ConfigError(f"{fault.what}: groups are for partition.")
     if hits == NODES and sum(named[:3]):
-        raise ConfigError(f"{fault.what} hits no single node; {GROUPS}.")
+        raise ConfigError(f"{fault.what} hits no single node; {GROUPS_HELP}.")
     if fault.rank is not None and hits != WORKER:
         raise ConfigError(f"{fault.what} hits a node: give its number as node, or role: rank-0.")
     if fault.role == "lead" and hits != WORKER:
@@ -334,12 +334,12 @@ def _check_where(fault: Fault) -> None:
     if fault.groups:
         flat = [node for group in fault.groups for node in group]
         if any(type(node) is not int or node < 0 for node in flat) or len(set(flat)) < len(flat):
-            raise ConfigError(f"{fault.what}: {GROUPS}.")
+            raise ConfigError(f"{fault.what}: {GROUPS_HELP}.")
         if len(fault.groups) < 2 or not all(fault.groups):
-            raise ConfigError(f"{fault.what}: {GROUPS}; two groups at least.")
+            raise ConfigError(f"{fault.what}: {GROUPS_HELP}; two groups at least.")
 
 
-def _check_when(fault: Fault) -> None:
+def _check_time(fault: Fault) -> None:
     if fault.step is not None and (type(fault.step) is not int or fault.step < 1):
         raise ConfigError(f"{fault.what}: step is {fault.step!r}: steps begin with 1.")
     if fault.step is not None and fault.at_s is not None:
@@ -350,12 +350,12 @@ def _check_when(fault: Fault) -> None:
         raise ConfigError(f"{fault.what}: repeat is true or false.")
     if not fault.phase:
         return
-    if not fault.point:
-        near = config.near(fault.phase, [*PHASES, *IN_WORKER, *IN_AGENT])
+    if not fault.failpoint:
+        near = config.suggest_similar(fault.phase, [*PHASES, *WORKER_FAILPOINTS, *AGENT_FAILPOINTS])
         raise ConfigError(
             f"{fault.what}: there is no phase {fault.phase!r}.{near} There are: {', '.join(PHASES)}."
         )
-    if fault.kind.inside and fault.point not in IN_WORKER:
+    if fault.kind.in_process and fault.failpoint not in WORKER_FAILPOINTS:
         raise ConfigError(f"{fault.what} happens in a worker, and {fault.phase} is in the agent.")
     if fault.what in {"slow-rank", "skip-collective"}:
         raise ConfigError(f"{fault.what} is a matter of steps: give a step or a time, and no phase.")
@@ -365,7 +365,7 @@ def _check_settings(fault: Fault) -> None:
     def require(name: str, valid: bool, write: str) -> None:
         value = getattr(fault, name)
         if value is not None and not valid:
-            raise ConfigError(f"{fault.what}: {key_of(name)} is {value!r}: write {write}.")
+            raise ConfigError(f"{fault.what}: {plan_key(name)} is {value!r}: write {write}.")
 
     for name in ("for_s", "delay_s"):
         require(name, (getattr(fault, name) or 0) > 0, "a time above 0, as 5s")
@@ -377,11 +377,15 @@ def _check_settings(fault: Fault) -> None:
     require("fraction", 0 <= (fault.fraction or 0) < 1, "a share of the file, from 0 to below 1")
     require("code", type(fault.code) is int and 0 < fault.code < 256, "an exit code, 1 to 255")
     require("signal", fault.signal in signal.Signals.__members__, "a signal's name, as SIGSEGV")
-    require("error", _is_error(fault.error), "a built-in exception that takes one text, as ValueError")
-    require("sender", fault.sender in {"peer", "stranger"}, "peer or stranger")
+    require(
+        "error",
+        _is_raisable_exception(fault.error),
+        "a built-in exception that takes one text, as ValueError",
+    )
+    require("sender", fault.sender in {"peer", "unauthenticated"}, "peer or unauthenticated")
 
 
-def _is_error(name: str | None) -> bool:
+def _is_raisable_exception(name: str | None) -> bool:
     """Whether a worker can raise it as `failpoints` does."""
     kind = getattr(builtins, name or "", None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
@@ -393,6 +397,6 @@ def _is_error(name: str | None) -> bool:
     return True
 
 
-def _known_settings(what: str) -> str:
-    known: Sequence[str] = [key_of(name) for name in KINDS[what].settings]
+def _describe_settings(kind_name: str) -> str:
+    known: Sequence[str] = [plan_key(name) for name in KINDS[kind_name].settings]
     return f" It has: {', '.join(known)}." if known else " Nothing of it can be set."

@@ -32,14 +32,14 @@ from elastic_resume.agent import validation
 from elastic_resume.errors import MachineError
 from elastic_resume.testing import fork_server_main
 
-KILLED_S = 30.0  # one that sleeps in the kernel for longer is left to it
+KILL_TIMEOUT_S = 30.0  # one that sleeps in the kernel for longer is left to it
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
-_births: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
+_start_requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
 T = TypeVar("T")
 
 
-class Agent(Protocol):
+class AgentProcess(Protocol):
     """A process of a simulated node, with the words that `subprocess.Popen` has for its end."""
 
     @property
@@ -56,7 +56,7 @@ class Agent(Protocol):
         """Send a signal, unless it is known to have ended."""
 
 
-def start_to_last(start: Callable[[], T]) -> T:
+def start_with_lasting_parent(start: Callable[[], T]) -> T:
     """Start a process that is to end with this one, and not before.
 
     The kernel counts the thread that forks as the parent, so that is one which lasts as long as the process:
@@ -66,24 +66,29 @@ def start_to_last(start: Callable[[], T]) -> T:
         MachineError: this process may have no more threads.
 
     """
-    global _births  # noqa: PLW0603  one for the process
+    global _start_requests  # noqa: PLW0603  one for the process
     with _lock:
-        if _births is None:
+        if _start_requests is None:
             births: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-            thread = threading.Thread(target=_bear, args=(births,), name="elastic-resume-births", daemon=True)
+            thread = threading.Thread(
+                target=_serve_start_requests,
+                args=(births,),
+                name="elastic-resume-process-starter",
+                daemon=True,
+            )
             try:
                 thread.start()
             except RuntimeError as error:
                 raise MachineError(f"no process can be started: {error}.") from error
-            _births = births
+            _start_requests = births
     born: Future[T] = Future()
-    _births.put((start, born))
+    _start_requests.put((start, born))
     return born.result()
 
 
-def _bear(births: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
+def _serve_start_requests(requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
     while True:
-        start, born = births.get()
+        start, born = requests.get()
         try:
             born.set_result(start())
         except BaseException as error:  # noqa: BLE001  it is raised where it was asked for
@@ -91,13 +96,13 @@ def _bear(births: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> N
         del start, born  # what a process stands on is kept by whoever has it, and not here until the next
 
 
-def _forget_births() -> None:
+def _reset_after_fork() -> None:
     """A fork has none of this process's threads."""
-    global _births, _lock
-    _births, _lock = None, threading.Lock()
+    global _start_requests, _lock
+    _start_requests, _lock = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget_births)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def die_with_parent() -> None:
@@ -111,7 +116,7 @@ def kill(process: psutil.Process) -> None:
         process.kill()
 
 
-def wait_for(process: psutil.Process) -> None:
+def wait_for_exit(process: psutil.Process) -> None:
     """Wait until all threads of a killed process have ended; init may take note seconds later."""
     with contextlib.suppress(psutil.NoSuchProcess, OSError):
         if not process.is_running():
@@ -120,34 +125,34 @@ def wait_for(process: psutil.Process) -> None:
         try:
             waiting = select.poll()  # which takes descriptors of any number
             waiting.register(descriptor, select.POLLIN)
-            waiting.poll(KILLED_S * 1000)
+            waiting.poll(KILL_TIMEOUT_S * 1000)
         finally:
             os.close(descriptor)
 
 
-BROOD = Path(fork_server_main.__file__)
-MOST = 3  # of one process, 300 MB each; one for each set of what only a new process heeds
-PATIENCE_S = 120.0  # for the first agent, which waits for the imports
+SERVER_PROGRAM = Path(fork_server_main.__file__)
+MAX_SERVERS = 3  # of one process, 300 MB each; one for each set of what only a new process heeds
+REPLY_TIMEOUT_S = 120.0  # for the first agent, which waits for the imports
 
 
-class Nursery:
+class AgentForkServer:
     """One process that forks agents. Make it through `start`."""
 
     def __init__(self, env: Mapping[str, str], program: Path | None = None) -> None:
         """Start it; it imports while its first agent is asked for. ``program``: default `brood`."""
-        self._line, its = socket.socketpair()
+        self._connection, its = socket.socketpair()
         self._lock = threading.Lock()
         with its:
-            self._process = start_to_last(
+            self._process = start_with_lasting_parent(
                 lambda: subprocess.Popen(
-                    [sys.executable, "-u", program or BROOD, str(its.fileno()), str(os.getpid())],
+                    [sys.executable, "-u", program or SERVER_PROGRAM, str(its.fileno()), str(os.getpid())],
                     pass_fds=(its.fileno(),),
                     stdin=subprocess.DEVNULL,
                     env=env,
                     start_new_session=True,
                 )
             )
-        self._line.settimeout(PATIENCE_S)
+        self._connection.settimeout(REPLY_TIMEOUT_S)
 
     def fork(
         self,
@@ -158,7 +163,7 @@ class Nursery:
         cwd: Path,
         network: str = "",
         **more: object,
-    ) -> fork_server_main.Forked:
+    ) -> fork_server_main.ForkedProcess:
         """Fork an agent; ``more`` is for programs other than `brood`.
 
         Raises:
@@ -174,20 +179,20 @@ class Nursery:
             "network": network,
             **more,
         }
-        return fork_server_main.Forked(int(self._ask(asked, [output])["pid"]), self._reap)
+        return fork_server_main.ForkedProcess(int(self._request(asked, [output])["pid"]), self._reap)
 
     def _reap(self, pid: int) -> int | None:
         if (
-            self.alive and fork_server_main.ended(pid) is False
+            self.alive and fork_server_main.has_ended(pid) is False
         ):  # a thousand looks need not be answered over there
             return None
         try:
-            code: int | None = self._ask({"reap": pid})["code"]
+            code: int | None = self._request({"reap": pid})["code"]
         except (OSError, EOFError):
             return -9  # it took all that it had forked along
         return code
 
-    def _ask(self, what: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+    def _request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         """Send a question, and receive its answer.
 
         One that is interrupted in between, by Ctrl-C or a test's time limit, ends the nursery: the next would
@@ -195,8 +200,8 @@ class Nursery:
         """
         with self._lock:
             try:
-                fork_server_main.send(self._line, what, descriptors)
-                return fork_server_main.receive(self._line)[0]
+                fork_server_main.send(self._connection, message, descriptors)
+                return fork_server_main.receive(self._connection)[0]
             except BaseException:
                 self.close()
                 raise
@@ -205,7 +210,7 @@ class Nursery:
         """End the process, and with it all that it has forked."""
         self._process.kill()
         self._process.wait()
-        self._line.close()
+        self._connection.close()
 
     @property
     def alive(self) -> bool:
@@ -213,7 +218,7 @@ class Nursery:
         return self._process.poll() is None
 
 
-_nurseries: dict[frozenset[tuple[str, str]], Nursery] = {}
+_servers: dict[frozenset[tuple[str, str]], AgentForkServer] = {}
 _lock = threading.Lock()
 
 
@@ -224,7 +229,7 @@ def start(
     *,
     cwd: Path | None = None,
     network: str = "",
-) -> fork_server_main.Forked | None:
+) -> fork_server_main.ForkedProcess | None:
     """Fork ``command``, which is ``python -m …``; None where it has to be started as a new process.
 
     Args:
@@ -238,16 +243,16 @@ def start(
     heeded = {
         name: value
         for name, value in env.items()
-        if name.startswith(validation.READ_AT_START) and name != constants.ENV_FAILPOINTS
+        if name.startswith(validation.PROCESS_START_ENV_PREFIXES) and name != constants.ENV_FAILPOINTS
     }
     with _lock:
-        nursery = _nurseries.get(frozenset(heeded.items()))
+        nursery = _servers.get(frozenset(heeded.items()))
         if nursery is None or not nursery.alive:
-            if nursery is None and len(_nurseries) >= MOST:
+            if nursery is None and len(_servers) >= MAX_SERVERS:
                 return None
             kept = {k: v for k, v in env.items() if not k.startswith("ELASTIC_RESUME_") and k != "TMPDIR"}
             kept.update({k: v for k, v in os.environ.items() if k == "TMPDIR"})  # it outlives those nodes
-            nursery = _nurseries[frozenset(heeded.items())] = Nursery(kept)
+            nursery = _servers[frozenset(heeded.items())] = AgentForkServer(kept)
             atexit.register(nursery.close)
     with contextlib.suppress(OSError, EOFError):
         return nursery.fork(command, env, output.fileno(), cwd=cwd or Path.cwd(), network=network)

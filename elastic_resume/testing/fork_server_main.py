@@ -41,13 +41,13 @@ from elastic_resume.agent.workers import forkserver, forkserver_manager, run_mai
 
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
-HEAD_BYTES = 4
-MAX_REQUEST = 16 << 20
-WAIT_S = 0.005  # between two looks at a child, where the kernel has no pidfd
+LENGTH_BYTES = 4
+MAX_REQUEST_BYTES = 16 << 20
+POLL_S = 0.005  # between two looks at a child, where the kernel has no pidfd
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class Forked:
+class ForkedProcess:
     """A process that was forked elsewhere, with those of `subprocess.Popen`'s methods that agents need."""
 
     def __init__(self, pid: int, reap: Callable[[int], int | None]) -> None:
@@ -93,19 +93,19 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _sleep_until_end(pid: int, limit_s: float | None) -> None:
-    if ended(pid, limit_s) is None:
-        time.sleep(WAIT_S)
+def _sleep_until_end(pid: int, timeout_s: float | None) -> None:
+    if has_ended(pid, timeout_s) is None:
+        time.sleep(POLL_S)
 
 
-def ended(pid: int, within_s: float | None = 0.0) -> bool | None:
+def has_ended(pid: int, timeout_s: float | None = 0.0) -> bool | None:
     """Whether a process that nobody has reaped ends within this time; None: the kernel has no pidfd."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
         return None
     try:
-        return bool(select.select([descriptor], [], [], within_s)[0])
+        return bool(select.select([descriptor], [], [], timeout_s)[0])
     finally:
         os.close(descriptor)
 
@@ -119,25 +119,29 @@ def reap(pid: int) -> int | None:
 # ---- the line ------------------------------------------------------------------------------------------
 
 
-def send(line: socket.socket, what: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
     """Send one message with its length ahead, and descriptors along with it."""
-    data = json.dumps(what).encode()
-    socket.send_fds(line, [len(data).to_bytes(HEAD_BYTES, "big")], descriptors)
-    line.sendall(data)
+    data = json.dumps(message).encode()
+    socket.send_fds(connection, [len(data).to_bytes(LENGTH_BYTES, "big")], descriptors)
+    connection.sendall(data)
 
 
-def receive(line: socket.socket, most: int = 0) -> tuple[dict[str, Any], list[int]]:
+def receive(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[str, Any], list[int]]:
     """Receive one message with at most so many descriptors.
 
     Raises:
         EOFError: the other side is gone.
 
     """
-    head, descriptors, _, _ = socket.recv_fds(line, HEAD_BYTES, most) if most else (line.recv(4), [], 0, 0)
+    head, descriptors, _, _ = (
+        socket.recv_fds(connection, LENGTH_BYTES, max_descriptors)
+        if max_descriptors
+        else (connection.recv(4), [], 0, 0)
+    )
     size = int.from_bytes(head, "big")
     data = b""
-    while len(head) == HEAD_BYTES and len(data) < size <= MAX_REQUEST:
-        part = line.recv(size - len(data))
+    while len(head) == LENGTH_BYTES and len(data) < size <= MAX_REQUEST_BYTES:
+        part = connection.recv(size - len(data))
         if not part:
             break
         data += part
@@ -152,31 +156,31 @@ def receive(line: socket.socket, most: int = 0) -> tuple[dict[str, Any], list[in
 def main() -> None:
     """Import, and serve until the line ends. Returns in a fork only, when that is at its end."""
     line, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    if not _die_with(parent):
+    if not _die_with_parent(parent):
         return
     line.set_inheritable(False)
-    run_main.entitle("er-nursery")
-    before = forkserver.environment()
+    run_main.set_process_name("er-agent-forks")
+    before = forkserver.read_environment()
     gc.disable()
     level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `elastic-resume run` has it
     for name in (
         "elastic_resume.agent.torchelastic",
         "elastic_resume.agent.main",
-        *forkserver.MODULES,
-        *forkserver.OURS,
+        *forkserver.TORCH_MODULES,
+        *forkserver.OWN_MODULES,
     ):
         importlib.import_module(name)
     if "TORCH_CPP_LOG_LEVEL" not in before and level:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     gc.collect()
     gc.freeze()
-    imported = {k: v for k, v in forkserver.environment().items() if before.get(k) != v}
+    imported = {k: v for k, v in forkserver.read_environment().items() if before.get(k) != v}
     become = _serve(line, imported)
     gc.enable()
     become()
 
 
-def _die_with(parent: int) -> bool:
+def _die_with_parent(parent: int) -> bool:
     """Ask the kernel to end this process with its parent; whether that still lives."""
     _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     return os.getppid() == parent
@@ -188,28 +192,30 @@ def _fork() -> int:
         return os.fork()
 
 
-def _serve(line: socket.socket, imported: dict[str, str]) -> Callable[[], None]:
+def _serve(connection: socket.socket, import_environment: dict[str, str]) -> Callable[[], None]:
     """Do what is asked. Returns in forks only: what such a one is to become."""
     nursery = os.getpid()
     while True:
         try:
-            asked, descriptors = receive(line, 1)
+            asked, descriptors = receive(connection, 1)
         except (EOFError, OSError):
             os._exit(0)  # the kernel ends what was forked
         if "reap" in asked:
-            send(line, {"code": reap(asked["reap"])})
+            send(connection, {"code": reap(asked["reap"])})
             continue
         pid = _fork()
         if pid == 0:
-            line.close()
-            return _born(nursery, asked, descriptors[0], imported)
+            connection.close()
+            return _set_up_agent(nursery, asked, descriptors[0], import_environment)
         os.close(descriptors[0])
-        send(line, {"pid": pid})
+        send(connection, {"pid": pid})
 
 
-def _born(parent: int, asked: dict[str, Any], output: int, imported: dict[str, str]) -> Callable[[], None]:
+def _set_up_agent(
+    parent: int, request: dict[str, Any], output: int, import_environment: dict[str, str]
+) -> Callable[[], None]:
     """In the fork: take on what was asked for, and fork the zygote of it; give what to become."""
-    if not _die_with(parent):
+    if not _die_with_parent(parent):
         os._exit(1)
     os.setsid()
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -217,28 +223,28 @@ def _born(parent: int, asked: dict[str, Any], output: int, imported: dict[str, s
         os.dup2(stream, number)
     os.close(empty)
     os.close(output)
-    _take_environment({**imported, **asked["env"]})
+    _replace_environment({**import_environment, **request["env"]})
     tempfile.tempdir = None  # which follows the environment
     failpoints.arm()
-    if asked["network"]:
-        _enter_network(asked["network"])
-    os.chdir(asked["cwd"])
+    if request["network"]:
+        _enter_network(request["network"])
+    os.chdir(request["cwd"])
     ours, its = socket.socketpair()
     agent = os.getpid()
     pid = _fork()
     if pid == 0:
         ours.close()
-        return lambda: _become_zygote(its, agent)
+        return lambda: _become_fork_server(its, agent)
     its.close()
-    forkserver_manager.spawn = _Seed(pid, ours)
-    command = asked["command"]
-    run_main.entitle("er-agent")
+    forkserver_manager.spawn = _PreforkedForkServer(pid, ours)
+    command = request["command"]
+    run_main.set_process_name("er-agent")
     command[1:1] = ["-u"]  # as this process is; the environment asks for the same
-    run_main.enter(command)
-    return lambda: _run(command)
+    run_main.set_argv_and_path(command)
+    return lambda: _run_command(command)
 
 
-def _run(command: list[str]) -> None:
+def _run_command(command: list[str]) -> None:
     """Run it and end, without freeing what was imported: that takes a quarter of a second of a processor."""
     code = 0
     try:
@@ -254,7 +260,7 @@ def _run(command: list[str]) -> None:
     os._exit(code & 0xFF)
 
 
-def _take_environment(environ: dict[str, str]) -> None:
+def _replace_environment(environ: dict[str, str]) -> None:
     os.environ.clear()
     for name, value in environ.items():
         os.environb[name.encode("latin-1")] = value.encode("latin-1")
@@ -267,35 +273,35 @@ def _enter_network(path: str) -> None:
     os.close(space)
 
 
-class _Seed:
+class _PreforkedForkServer:
     """Starts the agent's first zygote from the fork that waits for it, and later ones as new processes."""
 
-    def __init__(self, pid: int, line: socket.socket) -> None:
+    def __init__(self, pid: int, connection: socket.socket) -> None:
         self._pid = pid
-        self._line: socket.socket | None = line
-        self._environ = forkserver.environment()
+        self._connection: socket.socket | None = connection
+        self._environ = forkserver.read_environment()
 
     def __call__(self, argv: list[str], *, pass_fds: tuple[int, ...], **others: Any) -> Any:
         """As `subprocess.Popen`, of the zygote's command."""
-        line, self._line = self._line, None
-        environ = forkserver.environment()
-        if line is None or forkserver.differences(self._environ, environ):
+        line, self._connection = self._connection, None
+        environ = forkserver.read_environment()
+        if line is None or forkserver.list_differing_variables(self._environ, environ):
             return subprocess.Popen(argv, pass_fds=pass_fds, **others)
         with line:
             send(line, {"argv": argv[2:], "env": environ}, pass_fds)
-        return Forked(self._pid, reap)
+        return ForkedProcess(self._pid, reap)
 
 
-def _become_zygote(line: socket.socket, agent: int) -> None:
-    if not _die_with(agent):
+def _become_fork_server(connection: socket.socket, agent: int) -> None:
+    if not _die_with_parent(agent):
         return
     try:
-        asked, descriptors = receive(line, 2)
+        asked, descriptors = receive(connection, 2)
     except (EOFError, OSError):
         os._exit(0)
-    line.close()
+    connection.close()
     os.setsid()
-    _take_environment(asked["env"])
+    _replace_environment(asked["env"])
     name, *numbers_and_rest = asked["argv"]
     sys.argv = [name, *map(str, descriptors), *numbers_and_rest[len(descriptors) :]]
     forkserver.main()

@@ -24,63 +24,63 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume import constants, failpoints
-from elastic_resume.failpoints import ARMED_FILE, DONE, FIRED, REACHED
-from elastic_resume.snapshot.progress_page import Line
+from elastic_resume.failpoints import ARMED_FILE, DONE_SUFFIX, FIRED_SUFFIX, REACHED_SUFFIX
+from elastic_resume.snapshot.progress_page import ProgressRecord
 
-LOOK_S = 0.002  # a step of a small model takes a few milliseconds
+POLL_S = 0.002  # a step of a small model takes a few milliseconds
 
 
-class MomentError(AssertionError):
+class TriggerError(AssertionError):
     """What was planned with `Cluster.at` could not be done, or its moment never came."""
 
 
 @dataclass(frozen=True)
-class Planned:
+class ScheduledAction:
     """One thing that is to happen. ``act`` gets the node of the rank, and its line; False: not yet."""
 
-    what: str
+    description: str
     step: int
     rank: int | None
     node: int | None
-    act: Callable[[int, Line], object] = field(repr=False)
+    action: Callable[[int, ProgressRecord], object] = field(repr=False)
 
     def __str__(self) -> str:
         whose = "" if self.rank is None else f" of rank {self.rank}"
         on = "" if self.node is None else f" on n{self.node}"
-        return f"{self.what} at step {self.step}{whose}{on}"
+        return f"{self.description} at step {self.step}{whose}{on}"
 
-    def found(self, lines: Iterable[tuple[int, Line]]) -> tuple[int, Line] | None:
+    def find_match(self, progress: Iterable[tuple[int, ProgressRecord]]) -> tuple[int, ProgressRecord] | None:
         """The line that says that the moment has come: the newest, where a rank had several."""
         fitting = [
             (index, line)
-            for index, line in lines
+            for index, line in progress
             if line.step >= self.step and self.rank in (None, line.worker.rank) and self.node in (None, index)
         ]
         return max(fitting, key=lambda one: (one[1].generation, one[1].step), default=None)
 
 
-class Moments:
+class TriggerWatcher:
     """What is planned for one cluster."""
 
-    def __init__(self, lines: Callable[[], Iterable[tuple[int, Line]]]) -> None:
+    def __init__(self, read_progress: Callable[[], Iterable[tuple[int, ProgressRecord]]]) -> None:
         """``lines`` gives what each rank has noted, by node."""
-        self._lines = lines
-        self._pending: list[Planned] = []
-        self._error: MomentError | None = None
-        self._news = threading.Condition()
+        self._read_progress = read_progress
+        self._pending: list[ScheduledAction] = []
+        self._error: TriggerError | None = None
+        self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def plan(self, planned: Planned) -> None:
+    def schedule(self, action: ScheduledAction) -> None:
         """Take it, and look out for it from now on."""
-        with self._news:
-            self._pending = sorted([*self._pending, planned], key=lambda one: one.step)
+        with self._changed:
+            self._pending = sorted([*self._pending, action], key=lambda one: one.step)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="moments", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="triggers", daemon=True)
                 self._thread.start()
-            self._news.notify()
+            self._changed.notify()
 
-    def complain(self) -> None:
+    def raise_error(self) -> None:
         """Raise what went wrong, once.
 
         Raises:
@@ -91,7 +91,7 @@ class Moments:
         if error is not None:
             raise error
 
-    def require_all(self) -> None:
+    def require_all_done(self) -> None:
         """Raise unless all that was planned has happened.
 
         Raises:
@@ -101,47 +101,47 @@ class Moments:
         left, self._pending = self._pending, []
         if left:
             names = ", ".join(map(str, left))
-            raise MomentError(
+            raise TriggerError(
                 f"{names}: never came. Plan it earlier, train longer, or wait for it (wait_exit)."
             )
 
     def close(self) -> None:
         """Forget what has not come, and end the thread. A second call does nothing."""
-        with self._news:
+        with self._changed:
             self._closed = True
             self._pending = []
-            self._news.notify()
+            self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _watch(self) -> None:
+    def _run(self) -> None:
         while True:
-            with self._news:
-                self._news.wait_for(lambda: self._pending or self._closed)
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closed)
                 if self._closed:
                     return
                 pending = list(self._pending)
-            self._act(pending)
-            with self._news:
-                self._news.wait_for(lambda: self._closed, LOOK_S)
+            self._run_due(pending)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, POLL_S)
 
-    def _act(self, pending: Iterable[Planned]) -> None:
+    def _run_due(self, pending: Iterable[ScheduledAction]) -> None:
         """Do all whose moment has come; errors are raised where the test waits."""
-        lines = list(self._lines())
+        lines = list(self._read_progress())
         for planned in pending:
-            found = planned.found(lines)
+            found = planned.find_match(lines)
             try:
-                done = found is not None and planned.act(*found) is not False
+                done = found is not None and planned.action(*found) is not False
             except Exception as error:  # noqa: BLE001
-                self._error = MomentError(f"{planned}: {error}")
+                self._error = TriggerError(f"{planned}: {error}")
                 self._error.__cause__ = error
                 done = True
             if done:
-                with self._news:
+                with self._changed:
                     self._pending = [one for one in self._pending if one is not planned]
 
 
-class Arming:
+class FailpointController:
     """The failpoints of one job. One thread at a time."""
 
     def __init__(self, directory: Path) -> None:
@@ -156,7 +156,7 @@ class Arming:
         """What the job's processes find the directory by."""
         return {constants.ENV_FAULTS_DIR: str(self.directory)}
 
-    def arm(self, point: str, **conditions: object) -> str:
+    def arm(self, failpoint: str, **conditions: object) -> str:
         """Arm ``NAME=ACTION`` with conditions (see `failpoints`); give the mark by which to ask for it.
 
         Raises:
@@ -166,32 +166,32 @@ class Arming:
         self._count += 1
         mark = f"f{self._count}"
         told = {"once": mark, **{key.rstrip("_"): value for key, value in conditions.items()}}
-        entry = ";".join([point, *(f"{k}={v}" for k, v in told.items() if v not in (None, ""))])
-        failpoints.check(entry)  # as each process does, too late to tell who wrote it
+        entry = ";".join([failpoint, *(f"{k}={v}" for k, v in told.items() if v not in (None, ""))])
+        failpoints.validate(entry)  # as each process does, too late to tell who wrote it
         self._entries[mark] = entry
         self._write()
         return mark
 
-    def disarm(self, mark: str) -> None:
+    def disarm(self, failpoint_id: str) -> None:
         """Let nobody else be hit; who is being hit goes on."""
-        if self._entries.pop(mark, None) is not None:
+        if self._entries.pop(failpoint_id, None) is not None:
             self._write()
 
-    def fired(self, mark: str) -> dict[str, Any] | None:
+    def read_fired(self, failpoint_id: str) -> dict[str, Any] | None:
         """Who was hit first: t, pid, node, rank and local rank, as far as known; None: nobody yet."""
         try:
-            told = json.loads((self.directory / (mark + FIRED)).read_bytes())
+            told = json.loads((self.directory / (failpoint_id + FIRED_SUFFIX)).read_bytes())
         except (FileNotFoundError, ValueError):  # being written
             return None
         return told if isinstance(told, dict) else None
 
-    def waits(self, mark: str) -> bool:
+    def is_waiting(self, failpoint_id: str) -> bool:
         """Whether a process stands at a point that was armed with ``wait``."""
-        return (self.directory / (mark + REACHED)).exists()
+        return (self.directory / (failpoint_id + REACHED_SUFFIX)).exists()
 
-    def release(self, mark: str) -> None:
+    def release(self, failpoint_id: str) -> None:
         """Let it go on."""
-        (self.directory / (mark + DONE)).touch()
+        (self.directory / (failpoint_id + DONE_SUFFIX)).touch()
 
     def _write(self) -> None:
         path = self.directory / ARMED_FILE

@@ -49,36 +49,36 @@ import psutil
 
 from elastic_resume.errors import MachineError, UsageError
 
-Pair = tuple[int, int]  # of nodes: who sends, and to whom
+NodePair = tuple[int, int]  # of nodes: who sends, and to whom
 
-_PARTS = 100_000  # chances are counted in these
+_LOSS_RESOLUTION = 100_000  # chances are counted in these
 _BURST_S = 0.02
-_LEAST_BURST = 3200  # two packets of Ethernet
-_QUEUE_MS = 400  # what waits for longer than that is dropped, as a router does
+_MIN_BURST_BYTES = 3200  # two packets of Ethernet
+_MAX_QUEUE_MS = 400  # what waits for longer than that is dropped, as a router does
 
 
 @dataclass
-class Silence:
+class SilencedLinks:
     """What silences links. Each of these ends for itself: a link works when none of them names it."""
 
-    side: list[int]  # of a partition, by node
-    cut: set[int] = field(default_factory=set)  # nodes
-    links: set[Pair] = field(default_factory=set)
-    held: list[frozenset[Pair]] = field(default_factory=list)  # by whoever lets go of it later
+    partition_sides: list[int]  # of a partition, by node
+    cut_nodes: set[int] = field(default_factory=set)  # nodes
+    cut_links: set[NodePair] = field(default_factory=set)
+    temporary_cuts: list[frozenset[NodePair]] = field(default_factory=list)  # by whoever lets go of it later
 
-    def pairs(self) -> set[Pair]:
+    def silent_pairs(self) -> set[NodePair]:
         """Between whom nothing arrives."""
-        named = self.links.union(*self.held)
+        named = self.cut_links.union(*self.temporary_cuts)
         return {
             (sender, receiver)
-            for sender, receiver in itertools.permutations(range(len(self.side)), 2)
+            for sender, receiver in itertools.permutations(range(len(self.partition_sides)), 2)
             if (sender, receiver) in named
-            or self.cut.intersection((sender, receiver))
-            or self.side[sender] != self.side[receiver]
+            or self.cut_nodes.intersection((sender, receiver))
+            or self.partition_sides[sender] != self.partition_sides[receiver]
         }
 
 
-def sides(groups: Sequence[Collection[int]], nodes: int) -> list[int]:
+def assign_sides(groups: Sequence[Collection[int]], nodes: int) -> list[int]:
     """In which of these groups each node is.
 
     Raises:
@@ -91,14 +91,14 @@ def sides(groups: Sequence[Collection[int]], nodes: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Loss:
+class PacketLoss:
     """Which share of the packets to and from a node is lost, 0 to 1."""
 
-    to: float
-    off: float
+    incoming: float
+    outgoing: float
 
 
-def filter_rules(losses: Mapping[str, Loss]) -> Iterator[str]:
+def nft_rules(losses: Mapping[str, PacketLoss]) -> Iterator[str]:
     """What `nft` reads: these losses, by port of the bridge, in place of all former ones, in one moment."""
     yield "table bridge losses"  # so that there is one to delete
     yield "delete table bridge losses"
@@ -106,41 +106,50 @@ def filter_rules(losses: Mapping[str, Loss]) -> Iterator[str]:
     yield "chain forward {"
     yield "type filter hook forward priority 0;"
     for port, loss in losses.items():
-        for side, share in (("oifname", loss.to), ("iifname", loss.off)):
-            parts = round(share * _PARTS)
+        for side, share in (("oifname", loss.incoming), ("iifname", loss.outgoing)):
+            parts = round(share * _LOSS_RESOLUTION)
             if parts:
-                yield f'{side} "{port}" numgen random mod {_PARTS} <= {parts - 1} drop'
+                yield f'{side} "{port}" numgen random mod {_LOSS_RESOLUTION} <= {parts - 1} drop'
     yield "}"
     yield "}"
 
 
-def shape(device: str, bytes_per_s: float) -> str:
+def tc_command(device: str, bytes_per_s: float) -> str:
     """What `tc` reads: send no more than this; 0: as fast as it goes."""
     if not bytes_per_s:
         return f"qdisc replace dev {device} root noqueue"
-    burst = max(_LEAST_BURST, round(bytes_per_s * _BURST_S))
-    rate = f"rate {round(bytes_per_s * 8)}bit burst {burst}b latency {_QUEUE_MS}ms"
+    burst = max(_MIN_BURST_BYTES, round(bytes_per_s * _BURST_S))
+    rate = f"rate {round(bytes_per_s * 8)}bit burst {burst}b latency {_MAX_QUEUE_MS}ms"
     return f"qdisc replace dev {device} root tbf {rate}"
 
 
 INTERFACE = "net0"  # not eth0: /sys still shows the host's interfaces, and one name must not mean two things
 MAX_NODES = 250
-_NUMBERS_MAX = 254
-_KILLS_MAX, _KILL_S = 1000, 0.01  # one that sleeps in the kernel past ten seconds is left to it
-_NOBODY = "02:65:72:ff:ff:ff"
-_TOOLS = {"ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
-_PACKAGES = {**_TOOLS, "nft": "nftables", "tc": "iproute2"}  # these two only for loss and rates
-_READS = {"nft": ["-f", "-"]}
-_TRIAL = ["link add hub type bridge", "link add n0 type veth peer name net0", "link set n0 master hub"]
+_MAX_HOST_NUMBER = 254
+_MAX_KILL_ROUNDS, _KILL_INTERVAL_S = (
+    1000,
+    0.01,
+)  # one that sleeps in the kernel past ten seconds is left to it
+_UNUSED_HARDWARE_ADDRESS = "02:65:72:ff:ff:ff"
+_REQUIRED_TOOLS = {"ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
+_TOOL_PACKAGES = {**_REQUIRED_TOOLS, "nft": "nftables", "tc": "iproute2"}  # these two only for loss and rates
+_STDIN_FLAGS = {"nft": ["-f", "-"]}
+_PROBE_COMMANDS = [
+    "link add hub type bridge",
+    "link add n0 type veth peer name net0",
+    "link set n0 master hub",
+]
 
 
-def available() -> str:
+def unavailable_reason() -> str:
     """Why this process cannot make `Namespaces`, in words; empty when it can."""
-    missing = [tool for tool in _TOOLS if _tool(tool) is None]
+    missing = [tool for tool in _REQUIRED_TOOLS if _find_tool(tool) is None]
     if missing:
-        packages = " ".join(sorted({_TOOLS[tool] for tool in missing}))
+        packages = " ".join(sorted({_REQUIRED_TOOLS[tool] for tool in missing}))
         return f"no {' or '.join(missing)} on this machine: apt-get install {packages}"
-    tried = _call([str(_tool("unshare")), "--net", str(_tool("ip")), "-batch", "-"], _TRIAL)
+    tried = _run_with_input(
+        [str(_find_tool("unshare")), "--net", str(_find_tool("ip")), "-batch", "-"], _PROBE_COMMANDS
+    )
     if tried.returncode == 0:
         return ""
     return (
@@ -149,7 +158,7 @@ def available() -> str:
     )
 
 
-class Namespaces:
+class VirtualNetwork:
     """A network namespace for each node, all on one bridge. Use it as a context manager, or call `close`."""
 
     def __init__(self, nodes: int = 3) -> None:
@@ -161,29 +170,29 @@ class Namespaces:
         """
         if not 1 <= nodes <= MAX_NODES:
             raise UsageError(f"{nodes} simulated hosts: there can be 1 to {MAX_NODES}.")
-        why = available()
+        why = unavailable_reason()
         if why:
             raise MachineError(f"simulated hosts: {why}.")
         # Chance makes it seen when a process of one cluster looks for a node of another.
-        self._network = f"10.{secrets.randbelow(256)}.{secrets.randbelow(256)}"
-        self._numbers = list(range(1, nodes + 1))  # the last part of each node's address
-        self._unused = nodes + 1
-        self._spaces: list[int] = []  # one for each node, then the bridge's
-        self._silence = Silence([0] * nodes)
-        self._lost: set[Pair] = set()  # which the kernel has been told
-        self._losses: dict[int, Loss] = {}
-        self._narrow: set[int] = set()
+        self._network_prefix = f"10.{secrets.randbelow(256)}.{secrets.randbelow(256)}"
+        self._host_numbers = list(range(1, nodes + 1))  # the last part of each node's address
+        self._next_host_number = nodes + 1
+        self._namespaces: list[int] = []  # one for each node, then the bridge's
+        self._silenced_links = SilencedLinks([0] * nodes)
+        self._applied_silent_pairs: set[NodePair] = set()  # which the kernel has been told
+        self._packet_losses: dict[int, PacketLoss] = {}
+        self._rate_limited: set[int] = set()
         try:
-            self._spaces.extend(_namespace() for _ in range(nodes))
-            self._wire()
+            self._namespaces.extend(_make_namespace() for _ in range(nodes))
+            self._connect_nodes()
         except BaseException:
             self.close()
             raise
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._host_numbers)
 
-    def __enter__(self) -> Namespaces:  # noqa: PYI034  typing.Self needs Python 3.11
+    def __enter__(self) -> VirtualNetwork:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
 
     def __exit__(
@@ -193,55 +202,61 @@ class Namespaces:
 
     def address(self, index: int) -> str:
         """The node's IPv4 address; it can be reached from the other nodes alone."""
-        self._check(index)
-        return f"{self._network}.{self._numbers[index]}"
+        self._require_open(index)
+        return f"{self._network_prefix}.{self._host_numbers[index]}"
 
-    def command(self, index: int, argv: Sequence[str]) -> list[str]:
+    def wrap_command(self, index: int, argv: Sequence[str]) -> list[str]:
         """``argv``, so that it runs on a node's network; folder, environment and process id stay its own.
 
         The process that is started becomes ``argv`` by exec: its id is the one to signal and to wait for,
         and a parent-death signal that was asked for before (prctl) still holds.
         """
-        self._check(index)
-        return [str(_tool("nsenter")), f"--net={_path(self._spaces[index])}", "--", *argv]
+        self._require_open(index)
+        return [str(_find_tool("nsenter")), f"--net={_descriptor_path(self._namespaces[index])}", "--", *argv]
 
-    def path(self, index: int) -> str:
+    def namespace_path(self, index: int) -> str:
         """Where a node's network namespace can be opened, for a process that enters it by itself."""
-        self._check(index)
-        return _path(self._spaces[index])
+        self._require_open(index)
+        return _descriptor_path(self._namespaces[index])
 
-    def renumber(self, index: int) -> str:
+    def change_address(self, index: int) -> str:
         """Give a node an address that none had before, and give that back; its former one answers no more.
 
         Raises:
             UsageError: all addresses of the network have been used.
 
         """
-        self._check(index)
-        if self._unused > _NUMBERS_MAX:
-            raise UsageError(f"these simulated hosts have used all of their {_NUMBERS_MAX} addresses.")
-        former, self._numbers[index] = self.address(index), self._unused
-        self._unused += 1
+        self._require_open(index)
+        if self._next_host_number > _MAX_HOST_NUMBER:
+            raise UsageError(f"these simulated hosts have used all of their {_MAX_HOST_NUMBER} addresses.")
+        former, self._host_numbers[index] = self.address(index), self._next_host_number
+        self._next_host_number += 1
         others = [other for other in range(len(self)) if other != index]
         # With its last address an interface forgets its neighbours.
         lines = [
             f"addr del {former}/24 dev {INTERFACE}",
             f"addr add {self.address(index)}/24 dev {INTERFACE}",
         ]
-        lines += [self._route(other, lost=(index, other) in self._lost) for other in others]
-        _ip(self._spaces[index], lines)
+        lines += [
+            self._neighbor_command(other, lost=(index, other) in self._applied_silent_pairs)
+            for other in others
+        ]
+        _run_ip(self._namespaces[index], lines)
         for other in others:
-            forget = f"neigh replace {former} lladdr {_NOBODY} nud permanent dev {INTERFACE}"
-            _ip(self._spaces[other], [forget, self._route(index, lost=(other, index) in self._lost)])
+            forget = f"neigh replace {former} lladdr {_UNUSED_HARDWARE_ADDRESS} nud permanent dev {INTERFACE}"
+            _run_ip(
+                self._namespaces[other],
+                [forget, self._neighbor_command(index, lost=(other, index) in self._applied_silent_pairs)],
+            )
         return self.address(index)
 
     # ---- what befalls the links ----------------------------------------------------------------------
 
     def cut(self, index: int) -> None:
         """Let all that a node sends and all that is sent to it vanish."""
-        self._check(index)
-        self._silence.cut.add(index)
-        self._apply()
+        self._require_open(index)
+        self._silenced_links.cut_nodes.add(index)
+        self._apply_silence()
 
     def lose_packets(
         self, index: int, percent: float, *, one_way: Literal["in", "out"] | None = None
@@ -257,11 +272,13 @@ class Namespaces:
             MachineError: there is no nft here.
 
         """
-        self._check(index)
+        self._require_open(index)
         if not 0 <= percent <= 100:
             raise UsageError(f"a link loses 0 to 100 percent of its packets; got {percent}.")
         share = percent / 100
-        self._losses[index] = Loss(0 if one_way == "out" else share, 0 if one_way == "in" else share)
+        self._packet_losses[index] = PacketLoss(
+            0 if one_way == "out" else share, 0 if one_way == "in" else share
+        )
         self._apply_losses()
 
     def limit_rate(self, index: int, bytes_per_s: float) -> None:
@@ -271,47 +288,49 @@ class Namespaces:
             MachineError: there is no tc here.
 
         """
-        self._check(index)
+        self._require_open(index)
         if bytes_per_s < 0:
             raise UsageError(
                 f"a link carries more than 0 bytes a second, or 0 for no limit; got {bytes_per_s}."
             )
-        _run("tc", self._spaces[-1], [shape(f"n{index}", bytes_per_s)])
-        _run("tc", self._spaces[index], [shape(INTERFACE, bytes_per_s)])
-        self._narrow.add(index)
+        _run_tool("tc", self._namespaces[-1], [tc_command(f"n{index}", bytes_per_s)])
+        _run_tool("tc", self._namespaces[index], [tc_command(INTERFACE, bytes_per_s)])
+        self._rate_limited.add(index)
 
-    def silence(self, pairs: Iterable[Pair]) -> Callable[[], None]:
+    def silence_links(self, pairs: Iterable[NodePair]) -> Callable[[], None]:
         """Let what is sent from one node to another vanish, by pairs, until what is given back is called.
 
         Whatever else silences one of these links, and whatever `restore` does, the other goes on.
         """
         held = frozenset(pairs)
-        self._check(*{index for pair in held for index in pair})
-        self._silence.held.append(held)
-        self._apply()
+        self._require_open(*{index for pair in held for index in pair})
+        self._silenced_links.temporary_cuts.append(held)
+        self._apply_silence()
 
         def let_go() -> None:
-            if held in self._silence.held:  # else `heal` was before it
-                self._silence.held.remove(held)
-                self._apply()
+            if held in self._silenced_links.temporary_cuts:  # else `heal` was before it
+                self._silenced_links.temporary_cuts.remove(held)
+                self._apply_silence()
 
         return let_go
 
-    def restore(self, index: int) -> None:
+    def restore_link(self, index: int) -> None:
         """Undo `cut`, every `cut_link`, loss and rate; a partition stays, and what `silence` holds."""
-        self._check(index)
-        self._silence.cut.discard(index)
-        self._silence.links = {link for link in self._silence.links if index not in link}
-        self._apply()
-        self._clear([index])
+        self._require_open(index)
+        self._silenced_links.cut_nodes.discard(index)
+        self._silenced_links.cut_links = {
+            link for link in self._silenced_links.cut_links if index not in link
+        }
+        self._apply_silence()
+        self._clear_loss_and_rate([index])
 
     def cut_link(self, sender: int, receiver: int, *, one_way: bool = False) -> None:
         """Let what one node sends to another vanish; and, unless ``one_way``, what that sends back."""
-        self._check(sender, receiver)
-        self._silence.links.add((sender, receiver))
+        self._require_open(sender, receiver)
+        self._silenced_links.cut_links.add((sender, receiver))
         if not one_way:
-            self._silence.links.add((receiver, sender))
-        self._apply()
+            self._silenced_links.cut_links.add((receiver, sender))
+        self._apply_silence()
 
     def partition(self, groups: Sequence[Collection[int]]) -> None:
         """Let nodes reach only those of their own group, in place of any earlier partition.
@@ -320,94 +339,97 @@ class Namespaces:
             UsageError: a node is in no group, or in two.
 
         """
-        self._silence.side = sides(groups, len(self))
-        self._apply()
+        self._silenced_links.partition_sides = assign_sides(groups, len(self))
+        self._apply_silence()
 
     def heal(self) -> None:
         """Let every node reach every other again: no cut, partition, loss or rate is left."""
-        self._silence = Silence([0] * len(self))
-        self._apply()
-        self._clear(range(len(self)))
+        self._silenced_links = SilencedLinks([0] * len(self))
+        self._apply_silence()
+        self._clear_loss_and_rate(range(len(self)))
 
     def close(self) -> None:
         """End the processes that are left on the nodes, and the network. A second call does nothing."""
-        spaces, self._spaces = self._spaces, []
-        inside = {_identity(_path(space)) for space in spaces}
-        for _ in range(_KILLS_MAX):  # what had just been forked is found by the next look
-            if not _kill_inside(inside):
+        spaces, self._namespaces = self._namespaces, []
+        inside = {_namespace_id(_descriptor_path(space)) for space in spaces}
+        for _ in range(_MAX_KILL_ROUNDS):  # what had just been forked is found by the next look
+            if not _kill_in_namespaces(inside):
                 break
-            time.sleep(_KILL_S)
+            time.sleep(_KILL_INTERVAL_S)
         for space in spaces:
             os.close(space)
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _wire(self) -> None:
+    def _connect_nodes(self) -> None:
         """Give every node its interface, and the bridge a port for each."""
-        hub = _namespace()
+        hub = _make_namespace()
         try:
             lines = ["link add hub type bridge", "link set hub addrgenmode none", "link set hub up"]
-            for index, space in enumerate(self._spaces):
+            for index, space in enumerate(self._namespaces):
                 lines += [
-                    f"link add n{index} type veth peer name {INTERFACE} netns {_path(space)}",
+                    f"link add n{index} type veth peer name {INTERFACE} netns {_descriptor_path(space)}",
                     f"link set n{index} addrgenmode none",
                     f"link set n{index} master hub up",
                     f"link set n{index} type bridge_slave bcast_flood off mcast_flood off",
                 ]
-            _ip(hub, lines)
+            _run_ip(hub, lines)
         except BaseException:
             os.close(hub)
             raise
         # The bridge is the last to be left: with it go all links, whatever still runs on the nodes.
-        self._spaces.append(hub)
+        self._namespaces.append(hub)
         for index in range(len(self)):
-            _ip(self._spaces[index], self._setup(index))
+            _run_ip(self._namespaces[index], self._interface_commands(index))
 
-    def _setup(self, index: int) -> Iterable[str]:
+    def _interface_commands(self, index: int) -> Iterable[str]:
         yield "link set lo up"
-        yield f"link set {INTERFACE} address {_hardware(index)} addrgenmode none"
+        yield f"link set {INTERFACE} address {_hardware_address(index)} addrgenmode none"
         yield f"addr add {self.address(index)}/24 dev {INTERFACE}"
         yield f"link set {INTERFACE} up"
-        yield from (self._route(other, lost=False) for other in range(len(self)) if other != index)
+        yield from (self._neighbor_command(other, lost=False) for other in range(len(self)) if other != index)
 
-    def _route(self, receiver: int, *, lost: bool) -> str:
-        hardware = _NOBODY if lost else _hardware(receiver)
+    def _neighbor_command(self, receiver: int, *, lost: bool) -> str:
+        hardware = _UNUSED_HARDWARE_ADDRESS if lost else _hardware_address(receiver)
         return f"neigh replace {self.address(receiver)} lladdr {hardware} nud permanent dev {INTERFACE}"
 
-    def _apply(self) -> None:
+    def _apply_silence(self) -> None:
         """Make the network lose what the cuts, links and groups say, and nothing else."""
-        wanted = self._silence.pairs()
-        changed = wanted ^ self._lost
+        wanted = self._silenced_links.silent_pairs()
+        changed = wanted ^ self._applied_silent_pairs
         for sender in sorted({pair[0] for pair in changed}):
             receivers = sorted(pair[1] for pair in changed if pair[0] == sender)
-            _ip(self._spaces[sender], [self._route(to, lost=(sender, to) in wanted) for to in receivers])
-        self._lost = wanted
+            _run_ip(
+                self._namespaces[sender],
+                [self._neighbor_command(to, lost=(sender, to) in wanted) for to in receivers],
+            )
+        self._applied_silent_pairs = wanted
 
     def _apply_losses(self) -> None:
-        losses = {f"n{index}": loss for index, loss in self._losses.items()}
-        _run("nft", self._spaces[-1], filter_rules(losses))
+        losses = {f"n{index}": loss for index, loss in self._packet_losses.items()}
+        _run_tool("nft", self._namespaces[-1], nft_rules(losses))
 
-    def _clear(self, indices: Iterable[int]) -> None:
+    def _clear_loss_and_rate(self, indices: Iterable[int]) -> None:
         """Undo loss and rates of these nodes."""
-        for index in self._narrow.intersection(indices):
+        for index in self._rate_limited.intersection(indices):
             self.limit_rate(index, 0)
-        self._narrow.difference_update(indices)
-        lossy = self._losses.keys() & set(indices)
+        self._rate_limited.difference_update(indices)
+        lossy = self._packet_losses.keys() & set(indices)
         for index in lossy:
-            del self._losses[index]
+            del self._packet_losses[index]
         if lossy:
             self._apply_losses()
 
-    def _check(self, *indices: int) -> None:
-        if not self._spaces:
+    def _require_open(self, *indices: int) -> None:
+        if not self._namespaces:
             raise UsageError("these simulated hosts are closed.")
         if not all(0 <= index < len(self) for index in indices):
             raise UsageError(f"simulated hosts are 0 to {len(self) - 1}; got {indices}.")
 
 
-def _namespace() -> int:
+def _make_namespace() -> int:
     """Make a network namespace; it lives as long as the descriptor that is given back."""
-    unshare = [str(_tool("unshare")), "--net", "cat"]
+    unshare = [str(_find_tool("unshare")), "--net", "cat"]
     with subprocess.Popen(
         unshare, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as first:
@@ -421,55 +443,57 @@ def _namespace() -> int:
         return os.open(f"/proc/{first.pid}/ns/net", os.O_RDONLY)
 
 
-def _ip(namespace: int, lines: Iterable[str]) -> None:
+def _run_ip(namespace: int, lines: Iterable[str]) -> None:
     """Run lines of `ip` in a namespace, up to the first that fails."""
-    _run("ip", namespace, lines)
+    _run_tool("ip", namespace, lines)
 
 
-def _run(tool: str, namespace: int, lines: Iterable[str]) -> None:
+def _run_tool(tool: str, namespace: int, lines: Iterable[str]) -> None:
     """Have a tool read lines in a namespace."""
-    found = _tool(tool)
+    found = _find_tool(tool)
     if found is None:
-        raise MachineError(f"no {tool} on this machine: apt-get install {_PACKAGES[tool]}.")
-    command = [found, *_READS.get(tool, ["-batch", "-"])]
-    done = _call([str(_tool("nsenter")), f"--net={_path(namespace)}", *command], lines)
+        raise MachineError(f"no {tool} on this machine: apt-get install {_TOOL_PACKAGES[tool]}.")
+    command = [found, *_STDIN_FLAGS.get(tool, ["-batch", "-"])]
+    done = _run_with_input(
+        [str(_find_tool("nsenter")), f"--net={_descriptor_path(namespace)}", *command], lines
+    )
     if done.returncode:
         raise MachineError(f"the network of the simulated hosts cannot be changed: {done.stderr.strip()}.")
 
 
-def _call(command: list[str], lines: Iterable[str]) -> subprocess.CompletedProcess[str]:
+def _run_with_input(command: list[str], lines: Iterable[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=False)
 
 
-def _kill_inside(namespaces: Collection[tuple[int, int]]) -> bool:
+def _kill_in_namespaces(namespaces: Collection[tuple[int, int]]) -> bool:
     """Send SIGKILL to every process of these namespaces; whether there was one."""
-    if _identity("/proc/self/ns/net") in namespaces:
+    if _namespace_id("/proc/self/ns/net") in namespaces:
         raise RuntimeError("the namespace of this process is none of a node's")
     found = False
     for pid in psutil.pids():
         # Gone meanwhile, or a zombie, which is in no namespace.
         with contextlib.suppress(OSError):
-            if _identity(f"/proc/{pid}/ns/net") in namespaces:
+            if _namespace_id(f"/proc/{pid}/ns/net") in namespaces:
                 os.kill(pid, signal.SIGKILL)
                 found = True
     return found
 
 
-def _identity(path: str) -> tuple[int, int]:
+def _namespace_id(path: str) -> tuple[int, int]:
     found = Path(path).stat()
     return found.st_dev, found.st_ino
 
 
-def _path(namespace: int) -> str:
+def _descriptor_path(namespace: int) -> str:
     # Not /proc/self: another process is to open it.
     return f"/proc/{os.getpid()}/fd/{namespace}"
 
 
-def _hardware(index: int) -> str:
+def _hardware_address(index: int) -> str:
     return f"02:65:72:00:00:{index + 1:02x}"
 
 
-def _tool(name: str) -> str | None:
+def _find_tool(name: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
 
 

@@ -11,41 +11,41 @@ from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.policy.resume_plan import DISK
 from elastic_resume.restore import inventory
-from elastic_resume.restore.coordinator import Resumed
-from elastic_resume.restore.rank_context import Place
-from elastic_resume.units import amount, verb
+from elastic_resume.restore.coordinator import ResumeResult
+from elastic_resume.restore.rank_context import RankContext
+from elastic_resume.units import choose_verb, format_count
 
-START_ANEW = "To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never."
-MOST_WORDS = 300  # characters of a script's arguments in a line
+START_FRESH_HINT = "To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never."
+MAX_COMMAND_CHARS = 300  # characters of a script's arguments in a line
 
 
-def as_event(resumed: Resumed, position: Position, world_size: int) -> dict[str, Any]:
+def resume_event_fields(result: ResumeResult, position: Position, world_size: int) -> dict[str, Any]:
     """Give the fields of the ``resume`` event."""
-    plan = resumed.plan
+    plan = result.plan
     return {
         "generation": plan.generation,
         "step": position.step,
         "epoch": position.epoch,
         "world_size": world_size,
         "previous_world_size": plan.previous_world_size,
-        "nodes": list(resumed.nodes),
+        "nodes": list(result.nodes),
         "kind": plan.kind,
         "source_node": plan.source_node,
         "source_tier": plan.source_tier,
         "source_generation": plan.source_generation,
         "lacking": list(plan.lacking),
         "rejected": [
-            {"node": r.node, "generation": r.order[0], "step": r.order[1], "reason": r.reason}
+            {"node": r.node, "generation": r.version[0], "step": r.version[1], "reason": r.reason}
             for r in plan.rejected
         ],
-        "lost_steps": plan.lost_steps,
-        "seconds": round(resumed.seconds, 3),
+        "recomputed_steps": plan.recomputed_steps,
+        "seconds": round(result.duration_s, 3),
     }
 
 
-def as_text(resumed: Resumed, position: Position, world_size: int) -> str:
+def format_resume_lines(result: ResumeResult, position: Position, world_size: int) -> str:
     """Say in one line what happened; each rejected copy gets a line of its own."""
-    plan = resumed.plan
+    plan = result.plan
     was = plan.previous_world_size
     world = f"world {was} -> {world_size}" if was not in {None, world_size} else f"world {world_size}"
     what = "no checkpoint found, starting fresh"
@@ -56,65 +56,71 @@ def as_text(resumed: Resumed, position: Position, world_size: int) -> str:
             f"resumed at step {position.step} (epoch {position.epoch}) from {plan.source_node}'s {where} "
             f"of generation {plan.source_generation}{sent}"
         )
-    lost = "no step lost" if plan.lost_steps == 0 else again(plan.lost_steps)
-    lines = [f"generation {plan.generation}: {what}; {lost}; {world}; {resumed.seconds:.2f} s"]
+    lost = "no step lost" if plan.recomputed_steps == 0 else format_recomputed_steps(plan.recomputed_steps)
+    lines = [f"generation {plan.generation}: {what}; {lost}; {world}; {result.duration_s:.2f} s"]
     lines += [f"rejected {r.node}/{r.name}: {r.reason}" for r in plan.rejected]
     return "\n  ".join(lines)
 
 
-def again(steps: int) -> str:
+def format_recomputed_steps(steps: int) -> str:
     """Say how many steps are run again."""
-    return f"{amount(steps, 'step')} {verb(steps, 'is', 'are')} run again"
+    return f"{format_count(steps, 'step')} {choose_verb(steps, 'is', 'are')} run again"
 
 
-class Earlier:
+class EarlierRunNotice:
     """Logs once that this job resumes an earlier run.
 
     It waits until the script says how many epochs it wants: a run that is finished trains nothing, and looks
     like one that failed in silence.
     """
 
-    def __init__(self, resumed: Resumed, place: Place, position: Position, words: Sequence[str]) -> None:
+    def __init__(
+        self, result: ResumeResult, context: RankContext, position: Position, command: Sequence[str]
+    ) -> None:
         """``words``: the script and its arguments of this start."""
         self._text = ""
-        self._place, self._words, self._noted = place, words, not place.leads
-        if place.world.rank == 0 and resumed.earlier is not None:
+        self._context, self._command, self._start_recorded = context, command, not context.is_local_leader
+        if context.collectives.rank == 0 and result.earlier_command is not None:
             where = f"at step {position.step} (epoch {position.epoch})"
-            differs = difference(resumed.earlier, words, resumed.plan.previous_world_size, place.world.size)
-            self._text = f"RESUMING AN EARLIER RUN from {place.run_dir} {where}. {differs}."
+            differs = describe_difference(
+                result.earlier_command, command, result.plan.previous_world_size, context.collectives.size
+            )
+            self._text = f"RESUMING AN EARLIER RUN from {context.run_dir} {where}. {differs}."
 
-    def tell(self, nothing: str = "") -> None:
+    def log_once(self, finished_reason: str = "") -> None:
         """Say it, the first time. ``nothing``: why nothing is trained."""
         text, self._text = self._text, ""
         if text:
-            left = f" NOTHING IS LEFT TO TRAIN: {nothing}." if nothing else ""
-            console.say(f"{text}{left} {START_ANEW}")
+            left = f" NOTHING IS LEFT TO TRAIN: {finished_reason}." if finished_reason else ""
+            console.say(f"{text}{left} {START_FRESH_HINT}")
 
-    def note(self) -> None:
+    def record_start(self) -> None:
         """Note this start, the first time: in its later generations there is nothing to tell.
 
         Not before it is told, on rank 0 too: a crash before the first step would silence it for good.
         """
-        if not self._noted:
-            self._noted = True
-            node_dir.note_start(self._place.node_dir, inventory.supervisor(), self._words)
+        if not self._start_recorded:
+            self._start_recorded = True
+            node_dir.record_script_arguments(self._context.node_dir, inventory.launcher_id(), self._command)
 
 
-def difference(before: Sequence[str], now: Sequence[str], size_before: int | None, size_now: int) -> str:
+def describe_difference(
+    old_command: Sequence[str], new_command: Sequence[str], old_world_size: int | None, new_world_size: int
+) -> str:
     """Say how two starts of a job differ: their commands (none: not known) and numbers of ranks."""
     found = []
-    before, now = node_dir.masked(before), node_dir.masked(now)
-    if not before:
+    old_command, new_command = node_dir.mask_secrets(old_command), node_dir.mask_secrets(new_command)
+    if not old_command:
         found.append("Arguments then: unknown")
-    elif list(before) != list(now):
-        same_script = before[0] == now[0]
-        texts = [shlex.join(words[same_script:]) or "(none)" for words in (before, now)]
+    elif list(old_command) != list(new_command):
+        same_script = old_command[0] == new_command[0]
+        texts = [shlex.join(words[same_script:]) or "(none)" for words in (old_command, new_command)]
         what = "Arguments" if same_script else "Command"
-        found.append(f"{what} then: {_cut(texts[0])}; now: {_cut(texts[1])}")
-    if size_before not in {None, size_now}:
-        found.append(f"Ranks then: {size_before}; now: {size_now}")
+        found.append(f"{what} then: {_truncate(texts[0])}; now: {_truncate(texts[1])}")
+    if old_world_size not in {None, new_world_size}:
+        found.append(f"Ranks then: {old_world_size}; now: {new_world_size}")
     return ". ".join(found) or "Same arguments and number of ranks"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}…"
+def _truncate(text: str) -> str:
+    return text if len(text) <= MAX_COMMAND_CHARS else f"{text[:MAX_COMMAND_CHARS]}…"

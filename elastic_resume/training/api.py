@@ -15,11 +15,11 @@ from elastic_resume.data.rng import MODES
 from elastic_resume.data.world_size import ERROR
 from elastic_resume.errors import ConfigError
 from elastic_resume.events import EventLog
-from elastic_resume.restore.collectives import World
-from elastic_resume.restore.rank_context import Place
+from elastic_resume.restore.collectives import Collectives
+from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.state import state_dict
 from elastic_resume.training import crash_reporting
-from elastic_resume.training.progress import Options
+from elastic_resume.training.progress import RunOptions
 from elastic_resume.training.run import Run
 
 
@@ -83,11 +83,11 @@ def resume(
             raised on all ranks, before anything was loaded.
 
     """
-    with crash_reporting.told():
-        options = Options(seed, rng, on_world_change)
-        _check(seed, rng)
-        batches = elastic_sampler.batches_of(data)
-        _check_cutting(batches, on_world_change)
+    with crash_reporting.report_startup_errors():
+        options = RunOptions(seed, rng, on_world_change)
+        _check_random_options(seed, rng)
+        batches = elastic_sampler.find_batches(data)
+        _check_world_change_policy(batches, on_world_change)
         settings = Settings.for_worker(
             os.environ,
             sys.argv[0],
@@ -108,30 +108,30 @@ def resume(
             "data": batches if batches is not None else data,
             **named,
         }
-        tracked = state_dict.collect(given)
-        _check_data(tracked, batches)
-    world = World.join()
+        tracked = state_dict.collect_objects(given)
+        _check_single_data_order(tracked, batches)
+    world = Collectives.join()
     node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
     events = EventLog(
         node_dir / constants.EVENTS_FILE,
-        memory=os.environ.get(constants.ENV_ROUND_EVENTS),
+        memory_path=os.environ.get(constants.ENV_ROUND_EVENTS),
         node=settings.node_name,
         rank=world.rank,
     )
-    crash_reporting.report_to(events)
+    crash_reporting.install_hook(events)
     if batches is None:
-        elastic_sampler.refuse_own_place(data, world.size)
-    return Run(Place(world, settings, events), tracked, batches, options)
+        elastic_sampler.check_no_per_rank_state(data, world.size)
+    return Run(RankContext(world, settings, events), tracked, batches, options)
 
 
-def _check(seed: object, rng: object) -> None:
+def _check_random_options(seed: object, rng: object) -> None:
     if rng not in MODES:
         raise ConfigError(f"rng is {rng!r}: use 'derived' or 'off'.")
     if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
         raise ConfigError(f"seed is {seed!r}: use an integer of at most 64 bits.")
 
 
-def _check_cutting(batches: GlobalBatches | None, on_world_change: object) -> None:
+def _check_world_change_policy(batches: GlobalBatches | None, on_world_change: object) -> None:
     if on_world_change is not None and on_world_change not in world_size.POLICIES:
         raise ConfigError(
             f"on_world_change is {on_world_change!r}: use one of {', '.join(map(repr, world_size.POLICIES))}."
@@ -143,7 +143,7 @@ def _check_cutting(batches: GlobalBatches | None, on_world_change: object) -> No
         )
 
 
-def _check_data(tracked: Mapping[str, Any], batches: GlobalBatches | None) -> None:
+def _check_single_data_order(tracked: Mapping[str, Any], batches: GlobalBatches | None) -> None:
     """Refuse a second order of samples: nobody would tell it its place, all ranks would read all of it."""
     for name, item in tracked.items():
         if isinstance(item, (GlobalBatches, elastic_sampler.ElasticSampler)) and item is not batches:

@@ -20,31 +20,31 @@ from typing import Any, ClassVar
 from elastic_resume import constants
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.events import EventLog
-from elastic_resume.training.graceful_shutdown import Drain
+from elastic_resume.training.graceful_shutdown import DrainRequest
 
-MAX_HEAD, MAX_TAIL = 2000, 6000
+MAX_HEAD_CHARS, MAX_TAIL_CHARS = 2000, 6000
 """Characters kept of a traceback: JSON may need six bytes for each, and a line of events holds 64 KiB."""
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE_DIR = str(Path(__file__).parents[1])
 
-_where: dict[str, Any] = {"generation": None, "step": lambda: None}
+_training_position: dict[str, Any] = {"generation": None, "step": lambda: None}
 
 
-def enter(*, generation: int, step: Callable[[], int]) -> None:
+def set_generation(*, generation: int, read_step: Callable[[], int]) -> None:
     """From now on failures belong to ``generation``; ``step`` gives the last finished step when asked."""
-    _where.update(generation=generation, step=step)
+    _training_position.update(generation=generation, step=read_step)
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def report_startup_errors() -> Iterator[None]:
     """Tell of an error in what the script passed, where not even the node's name is known yet."""
     try:
         yield
     except ElasticResumeError:
-        from_start()
+        install_startup_hook()
         raise
 
 
-def from_start() -> None:
+def install_startup_hook() -> None:
     """Write an event for whatever ends this process from now on, though nothing is known of the job yet.
 
     An agent gives the paths of its memory and its log; without one the lines that are printed must do.
@@ -54,49 +54,53 @@ def from_start() -> None:
     node = os.environ.get(constants.ENV_NODE_NAME, "")
     memory = os.environ.get(constants.ENV_ROUND_EVENTS)
     number = int(rank) if rank.isdigit() else 0
-    report_to(EventLog(Path(path or os.devnull), memory=memory, node=node, rank=number))
+    install_hook(EventLog(Path(path or os.devnull), memory_path=memory, node=node, rank=number))
 
 
-def report_to(events: EventLog) -> None:
+def install_hook(events: EventLog) -> None:
     """Write an event for the exception that ends this process, if one does."""
     before = sys.excepthook
-    sys.excepthook = _Hook(events, before.before if isinstance(before, _Hook) else before)
+    sys.excepthook = _ExceptHook(events, before.previous_hook if isinstance(before, _ExceptHook) else before)
 
 
-class _Hook:
+class _ExceptHook:
     """What Python calls for an uncaught exception.
 
     There may be two: one from the start of the process and one of the run, with torch's own between them.
     """
 
-    told: ClassVar[BaseException | None] = None  # which one the event log has
+    reported_error: ClassVar[BaseException | None] = None  # which one the event log has
 
-    def __init__(self, events: EventLog, before: Callable[..., Any]) -> None:
+    def __init__(self, events: EventLog, previous_hook: Callable[..., Any]) -> None:
         self.events = events
-        self.before = before
+        self.previous_hook = previous_hook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        Drain.end_instead_of(kind)
-        lost = self.events.lost
-        said = describe(error, trace)
-        if not issubclass(kind, KeyboardInterrupt) and error is not _Hook.told:
-            _Hook.told = error
-            self.events.write("failure", **said)
+        DrainRequest.terminate_instead_of_raising(kind)
+        lost = self.events.unwritten_count
+        said = describe_error(error, trace)
+        if not issubclass(kind, KeyboardInterrupt) and error is not _ExceptHook.reported_error:
+            _ExceptHook.reported_error = error
+            self.events.emit("failure", **said)
         if isinstance(error, ElasticResumeError):
             print(f"elastic_resume: error: {error}", file=sys.stderr, flush=True)
-        elif issubclass(kind, Exception) and self._is_told_by_agent() and self.events.lost <= lost:
+        elif (
+            issubclass(kind, Exception)
+            and self._is_printed_by_agent()
+            and self.events.unwritten_count <= lost
+        ):
             rank = os.environ.get("RANK", "?")
             what = ": ".join(filter(None, [said["type"], said["message"]]))
             where = f" ({said['frame']})" if said["frame"] else ""
             print(f"elastic_resume: rank {rank}: {what}{where}", file=sys.stderr, flush=True)
         else:
-            self.before(kind, error, trace)
+            self.previous_hook(kind, error, trace)
 
-    def _is_told_by_agent(self) -> bool:
+    def _is_printed_by_agent(self) -> bool:
         """Whether an agent prints to where we would; not where our output goes to a file of its own."""
         agent = os.environ.get(constants.ENV_AGENT_PID, "")
         ours = os.environ.get(constants.ENV_ROUND)  # a stock torchrun with our plug-in does not tell
-        if self.before is not sys.__excepthook__ or not agent.isdigit() or not ours:
+        if self.previous_hook is not sys.__excepthook__ or not agent.isdigit() or not ours:
             return False
         try:
             # Of the link itself: what it leads to may be beyond our permission, or a pipe.
@@ -105,33 +109,33 @@ class _Hook:
             return False
 
 
-def describe(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
+def describe_error(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
     """Say of an exception what a report needs: type, first line, the innermost frame outside libraries."""
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if not _is_library(frame.filename)]
+    own = [frame for frame in frames if not _is_library_file(frame.filename)]
     frame = own[-1] if own else frames[-1] if frames else None
     place = f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{error.filename}:{error.lineno}"
     lines = str(error).splitlines()
     said: dict[str, Any] = {
-        "generation": _where["generation"],
-        "step": _where["step"](),
+        "generation": _training_position["generation"],
+        "step": _training_position["step"](),
         "type": type(error).__name__,
         "message": lines[0][:500] if lines else "",
         "frame": place,
-        "at_fault": isinstance(error, ElasticResumeError) and error.at_fault,
+        "deterministic": isinstance(error, ElasticResumeError) and error.is_deterministic,
     }
     if not isinstance(error, ElasticResumeError):
-        said["traceback"] = _bounded("".join(traceback.format_exception(type(error), error, trace)))
+        said["traceback"] = _truncate("".join(traceback.format_exception(type(error), error, trace)))
     return said
 
 
-def _is_library(filename: str) -> bool:
-    return "site-packages" in filename or "<frozen" in filename or filename.startswith(_PACKAGE + os.sep)
+def _is_library_file(filename: str) -> bool:
+    return "site-packages" in filename or "<frozen" in filename or filename.startswith(_PACKAGE_DIR + os.sep)
 
 
-def _bounded(text: str) -> str:
-    if len(text) <= MAX_HEAD + MAX_TAIL:
+def _truncate(text: str) -> str:
+    if len(text) <= MAX_HEAD_CHARS + MAX_TAIL_CHARS:
         return text
-    return f"{text[:MAX_HEAD]}\n  … {len(text) - MAX_HEAD - MAX_TAIL} characters …\n{text[-MAX_TAIL:]}"
+    return f"{text[:MAX_HEAD_CHARS]}\n  … {len(text) - MAX_HEAD_CHARS - MAX_TAIL_CHARS} characters …\n{text[-MAX_TAIL_CHARS:]}"

@@ -18,15 +18,15 @@ from elastic_resume.state.bucket_order import BucketOrder
 
 
 def wrap(
-    model: nn.Module, tracked: Mapping[str, Any], buckets: BucketOrder, ddp_kwargs: Mapping[str, Any]
+    model: nn.Module, tracked: Mapping[str, Any], bucket_order: BucketOrder, ddp_kwargs: Mapping[str, Any]
 ) -> nn.Module:
     """Give ``model`` in a DDP whose buckets are those that the job had; see `Run.ddp`."""
     inner = state_dict.unwrap(model)
     name = next((name for name, item in tracked.items() if item is inner), None)
-    wrapper = state_dict.parallel_wrapper(model)
+    wrapper = state_dict.find_parallel_wrapper(model)
     if wrapper is not None or not dist.is_initialized():
         if name is not None and isinstance(wrapper, DistributedDataParallel):
-            buckets.prepare(name, inner, wrapper)
+            bucket_order.prepare(name, inner, wrapper)
         return model
     wanted: dict[str, Any] = {"init_sync": False} if name is not None else {}
     devices = {parameter.device for parameter in model.parameters()}
@@ -34,12 +34,12 @@ def wrap(
         wanted["device_ids"] = [next(iter(devices)).index]
     wrapped = DistributedDataParallel(model, **{**wanted, **ddp_kwargs})
     if name is not None:
-        buckets.prepare(name, inner, wrapped)
-    failpoints.offer("skip-collective", lambda: _skip_one_reduction(wrapped))
+        bucket_order.prepare(name, inner, wrapped)
+    failpoints.register_action("skip-collective", lambda: _skip_next_reduction(wrapped))
     return wrapped
 
 
-def _skip_one_reduction(wrapped: DistributedDataParallel) -> None:
+def _skip_next_reduction(wrapped: DistributedDataParallel) -> None:
     """Let the next step's gradients stay this rank's own, as no_sync() in the wrong place does."""
 
     def back(*_: Any) -> None:

@@ -17,55 +17,55 @@ from typing import ClassVar
 from elastic_resume import constants
 
 
-class Drain:
+class DrainRequest:
     """Whether this process has been asked to end."""
 
-    newest: ClassVar[Drain | None] = None
+    current: ClassVar[DrainRequest | None] = None
 
     def __init__(self) -> None:
-        Drain.newest = self
-        self.wanted = False
+        DrainRequest.current = self
+        self.requested = False
         self._pid = os.getpid()
-        self._takes_part = (
+        self._handler_installed = (
             constants.ENV_AGENT_PID in os.environ
             and threading.current_thread() is threading.main_thread()
             and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         )
-        if self._takes_part:
-            signal.signal(signal.SIGTERM, self._note)
+        if self._handler_installed:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
 
-    def _note(self, number: int, frame: object) -> None:
+    def _on_sigterm(self, number: int, frame: object) -> None:
         del number, frame
         if os.getpid() != self._pid:  # a forked child, asked before `_give_back` ran in it
-            self.end()
-        self.wanted = True
+            self.terminate_process()
+        self.requested = True
 
-    def end(self) -> None:
+    def terminate_process(self) -> None:
         """End as the signal would have ended it. Does not return where it was taken."""
-        self.close()
+        self.restore_handler()
         os.kill(os.getpid(), signal.SIGTERM)
 
     @classmethod
-    def end_instead_of(cls, error: type[BaseException]) -> None:
+    def terminate_instead_of_raising(cls, error_type: type[BaseException]) -> None:
         """End in silence where others of this drain, who were a moment faster, are why a collective fails."""
-        if cls.newest is not None and cls.newest.wanted and issubclass(error, RuntimeError):
-            cls.newest.end()
+        if cls.current is not None and cls.current.requested and issubclass(error_type, RuntimeError):
+            cls.current.terminate_process()
 
-    def close(self) -> None:
+    def restore_handler(self) -> None:
         """Take the signal no longer."""
-        if not self._takes_part:
+        if not self._handler_installed:
             return
-        self._takes_part = False
+        self._handler_installed = False
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _give_back() -> None:
+def _restore_handler_in_child() -> None:
     """Let SIGTERM do in a forked child what it did before a drain took it."""
     taker = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    if isinstance(taker, Drain):
-        taker.close()
-    Drain.newest = None
+    if isinstance(taker, DrainRequest):
+        taker.restore_handler()
+    DrainRequest.current = None
 
 
-os.register_at_fork(after_in_child=_give_back)
+os.register_at_fork(after_in_child=_restore_handler_in_child)

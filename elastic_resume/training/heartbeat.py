@@ -25,55 +25,55 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic_resume import constants
-from elastic_resume.restore.rank_context import Place
-from elastic_resume.snapshot.progress_page import STACKS_SIGNAL, Board, Worker
+from elastic_resume.restore.rank_context import RankContext
+from elastic_resume.snapshot.progress_page import STACKS_SIGNAL, ProgressPage, WorkerProcess
 
-MAX_PENDING = 8  # collectives that one answer tells of, the oldest first
+MAX_PENDING_COLLECTIVES = 8  # collectives that one answer tells of, the oldest first
 
 
-class Beat:
+class Heartbeat:
     """This rank's line on the board, in one generation."""
 
-    def __init__(self, board: Board, place: Place) -> None:
-        self._board = board
-        self._place = place
-        self._local_rank = place.local_rank
-        self._count = collective_counter()
+    def __init__(self, progress_page: ProgressPage, context: RankContext) -> None:
+        self._progress_page = progress_page
+        self._context = context
+        self._local_rank = context.local_rank
+        self._count_collectives = get_collective_counter()
         self._pid = os.getpid()
-        self._depth = 0
+        self._busy_depth = 0
         self._lock = threading.Lock()  # a thread of the script may be busy beside the one that trains
 
-    def begin(self, generation: int, step: int) -> None:
+    def start_generation(self, generation: int, step: int) -> None:
         """Record that this process begins ``generation`` at ``step``; a hang is seen after its first step."""
-        world = self._place.world
-        self._board.begin(
+        world = self._context.collectives
+        self._progress_page.start_generation(
             self._local_rank,
             generation=generation,
             step=step,
             world_size=world.size,
-            worker=_introduce(world.rank),
+            worker=_describe_worker(world.rank),
         )
 
     def finish_step(self, step: int) -> None:
         """Record that this rank has just finished ``step``."""
-        self._board.finish_step(self._local_rank, step, self._count())
+        self._progress_page.finish_step(self._local_rank, step, self._count_collectives())
 
     def end_epoch(self, step: int) -> None:
         """Record that ``step`` was an epoch's last one: an evaluation may follow."""
-        self._board.end_epoch(self._local_rank, step)
+        self._progress_page.end_epoch(self._local_rank, step)
 
     @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
+    def idle_afterwards(self) -> Iterator[None]:
         """Train; whatever the script does afterwards is no hang, until it finishes another step."""
         try:
             yield
         finally:
-            self._rest()
+            self._set_idle()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Record that no step will come any more, and let the process group go."""
-        self._count = _none
-        self._rest()
+        self._count_collectives = _count_none
+        self._set_idle()
 
     @contextlib.contextmanager
     def busy(self, limit_s: float = 0.0) -> Iterator[None]:
@@ -82,82 +82,82 @@ class Beat:
         ``limit_s``: see `Board.set_busy`. That of the outermost holds.
         """
         with self._lock:
-            self._depth += 1
-            if self._depth == 1:
-                self._board.set_busy(self._local_rank, True, limit_s)
+            self._busy_depth += 1
+            if self._busy_depth == 1:
+                self._progress_page.set_busy(self._local_rank, True, limit_s)
         try:
             yield
         finally:
             with self._lock:
-                self._depth -= 1
-                if self._depth == 0:
-                    self._board.set_busy(self._local_rank, False)
+                self._busy_depth -= 1
+                if self._busy_depth == 0:
+                    self._progress_page.set_busy(self._local_rank, False)
 
-    def _rest(self) -> None:
+    def _set_idle(self) -> None:
         if os.getpid() == self._pid:  # not of a forked child, which tidies up what it has a copy of
-            self._board.rest(self._local_rank)
+            self._progress_page.set_idle(self._local_rank)
 
 
-def collective_counter() -> Callable[[], int]:
+def get_collective_counter() -> Callable[[], int]:
     """Give a way to ask for the number of collectives of the default process group, 0.3 µs a time."""
     if not dist.is_available() or not dist.is_initialized():
-        return _none
+        return _count_none
     # No public name; without it a report says less. Groups of several backends have no number of their own.
     count: Callable[[], int] | None = getattr(dist.group.WORLD, "_get_sequence_number_for_group", None)
     try:
-        return count if count is not None and type(count()) is int else _none
+        return count if count is not None and type(count()) is int else _count_none
     except RuntimeError:
-        return _none
+        return _count_none
 
 
-def _none() -> int:
+def _count_none() -> int:
     return 0
 
 
 # ---- answering -----------------------------------------------------------------------------------------
 
-_answering: tuple[int, int, int] | None = None  # the process that answers, its file and its bell
+_responder: tuple[int, int, int] | None = None  # the process that answers, its file and its bell
 
 
-def _introduce(rank: int) -> Worker:
+def _describe_worker(rank: int) -> WorkerProcess:
     """Say who we are; under an agent be ready to be asked."""
-    global _answering  # noqa: PLW0603 - a process answers once, however often it resumes
+    global _responder  # noqa: PLW0603 - a process answers once, however often it resumes
     agent, this_round = (
         int(text) if text.isdigit() else 0
         for text in (os.environ.get(constants.ENV_AGENT_PID, ""), os.environ.get(constants.ENV_ROUND, ""))
     )
     pid = os.getpid()
-    if agent and (_answering is None or _answering[0] != pid):
+    if agent and (_responder is None or _responder[0] != pid):
         with contextlib.suppress(OSError, RuntimeError):  # no descriptor or thread left: an answer less
-            _answering = (pid, *_answer())
-    _, stacks_fd, bell_fd = _answering or (0, 0, 0)
-    return Worker(rank, agent, this_round, pid, _start_ticks(), stacks_fd, bell_fd)
+            _responder = (pid, *_start_responder())
+    _, stacks_fd, bell_fd = _responder or (0, 0, 0)
+    return WorkerProcess(rank, agent, this_round, pid, _read_start_ticks(), stacks_fd, bell_fd)
 
 
-def _answer() -> tuple[int, int]:
+def _start_responder() -> tuple[int, int]:
     """Open the file for answers, and wait for the bell in a thread; give both descriptors."""
     stacks_fd = os.memfd_create("elastic_resume-stacks", os.MFD_CLOEXEC)
     fcntl.fcntl(stacks_fd, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True, chain=False)
     hearing_fd, bell_fd = os.pipe()
     threading.Thread(
-        target=_serve, args=(hearing_fd, stacks_fd), name="elastic-resume-answers", daemon=True
+        target=_serve_requests, args=(hearing_fd, stacks_fd), name="elastic-resume-answers", daemon=True
     ).start()
     return stacks_fd, bell_fd
 
 
-def _serve(hearing_fd: int, stacks_fd: int) -> None:
+def _serve_requests(request_fd: int, stacks_fd: int) -> None:
     with contextlib.suppress(OSError):  # the script has closed descriptors that are not its own
-        while os.read(hearing_fd, 64):
-            os.write(stacks_fd, b"\n" + json.dumps(standing()).encode() + b"\n")
+        while os.read(request_fd, 64):
+            os.write(stacks_fd, b"\n" + json.dumps(describe_collectives()).encode() + b"\n")
 
 
-def standing() -> dict[str, Any]:
+def describe_collectives() -> dict[str, Any]:
     """Say which collectives this rank has begun: ``collectives`` of the default group, ``pending`` ones.
 
     ``pending`` is null where torch's flight recorder cannot be asked. Each has a number, name, group, sizes.
     """
-    told: dict[str, Any] = {"collectives": collective_counter()(), "pending": None}
+    told: dict[str, Any] = {"collectives": get_collective_counter()(), "pending": None}
     c10d = sys.modules.get("torch._C._distributed_c10d")  # no public name, and not in every build
     old: Callable[[], bytes] | None = getattr(c10d, "_dump_nccl_trace_json", None)
     dump: Callable[[], bytes] | None = getattr(c10d, "_dump_fr_trace_json", old)
@@ -165,11 +165,13 @@ def standing() -> dict[str, Any]:
         if dump is not None:
             entries = json.loads(dump()).get("entries", [])
             if entries:  # one that is turned off remembers nothing, and has nothing to say
-                told["pending"] = [_pending(one) for one in entries if not one["retired"]][:MAX_PENDING]
+                told["pending"] = [_describe_pending(one) for one in entries if not one["retired"]][
+                    :MAX_PENDING_COLLECTIVES
+                ]
     return told
 
 
-def _pending(entry: dict[str, Any]) -> dict[str, Any]:
+def _describe_pending(entry: dict[str, Any]) -> dict[str, Any]:
     p2p = bool(entry.get("is_p2p"))
     return {
         "number": int(entry["p2p_seq_id" if p2p else "collective_seq_id"]),
@@ -179,7 +181,7 @@ def _pending(entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _start_ticks() -> int:
+def _read_start_ticks() -> int:
     """When this process started: field 22 of its stat, which follows the name in parentheses."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -16,14 +16,14 @@ from elastic_resume.data import world_size
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.world_size import WorldChange
 from elastic_resume.errors import UsageError
-from elastic_resume.restore.collectives import World
-from elastic_resume.units import amount
+from elastic_resume.restore.collectives import Collectives
+from elastic_resume.units import format_count
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """What of the arguments of `resume` concerns the run and not the disk. ``seed`` None: rank 0's own.
 
     ``rng`` is one of `rng.MODES`.
@@ -34,28 +34,30 @@ class Options:
     on_world_change: str | None = None
 
 
-class Progress:
+class TrainingProgress:
     """The position of this generation, of one rank; all ranks count alike."""
 
     def __init__(
         self,
         manifest: Manifest | None,
         batches: GlobalBatches | None,
-        options: Options,
-        world: World,
+        options: RunOptions,
+        collectives: Collectives,
     ) -> None:
         """Begin where the manifest says; at the beginning without one."""
         self.position = _start_position(manifest, batches)
-        world_size.refuse_change(
-            options.on_world_change, manifest.world_size if manifest else None, world.size
+        world_size.check_change_allowed(
+            options.on_world_change, manifest.world_size if manifest else None, collectives.size
         )
-        self.change = _enter(manifest, batches, world.size)
+        self.world_change = _apply_world_size(manifest, batches, collectives.size)
         # Steps of the epoch that are done, and that nobody can skip: no order of samples is known.
-        self.repeats = manifest.position.step_in_epoch if manifest and batches is None else 0
-        self.epoch_over = False  # whether all of the last epoch is done, what follows its last step too
+        self.repeated_steps = manifest.position.step_in_epoch if manifest and batches is None else 0
+        self.is_epoch_over = False  # whether all of the last epoch is done, what follows its last step too
         self._batches = batches
-        self._warns = world.rank == 0
-        self._part: int | None = None  # the micro-batch that the script has, where it says so by `read`
+        self._may_warn = collectives.rank == 0
+        self._micro_batch: int | None = (
+            None  # the micro-batch that the script has, where it says so by `read`
+        )
 
     @property
     def loss_weight(self) -> float:
@@ -63,53 +65,53 @@ class Progress:
         batches, at = self._batches, self.position.step_in_epoch
         if batches is None or at >= batches.steps:
             return 1.0
-        if self._part is None:
-            self._require_reading()
+        if self._micro_batch is None:
+            self._require_micro_batch_reading()
             return batches.loss_weight(at)
-        return batches.loss_weight(at, max(0, self._part))
+        return batches.loss_weight(at, max(0, self._micro_batch))
 
     @property
-    def last_part(self) -> bool:
+    def is_last_micro_batch(self) -> bool:
         """Whether the step's last micro-batch is the one that the script has."""
-        self._require_reading()
-        return self._part is None or self._part + 1 >= self._parts()
+        self._require_micro_batch_reading()
+        return self._micro_batch is None or self._micro_batch + 1 >= self._micro_batch_count()
 
-    def read(self, loader: Iterable[T]) -> Iterator[T]:
+    def read_micro_batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Give what ``loader`` gives, and count it within its step.
 
         Raises:
             UsageError: the step's last micro-batch was read and `step` was not called.
 
         """
-        self._part = -1
+        self._micro_batch = -1
         for item in loader:
-            if not self.at_epochs_end and self._part + 1 >= self._parts():
+            if not self.has_no_batch_left and self._micro_batch + 1 >= self._micro_batch_count():
                 raise UsageError(
-                    f"the {self._parts()} micro-batches of step {self.position.step + 1} were read and "
+                    f"the {self._micro_batch_count()} micro-batches of step {self.position.step + 1} were read and "
                     "run.step() was not called: call it when run.last_micro_batch is true."
                 )
-            self._part += 1
+            self._micro_batch += 1
             yield item
 
     @property
-    def at_epochs_end(self) -> bool:
+    def has_no_batch_left(self) -> bool:
         """Whether the epoch has no batch left."""
         return self._batches is not None and self.position.step_in_epoch >= self._batches.steps
 
-    def begin_epoch(self) -> int:
+    def start_epoch(self) -> int:
         """Have the data go on where the epoch stopped; give its number."""
-        self._part = None
+        self._micro_batch = None
         if self._batches is not None:
             self._batches.seek(self.position.epoch, self.position.step_in_epoch)
-        if self.repeats and self._warns:
+        if self.repeated_steps and self._may_warn:
             console.say(
                 f"no data= was given to resume(): epoch {self.position.epoch} starts over, though "
-                f"{self.repeats} of its steps are done"
+                f"{self.repeated_steps} of its steps are done"
             )
-        self.repeats = 0
+        self.repeated_steps = 0
         return self.position.epoch
 
-    def step(self) -> Position:
+    def finish_step(self) -> Position:
         """Count a step that is finished.
 
         Raises:
@@ -120,24 +122,24 @@ class Progress:
         stop = before.step_in_epoch + 1
         samples = before.samples
         if batches is not None:
-            if self.at_epochs_end:
+            if self.has_no_batch_left:
                 raise UsageError(
                     f"run.step() was called {stop} times in epoch {before.epoch}, which has "
-                    f"{amount(batches.steps, 'batch', 'batches')}: write `for epoch in run.epochs(EPOCHS)`, "
+                    f"{format_count(batches.steps, 'batch', 'batches')}: write `for epoch in run.epochs(EPOCHS)`, "
                     "and call step() once after each batch."
                 )
-            self._require_reading()
-            if self._part is not None and self._part + 1 != self._parts():
+            self._require_micro_batch_reading()
+            if self._micro_batch is not None and self._micro_batch + 1 != self._micro_batch_count():
                 raise UsageError(
-                    f"run.step() was called after {self._part + 1} of the {self._parts()} micro-batches of "
+                    f"run.step() was called after {self._micro_batch + 1} of the {self._micro_batch_count()} micro-batches of "
                     f"step {before.step + 1}: call it when run.last_micro_batch is true."
                 )
             samples += batches.samples(before.step_in_epoch)
             batches.advance(stop)
         self.position = Position(before.epoch, stop, before.step + 1, samples)
-        self.epoch_over = False
-        if self._part is not None:
-            self._part = -1
+        self.is_epoch_over = False
+        if self._micro_batch is not None:
+            self._micro_batch = -1
         return self.position
 
     def end_epoch(self) -> None:
@@ -145,39 +147,39 @@ class Progress:
         batches, at = self._batches, self.position.step_in_epoch
         few = batches is not None and 0 < 2 * at <= batches.steps + 1 and at < batches.steps
         if batches is not None and batches.exhausted and few:
-            self._warn_of_accumulation(at, batches.steps)
-        self.position = self._next_epoch()
-        self.epoch_over = True
+            self._warn_about_accumulation(at, batches.steps)
+        self.position = self._next_epoch_position()
+        self.is_epoch_over = True
 
-    def settled(self) -> tuple[Position, bool]:
+    def position_to_resume_from(self) -> tuple[Position, bool]:
         """Where a resume goes on if nothing of the epoch is left to do, and whether its epoch is over."""
-        if self.at_epochs_end:
-            return self._next_epoch(), True
-        return self.position, self.epoch_over
+        if self.has_no_batch_left:
+            return self._next_epoch_position(), True
+        return self.position, self.is_epoch_over
 
-    def _next_epoch(self) -> Position:
+    def _next_epoch_position(self) -> Position:
         return replace(self.position, epoch=self.position.epoch + 1, step_in_epoch=0)
 
-    def _parts(self) -> int:
+    def _micro_batch_count(self) -> int:
         """Count what the script reads for the step under way."""
         batches, at = self._batches, self.position.step_in_epoch
         return 1 if batches is None or at >= batches.steps else batches.parts(at)
 
-    def _require_reading(self) -> None:
-        if self._part is None and self._batches is not None and self._batches.micro_batch is not None:
+    def _require_micro_batch_reading(self) -> None:
+        if self._micro_batch is None and self._batches is not None and self._batches.micro_batch is not None:
             raise UsageError(
                 "with micro_batch= a step has several micro-batches, each with a loss weight of its own: "
                 "write `for batch in run.micro_batches(loader)`, and call run.step() when "
                 "run.last_micro_batch is true."
             )
 
-    def _warn_of_accumulation(self, counted: int, batches: int) -> None:
+    def _warn_about_accumulation(self, steps: int, batches: int) -> None:
         """Say that positions are wrong. Not an error: a script may leave the loop early."""
-        if self._warns:
-            self._warns = False
+        if self._may_warn:
+            self._may_warn = False
             console.say(
-                f"WARNING: the loader was read to the end of its {amount(batches, 'batch', 'batches')}, and "
-                f"run.step() counted {counted}: a resume in mid-epoch reads samples again. If one optimizer "
+                f"WARNING: the loader was read to the end of its {format_count(batches, 'batch', 'batches')}, and "
+                f"run.step() counted {steps}: a resume in mid-epoch reads samples again. If one optimizer "
                 "step reads several batches, give GlobalBatches all samples of a step as its global_batch, "
                 "micro_batch= beside it, and read run.micro_batches(loader)."
             )
@@ -190,13 +192,15 @@ def _start_position(manifest: Manifest | None, batches: GlobalBatches | None) ->
     return position if batches is not None else replace(position, step_in_epoch=0)
 
 
-def _enter(manifest: Manifest | None, batches: GlobalBatches | None, world_size: int) -> WorldChange | None:
+def _apply_world_size(
+    manifest: Manifest | None, batches: GlobalBatches | None, world_size: int
+) -> WorldChange | None:
     """Have the data cut epochs as this world is to; say what is not as it was."""
     if manifest is None:
         if batches is not None:
-            batches.enter(None, None)
+            batches.begin_generation(None, None)
         return None
-    before = batches.enter(manifest.position, manifest.world_size) if batches is not None else None
+    before = batches.begin_generation(manifest.position, manifest.world_size) if batches is not None else None
     now = batches.global_batch if batches is not None else None
     if (before, manifest.world_size) == (now, world_size):
         return None

@@ -13,7 +13,7 @@ import pytest
 from elastic_resume import cli
 from elastic_resume.agent import torchelastic
 from elastic_resume.testing import chaos
-from tests.support import ranks
+from tests.support import launch_ranks
 from tests.support.paths import ROOT, SCRIPTS
 
 PAGE = ROOT / "docs" / "checkpointing-ddp.md"
@@ -64,7 +64,7 @@ def blocks() -> list[tuple[int, str]]:
 def test_every_block_runs_on_three_ranks(tmp_path: Path) -> None:
     """One after another in one world, each in a folder of its own."""
     (tmp_path / "blocks").write_text(json.dumps(blocks()))
-    done = ranks.run(3, JOB, str(PAGE), str(tmp_path / "blocks"), str(tmp_path))
+    done = launch_ranks.run_ranks(3, JOB, str(PAGE), str(tmp_path / "blocks"), str(tmp_path))
     assert [process.returncode for process in done] == [0, 0, 0], "\n".join(one.stderr for one in done)
     assert {process.stdout.splitlines()[-1] for process in done} == {f"all {len(blocks()) - 1} blocks"}
 
@@ -83,9 +83,9 @@ def test_each_sample_is_read_once_though_the_world_shrinks(
     (code,) = (code for code in others if which in code)
     script = tmp_path / "train.py"
     script.write_text(AROUND + preface + code + SAYS)
-    died = ranks.run(3, script, env=[{"DIES_AFTER": "5"}] * 3)
+    died = launch_ranks.run_ranks(3, script, env=[{"DIES_AFTER": "5"}] * 3)
     assert [process.returncode for process in died] == [9, 9, 9], died[0].stderr
-    went_on = ranks.run(2, script)
+    went_on = launch_ranks.run_ranks(2, script)
     assert [process.returncode for process in went_on] == [0, 0], went_on[0].stderr
     lines = [json.loads(line) for path in tmp_path.glob("read-*") for line in path.read_text().splitlines()]
     for epoch in range(2):
@@ -111,7 +111,11 @@ def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def test_documents_name_only_flags_that_exist() -> None:
     """`--wrapped ddp` stood there, which is `--for ddp`."""
-    known = {flag for make in (torchelastic.parser, cli._parser, chaos._parser) for flag in flags_of(make())}
+    known = {
+        flag
+        for make in (torchelastic.build_parser, cli._build_parser, chaos._build_parser)
+        for flag in flags_of(make())
+    }
     for path in (README, *PAGE.parent.glob("*.md")):
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()))
         assert named - known <= FOREIGN, path.name

@@ -41,7 +41,7 @@ def test_flags_in_the_files_are_flags_of_run() -> None:
         commands += examples.findall(path.read_text())
     assert len(commands) > 3
     for command in commands:
-        args, _ = config.parse_layers(torchelastic.parser(), command.split())
+        args, _ = config.parse_flags_and_file(torchelastic.build_parser(), command.split())
         assert args.training_script.endswith(".py")
 
 
@@ -82,7 +82,7 @@ def test_the_agent_is_the_child_of_tini_in_the_container(
 
 def shipped_job() -> dict[str, Any]:
     """The spec of job.yaml."""
-    return manifests.job_of(manifests.documents())
+    return manifests.job_spec(manifests.load_documents())
 
 
 def container(job: dict[str, Any]) -> dict[str, Any]:
@@ -94,9 +94,9 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("minor", range(29, 38))
 def test_published_schemas_take_job_and_service(minor: int) -> None:
     """Strictly; before 1.31 with the two changes that docs/kubernetes.md names."""
-    loaded = manifests.documents()
+    loaded = manifests.load_documents()
     if minor < 31:
-        manifests.for_1_29(manifests.job_of(loaded))
+        manifests.adapt_to_kubernetes_1_29(manifests.job_spec(loaded))
     for document in loaded:
         schemas.validate(document, MINORS[minor], strict=True)
 
@@ -104,16 +104,16 @@ def test_published_schemas_take_job_and_service(minor: int) -> None:
 def test_schemas_find_mistakes() -> None:
     """An unknown field, and a wrong type: the test above would not notice an idle schema."""
     for key, value in (("completion", 3), ("completions", "three")):
-        loaded = manifests.documents()
-        manifests.job_of(loaded)[key] = value
+        loaded = manifests.load_documents()
+        manifests.job_spec(loaded)[key] = value
         with pytest.raises(schemas.ValidationError):
             schemas.validate(loaded[-1], MINORS[37], strict=True)
 
 
 def test_jobset_holds_the_same_job() -> None:
     """Its controller makes the Service that the Job's pods name."""
-    loaded = manifests.documents(manifests.JOBSET)
-    assert manifests.job_of(loaded) == shipped_job()
+    loaded = manifests.load_documents(manifests.JOBSET)
+    assert manifests.job_spec(loaded) == shipped_job()
     subdomain = shipped_job()["template"]["spec"]["subdomain"]
     assert loaded[0]["spec"]["network"]["subdomain"] == subdomain
 
@@ -128,7 +128,7 @@ def test_kustomization_names_the_other_files_and_the_image() -> None:
 
 def test_service_is_the_one_that_the_pods_need() -> None:
     """Headless, for pods that are not ready yet, by the name that they have as their subdomain."""
-    service, job = manifests.documents()
+    service, job = manifests.load_documents()
     template = job["spec"]["template"]
     assert service["metadata"]["name"] == template["spec"]["subdomain"]
     assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
@@ -154,9 +154,12 @@ def test_values_that_stand_in_two_places_agree() -> None:
     assert set(mounts.values()) == set(volumes)
     disk, shared = volumes[mounts[env[constants.ENV_CKPT_DIR]]], volumes[mounts["/dev/shm"]]  # noqa: S108
     assert (disk["sizeLimit"], shared["medium"]) == (env[constants.ENV_CKPT_LIMIT], "Memory")
-    limits = {name: kubernetes.size_bytes(size, name) for name, size in agent["resources"]["limits"].items()}
-    assert kubernetes.size_bytes(shared["sizeLimit"], "shm") < limits["memory"]
-    assert kubernetes.size_bytes(disk["sizeLimit"], "disk") < limits["ephemeral-storage"]
+    limits = {
+        name: kubernetes.parse_quantity_bytes(size, name)
+        for name, size in agent["resources"]["limits"].items()
+    }
+    assert kubernetes.parse_quantity_bytes(shared["sizeLimit"], "shm") < limits["memory"]
+    assert kubernetes.parse_quantity_bytes(disk["sizeLimit"], "disk") < limits["ephemeral-storage"]
 
 
 def test_every_variable_that_a_pod_reads_is_set() -> None:
@@ -167,17 +170,17 @@ def test_every_variable_that_a_pod_reads_is_set() -> None:
         "HOSTNAME": "elastic-resume-train-2",
         "KUBERNETES_SERVICE_HOST": "x",
     }
-    read = {variable for variables in environment.KUBERNETES.values() for variable in variables}
+    read = {variable for variables in environment.KUBERNETES_VARIABLES.values() for variable in variables}
     assert read <= set(env) | set(given)
     known = {getattr(constants, name) for name in dir(constants) if name.startswith("ENV_")}
     assert {name for name in env if name.startswith(constants.ENV_PREFIX)} <= read | known
     filled_in = {"ELASTIC_RESUME_JOB": "elastic-resume-train", "POD_NAMESPACE": "ml", "POD_IP": "10.1.2.3"}
-    here = environment.read({**env, **given, **filled_in})
+    here = environment.read_context({**env, **given, **filled_in})
     assert here.problems == ()
-    assert (here.name, here.job, here.order) == ("elastic-resume-train-2", "elastic-resume-train", 2)
-    assert (here.min_nodes, here.nodes, here.workers) == (2, 3, 1)
+    assert (here.name, here.job, here.node_index) == ("elastic-resume-train-2", "elastic-resume-train", 2)
+    assert (here.min_nodes, here.max_nodes, here.workers_per_node) == (2, 3, 1)
     assert here.candidates[0] == "elastic-resume-train-0.elastic-resume-train.ml.svc:29400"
-    assert kubernetes.termination_grace_s(env) == 120
+    assert kubernetes.read_termination_grace_s(env) == 120
 
 
 def test_exit_codes_mean_what_the_contract_says() -> None:
@@ -186,8 +189,8 @@ def test_exit_codes_mean_what_the_contract_says() -> None:
     evicted, again, fault = job["podFailurePolicy"]["rules"]
     assert (evicted["action"], again["action"], fault["action"]) == ("Ignore", "Ignore", "FailJob")
     assert evicted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert again["onExitCodes"]["values"] == [constants.EXIT_REQUEUE, constants.EXIT_SIGNALLED + 15]
-    assert fault["onExitCodes"]["values"] == [constants.EXIT_AT_FAULT, constants.EXIT_USAGE]
+    assert again["onExitCodes"]["values"] == [constants.EXIT_REQUEUE, constants.EXIT_SIGNAL_BASE + 15]
+    assert fault["onExitCodes"]["values"] == [constants.EXIT_JOB_ERROR, constants.EXIT_USAGE]
     names = {rule["onExitCodes"]["containerName"] for rule in (again, fault)}
     assert names == {container(job)["name"]}
     assert job["successPolicy"]["rules"] == [{"succeededCount": 1}]
@@ -349,7 +352,7 @@ def test_slurms_word_decides_where_agents_cannot_ask(
     assert submit(tmp_path / "off", "train.py", srun_exit=code, **told).requeues == []
 
 
-@pytest.mark.parametrize("code", [0, constants.EXIT_AT_FAULT, constants.EXIT_USAGE, 137, 143])
+@pytest.mark.parametrize("code", [0, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE, 137, 143])
 def test_no_other_code_requeues(tmp_path: Path, code: int) -> None:
     """A job at fault would fail again, and a user's scancel (143) must not be undone."""
     ended = submit(tmp_path, "train.py", srun_exit=code, **ELEMENT)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.testing import assert_same_run, equivalence
-from tests.support import ranks
+from tests.support import launch_ranks
 from tests.support.paths import ROOT
 
 PORTS = ROOT / "examples" / "ports"
@@ -58,11 +58,13 @@ def test_what_the_scripts_saved_before_can_be_the_first_checkpoint(
     """All three train and save as they are; the classifier's file, of a DDP model, begins the port's."""
     monkeypatch.chdir(tmp_path)
     for name, *words in (("toy", "--steps", "20"), ("imagenet", "--epochs", "1"), ("ema", "--epochs", "1")):
-        done = ranks.run(1, PORTS / f"{name}_before.py", *words)[0]
+        done = launch_ranks.run_ranks(1, PORTS / f"{name}_before.py", *words)[0]
         assert done.returncode == 0, done.stderr
     for file in ("toy.checkpoint", "checkpoint.pth.tar", "last.pt"):
         assert (tmp_path / file).exists()
-    ported = ranks.run(2, PORTS / "imagenet.py", "--epochs", "2", "--resume", "checkpoint.pth.tar")
+    ported = launch_ranks.run_ranks(
+        2, PORTS / "imagenet.py", "--epochs", "2", "--resume", "checkpoint.pth.tar"
+    )
     assert [done.returncode for done in ported] == [0, 0], ported[0].stderr
     lines = ported[0].stdout.splitlines()
     assert lines[0] == "=> loaded checkpoint 'checkpoint.pth.tar' (epoch 1)"

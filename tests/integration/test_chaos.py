@@ -25,16 +25,16 @@ import pytest
 from elastic_resume import cli, constants
 from elastic_resume.errors import ConfigError
 from elastic_resume.events import read_run
-from elastic_resume.policy.incidents import End
+from elastic_resume.policy.incidents import GenerationEnd
 from elastic_resume.report import summary
-from elastic_resume.report.incidents import Generation, RejectedCopy, Report
+from elastic_resume.report.incidents import Generation, RejectedStateRecord, RunHistory
 from elastic_resume.state import diff
 from elastic_resume.testing import Cluster, chaos, fault_plan, virtual_network
-from elastic_resume.testing.experiment import RUN_ID, Job, Outcome, _Tail, _Trial
-from elastic_resume.testing.fault_plan import Plan
-from elastic_resume.testing.fault_runner import DONE, Fate
+from elastic_resume.testing.experiment import RUN_ID, Experiment, ExperimentResult, _EventTail, _ExperimentRun
+from elastic_resume.testing.fault_plan import FaultPlan
+from elastic_resume.testing.fault_runner import DONE, FaultOutcome
 from elastic_resume.testing.faults import KINDS, Fault
-from elastic_resume.testing.triggers import Arming
+from elastic_resume.testing.triggers import FailpointController
 from tests.integration.test_end_to_end import SCRIPT, check_end
 from tests.integration.test_launcher_shim import wait_for
 from tests.integration.test_soak import left_behind
@@ -127,7 +127,7 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     """Two runs would be told as one."""
     (tmp_path / "kept").touch()
     with pytest.raises(ConfigError, match="is not empty"):
-        chaos.parse(["--dir", str(tmp_path), "--", str(SCRIPT)])
+        chaos.parse_command(["--dir", str(tmp_path), "--", str(SCRIPT)])
 
 
 def test_flags_of_run_are_passed_on_and_the_rest_is_chaos_own(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_flags_of_run_are_passed_on_and_the_rest_is_chaos_own(tmp_path: Path) ->
     file = tmp_path / "plan.yaml"
     file.write_text("seed: 3\nfaults: [worker 1 at step 20]\nevery: {mtbf: 1m, kinds: [raise]}")
     line = ["--nodes", "4", "--save-every", "10", "--dir", str(tmp_path / "new"), "--no-warm"]
-    job, saved = chaos.parse([*line, "--hosts", "loopback", "--", str(SCRIPT), "--", "--nodes", "9"])
+    job, saved = chaos.parse_command([*line, "--hosts", "loopback", "--", str(SCRIPT), "--", "--nodes", "9"])
     assert (job.flags, job.script, job.nodes) == (
         ("--save-every", "10", "--no-warm"), (str(SCRIPT), "--", "--nodes", "9"), 4
     )  # fmt: skip
@@ -143,18 +143,20 @@ def test_flags_of_run_are_passed_on_and_the_rest_is_chaos_own(tmp_path: Path) ->
     assert job.plan.every is not None
     assert (job.plan.every.mtbf_s, job.plan.faults) == (15, ())
     asked = ["--plan", str(file), "--seed", "8", "--mtbf", "20s", "--hosts", "loopback"]
-    plan = chaos.parse([*asked, "--dir", str(tmp_path / "new"), "--", str(SCRIPT)])[0].plan
+    plan = chaos.parse_command([*asked, "--dir", str(tmp_path / "new"), "--", str(SCRIPT)])[0].plan
     assert plan.every is not None
     assert (plan.seed, str(plan.faults[0]), plan.every.mtbf_s) == (8, "kill-worker rank 1 at step 20", 20)
     assert plan.every.kinds == (("raise", 1.0),)
 
 
-def fate_of(number: int, what: str, node: int, t: float) -> Fate:
+def fate_of(number: int, what: str, node: int, t: float) -> FaultOutcome:
     """A fault that came."""
-    return Fate(number, Fault(what, node=node, at_s=0), state=DONE, t=t, nodes=(f"n{node}",))
+    return FaultOutcome(
+        number, Fault(what, node=node, at_s=0), state=DONE, injected_at=t, nodes=(f"n{node}",)
+    )
 
 
-def row_of(began: float, end: End, rejected: tuple[RejectedCopy, ...] = ()) -> Generation:
+def row_of(began: float, end: GenerationEnd, rejected: tuple[RejectedStateRecord, ...] = ()) -> Generation:
     """A generation of which nothing else is known."""
     unknown: dict[str, Any] = dict.fromkeys((field.name for field in fields(Generation)), None)
     return Generation(**{**unknown, "began": began, "end": end, "rejected": rejected})
@@ -162,48 +164,61 @@ def row_of(began: float, end: End, rejected: tuple[RejectedCopy, ...] = ()) -> G
 
 def test_of_two_faults_in_one_moment_the_one_that_hit_the_rank_is_to_blame() -> None:
     """A disk that turns slow just before a worker's death kills nobody; nor does what hit it long before."""
-    rows = [row_of(0.0, End("signal", "rank 1 on node n1 was killed by SIGKILL", t=10.0, node="n1", rank=1))]
-    disk = summary.Hit(9.99, ["n1"])
-    assert summary.generations_after([summary.Hit(9.96, ["n1"], 1), disk], rows) == [rows, []]
-    assert summary.generations_after([summary.Hit(9.96, ["n1"], 0), disk], rows) == [[], rows]
-    assert summary.generations_after([summary.Hit(5.0, ["n1"], 1), disk], rows) == [[], rows]
+    rows = [
+        row_of(
+            0.0, GenerationEnd("signal", "rank 1 on node n1 was killed by SIGKILL", t=10.0, node="n1", rank=1)
+        )
+    ]
+    disk = summary.FaultHit(9.99, ["n1"])
+    assert summary.attribute_ends([summary.FaultHit(9.96, ["n1"], 1), disk], rows) == [rows, []]
+    assert summary.attribute_ends([summary.FaultHit(9.96, ["n1"], 0), disk], rows) == [[], rows]
+    assert summary.attribute_ends([summary.FaultHit(5.0, ["n1"], 1), disk], rows) == [[], rows]
 
 
 @pytest.mark.parametrize(("kind", "rank"), [("node-lost", None), ("signal", 0)])
 def test_what_cannot_end_a_node_has_not_if_another_fault_can(kind: str, rank: int | None) -> None:
     """Though it came closer, and to all of them."""
-    rows = [row_of(0.0, End(kind, "n0 ended", t=10.0, node="n0", rank=rank))]
-    full = summary.Hit(9.98, ["n0", "n1"], what="disk-full")
-    killed = summary.Hit(9.95, ["n0"], what="kill-node")
-    assert summary.generations_after([full, killed], rows) == [[], rows]
-    assert summary.generations_after([full, killed._replace(nodes=["n1"])], rows) == [rows, []]
-    whole = [replace(row_of(0.0, End("job", "whole job killed", t=10.0)), nodes=("n0",))]
-    last = [summary.Hit(9.5, ["n1"], what="kill-node"), summary.Hit(10.2, ["n0"], what="kill-node")]
-    assert summary.generations_after(last, whole) == [[], whole]  # all that was left then
-    assert set(KINDS) >= summary.MILD
+    rows = [row_of(0.0, GenerationEnd(kind, "n0 ended", t=10.0, node="n0", rank=rank))]
+    full = summary.FaultHit(9.98, ["n0", "n1"], kind="disk-full")
+    killed = summary.FaultHit(9.95, ["n0"], kind="kill-node")
+    assert summary.attribute_ends([full, killed], rows) == [[], rows]
+    assert summary.attribute_ends([full, killed._replace(nodes=["n1"])], rows) == [rows, []]
+    whole = [replace(row_of(0.0, GenerationEnd("job", "whole job killed", t=10.0)), nodes=("n0",))]
+    last = [summary.FaultHit(9.5, ["n1"], kind="kill-node"), summary.FaultHit(10.2, ["n0"], kind="kill-node")]
+    assert summary.attribute_ends(last, whole) == [[], whole]  # all that was left then
+    assert set(KINDS) >= summary.NON_FATAL_FAULTS
 
 
 def test_that_all_were_told_to_leave_is_told_of_the_notice() -> None:
     """It is no incident, and cost some time nevertheless."""
-    ends = [End("stopped", "a notice", t=3.0), End("finished", "finished", t=20.0)]
+    ends = [GenerationEnd("stopped", "a notice", t=3.0), GenerationEnd("finished", "finished", t=20.0)]
     rows = tuple(
-        replace(row_of(began, end), recovered_s=4.0) for began, end in zip((0.0, 9.0), ends, strict=True)
+        replace(row_of(began, end), recovery_s=4.0) for began, end in zip((0.0, 9.0), ends, strict=True)
     )
     fates = (fate_of(1, "preemption", 0, 2.0), fate_of(2, "preemption", 0, 10.0))
-    outcome = Outcome(
-        "", (0,), fates, replace(summary.tell([]), report=Report(rows, (), 0, 0, 0, 7, "finished", ""))
+    outcome = ExperimentResult(
+        "",
+        (0,),
+        fates,
+        replace(summary.build_run_report([]), history=RunHistory(rows, (), 0, 0, 0, 7, "finished", "")),
     )
-    assert chaos._followed(outcome) == {1: "a notice, back in 4.0 s"}
+    assert chaos._consequences(outcome) == {1: "a notice, back in 4.0 s"}
 
 
 def test_a_rank_that_was_hit_without_its_name_was_hit_too() -> None:
     """A plan may name a node or a role: of two faults of one rank the later one killed it."""
-    end = End("signal", "rank 1 on node n1 was killed by SIGKILL", t=10.0, node="n1", rank=1)
-    slow = Fate(1, Fault("slow-rank", rank=1, step=30), state=DONE, t=9.95, nodes=("n1",), rank=1)
-    killed = Fate(2, Fault("kill-worker", node=1, step=31), state=DONE, t=9.99, nodes=("n1",), rank=1)
-    report = Report((row_of(0.0, end),), (), 4, 0, 0, 7, "stopped", "")
-    outcome = Outcome("", (0, 0), (slow, killed), replace(summary.tell([]), report=report))
-    assert list(chaos._followed(outcome)) == [2]
+    end = GenerationEnd("signal", "rank 1 on node n1 was killed by SIGKILL", t=10.0, node="n1", rank=1)
+    slow = FaultOutcome(
+        1, Fault("slow-rank", rank=1, step=30), state=DONE, injected_at=9.95, nodes=("n1",), rank=1
+    )
+    killed = FaultOutcome(
+        2, Fault("kill-worker", node=1, step=31), state=DONE, injected_at=9.99, nodes=("n1",), rank=1
+    )
+    report = RunHistory((row_of(0.0, end),), (), 4, 0, 0, 7, "stopped", "")
+    outcome = ExperimentResult(
+        "", (0, 0), (slow, killed), replace(summary.build_run_report([]), history=report)
+    )
+    assert list(chaos._consequences(outcome)) == [2]
 
 
 def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
@@ -214,18 +229,18 @@ def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
     ]
     rows = []
     for began, (kind, node, t) in zip((0.0, 9.0, 13.0, 18.0), ends, strict=True):
-        copies = (RejectedCopy("n0", 1, 5, "digest"),) if node == "n2" else ()
-        rows.append(row_of(began, End(kind, f"{kind} {node} at {t:.0f}", t=t, node=node), copies))
+        copies = (RejectedStateRecord("n0", 1, 5, "digest"),) if node == "n2" else ()
+        rows.append(row_of(began, GenerationEnd(kind, f"{kind} {node} at {t:.0f}", t=t, node=node), copies))
     fates = (
         *(fate_of(1, "bit-flip", 0, 1.0), fate_of(2, "kill-node", 1, 2.0), fate_of(3, "kill-node", 1, 5.0)),
-        *(fate_of(4, "kill-node", 0, 16.0), Fate(5, Fault("kill-node", node=0, at_s=90))),
+        *(fate_of(4, "kill-node", 0, 16.0), FaultOutcome(5, Fault("kill-node", node=0, at_s=90))),
         fate_of(6, "torn-write", 2, 20.5),
     )
-    report = Report(tuple(rows), (), 4, 0, 0, 7, "stopped", "")
+    report = RunHistory(tuple(rows), (), 4, 0, 0, 7, "stopped", "")
     stepped: Any = (SimpleNamespace(last=20.0),)
-    told = replace(summary.tell([]), began=0.0, report=report, moments=stepped)
-    outcome = Outcome("", (0, 0, 0), fates, told, drained=21.0)
-    text = " ".join("\n".join(chaos._fates(outcome)).split())
+    told = replace(summary.build_run_report([]), start_t=0.0, history=report, generation_times=stepped)
+    outcome = ExperimentResult("", (0, 0, 0), fates, told, drained_at=21.0)
+    text = " ".join("\n".join(chaos._fault_table(outcome)).split())
     assert "nothing of the plan - signal n2 at 12" in text
     assert "1 bit-flip node 0 1.0 s a copy of n0 was set aside: digest" in text
     assert "2 kill-node node 1 2.0 s signal n1 at 3" in text
@@ -233,7 +248,11 @@ def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
     assert "4 kill-node node 0 16 s node-lost n0 at 15" in text  # which it told last, a second before
     assert "6 torn-write node 2 20 s no step came after it" in text
     assert "n0 at 22" not in text
-    wrong = " ".join("\n".join(chaos._fates(replace(outcome, why="it stood still", fates=fates[:3]))).split())
+    wrong = " ".join(
+        "\n".join(
+            chaos._fault_table(replace(outcome, failure="it stood still", fault_outcomes=fates[:3]))
+        ).split()
+    )
     assert "3 kill-node node 1 5.0 s see below" in wrong
 
 
@@ -244,19 +263,19 @@ def test_a_job_is_drained_when_it_has_gone_on_after_the_last_fault(tmp_path: Pat
     cluster = SimpleNamespace(
         nodes=[SimpleNamespace(directory=tmp_path, alive=True, agent=None)],
         run_dir=tmp_path,
-        arming=Arming(tmp_path / "armed"),
+        arming=FailpointController(tmp_path / "armed"),
         workers_per_node=1,
         lines=lambda: [(0, at)],
         kill_agent=lambda _, number: told.append(number),
     )
-    job = Job(tmp_path, 1, 1, 1, "loopback", (), (), Plan(seed=1), for_s=0.0, drain=True)
-    trial = _Trial(job, cast("Cluster", cluster), lambda _: None)
+    job = Experiment(tmp_path, 1, 1, 1, "loopback", (), (), FaultPlan(seed=1), fault_window_s=0.0, drain=True)
+    trial = _ExperimentRun(job, cast("Cluster", cluster), lambda _: None)
     for at.generation, at.step, at.first_step in ((1, 9, 0), (1, 10, 0), (2, 10, 10)):
-        trial._stands_still(0.0)
-        trial._end_faults()
+        trial._stall_message(0.0)
+        trial._finish_faults()
         assert not told
     at.step = 11
-    trial._end_faults()
+    trial._finish_faults()
     assert told == [signal.SIGTERM]
     trial.close()
 
@@ -264,11 +283,11 @@ def test_a_job_is_drained_when_it_has_gone_on_after_the_last_fault(tmp_path: Pat
 def test_news_of_a_node_are_told_once_whatever_befalls_its_clock_and_its_disk(tmp_path: Path) -> None:
     """A clock that goes back, a disk that is wiped, one that is away for a while, one that has lost lines."""
     path = tmp_path / constants.EVENTS_FILE
-    tail = _Tail(path)
+    tail = _EventTail(path)
 
     def told(text: str) -> list[str]:
         path.write_text(text)
-        return [re.findall(r"\d+", said)[0] for said in tail.news()]
+        return [re.findall(r"\d+", said)[0] for said in tail.read_new_messages()]
 
     def line(generation: int, t: float) -> str:
         return json.dumps({"t": t, "event": "resume", "generation": generation}) + "\n"
@@ -280,7 +299,7 @@ def test_news_of_a_node_are_told_once_whatever_befalls_its_clock_and_its_disk(tm
     assert told(first + third) == ["3"]
     assert told(line(4, 3700.0)) == ["4"]
     path.unlink()
-    assert not list(tail.news())
+    assert not list(tail.read_new_messages())
     assert told(line(4, 3700.0) + line(5, 3800.0)) == ["5"]
 
 
@@ -398,7 +417,7 @@ def test_a_signal_ends_all_at_once_and_tells_what_there_is(tmp_path: Path) -> No
 @pytest.mark.cluster
 def test_mixed_faults_leave_the_right_weights_and_nothing_else(tmp_path: Path) -> None:
     """On four machines, a snapshot at every step: no step is lost, and the end is that of a quiet run."""
-    own = "loopback" if virtual_network.available() else "namespaces"
+    own = "loopback" if virtual_network.unavailable_reason() else "namespaces"
     plan = tmp_path / "plan.yaml"
     plan.write_text(f"seed: {SEED}\nevery: {{mtbf: {0.9 * SECONDS / FAULTS:.1f}s, count: {FAULTS}}}\n")
     epochs = max(6, round(SECONDS * 0.75))  # of ten steps, a tenth of a second each
@@ -427,7 +446,7 @@ def quiet_run(directory: Path, epochs: int) -> tuple[Path, str]:
     with Cluster(directory, nodes=4, flags=["--save-every", "1000", "--settle", "0.5"]) as cluster:
         kept = directory / "diary"
         cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(epochs), "--step-delay", "0")
-        assert cluster.wait_exit(600) == [0, 0, 0, 0], cluster.tails()
+        assert cluster.wait_exit(600) == [0, 0, 0, 0], cluster.output_tails()
         return newest(directory), check_end(kept, world_size=4, epochs=epochs)
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.checkpoint.atomic_io import DISK, Disk, machine
+from elastic_resume.checkpoint.atomic_io import DISK, Disk, translate_os_errors
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.checkpoint.reader import name_of
-from elastic_resume.checkpoint.writer import Writer
-from elastic_resume.errors import ConfigError, MachineError, NodeTakenError, RecordError, UsageError
-from tests.support.store_samples import RUN, image, manifest, save
+from elastic_resume.checkpoint.reader import checkpoint_name
+from elastic_resume.checkpoint.writer import CheckpointTransaction
+from elastic_resume.errors import ConfigError, MachineError, NodeFileError, NodeLockedError, UsageError
+from tests.support.checkpoint_samples import RUN, make_image, make_manifest, save_checkpoint
 
 SUPPORT = Path(__file__).parents[1] / "support"
 POINTS = [
@@ -52,22 +52,24 @@ def python(code: str, *arguments: str, **variables: str) -> subprocess.Popen[str
 def test_a_kill_at_any_point_of_a_commit_leaves_a_whole_catalog(tmp_path: Path, point: str) -> None:
     """SIGKILL there: everything under a final name is whole, and a sweep leaves nothing else."""
     for step in (1, 2):
-        save(tmp_path, 1, step)
+        save_checkpoint(tmp_path, 1, step)
     with python(SAVE, str(tmp_path), **{constants.ENV_FAILPOINTS: f"{point}=kill"}) as process:
         process.communicate()
     assert process.returncode == -signal.SIGKILL
     catalog = Catalog(tmp_path, RUN)
     steps = [3, 2, 1] if point == "commit.after-rename" else [2, 1]
-    assert [entry.step for entry in catalog.entries(deep=True)] == steps
-    assert all(entry.problem is None for entry in catalog.entries(deep=True))
-    assert len(catalog.sweep()) == (point not in {"commit.before-data", "commit.after-rename"})
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(name_of(1, step) for step in steps)
+    assert [entry.step for entry in catalog.list_entries(read_data=True)] == steps
+    assert all(entry.error is None for entry in catalog.list_entries(read_data=True))
+    assert len(catalog.remove_unfinished()) == (point not in {"commit.before-data", "commit.after-rename"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        checkpoint_name(1, step) for step in steps
+    )
 
 
 @pytest.mark.parametrize("point", POINTS)
 def test_an_error_at_any_point_of_a_commit_leaves_nothing_half_done(tmp_path: Path, point: str) -> None:
     """A failing device is a MachineError, and the temporary directory is gone at once."""
-    save(tmp_path, 1, 2)
+    save_checkpoint(tmp_path, 1, 2)
     code = f"""
 from elastic_resume.errors import MachineError
 try:
@@ -80,7 +82,7 @@ except MachineError as error:
     assert "cannot commit" in out, err
     assert f"OSError {errno.EIO}" in out
     steps = [3, 2] if point == "commit.after-rename" else [2]
-    assert [entry.step for entry in Catalog(tmp_path, RUN).valid(deep=True)] == steps
+    assert [entry.step for entry in Catalog(tmp_path, RUN).list_valid(read_data=True)] == steps
     assert len(list(tmp_path.iterdir())) == len(steps)
 
 
@@ -100,36 +102,36 @@ def test_a_full_disk_is_a_machine_error_and_costs_no_older_copy(small_disk: Path
     """Saves go on until nothing fits; the last one says so, leaves nothing, and pruning makes room again."""
     steps = iter(range(1, 100))
     with pytest.raises(MachineError, match="No space left on device; free space there") as caught:
-        all(save(small_disk, 1, step) for step in steps)
+        all(save_checkpoint(small_disk, 1, step) for step in steps)
     step = next(steps) - 1
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
     assert str(small_disk) in str(caught.value)
     catalog = Catalog(small_disk, RUN)
-    assert [entry.step for entry in catalog.valid(deep=True)] == list(range(step - 1, 0, -1))
+    assert [entry.step for entry in catalog.list_valid(read_data=True)] == list(range(step - 1, 0, -1))
     assert len(list(small_disk.iterdir())) == step - 1
     assert len(catalog.prune(2)) == step - 3
-    save(small_disk, 1, step)
-    assert [entry.step for entry in catalog.valid(deep=True)] == [step, step - 1, step - 2]
+    save_checkpoint(small_disk, 1, step)
+    assert [entry.step for entry in catalog.list_valid(read_data=True)] == [step, step - 1, step - 2]
 
 
 def test_room_is_asked_for_before_the_first_step(small_disk: Path) -> None:
     """The message says how much is needed and how much there is."""
     node = NodeDir(small_disk, None, DISK)
-    node.ensure_room(100_000)
+    node.ensure_free_space(100_000)
     with pytest.raises(MachineError, match=r"5\.0 GB are needed and 0\.\d MB are free; free space"):
-        node.ensure_room(5_000_000_000)
+        node.ensure_free_space(5_000_000_000)
     with contextlib.suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
     with pytest.raises(MachineError, match=r"cannot (create|write) .*No space left"):
-        node.ensure_room(0)
+        node.ensure_free_space(0)
     assert not list(small_disk.glob(".tmp-*"))
 
 
 def test_a_file_size_limit_is_a_machine_error(tmp_path: Path) -> None:
     """RLIMIT_FSIZE: the write fails in the middle of the data; nothing is left of it."""
-    save(tmp_path, 1, 2)
+    save_checkpoint(tmp_path, 1, 2)
     code = f"""
 import resource, signal
 from elastic_resume.errors import MachineError
@@ -144,8 +146,8 @@ except MachineError as error:
         out, err = process.communicate()
     assert "cannot write" in out, err
     assert "ulimit -f" in out
-    assert [path.name for path in tmp_path.iterdir()] == [name_of(1, 2)]
-    assert Catalog(tmp_path, RUN).entries(deep=True)[0].problem is None
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1, 2)]
+    assert Catalog(tmp_path, RUN).list_entries(read_data=True)[0].error is None
 
 
 class FailingDisk(Disk):
@@ -153,16 +155,16 @@ class FailingDisk(Disk):
 
     def sync_file(self, descriptor: int, path: Path) -> None:
         """Fail as the kernel does."""
-        with machine("sync", path):
+        with translate_os_errors("sync", path):
             raise OSError(errno.EIO, os.strerror(errno.EIO), descriptor)
 
 
 def test_a_failed_sync_is_no_commit(tmp_path: Path) -> None:
     """What could not be synced gets no final name."""
-    with Writer(tmp_path, 1, 1, FailingDisk()) as writer:
-        writer.write(image())
+    with CheckpointTransaction(tmp_path, 1, 1, FailingDisk()) as writer:
+        writer.write(make_image())
         with pytest.raises(MachineError, match=r"cannot sync .*Input/output error; the device fails"):
-            writer.commit(manifest())
+            writer.commit(make_manifest())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -221,7 +223,7 @@ def test_an_owner_whose_note_is_damaged_is_unknown(tmp_path: Path) -> None:
         assert first.stdout
         assert first.stdout.readline() == "held\n"
         (tmp_path / RUN / "a" / constants.LOCK_OWNER_FILE).write_bytes(b"\xff not json")
-        with pytest.raises(NodeTakenError, match=r"process \?"):
+        with pytest.raises(NodeLockedError, match=r"process \?"):
             NodeDir.claim(tmp_path, RUN, "a", timeout_s=0.05)
         first.kill()
         first.communicate()
@@ -243,7 +245,7 @@ def is_taken(tmp_path: Path) -> bool:
     """Whether another process finds an owner."""
     with python(HOLD, str(tmp_path)) as other:
         _, err = other.communicate(timeout=60)
-    return "NodeTakenError" in err
+    return "NodeLockedError" in err
 
 
 @pytest.mark.slow
@@ -278,15 +280,15 @@ def test_a_release_counts_while_a_forked_child_lives(tmp_path: Path) -> None:
 
 def test_a_directory_has_one_identity_for_good(tmp_path: Path) -> None:
     """Owners and workers of all times see the same; another disk's directory of that name has another."""
-    assert NodeDir.attach(tmp_path, RUN, "a").identity() == ""
+    assert NodeDir.attach(tmp_path, RUN, "a").read_identity() == ""
     with NodeDir.claim(tmp_path, RUN, "a") as node:
-        first = node.identity()
-        assert NodeDir.attach(tmp_path, RUN, "a").identity() == first
+        first = node.read_identity()
+        assert NodeDir.attach(tmp_path, RUN, "a").read_identity() == first
     with NodeDir.claim(tmp_path, RUN, "a") as again:
-        assert again.identity() == first
+        assert again.read_identity() == first
     assert re.fullmatch("[0-9a-f]{32}", first)
     with NodeDir.claim(tmp_path / "other-host", RUN, "a") as other:
-        assert other.identity() not in {"", first}
+        assert other.read_identity() not in {"", first}
 
 
 @pytest.mark.parametrize("text", ["", "7", "{}", '{"id": ""}', '{"id": 3}', "\0" * 46, '{"id": "x"', "\xff"])
@@ -294,10 +296,10 @@ def test_a_damaged_identity_is_an_error_and_not_another_one(tmp_path: Path, text
     """For owners, who give the directory up again, and for workers."""
     node = NodeDir.attach(tmp_path, RUN, "a")
     (node.path / constants.IDENTITY_FILE).write_text(text)
-    with pytest.raises(RecordError, match="does not hold an identity"):
-        node.identity()
+    with pytest.raises(NodeFileError, match="does not hold an identity"):
+        node.read_identity()
     for _ in range(2):
-        with pytest.raises(RecordError, match="does not hold an identity"):
+        with pytest.raises(NodeFileError, match="does not hold an identity"):
             NodeDir.claim(tmp_path, RUN, "a", timeout_s=0)
     (node.path / constants.IDENTITY_FILE).unlink()
     NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
@@ -325,9 +327,9 @@ def test_unsafe_names_are_refused_before_anything_is_made(tmp_path: Path, run_id
 def test_the_generation_never_goes_back(tmp_path: Path) -> None:
     """0 when none was; the greatest afterwards."""
     node = NodeDir.attach(tmp_path, RUN, "a")
-    assert node.generation() == 0
+    assert node.read_generation() == 0
     assert [node.persist_generation(g) for g in (3, 2, 3, 5)] == [3, 3, 3, 5]
-    assert NodeDir.attach(tmp_path, RUN, "a").generation() == 5
+    assert NodeDir.attach(tmp_path, RUN, "a").read_generation() == 5
     with pytest.raises(ValueError, match="out of range"):
         node.persist_generation(-1)
 
@@ -339,9 +341,9 @@ def test_a_damaged_generation_is_an_error_and_not_zero(tmp_path: Path, text: str
     """Zero would let a stale party back in."""
     node = NodeDir.attach(tmp_path, RUN, "a")
     (node.path / constants.GENERATION_FILE).write_text(text)
-    with pytest.raises(RecordError, match="does not hold a generation"):
-        node.generation()
-    with pytest.raises(RecordError):
+    with pytest.raises(NodeFileError, match="does not hold a generation"):
+        node.read_generation()
+    with pytest.raises(NodeFileError):
         node.persist_generation(9)
 
 

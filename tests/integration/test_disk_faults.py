@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.report import summary, text_report
-from elastic_resume.report.loader import gather
+from elastic_resume.report.loader import load_run
 from elastic_resume.testing import fork_server
 from tests.integration.test_end_to_end import SCRIPT, check_end
-from tests.support.housed import MachineCluster
-from tests.support.stations import descriptors
+from tests.support.machine_cluster import MachineCluster
+from tests.support.rendezvous_nodes import count_open_descriptors
 
 pytestmark = pytest.mark.cluster
 
@@ -40,7 +40,7 @@ def befall(
 def open_files() -> int:
     """How many descriptors this process has, but for those that it keeps for the next cluster."""
     gc.collect()  # what a test before this one has left
-    return descriptors() - len(fork_server._nurseries)
+    return count_open_descriptors() - len(fork_server._servers)
 
 
 def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
@@ -55,19 +55,21 @@ def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
         cluster.wait(commit=3, node=0)
         befall(cluster, 0, lambda: cluster.fill_disk(0), lambda: cluster.free_disk(0))
         befall(cluster, 1, lambda: cluster.break_disk(1), lambda: cluster.mend_disk(1))
-        befall(cluster, 2, lambda: cluster.pace_disk(2, 20_000), lambda: cluster.pace_disk(2, 0))
+        befall(cluster, 2, lambda: cluster.limit_disk_rate(2, 20_000), lambda: cluster.limit_disk_rate(2, 0))
         befall(cluster, 2, lambda: cluster.turn_disk_read_only(2), lambda: cluster.mend_disk(2))
         assert {event["generation"] for event in cluster.events("step")} == {1}  # nobody was held up for long
-        there = {entry.order for entry in cluster.checkpoints(2)}
+        there = {entry.version for entry in cluster.checkpoints(2)}
         cluster.poweroff(2)
-        assert there & {entry.order for entry in cluster.checkpoints(2)}  # what had been synced is there
+        assert there & {entry.version for entry in cluster.checkpoints(2)}  # what had been synced is there
         cluster.start_node(2)
         cluster.wait(step=1, generation=2, node=2)
         over.touch()
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
         assert cluster.lost_steps == 0
         check_end(kept, world_size=3, epochs=EPOCHS)
-        told = text_report.as_text(summary.tell(gather([cluster.run_dir]).events)).replace("\n  ", " ")
+        told = text_report.format_text(summary.build_run_report(load_run([cluster.run_dir]).events)).replace(
+            "\n  ", " "
+        )
         # Where the kernel's own writing meets the error first, ext4 is read-only by the time of a commit.
         failing = "(?:Input/output error|Read-only file system)"
         for index, reason in enumerate(["No space left", failing, "Read-only file system"]):

@@ -45,7 +45,7 @@ def test_the_majoritys_state_is_taken_where_that_is_wanted(tmp_path: Path) -> No
         resumed = next(event for event in cluster.events("resume") if event["generation"] == 2)
         assert resumed["source_node"] in {"n0", "n2"}
         assert "n1" in resumed["lacking"]  # and who was a step behind
-        assert not cluster.events_of(1, "replicas-differ")[1:]
-        saved = [event["step"] for event in cluster.events_of(1, "commit") if event["generation"] == 2]
+        assert not cluster.node_events(1, "replicas-differ")[1:]
+        saved = [event["step"] for event in cluster.node_events(1, "commit") if event["generation"] == 2]
         assert len(saved) > 2, "the node that was wrong saves as often as others"
         check_end(kept, world_size=3)

@@ -11,8 +11,8 @@ import pytest
 from elastic_resume import constants, testing
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.atomic_io import Disk
-from elastic_resume.training.announce import difference
-from tests.support import ranks
+from elastic_resume.training.announce import describe_difference
+from tests.support import launch_ranks
 
 SCRIPT = """
 import os, sys
@@ -34,7 +34,7 @@ for epoch in run.epochs(int(sys.argv[1])):
 
 def started(directory: Path, *args: str, size: int = 1, **env: str) -> list[str]:
     """Run a world by hand; give the lines about an earlier start that all of its ranks have printed."""
-    done = ranks.run(size, directory / "train.py", *args, env=[env] * size)
+    done = launch_ranks.run_ranks(size, directory / "train.py", *args, env=[env] * size)
     assert [one.returncode for one in done] == [0] * size, done[0].stderr
     return lines_of("".join(one.stderr for one in done))
 
@@ -54,7 +54,9 @@ def test_start_over_an_earlier_one_is_told_once_with_what_differs(
 
     (line,) = started(tmp_path, "1", "--lr", "0.1")
     assert f"from {tmp_path / 'checkpoints' / 'train'} at step 3 (epoch 1)" in line
-    assert "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 1 of 1 is over." in line
+    assert (
+        "Same arguments and number of launch_ranks. NOTHING IS LEFT TO TRAIN: epoch 1 of 1 is over." in line
+    )
     assert line.endswith("To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never.")
 
     (line,) = started(tmp_path, "2", "--lr", "0.5", size=2)
@@ -66,7 +68,7 @@ def test_start_over_an_earlier_one_is_told_once_with_what_differs(
     monkeypatch.setenv("SECRET_OF_THE_USER", "hunter2")
     (line,) = started(tmp_path, "3")
     assert "Arguments then: 1; now: 3. To start" in line
-    kept = (tmp_path / "checkpoints" / "train" / "n0" / node_dir.START_FILE).read_text()
+    kept = (tmp_path / "checkpoints" / "train" / "n0" / node_dir.SCRIPT_ARGUMENTS_FILE).read_text()
     assert '"3"' in kept
     assert "hunter2" not in kept
 
@@ -85,7 +87,9 @@ def test_restart_within_a_job_tells_nothing_and_its_next_start_does(tmp_path: Pa
         cluster.start(str(tmp_path / "train.py"), "2", "once")
         assert cluster.wait_exit(120) == [0, 0]
         (line,) = lines_of(cluster.output(0) + cluster.output(1))
-    assert "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 2 of 2 is over." in line
+    assert (
+        "Same arguments and number of launch_ranks. NOTHING IS LEFT TO TRAIN: epoch 2 of 2 is over." in line
+    )
 
 
 CRASHES = """
@@ -116,7 +120,7 @@ def test_a_first_round_that_crashes_before_its_first_step_does_not_silence_the_n
     }  # the supervisor, who lives; else each rank is its own
     ends = []
     for env in ({}, agent, agent):
-        [one] = ranks.run(1, tmp_path / "train.py", env=[env])
+        [one] = launch_ranks.run_ranks(1, tmp_path / "train.py", env=[env])
         ends.append((one.returncode, len(lines_of(one.stderr))))
     assert ends == [(0, 0), (9, 0), (0, 1)]
 
@@ -142,14 +146,16 @@ def test_difference_names_command_and_ranks(
     before: Sequence[str], now: Sequence[str], sizes: tuple[int | None, int], said: str
 ) -> None:
     """What is the same is left out."""
-    assert difference(before, now, *sizes) == said
+    assert describe_difference(before, now, *sizes) == said
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"supervisor": 1, "words": []}', "\x00", "9" * 70000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"launcher_id": 1, "words": []}', "\x00", "9" * 70000]
+)
 def test_damaged_note_of_a_start_is_no_note(tmp_path: Path, text: str) -> None:
     """It serves people only: nothing may end a job for it."""
-    (tmp_path / node_dir.START_FILE).write_text(text)
-    assert node_dir.last_start(tmp_path) == ("", [])
+    (tmp_path / node_dir.SCRIPT_ARGUMENTS_FILE).write_text(text)
+    assert node_dir.read_script_arguments(tmp_path) == ("", [])
 
 
 class Counting(Disk):
@@ -165,14 +171,14 @@ class Counting(Disk):
 
 def test_note_of_a_start_is_read_back_and_of_too_many_arguments_without_them(tmp_path: Path) -> None:
     """A command line may be 2 MB long."""
-    node_dir.note_start(tmp_path, "1 2 boot", ["t.py", "ä \udcff"])
-    assert node_dir.last_start(tmp_path) == ("1 2 boot", ["t.py", "ä \udcff"])
+    node_dir.record_script_arguments(tmp_path, "1 2 boot", ["t.py", "ä \udcff"])
+    assert node_dir.read_script_arguments(tmp_path) == ("1 2 boot", ["t.py", "ä \udcff"])
     disk = Counting()
     for words in (["t.py"], ["t.py"], ["t.py"]):
-        node_dir.note_start(tmp_path, "1 2 boot", words, disk)
+        node_dir.record_script_arguments(tmp_path, "1 2 boot", words, disk)
     assert disk.syncs == 1  # a restart does not wait for the disk
-    node_dir.note_start(tmp_path, "1 2 boot", ["x" * 70_000])
-    assert node_dir.last_start(tmp_path) == ("1 2 boot", [])
+    node_dir.record_script_arguments(tmp_path, "1 2 boot", ["x" * 70_000])
+    assert node_dir.read_script_arguments(tmp_path) == ("1 2 boot", [])
 
 
 @pytest.mark.parametrize(
@@ -193,6 +199,6 @@ def test_values_of_secret_arguments_are_not_kept(
     tmp_path: Path, words: list[str], kept: list[str] | None
 ) -> None:
     """The note is read by all who may read checkpoints, the line by all who may read the job's output."""
-    node_dir.note_start(tmp_path, "1 2 boot", words)
-    assert node_dir.last_start(tmp_path)[1] == (words if kept is None else kept)
-    assert node_dir.masked(node_dir.masked(words)) == node_dir.masked(words)
+    node_dir.record_script_arguments(tmp_path, "1 2 boot", words)
+    assert node_dir.read_script_arguments(tmp_path)[1] == (words if kept is None else kept)
+    assert node_dir.mask_secrets(node_dir.mask_secrets(words)) == node_dir.mask_secrets(words)

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_resume import cli
 from elastic_resume.testing import Cluster
-from tests.support import diary
+from tests.support import training_log
 from tests.support.paths import SCRIPTS
 from tests.support.scripts.train import SAMPLES
 
@@ -43,7 +43,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def start(cluster: Cluster, *, waits_at: int = 10**6, **options: object) -> Path:
-    """Start the job; give the directory of its diary.
+    """Start the job; give the directory of its training_log.
 
     ``waits_at``: from this step on each takes a second until `go_on`, so that the job cannot be over, nor far
     ahead, by the time at which something befalls it, however long this process stands still.
@@ -79,8 +79,8 @@ def newest(cluster: Cluster) -> int:
 def check_end(kept: Path, *, world_size: int, epochs: int = EPOCHS, batch: int = 24) -> str:
     """Every sample once per epoch, equal weights on all ranks; give their digest."""
     every = dict.fromkeys(range(SAMPLES), 1)
-    assert diary.samples_by_epoch(kept) == dict.fromkeys(range(epochs), every)
-    ends = diary.ends(kept)
+    assert training_log.samples_by_epoch(kept) == dict.fromkeys(range(epochs), every)
+    ends = training_log.final_states(kept)
     assert [end["rank"] for end in ends] == list(range(world_size))
     assert {end["world_size"] for end in ends} == {world_size}
     assert {end["step"] for end in ends} == {epochs * SAMPLES // batch}
@@ -101,8 +101,8 @@ def test_a_killed_worker_costs_only_the_steps_since_the_last_save(make: Make, un
     assert resumed["step"] >= 10
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
     assert check_end(kept, world_size=3) == undisturbed
-    assert diary.repeated_steps(kept) <= SAVE_EVERY + 1
-    killed = [e for e in cluster.events_of(1, "worker-exit") if e["signal"] == "SIGKILL"]
+    assert training_log.repeated_steps(kept) <= SAVE_EVERY + 1
+    killed = [e for e in cluster.node_events(1, "worker-exit") if e["signal"] == "SIGKILL"]
     assert killed
 
 
@@ -121,7 +121,7 @@ def test_a_killed_node_returns_with_an_empty_disk(make: Make, undisturbed: str) 
     assert resumed["source_node"] == "n0"
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
     assert check_end(kept, world_size=3) == undisturbed
-    starts = [(event["generation"], event["step"]) for event in cluster.events_of(2, "worker-start")]
+    starts = [(event["generation"], event["step"]) for event in cluster.node_events(2, "worker-start")]
     assert starts == [(resumed["generation"], resumed["step"])], "it went on from what it was sent"
     assert max(entry.step for entry in cluster.checkpoints(2)) == EPOCHS * SAMPLES // 24, (
         "its disk has the end"
@@ -136,7 +136,7 @@ def test_a_node_that_dies_during_a_resume_does_not_hold_the_others(make: Make, u
     planned = cluster.arm(2, "resume.planned=wait")
     cluster.kill_worker(1)
     go_on(cluster)
-    cluster.wait(lambda: cluster.arming.waits(planned), "n2 to come so far in the next world")
+    cluster.wait(lambda: cluster.failpoints.is_waiting(planned), "n2 to come so far in the next world")
     cluster.kill_node(2)
     cluster.start_node(2)
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
@@ -268,7 +268,7 @@ def test_an_exception_is_told_with_its_first_line(make: Make, undisturbed: str) 
     kept = start(cluster, raise_at="1:12:1")
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
     assert check_end(kept, world_size=3) == undisturbed
-    told = cluster.events_of(1, "failure")[0]
+    told = cluster.node_events(1, "failure")[0]
     assert (told["type"], told["message"]) == ("RuntimeError", "told to fail at step 12")
     assert "train.py" in told["frame"]
     assert signal.SIGKILL.name not in told["message"]

@@ -18,11 +18,17 @@ from torch import nn
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.errors import ConfigError
 from elastic_resume.state import state_dict
-from elastic_resume.testing import Fault, Plan, assert_same_run, equivalence
-from elastic_resume.testing.equivalence import FOLLOWS, SEEDS, End, lines_unlike, unlike
-from tests.support import store_samples
-from tests.support.images import capture
+from elastic_resume.testing import Fault, FaultPlan, assert_same_run, equivalence
+from elastic_resume.testing.equivalence import (
+    FOLLOWS_RANK0_HINT,
+    SEED_HINT,
+    RunResult,
+    compare_lines,
+    compare_state,
+)
+from tests.support import checkpoint_samples
 from tests.support.paths import SCRIPTS
+from tests.support.state_image import copy_to_image
 
 SCRIPT = SCRIPTS / "forgetful.py"
 
@@ -42,14 +48,16 @@ class Kept:
         self.value = state["value"]
 
 
-def end_of(place: Path, *, step: int = 5, at: int = 5, follows: tuple[str, ...] = (), **tracked: Any) -> End:
+def end_of(
+    place: Path, *, step: int = 5, at: int = 5, follows: tuple[str, ...] = (), **tracked: Any
+) -> RunResult:
     """The end of a run that leaves these objects."""
-    flat = state_dict.flatten(state_dict.collect(tracked))
-    image = capture(flat)
+    flat = state_dict.flatten(state_dict.collect_objects(tracked))
+    image = copy_to_image(flat)
     position = Position(0, at, step, 8 * step)
     manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton, follows)
     place.mkdir()
-    return End(store_samples.save_image(place, manifest, image.memory), manifest, (), ())
+    return RunResult(checkpoint_samples.save_image(place, manifest, image.memory), manifest, (), ())
 
 
 def net(bump: float = 0.0) -> nn.Module:
@@ -87,16 +95,16 @@ def test_only_what_is_proved_to_be_of_a_dead_run_is_removed(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
-        equivalence._remove_what_the_dead_left()
+        equivalence._remove_stale_dirs()
         assert {*tmp_path.iterdir()} == {*others, folder}, "it goes on"
         process.kill()
         process.wait()
     assert (folder / "undisturbed").is_dir()
-    equivalence._remove_what_the_dead_left()
+    equivalence._remove_stale_dirs()
     assert {*tmp_path.iterdir()} == {*others}, "it is dead"
-    with equivalence._folder() as own:
+    with equivalence._locked_temporary_dir() as own:
         assert own.parent == tmp_path
-        equivalence._remove_what_the_dead_left()
+        equivalence._remove_stale_dirs()
         assert own.is_dir()
     assert {*tmp_path.iterdir()} == {*others}
 
@@ -121,7 +129,10 @@ def test_a_kill_that_cannot_come_is_refused_before_anything_runs(kill: str | Fau
 
 def test_a_plan_may_stand_among_the_scripts_words_and_needs_its_hosts() -> None:
     """Links and disks are a matter of namespaces."""
-    for plan in (Plan.of("cut node 1 at step 5"), Plan.of("disk-full node 0 at 3s")):
+    for plan in (
+        FaultPlan.from_faults("cut node 1 at step 5"),
+        FaultPlan.from_faults("disk-full node 0 at 3s"),
+    ):
         with pytest.raises(ConfigError, match="of their own"):
             assert_same_run("no-script.py", "--epochs", plan, "2")
 
@@ -130,7 +141,7 @@ def test_equal_ends_differ_in_nothing(tmp_path: Path) -> None:
     """A nan is equal to itself; where the data is not known the step within the epoch says nothing."""
     one = end_of(tmp_path / "one", model=net(), notes=Kept([1, float("nan")]))
     other = end_of(tmp_path / "other", model=net(), notes=Kept([1, float("nan")]), at=2)
-    assert unlike(one, other, []) == []
+    assert compare_state(one, other, []) == []
 
 
 def test_what_differs_is_told_in_the_order_of_the_tracked_objects(tmp_path: Path) -> None:
@@ -145,28 +156,30 @@ def test_what_differs_is_told_in_the_order_of_the_tracked_objects(tmp_path: Path
     notes = Kept({"a": [1, 2], "gone": 3}), Kept({"a": [1, 2.0], "new": torch.ones(2)})
     one = end_of(tmp_path / "one", model=net(), notes=notes[0], follows=follows, **mine)
     other = end_of(tmp_path / "other", model=model, notes=notes[1], follows=follows, step=6, at=2, **theirs)
-    assert unlike(one, other, []) == [
-        SEEDS,
+    assert compare_state(one, other, []) == [
+        SEED_HINT,
         "position/step_in_epoch: 2, undisturbed 5",
         "position/step: 6, undisturbed 5",
         "position/samples: 48, undisturbed 40",
         "model/0.bias float32[2]: 1 of 2 numbers differ, by 1 at most",
-        f"model/1.running_mean float32[2]: 1 of 2 numbers differ, by 4 at most{FOLLOWS}",
+        f"model/1.running_mean float32[2]: 1 of 2 numbers differ, by 4 at most{FOLLOWS_RANK0_HINT}",
         "notes/value/a/1: 2.0, undisturbed 2",
         "notes/value/gone: is there only undisturbed",
         "data/value: 2, undisturbed 1",
         "notes/value/new: is there only under faults",
     ]
-    assert unlike(one, other, ["notes", "*running_*", "model/0.b?as", "position", "data"]) == [SEEDS]
+    assert compare_state(one, other, ["notes", "*running_*", "model/0.b?as", "position", "data"]) == [
+        SEED_HINT
+    ]
 
 
 def test_lines_may_come_twice_and_be_cut_off_but_say_nothing_else() -> None:
     """A line that the undisturbed run does not print is told first, then those that are missing."""
     lines = [f"step {number}: {number * 0.5}" for number in range(1, 7)]
-    assert lines_unlike(lines, lines[::-1], may_miss=0) == []
-    assert lines_unlike(lines, [*lines[:3], "step 4: 2", *lines[4:]], may_miss=1) == []
-    assert "did not print 'step 1: 0.5' (2 such" in lines_unlike(lines, lines[2:], may_miss=1)[0]
-    assert "printed 'step 4: 7', which" in lines_unlike(lines, [*lines, "step 4: 7"], may_miss=9)[0]
+    assert compare_lines(lines, lines[::-1], max_missing=0) == []
+    assert compare_lines(lines, [*lines[:3], "step 4: 2", *lines[4:]], max_missing=1) == []
+    assert "did not print 'step 1: 0.5' (2 such" in compare_lines(lines, lines[2:], max_missing=1)[0]
+    assert "printed 'step 4: 7', which" in compare_lines(lines, [*lines, "step 4: 7"], max_missing=9)[0]
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from elastic_resume.report import summary
-from elastic_resume.report.loader import gather
-from elastic_resume.report.summary import Story
-from elastic_resume.snapshot.progress_page import Line
+from elastic_resume.report.loader import load_run
+from elastic_resume.report.summary import RunReport
+from elastic_resume.snapshot.progress_page import ProgressRecord
 from elastic_resume.testing import Cluster
-from elastic_resume.testing.fault_runner import DONE, Course
+from elastic_resume.testing.fault_runner import DONE, FaultInjector
 from elastic_resume.testing.faults import KINDS, Fault
 from tests.integration.test_end_to_end import SCRIPT
 
@@ -68,7 +68,12 @@ OF_PROCESSES = [
         node=1,
         sender="peer",
     ),
-    case("corrupt-message", trouble=r"n2: a connection was dropped: .*not JSON", node=2, sender="stranger"),
+    case(
+        "corrupt-message",
+        trouble=r"n2: a connection was dropped: .*not JSON",
+        node=2,
+        sender="unauthenticated",
+    ),
     case("kill-agent", rf"node n\d {LOST}", role="leader", phase="in commit", back_after_s=0.2),
     case("kill-node", rf"node n2 {LOST}", node=2, back_after_s=0.2),
     case("preemption", r"node n1 left: stopped by a preemption notice", node=1, back_after_s=0.2),
@@ -116,9 +121,9 @@ def start(cluster: Cluster) -> None:
     cluster.start(SCRIPT, *words)
 
 
-def told_of(cluster: Cluster) -> Story:
+def told_of(cluster: Cluster) -> RunReport:
     """What a report tells; the logs of disks that were wiped were handed to others in time."""
-    return summary.tell(gather([cluster.run_dir]).events)
+    return summary.build_run_report(load_run([cluster.run_dir]).events)
 
 
 def disturb(cluster: Cluster, cases: Sequence[Case]) -> dict[Case, tuple[int, int]]:
@@ -129,40 +134,40 @@ def disturb(cluster: Cluster, cases: Sequence[Case]) -> dict[Case, tuple[int, in
 def bear(cluster: Cluster, one: Case) -> int:
     """Do it until it is seen, and let the job recover; give the generation then."""
     generation, told = newest(cluster), troubles(cluster)
-    course = Course(cluster, [one.fault], cluster.arming)
+    course = FaultInjector(cluster, [one.fault], cluster.failpoints)
     follow(cluster, course, lambda: not course.pending)
-    assert course.fates[0].state == DONE, course.fates[0]
+    assert course.outcomes[0].state == DONE, course.outcomes[0]
     if one.ended:
         follow(cluster, course, lambda: newest(cluster) > generation)
     elif one.trouble:
         follow(cluster, course, lambda: troubles(cluster) > told or knows(told_of(cluster), one.trouble))
     else:
         settle(cluster)
-    course.end()
-    follow(cluster, course, lambda: course.is_quiet and all(node.alive for node in cluster.nodes))
+    course.undo_lasting_faults()
+    follow(cluster, course, lambda: course.is_idle and all(node.alive for node in cluster.nodes))
     # A node tells the others once a second what befell it: afterwards the report may lose its disk.
     follow(cluster, course, lambda: not one.trouble or knows(told_of(cluster), one.trouble))
     course.close()
     return settle(cluster)
 
 
-def knows(told: Story, trouble: str) -> bool:
+def knows(told: RunReport, trouble: str) -> bool:
     """Whether the report tells of it."""
-    return any(re.search(trouble, f"{found.node}: {found.text}") for found in told.troubles)
+    return any(re.search(trouble, f"{found.node}: {found.text}") for found in told.alerts)
 
 
-def follow(cluster: Cluster, course: Course, seen: Callable[[], bool]) -> None:
+def follow(cluster: Cluster, course: FaultInjector, seen: Callable[[], bool]) -> None:
     """Let faults come, and who died of them come back, until that is ``seen``."""
     until = time.monotonic() + PATIENCE_S
     while not seen():
-        course.look()
-        assert time.monotonic() < until, f"{course.fates[0]}\n{cluster.tails()}"
+        course.poll()
+        assert time.monotonic() < until, f"{course.outcomes[0]}\n{cluster.output_tails()}"
         time.sleep(0.01)
 
 
 def newest(cluster: Cluster) -> int:
     """The newest generation in which somebody has begun."""
-    return max((line.generation for _, line in cluster.lines()), default=0)
+    return max((line.generation for _, line in cluster.rank_progress()), default=0)
 
 
 def troubles(cluster: Cluster) -> int:
@@ -173,24 +178,24 @@ def troubles(cluster: Cluster) -> int:
 
 def settle(cluster: Cluster) -> int:
     """Wait until all nodes have taken steps in one world, and give its generation."""
-    at_first = {line.worker.pid: line.step for _, line in cluster.lines()}
+    at_first = {line.worker.pid: line.step for _, line in cluster.rank_progress()}
 
     def look() -> int | None:
         # Ranks of a world take each step together: one of them will do, where the page of another is lost.
-        lines = [line for _, line in cluster.lines() if line.world_size == len(cluster.nodes)]
+        lines = [line for _, line in cluster.rank_progress() if line.world_size == len(cluster.nodes)]
         newest = max((line.generation for line in lines), default=0)
         return newest if any(is_steady(line) for line in lines if line.generation == newest) else None
 
-    def is_steady(line: Line) -> bool:
+    def is_steady(line: ProgressRecord) -> bool:
         return line.step >= at_first.get(line.worker.pid, line.first_step) + STEADY
 
     return cluster.wait(look, "a steady world of all nodes", PATIENCE_S)
 
 
-def wrong(told: Story, spans: dict[Case, tuple[int, int]]) -> list[str]:
+def wrong(told: RunReport, spans: dict[Case, tuple[int, int]]) -> list[str]:
     """What the report does not say of these cases."""
     found = []
-    rows = {row.number: row for row in told.report.generations}
+    rows = {row.number: row for row in told.history.generations}
     for one, (before, after) in spans.items():
         ends = [row.end.text for number, row in rows.items() if before <= number < after]
         if one.ended and not any(re.search(one.ended, text) for text in ends):
@@ -198,7 +203,7 @@ def wrong(told: Story, spans: dict[Case, tuple[int, int]]) -> list[str]:
         if not one.ended and after != before:
             found.append(f"{one.fault}: cost generations {before} to {after}: {ends}")
         if one.trouble and not knows(told, one.trouble):
-            found.append(f"{one.fault}: {one.trouble!r} is not among {told.troubles}")
+            found.append(f"{one.fault}: {one.trouble!r} is not among {told.alerts}")
     return found
 
 
@@ -220,20 +225,20 @@ def of_processes(tmp_path: Path) -> None:
         before = settle(cluster)
         ruin(cluster)
         ruined = settle(cluster)
-        course = Course(cluster, [Fault("skip-collective", rank=1, at_s=0.0)], cluster.arming)
+        course = FaultInjector(cluster, [Fault("skip-collective", rank=1, at_s=0.0)], cluster.failpoints)
         follow(cluster, course, lambda: course.is_over)
         assert cluster.wait_exit(only=range(3)) == [1, 1, 1]
         told = told_of(cluster)
     found = wrong(told, spans)
     assert not found, "\n".join(found)
     assert lost == 0
-    rows = {row.number: row for row in told.report.generations}
+    rows = {row.number: row for row in told.history.generations}
     assert rows[before].end.text == "whole job killed"
     reasons = {copy.node: copy.reason for copy in rows[ruined].rejected}
     assert re.search(r"has \d+ bytes of \d+", reasons["n1"])
     assert "digest" in reasons["n0"]
-    assert told.report.outcome == "failed"
-    assert re.search(r"replicas differ|DivergenceError", told.report.message)
+    assert told.history.outcome == "failed"
+    assert re.search(r"replicas differ|DivergenceError", told.history.message)
 
 
 def ruin(cluster: Cluster) -> None:
@@ -254,7 +259,7 @@ def ruin(cluster: Cluster) -> None:
 
     cluster.wait(agree, "equal copies")
     faults = [Fault("torn-write", node=1, at_s=0.0), Fault("bit-flip", node=0, at_s=0.0)]
-    course = Course(cluster, [*faults, Fault("kill-node", role="all", at_s=0.0)], cluster.arming)
+    course = FaultInjector(cluster, [*faults, Fault("kill-node", role="all", at_s=0.0)], cluster.failpoints)
     follow(cluster, course, lambda: not course.pending)
     follow(cluster, course, lambda: all(node.alive for node in cluster.nodes))
 
@@ -276,4 +281,4 @@ def of_machines(tmp_path: Path) -> None:
         told = told_of(cluster)
     found = wrong(told, spans)
     assert not found, "\n".join(found)
-    assert told.report.lost_steps == 0
+    assert told.history.recomputed_steps == 0

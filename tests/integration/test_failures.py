@@ -16,7 +16,7 @@ import pytest
 from elastic_resume import cli, constants, events
 from elastic_resume.testing import Cluster
 from tests.integration.test_launcher_shim import wait_for
-from tests.support.housed import MachineCluster
+from tests.support.machine_cluster import MachineCluster
 from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.cluster
@@ -51,7 +51,7 @@ def finish(cluster: Cluster) -> None:
 
 def verdicts(cluster: Cluster, index: int) -> list[dict[str, Any]]:
     """How a node saw the ends of generations."""
-    return cluster.events_of(index, "verdict")
+    return cluster.node_events(index, "verdict")
 
 
 def wait_for_three(cluster: Cluster) -> None:
@@ -67,7 +67,7 @@ def is_stopped(cluster: Cluster, index: int) -> bool:
 
 def rounds(cluster: Cluster, index: int) -> list[int]:
     """How many nodes took part in each of a node's rounds."""
-    return [event["num_nodes"] for event in cluster.events_of(index, "round")]
+    return [event["num_nodes"] for event in cluster.node_events(index, "round")]
 
 
 def last_line(cluster: Cluster, index: int) -> str:
@@ -166,7 +166,7 @@ def test_a_node_that_fails_alone_leaves_and_the_others_go_on(make: Make) -> None
     assert "node n1 is to leave" in cluster.output(0)
     finish(cluster)
     assert cluster.wait_exit(60) == [0, 0]
-    (end,) = cluster.events_of(1, "agent-end")
+    (end,) = cluster.node_events(1, "agent-end")
     assert (end["outcome"], end["exit_code"]) == ("left", 75)
 
 
@@ -228,7 +228,7 @@ def test_what_followed_from_the_loss_of_a_node_costs_nothing(make: Make) -> None
         cluster.wait(lambda of=index: is_stopped(cluster, of), "a stopped agent")  # type: ignore[misc]
     (cluster.directory / "job" / "dead-1").touch()
     for index in (0, 2):
-        cluster.wait(lambda of=index: cluster.events_of(of, "failure"), "its error")  # type: ignore[misc]
+        cluster.wait(lambda of=index: cluster.node_events(of, "failure"), "its error")  # type: ignore[misc]
     cluster.kill_node(1)
     for index in (0, 2):
         cluster.kill_agent(index, signal.SIGCONT)

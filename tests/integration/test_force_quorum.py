@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import cli
-from elastic_resume.rendezvous.core.events import Memory
-from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge, World
-from elastic_resume.rendezvous.net.durable_state import FORCE_FILE, Record
+from elastic_resume.rendezvous.core.events import PersistentState
+from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
+from elastic_resume.rendezvous.net.durable_state import FORCE_QUORUM_FILE, DurableStateFile
 
-A, B, C = (Incarnation(name, "1", f"{name}:1", candidate=place) for place, name in enumerate("abc"))
+A, B, C = (Incarnation(name, "1", f"{name}:1", candidate_index=place) for place, name in enumerate("abc"))
 
 
 def node_dir(run_dir: Path, me: Incarnation = A, generation: int = 7) -> Path:
     """Make the directory of a node that was in a world of three, or in none."""
     path = run_dir / me.node
     path.mkdir(parents=True)
-    begun = World(generation, (A, B, C), A) if generation else None
-    Record(path).write(Memory(me, Knowledge(3, begun), generation))
+    begun = View(generation, (A, B, C), A) if generation else None
+    DurableStateFile(path).write(PersistentState(me, QuorumState(3, begun), generation))
     return path
 
 
@@ -32,11 +32,11 @@ def test_force_quorum_with_yes_leaves_the_generation_for_the_agent(
     said = capsys.readouterr().out
     assert "Generation 7, of which a knows: a, b, c." in said
     assert "two worlds train at the same time" in said
-    record = Record(path)
-    assert record.read_force() == 7
-    record.drop_force()
-    record.drop_force()
-    assert record.read_force() is None
+    record = DurableStateFile(path)
+    assert record.read_force_request() == 7
+    record.remove_force_request()
+    record.remove_force_request()
+    assert record.read_force_request() is None
 
 
 def test_force_quorum_without_yes_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +44,7 @@ def test_force_quorum_without_yes_changes_nothing(tmp_path: Path, capsys: pytest
     path = node_dir(tmp_path)
     assert cli.main(["force-quorum", str(path)]) == 1
     assert "again with --yes" in capsys.readouterr().out
-    assert not (path / FORCE_FILE).exists()
+    assert not (path / FORCE_QUORUM_FILE).exists()
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_force_quorum_refuses_what_it_cannot_do(
         node_dir(tmp_path, who, generation)
     assert cli.main(["force-quorum", str(tmp_path), "--yes"]) == 1
     assert problem in capsys.readouterr().err
-    assert not list(tmp_path.rglob(FORCE_FILE))
+    assert not list(tmp_path.rglob(FORCE_QUORUM_FILE))
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"generation": "7"}', b"\xff"])
 def test_read_force_of_a_damaged_file_is_none(tmp_path: Path, data: bytes) -> None:
     """A file that nobody wrote this way declares nobody dead."""
     path = node_dir(tmp_path)
-    (path / FORCE_FILE).write_bytes(data)
-    assert Record(path).read_force() is None
+    (path / FORCE_QUORUM_FILE).write_bytes(data)
+    assert DurableStateFile(path).read_force_request() is None

@@ -24,9 +24,9 @@ import pytest
 from elastic_resume import constants
 from elastic_resume.agent.workers import forkserver, launcher_shim
 from elastic_resume.agent.workers import forkserver_manager as warm_workers
-from elastic_resume.agent.workers.forkserver_manager import Warmth
+from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
 from tests.integration.test_launcher_shim import alive, exit_event, pid_in, wait_for
-from tests.support.leaks import without_leaks
+from tests.support.leak_reports import without_leaks
 from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.cluster  # each zygote imports torch: seconds
@@ -41,9 +41,11 @@ class Warm:
     def __init__(self, preload: list[str]) -> None:
         self.said: list[str] = []
         self.events: list[dict[str, Any]] = []
-        self.warmth = Warmth([sys.executable, "-u", "x.py"], preload, say=self.said.append, tell=self._tell)
+        self.warmth = ForkServerManager(
+            [sys.executable, "-u", "x.py"], preload, log=self.said.append, emit=self._tell
+        )
         self.warmth.start()
-        self.name = os.environ[constants.ENV_ZYGOTE]
+        self.name = os.environ[constants.ENV_FORK_SERVER]
 
     def _tell(self, event: str, /, **fields: Any) -> None:
         self.events.append({"event": event, **fields})
@@ -51,7 +53,9 @@ class Warm:
     def wait_ready(self, times: int = 1) -> None:
         """Wait until that many zygotes have been ready."""
         wait_for(
-            lambda: sum(event["event"] == "zygote-ready" for event in self.events) >= times, "a zygote", 120
+            lambda: sum(event["event"] == "fork-server-ready" for event in self.events) >= times,
+            "a zygote",
+            120,
         )
 
 
@@ -78,7 +82,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Warm]]:
     """Make a zygote for one test: of what a zygote imports by itself, torch alone."""
 
     def lean(argv: list[str], **others: Any) -> subprocess.Popen[bytes]:
-        assert argv[2] == str(warm_workers.ZYGOTE)
+        assert argv[2] == str(warm_workers.FORK_SERVER_PATH)
         return subprocess.Popen([*argv[:2], "-c", LEAN, *argv[3:]], **others)
 
     monkeypatch.setattr(warm_workers, "spawn", lean)
@@ -101,7 +105,7 @@ def environ(tmp_path: Path, zygote_name: str | None = None, **more: str) -> dict
         constants.ENV_EVENTS_PATH: str(tmp_path / "events.jsonl"),
         constants.ENV_GRACE_S: "0.3",
     }
-    named = {constants.ENV_ZYGOTE: zygote_name} if zygote_name else {}
+    named = {constants.ENV_FORK_SERVER: zygote_name} if zygote_name else {}
     return {**plain, "RANK": "3", **ours, **named, **more}
 
 
@@ -324,8 +328,8 @@ def test_a_stub_that_asks_a_dying_zygote_starts_its_worker_cold(
 ) -> None:
     """It had asked while the zygote imported. One that is stopped is killed by the agent."""
     asked = threading.Event()  # else the agent might kill it, and have the next one asked
-    look = Warmth._is_stopped
-    monkeypatch.setattr(Warmth, "_is_stopped", lambda agent: asked.is_set() and look(agent))
+    look = ForkServerManager._is_stopped
+    monkeypatch.setattr(ForkServerManager, "_is_stopped", lambda agent: asked.is_set() and look(agent))
     warm = own()
     assert warm.warmth.pid is not None
     os.kill(warm.warmth.pid, signal.SIGSTOP)
@@ -343,7 +347,7 @@ def test_what_a_zygote_says_last_is_heard(tmp_path: Path, monkeypatch: pytest.Mo
     """Its agent had just looked for news when it came, and looks for the zygote's end after that."""
     said: list[str] = []
     started: list[subprocess.Popen[bytes]] = []
-    word = json.dumps({"spoiled": "pooling", "why": "it uses native threads"}) + "\n"
+    word = json.dumps({"fork_unsafe_module": "pooling", "why": "it uses native threads"}) + "\n"
     code = f"import os, sys, time\nwhile not os.path.exists({str(tmp_path / 'looked')!r}): time.sleep(0.01)\n"
     code += f"os.write(int(sys.argv[2]), {word.encode()!r})"
 
@@ -361,7 +365,7 @@ def test_what_a_zygote_says_last_is_heard(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(warm_workers, "spawn", spawn)
     monkeypatch.setattr(warm_workers, "select", SimpleNamespace(select=look))
-    warmth = Warmth(["python", "x.py"], ["pooling"], say=said.append, tell=lambda *_, **__: None)
+    warmth = ForkServerManager(["python", "x.py"], ["pooling"], log=said.append, emit=lambda *_, **__: None)
     warmth.start()
     wait_for(lambda: said, "the agent to tell of it")
     warmth.close()
@@ -372,7 +376,7 @@ def test_a_zygote_dies_with_its_agent(tmp_path: Path) -> None:
     """And what it has forked with it."""
     code = """
 import os, sys, time
-from elastic_resume.agent.workers.forkserver_manager import Warmth
+from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
 warmth = Warmth([sys.executable, "-u", "x.py"], [], say=print, tell=lambda *a, **k: None)
 warmth.start()
 open(sys.argv[1], "w").write(str(warmth.pid))
@@ -549,5 +553,5 @@ def test_variables_that_a_fork_cannot_change_are_compared() -> None:
         "LD_PRELOAD": "x.so",
         "TORCHELASTIC_RUN_ID": "1",
     }
-    assert forkserver.differences(ours, theirs) == ["LD_PRELOAD", "OMP_NUM_THREADS"]
-    assert forkserver.differences(ours, {**ours, "RANK": "7", "LOCAL_RANK": "3"}) == []
+    assert forkserver.list_differing_variables(ours, theirs) == ["LD_PRELOAD", "OMP_NUM_THREADS"]
+    assert forkserver.list_differing_variables(ours, {**ours, "RANK": "7", "LOCAL_RANK": "3"}) == []

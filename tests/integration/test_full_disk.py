@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ranks
+from tests.support import launch_ranks
 
 TRAIN = """
 import resource, sys, torch
@@ -38,7 +38,7 @@ def start(path: Path, node: str, *arguments: str) -> subprocess.CompletedProcess
         "ELASTIC_RESUME_CKPT_DIR": str(path / node),
         "ELASTIC_RESUME_RUN_ID": "job",
     }
-    (end,) = ranks.run(1, script, *arguments, env=[env])
+    (end,) = launch_ranks.run_ranks(1, script, *arguments, env=[env])
     return end
 
 

@@ -85,8 +85,8 @@ def test_a_drained_job_has_its_last_finished_step_on_disk(
     (drain,) = agents.events("drain")
     assert drain["cause"] == number.name
     newest = max(event["step"] for event in agents.events("step") if event["rank"] == 0)
-    (copy,) = Catalog(agents.directory / "checkpoints" / "train" / "a", "train").valid(deep=True)
-    assert copy.order[1] == newest
+    (copy,) = Catalog(agents.directory / "checkpoints" / "train" / "a", "train").list_valid(read_data=True)
+    assert copy.version[1] == newest
     assert "Traceback" not in agents.log()
 
 

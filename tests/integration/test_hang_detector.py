@@ -18,12 +18,18 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.agent import shutdown, stack_dump
-from elastic_resume.agent.hang_detector import MAX_REPORTS, Watch, patience_of, watched
+from elastic_resume.agent.hang_detector import MAX_REPORTS, HangDetector, detect_hangs, parse_hang_timeout
 from elastic_resume.checkpoint.atomic_io import Disk
 from elastic_resume.errors import ConfigError, MachineError
 from elastic_resume.events import Event
-from elastic_resume.policy.hangs import Patience
-from elastic_resume.snapshot.progress_page import STACKS_SIGNAL, Board, Line, Worker, read_lines
+from elastic_resume.policy.hangs import HangThreshold
+from elastic_resume.snapshot.progress_page import (
+    STACKS_SIGNAL,
+    ProgressPage,
+    ProgressRecord,
+    WorkerProcess,
+    read_records,
+)
 from elastic_resume.testing.cluster import Cluster
 from tests.support.paths import SCRIPTS
 
@@ -54,8 +60,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 def quiet_s(cluster: Cluster, index: int = 0) -> float:
     """For how long no rank of a node has finished a step; 0 before the first one."""
-    lines = read_lines(cluster.nodes[index].directory / constants.BOARD_FILE, 3)
-    beats = [line.beat_ns for line in lines]
+    lines = read_records(cluster.nodes[index].directory / constants.PROGRESS_FILE, 3)
+    beats = [line.last_progress_ns for line in lines]
     return (time.monotonic_ns() - max(beats)) / 1e9 if beats and all(beats) else 0.0
 
 
@@ -165,7 +171,7 @@ def test_ranks_that_waited_for_another_node_go_on_when_it_does(make: Callable[..
     cluster.wait(lambda: cluster.events("hang"), "it is noticed")
     os.kill(pid, signal.SIGCONT)
     assert cluster.wait_exit(120) == [0, 0], cluster.output(0)
-    assert len(cluster.events("hang-over")) == 1
+    assert len(cluster.events("hang-ended")) == 1
     assert {e["generation"] for e in cluster.events("worker-start")} == {1}
 
 
@@ -213,9 +219,9 @@ class Stage:
         self.pid = pid
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.said: list[str] = []
-        self.board = Board(path / constants.BOARD_FILE)
-        self.watch = Watch(
-            path, 1, Patience(LIMIT_S), say=self.said.append, tell=tell or self.tell, disk=disk or Disk()
+        self.board = ProgressPage(path / constants.PROGRESS_FILE)
+        self.watch = HangDetector(
+            path, 1, HangThreshold(LIMIT_S), log=self.said.append, emit=tell or self.tell, disk=disk or Disk()
         )
 
     def tell(self, event: str, **fields: Any) -> None:
@@ -225,16 +231,18 @@ class Stage:
     def hang(self, looks: int = 4, world_size: int = 1, **other: int) -> None:
         """Let the worker begin, make a step and no other; ``other`` is what its line says instead."""
         fields = {"rank": 0, "agent_pid": os.getpid(), "round": 7, "pid": self.pid}
-        fields |= {"start_ticks": ticks_of(self.pid), "stacks_fd": 0, "bell_fd": 0, **other}
-        self.board.begin(0, generation=3, step=10, world_size=world_size, worker=Worker(**fields))
+        fields |= {"start_ticks": ticks_of(self.pid), "stack_output_fd": 0, "stack_request_fd": 0, **other}
+        self.board.start_generation(
+            0, generation=3, step=10, world_size=world_size, worker=WorkerProcess(**fields)
+        )
         self.board.finish_step(0, 11)
         for _ in range(looks):
-            self.watch.look(1.0)
+            self.watch.poll(1.0)
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[ProgressRecord]:
         """What the board says."""
-        return read_lines(self.path / constants.BOARD_FILE, 1)
+        return read_records(self.path / constants.PROGRESS_FILE, 1)
 
     @property
     def killed(self) -> bool:
@@ -266,7 +274,7 @@ def test_a_worker_of_this_round_that_hangs_is_killed_once_and_told_of(stage: Sta
     ((kind, fields),) = stage.events
     assert (kind, fields["suspects"][0]["worker_pid"]) == ("hang", stage.pid)
     assert "no Python stack could be had" in report.read_text()
-    stage.watch.look(1.0)
+    stage.watch.poll(1.0)
     assert len(stage.events) == 1
 
 
@@ -295,16 +303,16 @@ def test_a_page_that_takes_the_place_of_the_workers_own_proves_no_hang(
 ) -> None:
     """A disk that fails and is mounted anew has the page of before; workers write on where nobody sees it."""
     stage.hang(looks=2)
-    path = stage.path / constants.BOARD_FILE
+    path = stage.path / constants.PROGRESS_FILE
     copy = stage.path / "copy"
     copy.write_bytes(path.read_bytes())
     copy.replace(path)
     for _ in range(8):
-        stage.watch.look(1.0)
+        stage.watch.poll(1.0)
     assert (stage.killed, stage.events) == (False, [])
     assert stage.said == [f"{path} is another file now. Until the next restart nobody looks for hangs here."]
     monkeypatch.setenv(constants.ENV_ROUND, "8")
-    stage.board = Board(path)
+    stage.board = ProgressPage(path)
     stage.hang(looks=5, round=8)
     wait_for(lambda: stage.killed, "the next round is watched")
 
@@ -318,8 +326,8 @@ def test_a_signal_that_asks_for_the_end_pauses_the_watch(
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         with (
-            watched(tmp_path, 1, None, say=print, tell=print) as nothing,
-            shutdown.heeded(nothing, paused.set),
+            detect_hangs(tmp_path, 1, None, log=print, emit=print) as nothing,
+            shutdown.watch_stop_signals(nothing, paused.set),
         ):
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_for(paused.is_set, "it is told")
@@ -331,10 +339,10 @@ def test_what_the_script_calls_busy_has_the_limit_that_it_gives(stage: Stage) ->
     """After it, the time counts."""
     stage.hang(looks=0)
     stage.board.set_busy(0, True, limit_s=0.05)
-    stage.watch.look(1.0)
+    stage.watch.poll(1.0)
     wait_for(lambda: time.monotonic_ns() > stage.lines[0].busy_until_ns, "the limit is over")
     for _ in range(4):
-        stage.watch.look(1.0)
+        stage.watch.poll(1.0)
     wait_for(lambda: stage.killed, "it is dead")
 
 
@@ -368,7 +376,7 @@ def test_the_newest_reports_are_kept_and_nothing_else_is_touched(stage: Stage) -
     (directory / "notes.txt").touch()
     for number in range(MAX_REPORTS + 5):
         (directory / f"g{number}-s{1000 - number}.txt").touch()
-    stage.watch._prune(directory)
+    stage.watch._prune_reports(directory)
     left = {path.name for path in directory.iterdir()}
     assert left == {"notes.txt", *(f"g{n}-s{1000 - n}.txt" for n in range(5, MAX_REPORTS + 5))}
 
@@ -378,13 +386,17 @@ def test_a_worker_is_asked_only_for_what_it_offers(stage: Stage, child: subproce
     assert child.stdout is not None
     stacks_fd, bell_fd = map(int, child.stdout.readline().split())
     for fields, answered in (
-        ({"stacks_fd": 1, "bell_fd": 0}, None),
-        ({"stacks_fd": stacks_fd, "bell_fd": stacks_fd}, None),
-        ({"stacks_fd": stacks_fd, "bell_fd": bell_fd}, False),
+        ({"stack_output_fd": 1, "stack_request_fd": 0}, None),
+        ({"stack_output_fd": stacks_fd, "stack_request_fd": stacks_fd}, None),
+        ({"stack_output_fd": stacks_fd, "stack_request_fd": bell_fd}, False),
     ):
         stage.hang(looks=0, **fields)
-        (found,) = stack_dump.gather(stage.lines, lambda line: line.step == 11)
-        assert (found.evidence.answered, found.evidence.pending, found.evidence.frames) == (
+        (found,) = stack_dump.collect_rank_states(stage.lines, lambda line: line.step == 11)
+        assert (
+            found.evidence.python_responded,
+            found.evidence.pending_collectives,
+            found.evidence.frames,
+        ) == (
             answered,
             None,
             (),
@@ -395,18 +407,21 @@ def test_a_worker_is_asked_only_for_what_it_offers(stage: Stage, child: subproce
 
 
 @pytest.mark.parametrize(
-    ("text", "patience"), [(None, Patience()), ("0", None), ("2.5", Patience(2.5)), ("1.5m", Patience(90.0))]
+    ("text", "patience"),
+    [(None, HangThreshold()), ("0", None), ("2.5", HangThreshold(2.5)), ("1.5m", HangThreshold(90.0))],
 )
-def test_the_flag_sets_the_threshold_or_turns_it_off(text: str | None, patience: Patience | None) -> None:
+def test_the_flag_sets_the_threshold_or_turns_it_off(
+    text: str | None, patience: HangThreshold | None
+) -> None:
     """Without it the rule of the design holds."""
-    assert patience_of(text) == patience
+    assert parse_hang_timeout(text) == patience
 
 
 @pytest.mark.parametrize("text", ["", "-1", "nan", "inf", "2 s", "1e99"])
 def test_other_values_of_the_flag_are_refused(text: str) -> None:
     """Before anything is started."""
     with pytest.raises(ConfigError, match=r"--hang-timeout is .* write a time "):
-        patience_of(text)
+        parse_hang_timeout(text)
 
 
 def test_the_main_thread_is_the_last_that_is_written() -> None:
@@ -416,6 +431,6 @@ def test_the_main_thread_is_the_last_that_is_written() -> None:
         'Thread 0x02 [main] (most recent call first):\n  File "/a/c d.py", line 5 in <lambda>\n'
         '  File "/a/e.py", line 7 in <module>\n'
     )
-    frames = stack_dump.main_thread(text)
+    frames = stack_dump.parse_main_thread(text)
     assert [str(one) for one in frames] == ["c d.py:5 in <lambda>", "e.py:7 in <module>"]
-    assert stack_dump.main_thread("") == ()
+    assert stack_dump.parse_main_thread("") == ()

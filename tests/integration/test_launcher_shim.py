@@ -20,7 +20,7 @@ import pytest
 from elastic_resume import constants, events
 from elastic_resume.agent.round_events import RoundEvents
 from elastic_resume.agent.workers import launcher_shim, supervisor
-from elastic_resume.agent.workers.lease_page import Fence
+from elastic_resume.agent.workers.lease_page import LeasePage
 
 pytestmark = pytest.mark.slow
 
@@ -80,11 +80,11 @@ def start(environ: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[by
 
 
 @pytest.fixture
-def fence(environ: dict[str, str]) -> Iterator[Fence]:
+def fence(environ: dict[str, str]) -> Iterator[LeasePage]:
     """A fence that this process owns, with a lease without end."""
-    fence = Fence()
+    fence = LeasePage()
     fence.set(math.inf)
-    environ[constants.ENV_FENCE] = fence.path
+    environ[constants.ENV_LEASE_PAGE] = fence.path
     yield fence
     fence.close()
 
@@ -112,7 +112,7 @@ def test_its_literals_are_the_contracts() -> None:
 
 def test_it_imports_only_what_starts_fast() -> None:
     """No site-packages, nothing of ours, none of the slow modules of the standard library."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import stub; print(*sorted(sys.modules))"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import launcher_shim; print(*sorted(sys.modules))"
     words = [sys.executable, "-I", "-S", "-c", code, str(Path(launcher_shim.__file__).parent)]
     modules = subprocess.check_output(words, text=True).split()
     assert not {"torch", "elastic_resume", "json", "subprocess", "typing", "site"} & set(modules)
@@ -125,8 +125,8 @@ def test_exit_codes_pass_through(code: int, start: Any, tmp_path: Path) -> None:
     event = exit_event(tmp_path)
     assert (event["exit_code"], event["signal"], event["stopped"]) == (code, None, False)
     assert (event["rank"], event["local_rank"], event["round"], event["node"]) == (3, 0, 2, "a")
-    now = events.stamp()  # of the same boot, in seconds since then
-    assert event["boot"] == now["boot"] == events.BOOT_ID.read_text().replace("-", "")[:12]
+    now = events.boot_fields()  # of the same boot, in seconds since then
+    assert event["boot"] == now["boot"] == events.BOOT_ID_FILE.read_text().replace("-", "")[:12]
     assert now["b"] - 1800 < event["b"] <= now["b"]
 
 
@@ -452,11 +452,11 @@ def fenced_event(tmp_path: Path) -> dict[str, Any]:
     """What the guard wrote of a worker that it fenced, once it has."""
     wait_for_event(tmp_path)
     event = exit_event(tmp_path)
-    assert (event["signal"], event["stopped"], event["fenced"]) == ("SIGKILL", True, True)
+    assert (event["signal"], event["stopped"], event["lease_expired"]) == ("SIGKILL", True, True)
     return event
 
 
-def test_a_lease_that_runs_out_ends_all_but_the_stub(fence: Fence, start: Any, tmp_path: Path) -> None:
+def test_a_lease_that_runs_out_ends_all_but_the_stub(fence: LeasePage, start: Any, tmp_path: Path) -> None:
     """The stub waits to be told, or torchelastic would spend a restart; then it ends like its worker."""
     process = start(*stubborn(tmp_path))
     pids = family(tmp_path)
@@ -466,10 +466,10 @@ def test_a_lease_that_runs_out_ends_all_but_the_stub(fence: Fence, start: Any, t
     wait_for_looks(process)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(30) == -signal.SIGKILL
-    assert exit_event(tmp_path)["fenced"]
+    assert exit_event(tmp_path)["lease_expired"]
 
 
-def test_a_worker_can_be_ended_at_once(fence: Fence, start: Any, tmp_path: Path) -> None:
+def test_a_worker_can_be_ended_at_once(fence: LeasePage, start: Any, tmp_path: Path) -> None:
     """No lease at all leaves no grace, whatever the script does with signals."""
     process = start(*stubborn(tmp_path))
     pids = family(tmp_path)
@@ -482,7 +482,7 @@ def test_a_worker_can_be_ended_at_once(fence: Fence, start: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("word", [-math.inf, math.nan, 0.0, 1.0])
-def test_no_worker_lives_without_a_lease(word: float, fence: Fence, start: Any, tmp_path: Path) -> None:
+def test_no_worker_lives_without_a_lease(word: float, fence: LeasePage, start: Any, tmp_path: Path) -> None:
     """A world may be over before its workers have started. What is no time is no lease."""
     fence.set(word)
     process = start("/bin/sh", "-c", "exec sleep 600")
@@ -492,7 +492,7 @@ def test_no_worker_lives_without_a_lease(word: float, fence: Fence, start: Any, 
 
 
 def test_a_stub_that_was_told_before_its_worker_was_fenced_ends_at_once(
-    fence: Fence, start: Any, tmp_path: Path
+    fence: LeasePage, start: Any, tmp_path: Path
 ) -> None:
     """Nobody will tell it again. The fence goes before the grace."""
     process = start(*stubborn(tmp_path))
@@ -507,7 +507,7 @@ def test_a_stub_that_was_told_before_its_worker_was_fenced_ends_at_once(
 @contextlib.contextmanager
 def stub_whose(clock: str, environ: dict[str, str], *command: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a stub whose clock is what this line of Python makes of it; kill it at the end."""
-    begin = "sys.path.insert(0, sys.argv[1]); import stub; stub.main(sys.argv[2:])"
+    begin = "sys.path.insert(0, sys.argv[1]); import launcher_shim; launcher_shim.main(sys.argv[2:])"
     code = f"import os, sys, time; {clock}; {begin}"
     words = [sys.executable, "-I", "-S", "-c", code, str(Path(launcher_shim.__file__).parent), "0", *command]
     process = subprocess.Popen(words, env=environ, start_new_session=True)
@@ -518,7 +518,7 @@ def stub_whose(clock: str, environ: dict[str, str], *command: str) -> Iterator[s
         process.wait()
 
 
-def test_a_renewed_lease_keeps_the_worker_alive(fence: Fence, environ: Any, tmp_path: Path) -> None:
+def test_a_renewed_lease_keeps_the_worker_alive(fence: LeasePage, environ: Any, tmp_path: Path) -> None:
     """The stub goes by the word of the moment, not by one that it has seen before."""
     later = tmp_path / "later"  # with which its clock is an hour on: the first lease has run out then
     clock = f"now = time.monotonic; time.monotonic = lambda: now() + 3600 * os.path.exists({str(later)!r})"
@@ -536,7 +536,7 @@ def test_a_renewed_lease_keeps_the_worker_alive(fence: Fence, environ: Any, tmp_
 
 
 def test_an_agent_that_believes_in_a_dead_worker_is_shown_its_end(
-    fence: Fence, start: Any, tmp_path: Path
+    fence: LeasePage, start: Any, tmp_path: Path
 ) -> None:
     """Who renews a lease does not know that the worker was killed over it."""
     process = start(*stubborn(tmp_path))
@@ -551,7 +551,7 @@ def test_an_agent_that_believes_in_a_dead_worker_is_shown_its_end(
 LEASED = """
 import os, pathlib, signal, subprocess, sys, time
 from elastic_resume import constants as contract
-from elastic_resume.agent.workers.lease_page import Fence
+from elastic_resume.agent.workers.lease_page import LeasePage
 fence = Fence()
 fence.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 3600)
 os.environ[contract.ENV_AGENT_PID], os.environ[contract.ENV_FENCE] = str(os.getpid()), fence.path
@@ -580,7 +580,7 @@ def test_an_agent_that_is_stopped_loses_its_workers(environ: dict[str, str], tmp
     wait_for(lambda: not alive(stub_pid), "the stub to die")
 
 
-def test_a_jump_of_the_wall_clock_changes_no_lease(fence: Fence, environ: Any, tmp_path: Path) -> None:
+def test_a_jump_of_the_wall_clock_changes_no_lease(fence: LeasePage, environ: Any, tmp_path: Path) -> None:
     """Here it jumps by a day whenever it is asked. The event has the time of day, the lease has not."""
     clock = "now, days = time.time, iter(range(1, 10**9)); time.time = lambda: now() + 86400 * next(days)"
     fence.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 3600)
@@ -599,7 +599,7 @@ def test_a_worker_that_cannot_be_fenced_does_not_start(
     """It is said where a person looks, and in the event that the agent reads."""
     (tmp_path / "short").write_bytes(b"")
     path = {"missing": "/proc/self/fd/99", "short": str(tmp_path / "short"), "device": "/dev/null"}[kind]
-    environ[constants.ENV_FENCE] = path
+    environ[constants.ENV_LEASE_PAGE] = path
     process = start("/bin/sh", "-c", f"touch {tmp_path / 'started'}", stderr=subprocess.PIPE)
     said = process.communicate(timeout=30)[1].decode()
     assert process.returncode == 1
@@ -615,7 +615,9 @@ def test_a_worker_that_cannot_be_fenced_does_not_start(
 @pytest.mark.usefixtures("fence")
 def test_a_worker_knows_nothing_of_its_fence(start: Any) -> None:
     """A job that it starts by itself must not be fenced with it, nor may it hold a descriptor."""
-    code = f"import os; print({constants.ENV_FENCE!r} in os.environ, sorted(os.listdir('/proc/self/fd')))"
+    code = (
+        f"import os; print({constants.ENV_LEASE_PAGE!r} in os.environ, sorted(os.listdir('/proc/self/fd')))"
+    )
     plain = subprocess.check_output(python(code))
     assert plain.startswith(b"False")
     process = start(*python(code), stdout=subprocess.PIPE)
@@ -623,14 +625,14 @@ def test_a_worker_knows_nothing_of_its_fence(start: Any) -> None:
 
 
 @pytest.mark.usefixtures("fence")
-@pytest.mark.parametrize("fenced", [False, True])
+@pytest.mark.parametrize("lease_expired", [False, True])
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_worker_within_its_lease_ends_as_without_one(
     fenced: bool, code: int, environ: Any, start: Any, tmp_path: Path
 ) -> None:
     """At once, and with the same event."""
     if not fenced:
-        del environ[constants.ENV_FENCE]
+        del environ[constants.ENV_LEASE_PAGE]
     assert start("/bin/sh", "-c", f"exit {code}").wait(30) == code
     event = exit_event(tmp_path)
     fields = {

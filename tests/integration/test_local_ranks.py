@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import ranks
+from tests.support import launch_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -128,7 +128,7 @@ def together(path: Path, body: str, **more: str) -> list[dict[str, Any]]:
         }
         for rank in range(2)
     ]
-    ends = ranks.run(2, script, env=env)
+    ends = launch_ranks.run_ranks(2, script, env=env)
     assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
     return [json.loads(end.stdout.splitlines()[-1]) for end in ends]
 

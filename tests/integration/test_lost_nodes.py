@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from elastic_resume.testing import Cluster
-from tests.support.hearts import Hearts
+from tests.support.heartbeat_job import HeartbeatJob
 
 pytestmark = pytest.mark.cluster
 
-Make = Callable[..., Hearts]
+Make = Callable[..., HeartbeatJob]
 FAILS_ON_N1 = """
 import os, sys, time
 if os.environ["ELASTIC_RESUME_NODE_NAME"] == "n1":
@@ -30,7 +30,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     """Make clusters, and stop them in the end."""
     made: list[Cluster] = []
 
-    def build(nodes: int, min_nodes: int = 1, max_nodes: int | None = None, **more: object) -> Hearts:
+    def build(nodes: int, min_nodes: int = 1, max_nodes: int | None = None, **more: object) -> HeartbeatJob:
         shape: dict[str, Any] = {"min_nodes": min_nodes, "max_nodes": max_nodes or nodes, **more}
         # A heart needs no torch: a zygote that imports it would only take seconds from the two cores. And the
         # first world does not begin without one that is slow to start. The node timeout is the users' own.
@@ -38,47 +38,49 @@ def make(tmp_path: Path) -> Iterator[Make]:
         shape["flags"] = [*own, *shape.get("flags", [])]
         cluster = Cluster(tmp_path, nodes=nodes, **shape)
         made.append(cluster)
-        return Hearts(cluster)
+        return HeartbeatJob(cluster)
 
     yield build
     for cluster in made:
         cluster.stop()
 
 
-def leader(hearts: Hearts) -> str:
+def leader(hearts: HeartbeatJob) -> str:
     """The node that said last that it leads."""
     told = [e for e in hearts.cluster.events("rendezvous") if e["what"] == "leading"]
     return str(told[-1]["node"])
 
 
-def end(hearts: Hearts, nodes: list[int]) -> None:
+def end(hearts: HeartbeatJob, nodes: list[int]) -> None:
     """Let the job finish; all agents that run end well, and at no moment there were two worlds."""
     hearts.stop()
     assert hearts.cluster.wait_exit(60) == [0] * len(nodes), hearts.cluster.output(nodes[0])
-    hearts.check_one_world_at_a_time()
+    hearts.check_generations_do_not_overlap()
 
 
 def test_the_host_may_die_and_its_successor_and_every_candidate(make: Make) -> None:
     """The rest goes on each time; one that returns joins and does not lead; newcomers find the job by it."""
     hearts = make(5)
     hearts.start()
-    now = hearts.wait([0, 1, 2, 3, 4])
-    assert hearts.world(now) == ["n0", "n1", "n2", "n3", "n4"]
+    now = hearts.wait_for_world([0, 1, 2, 3, 4])
+    assert hearts.nodes_in_generation(now) == ["n0", "n1", "n2", "n3", "n4"]
     assert leader(hearts) == "n0"
     hearts.cluster.kill_node(0)
-    now = hearts.wait([1, 2, 3, 4], now)
+    now = hearts.wait_for_world([1, 2, 3, 4], now)
     assert leader(hearts) == "n1"
     hearts.cluster.kill_node(1)
-    now = hearts.wait([2, 3, 4], now)
+    now = hearts.wait_for_world([2, 3, 4], now)
     hearts.cluster.kill_node(2)  # the last candidate
-    now = hearts.wait([3, 4], now)
+    now = hearts.wait_for_world([3, 4], now)
     assert leader(hearts) == "n3"
     hearts.cluster.start_node(0)
-    now = hearts.wait([3, 4, 0], now)
-    assert hearts.world(now) == ["n3", "n4", "n0"], "survivors keep their order, who returns comes last"
+    now = hearts.wait_for_world([3, 4, 0], now)
+    assert hearts.nodes_in_generation(now) == ["n3", "n4", "n0"], (
+        "survivors keep their order, who returns comes last"
+    )
     hearts.cluster.start_node(1)
     hearts.cluster.start_node(2)
-    now = hearts.wait([3, 4, 0, 1, 2], now)
+    now = hearts.wait_for_world([3, 4, 0, 1, 2], now)
     assert leader(hearts) == "n3"
     end(hearts, [0, 1, 2, 3, 4])
 
@@ -87,12 +89,12 @@ def test_one_node_goes_on_alone_after_the_others_died_one_by_one(make: Make) -> 
     """--nnodes 1:4 shrinks to one node, which need not be a candidate."""
     hearts = make(4, candidates=1)
     hearts.start()
-    now = hearts.wait([0, 1, 2, 3])
+    now = hearts.wait_for_world([0, 1, 2, 3])
     for left in ([1, 2, 3], [1, 3], [3]):
         dead = ({0, 1, 2, 3} - set(left)) & {i for i in range(4) if hearts.cluster.nodes[i].alive}
         for index in dead:
             hearts.cluster.kill_node(index)
-        now = hearts.wait(left, now)
+        now = hearts.wait_for_world(left, now)
     end(hearts, [3])
 
 
@@ -101,10 +103,10 @@ def test_those_left_go_on_after_the_others_died_at_once(make: Make, dead: tuple[
     """Two or three of four are killed in one moment, with or without the one that led."""
     hearts = make(4)
     hearts.start()
-    now = hearts.wait([0, 1, 2, 3])
+    now = hearts.wait_for_world([0, 1, 2, 3])
     hearts.cluster.kill_nodes(dead)
     left = [index for index in range(4) if index not in dead]
-    hearts.wait(left, now)
+    hearts.wait_for_world(left, now)
     end(hearts, left)
 
 
@@ -112,16 +114,16 @@ def test_spares_wait_and_step_in(make: Make) -> None:
     """--nnodes 2:3 with five agents: two wait, and each takes a lost node's place in the same restart."""
     hearts = make(5, min_nodes=2, max_nodes=3)
     hearts.start([0, 1, 2])
-    now = hearts.wait([0, 1, 2])
+    now = hearts.wait_for_world([0, 1, 2])
     for index in (3, 4):
         hearts.cluster.start_node(index)
-        hearts.wait_told(index, "spare")
+        hearts.wait_for_rendezvous_event(index, "spare")
     hearts.cluster.kill_node(1)
-    now = hearts.wait([0, 2, 3], now)
-    assert hearts.world(now) == ["n0", "n2", "n3"]
+    now = hearts.wait_for_world([0, 2, 3], now)
+    assert hearts.nodes_in_generation(now) == ["n0", "n2", "n3"]
     hearts.cluster.kill_node(0)
-    now = hearts.wait([2, 3, 4], now)
-    assert hearts.world(now) == ["n2", "n3", "n4"]
+    now = hearts.wait_for_world([2, 3, 4], now)
+    assert hearts.nodes_in_generation(now) == ["n2", "n3", "n4"]
     end(hearts, [2, 3, 4])
 
 
@@ -129,20 +131,20 @@ def test_a_world_grows_by_newcomers_and_shrinks_by_those_that_are_drained(make: 
     """Scale up and down: one restart each, ranks of survivors in order, the drained agent ends at once."""
     hearts = make(4, flags=["--settle", "3"])
     hearts.start([0, 1])
-    now = hearts.wait([0, 1])
+    now = hearts.wait_for_world([0, 1])
     hearts.cluster.start_node(3)
-    now = hearts.wait([0, 1, 3], now)
+    now = hearts.wait_for_world([0, 1, 3], now)
     hearts.cluster.start_node(2)
-    now = hearts.wait([0, 1, 3, 2], now)
-    assert hearts.world(now) == ["n0", "n1", "n3", "n2"]
+    now = hearts.wait_for_world([0, 1, 3, 2], now)
+    assert hearts.nodes_in_generation(now) == ["n0", "n1", "n3", "n2"]
     hearts.cluster.kill_agent(1, signal.SIGTERM)
     assert hearts.cluster.wait_exit(60, only=[1]) == [143]
-    now = hearts.wait([0, 3, 2], now)
-    assert hearts.world(now) == ["n0", "n3", "n2"]
+    now = hearts.wait_for_world([0, 3, 2], now)
+    assert hearts.nodes_in_generation(now) == ["n0", "n3", "n2"]
     hearts.cluster.kill_agent(0, signal.SIGTERM)  # it leads
     assert hearts.cluster.wait_exit(60, only=[0]) == [143]
-    now = hearts.wait([3, 2], now)
-    assert hearts.world(now) == ["n3", "n2"]
+    now = hearts.wait_for_world([3, 2], now)
+    assert hearts.nodes_in_generation(now) == ["n3", "n2"]
     end(hearts, [2, 3])
 
 
@@ -150,10 +152,10 @@ def test_two_nodes_that_are_drained_at_once_do_not_hold_the_third(make: Make) ->
     """SIGTERM to the one that leads and to another in the same moment."""
     hearts = make(3)
     hearts.start()
-    now = hearts.wait([0, 1, 2])
+    now = hearts.wait_for_world([0, 1, 2])
     for index in (0, 1):
         hearts.cluster.kill_agent(index, signal.SIGTERM)
-    hearts.wait([2], now)
+    hearts.wait_for_world([2], now)
     assert hearts.cluster.wait_exit(60, only=[0, 1]) == [143, 143]
     end(hearts, [2])
 
@@ -162,12 +164,12 @@ def test_a_stopped_agent_does_not_hold_the_others_and_its_worker_ends_by_itself(
     """SIGSTOP: nothing is closed. Its worker is fenced by its stub; when it goes on it joins again."""
     hearts = make(3, flags=["--node-timeout", "1"])
     hearts.start()
-    now = hearts.wait([0, 1, 2])
+    now = hearts.wait_for_world([0, 1, 2])
     for frozen, others in ((2, [0, 1]), (0, [1, 2])):
         hearts.cluster.kill_agent(frozen, signal.SIGSTOP)
-        now = hearts.wait(others, now)
+        now = hearts.wait_for_world(others, now)
         hearts.cluster.kill_agent(frozen, signal.SIGCONT)
-        now = hearts.wait([0, 1, 2], now)
+        now = hearts.wait_for_world([0, 1, 2], now)
     end(hearts, [0, 1, 2])
 
 
@@ -177,19 +179,19 @@ def test_kills_at_random_moments_of_a_restart(make: Make, seed: int) -> None:
     rng = random.Random(seed)
     hearts = make(4)
     hearts.start()
-    now = hearts.wait([0, 1, 2, 3])
+    now = hearts.wait_for_world([0, 1, 2, 3])
     for _ in range(3):
         first, second = rng.sample(range(4), 2)
         hearts.cluster.kill_node(first)
         # Between nothing and a whole restart later, counted in looks at the clock of a real machine.
         for _ in itertools.takewhile(lambda _: rng.random() > 0.1, itertools.count()):
-            hearts.lives()
+            hearts.worker_lifetimes()
         hearts.cluster.kill_node(second)
         left = [index for index in range(4) if index not in {first, second}]
-        now = hearts.wait(left, now)
+        now = hearts.wait_for_world(left, now)
         hearts.cluster.start_node(first)
         hearts.cluster.start_node(second)
-        now = hearts.wait([0, 1, 2, 3], now)
+        now = hearts.wait_for_world([0, 1, 2, 3], now)
     end(hearts, [0, 1, 2, 3])
 
 
@@ -197,10 +199,10 @@ def test_a_worker_that_dies_is_started_again_on_the_same_nodes(make: Make) -> No
     """SIGKILL of a worker: a new generation, same nodes, same ranks."""
     hearts = make(3)
     hearts.start()
-    now = hearts.wait([0, 1, 2])
+    now = hearts.wait_for_world([0, 1, 2])
     hearts.worker(1).kill()
-    now = hearts.wait([0, 1, 2], now)
-    assert hearts.world(now) == ["n0", "n1", "n2"]
+    now = hearts.wait_for_world([0, 1, 2], now)
+    assert hearts.nodes_in_generation(now) == ["n0", "n1", "n2"]
     end(hearts, [0, 1, 2])
 
 
@@ -210,8 +212,8 @@ def test_nodes_may_have_different_numbers_of_workers(make: Make) -> None:
     hearts.start([])
     for index, workers in enumerate([1, 3, 2]):
         hearts.cluster.start_node(index, flags=["--nproc-per-node", str(workers)])
-    hearts.cluster.wait(lambda: len(hearts.lives()) == 6, "six workers")
-    lives = hearts.lives()
+    hearts.cluster.wait(lambda: len(hearts.worker_lifetimes()) == 6, "six workers")
+    lives = hearts.worker_lifetimes()
     assert [(life.node, life.rank) for life in lives] == list(
         zip(["n0", "n1", "n1", "n1", "n2", "n2"], range(6), strict=True)
     )
@@ -229,7 +231,7 @@ def test_a_job_that_one_node_gives_up_ends_on_all_with_its_reason(make: Make) ->
     assert {event["num_nodes"] for event in hearts.cluster.events("round")} == {3}, "worlds were formed"
     said = "3 starts in a row failed without progress, before the first step. Last: rank 1"
     for index in range(3):
-        (ended,) = hearts.cluster.events_of(index, "agent-end")
+        (ended,) = hearts.cluster.node_events(index, "agent-end")
         assert said in ended["message"], f"n{index}: {ended}"
         assert "exit code 9" in ended["message"]
 
@@ -238,9 +240,9 @@ def test_a_job_that_has_ended_starts_again_with_fewer_nodes(make: Make) -> None:
     """All were told of its end, so the one that is started again asks nobody, and counts generations on."""
     hearts = make(3, candidates=1)
     hearts.start()
-    now = hearts.wait([0, 1, 2])
+    now = hearts.wait_for_world([0, 1, 2])
     end(hearts, [0, 1, 2])
     (hearts.directory / "stop").unlink()
     hearts.cluster.start_node(0, flags=["--settle", "1"])
-    hearts.wait([0], now)
+    hearts.wait_for_world([0], now)
     end(hearts, [0])

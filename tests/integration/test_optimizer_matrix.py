@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from elastic_resume.testing import Cluster
-from tests.support import ranks
+from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
 from tests.support.scripts.matrix import CELLS, OPTIMIZERS, REFUSED, SAMPLES, STEPS, WAYS
 
@@ -58,7 +58,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = tmp_path_factory.mktemp("calm")
     env = {"ELASTIC_RESUME_CKPT_DIR": str(kept / "ckpt"), "ELASTIC_RESUME_SAVE_EVERY": "1000"}
     each = [{**env, "ELASTIC_RESUME_NODE_NAME": f"n{rank}"} for rank in range(3)]
-    for done in ranks.run(3, SCRIPT, "--diary", str(kept), env=each):
+    for done in launch_ranks.run_ranks(3, SCRIPT, "--diary", str(kept), env=each):
         assert done.returncode == 0, done.stderr
     return kept
 

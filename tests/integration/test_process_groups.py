@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.testing.backends import free_port
+from elastic_resume.testing.backends import find_free_port
 from tests.integration.test_run_command import wait_for
-from tests.support import ranks
+from tests.support import launch_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def test_no_thread_that_may_hold_a_tensor_is_left_when_the_interpreter_ends(
     how: list[str], left: int, script: Path, tmp_path: Path
 ) -> None:
     """One that drops it then aborts the process: "terminate called without an active exception"."""
-    for done in ranks.run(2, script, str(tmp_path / "kept"), str(left), *how):
+    for done in launch_ranks.run_ranks(2, script, str(tmp_path / "kept"), str(left), *how):
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == f"threads {left}", done.stderr
 
@@ -88,10 +88,12 @@ def test_a_peer_that_stands_still_does_not_hold_the_end_up(
     how: list[str], script: Path, tmp_path: Path
 ) -> None:
     """Not even where one of our collectives waits for it; gloo would wait for half an hour."""
-    port = free_port("")
+    port = find_free_port("")
     words = [sys.executable, str(script), str(tmp_path / "kept"), "99", "stop", *how]
     peers = [
-        subprocess.Popen(words, env=ranks.environment(rank, 2, port), stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            words, env=launch_ranks.rank_environment(rank, 2, port), stderr=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     try:

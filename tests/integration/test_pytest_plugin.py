@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fake_sklearn import write_fake_sklearn
 from tests.support.paths import ROOT
-from tests.support.stand_in import scikit_learn
 
 pytestmark = pytest.mark.slow
 
@@ -161,7 +161,7 @@ def test_a_users_tests_pass_and_fail_for_the_right_reason(tmp_path: Path) -> Non
     ends, text = run(
         tmp_path,
         *("-n", "2", "--dist", "worksteal", "good", *(f"test_page{n}.py" for n in range(3)), *bad),
-        env={"PYTHONPATH": scikit_learn(tmp_path)},
+        env={"PYTHONPATH": write_fake_sklearn(tmp_path)},
     )
     assert {name for name, end in ends.items() if end == "FAILED"} == set(bad), text
     assert [*ends.values()].count("PASSED") == 2 + 3, text

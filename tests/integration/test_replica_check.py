@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.restore.replica_check import Difference, first_difference, in_words
-from tests.support import ranks
+from elastic_resume.restore.replica_check import Difference, describe_groups, find_first_difference
+from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ class Threads:
         found: list[Any] = ["nothing"] * len(values)
 
         def one(rank: int) -> None:
-            found[rank] = first_difference(_Rank(self, rank), values[rank])
+            found[rank] = find_first_difference(_Rank(self, rank), values[rank])
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(values))]
         for thread in threads:
@@ -80,7 +80,7 @@ def test_all_ranks_find_the_same_first_difference(values: list[dict[str, str]]) 
     assert len(set(held)) > 1 or len(set(stands)) > 1
     before = min(stand for stand in stands if stand >= 0)
     assert all(one[:before] == lines[0][:before] for one in lines), "an earlier one differs"
-    assert len(set(first.digests)) == len({str(one) for one in lines})
+    assert len(set(first.digest_by_rank)) == len({str(one) for one in lines})
 
 
 def test_of_many_values_a_few_digests_are_told() -> None:
@@ -88,7 +88,7 @@ def test_of_many_values_a_few_digests_are_told() -> None:
     many = {f"model/layer{number}.weight": "0" * 32 for number in range(20_000)}
     other = {**many, "model/layer12345.weight": "1" * 32, "model/layer19999.weight": "1" * 32}
     world = Threads(2)
-    assert [one and (one.name, one.ranks) for one in world.run([many, other])] == [
+    assert [one and (one.name, one.ranks_text) for one in world.run([many, other])] == [
         ("model/layer12345.weight", "rank 0 against rank 1")
     ] * 2
     assert world.rounds < 20
@@ -100,16 +100,16 @@ def test_of_many_values_a_few_digests_are_told() -> None:
 
 def test_sides_are_told_in_one_line() -> None:
     """Whoever holds the same stands together; of many sides and ranks the first are named."""
-    assert in_words(["a", "b", "a"]) == "rank 0, 2 against rank 1"
-    assert in_words([*"a" * 9, "b"]) == "rank 0, 1, 2, 3, 4, 5, 6, 7 and 1 more against rank 9"
-    assert in_words([*range(1000)]).endswith("against rank 3 and 996 other values")
+    assert describe_groups(["a", "b", "a"]) == "rank 0, 2 against rank 1"
+    assert describe_groups([*"a" * 9, "b"]) == "rank 0, 1, 2, 3, 4, 5, 6, 7 and 1 more against rank 9"
+    assert describe_groups([*range(1000)]).endswith("against rank 3 and 996 other values")
 
 
 @pytest.mark.cluster
 def test_what_differs_is_named_with_its_ranks_on_all_of_them(tmp_path: Path) -> None:
     """Three ranks: one bit of a weight, of the optimizer, of an average; a learning rate; and equal ones."""
     env = [{"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": f"n{i}"} for i in range(3)]
-    ended = ranks.run(3, SCRIPT, env=env)
+    ended = launch_ranks.run_ranks(3, SCRIPT, env=env)
     assert [done.returncode for done in ended] == [0] * 3, ended[0].stderr
     told = [json.loads(done.stdout) for done in ended]
     expected = {
@@ -133,5 +133,5 @@ def test_what_differs_is_named_with_its_ranks_on_all_of_them(tmp_path: Path) -> 
 def test_a_rank_alone_is_equal_to_itself(tmp_path: Path) -> None:
     """Under plain python there is nobody to compare with."""
     env = [{"ELASTIC_RESUME_CKPT_DIR": str(tmp_path)}]
-    done = ranks.run(1, SCRIPT, env=env)[0]
+    done = launch_ranks.run_ranks(1, SCRIPT, env=env)[0]
     assert (done.returncode, done.stdout.strip()) == (0, "{}"), done.stderr

@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.agent.snapshots import Kept, kept
+from elastic_resume.agent.snapshots import SnapshotService, serve_snapshots
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.config import Settings as NodeSettings
-from elastic_resume.errors import GaveUpError, MachineError
+from elastic_resume.errors import JobFailedError, MachineError
 from elastic_resume.policy.checkpoint_interval import AUTO
-from elastic_resume.policy.divergence import RESUME, STOP, Verdict
+from elastic_resume.policy.divergence import RESUME_FROM_MAJORITY, STOP, DivergenceVerdict
 from elastic_resume.policy.failure_classification import DIVERGENCE
-from elastic_resume.rendezvous.client import Member
-from elastic_resume.rendezvous.config import Terms
-from elastic_resume.rendezvous.core.events import BeginWorld, Log, Settings
-from elastic_resume.rendezvous.core.messages import Diverged, Join
-from elastic_resume.rendezvous.endpoint import Endpoint, Seat
-from elastic_resume.rendezvous.net.durable_state import Record
-from elastic_resume.snapshot.ipc import Line
-from tests.support.stations import NODE_TIMEOUT_S, until
+from elastic_resume.rendezvous.client import RendezvousClient
+from elastic_resume.rendezvous.config import RendezvousConfig
+from elastic_resume.rendezvous.core.events import EmitEvent, Settings, StartWorkers
+from elastic_resume.rendezvous.core.messages import JoinSpec, ReplicasDiverged
+from elastic_resume.rendezvous.endpoint import Endpoint, ListenEndpoint
+from elastic_resume.rendezvous.net.durable_state import DurableStateFile
+from elastic_resume.snapshot.ipc import SnapshotClient
+from tests.support.rendezvous_nodes import NODE_TIMEOUT_S, wait_until
 from tests.unit.snapshot.test_committer import NEEDED, snapshot
 
 pytestmark = pytest.mark.slow
@@ -56,19 +56,27 @@ class Unfenced:
 class Trainer:
     """One node: a member, what keeps its state, and a thread that asks for worlds as torchelastic does."""
 
-    def __init__(self, name: str, place: int, listener: socket.socket, terms: Terms, directory: Path) -> None:
+    def __init__(
+        self, name: str, place: int, listener: socket.socket, terms: RendezvousConfig, directory: Path
+    ) -> None:
         self.name = name
-        seat = Seat(listener, "127.0.0.1", str(terms.endpoints[place]), place)
-        self.member = Member(
-            terms, seat, node=name, record=Record(directory), seen=0, fence=Unfenced(), tell=self.told
+        seat = ListenEndpoint(listener, "127.0.0.1", str(terms.endpoints[place]), place)
+        self.member = RendezvousClient(
+            terms,
+            seat,
+            node=name,
+            state_file=DurableStateFile(directory),
+            max_generation=0,
+            lease=Unfenced(),
+            on_log=self.told,
         )
         keeper: Any = self
-        Kept(keeper, keeper).compare(self.member, say=self.said, tell=self.tell)
+        SnapshotService(keeper, keeper).start_replica_comparison(self.member, log=self.said, emit=self.tell)
         self.diary: list[str] = []
         self.news: list[str] = []
         self.lines: list[str] = []
         self.events: list[dict[str, Any]] = []
-        self.worlds: list[BeginWorld] = []
+        self.worlds: list[StartWorkers] = []
         self.end = ""
         self.may_distrust = threading.Event()
         self.refuses = ""
@@ -78,14 +86,14 @@ class Trainer:
         """Ask for one world after the other."""
         try:
             while True:
-                world = self.member.join(Join(f"{self.name}:1", 1))
+                world = self.member.join(JoinSpec(f"{self.name}:1", 1))
                 self.diary.append(f"world {world.generation}")
                 self.worlds.append(world)
-                until(lambda: self.member.restart_wanted, "the world ends", patience_s=60)
-        except GaveUpError as error:
+                wait_until(lambda: self.member.restart_requested, "the world ends", timeout_s=60)
+        except JobFailedError as error:
             self.end = str(error)
 
-    def told(self, news: Log) -> None:
+    def told(self, news: EmitEvent) -> None:
         """Keep what the rendezvous does."""
         self.news.append(news.text)
 
@@ -99,7 +107,7 @@ class Trainer:
 
     def train(self, generation: int, step: int, state: tuple[float, ...] = STATE) -> None:
         """Finish a step, and tell of it."""
-        self.member.tell_print(generation, step, digest(repr(state)))
+        self.member.send_digest(generation, step, digest(repr(state)))
 
     def distrust(self, generation: int, agreed_step: int) -> None:
         """Take its time."""
@@ -110,27 +118,29 @@ class Trainer:
 
 
 @pytest.fixture
-def terms(request: pytest.FixtureRequest) -> Terms:
+def terms(request: pytest.FixtureRequest) -> RendezvousConfig:
     """Three candidates, and what is done about replicas that differ."""
     endpoints = tuple(Endpoint("127.0.0.1", 0) for _ in range(3))
-    return Terms("job", endpoints, 3, 3, None, b"token", True, on_divergence=request.param)
+    return RendezvousConfig("job", endpoints, 3, 3, None, b"token", True, on_divergence=request.param)
 
 
 @pytest.fixture
-def trainers(terms: Terms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Trainer]]:
+def trainers(
+    terms: RendezvousConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Trainer]]:
     """Nodes a, b and c, in their first world; none is silent for longer than the others wait.
 
     They are threads of one process, which may have to wait for a processor.
     """
-    own, beats = Terms.settings, round(NODE_TIMEOUT_S / BEAT_S)
+    own, beats = RendezvousConfig.settings, round(NODE_TIMEOUT_S / BEAT_S)
 
-    def patient(of: Terms, own_address: str) -> Settings:
-        return replace(own(of, own_address), node_timeout_s=NODE_TIMEOUT_S, beats_per_timeout=beats)
+    def patient(of: RendezvousConfig, own_address: str) -> Settings:
+        return replace(own(of, own_address), node_timeout_s=NODE_TIMEOUT_S, heartbeats_per_timeout=beats)
 
-    monkeypatch.setattr(Terms, "settings", patient)
+    monkeypatch.setattr(RendezvousConfig, "settings", patient)
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     endpoints = tuple(Endpoint("127.0.0.1", one.getsockname()[1]) for one in listeners)
-    terms = Terms(**{**vars(terms), "endpoints": endpoints})
+    terms = RendezvousConfig(**{**vars(terms), "endpoints": endpoints})
     made = []
     for place, name in enumerate("abc"):
         (tmp_path / name).mkdir()
@@ -138,11 +148,11 @@ def trainers(terms: Terms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     for one in made:
         one.member.start()
         one.thread.start()
-    until(lambda: all(one.worlds for one in made), "the first world begins everywhere")
+    wait_until(lambda: all(one.worlds for one in made), "the first world begins everywhere")
     yield made
     for one in made:
         one.may_distrust.set()
-    made[0].member.fail("the test is over")
+    made[0].member.fail_job("the test is over")
     for one in made:
         one.thread.join(30)
         one.member.close()
@@ -153,9 +163,9 @@ def diverge(trainers: list[Trainer]) -> int:
     generation = trainers[0].worlds[0].generation
     for one in trainers:
         one.train(generation, 64)
-    leader = next(one for one in trainers if one.member._shell._node._agent.leads)  # type: ignore[union-attr]
-    comparer = leader.member._shell._node._agent.role.comparer  # type: ignore[union-attr]
-    until(lambda: comparer.agreed == 64, "step 64 was compared")
+    leader = next(one for one in trainers if one.member._server._server._core.is_leader)  # type: ignore[union-attr]
+    comparer = leader.member._server._server._core.role.divergence  # type: ignore[union-attr]
+    wait_until(lambda: comparer.agreed_step == 64, "step 64 was compared")
     for one in trainers:
         one.train(generation, 128, (1.0, 2.5, 3.0) if one.name == "c" else STATE)
     return generation
@@ -179,17 +189,17 @@ def check_event(one: Trainer, generation: int, *, goes_on: bool) -> None:
 def test_the_job_ends_on_all_nodes_when_replicas_differ(trainers: list[Trainer]) -> None:
     """With a sentence that names step and node; no copy is touched, whoever was right."""
     generation = diverge(trainers)
-    until(lambda: all(one.end and one.events for one in trainers), "the job has ended everywhere")
+    wait_until(lambda: all(one.end and one.events for one in trainers), "the job has ended everywhere")
     for one in trainers:
         assert one.end.startswith("replicas differ at step 128: node c is not as nodes a and b, the majority")
         check_event(one, generation, goes_on=False)
         assert not one.lines, "the end says it"
         assert one.diary == [f"world {generation}"]
-        assert [(told.kind, told.node) for told in one.member.failures] == [(DIVERGENCE, "c")]
+        assert [(told.kind, told.node) for told in one.member.worker_failures] == [(DIVERGENCE, "c")]
 
 
 @pytest.mark.parametrize("refuses", ["", "the disk is full"])
-@pytest.mark.parametrize("terms", [RESUME], indirect=True)
+@pytest.mark.parametrize("terms", [RESUME_FROM_MAJORITY], indirect=True)
 def test_all_go_on_from_the_majority_when_the_wrong_one_distrusts_its_copies(
     trainers: list[Trainer], refuses: str
 ) -> None:
@@ -197,10 +207,12 @@ def test_all_go_on_from_the_majority_when_the_wrong_one_distrusts_its_copies(
     wrong = trainers[2]
     wrong.refuses = refuses
     generation = diverge(trainers)
-    until(lambda: any("the workers of c have not stopped" in text for text in trainers[0].news), "c is late")
+    wait_until(
+        lambda: any("the workers of c have not stopped" in text for text in trainers[0].news), "c is late"
+    )
     assert all(len(one.worlds) == 1 for one in trainers)
     wrong.may_distrust.set()
-    until(lambda: all(len(one.worlds) == 2 for one in trainers), "the next world begins everywhere")
+    wait_until(lambda: all(len(one.worlds) == 2 for one in trainers), "the next world begins everywhere")
     then = trainers[0].worlds[1]
     assert [str(member) for member in then.members] == [str(one) for one in trainers[0].worlds[0].members]
     assert [(told.kind, told.node, told.step) for told in then.failures] == [(DIVERGENCE, "c", 128)]
@@ -223,7 +235,7 @@ def test_what_is_no_digest_is_refused_where_it_is_told(trainers: list[Trainer]) 
     """The others would drop the connection for it."""
     for wrong in ("", "AB" * 16, "ab" * 8):
         with pytest.raises(ValueError, match="not a digest"):
-            trainers[0].member.tell_print(1, 1, wrong)
+            trainers[0].member.send_digest(1, 1, wrong)
 
 
 class Hearing:
@@ -250,15 +262,19 @@ def test_a_state_is_told_under_its_worlds_generation_whatever_its_workers_count(
     hearing: Any = Hearing()
     with (
         NodeDir.claim(tmp_path, "job", "a") as node_dir,
-        kept(node_dir.path, settings, say=nothing, tell=nothing) as one,
+        serve_snapshots(node_dir.path, settings, log=nothing, emit=nothing) as one,
     ):
-        one.compare(hearing, say=nothing, tell=nothing)
-        rack, line = one.keeper.rack, Line(os.environ[constants.ENV_KEEPER])
+        one.start_replica_comparison(hearing, log=nothing, emit=nothing)
+        rack, line = one.committer.slot_pool, SnapshotClient(os.environ[constants.ENV_COMMITTER])
         rack.reserve(NEEDED)
-        mark = snapshot(rack._kept[0].slot, 9, generation=51)
-        line.tell("compare", mark=mark, world=1)
-        until(lambda: bool(hearing.told), "the digest")
+        mark = snapshot(rack._owned[0].slot, 9, generation=51)
+        line.send("compare", snapshot_id=mark, world=1)
+        wait_until(lambda: bool(hearing.told), "the digest")
         assert hearing.told[0][:2] == (1, 9)
-        hearing.differ(Diverged(1, Verdict(9, 8, (("b", "c"), ("a",)), ("a",)), goes_on=True))
-        assert not any(slot.whole for slot in rack.control.states())
+        hearing.differ(
+            ReplicasDiverged(
+                1, DivergenceVerdict(9, 8, (("b", "c"), ("a",)), ("a",)), continues_from_majority=True
+            )
+        )
+        assert not any(slot.complete for slot in rack.control_block.read_slots())
         line.close()

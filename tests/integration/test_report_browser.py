@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.report import html, summary
-from elastic_resume.report.formatting import clean
-from elastic_resume.report.summary import Story
+from elastic_resume.report.formatting import replace_unprintable
+from elastic_resume.report.summary import RunReport
 from tests.support import browser, report_runs
 from tests.support.browser import Browser
 
@@ -22,62 +22,67 @@ MAX_ELEMENTS = 120_000
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One browser for all of these tests."""
-    with browser.started(tmp_path_factory.mktemp("chromium")) as one:
+    with browser.start_browser(tmp_path_factory.mktemp("chromium")) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def told() -> Story:
+def told() -> RunReport:
     """A run in which everything happens, on nodes whose clocks differ."""
-    job = report_runs.eventful()
-    events = report_runs.off(job.events, "n1", 7.5)
-    return summary.tell(events, items=report_runs.items(job), stacks=report_runs.STACKS, problems=["p"])
+    job = report_runs.make_eventful_run()
+    events = report_runs.shift_clock(job.events, "n1", 7.5)
+    return summary.build_run_report(
+        events,
+        checkpoint_entries=report_runs.remaining_checkpoints(job),
+        stacks=report_runs.STACKS,
+        problems=["p"],
+    )
 
 
 @pytest.fixture(scope="module")
-def written(told: Story, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(told: RunReport, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its page."""
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(html.render(told), encoding="utf-8")
+    path.write_text(html.render_page(told), encoding="utf-8")
     return path
 
 
 def texts(chromium: Browser, selector: str) -> list[str]:
     """What the elements say, folded ones too."""
-    found = chromium.value(f"[...document.querySelectorAll({selector!r})].map(one => one.textContent)")
+    found = chromium.evaluate(f"[...document.querySelectorAll({selector!r})].map(one => one.textContent)")
     return [" ".join(text.split()) for text in found]
 
 
-def test_everything_is_there(chromium: Browser, written: Path, told: Story) -> None:
+def test_everything_is_there(chromium: Browser, written: Path, told: RunReport) -> None:
     """Each generation with its end, each trouble, fault, copy and mark; and nobody has complained."""
     chromium.open(written)
     rows = texts(chromium, ".generations tbody tr")
-    assert len(rows) == len(told.report.generations) == 6
-    for one, row in zip(told.report.generations, rows, strict=True):
-        assert " ".join(clean(one.end.text).split()) in row
+    assert len(rows) == len(told.history.generations) == 6
+    for one, row in zip(told.history.generations, rows, strict=True):
+        assert " ".join(replace_unprintable(one.end.text).split()) in row
     said = " ".join(texts(chromium, ".troubles tbody tr"))
-    assert len(told.troubles) > 10
-    for trouble in told.troubles:
+    assert len(told.alerts) > 10
+    for trouble in told.alerts:
         assert trouble.text in said
     sizes = "[...document.querySelectorAll('tbody td')].map(one => getComputedStyle(one).fontSize)"
-    assert len(set(chromium.value(sizes))) == 1
+    assert len(set(chromium.evaluate(sizes))) == 1
     assert len(texts(chromium, ".faults tbody tr")) == 3
-    assert len(texts(chromium, "use[href='#incident'] title")) == told.report.incidents
+    assert len(texts(chromium, "use[href='#incident'] title")) == told.history.num_incidents
     assert "The clock of n1 was up to 7.5 s ahead" in texts(chromium, "main")[0]
     assert "SUSPECT rank 1" in texts(chromium, "pre")[0]
     headings = texts(chromium, "h2")
     for heading in ("Timeline", "Generations", "Troubles", "Injected faults", "Checkpoints"):
         assert heading in headings
-    assert chromium.complaints == []
+    assert chromium.problems == []
 
 
 def test_no_script_of_a_message_runs(chromium: Browser, written: Path) -> None:
     """An exception's text is shown as it was."""
     chromium.open(written)
-    assert chromium.value("document.title") == "resnet-50 - elastic_resume"
-    assert chromium.value("document.querySelectorAll('script, main img').length") == 0
+    assert chromium.evaluate("document.title") == "resnet-50 - elastic_resume"
+    assert chromium.evaluate("document.querySelectorAll('script, main img').length") == 0
     assert "<script>document.title='taken'</script>" in texts(chromium, ".generations")[0]
-    assert chromium.complaints == []
+    assert chromium.problems == []
 
 
 @pytest.mark.parametrize(("width", "scheme"), SCREENS)
@@ -87,14 +92,16 @@ def test_the_page_fits_every_screen(
     """Nothing sticks out sideways, no text is of its ground's colour, each drawing has its size."""
     chromium.open(written, width=width, scheme=scheme)
     chromium.screenshot(tmp_path / f"{width}-{scheme}.png")
-    assert chromium.value("document.documentElement.scrollWidth") == width
-    assert chromium.value("innerWidth") == width
-    dark = chromium.value("matchMedia('(prefers-color-scheme: dark)').matches")
+    assert chromium.evaluate("document.documentElement.scrollWidth") == width
+    assert chromium.evaluate("innerWidth") == width
+    dark = chromium.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
     assert dark == (scheme == "dark")
-    faint = chromium.value(_FAINT)
+    faint = chromium.evaluate(_FAINT)
     assert faint == []
-    assert chromium.value("document.querySelector('.timeline').getBoundingClientRect().width") > 0.75 * width
-    assert chromium.complaints == []
+    assert (
+        chromium.evaluate("document.querySelector('.timeline').getBoundingClientRect().width") > 0.75 * width
+    )
+    assert chromium.problems == []
 
 
 # Contrast of each text with what lies under it, as WCAG 2 reckons it: at least 4.5.
@@ -124,16 +131,16 @@ _FAINT = """(() => {
 
 def test_five_thousand_generations(chromium: Browser, tmp_path: Path) -> None:
     """The page stays small, draws few elements, and lays out only what is looked at; all of it is there."""
-    job = report_runs.long(5000)
+    job = report_runs.make_long_run(5000)
     path = tmp_path / "long.html"
-    path.write_text(html.render(summary.tell(job.events)), encoding="utf-8")
+    path.write_text(html.render_page(summary.build_run_report(job.events)), encoding="utf-8")
     assert path.stat().st_size < MAX_BYTES
     chromium.open(path)
-    spent = chromium.value("performance.timing.loadEventEnd - performance.timing.navigationStart")
+    spent = chromium.evaluate("performance.timing.loadEventEnd - performance.timing.navigationStart")
     print(f"5,000 generations: {path.stat().st_size / 1e6:.1f} MB, loaded in {spent / 1000:.2f} s")
-    assert chromium.value("document.querySelectorAll('*').length") < MAX_ELEMENTS
-    assert chromium.value("document.querySelectorAll('svg *').length") < 6000
-    assert chromium.value("document.querySelectorAll('.generations tbody tr').length") == 5000
+    assert chromium.evaluate("document.querySelectorAll('*').length") < MAX_ELEMENTS
+    assert chromium.evaluate("document.querySelectorAll('svg *').length") < 6000
+    assert chromium.evaluate("document.querySelectorAll('.generations tbody tr').length") == 5000
     closed = "[...document.querySelectorAll('details:not([open]) tr')]"
-    assert chromium.value(f"{closed}.filter(one => one.checkVisibility()).length") == 0
-    assert chromium.complaints == []
+    assert chromium.evaluate(f"{closed}.filter(one => one.checkVisibility()).length") == 0
+    assert chromium.problems == []

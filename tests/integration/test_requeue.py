@@ -144,8 +144,8 @@ def test_a_job_of_several_nodes_ends_in_slurms_ways(tmp_path: Path, slurm: Slurm
         assert all_have_saved(cluster)
         assert [event["cause"] for event in cluster.events("drain")] == ["SIGUSR1"] * NODES
         ends = cluster.events("worker-exit")
-        assert all(end["stopped"] or end.get("fenced") for end in ends)  # and none of the signal
-        told = cluster.events_of(0, "requeue")[-1]
+        assert all(end["stopped"] or end.get("lease_expired") for end in ends)  # and none of the signal
+        told = cluster.node_events(0, "requeue")[-1]
         assert (told["action"], told["done"], told["tries"]) == ("requeue", True, 2)
 
         # preempted within a grace: Slurm would let the job end for good

@@ -14,10 +14,17 @@ import torch
 from elastic_resume import constants
 from elastic_resume.checkpoint import reader
 from elastic_resume.errors import CorruptError
-from elastic_resume.restore.transfer import FAILED, Arriving, Copies, PeerFailedError, Private, Task
-from tests.support import ranks
+from elastic_resume.restore.transfer import (
+    WATERMARK_FAILED,
+    BackgroundTask,
+    LocalWatermark,
+    PeerFailedError,
+    Prefetcher,
+    StreamingBuffer,
+)
+from tests.support import launch_ranks
+from tests.support.checkpoint_samples import RUN, flip_bits, make_image, save_checkpoint
 from tests.support.paths import SCRIPTS
-from tests.support.store_samples import RUN, flip, image, save
 
 JOB = SCRIPTS / "resumer.py"
 
@@ -33,7 +40,7 @@ def resumed(directory: Path, nodes: list[str], wanted: dict[str, Any], **more: s
         }
         for rank, node in enumerate(nodes)
     ]
-    done = ranks.run(len(nodes), JOB, json.dumps(wanted), env=each)
+    done = launch_ranks.run_ranks(len(nodes), JOB, json.dumps(wanted), env=each)
     return [json.loads(one.stdout) if one.returncode == 0 else {"stderr": one.stderr} for one in done]
 
 
@@ -99,7 +106,7 @@ def test_a_bad_block_met_in_mid_transfer_costs_only_another_plan(tmp_path: Path,
         assert (told["values"], told["buffer"]) == ([9.0], 101.0)
         assert told["held"] == ([1, 9] if slots else None)
     aside = [path.name for path in (tmp_path / "a" / "job" / "a" / "quarantine").iterdir()]
-    assert reader.name_of(1, 9) in aside
+    assert reader.checkpoint_name(1, 9) in aside
 
 
 @pytest.mark.cluster
@@ -122,7 +129,7 @@ def test_a_bad_copy_that_is_the_only_one_is_an_error_on_every_rank(tmp_path: Pat
 @pytest.mark.cluster
 def test_a_damaged_snapshot_is_told_and_another_tier_is_read(tmp_path: Path) -> None:
     """Its notes are what all would go by: nobody else's copy is blamed for them."""
-    wanted = {"a": {"memory": [2, 9], "disk": [[2, 5]], "hurt": "static_at"}, "b": {"disk": [[2, 9]]}}
+    wanted = {"a": {"memory": [2, 9], "disk": [[2, 5]], "hurt": "static_offset"}, "b": {"disk": [[2, 9]]}}
     for told in resumed(tmp_path, ["a", "b"], wanted):
         assert (told["source_node"], told["lacking"], told["values"]) == ("b", ["a"], [9.0])
         assert [(one["node"], one["step"]) for one in told["rejected"]] == [("a", 9)]
@@ -167,22 +174,22 @@ def test_a_source_that_is_killed_while_it_sends_leaves_nobody_waiting(tmp_path: 
 
 
 @pytest.fixture
-def arriving() -> Iterator[Arriving]:
+def arriving() -> Iterator[StreamingBuffer]:
     """An image of which nothing has arrived."""
-    one = Arriving(memoryview(bytearray(image(1))), Private())
+    one = StreamingBuffer(memoryview(bytearray(make_image(1))), LocalWatermark())
     yield one
     one.fail(PeerFailedError("over"))
 
 
-def test_a_tensor_waits_until_its_last_byte_has_arrived(arriving: Arriving) -> None:
+def test_a_tensor_waits_until_its_last_byte_has_arrived(arriving: StreamingBuffer) -> None:
     """Not for what comes behind it; and its shape can be had before, once the header is there."""
     seen: list[object] = []
-    header = len(image(1)) - 1  # more than the header, less than all
-    reader = Task("test", lambda: seen.append(float(arriving.tensor("model.weight").sum())))
-    last = Task("test", lambda: seen.append(arriving.tensor("model.mask").shape))
+    header = len(make_image(1)) - 1  # more than the header, less than all
+    reader = BackgroundTask("test", lambda: seen.append(float(arriving.get_tensor("model.weight").sum())))
+    last = BackgroundTask("test", lambda: seen.append(arriving.get_tensor("model.mask").shape))
     stop = 4096 + 8 + 40 * 30 * 4
     arriving.advance(stop - 1)
-    assert arriving.look("model.weight").shape == (40, 30)
+    assert arriving.peek_tensor("model.weight").shape == (40, 30)
     assert not seen
     arriving.advance(stop)
     assert reader.join() is None
@@ -192,48 +199,50 @@ def test_a_tensor_waits_until_its_last_byte_has_arrived(arriving: Arriving) -> N
     assert len(seen) == 2
 
 
-def test_who_waits_hears_what_the_filler_met_and_other_processes_that_it_failed(arriving: Arriving) -> None:
+def test_who_waits_hears_what_the_filler_met_and_other_processes_that_it_failed(
+    arriving: StreamingBuffer,
+) -> None:
     """The word that all see says so; the reason is the lead's to tell."""
     met = CorruptError("block 3")
-    readers = [Task("test", lambda: arriving.tensor("model.mask")) for _ in range(2)]
+    readers = [BackgroundTask("test", lambda: arriving.get_tensor("model.mask")) for _ in range(2)]
     arriving.fail(met)
     assert [reader.join() for reader in readers] == [met, met]
-    elsewhere = Arriving(arriving.memory, Private(FAILED))
+    elsewhere = StreamingBuffer(arriving.memory, LocalWatermark(WATERMARK_FAILED))
     with pytest.raises(PeerFailedError, match="leads this node"):
-        elsewhere.wait(1)
+        elsewhere.wait_for_bytes(1)
 
 
-def test_each_asker_gets_a_copy_of_its_own_and_hears_why_there_is_none(arriving: Arriving) -> None:
+def test_each_asker_gets_a_copy_of_its_own_and_hears_why_there_is_none(arriving: StreamingBuffer) -> None:
     """Two that ask for tied tensors do not share them; a copy that waits for bytes ends with their error."""
-    copies = Copies(["model.weight", "model.mask"], arriving.tensor)
+    copies = Prefetcher(["model.weight", "model.mask"], arriving.get_tensor)
     arriving.advance(len(arriving.memory) - 1)
-    first, second = copies.take("model.weight"), copies.take("model.weight")
+    first, second = copies.make_tensor("model.weight"), copies.make_tensor("model.weight")
     first.zero_()
-    kept = arriving.tensor("model.weight")
+    kept = arriving.get_tensor("model.weight")
     assert torch.equal(second.view(torch.uint8), kept.view(torch.uint8))
     arriving.fail(CorruptError("block 3"))
     with pytest.raises(CorruptError, match="block 3"):
-        copies.take("model.mask")
+        copies.make_tensor("model.mask")
     copies.close()
 
 
 def test_a_read_tells_how_far_it_is_and_stops_at_the_first_bad_block(tmp_path: Path) -> None:
     """What was told to have arrived is right; a caller that wants no more is heeded."""
     before = set(threading.enumerate())
-    path = save(tmp_path, 1, 1)
+    path = save_checkpoint(tmp_path, 1, 1)
     found = reader.quick_check(path, RUN)
     told: list[int] = []
     into = memoryview(bytearray(found.file_bytes))
     reader.read_image(path, found, into, told.append)
     assert told == [*range(2048, found.file_bytes, 2048), found.file_bytes]
-    assert into == image(1)
-    flip(path / "state.safetensors", 4 * 2048)
+    assert into == make_image(1)
+    flip_bits(path / "state.safetensors", 4 * 2048)
     told.clear()
     with pytest.raises(CorruptError, match="bytes 8192 to 8977"):
         reader.read_image(path, found, into, told.append)
     assert told == [2048, 4096, 6144, 8192]
-    stopped = Arriving(into, Private())
-    stopped.stop()
+    stopped = StreamingBuffer(into, LocalWatermark())
+    stopped.cancel()
     with pytest.raises(PeerFailedError):
         reader.read_image(path, found, into, stopped.advance)
     assert set(threading.enumerate()) <= before

@@ -23,12 +23,12 @@ import pytest
 
 from elastic_resume import constants, events
 from elastic_resume.testing import fork_server
-from elastic_resume.testing.backends import free_port
-from elastic_resume.testing.fork_server_main import Forked
+from elastic_resume.testing.backends import find_free_port
+from elastic_resume.testing.fork_server_main import ForkedProcess
 
 pytestmark = pytest.mark.cluster
 
-Agent = subprocess.Popen[bytes] | Forked
+Agent = subprocess.Popen[bytes] | ForkedProcess
 HOST = "127.0.0.1"
 RUN = [sys.executable, "-m", "elastic_resume", "run"]
 
@@ -207,7 +207,7 @@ from elastic_resume.events import EventLog
 path, memory = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), os.environ["ELASTIC_RESUME_ROUND_EVENTS"]
 log = EventLog(path, memory=memory, node=os.environ["ELASTIC_RESUME_NODE_NAME"], rank=int(os.environ["RANK"]))
 log.write("failure", generation=int(os.environ["ELASTIC_RESUME_GENERATION"]), step=0, type="MismatchError",
-          message="fc.weight is (3,) and was (4,)", frame="train.py:9", at_fault=True)
+          message="fc.weight is (3,) and was (4,)", frame="train.py:9", deterministic=True)
 sys.exit(1)
 """
 
@@ -228,7 +228,7 @@ from elastic_resume.events import EventLog
 path, memory = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), os.environ["ELASTIC_RESUME_ROUND_EVENTS"]
 event = EventLog(path, memory=memory, node="a").write(
     "failure", generation=None, rank=None, step=None, type="ConfigError",
-    message="keep is 1, which is too few. Write 2 or more.", frame="", at_fault=True)
+    message="keep is 1, which is too few. Write 2 or more.", frame="", deterministic=True)
 print("elastic_resume: error: " + event["message"], file=sys.stderr)
 sys.exit(1)
 """
@@ -267,7 +267,7 @@ def test_a_signal_to_the_agent_stops_its_workers(agents: Agents, number: signal.
 def test_a_signal_while_no_world_is_formed_ends_the_agent(agents: Agents) -> None:
     """A rendezvous may wait for minutes; the agent still ends in order."""
     agents.script(WAITS)
-    agent = agents.start("--nnodes=2", "--rdzv-endpoint", f"127.0.0.1:{free_port(HOST)}", "train.py")
+    agent = agents.start("--nnodes=2", "--rdzv-endpoint", f"127.0.0.1:{find_free_port(HOST)}", "train.py")
     wait_for(lambda: agents.events("agent-start"), "the agent to start")
     time.sleep(0.5)  # nothing tells that it is inside the rendezvous; too early is tested as well
     agent.send_signal(signal.SIGTERM)
@@ -298,7 +298,7 @@ def test_a_second_agent_under_the_same_name_names_the_first(agents: Agents) -> N
         text=True,
         check=False,
     )
-    assert second.returncode == constants.EXIT_MACHINE  # elsewhere the same command would do
+    assert second.returncode == constants.EXIT_MACHINE_ERROR  # elsewhere the same command would do
     assert f"is held by process {first.pid} " in second.stderr
     assert len(second.stderr.splitlines()) == 1
     (agents.directory / "finish").touch()
@@ -315,7 +315,7 @@ def start_two(
     addresses: tuple[str, ...] = ("127.0.0.1", "127.0.0.2"),
 ) -> list[Agent]:
     """Two agents as two nodes of one job."""
-    agents.port = free_port(HOST)
+    agents.port = find_free_port(HOST)
     meet = f"{host}:{agents.port}"
     own = [["--local-addr", address] for address in addresses] or [[], []]
     return [start_one(agents, node, meet, *own[i], *more) for i, node in enumerate("ab")]
@@ -377,7 +377,7 @@ def test_when_one_node_gives_up_the_other_ends_too_and_says_why(agents: Agents, 
 def test_a_world_that_does_not_form_in_time_is_said_and_asks_for_a_requeue(agents: Agents) -> None:
     """One of two is lost and both are needed: exit code 75, for the job is not at fault."""
     agents.script(WAITS)
-    meet = f"{HOST}:{free_port(HOST)}"
+    meet = f"{HOST}:{find_free_port(HOST)}"
     first = start_one(agents, "a", meet, "--local-addr", HOST)
     wait_for(lambda: agents.events("rendezvous"), "the first to wait: its start takes nothing of the time")
     second = start_one(agents, "b", meet, "--local-addr", "127.0.0.2", "--join-timeout", "3")
@@ -415,7 +415,7 @@ def test_run_with_a_stock_backend_meets_in_ours(agents: Agents, flags: list[str]
 def test_run_with_master_addr_and_node_rank_orders_the_nodes(agents: Agents) -> None:
     """Torchrun's static command line: nodes meet at the master's address, ranks follow --node-rank."""
     agents.script("import os; print(f\"node {os.environ['GROUP_RANK']}\")")
-    flags = ["--nnodes=2", "--master-addr", HOST, "--master-port", str(free_port(HOST))]
+    flags = ["--nnodes=2", "--master-addr", HOST, "--master-port", str(find_free_port(HOST))]
     own = [["--node-rank=1", "--local-addr=127.0.0.2"], ["--node-rank=0", f"--local-addr={HOST}"]]
     two = [agents.start(*flags, *own[i], "train.py", node=node) for i, node in enumerate("ab")]
     assert [agent.wait(60) for agent in two] == [0, 0]

@@ -14,46 +14,48 @@ import pytest
 from elastic_resume import constants, events
 from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.events import EventLog
-from elastic_resume.report.loader import gather
-from elastic_resume.snapshot.progress_page import Line, Worker
-from elastic_resume.testing import Cluster, MomentError
+from elastic_resume.report.loader import load_run
+from elastic_resume.snapshot.progress_page import ProgressRecord, WorkerProcess
+from elastic_resume.testing import Cluster, TriggerError
 from elastic_resume.testing.cluster import Recovery
-from elastic_resume.testing.triggers import Moments, Planned
-from tests.support.housed import MachineCluster
+from elastic_resume.testing.triggers import ScheduledAction, TriggerWatcher
+from tests.support.machine_cluster import MachineCluster
 from tests.support.paths import SCRIPTS
 
 SCRIPT = SCRIPTS / "train.py"
 MB = 1 << 20
 
 
-def line(step: int, *, rank: int = 0, generation: int = 1) -> Line:
+def line(step: int, *, rank: int = 0, generation: int = 1) -> ProgressRecord:
     """What a rank has noted."""
-    worker = Worker(rank=rank, agent_pid=1, round=1, pid=2, start_ticks=3, stacks_fd=4, bell_fd=5)
-    return Line(0, generation, step, 2, False, worker, 0, 0, 0, 0, 0)
+    worker = WorkerProcess(
+        rank=rank, agent_pid=1, round=1, pid=2, start_ticks=3, stack_output_fd=4, stack_request_fd=5
+    )
+    return ProgressRecord(0, generation, step, 2, False, worker, 0, 0, 0, 0, 0)
 
 
 def test_what_is_planned_comes_once_for_whom_it_is_meant_and_its_errors_come_up() -> None:
     """Of two lines of one rank the newer counts; what cannot be done yet is tried again."""
     lines = [(0, line(9, rank=1)), (1, line(4, rank=1, generation=2)), (2, line(30))]
-    moments, done = Moments(lambda: list(lines)), Counter[tuple[str, int, int]]()
+    moments, done = TriggerWatcher(lambda: list(lines)), Counter[tuple[str, int, int]]()
 
     def plan(what: str, step: int, rank: int | None = None, node: int | None = None) -> None:
-        def act(index: int, found: Line) -> bool:
+        def act(index: int, found: ProgressRecord) -> bool:
             done[what, index, found.step] += 1
             if what == "breaks":
                 raise UsageError("there is none")
             return done[what, index, found.step] == 2  # not yet, the first time
 
-        moments.plan(Planned(what, step, rank, node, act))
+        moments.schedule(ScheduledAction(what, step, rank, node, act))
 
     plan("any", 20)
     plan("rank", 4, rank=1)
     plan("node", 9, node=0)
     plan("never", 31)
     plan("breaks", 30, node=2)
-    with pytest.raises(MomentError, match="breaks at step 30 on n2: there is none"):
+    with pytest.raises(TriggerError, match="breaks at step 30 on n2: there is none"):
         while True:
-            moments.complain()
+            moments.raise_error()
             time.sleep(0.001)
     while done["any", 2, 30] < 2:
         time.sleep(0.001)
@@ -69,10 +71,10 @@ def test_what_is_planned_comes_once_for_whom_it_is_meant_and_its_errors_come_up(
         ("never", 3, 40): 2,
         ("last", 3, 40): 2,
     }
-    moments.complain()
+    moments.raise_error()
     plan("late", 41)
-    with pytest.raises(MomentError, match="late at step 41: never came"):
-        moments.require_all()
+    with pytest.raises(TriggerError, match="late at step 41: never came"):
+        moments.require_all_done()
     moments.close()
 
 
@@ -84,12 +86,12 @@ def test_what_a_wiped_node_has_told_is_not_forgotten(tmp_path: Path) -> None:
                 node.directory.mkdir(parents=True)
                 log = EventLog(node.directory / constants.EVENTS_FILE, node=node.name, rank=index)
                 about = {"generation": 1, "world_size": 2}  # in both: nothing tells that there was one
-                log.write("agent-start", run_id=cluster.run_id)
-                log.write("round", round=1, **about)
-                log.write("worker-start", step=0, **about)
+                log.emit("agent-start", run_id=cluster.run_id)
+                log.emit("round", round=1, **about)
+                log.emit("worker-start", step=0, **about)
                 if index == 0:
-                    log.write("resume", step=0, kind="cold", nodes=["n0", "n1"], lost_steps=0, **about)
-                log.write("step", step=last, **about)
+                    log.emit("resume", step=0, kind="cold", nodes=["n0", "n1"], lost_steps=0, **about)
+                log.emit("step", step=last, **about)
                 log.close()
                 time.sleep(0.002)  # times are of a thousandth of a second
                 if life == 1:
@@ -97,12 +99,12 @@ def test_what_a_wiped_node_has_told_is_not_forgotten(tmp_path: Path) -> None:
         assert cluster.lost_steps == 30
         assert sorted(event["step"] for event in cluster.events("step")) == [5, 5, 30, 30]
         assert [one.generation for one in cluster.recoveries] == [2]
-        assert len(gather([cluster.run_dir]).events) == len(cluster.events()) == 18
+        assert len(load_run([cluster.run_dir]).events) == len(cluster.events()) == 18
 
 
 def test_a_moment_needs_whom_it_befalls(tmp_path: Path) -> None:
     """And a plan whose moment never came is an error where the cluster ends."""
-    with pytest.raises(MomentError, match="cut at step 5 on n1: never came"), Cluster(tmp_path) as cluster:
+    with pytest.raises(TriggerError, match="cut at step 5 on n1: never came"), Cluster(tmp_path) as cluster:
         with pytest.raises(UsageError, match="takes the rank= or the node="):
             cluster.at(step=3).corrupt()
         with pytest.raises(UsageError, match="or all of node="):
@@ -149,14 +151,15 @@ def test_nodes_that_are_machines_lose_what_a_machine_loses(tmp_path: Path) -> No
         recovered(cluster, BEFALLEN[1])
         cluster.at(step=cluster.events("step")[-1]["step"] + 5, node=2).poweroff()
         cluster.wait(
-            lambda: not cluster.nodes[2].alive and cluster.events_of(2, "step"), "what n2 told before its end"
+            lambda: not cluster.nodes[2].alive and cluster.node_events(2, "step"),
+            "what n2 told before its end",
         )
         recovered(cluster, BEFALLEN[2])
-        assert [entry.problem for entry in cluster.checkpoints(2)][:1] == [None]
+        assert [entry.error for entry in cluster.checkpoints(2)][:1] == [None]
         cluster.break_disk(0)
-        cluster.wait(step=cluster.events_of(1, "step")[-1]["step"] + 20, node=1)
+        cluster.wait(step=cluster.node_events(1, "step")[-1]["step"] + 20, node=1)
         cluster.mend_disk(0)
-        step = cluster.events_of(1, "step")[-1]["step"]
+        step = cluster.node_events(1, "step")[-1]["step"]
         cluster.wait(commit=step, node=0)
         cluster.kill_nodes([0, 1])
         recoveries = cluster.recoveries
@@ -178,21 +181,21 @@ def test_a_node_does_not_get_back_what_it_lost_with_its_power(tmp_path: Path) ->
     with MachineCluster(tmp_path, nodes=1, disk_bytes=32 * MB, shm_bytes=8 * MB) as cluster:
         log = cluster.nodes[0].directory / constants.EVENTS_FILE
         log.parent.mkdir(parents=True)
-        cluster.machines.boot([0])
+        cluster.backend.boot([0])
         for number in (1, 2):  # another time it loses what it has told since
             own = EventLog(log, node="n0")
-            own.write("step", step=2 * number - 1)
+            own.emit("step", step=2 * number - 1)
             with open(log, "rb") as file:
                 os.fsync(file.fileno())
-            own.write("step", step=2 * number)
+            own.emit("step", step=2 * number)
             own.close()
             cluster.poweroff(0)
-            cluster.machines.boot([0])
+            cluster.backend.boot([0])
             assert [event["step"] for event in events.read(log)] == [1, 3][:number], "what the node reads"
             told = list(range(1, 2 * number + 1))
-            for found in (cluster.events(), cluster.events_of(0), gather([cluster.run_dir]).events):
+            for found in (cluster.events(), cluster.node_events(0), load_run([cluster.run_dir]).events):
                 assert sorted(event["step"] for event in found) == told
         cluster.poweroff(0)
         cluster.wipe(0)
-        assert not cluster.events_of(0)
+        assert not cluster.node_events(0)
         assert sorted(event["step"] for event in cluster.events("step")) == [1, 2, 3, 4]

@@ -18,15 +18,15 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
-from elastic_resume.capture.state_cache import Tracker
+from elastic_resume.capture.state_cache import StateTracker
 from elastic_resume.errors import MismatchError, UntrackableError
 from elastic_resume.snapshot import slots
 from elastic_resume.state import load_state, state_dict
 from elastic_resume.state.bucket_order import BucketOrder
-from elastic_resume.state.untracked import Untracked
-from tests.support import ranks
-from tests.support.images import capture
+from elastic_resume.state.untracked import UntrackedOptimizerCheck
+from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
+from tests.support.state_image import copy_to_image
 
 JOB = SCRIPTS / "kinds.py"
 
@@ -41,7 +41,7 @@ def test_every_kind_of_model_and_wrapper_goes_on_as_if_it_had_not_been_interrupt
     Ranks are seeded differently, and so are the two halves: what is equal was made equal, or loaded.
     """
     told = []
-    for done in ranks.run(3, JOB, str(tmp_path)):
+    for done in launch_ranks.run_ranks(3, JOB, str(tmp_path)):
         assert done.returncode == 0, done.stderr
         told.append(json.loads(done.stdout.splitlines()[-1]))
     assert len(told[0]) >= 30
@@ -125,7 +125,7 @@ class Script:
         self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
         self.optimizer = optimizer(self.model.parameters())
         self.scheduler = scheduler(self.optimizer)
-        self.tracked = state_dict.collect(
+        self.tracked = state_dict.collect_objects(
             {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         )
 
@@ -147,7 +147,7 @@ class Script:
     def all(self) -> tuple[dict[str, str], Any]:
         """Digests of all tensors, and the rest."""
         flat = state_dict.flatten(self.tracked)
-        return state_dict.fingerprints(flat.leaves), flat.skeleton
+        return state_dict.digest_leaves(flat.leaves), flat.skeleton
 
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS, ids=[" with ".join(pair) for pair in PAIRS])
@@ -155,13 +155,13 @@ class Script:
 def test_an_optimizer_and_a_scheduler_come_back_whole(optimizer: str, scheduler: str) -> None:
     """Loaded into others, they hold the same and do the same; a look at them tells what flattening does."""
     first, second = (Script(OPTIMIZERS[optimizer], SCHEDULERS[scheduler], seed) for seed in (0, 1))
-    tracker = Tracker(first.tracked)
+    tracker = StateTracker(first.tracked)
     for step in range(3):
         first.train(step)
-        sight, flat = tracker.look(), state_dict.flatten(first.tracked)
-        assert slots.merge(sight.fixed.static, sight.dynamic) == flat.skeleton
+        sight, flat = tracker.read_state(), state_dict.flatten(first.tracked)
+        assert slots.merge_state(sight.cached.static_skeleton, sight.dynamic_skeleton) == flat.skeleton
         assert {leaf.name for leaf in sight.leaves} == {leaf.name for leaf in flat.leaves}
-    load_state.load(second.tracked, flat.skeleton, capture(flat).tensor)
+    load_state.load_into(second.tracked, flat.skeleton, copy_to_image(flat).tensor)
     assert second.all() == first.all()
     for step in range(3, 7):
         first.train(step)
@@ -189,7 +189,7 @@ def test_state_of_another_dtype_than_its_parameter_is_not_rounded() -> None:
     optimizers = [Rounded([nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]) for _ in range(2)]
     optimizers[0].step()
     flat = state_dict.flatten({"optimizer": optimizers[0]})
-    load_state.load({"optimizer": optimizers[1]}, flat.skeleton, capture(flat).tensor)
+    load_state.load_into({"optimizer": optimizers[1]}, flat.skeleton, copy_to_image(flat).tensor)
     (restored,) = optimizers[1].state.values()
     assert restored["exact"].dtype == torch.float32
     assert restored["exact"].tolist() == [pytest.approx(0.999, abs=1e-7)] * 3
@@ -213,7 +213,7 @@ def test_optimizers_whose_state_is_no_ranks_whole_are_refused_with_advice() -> N
     local = optim.PostLocalSGDOptimizer(torch.optim.SGD(parameters, lr=0.1), PeriodicModelAverager(period=4))
     for optimizer, why in ((sharded, "another part of the state on each rank"), (local, "weights differ")):
         with pytest.raises(UntrackableError, match=f"optimizer: .*{why}.*Use the optimizer inside"):
-            state_dict.collect({"optimizer": optimizer})
+            state_dict.collect_objects({"optimizer": optimizer})
 
 
 @pytest.mark.usefixtures("alone")
@@ -247,8 +247,10 @@ def test_an_order_is_played_to_a_ddp_that_moves_its_inputs_to_a_device() -> None
 
 def carry(source: Any, target: Any) -> None:
     """Load what is tracked of one into the other."""
-    flat = state_dict.flatten(state_dict.collect({"ema": source}))
-    load_state.load(state_dict.collect({"ema": target}), flat.skeleton, capture(flat).tensor)
+    flat = state_dict.flatten(state_dict.collect_objects({"ema": source}))
+    load_state.load_into(
+        state_dict.collect_objects({"ema": target}), flat.skeleton, copy_to_image(flat).tensor
+    )
 
 
 def test_tensors_are_loaded_into_those_that_stand_there() -> None:
@@ -261,18 +263,18 @@ def test_tensors_are_loaded_into_those_that_stand_there() -> None:
         lambda fill: {"shadow": [torch.full((2,), fill)], "updates": torch.full((), fill)},
     ):
         source, target = make(3.0), make(0.0)
-        held = list(state_dict.flatten(state_dict.collect({"ema": target})).leaves)
+        held = list(state_dict.flatten(state_dict.collect_objects({"ema": target})).leaves)
         carry(source, target)
         assert held
         for leaf in held:
             assert (leaf.tensor == 3).all()
-            assert leaf.kind == state_dict.OWN
+            assert leaf.kind == state_dict.SCRIPT_OWNED
 
 
 def test_a_tensor_that_is_replaced_in_its_list_is_the_one_that_is_stored() -> None:
     """A shadow is often a new tensor after each step."""
     shadow = [torch.zeros(2)]
-    tracked = state_dict.collect({"ema": shadow})
+    tracked = state_dict.collect_objects({"ema": shadow})
     shadow[0] = torch.ones(2)
     assert [leaf.tensor.tolist() for leaf in state_dict.flatten(tracked).leaves] == [[1.0, 1.0]]
 
@@ -284,7 +286,7 @@ def test_a_number_among_tensors_is_refused_with_its_place() -> None:
         ([torch.zeros(1), 3], "ema/1"),
     ):
         with pytest.raises(UntrackableError, match=rf"{place}.*(float|int).*0-d tensor"):
-            state_dict.flatten(state_dict.collect({"ema": given}))
+            state_dict.flatten(state_dict.collect_objects({"ema": given}))
 
 
 def test_tensors_of_other_shapes_or_names_are_listed_and_nothing_is_changed() -> None:
@@ -390,8 +392,8 @@ def test_an_optimizer_that_is_not_tracked_is_told_once(capsys: pytest.CaptureFix
         "telling": Wrapping(torch.optim.Adam(model.parameters()), tells=True),
         "own": torch.optim.Adam(model.parameters()),
     }
-    tracked = state_dict.collect({"model": model, "optimizer": optimizers})
-    watch = Untracked(tracked)
+    tracked = state_dict.collect_objects({"model": model, "optimizer": optimizers})
+    watch = UntrackedOptimizerCheck(tracked)
     late = torch.optim.RMSprop(model.parameters())
     innocent = [torch.optim.SGD(model.parameters()), torch.optim.Adam(other.parameters())]
     for part in (model, other):

@@ -19,11 +19,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_resume import constants
-from elastic_resume.report.incidents import tell
-from elastic_resume.report.loader import gather
+from elastic_resume.report.incidents import build_history_from_events
+from elastic_resume.report.loader import load_run
 from elastic_resume.testing import Cluster
 from tests.support.paths import SCRIPTS
-from tests.support.stations import dropped
+from tests.support.rendezvous_nodes import is_disconnected
 
 pytestmark = pytest.mark.cluster
 
@@ -68,7 +68,7 @@ def asked(cluster: Cluster, index: int, look: Callable[[Told], object], token: s
 
 def by_name(cluster: Cluster, index: int) -> list[str]:
     """Flags that name one node, as somebody elsewhere would."""
-    look = json.loads((cluster.nodes[index].directory / constants.LOOK_FILE).read_text())
+    look = json.loads((cluster.nodes[index].directory / constants.AGENT_ENDPOINT_FILE).read_text())
     return ["--rdzv-endpoint", look["address"], "--rdzv-id", cluster.run_id]
 
 
@@ -109,9 +109,13 @@ def test_status_tells_the_same_whoever_is_asked(cluster: Cluster) -> None:
     wrong = asked(cluster, 0, lambda told: refused in told.stderr, token="another, as long as it")  # noqa: S106
     assert wrong.returncode == 1
     assert "as long" not in wrong.stderr
-    modes = {path.stat().st_mode & 0o777 for path in cluster.run_dir.glob(f"*/{constants.LOOK_FILE}")}
+    modes = {
+        path.stat().st_mode & 0o777 for path in cluster.run_dir.glob(f"*/{constants.AGENT_ENDPOINT_FILE}")
+    }
     assert modes == {0o600}
-    assert not any(TOKEN in path.read_text() for path in cluster.run_dir.glob(f"*/{constants.LOOK_FILE}"))
+    assert not any(
+        TOKEN in path.read_text() for path in cluster.run_dir.glob(f"*/{constants.AGENT_ENDPOINT_FILE}")
+    )
 
 
 def test_metrics_of_leader_cover_the_job_and_of_follower_its_node(cluster: Cluster) -> None:
@@ -132,7 +136,7 @@ def test_metrics_of_leader_cover_the_job_and_of_follower_its_node(cluster: Clust
         with socket.create_connection(("127.0.0.1", port), 20) as stranger, contextlib.suppress(OSError):
             stranger.sendall(data)
             stranger.shutdown(socket.SHUT_WR)
-            assert dropped(stranger)
+            assert is_disconnected(stranger)
     assert scrape(cluster, 0)["elastic_resume_leads"] == 1
     assert cluster.events("round")[-1]["generation"] == generation
     step = max(event["step"] for event in cluster.events("step"))
@@ -163,7 +167,7 @@ def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:
         cluster.wait(lambda: shows("led by n0"), "the screen is there")
         own = cluster.nodes[0].directory / constants.EVENTS_FILE
         started = own.read_text().splitlines()[0]
-        kept = cluster.nodes[1].directory / constants.PEERS_FILE
+        kept = cluster.nodes[1].directory / constants.PEER_EVENTS_FILE
         cluster.wait(
             lambda: kept.exists() and started in kept.read_text(), "the deputy knows what the leader saw"
         )
@@ -177,9 +181,9 @@ def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:
         watching.kill()
         watching.wait()
         os.close(master)
-    found = gather([cluster.run_dir])
+    found = load_run([cluster.run_dir])
     assert {"n0", "n1", "n2"} <= {event["node"] for event in found.events}
-    assert "node n0" in tell(found.events).generations[0].end.text
+    assert "node n0" in build_history_from_events(found.events).generations[0].end.text
     after = scrape(cluster, 1)
     assert after["elastic_resume_leads"] == 1
     assert after["elastic_resume_incidents_totalnode-lost"] == 1

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.testing import fork_server
+from tests.support.fake_sklearn import write_fake_sklearn
 from tests.support.paths import ROOT
-from tests.support.stand_in import scikit_learn
 
 WORD = "LEFT_BEHIND"  # in the environment of all that a test starts
 SCRIPT = ROOT / "examples" / "digits.py"
@@ -130,7 +130,7 @@ class Run:
         self.traces = self.traces_of()
         env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
         env.update({WORD: str(place), "TMPDIR": str(place / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"})
-        env["PYTHONPATH"] = scikit_learn(place.parent)
+        env["PYTHONPATH"] = write_fake_sklearn(place.parent)
         # Plain asserts: to rewrite the package's, and not to keep them, takes each process two seconds.
         options = ["-q", "-p", "no:cacheprovider", "--assert=plain", "--basetemp", str(place / "base")]
         self.output = place / "output"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elastic_resume.testing import Cluster, fork_server
-from elastic_resume.testing.fork_server_main import Forked
+from elastic_resume.testing.fork_server_main import ForkedProcess
 
 PROBE = """
 import atexit, json, os, signal, sys, threading, time
@@ -41,7 +41,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return {**Cluster(tmp_path, nodes=1).env, "ELASTIC_RESUME_X": "é\udcff"}
 
 
-def fork(env: Mapping[str, str], *words: str) -> Forked:
+def fork(env: Mapping[str, str], *words: str) -> ForkedProcess:
     """Fork `probed`, which prints into the file ``out``."""
     with open("out", "wb") as out:
         forked = fork_server.start([sys.executable, "-m", "probed", *words], env, out)
@@ -78,7 +78,7 @@ def test_a_nursery_outlives_the_thread_that_began_it(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel takes the thread that forks for the parent; clusters of other threads have forks too."""
-    begun: dict[frozenset[tuple[str, str]], fork_server.Nursery] = {}
+    begun: dict[frozenset[tuple[str, str]], fork_server.AgentForkServer] = {}
     monkeypatch.setattr(fork_server, "_nurseries", begun)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(fork, env, "wait").result()
@@ -106,10 +106,10 @@ def test_an_interrupt_between_question_and_answer_ends_the_nursery(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    begun: dict[frozenset[tuple[str, str]], fork_server.Nursery] = {}
+    begun: dict[frozenset[tuple[str, str]], fork_server.AgentForkServer] = {}
     monkeypatch.setattr(fork_server, "_nurseries", begun)
     monkeypatch.setattr(fork_server, "BROOD", tmp_path / "impatient.py")
-    fork_server.BROOD.write_text(IMPATIENT)
+    fork_server.SERVER_PROGRAM.write_text(IMPATIENT)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -16,13 +16,13 @@ from elastic_resume import constants
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.snapshot.committer import Keeper
-from elastic_resume.snapshot.ipc import Desk
-from elastic_resume.snapshot.slot_client import Memory
-from elastic_resume.snapshot.slot_pool import Rack
+from elastic_resume.snapshot.committer import CheckpointCommitter
+from elastic_resume.snapshot.ipc import SnapshotServer
+from elastic_resume.snapshot.slot_client import SlotClient
+from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.state import state_dict
-from elastic_resume.state.tensor_buffer import Image
-from tests.support import ranks
+from elastic_resume.state.tensor_buffer import TensorBuffer
+from tests.support import launch_ranks
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -62,14 +62,14 @@ with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def desk(tmp_path: Path) -> Iterator[SnapshotServer]:
     """A keeper beside the worker, as an agent has it."""
     with NodeDir.claim(tmp_path, "job", "n0") as node_dir:
-        rack = Rack(1 << 26, say=print)
-        keeper = Keeper(node_dir.path, "job", rack, say=print, tell=lambda *_, **__: None)
-        made = Desk(keeper)
+        rack = SlotPool(1 << 26, log=print)
+        keeper = CheckpointCommitter(node_dir.path, "job", rack, log=print, emit=lambda *_, **__: None)
+        made = SnapshotServer(keeper)
         keeper.start()
-        made.open()
+        made.start()
         yield made
         made.close()
         keeper.close()
@@ -77,7 +77,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 @pytest.mark.parametrize("point", ["begun", "written", "copying", "copied", "marked"])
 def test_a_worker_that_dies_in_the_copy_leaves_a_whole_snapshot(
-    point: str, desk: Desk, tmp_path: Path
+    point: str, desk: SnapshotServer, tmp_path: Path
 ) -> None:
     """That of the step before, or of this one if its mark was set; bit for bit."""
     script = tmp_path / "train.py"
@@ -85,27 +85,27 @@ def test_a_worker_that_dies_in_the_copy_leaves_a_whole_snapshot(
     told = tmp_path / "told"
     env = {
         constants.ENV_AGENT_PID: str(os.getpid()),
-        constants.ENV_KEEPER: desk.name,
+        constants.ENV_COMMITTER: desk.socket_name,
         constants.ENV_CKPT_DIR: str(tmp_path),
         constants.ENV_RUN_ID: "job",
         constants.ENV_FAILPOINTS: f"snapshot.{point}=kill@6",
     }
-    (end,) = ranks.run(1, script, str(told), env=[env])
+    (end,) = launch_ranks.run_ranks(1, script, str(told), env=[env])
     assert end.returncode == -signal.SIGKILL, end.stderr
-    memory = Memory(desk.name, 0, lead=True)
-    newest = memory.newest()
+    memory = SlotClient(desk.socket_name, 0, is_local_leader=True)
+    newest = memory.find_newest()
     assert newest is not None
     assert newest.manifest.step == (6 if point == "marked" else 5)
-    image = Image(Layout.parse(newest.image, len(newest.image)), newest.image)
+    image = TensorBuffer(Layout.parse(newest.image, len(newest.image)), newest.image)
     leaves = [state_dict.Leaf(name, image.tensor(name), state_dict.OTHER) for name in image.layout.extents]
     expected = json.loads(told.read_text().splitlines()[newest.manifest.step - 1])
-    found = state_dict.fingerprints(leaves)
+    found = state_dict.digest_leaves(leaves)
     assert {name: found[name] for name in expected} == expected
     memory.close()
 
 
 POINTS = [
-    "keeper.written",
+    "committer.written",
     "commit.before-data",
     "commit.after-data",
     "commit.before-manifest",
@@ -122,6 +122,6 @@ def test_a_keeper_that_dies_in_a_commit_leaves_whole_checkpoints(point: str, tmp
     words = [sys.executable, "-c", COMMIT, str(tmp_path)]
     end = subprocess.run(words, env=env, cwd=root, check=False, timeout=60)
     assert end.returncode == -signal.SIGKILL
-    entries = Catalog(tmp_path / "job" / "a", "job").entries(deep=True)
-    assert [entry.problem for entry in entries] == [None] * len(entries)
+    entries = Catalog(tmp_path / "job" / "a", "job").list_entries(read_data=True)
+    assert [entry.error for entry in entries] == [None] * len(entries)
     assert [entry.step for entry in entries] == ([3, 2, 1] if point == "commit.after-rename" else [2, 1])

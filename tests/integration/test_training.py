@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic_resume import events
 from elastic_resume.checkpoint.catalog import Catalog
-from tests.support import ranks
+from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.cluster
@@ -31,7 +31,7 @@ def probe(
         {"ELASTIC_RESUME_CKPT_DIR": str(ckpt), "ELASTIC_RESUME_NODE_NAME": f"{nodes}{rank}", **env}
         for rank in range(size)
     ]
-    return ranks.run(size, PROBE, what, str(steps), env=each)
+    return launch_ranks.run_ranks(size, PROBE, what, str(steps), env=each)
 
 
 def told(done: subprocess.CompletedProcess[str]) -> Any:
@@ -93,11 +93,11 @@ def test_a_first_start_takes_what_rank_zero_has_loaded(
     state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     torch.save({"state_dict": nn.DataParallel(model).state_dict(), **state}, "model.pt")
     Path("train.py").write_text(MADE_ELSEWHERE)
-    first = [told(done) for done in ranks.run(2, "train.py")]
+    first = [told(done) for done in launch_ranks.run_ranks(2, "train.py")]
     moments = [kept["exp_avg"].tolist() for kept in optimizer.state_dict()["state"].values()]
     rate = optimizer.param_groups[0]["lr"]
     assert first == [[0, model.state_dict()["0.weight"].tolist(), moments, rate, 1, [5.0] * 3]] * 2
-    again = [told(done) for done in ranks.run(2, "train.py", "again")]
+    again = [told(done) for done in launch_ranks.run_ranks(2, "train.py", "again")]
     assert [one[0] for one in again] == [1, 1]
     assert again[0][2:] == first[0][2:]
 
@@ -106,7 +106,7 @@ def test_ranks_that_built_other_optimizers_are_told(tmp_path: Path, monkeypatch:
     """Rank 0's state fits none but its own kind."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(MADE_ELSEWHERE)
-    for done in ranks.run(2, "train.py", "other"):
+    for done in launch_ranks.run_ranks(2, "train.py", "other"):
         assert done.returncode == 1
         assert "the ranks built different objects" in done.stderr
 
@@ -155,7 +155,7 @@ def test_replicas_that_diverged_are_named(tmp_path: Path) -> None:
 
 
 def test_a_model_of_another_width_is_refused_and_nothing_changes_on_disk(tmp_path: Path) -> None:
-    """Every differing name with both shapes, on all ranks."""
+    """Every differing name with both shapes, on all launch_ranks."""
     probe(tmp_path, "plain")
     before = sorted(path.name for path in (tmp_path / "probe" / "n0").iterdir())
     for done in probe(tmp_path, "wider"):
@@ -170,7 +170,7 @@ def test_on_a_shared_file_system_other_nodes_take_over_what_the_old_ones_left(tm
     first = told(probe(tmp_path, "plain", nodes="old")[0])
     again = [told(done) for done in probe(tmp_path, "plain", nodes="new")]
     assert [end["weight"] for end in again] == [first["weight"]] * 2
-    assert Catalog(tmp_path / "probe" / "new1", "probe").valid(deep=True)
+    assert Catalog(tmp_path / "probe" / "new1", "probe").list_valid(read_data=True)
 
 
 def test_two_ranks_of_one_node_share_its_directory_and_one_of_them_writes(tmp_path: Path) -> None:
@@ -186,13 +186,13 @@ def test_a_node_with_two_ranks_that_lost_its_disk_gets_one_copy(tmp_path: Path) 
     names = [
         {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": n} for n in ("n0", "n1", "n1")
     ]
-    first = [told(done) for done in ranks.run(3, PROBE, "plain", "4", env=names)]
+    first = [told(done) for done in launch_ranks.run_ranks(3, PROBE, "plain", "4", env=names)]
     shutil.rmtree(tmp_path / "probe" / "n1")
-    again = [told(done) for done in ranks.run(3, PROBE, "plain", "4", env=names)]
+    again = [told(done) for done in launch_ranks.run_ranks(3, PROBE, "plain", "4", env=names)]
     assert [end["weight"] for end in again] == [end["weight"] for end in first]
     resumed = [e for e in events.read_run(tmp_path / "probe") if e["event"] == "resume"][-1]
     assert (resumed["lacking"], resumed["source_node"]) == (["n1"], "n0")
-    assert Catalog(tmp_path / "probe" / "n1", "probe").valid(deep=True)
+    assert Catalog(tmp_path / "probe" / "n1", "probe").list_valid(read_data=True)
 
 
 def test_never_starts_afresh_and_must_insists(tmp_path: Path) -> None:
@@ -201,10 +201,10 @@ def test_never_starts_afresh_and_must_insists(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert "no node has a checkpoint" in done.stderr
     probe(tmp_path, "plain")
-    kept = [entry.path.name for entry in Catalog(tmp_path / "probe" / "n0", "probe").valid()]
+    kept = [entry.path.name for entry in Catalog(tmp_path / "probe" / "n0", "probe").list_valid()]
     ends = [told(done) for done in probe(tmp_path, "plain", steps=12, ELASTIC_RESUME_RESUME="never")]
     assert [end["hooks"] for end in ends] == [[], []]
-    left = [entry.path.name for entry in Catalog(tmp_path / "probe" / "n0", "probe").valid()]
+    left = [entry.path.name for entry in Catalog(tmp_path / "probe" / "n0", "probe").list_valid()]
     assert set(kept) < set(left), "the old lineage is set aside, not pruned"
     assert ends[0]["generation"] == 2
 
@@ -219,7 +219,9 @@ def test_a_disk_that_refuses_costs_checkpoints_and_not_training(tmp_path: Path) 
     refused = [("commit-failed", 4), ("commit-failed", 6)]
     # The last step is saved by the script, and again when its epoch is over.
     assert kinds == [("commit", 2), *refused, ("commit", 8), ("commit", 10), ("commit", 10)]
-    assert [entry.step for entry in Catalog(tmp_path / "probe" / "n0", "probe").valid(deep=True)] == [
+    assert [
+        entry.step for entry in Catalog(tmp_path / "probe" / "n0", "probe").list_valid(read_data=True)
+    ] == [
         10,
         8,
         2,
@@ -243,7 +245,7 @@ def test_a_resumed_generation_leaves_models_and_hooks_as_they_are(tmp_path: Path
         for rank in range(2)
     ]
     for generation in (1, 2):
-        for done in ranks.run(2, PROBE.with_name("odd_models.py"), what, env=each):
+        for done in launch_ranks.run_ranks(2, PROBE.with_name("odd_models.py"), what, env=each):
             end = told(done)
             assert end["generation"] == generation
             assert end["same"], "building DDP changed the weights"
@@ -266,7 +268,7 @@ def test_a_receiver_whose_disk_refuses_ends_the_start_for_all_at_once(tmp_path: 
         "ELASTIC_RESUME_FAILPOINTS": "commit.before-data=raise",
         "ELASTIC_RESUME_SNAPSHOT_MEMORY": "off",
     }
-    for done in ranks.run(3, PROBE, "plain", "9", env=each, timeout_s=60):
+    for done in launch_ranks.run_ranks(3, PROBE, "plain", "9", env=each, timeout_s=60):
         assert done.returncode == 1
         assert "failpoint commit.before-data" in done.stderr
 
@@ -284,7 +286,7 @@ def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
         {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path / str(rank)), "ELASTIC_RESUME_NODE_NAME": "ubuntu"}
         for rank in range(2)
     ]
-    for done in ranks.run(2, PROBE, "plain", "3", env=each):
+    for done in launch_ranks.run_ranks(2, PROBE, "plain", "3", env=each):
         assert done.returncode == 1
         assert "--node-name" in done.stderr
 
@@ -296,12 +298,12 @@ def test_wrong_arguments_are_one_line_and_an_event(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     failure = next(events.read(log))
-    assert (failure["event"], failure["at_fault"], failure["type"]) == ("failure", True, "ConfigError")
+    assert (failure["event"], failure["deterministic"], failure["type"]) == ("failure", True, "ConfigError")
 
 
 def test_the_same_script_runs_under_python_and_torchrun(tmp_path: Path) -> None:
     """Python saves, torchrun with two ranks goes on from it, python goes on from that."""
-    env = ranks.environment(0, 1, 0)
+    env = launch_ranks.rank_environment(0, 1, 0)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name)
     env["ELASTIC_RESUME_CKPT_DIR"] = str(tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elastic_resume import events
-from tests.support.leaks import without_leaks
+from tests.support.leak_reports import without_leaks
 from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.cluster
@@ -62,7 +62,7 @@ def test_a_script_does_the_same_warm_cold_and_under_torchrun(tmp_path: Path) -> 
         if way == "warm":
             kinds = [event["event"] for event in events.read(next(here.rglob("events.jsonl")))]
             # A node that joined before would stop the others' workers, and have them wait for its imports.
-            assert kinds.index("zygote-ready") < kinds.index("round")
+            assert kinds.index("fork-server-ready") < kinds.index("round")
             assert "starts cold" not in said
         for rank, seen in enumerate(facts[way]):
             seen["cwd"] = seen["cwd"].replace(way, "")

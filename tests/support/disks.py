@@ -36,11 +36,11 @@ from types import TracebackType
 from typing import Literal
 
 from elastic_resume.errors import MachineError, UsageError
-from tests.support import mounting
+from tests.support import mounts
 
-Kind = Literal["ext4", "xfs"]
+FileSystem = Literal["ext4", "xfs"]
 MB = 1 << 20
-LEAST_BYTES: Mapping[str, int] = {
+MIN_BYTES: Mapping[str, int] = {
     "ext4": 16 * MB,
     "xfs": 300 * MB,
 }  # mkfs.xfs refuses less; images are sparse
@@ -48,40 +48,40 @@ _MKFS: Mapping[str, list[str]] = {
     "ext4": ["mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=1,nodiscard"],
     "xfs": ["mkfs.xfs", "-q", "-f", "-K"],
 }
-_PACKAGE: Mapping[str, str] = {"ext4": "e2fsprogs", "xfs": "xfsprogs"}
+_PACKAGES: Mapping[str, str] = {"ext4": "e2fsprogs", "xfs": "xfsprogs"}
 # As Debian mounts them; and no work in the background.
-_OPTIONS: Mapping[str, Mapping[str, str]] = {
+_MOUNT_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "ext4": {"errors": "remount-ro", "noinit_itable": ""},
     "xfs": {"nouuid": ""},  # the former mount of it may still be there, in use by somebody
 }
-_DRIVE = Path(__file__).with_name("drive.py")
-_MOUNTING = Path(mounting.__file__)
-_BALLAST = ".ballast"
-_GRAIN = 1 << 16
+_DRIVE_PROGRAM = Path(__file__).with_name("fuse_disk.py")
+_MOUNT_PROGRAM = Path(mounts.__file__)
+_FILLER_FILE = ".ballast"
+_MIN_FILL_BYTES = 1 << 16
 _SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, 2  # FS_IOC_SHUTDOWN of ext4 and xfs
 
 
-def available(kind: Kind = "ext4") -> str:
+def unavailable_reason(kind: FileSystem = "ext4") -> str:
     """Why this process cannot make a `Disk` of this kind, in words; empty when it can."""
     tool = _MKFS[kind][0]
-    if _tool(tool) is None:
-        return f"no {tool} on this machine: apt-get install {_PACKAGE[kind]}"
-    return _tried(kind)
+    if _find_tool(tool) is None:
+        return f"no {tool} on this machine: apt-get install {_PACKAGES[kind]}"
+    return _probe_error(kind)
 
 
 @functools.cache
-def _tried(kind: Kind) -> str:
+def _probe_error(kind: FileSystem) -> str:
     try:
-        Disk(tempfile.gettempdir(), LEAST_BYTES[kind], kind).close()
+        SimulatedDisk(tempfile.gettempdir(), MIN_BYTES[kind], kind).close()
     except MachineError as error:
         return str(error).rstrip(".")
     return ""
 
 
-class Disk:
+class SimulatedDisk:
     """One disk with a file system. Use it as a context manager, or call `close`."""
 
-    def __init__(self, directory: Path | str, size_bytes: int = 64 * MB, kind: Kind = "ext4") -> None:
+    def __init__(self, directory: Path | str, size_bytes: int = 64 * MB, kind: FileSystem = "ext4") -> None:
         """Make it, empty.
 
         Args:
@@ -93,20 +93,22 @@ class Disk:
             MachineError: what could not be made, and why: it takes root (CAP_SYS_ADMIN), loop and fuse.
 
         """
-        if size_bytes < LEAST_BYTES[kind]:
-            raise UsageError(f"a disk of {size_bytes} bytes: {kind} takes {LEAST_BYTES[kind]} at least.")
-        self.kind: Kind = kind
+        if size_bytes < MIN_BYTES[kind]:
+            raise UsageError(f"a disk of {size_bytes} bytes: {kind} takes {MIN_BYTES[kind]} at least.")
+        self.kind: FileSystem = kind
         self.size_bytes = size_bytes
         self._directory = Path(directory)
-        self._places: list[_Place] = []
+        self._mount_points: list[_MountPoint] = []
         self._drive: subprocess.Popen[bytes] | None = None
-        self._line, line = socket.socketpair()
+        self._drive_connection, line = socket.socketpair()
         self._lock = threading.Lock()  # one command at a time
         self._is_broken = False
-        self._keep_free: int | None = None  # of a disk that is to be full, whether or not it can be just now
+        self._keep_free_bytes: int | None = (
+            None  # of a disk that is to be full, whether or not it can be just now
+        )
         # Descriptors: the drive's file system, with the disk as its root; the device; the mount.
-        self._hardware = self._device = self._mount = -1
-        with line, self._told("made"):
+        self._fuse_fd = self._device_fd = self._mount_fd = -1
+        with line, self._machine_error("made"):
             try:
                 self._start_drive(line)
                 self._mount_device()
@@ -114,7 +116,7 @@ class Disk:
                 self.close()
                 raise
 
-    def __enter__(self) -> Disk:  # noqa: PYI034  typing.Self needs Python 3.11
+    def __enter__(self) -> SimulatedDisk:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
 
     def __exit__(
@@ -128,10 +130,10 @@ class Disk:
 
         Not for `Path.resolve`, to which a detached mount is "/"; `put` gives it a plain path.
         """
-        self._check()
-        return Path(f"/proc/{os.getpid()}/fd/{self._mount}")
+        self._require_open()
+        return Path(f"/proc/{os.getpid()}/fd/{self._mount_fd}")
 
-    def put(self, pid: int, target: str) -> None:
+    def mount_in_namespace(self, pid: int, target: str) -> None:
         """Let the mount namespace of a process have the disk at ``target``, also when it has been mended.
 
         Raises:
@@ -139,31 +141,31 @@ class Disk:
             MachineError: what the kernel refuses.
 
         """
-        self._check()
-        place = _Place(pid, _namespace_of(pid), target)
-        if place.namespace == _namespace_of(os.getpid()):
+        self._require_open()
+        place = _MountPoint(pid, _mount_namespace(pid), target)
+        if place.namespace == _mount_namespace(os.getpid()):
             raise UsageError(
                 f"process {pid} has the host's mounts: a disk is put into namespaces of their own."
             )
-        with self._told("put in place"):
-            self._put(place)
-        self._places.append(place)
+        with self._machine_error("put in place"):
+            self._attach(place)
+        self._mount_points.append(place)
 
     # ---- what befalls it -----------------------------------------------------------------------------
 
-    def fill(self, keep_free: int = 0) -> None:
+    def fill(self, keep_free_bytes: int = 0) -> None:
         """Fill it, up to so many bytes: who writes more gets ENOSPC. A broken one is full when mended."""
-        self._check()
-        self._keep_free = keep_free
+        self._require_open()
+        self._keep_free_bytes = keep_free_bytes
         if self._is_broken:
             return
-        with self._told("filled"):
-            ballast = os.open(self.path / _BALLAST, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with self._machine_error("filled"):
+            ballast = os.open(self.path / _FILLER_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 piece = self.size_bytes
-                while piece >= _GRAIN:
+                while piece >= _MIN_FILL_BYTES:
                     stat = os.fstatvfs(ballast)
-                    wanted = min(piece, stat.f_bavail * stat.f_frsize - keep_free)
+                    wanted = min(piece, stat.f_bavail * stat.f_frsize - keep_free_bytes)
                     try:
                         if wanted > 0:
                             os.posix_fallocate(ballast, os.fstat(ballast).st_size, wanted)
@@ -176,18 +178,18 @@ class Disk:
 
     def free(self) -> None:
         """Undo `fill`. A broken one has room when mended."""
-        self._check()
-        self._keep_free = None
+        self._require_open()
+        self._keep_free_bytes = None
         if self._is_broken:
             return
-        with self._told("freed"):
-            (self.path / _BALLAST).unlink(missing_ok=True)
+        with self._machine_error("freed"):
+            (self.path / _FILLER_FILE).unlink(missing_ok=True)
 
     def fail(self, *, reads: bool = True, writes: bool = True) -> None:
         """Let what is asked of it fail with EIO from now on; what memory holds of its files is forgotten."""
-        self._forget()
+        self._drop_page_cache()
         self._is_broken = True
-        self._tell("fail", *(["read"] if reads else []), *(["write"] if writes else []))
+        self._send_command("fail", *(["read"] if reads else []), *(["write"] if writes else []))
 
     def turn_read_only(self) -> None:
         """Let the file system go read-only (EROFS), as after an error that it found; ext4 alone does so."""
@@ -196,21 +198,21 @@ class Disk:
                 f"{self.kind} does not go read-only after an error, it shuts down: `fail` does that."
             )
         self._is_broken = True
-        with self._told("turned read-only"):
-            name = f"loop{os.minor(os.fstat(self._device).st_rdev)}"
+        with self._machine_error("turned read-only"):
+            name = f"loop{os.minor(os.fstat(self._device_fd).st_rdev)}"
             Path("/sys/fs/ext4", name, "trigger_fs_error").write_text("a simulated error")
 
-    def slow(self, bytes_per_s: float) -> None:
+    def limit_rate(self, bytes_per_s: float) -> None:
         """Let reads and writes take the time that so many bytes a second take."""
         if bytes_per_s <= 0:
             raise UsageError(f"{bytes_per_s} bytes a second: a disk is as slow as a number above 0 says.")
-        self._tell("pace", str(bytes_per_s))
+        self._send_command("pace", str(bytes_per_s))
 
-    def fast(self) -> None:
+    def remove_rate_limit(self) -> None:
         """Undo `slow`."""
-        self._tell("pace", "0")
+        self._send_command("pace", "0")
 
-    def power_loss(self, seed: int = 0) -> int:
+    def lose_power(self, seed: int = 0) -> int:
         """Let its power go: all that is asked of it fails, until `mend`.
 
         What had been synced stays. Of the sectors of 4 KiB that the drive had taken and not been told to
@@ -218,8 +220,8 @@ class Disk:
         torn. Gives how many were lost.
         """
         self._is_broken = True
-        lost = self._tell("off", str(seed))
-        self._shut_down()
+        lost = self._send_command("off", str(seed))
+        self._shut_down_file_system()
         return lost
 
     def mend(self) -> None:
@@ -227,37 +229,37 @@ class Disk:
 
         Who has a file of the former mount open gets errors from it for ever. One that works is left alone.
         """
-        self._check()
+        self._require_open()
         if not self._is_broken:
             return
-        self._tell("swap")
-        self._shut_down()
-        with self._told("mounted again"):
-            os.close(self._device)
-            self._device = -1
+        self._send_command("swap")
+        self._shut_down_file_system()
+        with self._machine_error("mounted again"):
+            os.close(self._device_fd)
+            self._device_fd = -1
             self._mount_device()
-            self._places = [place for place in self._places if place.is_there()]
-            for place in self._places:
-                self._put(place)
+            self._mount_points = [place for place in self._mount_points if place.exists()]
+            for place in self._mount_points:
+                self._attach(place)
         self._is_broken = False
-        self.free() if self._keep_free is None else self.fill(self._keep_free)
+        self.free() if self._keep_free_bytes is None else self.fill(self._keep_free_bytes)
 
     def close(self) -> None:
         """Take it away; what is still used of it fails. A second call does nothing."""
-        if self._mount >= 0:
-            self._shut_down()
-        for descriptor in (self._mount, self._device, self._hardware):
+        if self._mount_fd >= 0:
+            self._shut_down_file_system()
+        for descriptor in (self._mount_fd, self._device_fd, self._fuse_fd):
             if descriptor >= 0:
                 os.close(descriptor)
-        self._hardware = self._device = self._mount = -1
-        self._line.close()
+        self._fuse_fd = self._device_fd = self._mount_fd = -1
+        self._drive_connection.close()
         if self._drive is not None:
             self._drive.kill()
             self._drive.wait()
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _start_drive(self, line: socket.socket) -> None:
+    def _start_drive(self, connection: socket.socket) -> None:
         """Start the process that is the drive, with an empty file system on it."""
         fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
         with open(fuse, "rb", buffering=0), tempfile.TemporaryFile(dir=self._directory) as image:
@@ -265,10 +267,10 @@ class Disk:
             _make_file_system(self.kind, image.fileno())
             options = {"fd": str(fuse), "rootmode": "100600", "user_id": "0", "group_id": "0"}
             # First, since a drive that is quick would find that it has nothing to serve, and end.
-            self._hardware = mounting.detached("fuse", options)
-            handed = (fuse, image.fileno(), line.fileno())
+            self._fuse_fd = mounts.make_detached_mount("fuse", options)
+            handed = (fuse, image.fileno(), connection.fileno())
             self._drive = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_DRIVE), *map(str, handed)],
+                [sys.executable, "-I", "-S", str(_DRIVE_PROGRAM), *map(str, handed)],
                 pass_fds=handed,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -278,28 +280,28 @@ class Disk:
 
     def _mount_device(self) -> None:
         """Make a device of the drive, and mount what is on it in the place of the former mount."""
-        file = os.open(f"/proc/self/fd/{self._hardware}", os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(f"/proc/self/fd/{self._fuse_fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._device = mounting.loop_device(file)
+            self._device_fd = mounts.make_loop_device(file)
         finally:
             os.close(file)
-        mount = self._mounted()
-        if self._mount < 0:
-            self._mount = mount
+        mount = self._make_mount()
+        if self._mount_fd < 0:
+            self._mount_fd = mount
         else:
-            os.dup2(mount, self._mount, inheritable=False)
+            os.dup2(mount, self._mount_fd, inheritable=False)
             os.close(mount)
 
-    def _mounted(self) -> int:
-        source = f"/proc/self/fd/{self._device}"
-        return mounting.detached(self.kind, {"source": source, **_OPTIONS[self.kind]})
+    def _make_mount(self) -> int:
+        source = f"/proc/self/fd/{self._device_fd}"
+        return mounts.make_detached_mount(self.kind, {"source": source, **_MOUNT_OPTIONS[self.kind]})
 
-    def _put(self, place: _Place) -> None:
-        mount = self._mounted()  # of the same device: the same file system once more
+    def _attach(self, mount_point: _MountPoint) -> None:
+        mount = self._make_mount()  # of the same device: the same file system once more
         try:
-            command = [sys.executable, "-I", "-S", str(_MOUNTING), f"/proc/{place.pid}/ns/mnt"]
+            command = [sys.executable, "-I", "-S", str(_MOUNT_PROGRAM), f"/proc/{mount_point.pid}/ns/mnt"]
             done = subprocess.run(
-                [*command, place.target, str(mount)],
+                [*command, mount_point.target, str(mount)],
                 pass_fds=[mount],
                 capture_output=True,
                 text=True,
@@ -308,32 +310,32 @@ class Disk:
         finally:
             os.close(mount)
         if done.returncode:
-            raise OSError(0, f"{place.target} of process {place.pid}: {done.stderr.strip()}")
+            raise OSError(0, f"{mount_point.target} of process {mount_point.pid}: {done.stderr.strip()}")
 
-    def _forget(self) -> None:
+    def _drop_page_cache(self) -> None:
         """Let the kernel forget what is clean, so that a read has to ask the disk."""
-        with self._told("read"):
+        with self._machine_error("read"):
             for folder, _, names in os.walk(self.path):
                 for name in names:
                     with contextlib.suppress(OSError), open(Path(folder, name), "rb", buffering=0) as file:
                         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _shut_down(self) -> None:
+    def _shut_down_file_system(self) -> None:
         """Have the file system write nothing more, its log included."""
         with contextlib.suppress(OSError):  # it may have done so by itself: then xfs opens nothing
-            root = os.open(f"/proc/self/fd/{self._mount}", os.O_RDONLY | os.O_CLOEXEC)
+            root = os.open(f"/proc/self/fd/{self._mount_fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 fcntl.ioctl(root, _SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))
             finally:
                 os.close(root)
 
-    def _tell(self, *words: str) -> int:
+    def _send_command(self, *words: str) -> int:
         """Give the drive a command, and return its answer."""
-        self._check()
+        self._require_open()
         try:
             with self._lock:
-                self._line.sendall(" ".join(words).encode())
-                answer = self._line.recv(64)
+                self._drive_connection.sendall(" ".join(words).encode())
+                answer = self._drive_connection.recv(64)
         except OSError:
             answer = b""
         if not answer:
@@ -342,12 +344,12 @@ class Disk:
             )
         return int(answer)
 
-    def _check(self) -> None:
-        if self._mount < 0:
+    def _require_open(self) -> None:
+        if self._mount_fd < 0:
             raise UsageError("this simulated disk is closed.")
 
     @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _machine_error(self, what: str) -> Iterator[None]:
         """Say of an error whose it is."""
         try:
             yield
@@ -359,30 +361,30 @@ class Disk:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _MountPoint:
     """Where a disk has been put: a mount namespace, which a process that lives in it leads to."""
 
     pid: int
     namespace: tuple[int, int]
     target: str
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         try:
-            return _namespace_of(self.pid) == self.namespace
+            return _mount_namespace(self.pid) == self.namespace
         except OSError:
             return False
 
 
-def _namespace_of(pid: int) -> tuple[int, int]:
+def _mount_namespace(pid: int) -> tuple[int, int]:
     found = Path(f"/proc/{pid}/ns/mnt").stat()
     return found.st_dev, found.st_ino
 
 
-def _make_file_system(kind: Kind, image: int) -> None:
+def _make_file_system(kind: FileSystem, image: int) -> None:
     tool, *flags = _MKFS[kind]
-    found = _tool(tool)
+    found = _find_tool(tool)
     if found is None:
-        raise OSError(errno.ENOENT, f"no {tool}: apt-get install {_PACKAGE[kind]}")
+        raise OSError(errno.ENOENT, f"no {tool}: apt-get install {_PACKAGES[kind]}")
     done = subprocess.run(
         [found, *flags, f"/proc/self/fd/{image}"],
         pass_fds=[image],
@@ -394,5 +396,5 @@ def _make_file_system(kind: Kind, image: int) -> None:
         raise OSError(0, f"{tool}: {done.stderr.strip()}")
 
 
-def _tool(name: str) -> str | None:
+def _find_tool(name: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))

@@ -16,21 +16,23 @@ Verdict = Literal["replace", "index done", "index failed", "job done", "job fail
 
 
 @dataclass
-class Job:
+class JobController:
     """One Indexed Job: its ``spec``, and what has come of its indexes so far."""
 
     spec: Mapping[str, Any]
-    failures: Counter[int] = field(default_factory=Counter)
-    done: set[int] = field(default_factory=set)
-    failed: set[int] = field(default_factory=set)
-    over: Literal["", "job done", "job failed"] = ""
+    failures_by_index: Counter[int] = field(default_factory=Counter)
+    done_indexes: set[int] = field(default_factory=set)
+    failed_indexes: set[int] = field(default_factory=set)
+    outcome: Literal["", "job done", "job failed"] = ""
 
     @property
     def completions(self) -> int:
         """How many indexes there are."""
         return int(self.spec.get("completions", 1))
 
-    def ended(self, index: int, codes: Mapping[str, int], *, disrupted: bool = False) -> Verdict:
+    def handle_pod_end(
+        self, index: int, exit_codes: Mapping[str, int], *, disrupted: bool = False
+    ) -> Verdict:
         """Judge a pod's end.
 
         Args:
@@ -39,53 +41,57 @@ class Job:
             disrupted: whether the pod has the condition DisruptionTarget.
 
         """
-        if self.over:
-            return self.over
-        if all(code == 0 for code in codes.values()):
-            self.done.add(index)
-        elif (verdict := self._failure(index, codes, disrupted=disrupted)) != "index failed":
+        if self.outcome:
+            return self.outcome
+        if all(code == 0 for code in exit_codes.values()):
+            self.done_indexes.add(index)
+        elif (verdict := self._handle_failure(index, exit_codes, disrupted=disrupted)) != "index failed":
             return verdict
         else:
-            self.failed.add(index)
-        self.over = self._end()
-        return self.over or ("index done" if index in self.done else "index failed")
+            self.failed_indexes.add(index)
+        self.outcome = self._job_outcome()
+        return self.outcome or ("index done" if index in self.done_indexes else "index failed")
 
-    def _failure(self, index: int, codes: Mapping[str, int], *, disrupted: bool) -> Verdict:
-        action = self._action(codes, disrupted=disrupted)
+    def _handle_failure(self, index: int, codes: Mapping[str, int], *, disrupted: bool) -> Verdict:
+        action = self._policy_action(codes, disrupted=disrupted)
         if action == "FailJob":
-            self.over = "job failed"
+            self.outcome = "job failed"
             return "job failed"
         if action == "FailIndex":
             return "index failed"
         if action == "Ignore":
             return "replace"
-        self.failures[index] += 1
+        self.failures_by_index[index] += 1
         if "backoffLimitPerIndex" in self.spec:
-            return "index failed" if self.failures[index] > self.spec["backoffLimitPerIndex"] else "replace"
-        if self.failures.total() > self.spec.get("backoffLimit", 6):
-            self.over = "job failed"
+            return (
+                "index failed"
+                if self.failures_by_index[index] > self.spec["backoffLimitPerIndex"]
+                else "replace"
+            )
+        if self.failures_by_index.total() > self.spec.get("backoffLimit", 6):
+            self.outcome = "job failed"
             return "job failed"
         return "replace"
 
-    def _action(self, codes: Mapping[str, int], *, disrupted: bool) -> str:
+    def _policy_action(self, codes: Mapping[str, int], *, disrupted: bool) -> str:
         """What the first rule that matches says; Count where none does."""
         for rule in self.spec.get("podFailurePolicy", {}).get("rules", []):
-            if _matches(rule, codes, disrupted=disrupted):
+            if _rule_matches(rule, codes, disrupted=disrupted):
                 return str(rule["action"])
         return "Count"
 
-    def _end(self) -> Literal["", "job done", "job failed"]:
+    def _job_outcome(self) -> Literal["", "job done", "job failed"]:
         for rule in self.spec.get("successPolicy", {}).get("rules", []):
-            if len(self.done) >= rule.get("succeededCount", self.completions):
+            if len(self.done_indexes) >= rule.get("succeededCount", self.completions):
                 return "job done"
-        if len(self.failed) > self.spec.get("maxFailedIndexes", self.completions):
+        if len(self.failed_indexes) > self.spec.get("maxFailedIndexes", self.completions):
             return "job failed"
-        if len(self.done | self.failed) < self.completions:
+        if len(self.done_indexes | self.failed_indexes) < self.completions:
             return ""
-        return "job failed" if self.failed else "job done"
+        return "job failed" if self.failed_indexes else "job done"
 
 
-def _matches(rule: Mapping[str, Any], codes: Mapping[str, int], *, disrupted: bool) -> bool:
+def _rule_matches(rule: Mapping[str, Any], codes: Mapping[str, int], *, disrupted: bool) -> bool:
     if "onPodConditions" in rule:
         return disrupted and any(
             (one["type"], str(one.get("status", "True"))) == ("DisruptionTarget", "True")

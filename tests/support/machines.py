@@ -31,19 +31,24 @@ from typing import IO
 
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.testing import fork_server
-from elastic_resume.testing.virtual_network import Namespaces
+from elastic_resume.testing.virtual_network import VirtualNetwork
 from tests.support import namespaces
+from tests.support.namespaces import MemoryLimit
 from tests.support.paths import ROOT
 
 MB = 1 << 20
 DISKS = {"/tmp": 256 * MB, "/scratch": 256 * MB, "/dev/shm": 64 * MB}  # noqa: S108  the machine's own
 """Folders in memory and their sizes in bytes; /dev/shm as containers have it."""
 
-_PID1 = Path(__file__).with_name("pid1.py")
-_JOINED = ("mnt", "uts", "ipc")  # and net, which is there before the machine is; pid is entered by a fork
-_FLAGS = {"mnt": "mount", "uts": "uts", "ipc": "ipc"}
+_INIT_PROGRAM = Path(__file__).with_name("machine_init.py")
+_NAMESPACE_KINDS = (
+    "mnt",
+    "uts",
+    "ipc",
+)  # and net, which is there before the machine is; pid is entered by a fork
+_UNSHARE_FLAGS = {"mnt": "mount", "uts": "uts", "ipc": "ipc"}
 # Words: folder, control group or nothing, command.
-_ENTER = """
+_ENTER_SCRIPT = """
 cd / && cd "$1" 2>/dev/null
 [ -z "$2" ] || echo 0 > "$2/cgroup.procs" || exit 126
 shift 2
@@ -53,14 +58,14 @@ _File = int | IO[bytes] | None
 
 
 @dataclass
-class _Up:
+class _RunningMachine:
     """A machine that runs: its process 1, and descriptors of its namespaces and of its /etc/hosts."""
 
-    first: subprocess.Popen[bytes]
-    spaces: dict[str, int]
-    hosts: int | None  # its file of names; None where it ended before that could be opened
-    limit: namespaces.Limit
-    entered: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    init_process: subprocess.Popen[bytes]
+    namespaces: dict[str, int]
+    hosts_file_fd: int | None  # its file of names; None where it ended before that could be opened
+    memory_limit: MemoryLimit
+    started_processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     """What came from outside: process 1 ends only when their parents have waited for them."""
 
 
@@ -87,15 +92,18 @@ class Machines:
         """
         self._names = list(names)
         self._disks = dict(DISKS if disks is None else disks)
-        self._bind = {**_own_folders(self._disks), **{to: str(source) for to, source in (bind or {}).items()}}
-        self._up: dict[int, _Up] = {}
-        self._files: dict[int, str] = {}
-        self.hosts = Namespaces(len(self._names))
+        self._bind = {
+            **_interpreter_dirs(self._disks),
+            **{to: str(source) for to, source in (bind or {}).items()},
+        }
+        self._running_machines: dict[int, _RunningMachine] = {}
+        self._name_tables: dict[int, str] = {}
+        self.network = VirtualNetwork(len(self._names))
         """The machines' network, for partitions and links that are lost in one direction."""
         # The kernel binds a process's life to the thread that made it, and a namespace for process ids to
         # the thread that entered it: so one thread makes all processes, and lives as long as the machines.
-        self._maker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="machines")
-        namespaces.remove_groups_of_the_dead()
+        self._process_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="machines")
+        namespaces.remove_stale_groups()
 
     def __len__(self) -> int:
         return len(self._names)
@@ -114,12 +122,12 @@ class Machines:
 
     def address(self, index: int) -> str:
         """The machine's IPv4 address."""
-        return self.hosts.address(index)
+        return self.network.address(index)
 
     def is_up(self, index: int) -> bool:
         """Whether the machine runs."""
-        up = self._up.get(index)
-        return up is not None and up.first.poll() is None
+        up = self._running_machines.get(index)
+        return up is not None and up.init_process.poll() is None
 
     # ---- life ----------------------------------------------------------------------------------------
 
@@ -160,12 +168,12 @@ class Machines:
         for index in indices or range(len(self)):
             if self.is_up(index):
                 raise UsageError(f"{self.name(index)} is up: crash it or switch it off before it boots.")
-            self._bury(index)
+            self._reap_machine(index)
             if name:
                 self._names[index] = name
             if new_address:
-                self.hosts.renumber(index)
-            self.hosts.restore(index)
+                self.network.change_address(index)
+            self.network.restore_link(index)
             told = {
                 "disks": {to: size for to, size in {**self._disks, **(disks or {})}.items() if size},
                 "bind": {**self._bind, **{to: str(source) for to, source in (bind or {}).items()}},
@@ -174,15 +182,17 @@ class Machines:
                 "name": self.name(index),
             }
             files = (stdout, stderr) if argv else (subprocess.DEVNULL, None)
-            started.append((index, self._maker.submit(self._start, index, told, memory_bytes, files, env)))
+            started.append(
+                (index, self._process_thread.submit(self._start_init, index, told, memory_bytes, files, env))
+            )
         for index, future in started:
             try:
-                found.append(self._arrived(index, *future.result()))
+                found.append(self._wait_until_ready(index, *future.result()))
             except MachineError as error:
                 failures.append(error)
         if name or new_address:
-            for index in self._up:
-                self._tell_names(index)
+            for index in self._running_machines:
+                self._write_hosts_file(index)
         if failures:
             raise failures[0]
         return found
@@ -213,16 +223,19 @@ class Machines:
             UsageError: the machine is down.
 
         """
-        up = self._running(index)
+        up = self._require_running(index)
         # No Python runs between fork and exec: one fork in thousands of a process with threads would hang.
-        nsenter, network, _ = self.hosts.command(index, [])
-        doors = [f"--{_FLAGS[kind]}=/proc/{os.getpid()}/fd/{up.spaces[kind]}" for kind in _JOINED]
-        words = [str(cwd or Path.cwd()), up.limit.group, *argv]
+        nsenter, network, _ = self.network.wrap_command(index, [])
+        doors = [
+            f"--{_UNSHARE_FLAGS[kind]}=/proc/{os.getpid()}/fd/{up.namespaces[kind]}"
+            for kind in _NAMESPACE_KINDS
+        ]
+        words = [str(cwd or Path.cwd()), up.memory_limit.group_path, *argv]
 
         def start() -> subprocess.Popen[bytes]:
-            with namespaces.children_in(up.spaces["pid"]):
+            with namespaces.children_in_pid_namespace(up.namespaces["pid"]):
                 return subprocess.Popen(
-                    [nsenter, network, *doors, "--", "/bin/sh", "-c", _ENTER, "sh", *words],
+                    [nsenter, network, *doors, "--", "/bin/sh", "-c", _ENTER_SCRIPT, "sh", *words],
                     env=None if env is None else dict(env),
                     stdin=stdin,
                     stdout=stdout,
@@ -230,80 +243,85 @@ class Machines:
                     start_new_session=True,
                 )
 
-        up.entered = [each for each in up.entered if each.poll() is None]
-        started = self._maker.submit(start).result()
-        up.entered.append(started)
+        up.started_processes = [each for each in up.started_processes if each.poll() is None]
+        started = self._process_thread.submit(start).result()
+        up.started_processes.append(started)
         return started
 
-    def first(self, index: int) -> int:
+    def init_pid(self, index: int) -> int:
         """Give the id of a machine's process 1.
 
         Raises:
             UsageError: the machine is down.
 
         """
-        return self._running(index).first.pid
+        return self._require_running(index).init_process.pid
 
     def crash(self, *indices: int) -> None:
         """Let machines die at once: every process is killed, and peers see their connections end."""
         for index in indices:
             if self.is_up(index):
-                self._up[index].first.kill()
+                self._running_machines[index].init_process.kill()
         for index in indices:
-            self._bury(index)
+            self._reap_machine(index)
 
     def poweroff(self, *indices: int) -> None:
         """Let machines lose their power: links fall silent, then all processes end; peers hear nothing."""
         for index in indices:
-            self.hosts.cut(index)
+            self.network.cut(index)
         self.crash(*indices)
 
     def cut(self, index: int) -> None:
         """Let a machine's link go silent."""
-        self.hosts.cut(index)
+        self.network.cut(index)
 
-    def path(self, index: int, inside: str) -> Path:
+    def path(self, index: int, path_inside: str) -> Path:
         """Where the maker finds a file of a machine that is up: on its disks too."""
         if not self.is_up(index):
             raise UsageError(f"{self.name(index)} is down, and its disks are gone.")
-        return Path(f"/proc/{self._up[index].first.pid}/root") / inside.lstrip("/")
+        return Path(f"/proc/{self._running_machines[index].init_process.pid}/root") / path_inside.lstrip("/")
 
-    def kills(self, index: int) -> int:
+    def oom_kill_count(self, index: int) -> int:
         """How many processes of a machine with a memory limit the kernel has killed for exceeding it."""
-        up = self._up.get(index)
-        return up.limit.kills() if up is not None else 0
+        up = self._running_machines.get(index)
+        return up.memory_limit.oom_kill_count() if up is not None else 0
 
-    def name_service(self, index: int, names: Mapping[str, str]) -> None:
+    def set_known_names(self, index: int, names: Mapping[str, str]) -> None:
         """Let a machine know these names (name -> address) and no others, from now on and after it boots."""
-        self._files[index] = "".join(f"{address} {name}\n" for name, address in names.items())
-        self._tell_names(index)
+        self._name_tables[index] = "".join(f"{address} {name}\n" for name, address in names.items())
+        self._write_hosts_file(index)
 
     def close(self) -> None:
         """End all machines. A second call does nothing."""
-        self.crash(*self._up)
-        self.hosts.close()
-        self._maker.shutdown()
+        self.crash(*self._running_machines)
+        self.network.close()
+        self._process_thread.shutdown()
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _start(
+    def _start_init(
         self,
         index: int,
-        told: dict[str, object],
+        config: dict[str, object],
         memory_bytes: int,
         files: tuple[_File, _File],
         env: Mapping[str, str] | None,
-    ) -> tuple[subprocess.Popen[bytes], int, namespaces.Limit]:
+    ) -> tuple[subprocess.Popen[bytes], int, namespaces.MemoryLimit]:
         """Start process 1; give it, where it tells how that went, and its limit."""
-        limit = namespaces.Limit(memory_bytes)
+        limit = namespaces.MemoryLimit(memory_bytes)
         here, there = os.pipe()
-        told = {**told, "line": there, "hosts": self._hosts_file(index), "group": limit.group}
-        unshare = ["unshare", *(f"--{_FLAGS[kind]}" for kind in _JOINED), "--propagation", "unchanged"]
-        python = [sys.executable, "-I", "-S", str(_PID1), json.dumps(told)]
+        config = {**config, "line": there, "hosts": self._hosts_file_text(index), "group": limit.group_path}
+        unshare = [
+            "unshare",
+            *(f"--{_UNSHARE_FLAGS[kind]}" for kind in _NAMESPACE_KINDS),
+            "--propagation",
+            "unchanged",
+        ]
+        python = [sys.executable, "-I", "-S", str(_INIT_PROGRAM), json.dumps(config)]
         try:
-            with namespaces.children_in(None):
+            with namespaces.children_in_pid_namespace(None):
                 first = subprocess.Popen(
-                    self.hosts.command(index, [*unshare, "--", *python]),
+                    self.network.wrap_command(index, [*unshare, "--", *python]),
                     env=None if env is None else dict(env),
                     stdin=subprocess.DEVNULL,
                     stdout=files[0],
@@ -319,64 +337,72 @@ class Machines:
             os.close(there)
         return first, here, limit
 
-    def _arrived(
-        self, index: int, first: subprocess.Popen[bytes], line: int, limit: namespaces.Limit
+    def _wait_until_ready(
+        self, index: int, init_process: subprocess.Popen[bytes], status_fd: int, limit: namespaces.MemoryLimit
     ) -> subprocess.Popen[bytes]:
-        with open(line, "rb") as said:
+        with open(status_fd, "rb") as said:
             word = said.readline().decode().strip()
         if word != "ready":
-            first.kill()
-            first.wait()
+            init_process.kill()
+            init_process.wait()
             limit.close()
             raise MachineError(f"{self.name(index)} does not start: {word or 'its first process died'}.")
-        spaces = {kind: os.open(f"/proc/{first.pid}/ns/{kind}", os.O_RDONLY) for kind in (*_JOINED, "pid")}
-        self._up[index] = _Up(first, spaces, _own_hosts(first), limit)
-        return first
+        spaces = {
+            kind: os.open(f"/proc/{init_process.pid}/ns/{kind}", os.O_RDONLY)
+            for kind in (*_NAMESPACE_KINDS, "pid")
+        }
+        self._running_machines[index] = _RunningMachine(
+            init_process, spaces, _open_hosts_file(init_process), limit
+        )
+        return init_process
 
-    def _running(self, index: int) -> _Up:
+    def _require_running(self, index: int) -> _RunningMachine:
         if not self.is_up(index):
             raise UsageError(f"{self.name(index)} is down: boot it before something runs there.")
-        return self._up[index]
+        return self._running_machines[index]
 
-    def _bury(self, index: int) -> None:
-        up = self._up.pop(index, None)
+    def _reap_machine(self, index: int) -> None:
+        up = self._running_machines.pop(index, None)
         if up is None:
             return
         try:
-            for each in (*up.entered, up.first):
-                each.wait(fork_server.KILLED_S)
+            for each in (*up.started_processes, up.init_process):
+                each.wait(fork_server.KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise MachineError(
                 f"{self.name(index)}: a process sleeps in the kernel and does not end."
             ) from None
-        for descriptor in (*up.spaces.values(), *([] if up.hosts is None else [up.hosts])):
+        for descriptor in (
+            *up.namespaces.values(),
+            *([] if up.hosts_file_fd is None else [up.hosts_file_fd]),
+        ):
             os.close(descriptor)
-        up.limit.close()
+        up.memory_limit.close()
 
-    def _tell_names(self, index: int) -> None:
+    def _write_hosts_file(self, index: int) -> None:
         """Write what a machine knows, if it runs."""
-        up = self._up.get(index)
-        if up is not None and up.hosts is not None:
-            text = self._hosts_file(index).encode()
-            os.pwrite(up.hosts, text, 0)
-            os.ftruncate(up.hosts, len(text))
+        up = self._running_machines.get(index)
+        if up is not None and up.hosts_file_fd is not None:
+            text = self._hosts_file_text(index).encode()
+            os.pwrite(up.hosts_file_fd, text, 0)
+            os.ftruncate(up.hosts_file_fd, len(text))
 
-    def _hosts_file(self, index: int) -> str:
+    def _hosts_file_text(self, index: int) -> str:
         # No machine is 127.0.1.1, as Debian has it: who asks for its own name is to get what others get.
-        known = self._files.get(index)
+        known = self._name_tables.get(index)
         if known is None:
             known = "".join(f"{self.address(each)} {self.name(each)}\n" for each in range(len(self)))
         return f"127.0.0.1 localhost\n{known}"
 
 
-def _own_hosts(first: subprocess.Popen[bytes]) -> int | None:
+def _open_hosts_file(init_process: subprocess.Popen[bytes]) -> int | None:
     """Open a machine's /etc/hosts, once and for all.
 
     By its path it may be the host's later on: a file that is exchanged on the host, by a rename, takes with
     it what is mounted on it in every namespace.
     """
     try:
-        found = os.open(f"/proc/{first.pid}/root/etc/hosts", os.O_RDWR | os.O_CLOEXEC)
+        found = os.open(f"/proc/{init_process.pid}/root/etc/hosts", os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # a container may end at any moment
         return None
     if os.fstat(found).st_nlink:  # `pid1` takes the name of its own away: this is the host's
@@ -385,7 +411,7 @@ def _own_hosts(first: subprocess.Popen[bytes]) -> int | None:
     return found
 
 
-def _own_folders(disks: Mapping[str, int]) -> dict[str, str]:
+def _interpreter_dirs(disks: Mapping[str, int]) -> dict[str, str]:
     """What a Python on a machine needs and would not see."""
     folders = (sys.prefix, sys.base_prefix, str(ROOT))
     return {each: each for each in folders if any(Path(each).is_relative_to(disk) for disk in disks)}

@@ -14,24 +14,24 @@ JOB = ("service.yaml", "job.yaml")
 JOBSET = ("jobset.yaml",)
 
 
-def documents(files: tuple[str, ...] = JOB, name: str = NAME) -> list[dict[str, Any]]:
+def load_documents(files: tuple[str, ...] = JOB, name: str = NAME) -> list[dict[str, Any]]:
     """Load files of deploy/kubernetes, with another name for the job."""
     return [yaml.safe_load((KUBERNETES / file).read_text().replace(NAME, name)) for file in files]
 
 
-def job_of(loaded: list[dict[str, Any]]) -> dict[str, Any]:
+def job_spec(documents: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the Job's spec, which a JobSet has inside."""
-    spec: dict[str, Any] = loaded[-1]["spec"]
+    spec: dict[str, Any] = documents[-1]["spec"]
     return spec["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in spec else spec
 
 
-def for_1_29(job: dict[str, Any]) -> None:
+def adapt_to_kubernetes_1_29(job: dict[str, Any]) -> None:
     """Edit a Job's spec as docs/kubernetes.md says for Kubernetes 1.29 and 1.30."""
     del job["successPolicy"]
     job["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"].remove(75)
 
 
-def manifest(
+def render_manifest(
     nodes: str = "2:3",
     *,
     args: tuple[str, ...] = ("train.py",),
@@ -39,22 +39,22 @@ def manifest(
     memory: str = "512Mi",
     shm: str = "128Mi",
     disk: str = "30Mi",
-    grace: int = 120,
+    grace_s: int = 120,
     claim: str = "",
 ) -> str:
     """Return the YAML of a job called train, with these values where docs/kubernetes.md says they go."""
-    loaded = documents(files, "train")
-    job = job_of(loaded)
+    loaded = load_documents(files, "train")
+    job = job_spec(loaded)
     least, most = map(int, nodes.split(":"))
     job.update(completions=most, parallelism=most, maxFailedIndexes=most - least)
     pod = job["template"]["spec"]
-    pod["terminationGracePeriodSeconds"] = grace
+    pod["terminationGracePeriodSeconds"] = grace_s
     container = pod["containers"][0]
     container["args"] = list(args)
     container["resources"]["requests"]["memory"] = container["resources"]["limits"]["memory"] = memory
     values = {
         "ELASTIC_RESUME_NODES": nodes,
-        "ELASTIC_RESUME_TERMINATION_GRACE_S": str(grace),
+        "ELASTIC_RESUME_TERMINATION_GRACE_S": str(grace_s),
         "ELASTIC_RESUME_CKPT_LIMIT": disk,
     }
     for variable in container["env"]:

@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume.errors import MachineError
-from elastic_resume.schedulers.resources import Group
+from elastic_resume.schedulers.resources import MemoryCgroup
 
 CLONE_NEWPID = 0x20000000  # linux/sched.h
 _GROUP_PREFIX = "elastic-resume-machine-"
 # Its input ends with its maker.
-_SWEEP = """
+_REMOVE_GROUP_SCRIPT = """
 trap '' INT TERM HUP
 cat > /dev/null
 for _ in $(seq 600); do
@@ -34,36 +34,36 @@ done
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def join(space: int) -> None:
+def enter_namespace(descriptor: int) -> None:
     """Enter the namespace of this descriptor; one for process ids holds for children only."""
-    if _LIBC.setns(space, 0):
-        raise _error("setns")
+    if _LIBC.setns(descriptor, 0):
+        raise _last_error("setns")
 
 
-def join_path(path: str) -> None:
+def enter_namespace_at(path: str) -> None:
     """Enter the namespace at this path."""
     space = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        join(space)
+        enter_namespace(space)
     finally:
         os.close(space)
 
 
 @contextlib.contextmanager
-def children_in(space: int | None) -> Iterator[None]:
+def children_in_pid_namespace(descriptor: int | None) -> Iterator[None]:
     """Have children of this thread begin in a namespace for process ids; None: in a new one."""
-    if space is None:
+    if descriptor is None:
         if _LIBC.unshare(CLONE_NEWPID):
-            raise _error("unshare")
+            raise _last_error("unshare")
     else:
-        join(space)
+        enter_namespace(descriptor)
     try:
         yield
     finally:
-        join_path("/proc/self/ns/pid")
+        enter_namespace_at("/proc/self/ns/pid")
 
 
-class Limit:
+class MemoryLimit:
     """What the processes of a control group, below that of this process, may use of memory together."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -73,18 +73,18 @@ class Limit:
             MachineError: it cannot be made, and why.
 
         """
-        self.group = ""
+        self.group_path = ""
         """Where it is; empty where there is none."""
         if not limit_bytes:
             return
-        own = Group.of_this_process()
+        own = MemoryCgroup.find_own()
         if own is None:
             raise MachineError("no memory limit can be set: this process sees no control group for memory.")
         directory = own.directory / f"{_GROUP_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        self.group, self._told = str(directory), replace(own, directory=directory)
+        self.group_path, self._cgroup = str(directory), replace(own, directory=directory)
         # Before the group is there: from then on it is removed, whatever becomes of this process.
-        self._sweeper = subprocess.Popen(
-            ["/bin/sh", "-c", _SWEEP, "sh", self.group],
+        self._remover = subprocess.Popen(
+            ["/bin/sh", "-c", _REMOVE_GROUP_SCRIPT, "sh", self.group_path],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -93,24 +93,24 @@ class Limit:
         )
         try:
             directory.mkdir()
-            (directory / own.limit).write_text(str(limit_bytes))
+            (directory / own.limit_file).write_text(str(limit_bytes))
         except OSError as error:
             self.close()
             raise MachineError(f"no memory limit can be set in {own.directory}: {error.strerror}.") from error
 
-    def kills(self) -> int:
+    def oom_kill_count(self) -> int:
         """How many of its processes the kernel has killed for want of memory."""
-        return self._told.kills() if self.group else 0
+        return self._cgroup.read_oom_kills() if self.group_path else 0
 
     def close(self) -> None:
         """Remove the group. Its processes have ended; if not, they have a minute. Again: nothing."""
-        if self.group:
-            self._sweeper.communicate()
+        if self.group_path:
+            self._remover.communicate()
 
 
-def remove_groups_of_the_dead() -> None:
+def remove_stale_groups() -> None:
     """Remove what makers have left that were killed together with those who sweep behind them."""
-    own = Group.of_this_process()
+    own = MemoryCgroup.find_own()
     for group in own.directory.glob(f"{_GROUP_PREFIX}*") if own else ():
         maker = group.name.removeprefix(_GROUP_PREFIX).split("-")[0]
         if not Path("/proc", maker).exists():
@@ -118,6 +118,6 @@ def remove_groups_of_the_dead() -> None:
                 group.rmdir()
 
 
-def _error(call: str) -> OSError:
+def _last_error(call: str) -> OSError:
     number = ctypes.get_errno()
     return OSError(number, f"{call}: {os.strerror(number)}")

@@ -15,10 +15,10 @@ import sys
 import threading
 from pathlib import Path
 
-from elastic_resume.schedulers.resources import Group
+from elastic_resume.schedulers.resources import MemoryCgroup
 from elastic_resume.testing import fork_server_main
-from elastic_resume.testing.fork_server import Nursery
-from tests.support.pods import IMAGE
+from elastic_resume.testing.fork_server import AgentForkServer
+from tests.support.pods import IMAGE_ENVIRONMENT
 
 SHIM = f"""#!{sys.executable} -IS
 import json, os, signal, socket, sys
@@ -56,54 +56,56 @@ while True:
 """
 
 
-class Agents:
+class PodAgentServer:
     """Forks agents for the pods of one job."""
 
-    def __init__(self, nursery: Nursery, control: Path) -> None:
+    def __init__(self, fork_server: AgentForkServer, control_dir: Path) -> None:
         """``control`` is each pod's /control."""
-        self._nursery, self._control = nursery, control
-        self._door = socket.socket(socket.AF_UNIX)
-        self._door.bind(str(control / "agents"))
-        self._door.listen()
-        (control / "tini").write_text(SHIM)
-        (control / "tini").chmod(0o755)
+        self._fork_server, self._control_dir = fork_server, control_dir
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(control_dir / "agents"))
+        self._listener.listen()
+        (control_dir / "tini").write_text(SHIM)
+        (control_dir / "tini").chmod(0o755)
         threading.Thread(target=self._serve, daemon=True).start()
-        self.image = {"PATH": f"/control:{IMAGE['PATH']}"}
+        self.image_environment = {"PATH": f"/control:{IMAGE_ENVIRONMENT['PATH']}"}
         """Of the pods."""
 
-    def really(self, host: str) -> None:
+    def use_real_start(self, host: str) -> None:
         """Let the next start there be a real one."""
-        (self._control / f"really-{host}").touch()
+        (self._control_dir / f"really-{host}").touch()
 
     def _serve(self) -> None:
         while True:
-            line, _ = self._door.accept()
-            threading.Thread(target=self._answer, args=[line], daemon=True).start()
+            line, _ = self._listener.accept()
+            threading.Thread(target=self._handle_request, args=[line], daemon=True).start()
 
-    def _answer(self, line: socket.socket) -> None:
+    def _handle_request(self, connection: socket.socket) -> None:
         """Let an agent be born beside who asks; say so when it is that one's child."""
-        with line:
+        with connection:
             try:
-                told, (output,) = fork_server_main.receive(line, 1)
+                told, (output,) = fork_server_main.receive(connection, 1)
             except (OSError, EOFError):  # the pod has ended already
                 return
-            (pod, _, _) = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            (pod, _, _) = struct.unpack(
+                "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            )
             command = [sys.executable, "-m", "elastic_resume", *told["argv"]]
             cwd = Path(told["cwd"])
-            between = self._nursery.fork(
-                command, told["env"], output, cwd=cwd, beside=pod, group=group_of(pod)
+            between = self._fork_server.fork(
+                command, told["env"], output, cwd=cwd, beside=pod, group=find_control_group(pod)
             )
             os.close(output)
             between.wait()
             with contextlib.suppress(OSError):  # it has ended meanwhile
-                line.sendall(b"!")
+                connection.sendall(b"!")
 
 
-def group_of(process: int) -> str:
+def find_control_group(pid: int) -> str:
     """The control group that limits the memory of a machine of ours."""
-    own = Group.of_this_process()
+    own = MemoryCgroup.find_own()
     for group in own.directory.glob(f"*-{os.getpid()}-*") if own else ():
         with contextlib.suppress(OSError):  # the group of a pod that has just ended
-            if str(process) in (group / "cgroup.procs").read_text().split():
+            if str(pid) in (group / "cgroup.procs").read_text().split():
                 return str(group)
     return ""

@@ -37,9 +37,12 @@ T = TypeVar("T")
 POLL_S = 0.02
 UNLIMITED_BYTES = 1 << 30  # of an emptyDir without a sizeLimit
 DOMAIN = "cluster.local"
-_REFERENCE = re.compile(r"\$(\$|\(([A-Za-z_][A-Za-z0-9_.-]*)\))")
+_VARIABLE_REFERENCE = re.compile(r"\$(\$|\(([A-Za-z_][A-Za-z0-9_.-]*)\))")
 # What an image would say: where the interpreter and the command line tool are, and that lines come at once.
-IMAGE = {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONUNBUFFERED": "1"}
+IMAGE_ENVIRONMENT = {
+    "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
+    "PYTHONUNBUFFERED": "1",
+}
 
 
 class PodsTimeoutError(AssertionError):
@@ -53,22 +56,22 @@ class Pod:
     index: int
     name: str
     uid: str
-    slot: int
+    machine_index: int
     address: str
     process: subprocess.Popen[bytes]
-    code: int | None = None
+    exit_code: int | None = None
     reason: str = ""  # as `kubectl describe` words it: OOMKilled, or the disruption's
     disrupted: bool = False
-    counts: bool = True  # whether the controller still knows it: not after `force_delete`
+    is_tracked: bool = True  # whether the controller still knows it: not after `force_delete`
     kill_at: float = field(default=float("inf"))
 
 
-class Pods:
+class SimulatedPods:
     """The pods of a manifest's Job. Use it as a context manager, or call `close`; `wait` drives it."""
 
     def __init__(
         self,
-        text: str,
+        manifest: str,
         directory: Path,
         *,
         secrets: Mapping[str, Mapping[str, str]] | None = None,
@@ -96,18 +99,18 @@ class Pods:
                 since 1.28 where cgroup v2 is; else only the process that the kernel chooses.
 
         """
-        kinds = {str(one["kind"]): one for one in yaml.safe_load_all(text)}
-        spec, prefix = _job_of(kinds)
+        kinds = {str(one["kind"]): one for one in yaml.safe_load_all(manifest)}
+        spec, prefix = _job_spec(kinds)
         if spec is None:
             raise UsageError("this manifest has neither a Job nor a JobSet.")
-        self.job = job_controller.Job(spec)
+        self.job = job_controller.JobController(spec)
         self.prefix, self._namespace = prefix, namespace
         self._template = spec["template"]
-        self._pod = self._template["spec"]
-        (self._container,) = self._pod["containers"]
-        self._has_names = "Service" in kinds or "JobSet" in kinds
+        self._pod_spec = self._template["spec"]
+        (self._container,) = self._pod_spec["containers"]
+        self._has_dns = "Service" in kinds or "JobSet" in kinds
         self._secrets, self._claims, self._bind = secrets or {}, claims or {}, bind or {}
-        self._image = {**IMAGE, **(image or {})}
+        self._image = {**IMAGE_ENVIRONMENT, **(image or {})}
         self._cwd = cwd or Path.cwd()
         self._directory = directory
         self._backoff_s, self._whole_container = backoff_s, whole_container
@@ -115,12 +118,12 @@ class Pods:
         self._machines = Machines([f"machine{slot}" for slot in range(slots)])
         self.pods: list[Pod] = []
         """All pods that were ever started, in that order."""
-        self.dns_held = False
+        self.dns_paused = False
         """While this is true, new pods get no name in DNS."""
         self._dns: dict[str, str] = {}
-        self._due: list[tuple[float, int]] = []
+        self._due_starts: list[tuple[float, int]] = []
 
-    def __enter__(self) -> Pods:  # noqa: PYI034  typing.Self needs Python 3.11
+    def __enter__(self) -> SimulatedPods:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
 
     def __exit__(
@@ -137,21 +140,21 @@ class Pods:
     def start(self) -> None:
         """Start a pod for each index."""
         for index in range(self.job.completions):
-            self._create(index)
+            self._create_pod(index)
 
-    def pod(self, index: int) -> Pod:
+    def newest_pod(self, index: int) -> Pod:
         """Give the newest pod of an index."""
         return next(pod for pod in reversed(self.pods) if pod.index == index)
 
     def delete(self, index: int, *, disruption: str = "") -> Pod:
         """Delete a pod: SIGTERM, and SIGKILL after its grace. ``disruption``: the reason of an eviction."""
-        pod = self.pod(index)
+        pod = self.newest_pod(index)
         pod.disrupted, pod.reason = bool(disruption), disruption
-        pod.kill_at = time.monotonic() + float(self._pod.get("terminationGracePeriodSeconds", 30))
+        pod.kill_at = time.monotonic() + float(self._pod_spec.get("terminationGracePeriodSeconds", 30))
         pod.process.send_signal(signal.SIGTERM)
         if self.job.spec.get("podReplacementPolicy", "TerminatingOrFailed") != "Failed":
-            self._due.append((time.monotonic(), index))
-            pod.counts = False
+            self._due_starts.append((time.monotonic(), index))
+            pod.is_tracked = False
         return pod
 
     def evict(self, index: int) -> Pod:
@@ -160,23 +163,23 @@ class Pods:
 
     def lose_node(self, index: int) -> Pod:
         """Let a pod's machine lose its power. The controller learns of it by `forget_node`."""
-        pod = self.pod(index)
-        self._machines.poweroff(pod.slot)
-        pod.counts = False
+        pod = self.newest_pod(index)
+        self._machines.poweroff(pod.machine_index)
+        pod.is_tracked = False
         return pod
 
-    def forget_node(self, index: int) -> None:
+    def give_up_node(self, index: int) -> None:
         """Let the node be given up (after five minutes, or by a taint): its pod has failed by disruption."""
-        pod = self.pod(index)
-        pod.code, pod.disrupted, pod.reason = 137, True, "DeletionByTaintManager"
-        pod.counts = True
-        self._judge(pod)
+        pod = self.newest_pod(index)
+        pod.exit_code, pod.disrupted, pod.reason = 137, True, "DeletionByTaintManager"
+        pod.is_tracked = True
+        self._apply_verdict(pod)
 
     def force_delete(self, index: int) -> Pod:
         """Delete the object alone, as ``--force --grace-period=0`` does: two pods of one index may run."""
-        pod = self.pod(index)
-        pod.counts = False
-        self._due.append((time.monotonic(), index))
+        pod = self.newest_pod(index)
+        pod.is_tracked = False
+        self._due_starts.append((time.monotonic(), index))
         return pod
 
     def kill(self, pod: Pod) -> None:
@@ -185,24 +188,24 @@ class Pods:
 
     def cut(self, pod: Pod) -> None:
         """Let the link of a pod's machine go silent."""
-        self._machines.cut(pod.slot)
+        self._machines.cut(pod.machine_index)
 
-    def publish(self) -> None:
+    def update_dns(self) -> None:
         """Let DNS know every pod that runs."""
-        self.dns_held = False
-        self._tell_names()
+        self.dns_paused = False
+        self._update_names()
 
     # ---- what can be seen ----------------------------------------------------------------------------
 
-    def log(self, pod: Pod) -> str:
+    def read_log(self, pod: Pod) -> str:
         """All that a pod has printed."""
-        return self._log(pod.name).read_text(errors="replace")
+        return self._log_path(pod.name).read_text(errors="replace")
 
-    def path(self, pod: Pod, inside: str) -> Path:
+    def path(self, pod: Pod, path_inside: str) -> Path:
         """Where a file of a pod that runs can be found."""
-        return self._machines.path(pod.slot, inside)
+        return self._machines.path(pod.machine_index, path_inside)
 
-    def wait(self, look: Callable[[], T | None], what: str, timeout_s: float = 60.0) -> T:
+    def wait(self, condition: Callable[[], T | None], description: str, timeout_s: float = 60.0) -> T:
         """Do what kubelet and the controller do until ``look`` gives something true, and return that.
 
         Raises:
@@ -211,71 +214,78 @@ class Pods:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            self._tick()
-            found = look()
+            self._reconcile()
+            found = condition()
             if found:
                 return found
             if time.monotonic() > deadline:
-                tails = "\n".join(f"--- {pod.name} {pod.code}\n{self.log(pod)[-2500:]}" for pod in self.pods)
-                raise PodsTimeoutError(f"{what}: {timeout_s:.0f} s went by.\n{tails}")
+                tails = "\n".join(
+                    f"--- {pod.name} {pod.exit_code}\n{self.read_log(pod)[-2500:]}" for pod in self.pods
+                )
+                raise PodsTimeoutError(f"{description}: {timeout_s:.0f} s went by.\n{tails}")
             time.sleep(POLL_S)
 
-    def ended(self, pod: Pod, timeout_s: float = 60.0) -> int:
+    def wait_for_exit(self, pod: Pod, timeout_s: float = 60.0) -> int:
         """Wait for a pod's end; give its exit code as Kubernetes would show it."""
-        self.wait(lambda: pod.code is not None, f"the end of {pod.name}", timeout_s)
-        return -1 if pod.code is None else pod.code
+        self.wait(lambda: pod.exit_code is not None, f"the end of {pod.name}", timeout_s)
+        return -1 if pod.exit_code is None else pod.exit_code
 
     # ---- kubelet and the controller ------------------------------------------------------------------
 
-    def _tick(self) -> None:
+    def _reconcile(self) -> None:
         for pod in list(self.pods):
-            if pod.code is not None or not self._runs_or_ran(pod):
+            if pod.exit_code is not None or not self._owns_machine(pod):
                 continue
             if time.monotonic() > pod.kill_at:
                 pod.process.kill()
-            if self._whole_container and self._machines.kills(pod.slot):
+            if self._whole_container and self._machines.oom_kill_count(pod.machine_index):
                 pod.reason = "OOMKilled"
                 pod.process.kill()
             code = pod.process.poll()
             if code is not None:
-                pod.code = 128 - code if code < 0 else code
-                self._machines.crash(pod.slot)  # what is left of it, its disks too
-                self._judge(pod)
+                pod.exit_code = 128 - code if code < 0 else code
+                self._machines.crash(pod.machine_index)  # what is left of it, its disks too
+                self._apply_verdict(pod)
         now = time.monotonic()
-        for due in [one for one in self._due if one[0] <= now]:
-            self._due.remove(due)
-            self._create(due[1])
+        for due in [one for one in self._due_starts if one[0] <= now]:
+            self._due_starts.remove(due)
+            self._create_pod(due[1])
 
-    def _runs_or_ran(self, pod: Pod) -> bool:
+    def _owns_machine(self, pod: Pod) -> bool:
         """Whether its machine is still its own."""
-        return all(other.slot != pod.slot for other in self.pods[self.pods.index(pod) + 1 :])
+        return all(
+            other.machine_index != pod.machine_index for other in self.pods[self.pods.index(pod) + 1 :]
+        )
 
-    def _judge(self, pod: Pod) -> None:
-        if not pod.counts:
+    def _apply_verdict(self, pod: Pod) -> None:
+        if not pod.is_tracked:
             return
-        codes = {self._container["name"]: int(pod.code or 0)}
-        verdict = self.job.ended(pod.index, codes, disrupted=pod.disrupted)
+        codes = {self._container["name"]: int(pod.exit_code or 0)}
+        verdict = self.job.handle_pod_end(pod.index, codes, disrupted=pod.disrupted)
         if verdict == "replace":
-            self._due.append((time.monotonic() + self._backoff_s, pod.index))
-        elif self.job.over:
-            self._due.clear()
+            self._due_starts.append((time.monotonic() + self._backoff_s, pod.index))
+        elif self.job.outcome:
+            self._due_starts.clear()
             for other in self.pods:
-                if other.code is None and other.process.poll() is None:
+                if other.exit_code is None and other.process.poll() is None:
                     other.process.send_signal(signal.SIGTERM)
-                    other.kill_at = time.monotonic() + self._pod.get("terminationGracePeriodSeconds", 30)
-        self._tell_names()
+                    other.kill_at = time.monotonic() + self._pod_spec.get("terminationGracePeriodSeconds", 30)
+        self._update_names()
 
-    def _create(self, index: int) -> None:
-        used = {pod.slot for pod in self.pods if pod.code is None}
+    def _create_pod(self, index: int) -> None:
+        used = {pod.machine_index for pod in self.pods if pod.exit_code is None}
         free = [slot for slot in range(len(self._machines)) if slot not in used]
         # Not the machine that was used last, where another is free.
         slot = min(
-            free, key=lambda one: max((n for n, pod in enumerate(self.pods) if pod.slot == one), default=-1)
+            free,
+            key=lambda one: max(
+                (n for n, pod in enumerate(self.pods) if pod.machine_index == one), default=-1
+            ),
         )
         host = f"{self.prefix}-{index}"
         name, uid = f"{host}-{chance.token_hex(3)[:5]}", str(uuid.uuid4())
-        address = self._machines.hosts.renumber(slot)
-        volumes = {one["name"]: one for one in self._pod.get("volumes", [])}
+        address = self._machines.network.change_address(slot)
+        volumes = {one["name"]: one for one in self._pod_spec.get("volumes", [])}
         disks: dict[str, int] = {"/scratch": 0}
         bind = {to: str(source) for to, source in self._bind.items()}
         for mount in self._container.get("volumeMounts", []):
@@ -283,29 +293,29 @@ class Pods:
             if "emptyDir" in volume:
                 size = (volume["emptyDir"] or {}).get("sizeLimit")
                 disks[mount["mountPath"]] = (
-                    kubernetes.size_bytes(size, "sizeLimit") if size else UNLIMITED_BYTES
+                    kubernetes.parse_quantity_bytes(size, "sizeLimit") if size else UNLIMITED_BYTES
                 )
             else:
                 bind[mount["mountPath"]] = str(self._claims[volume["persistentVolumeClaim"]["claimName"]])
         memory = self._container.get("resources", {}).get("limits", {}).get("memory")
         env = self._environment(index, name, uid, address)
         words = [*self._container["command"], *self._container.get("args", [])]
-        self._machines.name_service(slot, self._names(index, address))
-        with open(self._log(name), "ab") as log:
+        self._machines.set_known_names(slot, self._resolvable_names(index, address))
+        with open(self._log_path(name), "ab") as log:
             (process,) = self._machines.boot(
                 slot,
                 name=host,
                 disks=disks,
                 bind=bind,
-                memory_bytes=kubernetes.size_bytes(memory, "memory") if memory else 0,
-                argv=[expanded(str(word), env) for word in words],
+                memory_bytes=kubernetes.parse_quantity_bytes(memory, "memory") if memory else 0,
+                argv=[expand_variables(str(word), env) for word in words],
                 env=env,
                 cwd=self._cwd,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
         self.pods.append(Pod(index, name, uid, slot, address, process))
-        self._tell_names()
+        self._update_names()
 
     def _environment(self, index: int, name: str, uid: str, address: str) -> dict[str, str]:
         """What the container is given: the image's, Kubernetes' own, and the manifest's."""
@@ -336,36 +346,38 @@ class Pods:
                 ref = source["secretKeyRef"]
                 told[one["name"]] = self._secrets[ref["name"]][ref["key"]]
             else:
-                told[one["name"]] = expanded(str(one["value"]), told)
+                told[one["name"]] = expand_variables(str(one["value"]), told)
         return {**env, **told}
 
-    def _log(self, name: str) -> Path:
+    def _log_path(self, name: str) -> Path:
         self._directory.mkdir(parents=True, exist_ok=True)
         return self._directory / f"{name}.log"
 
-    def _names(self, index: int, address: str) -> dict[str, str]:
+    def _resolvable_names(self, index: int, address: str) -> dict[str, str]:
         """What a pod's resolver knows: its own line of /etc/hosts, and DNS."""
-        own = self._line(f"{self.prefix}-{index}")
+        own = self._host_names(f"{self.prefix}-{index}")
         dns = {line: at for line, at in self._dns.items() if line != own}
         return {f"{own} {self.prefix}-{index}": address, **dns}
 
-    def _line(self, host: str) -> str:
+    def _host_names(self, host: str) -> str:
         """A pod's names, the full one first; the others as the search path makes them."""
-        if not self._has_names:
+        if not self._has_dns:
             return host
-        short = f"{host}.{self._pod['subdomain']}.{self._namespace}.svc"
-        return f"{short}.{DOMAIN} {short} {host}.{self._pod['subdomain']}"
+        short = f"{host}.{self._pod_spec['subdomain']}.{self._namespace}.svc"
+        return f"{short}.{DOMAIN} {short} {host}.{self._pod_spec['subdomain']}"
 
-    def _tell_names(self) -> None:
-        live = [pod for pod in self.pods if pod.code is None]
-        if not self.dns_held and self._has_names:
-            self._dns = {self._line(f"{self.prefix}-{pod.index}"): pod.address for pod in live}
+    def _update_names(self) -> None:
+        live = [pod for pod in self.pods if pod.exit_code is None]
+        if not self.dns_paused and self._has_dns:
+            self._dns = {self._host_names(f"{self.prefix}-{pod.index}"): pod.address for pod in live}
         for pod in live:
-            if self._machines.is_up(pod.slot):
-                self._machines.name_service(pod.slot, self._names(pod.index, pod.address))
+            if self._machines.is_up(pod.machine_index):
+                self._machines.set_known_names(
+                    pod.machine_index, self._resolvable_names(pod.index, pod.address)
+                )
 
 
-def _job_of(kinds: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any] | None, str]:
+def _job_spec(kinds: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any] | None, str]:
     """Return the Job's spec, and the beginning of its pods' host names."""
     if "JobSet" not in kinds:
         job = kinds.get("Job")
@@ -375,10 +387,10 @@ def _job_of(kinds: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any] |
     return job["template"]["spec"], f"{jobset['metadata']['name']}-{job['name']}-0"
 
 
-def expanded(text: str, env: Mapping[str, str]) -> str:
+def expand_variables(text: str, env: Mapping[str, str]) -> str:
     """Fill in $(NAME) as Kubernetes does: what is not known stays, and two dollars make one."""
 
     def value(match: re.Match[str]) -> str:
         return "$" if match[1] == "$" else env.get(match[2], match[0])
 
-    return _REFERENCE.sub(value, text)
+    return _VARIABLE_REFERENCE.sub(value, text)

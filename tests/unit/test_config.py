@@ -13,10 +13,10 @@ import pytest
 from elastic_resume import config, constants
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.checkpoint_interval import Every
+from elastic_resume.policy.checkpoint_interval import IntervalSetting
 from elastic_resume.schedulers import environment
 
-OFF = Every(off=True)
+OFF = IntervalSetting(is_off=True)
 
 
 class _Env(argparse.Action):
@@ -53,7 +53,7 @@ def parse(tmp_path: Path, yaml: str | None, *words: str) -> tuple[argparse.Names
     if yaml is not None:
         (tmp_path / "f.yaml").write_text(yaml)
         words = ("--config", str(tmp_path / "f.yaml"), *words)
-    return config.parse_layers(make_parser(), [*words, "train.py", "--keep", "of-the-script"])
+    return config.parse_flags_and_file(make_parser(), [*words, "train.py", "--keep", "of-the-script"])
 
 
 def settings_of(tmp_path: Path, yaml: str | None, *words: str, **environ: str) -> Settings:
@@ -229,7 +229,7 @@ def test_two_scripts_in_one_slurm_job_have_two_names(
     """Else the second would go on from the checkpoints of the first."""
     environ = {"SLURM_JOB_ID": "7", **environ}
     args = parse(tmp_path, None, *words)[0]
-    assert Settings.for_agent(args, environ, environment.read(environ)).run_id == run_id
+    assert Settings.for_agent(args, environ, environment.read_context(environ)).run_id == run_id
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_arguments_beat_the_environment_in_a_worker() -> None:
         {"ELASTIC_RESUME_KEEP": "5", "ELASTIC_RESUME_CKPT_DIR": "/env"},
         "t.py",
         keep=2,
-        save_every=Every(steps=7),
+        save_every=IntervalSetting(steps=7),
         ckpt_dir=None,
     )
     assert (found.keep, found.save_every.steps, found.ckpt_dir) == (2, 7, Path("/env"))
@@ -266,17 +266,34 @@ def test_defaults_are_valid_and_absolute() -> None:
     """The script may change its working directory."""
     found = Settings.for_worker({}, "t.py")
     assert found.ckpt_dir == Path.cwd() / "checkpoints"
-    assert (found.keep, found.save_every, found.resume) == (3, Every(), "auto")
-    assert (found.snapshot_every, found.snapshot_memory, found.check_replicas) == (Every(), None, Every())
+    assert (found.keep, found.save_every, found.resume) == (3, IntervalSetting(), "auto")
+    assert (found.snapshot_every, found.snapshot_memory, found.check_replicas) == (
+        IntervalSetting(),
+        None,
+        IntervalSetting(),
+    )
     assert found.on_divergence == "stop"
 
 
 @pytest.mark.parametrize(
     "agent",
     [
-        Settings(Path("/c"), "job", "n1", Every(seconds=1.5), 4, "never", 0.1),
-        Settings(Path("/c"), "job", "n1", Every(), 2, "auto", 5.0, OFF, 0, OFF, "resume-from-majority"),
-        Settings(Path("/c"), "job", "n1", Every(), 2, "auto", 5.0, Every(steps=3), 2**53 + 1, Every(steps=9)),
+        Settings(Path("/c"), "job", "n1", IntervalSetting(seconds=1.5), 4, "never", 0.1),
+        Settings(
+            Path("/c"), "job", "n1", IntervalSetting(), 2, "auto", 5.0, OFF, 0, OFF, "resume-from-majority"
+        ),
+        Settings(
+            Path("/c"),
+            "job",
+            "n1",
+            IntervalSetting(),
+            2,
+            "auto",
+            5.0,
+            IntervalSetting(steps=3),
+            2**53 + 1,
+            IntervalSetting(steps=9),
+        ),
     ],
 )
 def test_what_an_agent_decided_arrives_in_its_workers(agent: Settings) -> None:
@@ -373,14 +390,14 @@ def test_an_argument_that_does_not_exist_is_refused() -> None:
         ({"KUBERNETES_SERVICE_HOST": "1", "HOSTNAME": "train-3"}, "train-3"),
         (
             {"SLURMD_NODENAME": "left over from a login shell"},
-            environment.safe_name(socket.gethostname(), "node"),
+            environment.sanitize_name(socket.gethostname(), "node"),
         ),
         ({"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "_odd name!"}, "odd-name"),
     ],
 )
 def test_the_nodes_name_is_the_schedulers(environ: dict[str, str], name: str) -> None:
     """Else the host's, in either case made safe."""
-    assert environment.default_name(environ) == name
+    assert environment.default_node_name(environ) == name
 
 
 def test_under_an_agent_its_flags_name_the_directory_and_not_the_script() -> None:

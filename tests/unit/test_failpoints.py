@@ -16,7 +16,7 @@ import pytest
 
 from elastic_resume import constants, failpoints
 from elastic_resume.errors import ConfigError
-from elastic_resume.testing.triggers import Arming
+from elastic_resume.testing.triggers import FailpointController
 from tests.integration.test_launcher_shim import wait_for
 
 pytestmark = pytest.mark.slow
@@ -31,9 +31,9 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.fixture
-def arming(environ: pytest.MonkeyPatch, tmp_path: Path) -> Arming:
+def arming(environ: pytest.MonkeyPatch, tmp_path: Path) -> FailpointController:
     """A laboratory that this process is in, as rank 1 of node n2."""
-    made = Arming(tmp_path / "faults")
+    made = FailpointController(tmp_path / "faults")
     for name, value in {**made.env, "RANK": "1", constants.ENV_NODE_NAME: "n2"}.items():
         environ.setenv(name, value)
     failpoints.arm()
@@ -72,10 +72,10 @@ def status_of(child: Callable[[], object]) -> int:
     ],
 )
 def test_an_action_is_done_to_whom_it_concerns(
-    environ: pytest.MonkeyPatch, arming: Arming, action: str, status: int
+    environ: pytest.MonkeyPatch, arming: FailpointController, action: str, status: int
 ) -> None:
     """At step 19, by rank 1 on node n2, in a process of its own; from variable and list alike."""
-    failpoints.offer("end", lambda: os._exit(5))
+    failpoints.register_action("end", lambda: os._exit(5))
     mark = arming.arm(f"step={action}", once="")
     assert status_of(lambda: failpoints.hit("step", 19)) == status
     assert status_of(lambda: failpoints.hit("other", 19)) == 0
@@ -86,25 +86,27 @@ def test_an_action_is_done_to_whom_it_concerns(
     assert status_of(lambda: failpoints.hit("step", 19)) == status
 
 
-def test_what_is_armed_while_a_process_runs_hits_it_once_and_no_later_one(arming: Arming) -> None:
+def test_what_is_armed_while_a_process_runs_hits_it_once_and_no_later_one(
+    arming: FailpointController,
+) -> None:
     """The mark outlives who was hit, and tells who it was. Other points do not disturb it."""
     failpoints.hit("step", 1)
     mark = arming.arm("step=raise:KeyError", step=3)
     other = arming.arm("commit=raise:KeyError", node="n1")
     failpoints.hit("step", 2)
-    assert arming.fired(mark) is None
+    assert arming.read_fired(mark) is None
     with pytest.raises(KeyError):
         failpoints.hit("step", 4)
     failpoints.hit("step", 5)
     assert status_of(lambda: failpoints.hit("step", 6)) == 0
-    fired = arming.fired(mark)
+    fired = arming.read_fired(mark)
     assert fired is not None
     assert (fired["pid"], fired["node"], fired["rank"]) == (os.getpid(), "n2", "1")
-    assert arming.fired(other) is None
+    assert arming.read_fired(other) is None
 
 
 def test_what_lasts_hits_the_process_that_was_the_first_for_its_time(
-    arming: Arming, monkeypatch: pytest.MonkeyPatch
+    arming: FailpointController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow rank is slow at each step, and its successor is not."""
     now = 100.0
@@ -118,7 +120,7 @@ def test_what_lasts_hits_the_process_that_was_the_first_for_its_time(
     failpoints.hit("step")
 
 
-def test_what_lasts_ends(arming: Arming, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lasts_ends(arming: FailpointController, monkeypatch: pytest.MonkeyPatch) -> None:
     """When its time is over, though it is still armed."""
     now = 100.0
     monkeypatch.setattr(failpoints, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
@@ -130,33 +132,33 @@ def test_what_lasts_ends(arming: Arming, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_process_that_waits_at_a_point_is_seen_and_goes_on_when_it_may(
-    arming: Arming, monkeypatch: pytest.MonkeyPatch
+    arming: FailpointController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that anything at all can be done in the midst of a commit."""
-    monkeypatch.setattr(failpoints, "WAIT_S", 600.0)  # it is not for that that it goes on
+    monkeypatch.setattr(failpoints, "MAX_WAIT_S", 600.0)  # it is not for that that it goes on
     mark = arming.arm("commit=wait")
     thread = threading.Thread(target=failpoints.hit, args=("commit",))
     thread.start()
-    wait_for(lambda: arming.waits(mark), "the point to be reached")
+    wait_for(lambda: arming.is_waiting(mark), "the point to be reached")
     assert thread.is_alive()
     arming.release(mark)
     thread.join(60)
     assert not thread.is_alive()
 
 
-def test_a_bit_of_what_passes_can_be_flipped(arming: Arming) -> None:
+def test_a_bit_of_what_passes_can_be_flipped(arming: FailpointController) -> None:
     """In a copy: what is sent from is not touched."""
     data = b"abcdef"
-    assert failpoints.passing("wire.line", data) is data
-    arming.arm("wire.line=flip")
-    assert failpoints.passing("wire.line", data) == b"abceef"
-    assert failpoints.passing("wire.line", data) is data
+    assert failpoints.mutate("rendezvous.line", data) is data
+    arming.arm("rendezvous.line=flip")
+    assert failpoints.mutate("rendezvous.line", data) == b"abceef"
+    assert failpoints.mutate("rendezvous.line", data) is data
     assert data == b"abcdef"
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.5])
 def test_a_thread_that_holds_the_interpreter_stops_all_others(
-    arming: Arming, monkeypatch: pytest.MonkeyPatch, late_s: float
+    arming: FailpointController, monkeypatch: pytest.MonkeyPatch, late_s: float
 ) -> None:
     """Python's own threads, that is, however late it begins to; a signal does not end it."""
     arming.arm("step=hold-gil:0.3")
@@ -185,7 +187,7 @@ def test_a_thread_that_holds_the_interpreter_stops_all_others(
 
 
 def test_memory_that_nothing_bounds_is_not_used_up_for_real(
-    arming: Arming, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arming: FailpointController, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends as the kernel would end it, and says that it was not the kernel."""
     monkeypatch.setattr("elastic_resume.schedulers.resources.Group.used", lambda _: None)
@@ -222,7 +224,7 @@ def test_nothing_armed_costs_nothing(environ: pytest.MonkeyPatch) -> None:
     failpoints.arm()
     environ.setattr(Path, "stat", lambda *_: pytest.fail("a file was looked at"))
     failpoints.hit("step", 3)
-    assert failpoints.passing("wire.line", b"x") == b"x"
+    assert failpoints.mutate("rendezvous.line", b"x") == b"x"
 
 
 def test_every_point_of_the_source_is_known_to_plans() -> None:
@@ -231,5 +233,5 @@ def test_every_point_of_the_source_is_known_to_plans() -> None:
 
     package = Path(failpoints.__file__).parent
     text = {path: path.read_text() for path in package.rglob("*.py") if path.parent != package}
-    for point in (*faults.IN_WORKER, *faults.IN_AGENT):
+    for point in (*faults.WORKER_FAILPOINTS, *faults.AGENT_FAILPOINTS):
         assert any(f'hit("{point}")' in source for source in text.values()), point

@@ -12,11 +12,11 @@ import pytest
 from elastic_resume import config
 from elastic_resume.agent import hang_detector, main, validation
 from elastic_resume.agent.round_events import RoundEvents
-from elastic_resume.agent.workers.lease_page import Fence
+from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.checkpoint_interval import Every
-from elastic_resume.rendezvous.config import Terms
+from elastic_resume.policy.checkpoint_interval import IntervalSetting
+from elastic_resume.rendezvous.config import RendezvousConfig
 from elastic_resume.report import status
 from elastic_resume.schedulers import kubernetes
 from elastic_resume.testing import chaos, fault_plan
@@ -30,16 +30,16 @@ NONSENSE += ["e5", ".", "5\u0661"]
 
 
 def _terms(text: str) -> float:
-    terms = Terms.read(
-        "localhost:0", {"join_timeout": text}, {}, run_id="r", nodes=(1, 1), local_addr="127.0.0.1"
+    terms = RendezvousConfig.parse(
+        "localhost:0", {"join_timeout": text}, {}, run_id="r", nnodes=(1, 1), local_addr="127.0.0.1"
     )
     return terms.join_timeout_s
 
 
 def _hang(text: str) -> float:
-    patience = hang_detector.patience_of(text)
+    patience = hang_detector.parse_hang_timeout(text)
     assert patience is not None
-    return patience.threshold_s or 0.0
+    return patience.configured_s or 0.0
 
 
 def _fault(text: str) -> float:
@@ -53,22 +53,22 @@ def _plan_file(text: str) -> float:
 
 
 def _grace_variable(text: str) -> float:
-    grace_s = validation.grace_s(argparse.Namespace(grace=None), {"ELASTIC_RESUME_GRACE_S": text})
+    grace_s = validation.resolve_grace_s(argparse.Namespace(grace=None), {"ELASTIC_RESUME_GRACE_S": text})
     assert grace_s is not None
     return grace_s
 
 
 READERS: dict[str, Callable[[str], float | None]] = {
-    "--grace": validation.check_grace,
+    "--grace": validation.parse_grace,
     "ELASTIC_RESUME_GRACE_S": _grace_variable,
-    "ELASTIC_RESUME_STEP_MARK_S": config.step_mark_s,
-    "TERMINATION_GRACE_S": lambda text: kubernetes.termination_grace_s(
+    "ELASTIC_RESUME_STEP_MARK_S": config.parse_step_mark_s,
+    "TERMINATION_GRACE_S": lambda text: kubernetes.read_termination_grace_s(
         {"ELASTIC_RESUME_TERMINATION_GRACE_S": text}
     ),
     "--hang-timeout": _hang,
     "--join-timeout": _terms,
-    "--interval": status._seconds,
-    "chaos --patience": chaos._seconds("--patience"),
+    "--interval": status._parse_interval,
+    "chaos --patience": chaos._duration_parser("--patience"),
     "fault": _fault,
     "fault plan": _plan_file,
 }
@@ -113,7 +113,7 @@ def test_number_that_is_no_duration_is_refused(value: float) -> None:
 def test_error_names_the_setting_the_value_and_the_forms(text: str) -> None:
     """So nobody has to look the forms up."""
     with pytest.raises(ConfigError) as error:
-        parse_duration("--settle", text, least_s=1, most_s=60)
+        parse_duration("--settle", text, min_s=1, max_s=60)
     assert str(error.value) == (
         f"--settle is {text.strip()!r}: write a time in seconds (30) or with a unit (500ms, 30s, 5m, 1.5h)."
     )
@@ -142,7 +142,7 @@ def test_duration_out_of_range_is_refused_with_the_limits_that_were_set(
 def test_chaos_names_the_flag_that_is_wrong(flag: str) -> None:
     """Several flags of chaos are durations."""
     with pytest.raises(ConfigError, match=rf"^{flag} is '5x': write a time in seconds"):
-        chaos._parser().parse_args([flag, "5x", "--", "train.py"])
+        chaos._build_parser().parse_args([flag, "5x", "--", "train.py"])
 
 
 @pytest.mark.parametrize(
@@ -150,17 +150,17 @@ def test_chaos_names_the_flag_that_is_wrong(flag: str) -> None:
 )
 def test_cadence_takes_units_and_counts_steps_without_one(text: str, seconds: float) -> None:
     """``--save-every 300`` are steps, ``300s`` and ``5m`` are time; and workers read what agents write."""
-    found = Every.parse(text)
-    assert found == Every(seconds=seconds)
-    assert Every.parse(str(found)) == found
-    assert Every.parse("300") == Every(steps=300)
+    found = IntervalSetting.parse(text)
+    assert found == IntervalSetting(seconds=seconds)
+    assert IntervalSetting.parse(str(found)) == found
+    assert IntervalSetting.parse("300") == IntervalSetting(steps=300)
 
 
 @pytest.mark.parametrize("text", ["0s", "0.5ms", "1.5", "-5m", "nan", "infs", "", "s"])
 def test_cadence_refuses_what_is_neither(text: str) -> None:
     """Among them a share of a step, and a time that no step fits in."""
     with pytest.raises(ConfigError, match=r"a number of steps \(100\), a time \(30s, 5m\) or auto"):
-        Every.parse(text)
+        IntervalSetting.parse(text)
 
 
 def test_guards_are_told_seconds_whatever_the_user_wrote(
@@ -170,8 +170,8 @@ def test_guards_are_told_seconds_whatever_the_user_wrote(
     monkeypatch.setattr("os.environ", {"ELASTIC_RESUME_GRACE_S": "1.5m"})
     settings = Settings.for_worker({}, "t.py")
     args = argparse.Namespace(grace=None, drain_signals=None)
-    with contextlib.closing(Fence()) as fence, contextlib.closing(RoundEvents()) as told:
+    with contextlib.closing(LeasePage()) as fence, contextlib.closing(RoundEvents()) as told:
         main._set_environment(settings, args, tmp_path / "events.jsonl", fence, told)
-    from elastic_resume.agent.workers.supervisor import grace_s  # noqa: PLC0415 - reads the environment when asked
+    from elastic_resume.agent.workers.supervisor import read_grace_s  # noqa: PLC0415 - reads the environment when asked
 
-    assert grace_s() == 90.0
+    assert read_grace_s() == 90.0

@@ -6,19 +6,19 @@ import pytest
 
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.policy.resume_plan import ResumePlan
-from elastic_resume.restore.coordinator import Resumed
+from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.state.state_dict import FlatState
 from elastic_resume.testing import experiment
 from elastic_resume.training import announce
-from elastic_resume.units import amount, verb
+from elastic_resume.units import choose_verb, format_count
 
 
 @pytest.mark.parametrize(("count", "said"), [(0, "0 steps are"), (1, "1 step is"), (2, "2 steps are")])
 def test_noun_and_verb_follow_the_count(count: int, said: str) -> None:
     """Nothing is many."""
-    assert f"{amount(count, 'step')} {verb(count, 'is', 'are')}" == said
-    assert amount(1, "batch", "batches") == "1 batch"
-    assert amount(count, "batch", "batches") == ("1 batch" if count == 1 else f"{count} batches")
+    assert f"{format_count(count, 'step')} {choose_verb(count, 'is', 'are')}" == said
+    assert format_count(1, "batch", "batches") == "1 batch"
+    assert format_count(count, "batch", "batches") == ("1 batch" if count == 1 else f"{count} batches")
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def test_noun_and_verb_follow_the_count(count: int, said: str) -> None:
 )
 def test_start_of_a_generation_counts_what_is_run_again(lost: int, said: str) -> None:
     """In the line of rank 0."""
-    plan = ResumePlan("checkpoint", 2, 5, "n0", lost_steps=lost)
-    resumed = Resumed(plan, None, FlatState((), {}), ("n0",), 0.1)
-    assert said in announce.as_text(resumed, Position(0, 5, 5, 5), 1)
+    plan = ResumePlan("checkpoint", 2, 5, "n0", recomputed_steps=lost)
+    resumed = ResumeResult(plan, None, FlatState((), {}), ("n0",), 0.1)
+    assert said in announce.format_resume_lines(resumed, Position(0, 5, 5, 5), 1)
 
 
 @pytest.mark.parametrize(
@@ -42,5 +42,5 @@ def test_start_of_a_generation_counts_what_is_run_again(lost: int, said: str) ->
 )
 def test_chaos_counts_ranks_and_steps(lost: int, size: int, said: str) -> None:
     """In its news of a generation."""
-    event = {"event": "resume", "generation": 2, "step": 5, "world_size": size, "lost_steps": lost}
-    assert experiment._news(event) == said
+    event = {"event": "resume", "generation": 2, "step": 5, "world_size": size, "recomputed_steps": lost}
+    assert experiment._format_event(event) == said

@@ -22,43 +22,45 @@ import psutil
 
 from elastic_resume import constants
 
-ZYGOTE = Path(__file__).with_name("forkserver.py")
+FORK_SERVER_PATH = Path(__file__).with_name("forkserver.py")
 MAX_FAILURES = 3  # of zygotes in a row that never were ready
 BACKLOG = 1024  # stubs of one node that ask while it still imports
-LOOK_S = 1.0  # between two looks at whether somebody has stopped it; and before another is started
-SAY_S = 15.0  # of importing, after which it is said that workers wait for it
+POLL_INTERVAL_S = 1.0  # between two looks at whether somebody has stopped it; and before another is started
+SLOW_IMPORT_S = 15.0  # of importing, after which it is said that workers wait for it
 spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # simulated nodes share what it imports
 
 
-class Warmth:
+class ForkServerManager:
     """The zygote of one agent: from `start` to `close` there is one, or workers start cold."""
 
     def __init__(
-        self, command: list[str], preload: list[str], *, say: Callable[[str], None], tell: Callable[..., Any]
+        self, command: list[str], preload: list[str], *, log: Callable[[str], None], emit: Callable[..., Any]
     ) -> None:
         """``command`` is the worker's; ``say`` gets lines for people, ``tell`` events by kind and fields."""
         self._command = command
         self._preload = preload
-        self._say = say
-        self._tell = tell
-        self._name = f"elastic_resume-{secrets.token_hex(16)}"
+        self._log = log
+        self._emit = emit
+        self._socket_name = f"elastic_resume-{secrets.token_hex(16)}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._refused = {""}  # reasons that have been said
+        self._logged_refusals = {""}  # reasons that have been said
         self._closing = threading.Event()
         # The kernel kills a zygote when the thread that started it ends: this one lives as long as we do.
-        self._thread = threading.Thread(target=self._live, name="warmth", daemon=True)
-        self._bound = threading.Event()
-        self._settled = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="warmth", daemon=True)
+        self._listening = threading.Event()
+        self._ready_or_given_up = threading.Event()
 
     def start(self) -> None:
         """Start the zygote; stubs may ask it from now on, and wait while it imports."""
-        os.environ[constants.ENV_ZYGOTE] = self._name  # torchelastic hands its environment to stubs
+        os.environ[constants.ENV_FORK_SERVER] = (
+            self._socket_name
+        )  # torchelastic hands its environment to stubs
         self._thread.start()
-        self._bound.wait()
+        self._listening.wait()
 
-    def wait(self, limit_s: float) -> None:
+    def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until workers start as fast as they ever will: all is imported, or they start cold."""
-        self._settled.wait(limit_s)
+        self._ready_or_given_up.wait(timeout_s)
 
     @property
     def pid(self) -> int | None:
@@ -69,71 +71,71 @@ class Warmth:
     def close(self) -> None:
         """End it; workers that it has forked live on until their stubs end."""
         self._closing.set()
-        os.environ.pop(constants.ENV_ZYGOTE, None)
+        os.environ.pop(constants.ENV_FORK_SERVER, None)
         with contextlib.suppress(ProcessLookupError, AttributeError):
             self._process.kill()  # type: ignore[union-attr]
         self._thread.join()
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         try:
-            self._keep()
+            self._run_fork_servers()
         finally:
-            self._settled.set()
+            self._ready_or_given_up.set()
 
-    def _keep(self) -> None:
+    def _run_fork_servers(self) -> None:
         failures = 0
         while not self._closing.is_set():
             try:
-                control = self._spawn()
+                control = self._start_process()
             except OSError as error:
-                self._say(f"workers start cold, there is no zygote: {error}")
+                self._log(f"workers start cold, there is no zygote: {error}")
                 return
             finally:
-                self._bound.set()
-            news = self._attend(control)
+                self._listening.set()
+            news = self._wait_for_exit(control)
             code = self._process.wait() if self._process else 0
             if self._closing.is_set():
                 return
             failures = 0 if "ready" in news else failures + 1
-            if not self._heed_end(news, code, failures):
+            if not self._handle_exit(news, code, failures):
                 return
-            self._closing.wait(LOOK_S)
+            self._closing.wait(POLL_INTERVAL_S)
 
-    def _heed_end(self, news: dict[str, Any], code: int, failures: int) -> bool:
+    def _handle_exit(self, status: dict[str, Any], exit_code: int, failures: int) -> bool:
         """Say why the zygote ended; whether there is to be another."""
-        if "spoiled" in news:
-            name = str(news["spoiled"])
+        if "fork_unsafe_module" in status:
+            name = str(status["fork_unsafe_module"])
             if name in self._preload:
                 self._preload.remove(name)
-                self._say(f"--preload {name} is left out: {news['why']}.")
+                self._log(f"--preload {name} is left out: {status['why']}.")
                 return True
-            self._say(f"workers start cold: importing {name} cannot be shared, since {news['why']}.")
+            self._log(f"workers start cold: importing {name} cannot be shared, since {status['why']}.")
             return False
-        how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self._tell("zygote-exit", exit_code=code)
+        how = f"killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+        self._emit("fork-server-exit", exit_code=exit_code)
         if failures >= MAX_FAILURES:
-            self._say(f"workers start cold from now on: {failures} zygotes in a row failed (last: {how}).")
+            self._log(f"workers start cold from now on: {failures} zygotes in a row failed (last: {how}).")
             return False
-        self._say(f"the zygote was {how}: workers start cold until another is ready.")
+        self._log(f"the zygote was {how}: workers start cold until another is ready.")
         return True
 
-    def _spawn(self) -> socket.socket:
+    def _start_process(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         ours, its = socket.socketpair()
         with listener, its:
-            listener.bind("\0" + self._name)
+            listener.bind("\0" + self._socket_name)
             listener.listen(BACKLOG)
             spec = {"command": self._command, "preload": self._preload}
             words = [str(listener.fileno()), str(its.fileno()), str(os.getpid()), json.dumps(spec)]
             self._process = spawn(
-                [sys.executable, "-u", str(ZYGOTE), *words],
+                [sys.executable, "-u", str(FORK_SERVER_PATH), *words],
                 pass_fds=(listener.fileno(), its.fileno()),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
         return ours
 
-    def _attend(self, control: socket.socket) -> dict[str, Any]:
+    def _wait_for_exit(self, control: socket.socket) -> dict[str, Any]:
         """Wait for the zygote's end; give what it said."""
         said = b""
         news: dict[str, Any] = {}
@@ -142,7 +144,7 @@ class Warmth:
             while True:
                 # Looked at first: what it said before its end is there to be read then.
                 ended = self._process is None or self._process.poll() is not None
-                readable, _, _ = select.select([control], [], [], 0 if ended else LOOK_S)
+                readable, _, _ = select.select([control], [], [], 0 if ended else POLL_INTERVAL_S)
                 if readable:
                     part = control.recv(65536)
                     if not part:
@@ -151,29 +153,29 @@ class Warmth:
                     *lines, said = said.split(b"\n")
                     for line in lines:
                         news = {**news, **json.loads(line)}
-                        self._hear(json.loads(line))
+                        self._handle_message(json.loads(line))
                     continue
                 if self._process is None or ended:
                     return news  # a process that it left behind may hold its end of the line
-                waited_s += LOOK_S
-                if waited_s == SAY_S and "ready" not in news:
+                waited_s += POLL_INTERVAL_S
+                if waited_s == SLOW_IMPORT_S and "ready" not in news:
                     names = ", ".join(["torch", *self._preload])
-                    self._say(f"workers wait until {names} are imported, {SAY_S:.0f} s so far.")
-                stopped_s = stopped_s + LOOK_S if self._is_stopped() else 0.0
+                    self._log(f"workers wait until {names} are imported, {SLOW_IMPORT_S:.0f} s so far.")
+                stopped_s = stopped_s + POLL_INTERVAL_S if self._is_stopped() else 0.0
                 # Stubs would wait for one that is stopped.
-                if stopped_s > 2 * LOOK_S or self._closing.is_set():
+                if stopped_s > 2 * POLL_INTERVAL_S or self._closing.is_set():
                     self._process.kill()
 
-    def _hear(self, news: dict[str, Any]) -> None:
-        if "ready" in news:
-            self._settled.set()
-            self._tell("zygote-ready", seconds=news["ready"], left_out=news["left_out"])
-            for name, why in news["left_out"].items():
-                self._say(f"cannot import {name} ahead of workers, so it is left out: {why}")
+    def _handle_message(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self._ready_or_given_up.set()
+            self._emit("fork-server-ready", seconds=message["ready"], left_out=message["skipped_modules"])
+            for name, why in message["skipped_modules"].items():
+                self._log(f"cannot import {name} ahead of workers, so it is left out: {why}")
 
-        if news.get("refused", "") not in self._refused:
-            self._refused.add(news["refused"])
-            self._say(f"a worker starts cold: {news['refused']}.")
+        if message.get("refused", "") not in self._logged_refusals:
+            self._logged_refusals.add(message["refused"])
+            self._log(f"a worker starts cold: {message['refused']}.")
 
     def _is_stopped(self) -> bool:
         try:

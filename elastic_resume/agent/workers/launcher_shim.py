@@ -31,24 +31,24 @@ else:
 
 ENV_AGENT_PID = "ELASTIC_RESUME_AGENT_PID"
 ENV_LOCAL_RANK = supervisor.ENV_LOCAL_RANK
-ENV_ZYGOTE = "ELASTIC_RESUME_ZYGOTE"  # where it listens: the name of an abstract unix socket
+ENV_FORK_SERVER = "ELASTIC_RESUME_ZYGOTE"  # where it listens: the name of an abstract unix socket
 # Guard and worker answer at once. A guard that somebody stopped does not, and torchelastic waits for us.
-ANSWER_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
 
 PR_SET_CHILD_SUBREAPER = supervisor.PR_SET_CHILD_SUBREAPER
 # Faults must kill the stub as they kill anything; job control is the terminal's affair.
-NOT_TAKEN = {
+UNFORWARDED_SIGNALS = {
     signal.SIGKILL, signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCONT,
     signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP,
 }  # fmt: skip
 # Signals that ask for the end even where --signals-to-handle does not name them.
-STOPPING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
 def main(argv: list[str]) -> None:
     """Start ``argv[1:]`` as local rank ``argv[0]`` and end as it ends. Does not return."""
     local_rank, command = argv[0], argv[1:]
-    taken = signal.valid_signals() - NOT_TAKEN
+    taken = signal.valid_signals() - UNFORWARDED_SIGNALS
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
     agent = int(os.environ.get(ENV_AGENT_PID) or os.getppid())
     libc = ctypes.CDLL(None)
@@ -58,15 +58,17 @@ def main(argv: list[str]) -> None:
     if os.getppid() != agent:
         os._exit(1)  # the agent died before it could be watched, and nothing has been started
     os.environ[ENV_LOCAL_RANK] = local_rank
-    line = warm(os.environ.pop(ENV_ZYGOTE, None), command, mask) or cold(command, mask)
-    end_alike(mirror(line, taken, mask))
+    line = start_from_fork_server(os.environ.pop(ENV_FORK_SERVER, None), command, mask) or start_cold(
+        command, mask
+    )
+    exit_like_worker(forward_until_exit(line, taken, mask))
 
 
-def warm(
-    name: "str | None", command: list[str], mask: "set[int | signal.Signals]"
+def start_from_fork_server(
+    socket_name: "str | None", command: list[str], signal_mask: "set[int | signal.Signals]"
 ) -> "_socket.socket | None":
     """Ask the zygote for a worker; give the line to its guard, None where it gives none."""
-    if name is None or not _has_streams():
+    if socket_name is None or not _has_standard_streams():
         return None
     import json  # noqa: PLC0415 - a cold start needs none
     import resource  # noqa: PLC0415
@@ -76,36 +78,36 @@ def warm(
         {
             "command": [os.fsencode(word).decode("latin-1") for word in command],
             "environ": {k.decode("latin-1"): v.decode("latin-1") for k, v in os.environb.items()},
-            "cwd": _cwd(),
-            "mask": sorted(int(number) for number in mask),
+            "cwd": _working_directory(),
+            "mask": sorted(int(number) for number in signal_mask),
             # By nohup, say: whoever starts a worker cold hands that on.
-            "ignored": sorted(int(number) for number in STOPPING if _is_ignored(number)),
-            "umask": _umask(),
+            "ignored": sorted(int(number) for number in STOP_SIGNALS if _is_ignored(number)),
+            "umask": _read_umask(),
             "cpus": sorted(os.sched_getaffinity(0)),
             "limits": {kind: resource.getrlimit(kind) for kind in range(resource.RLIMIT_NOFILE + 1)},
             "nice": os.nice(0),
         }
     ).encode()
     # It may import for minutes. Nothing has been started yet: whoever asks for the end gets it.
-    for number in STOPPING:
+    for number in STOP_SIGNALS:
         if not _is_ignored(number):
             signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        return _ask(name, request)
+        return _request_worker(socket_name, request)
     finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def _is_ignored(number: signal.Signals) -> bool:
     return signal.getsignal(number) is signal.SIG_IGN
 
 
-def _ask(name: str, request: bytes) -> "_socket.socket | None":
+def _request_worker(socket_name: str, request: bytes) -> "_socket.socket | None":
     line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
     try:
-        line.connect("\0" + name)
-        if not _is_ours(line):
+        line.connect("\0" + socket_name)
+        if not _is_same_user(line):
             return None
         rights = (
             (0).to_bytes(4, sys.byteorder) + (1).to_bytes(4, sys.byteorder) + (2).to_bytes(4, sys.byteorder)
@@ -120,7 +122,7 @@ def _ask(name: str, request: bytes) -> "_socket.socket | None":
     return None
 
 
-def _has_streams() -> bool:
+def _has_standard_streams() -> bool:
     """Whether input, output and errors are open: one that is closed cannot be handed on."""
     try:
         return all(os.fstat(number) for number in range(3))
@@ -128,7 +130,7 @@ def _has_streams() -> bool:
         return False
 
 
-def _cwd() -> str:
+def _working_directory() -> str:
     """The working directory; nowhere where it has been removed, which the zygote refuses."""
     try:
         return os.getcwdb().decode("latin-1")  # noqa: PTH109 - see above
@@ -136,30 +138,30 @@ def _cwd() -> str:
         return ""
 
 
-def _is_ours(line: "_socket.socket") -> bool:
+def _is_same_user(connection: "_socket.socket") -> bool:
     """Whether the listener runs as our user: an abstract name is free for anybody to take."""
-    peer = line.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)  # struct ucred: pid, uid, gid
+    peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)  # struct ucred: pid, uid, gid
     return int.from_bytes(peer[4:8], sys.byteorder) == os.getuid()
 
 
-def _umask() -> int:
+def _read_umask() -> int:
     value = os.umask(0o077)
     os.umask(value)
     return value
 
 
-def cold(command: list[str], mask: "set[int | signal.Signals]") -> "_socket.socket":
+def start_cold(command: list[str], signal_mask: "set[int | signal.Signals]") -> "_socket.socket":
     """Fork a guard that starts the command; give the line to it."""
     ours, its = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
     if os.fork() == 0:
         ours.close()
-        supervisor.stand(its, mask)
-        become(command)
+        supervisor.fork_supervised_worker(its, signal_mask)
+        exec_worker(command)
     its.close()
     return ours
 
 
-def become(command: list[str]) -> None:
+def exec_worker(command: list[str]) -> None:
     """Turn this forked child into the worker. Does not return."""
     # Python ignores these two at its start; what is ignored stays so across exec, and a worker that
     # writes into a closed pipe must die of it as it would without us.
@@ -174,36 +176,42 @@ def become(command: list[str]) -> None:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def mirror(line: "_socket.socket", taken: "set[signal.Signals]", mask: "set[int | signal.Signals]") -> int:
+def forward_until_exit(
+    connection: "_socket.socket", forwarded: "set[signal.Signals]", signal_mask: "set[int | signal.Signals]"
+) -> int:
     """Pass signals on until the worker has ended; give its wait status."""
     bell, ringer = os.pipe()
     os.set_blocking(ringer, False)
     signal.set_wakeup_fd(ringer, warn_on_full_buffer=False)
-    for number in taken:
-        signal.signal(number, supervisor.wake)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    for number in forwarded:
+        signal.signal(number, supervisor.ignore_signal)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
     poll = select.poll()
-    poll.register(line, select.POLLIN)
+    poll.register(connection, select.POLLIN)
     poll.register(bell, select.POLLIN)
-    stopping = stopping_signals()
-    heard, keeper, deadline = b"", 0, supervisor.FOREVER
+    stopping = read_stop_signals()
+    heard, keeper, deadline = b"", 0, supervisor.INFINITY
     while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             supervisor.kill(keeper)  # somebody has stopped it; its worker and what is left go with it
-            deadline = left_s = supervisor.FOREVER
-        for descriptor, _ in poll.poll(None if left_s == supervisor.FOREVER else left_s * 1000):
+            deadline = left_s = supervisor.INFINITY
+        for descriptor, _ in poll.poll(None if left_s == supervisor.INFINITY else left_s * 1000):
             if descriptor == bell:
                 orders = bytes(number for number in os.read(bell, 4096) if number in stopping)
                 if orders:
-                    send(line, orders)
+                    send_signals(connection, orders)
                     deadline = min(
-                        deadline, time.monotonic() + supervisor.grace_s() + supervisor.STUCK_S + ANSWER_S
+                        deadline,
+                        time.monotonic()
+                        + supervisor.read_grace_s()
+                        + supervisor.KILL_TIMEOUT_S
+                        + ANSWER_TIMEOUT_S,
                     )
                 continue
-            data = receive(line)
+            data = receive_report(connection)
             if not data:
-                return lost_guard()
+                return report_lost_supervisor()
             heard += data
             while b"\n" in heard:
                 word, _, heard = heard.partition(b"\n")
@@ -214,43 +222,45 @@ def mirror(line: "_socket.socket", taken: "set[signal.Signals]", mask: "set[int 
                     return int(first) if kind == b"ended" else int(signal.SIGKILL)
 
 
-def receive(line: "_socket.socket") -> bytes:
+def receive_report(connection: "_socket.socket") -> bytes:
     """What the guard says; nothing when it is gone."""
     try:
-        return line.recv(4096)
+        return connection.recv(4096)
     except OSError:
         return b""
 
 
-def send(line: "_socket.socket", orders: bytes) -> None:
+def send_signals(connection: "_socket.socket", signal_numbers: bytes) -> None:
     """Pass the numbers of signals on to the guard, which may be gone."""
     try:  # noqa: SIM105 - see guard.say
-        line.sendall(orders)
+        connection.sendall(signal_numbers)
     except OSError:
         pass
 
 
-def lost_guard() -> int:
+def report_lost_supervisor() -> int:
     """Tell the end of a worker whose guard was killed, which the kernel has killed too; give its status."""
     status = int(signal.SIGKILL)
-    supervisor.write_exit(None, status, stopped=False, fenced=False, message="its guard process was killed")
-    supervisor.sweep(supervisor.Page(None), at_once=True)
+    supervisor.write_worker_exit(
+        None, status, stopped=False, lease_expired=False, message="its guard process was killed"
+    )
+    supervisor.kill_leftovers(supervisor.LeaseView(None), at_once=True)
     return status
 
 
-def stopping_signals() -> "set[int]":
+def read_stop_signals() -> "set[int]":
     """Give the signals that ask for the end."""
-    stopping: set[int] = {*STOPPING, *supervisor.ahead()}
+    stopping: set[int] = {*STOP_SIGNALS, *supervisor.read_drain_signals()}
     for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(","):
         stopping.add(getattr(signal, name.strip(), signal.SIGTERM))
     return stopping
 
 
-def end_alike(status: int) -> None:
+def exit_like_worker(wait_status: int) -> None:
     """Exit with the worker's code or die of its signal. Does not return."""
-    if not os.WIFSIGNALED(status):
-        os._exit(os.WEXITSTATUS(status))
-    number = os.WTERMSIG(status)
+    if not os.WIFSIGNALED(wait_status):
+        os._exit(os.WEXITSTATUS(wait_status))
+    number = os.WTERMSIG(wait_status)
     import resource  # noqa: PLC0415 - needed at the end only
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker's core file is the one to look at

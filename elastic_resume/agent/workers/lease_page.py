@@ -23,7 +23,7 @@ import os
 MFD_NOEXEC_SEAL = 0x0008  # of linux/memfd.h; Python has no name for it
 
 
-class Fence:
+class LeasePage:
     """Until when workers may run, in seconds of CLOCK_BOOTTIME; at first they may not.
 
     That clock goes on while the machine is suspended, as a lease does for the other nodes. Infinite: no lease
@@ -31,10 +31,10 @@ class Fence:
     """
 
     def __init__(self) -> None:
-        self._descriptor = anonymous_file("elastic_resume-fence")
+        self._descriptor = create_anonymous_file("elastic_resume-fence")
         os.ftruncate(self._descriptor, mmap.PAGESIZE)
-        self._page = mmap.mmap(self._descriptor, mmap.PAGESIZE)
-        self._word = memoryview(self._page).cast("d")
+        self._mapping = mmap.mmap(self._descriptor, mmap.PAGESIZE)
+        self._words = memoryview(self._mapping).cast("d")
         # A name for guards, to which torchelastic hands no descriptor on. It ends with us, or with `close`.
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self.set(-math.inf)
@@ -47,24 +47,24 @@ class Fence:
 
         """
         # A view of native doubles stores all eight bytes as one. Slices and struct's other formats need not.
-        self._word[0] = until
+        self._words[0] = until
 
-    def end_round(self, number: int) -> None:
+    def end_round(self, round_number: int) -> None:
         """Let workers of that round be killed at once where torchelastic asks them to end."""
-        self._word[1] = number
+        self._words[1] = round_number
 
     def close(self) -> None:
         """Let no worker run any more, and give the memory back. May be called again."""
         if self._descriptor < 0:
             return
         self.set(-math.inf)
-        self._word.release()
-        self._page.close()
+        self._words.release()
+        self._mapping.close()
         os.close(self._descriptor)
         self._descriptor = -1
 
 
-def anonymous_file(name: str) -> int:
+def create_anonymous_file(name: str) -> int:
     """Make a file without a name, in memory. Hardened kernels refuse an executable one (memfd_noexec=2)."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)

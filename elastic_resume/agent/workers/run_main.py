@@ -20,7 +20,7 @@ from pathlib import Path
 PR_SET_NAME = 15
 
 
-def main_of(command: list[str]) -> tuple[bool, list[str]]:
+def parse_python_command(command: list[str]) -> tuple[bool, list[str]]:
     """Split ``python -u [-m] NAME ARGS…``: whether it is a module, and the words from its name on.
 
     Raises:
@@ -36,7 +36,7 @@ def main_of(command: list[str]) -> tuple[bool, list[str]]:
     return is_module, words
 
 
-def first_of_path(is_module: bool, name: str) -> str:
+def first_path_entry(is_module: bool, name: str) -> str:
     """What Python puts first on its search path."""
     if is_module:
         return os.getcwd()  # noqa: PTH109
@@ -50,26 +50,30 @@ def _is_archive(path: Path) -> bool:
     return path.suffix != ".py" and zipfile.is_zipfile(path)
 
 
-_entered: list[str] = []  # what `enter` has put first on the search path
+_path_entries_set: list[str] = []  # what `enter` has put first on the search path
 
 
-def enter(command: list[str]) -> None:
+def set_argv_and_path(command: list[str]) -> None:
     """Set arguments and search path as ``command`` has them, in the place of an earlier command's."""
-    is_module, words = main_of(command)
+    is_module, words = parse_python_command(command)
     sys.argv = ["-m", *words[1:]] if is_module else list(words)
     sys.orig_argv = list(command)
     if getattr(sys.flags, "safe_path", False):
         return
-    first = first_of_path(is_module, words[0])
+    first = first_path_entry(is_module, words[0])
     # By its value: a module that was imported in between may have put others before it.
-    at = sys.path.index(_entered[0]) if _entered and _entered[0] in sys.path else None
+    at = (
+        sys.path.index(_path_entries_set[0])
+        if _path_entries_set and _path_entries_set[0] in sys.path
+        else None
+    )
     sys.path[slice(at or 0, 0 if at is None else at + 1)] = [first]
-    _entered[:] = [first]
+    _path_entries_set[:] = [first]
 
 
 def run(command: list[str]) -> None:
     """Run it as ``__main__``. Returns, or raises SystemExit, for the interpreter to end as it always does."""
-    is_module, words = main_of(command)
+    is_module, words = parse_python_command(command)
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
@@ -80,7 +84,7 @@ def run(command: list[str]) -> None:
         if is_module:
             # What `python -m` calls itself; runpy.run_module would take __main__ away before atexit runs.
             runpy._run_module_as_main(words[0])  # type: ignore[attr-defined]  # noqa: SLF001
-        elif os.path.realpath(words[0]) in _entered:  # a directory or an archive
+        elif os.path.realpath(words[0]) in _path_entries_set:  # a directory or an archive
             runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # noqa: SLF001
         else:
             _run_file(words[0], main)
@@ -89,7 +93,7 @@ def run(command: list[str]) -> None:
     except BaseException as error:  # noqa: BLE001 - as the interpreter does
         died = error
     if died is not None:  # outside of the except clause, or the error of a hook would have it for its context
-        _die_of(died)
+        _exit_with_exception(died)
 
 
 def _run_file(name: str, main: types.ModuleType) -> None:
@@ -103,7 +107,7 @@ def _run_file(name: str, main: types.ModuleType) -> None:
     exec(code, main.__dict__)  # noqa: S102 - that is what we are for
 
 
-def _die_of(error: BaseException) -> None:
+def _exit_with_exception(error: BaseException) -> None:
     """Say what an uncaught exception was, without our own frames, and end as the interpreter would."""
     trace = error.__traceback__
     here = __file__
@@ -116,9 +120,9 @@ def _die_of(error: BaseException) -> None:
         raise
     except BaseException as other:  # noqa: BLE001
         print("Error in sys.excepthook:", file=sys.stderr)
-        _print(other, other.__traceback__ and other.__traceback__.tb_next)
+        _print_exception(other, other.__traceback__ and other.__traceback__.tb_next)
         print("\nOriginal exception was:", file=sys.stderr)
-        _print(error, trace)
+        _print_exception(error, trace)
     if isinstance(error, KeyboardInterrupt):
         # The interpreter ends by the signal once all else is done: so does this, as the last atexit call.
         import atexit  # noqa: PLC0415
@@ -132,10 +136,10 @@ def _die_of(error: BaseException) -> None:
     raise SystemExit(1) from None
 
 
-def _print(error: BaseException, trace: types.TracebackType | None) -> None:
+def _print_exception(error: BaseException, trace: types.TracebackType | None) -> None:
     sys.__excepthook__(type(error), error.with_traceback(trace), trace)
 
 
-def entitle(text: str) -> None:
+def set_process_name(name: str) -> None:
     """Name this process for ``top`` and ``ps -o comm``; 15 bytes of ``text`` count."""
-    ctypes.CDLL(None).prctl(PR_SET_NAME, text.encode(), 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)

@@ -52,43 +52,49 @@ if TYPE_CHECKING:
 
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"
 ENV_ROUND_EVENTS = "ELASTIC_RESUME_ROUND_EVENTS"
-MEMORY = "/memfd:elastic_resume-round-events"  # as in `events`
+ROUND_EVENTS_MEMFD = "/memfd:elastic_resume-round-events"  # as in `events`
 ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"
 
 
-def write_exit(
-    worker: "int | None", status: int, *, stopped: bool, fenced: bool, message: str = "", stuck: bool = False
+def write_worker_exit(
+    worker: "int | None",
+    wait_status: int,
+    *,
+    stopped: bool,
+    lease_expired: bool,
+    message: str = "",
+    stuck: bool = False,
 ) -> None:
     """Append ``worker-exit`` to what the agent decides by, in its memory, and to the node's log on disk."""
     import json  # noqa: PLC0415 - 3 ms that the start should not pay
 
-    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    number = os.WTERMSIG(wait_status) if os.WIFSIGNALED(wait_status) else None
     event = {
         "t": round(time.time(), 3),
         "event": "worker-exit",
         "node": os.environ.get(ENV_NODE_NAME, ""),
         "pid": os.getpid(),
-        **stamp(),
-        "rank": number_or_none(os.environ.get("RANK")),
-        "local_rank": number_or_none(os.environ.get(ENV_LOCAL_RANK)),
-        "round": number_or_none(os.environ.get(ENV_ROUND)),
+        **boot_fields(),
+        "rank": parse_int_or_none(os.environ.get("RANK")),
+        "local_rank": parse_int_or_none(os.environ.get(ENV_LOCAL_RANK)),
+        "round": parse_int_or_none(os.environ.get(ENV_ROUND)),
         "worker_pid": worker,
-        "exit_code": os.WEXITSTATUS(status) if number is None else None,
+        "exit_code": os.WEXITSTATUS(wait_status) if number is None else None,
         "signal": None if number is None else signal_name(number),
         "stopped": stopped,
     }
-    if fenced:
-        event["fenced"] = True
+    if lease_expired:
+        event["lease_expired"] = True
     if stuck:
         event["stuck"] = True
-    if status != 0 and not stopped:
-        event["message"] = message or recorded_error(json)
+    if wait_status != 0 and not stopped:
+        event["message"] = message or read_recorded_error(json)
     line = (json.dumps(event, separators=(",", ":")) + "\n").encode()
-    append(ENV_ROUND_EVENTS, line, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    append(ENV_EVENTS_PATH, line, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+    append_line(ENV_ROUND_EVENTS, line, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    append_line(ENV_EVENTS_PATH, line, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
 
 
-def stamp() -> "dict[str, object]":
+def boot_fields() -> "dict[str, object]":
     """Give what `events.stamp` gives."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -98,11 +104,11 @@ def stamp() -> "dict[str, object]":
     return {"b": round(time.clock_gettime(time.CLOCK_BOOTTIME), 3), "boot": boot}
 
 
-def append(variable: str, line: bytes, flags: int) -> None:
+def append_line(variable: str, line: bytes, flags: int) -> None:
     """Append a line to the file that the variable names; a lost disk costs the line."""
     try:
         path = os.environ[variable]
-        if variable == ENV_ROUND_EVENTS and not os.readlink(path).startswith(MEMORY):  # noqa: PTH115
+        if variable == ENV_ROUND_EVENTS and not os.readlink(path).startswith(ROUND_EVENTS_MEMFD):  # noqa: PTH115
             return  # the agent has ended, and its pid is another process's by now
         descriptor = os.open(path, flags, 0o644)
     except (KeyError, OSError):
@@ -114,7 +120,7 @@ def append(variable: str, line: bytes, flags: int) -> None:
     os.close(descriptor)
 
 
-def recorded_error(json: "object") -> str:
+def read_recorded_error(json: "object") -> str:
     """Give the message that torch's ``@record`` left for this attempt; empty when there is none."""
     try:
         with open(os.environ["TORCHELASTIC_ERROR_FILE"], "rb") as file:
@@ -124,7 +130,7 @@ def recorded_error(json: "object") -> str:
         return ""
 
 
-def number_or_none(text: "str | None") -> "int | None":
+def parse_int_or_none(text: "str | None") -> "int | None":
     """``int(text)`` where that is a number."""
     return int(text) if text and text.isdigit() else None
 
@@ -137,42 +143,42 @@ def signal_name(number: int) -> str:
         return f"SIG{number}"
 
 
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+CATCHABLE_DRAIN_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"
 
 
-def ahead() -> "list[signal.Signals]":
+def read_drain_signals() -> "list[signal.Signals]":
     """Give those that the agent has put into our environment; none where there is no agent."""
     known = signal.Signals.__members__
     names = os.environ.get(ENV_DRAIN_SIGNALS, "").split(",")
     return [known[name] for name in names if name in known and name != "SIGTERM"]
 
 
-_early: "list[int]" = []
+_early_signals: "list[int]" = []
 
 
-def heed_early() -> None:
+def record_early_signals() -> None:
     """Note such signals from now on. An agent imports for seconds before it knows which are meant for it."""
-    for number in NOTICES:
+    for number in CATCHABLE_DRAIN_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _note)
+            signal.signal(number, _record_early_signal)
 
 
-def _note(number: int, frame: object) -> None:
+def _record_early_signal(number: int, frame: object) -> None:
     del frame
-    _early.append(number)
+    _early_signals.append(number)
 
 
-def given_back(taken: "Collection[int]") -> "int | None":
+def restore_default_handlers(handled: "Collection[int]") -> "int | None":
     """Give the signals that are not ``taken`` their default action again; tell what came before that, if any.
 
     One that came and was not taken has its default action now, as it would have had.
     """
-    for number in NOTICES:
-        if signal.getsignal(number) is _note:
+    for number in CATCHABLE_DRAIN_SIGNALS:
+        if signal.getsignal(number) is _record_early_signal:
             signal.signal(number, signal.SIG_DFL)
-    came = [number for number in _early if number in taken]
-    for other in set(_early).difference(taken):
+    came = [number for number in _early_signals if number in handled]
+    for other in set(_early_signals).difference(handled):
         signal.raise_signal(other)
     return came[0] if came else None
 
@@ -180,34 +186,41 @@ def given_back(taken: "Collection[int]") -> "int | None":
 ENV_ROUND = "ELASTIC_RESUME_ROUND"
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"
 ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"
-ENV_FENCE = "ELASTIC_RESUME_FENCE"
+ENV_LEASE_PAGE = "ELASTIC_RESUME_FENCE"
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"
-COPYING_AT = 16  # slots.COPYING_AT: from this word on, what each local rank is copying
-WAITING = 1 << 63  # slots.WAITING: its lead has not said yet that there is something to copy
+COPYING_START = 16  # slots.COPYING_AT: from this word on, what each local rank is copying
+AWAITING_SLOT = 1 << 63  # slots.WAITING: its lead has not said yet that there is something to copy
 MAX_LOCAL_RANKS = 1024
 DEFAULT_GRACE_S = 5.0
 # A worker's own children often see its end and go by themselves, cleaning shared memory as they do
 # (multiprocessing's resource tracker, torch_shm_manager). Longer would delay the restart.
 SWEEP_GRACE_S = 0.1
 # A process in uninterruptible sleep does not die of SIGKILL, and torchelastic must not wait for it.
-STUCK_S = 5.0
+KILL_TIMEOUT_S = 5.0
 # A worker that is copying its last step into memory is let finish that, or the step would be lost with it:
 # 3 GB take 0.3 s. Not beyond its lease.
-COPY_S = 2.0
-COPY_POLL_S = 0.002
+COPY_TIMEOUT_S = 2.0
+COPY_POLL_INTERVAL_S = 0.002
 # Nobody can wake us when the word moves: the agent that moves it may be stopped the next moment. A lease that
 # runs out is awaited to the millisecond; this is how late a restart can find the word moved back.
-FENCE_POLL_S = 0.05
+LEASE_POLL_INTERVAL_S = 0.05
 # An agent that fenced sends SIGTERM within its monitor's interval (torchelastic's default is 0.1 s). One that
 # renews instead believes that its worker lives: it has to see it dead. One that is stopped says nothing.
-HOLD_RENEWED_S = 1.0
-HOLD_LIMIT_S = 60.0
-FOREVER = float("inf")  # math would cost the start more than the fence does
+RENEWED_LEASE_WAIT_S = 1.0
+AGENT_WAIT_LIMIT_S = 60.0
+INFINITY = float("inf")  # math would cost the start more than the fence does
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 # What may reach a process of its own session: `pkill python`, say. Its line is what ends it.
-IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+IGNORED_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 def now_s() -> float:
@@ -215,62 +228,64 @@ def now_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Page:
+class LeaseView:
     """The agent's page of memory: until when workers may run, and the round in which one failed."""
 
     def __init__(self, words: "memoryview[float] | None") -> None:
         """Use ``words``; None where no agent fences."""
         self._words = words
 
-    def until(self) -> float:
+    def expires_at(self) -> float:
         """Until when the worker may run; minus infinite: its agent has ended that."""
-        return FOREVER if self._words is None else self._words[0]
+        return INFINITY if self._words is None else self._words[0]
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds for which the worker may still run: none where the word is no number."""
         if self._words is None:
-            return FOREVER
+            return INFINITY
         left = self._words[0] - now_s()
         return left if left > 0 else 0.0
 
-    def note_failure(self) -> None:
+    def record_failure(self) -> None:
         """Tell the other guards of this node that a worker of the round has failed."""
-        this_round = number_or_none(os.environ.get(ENV_ROUND))
+        this_round = parse_int_or_none(os.environ.get(ENV_ROUND))
         if self._words is not None and this_round is not None:
             self._words[1] = this_round
 
-    def failed(self) -> bool:
+    def has_round_failed(self) -> bool:
         """Whether a worker of this round has failed on this node."""
-        return self._words is not None and self._words[1] == number_or_none(os.environ.get(ENV_ROUND))
+        return self._words is not None and self._words[1] == parse_int_or_none(os.environ.get(ENV_ROUND))
 
 
-class Copying:
+class SnapshotCopyMonitor:
     """Whether the worker is copying its state into memory that outlives it."""
 
     def __init__(self) -> None:
         """Use the control block of the agent's slots; where it cannot be had, nobody copies."""
-        path, rank = os.environ.pop(ENV_SLOTS, None), number_or_none(os.environ.get(ENV_LOCAL_RANK))
-        self._word: memoryview[int] | None = None
-        self._since = FOREVER
+        path, rank = os.environ.pop(ENV_SLOTS, None), parse_int_or_none(os.environ.get(ENV_LOCAL_RANK))
+        self._copy_word: memoryview[int] | None = None
+        self._wait_started_at = INFINITY
         if path is None or rank is None or not 0 <= rank < MAX_LOCAL_RANKS:
             return
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            page = mmap.mmap(descriptor, (COPYING_AT + MAX_LOCAL_RANKS) * 8, prot=mmap.PROT_READ)
+            page = mmap.mmap(descriptor, (COPYING_START + MAX_LOCAL_RANKS) * 8, prot=mmap.PROT_READ)
             os.close(descriptor)
         except (OSError, ValueError):
             return
-        self._word = memoryview(page).cast("Q")[COPYING_AT + rank : COPYING_AT + rank + 1]
+        self._copy_word = memoryview(page).cast("Q")[COPYING_START + rank : COPYING_START + rank + 1]
 
-    def holds(self, now: float, lease: float) -> bool:
+    def should_wait(self, now: float, lease_expires_at: float) -> bool:
         """Whether to wait for it before the worker is killed: for a while, and within its lease."""
-        self._since = min(self._since, now)
+        self._wait_started_at = min(self._wait_started_at, now)
         return (
-            self._word is not None and 0 < self._word[0] < WAITING and now < min(self._since + COPY_S, lease)
+            self._copy_word is not None
+            and 0 < self._copy_word[0] < AWAITING_SLOT
+            and now < min(self._wait_started_at + COPY_TIMEOUT_S, lease_expires_at)
         )
 
 
-def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:
+def fork_supervised_worker(connection: "_socket.socket", signal_mask: "set[int | signal.Signals]") -> None:
     """Become a guard, with a worker. Returns in the worker only: in a session of its own, to die with us.
 
     Call it in a process that has just been forked, has one thread and the environment of the worker.
@@ -283,9 +298,9 @@ def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:
     libc = ctypes.CDLL(None)
     os.setsid()
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    page, copying = open_page(line), Copying()
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
-    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, wake)
+    page, copying = open_lease_page(connection), SnapshotCopyMonitor()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED_SIGNALS}
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, ignore_signal)
     bell, ringer = os.pipe()
     os.set_blocking(bell, False)
     os.set_blocking(ringer, False)
@@ -295,55 +310,63 @@ def stand(line: "_socket.socket", mask: "set[int | signal.Signals]") -> None:
     try:
         worker = os.fork()
     except OSError as error:
-        refuse(line, f"no process can be forked for the worker: {error.strerror}.")
+        exit_without_worker(connection, f"no process can be forked for the worker: {error.strerror}.")
     if worker == 0:
         libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != guard:
             os._exit(1)
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for number, action in (before | dict.fromkeys(ahead(), signal.SIG_IGN)).items():
+        for number, action in (before | dict.fromkeys(read_drain_signals(), signal.SIG_IGN)).items():
             signal.signal(number, action)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         for descriptor in (bell, ringer):
             os.close(descriptor)
-        line.close()
+        connection.close()
         return
-    say(line, f"started {worker} {guard}")
-    _watch_over(worker, line, bell, page, copying)
+    send_line(connection, f"started {worker} {guard}")
+    _supervise_worker(worker, connection, bell, page, copying)
     os._exit(0)
 
 
-def wake(number: int, frame: object) -> None:
+def ignore_signal(number: int, frame: object) -> None:
     """Do nothing: the signal's number is in the pipe of `set_wakeup_fd`."""
 
 
-def _watch_over(worker: int, line: "_socket.socket", bell: int, page: Page, copying: Copying) -> None:
+def _supervise_worker(
+    worker: int,
+    connection: "_socket.socket",
+    wakeup_read: int,
+    lease_view: LeaseView,
+    copy_monitor: SnapshotCopyMonitor,
+) -> None:
     """See the worker and all that it leaves to their end, and tell of it."""
-    status, told, fenced = watch(worker, line, bell, page, copying)
+    status, told, fenced = wait_for_worker(worker, connection, wakeup_read, lease_view, copy_monitor)
     if status is None:
-        write_exit(worker, int(signal.SIGKILL), stopped=told or fenced, fenced=fenced, stuck=True)
-        say(line, f"stuck {worker}")
-        while reap(worker) is None:  # whoever comes to look at it finds us beside it
+        write_worker_exit(
+            worker, int(signal.SIGKILL), stopped=told or fenced, lease_expired=fenced, stuck=True
+        )
+        send_line(connection, f"stuck {worker}")
+        while reap_children(worker) is None:  # whoever comes to look at it finds us beside it
             time.sleep(1.0)
         return
     if status != 0 and not (told or fenced):
-        page.note_failure()
-    sweep(page, at_once=fenced or page.failed())
-    write_exit(worker, status, stopped=told or fenced, fenced=fenced)
-    if fenced and not told and hold(line, page):
+        lease_view.record_failure()
+    kill_leftovers(lease_view, at_once=fenced or lease_view.has_round_failed())
+    write_worker_exit(worker, status, stopped=told or fenced, lease_expired=fenced)
+    if fenced and not told and wait_for_agent(connection, lease_view):
         status = int(signal.SIGKILL)
-    say(line, f"ended {status}")
+    send_line(connection, f"ended {status}")
 
 
-def open_page(line: "_socket.socket") -> Page:
+def open_lease_page(connection: "_socket.socket") -> LeaseView:
     """Map the agent's page; one of no words where there is no agent. Exit where it cannot be read.
 
     The variable goes no further: what the worker starts is fenced with it.
     """
-    path = os.environ.pop(ENV_FENCE, None)
+    path = os.environ.pop(ENV_LEASE_PAGE, None)
     if path is None:
-        return Page(None)
+        return LeaseView(None)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         # Mapped, not read(2): the kernel may copy byte by byte, and a half of each of two times is a third.
@@ -355,28 +378,32 @@ def open_page(line: "_socket.socket") -> Page:
             f"{getattr(error, 'strerror', None) or error}. Either the agent has ended, or /proc hides it: "
             "let workers run as the agent's user, in its PID namespace, with /proc mounted."
         )
-        refuse(line, text)
-    return Page(memoryview(page).cast("d"))
+        exit_without_worker(connection, text)
+    return LeaseView(memoryview(page).cast("d"))
 
 
-def refuse(line: "_socket.socket", text: str) -> "NoReturn":
+def exit_without_worker(connection: "_socket.socket", reason: str) -> "NoReturn":
     """Say why there is no worker, to people, to the agent and to the stub. Does not return."""
-    os.write(2, f"elastic_resume: {text}\n".encode())
-    write_exit(None, 1 << 8, stopped=False, fenced=False, message=text)
-    say(line, f"ended {1 << 8}")
+    os.write(2, f"elastic_resume: {reason}\n".encode())
+    write_worker_exit(None, 1 << 8, stopped=False, lease_expired=False, message=reason)
+    send_line(connection, f"ended {1 << 8}")
     os._exit(1)
 
 
-def say(line: "_socket.socket", text: str) -> None:
+def send_line(connection: "_socket.socket", text: str) -> None:
     """Send a line to the stub, which may be gone."""
     try:  # noqa: SIM105 - contextlib and pathlib would cost a third of the start
-        line.sendall(text.encode() + b"\n")
+        connection.sendall(text.encode() + b"\n")
     except OSError:
         pass
 
 
-def watch(
-    worker: int, line: "_socket.socket", bell: int, page: Page, copying: Copying
+def wait_for_worker(
+    worker: int,
+    connection: "_socket.socket",
+    wakeup_read: int,
+    lease_view: LeaseView,
+    copy_monitor: SnapshotCopyMonitor,
 ) -> "tuple[int | None, bool, bool]":
     """Wait for the worker's end.
 
@@ -384,65 +411,69 @@ def watch(
     None where it does not die of SIGKILL.
     """
     poll = select.poll()
-    poll.register(line, select.POLLIN)
-    poll.register(bell, select.POLLIN)
-    deadline = FOREVER  # then it is killed
-    killed_at = FOREVER
-    told, fenced, lease = False, False, FOREVER  # the lease is what the agent has granted last
+    poll.register(connection, select.POLLIN)
+    poll.register(wakeup_read, select.POLLIN)
+    deadline = INFINITY  # then it is killed
+    killed_at = INFINITY
+    told, fenced, lease = False, False, INFINITY  # the lease is what the agent has granted last
     while True:
-        status = reap(worker)
+        status = reap_children(worker)
         if status is not None:
             return status, told, fenced
-        until, now = page.until(), now_s()
-        lease = until if until > -FOREVER else lease
-        fenced = fenced or page.left_s() <= 0
-        over = fenced or (told and page.failed())
-        waits = over and now < deadline and copying.holds(now, lease)
+        until, now = lease_view.expires_at(), now_s()
+        lease = until if until > -INFINITY else lease
+        fenced = fenced or lease_view.remaining_s() <= 0
+        over = fenced or (told and lease_view.has_round_failed())
+        waits = over and now < deadline and copy_monitor.should_wait(now, lease)
         if (over and not waits) or now >= deadline:
             kill(worker)
             killed_at = min(killed_at, now)
-            if now - killed_at > STUCK_S:
+            if now - killed_at > KILL_TIMEOUT_S:
                 return None, told, fenced
-        poll_s = FENCE_POLL_S if killed_at < FOREVER else min(FENCE_POLL_S, page.left_s(), deadline - now)
-        poll_s = COPY_POLL_S if waits else poll_s
+        poll_s = (
+            LEASE_POLL_INTERVAL_S
+            if killed_at < INFINITY
+            else min(LEASE_POLL_INTERVAL_S, lease_view.remaining_s(), deadline - now)
+        )
+        poll_s = COPY_POLL_INTERVAL_S if waits else poll_s
         for descriptor, _ in poll.poll(max(0.0, poll_s) * 1000):
-            if descriptor == bell:
-                os.read(bell, 4096)
+            if descriptor == wakeup_read:
+                os.read(wakeup_read, 4096)
                 continue
-            order = hear(line)
+            order = receive_signal_number(connection)
             if not order:
-                poll.unregister(line)
+                poll.unregister(connection)
                 deadline = 0.0
-            elif not told and not page.failed():
-                signal_worker(worker, signal.SIGTERM)
-                deadline = min(deadline, now_s() + grace_s())
+            elif not told and not lease_view.has_round_failed():
+                send_signal(worker, signal.SIGTERM)
+                deadline = min(deadline, now_s() + read_grace_s())
             told = True
 
 
-def hear(line: "_socket.socket") -> bytes:
+def receive_signal_number(connection: "_socket.socket") -> bytes:
     """Read an order; nothing when the stub is gone."""
     try:
-        return line.recv(1)
+        return connection.recv(1)
     except OSError:  # it had not read all that we have said
         return b""
 
 
-def hold(line: "_socket.socket", page: Page) -> bool:
+def wait_for_agent(connection: "_socket.socket", lease_view: LeaseView) -> bool:
     """Wait, with the worker dead, until the agent comes for it; tell whether the agent missed its end."""
     poll = select.poll()
-    poll.register(line, select.POLLIN)
-    limit = now_s() + HOLD_LIMIT_S
-    renewed_at = FOREVER
+    poll.register(connection, select.POLLIN)
+    limit = now_s() + AGENT_WAIT_LIMIT_S
+    renewed_at = INFINITY
     while now_s() < limit:
-        if poll.poll(FENCE_POLL_S * 1000):
+        if poll.poll(LEASE_POLL_INTERVAL_S * 1000):
             return False  # a signal, or the stub is gone
-        renewed_at = min(renewed_at, now_s()) if page.left_s() > 0 else FOREVER
-        if now_s() - renewed_at > HOLD_RENEWED_S:
+        renewed_at = min(renewed_at, now_s()) if lease_view.remaining_s() > 0 else INFINITY
+        if now_s() - renewed_at > RENEWED_LEASE_WAIT_S:
             return True
     return False
 
 
-def grace_s() -> float:
+def read_grace_s() -> float:
     """Seconds between SIGTERM and SIGKILL."""
     try:
         return max(0.0, float(os.environ[ENV_GRACE_S]))
@@ -452,18 +483,18 @@ def grace_s() -> float:
 
 def kill(pid: int) -> None:
     """SIGKILL ``pid``, which may be gone."""
-    signal_worker(pid, signal.SIGKILL)
+    send_signal(pid, signal.SIGKILL)
 
 
-def signal_worker(pid: int, number: int) -> None:
+def send_signal(pid: int, signal_number: int) -> None:
     """Send a signal to ``pid``, which may be gone, or have become another user's."""
     try:  # noqa: SIM105 - see `say`
-        os.kill(pid, number)
+        os.kill(pid, signal_number)
     except (ProcessLookupError, PermissionError):
         pass
 
 
-def reap(worker: int) -> "int | None":
+def reap_children(worker: int) -> "int | None":
     """Collect every child that has ended; give the worker's status if it is among them."""
     found = None
     while True:
@@ -477,22 +508,22 @@ def reap(worker: int) -> "int | None":
             found = status
 
 
-def sweep(page: Page, *, at_once: bool) -> None:
+def kill_leftovers(lease_view: LeaseView, *, at_once: bool) -> None:
     """Kill what the worker left behind. Orphans come to us as their parents die: ask until none is left."""
     start = time.monotonic()
     while True:
-        reap(0)
-        left = children()
+        reap_children(0)
+        left = list_children()
         age_s = time.monotonic() - start
-        if not left or age_s > STUCK_S:
+        if not left or age_s > KILL_TIMEOUT_S:
             return
-        if at_once or age_s >= SWEEP_GRACE_S or page.left_s() <= 0:
+        if at_once or age_s >= SWEEP_GRACE_S or lease_view.remaining_s() <= 0:
             for pid in left:
                 kill(pid)
         time.sleep(0.002)
 
 
-def children() -> "list[int]":
+def list_children() -> "list[int]":
     """Our direct children, adopted ones included."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:

@@ -12,28 +12,28 @@ import itertools
 from enum import Enum
 
 from elastic_resume.rendezvous.core.messages import (
-    Claim,
-    Goodbye,
+    Header,
     Hello,
     JobEnd,
+    LeaderAnnouncement,
+    LeaveNotice,
     Message,
     Redirect,
     Refused,
-    Stamp,
     Welcome,
 )
-from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge
-from elastic_resume.rendezvous.core.state import Body, Link
+from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState
+from elastic_resume.rendezvous.core.state import Link, NodeState
 
-PAUSE_S = 0.3
+ROUND_PAUSE_S = 0.3
 """Between two rounds of calls."""
-ROUND_TIMEOUTS = 3
+MAX_ROUND_NODE_TIMEOUTS = 3
 """A round in which some send us to and fro ends after so many node timeouts."""
-AGAIN_S = 0.1
+RETRY_DELAY_S = 0.1
 """Before a leader that did not answer is called once more, and then who named it: it will have noticed."""
 
 
-class Verdict(Enum):
+class SearchResult(Enum):
     """What became of the search."""
 
     SEARCHING = "searching"
@@ -42,239 +42,252 @@ class Verdict(Enum):
     REFUSED = "refused"
 
 
-class Seeker:
+class Candidate:
     """The role of an agent that knows no leader. `hint` is an address to try first."""
 
-    def __init__(self, body: Body, hint: str = "", waiters: dict[int, Hello] | None = None) -> None:
-        self.body = body
-        self.since = body.now
-        self.waiters: dict[int, Hello] = waiters or {}
-        self.verdict = Verdict.SEARCHING
+    def __init__(
+        self, state: NodeState, first_address: str = "", waiting_peers: dict[int, Hello] | None = None
+    ) -> None:
+        self.state = state
+        self.started_at = state.now
+        self.waiting_peers: dict[int, Hello] = waiting_peers or {}
+        self.result = SearchResult.SEARCHING
         self.link: Link | None = None
         self.welcome: Welcome | None = None
-        self.refusal = ""
-        self.calls: dict[int, float] = {}
-        self.patient: set[int] = set()
-        self.failed: set[str] = set()
-        self.called: set[str] = set()
-        self.targets: list[str] = []
-        self.round_at = body.now
-        self.sent_by: dict[str, str] = {}
-        self.again: dict[str, float] = {}
+        self.refusal_reason = ""
+        self.pending_calls: dict[int, float] = {}
+        self.redirect_waits: set[int] = set()
+        self.failed_addresses: set[str] = set()
+        self.called_addresses: set[str] = set()
+        self.remaining_addresses: list[str] = []
+        self.round_started_at = state.now
+        self.redirected_by: dict[str, str] = {}
+        self.retry_at: dict[str, float] = {}
         """Whom to ask once more, and when: called too early, or named somebody who did not answer."""
-        self.next_at = body.now
-        self._basis: tuple[Knowledge | None, Incarnation, int] = (None, body.me, 0)
-        self._elders: list[str] | None = None
-        self._new_round(hint)
+        self.next_call_at = state.now
+        self._priority_inputs: tuple[QuorumState | None, Incarnation, int] = (None, state.incarnation, 0)
+        self._higher_priority: list[str] | None = None
+        self._start_round(first_address)
 
-    def _new_round(self, hint: str = "") -> None:
-        body = self.body
-        elders = self.elders()
+    def _start_round(self, first_address: str = "") -> None:
+        body = self.state
+        elders = self.find_higher_priority()
         wanted = elders
         if wanted is None:
-            wanted = [m.address for m in self._members()] + list(body.settings.candidates)
-        self.failed.clear()
-        self.round_at = body.now
-        self.sent_by.clear()
-        self.again.clear()
-        self.called = {body.me.address}
-        self.targets = [one for one in dict.fromkeys(wanted) if one not in self.called]
-        self.next_at = body.now
-        self._call_now(hint)
+            wanted = [m.address for m in self._list_known_members()] + list(body.settings.candidates)
+        self.failed_addresses.clear()
+        self.round_started_at = body.now
+        self.redirected_by.clear()
+        self.retry_at.clear()
+        self.called_addresses = {body.incarnation.address}
+        self.remaining_addresses = [one for one in dict.fromkeys(wanted) if one not in self.called_addresses]
+        self.next_call_at = body.now
+        self._call(first_address)
 
-    def _members(self) -> list[Incarnation]:
-        known = self.body.known
-        alive = [known.alive(world) for world in known.worlds]
+    def _list_known_members(self) -> list[Incarnation]:
+        known = self.state.quorum_state
+        alive = [known.live_members(world) for world in known.voting_views]
         return list(alive[0] if len(alive) == 1 else dict.fromkeys(itertools.chain(*alive)))
 
-    def elders(self) -> list[str] | None:
+    def find_higher_priority(self) -> list[str] | None:
         """Addresses of those who would lead before us; None where we may not lead at all."""
-        body = self.body
-        basis = (body.known, body.me, len(body.silent))
-        if basis[0] is not self._basis[0] or basis[1:] != self._basis[1:]:
-            self._basis, self._elders = basis, self._find_elders()
-        return self._elders
+        body = self.state
+        basis = (body.quorum_state, body.incarnation, len(body.unreachable))
+        if basis[0] is not self._priority_inputs[0] or basis[1:] != self._priority_inputs[1:]:
+            self._priority_inputs, self._higher_priority = basis, self._compute_higher_priority()
+        return self._higher_priority
 
-    def _find_elders(self) -> list[str] | None:
-        body = self.body
-        members = self._members()
+    def _compute_higher_priority(self) -> list[str] | None:
+        body = self.state
+        members = self._list_known_members()
         for rank, member in enumerate(members):
-            if member.life == body.me.life and member == body.me:
-                return [m.address for m in members[:rank] if not body.silent or m not in body.silent]
-        place = body.me.candidate
-        if place is None and not self._may_stand_in():
+            if member.incarnation_id == body.incarnation.incarnation_id and member == body.incarnation:
+                return [
+                    m.address for m in members[:rank] if not body.unreachable or m not in body.unreachable
+                ]
+        place = body.incarnation.candidate_index
+        if place is None and not self._may_lead_by_force():
             return None
-        living = [m.address for m in members if m not in body.silent]
+        living = [m.address for m in members if m not in body.unreachable]
         return living + list(body.settings.candidates[:place])
 
-    def _may_stand_in(self) -> bool:
+    def _may_lead_by_force(self) -> bool:
         """Whether an operator declared the others dead, and this node was in the last world."""
-        begun = self.body.known.begun
-        named = begun is not None and any(m.node == self.body.me.node for m in begun.members)
-        return bool(self.body.known.forced) and named
+        begun = self.state.quorum_state.installed
+        named = begun is not None and any(m.node == self.state.incarnation.node for m in begun.members)
+        return bool(self.state.quorum_state.forced_generation) and named
 
-    def answer(self, link: Link, stamp: Stamp, message: Message) -> None:
+    def handle_message(self, link: Link, header: Header, message: Message) -> None:
         """Take in a message; a claim tells us where to ask."""
-        del stamp
+        del header
         if isinstance(message, Hello):
-            self.waiters[link.conn] = message
-            link.who = message.who
-            self.body.send(link, Redirect())
-        elif isinstance(message, Claim):
-            self._claimed(link, message)
-        elif link.conn not in self.calls and link.conn not in self.patient:
+            self.waiting_peers[link.conn_id] = message
+            link.peer = message.sender
+            self.state.send(link, Redirect())
+        elif isinstance(message, LeaderAnnouncement):
+            self._handle_announcement(link, message)
+        elif link.conn_id not in self.pending_calls and link.conn_id not in self.redirect_waits:
             return
         elif isinstance(message, Welcome):
-            self.verdict, self.link, self.welcome = Verdict.FOLLOW, link, message
+            self.result, self.link, self.welcome = SearchResult.FOLLOW, link, message
         elif isinstance(message, Redirect):
-            self._redirected(link, message.address)
+            self._handle_redirect(link, message.address)
         elif isinstance(message, Refused):
-            self._refused(link, message)
+            self._handle_refusal(link, message)
         elif isinstance(message, JobEnd):
-            self.body.ended = message
+            self.state.job_end = message
 
-    def _claimed(self, link: Link, message: Claim) -> None:
+    def _handle_announcement(self, link: Link, message: LeaderAnnouncement) -> None:
         """Ask the one who leads; unless we could only hold everybody up."""
-        body = self.body
-        body.hear_claim(message)
-        if not body.disk_is_late:
-            self._call_now(message.who.address)
+        body = self.state
+        body.record_announced_generation(message)
+        if not body.is_disk_stalled:
+            self._call(message.leader.address)
             return
-        body.send(link, Goodbye("its disk takes no writes", body.known, body.me))
-        if body.introduced or body.me in body.rivals([]):
-            body.reborn()  # others may know of a world with this life that we have not heard of
+        body.send(link, LeaveNotice("its disk takes no writes", body.quorum_state, body.incarnation))
+        if body.hello_sent or body.incarnation in body.find_absent_members([]):
+            body.start_new_incarnation()  # others may know of a world with this life that we have not heard of
 
-    def _redirected(self, link: Link, address: str) -> None:
-        if not address or address == self.body.me.address:
-            self.patient.add(link.conn)
-            self.calls.setdefault(link.conn, self.body.now)
+    def _handle_redirect(self, link: Link, address: str) -> None:
+        if not address or address == self.state.incarnation.address:
+            self.redirect_waits.add(link.conn_id)
+            self.pending_calls.setdefault(link.conn_id, self.state.now)
             return
-        self._forget(link)
-        if any(self.body.links[conn].address == address for conn in self.calls):
+        self._drop_call(link)
+        if any(self.state.links[conn].address == address for conn in self.pending_calls):
             return  # two calls at once to one leader would take each other's place
-        self.sent_by[address] = link.address
-        if address in self.called:
-            self.again[address] = self.body.now + AGAIN_S
+        self.redirected_by[address] = link.address
+        if address in self.called_addresses:
+            self.retry_at[address] = self.state.now + RETRY_DELAY_S
         else:
-            self._call_now(address)
+            self._call(address)
 
-    def _refused(self, link: Link, message: Refused) -> None:
-        body, reason = self.body, message.reason
-        if reason == "gone":
-            body.log("reborn", f"{link.address} counts this agent gone; it comes back as a new one")
-            body.reborn()
-            for conn in {*self.calls, *self.patient} - {link.conn}:
-                self._forget(body.links[conn])  # an answer to them would be to the one that was
-            body.send(link, body.hello())
-            self.calls[link.conn] = body.now
+    def _handle_refusal(self, link: Link, message: Refused) -> None:
+        body, reason = self.state, message.reason
+        if reason == "dead":
+            body.emit_event(
+                "new-incarnation", f"{link.address} counts this agent gone; it comes back as a new one"
+            )
+            body.start_new_incarnation()
+            for conn in {*self.pending_calls, *self.redirect_waits} - {link.conn_id}:
+                self._drop_call(body.links[conn])  # an answer to them would be to the one that was
+            body.send(link, body.make_hello())
+            self.pending_calls[link.conn_id] = body.now
             return
-        told, self.refusal = self.refusal, f"{link.address} refuses this node: {reason}"
-        if self.refusal != told and not message.final:
-            body.log("refused", self.refusal)
-        if message.final:
-            self.verdict = Verdict.REFUSED
-        self._forget(link)
+        told, self.refusal_reason = self.refusal_reason, f"{link.address} refuses this node: {reason}"
+        if self.refusal_reason != told and not message.is_permanent:
+            body.emit_event("refused", self.refusal_reason)
+        if message.is_permanent:
+            self.result = SearchResult.REFUSED
+        self._drop_call(link)
 
-    def _call_now(self, address: str) -> None:
-        if address and address not in self.called:
-            self.called.add(address)
-            self.calls[self.body.dial(address).conn] = self.body.now
+    def _call(self, address: str) -> None:
+        if address and address not in self.called_addresses:
+            self.called_addresses.add(address)
+            self.pending_calls[self.state.dial(address).conn_id] = self.state.now
 
-    def _forget(self, link: Link) -> None:
-        self.calls.pop(link.conn, None)
-        self.patient.discard(link.conn)
-        self.body.hang_up(link)
+    def _drop_call(self, link: Link) -> None:
+        self.pending_calls.pop(link.conn_id, None)
+        self.redirect_waits.discard(link.conn_id)
+        self.state.disconnect(link)
 
-    def connected(self, link: Link) -> None:
+    def handle_connected(self, link: Link) -> None:
         """Introduce ourselves."""
-        if link.conn in self.calls:
-            self.body.send(link, self.body.hello())
+        if link.conn_id in self.pending_calls:
+            self.state.send(link, self.state.make_hello())
 
-    def lost(self, link: Link, *, refused: bool) -> None:
+    def handle_disconnected(self, link: Link, *, refused: bool) -> None:
         """A call failed, or a waiter went away."""
         del refused
-        self.waiters.pop(link.conn, None)
-        self.patient.discard(link.conn)
-        if self.calls.pop(link.conn, None) is not None:
-            self._failed(link.address)
-            self.next_at = self.body.now
+        self.waiting_peers.pop(link.conn_id, None)
+        self.redirect_waits.discard(link.conn_id)
+        if self.pending_calls.pop(link.conn_id, None) is not None:
+            self._record_failed_call(link.address)
+            self.next_call_at = self.state.now
 
-    def _failed(self, address: str) -> None:
-        self.failed.add(address)
-        sender = self.sent_by.pop(address, "")
+    def _record_failed_call(self, address: str) -> None:
+        self.failed_addresses.add(address)
+        sender = self.redirected_by.pop(address, "")
         if sender:
-            self.again[sender] = self.body.now + AGAIN_S
+            self.retry_at[sender] = self.state.now + RETRY_DELAY_S
 
     def advance(self) -> None:
         """Give up on calls that took too long, make the next one, lead if nobody else would."""
-        body = self.body
-        if body.disk_is_late:
+        body = self.state
+        if body.is_disk_stalled:
             # Whoever leads would wait for our acknowledgement with everybody else, again and again.
             self._pause_search()
             return
-        for conn, since in list(self.calls.items()):
-            if body.now >= since + body.settings.dial_s:
+        for conn, since in list(self.pending_calls.items()):
+            if body.now >= since + body.settings.dial_timeout_s:
                 link = body.links[conn]
-                self._failed(link.address)
-                if conn in self.patient:
-                    del self.calls[conn]
+                self._record_failed_call(link.address)
+                if conn in self.redirect_waits:
+                    del self.pending_calls[conn]
                 else:
-                    self._forget(link)
-        elders = self.elders()
-        if self.verdict is not Verdict.SEARCHING or body.ended:
+                    self._drop_call(link)
+        elders = self.find_higher_priority()
+        if self.result is not SearchResult.SEARCHING or body.job_end:
             return
-        asking = self.calls.keys() - self.patient
-        alone = elders is not None and all(one in self.failed or one == body.me.address for one in elders)
+        asking = self.pending_calls.keys() - self.redirect_waits
+        alone = elders is not None and all(
+            one in self.failed_addresses or one == body.incarnation.address for one in elders
+        )
         if alone and not asking:
-            self.verdict = Verdict.LEAD
+            self.result = SearchResult.LEAD
             return
-        for address in [one for one, at in self.again.items() if at <= body.now]:
-            del self.again[address]
-            if not any(body.links[conn].address == address for conn in self.calls):
-                self.called.discard(address)
-                self.failed.discard(address)
-                self._call_now(address)
-        if body.now >= self.next_at:
-            self._next_call()
+        for address in [one for one, at in self.retry_at.items() if at <= body.now]:
+            del self.retry_at[address]
+            if not any(body.links[conn].address == address for conn in self.pending_calls):
+                self.called_addresses.discard(address)
+                self.failed_addresses.discard(address)
+                self._call(address)
+        if body.now >= self.next_call_at:
+            self._call_next()
 
-    def _next_call(self) -> None:
-        body = self.body
-        while self.targets and self.targets[0] in self.called:
-            self.targets.pop(0)
-        if self.targets:
-            self._call_now(self.targets.pop(0))
-            self.next_at = body.now + body.settings.stagger_s + body.settings.crowd_s * len(self.calls)
-        elif body.now >= self.round_at + ROUND_TIMEOUTS * body.settings.node_timeout_s or not (
-            self.calls or self.again
+    def _call_next(self) -> None:
+        body = self.state
+        while self.remaining_addresses and self.remaining_addresses[0] in self.called_addresses:
+            self.remaining_addresses.pop(0)
+        if self.remaining_addresses:
+            self._call(self.remaining_addresses.pop(0))
+            self.next_call_at = (
+                body.now
+                + body.settings.dial_stagger_s
+                + body.settings.crowd_delay_s * len(self.pending_calls)
+            )
+        elif (
+            body.now >= self.round_started_at + MAX_ROUND_NODE_TIMEOUTS * body.settings.node_timeout_s
+            or not (self.pending_calls or self.retry_at)
         ):
-            for conn in {*self.calls, *self.patient}:
-                self._forget(body.links[conn])
-            self._new_round()
-            self.next_at = body.now + PAUSE_S
+            for conn in {*self.pending_calls, *self.redirect_waits}:
+                self._drop_call(body.links[conn])
+            self._start_round()
+            self.next_call_at = body.now + ROUND_PAUSE_S
         else:
-            self.next_at = body.now + body.settings.dial_s
+            self.next_call_at = body.now + body.settings.dial_timeout_s
 
     def _pause_search(self) -> None:
-        body = self.body
-        for conn in {*self.calls, *self.patient}:
-            self._forget(body.links[conn])
-        self._new_round()
-        self.next_at = body.now + body.settings.beat_s
+        body = self.state
+        for conn in {*self.pending_calls, *self.redirect_waits}:
+            self._drop_call(body.links[conn])
+        self._start_round()
+        self.next_call_at = body.now + body.settings.heartbeat_interval_s
 
-    def deadline(self) -> float:
+    def next_deadline(self) -> float:
         """When to look again."""
-        waits = [since + self.body.settings.dial_s for since in self.calls.values()]
-        return min([self.next_at, *waits, *self.again.values()])
+        waits = [since + self.state.settings.dial_timeout_s for since in self.pending_calls.values()]
+        return min([self.next_call_at, *waits, *self.retry_at.values()])
 
-    def retire(self) -> None:
+    def close(self) -> None:
         """End all calls but the one that was answered."""
-        for conn in {*self.calls, *self.patient}:
-            if conn in self.body.links and (self.link is None or conn != self.link.conn):
-                self.body.hang_up(self.body.links[conn])
+        for conn in {*self.pending_calls, *self.redirect_waits}:
+            if conn in self.state.links and (self.link is None or conn != self.link.conn_id):
+                self.state.disconnect(self.state.links[conn])
 
-    def why_waiting(self) -> str:
+    def explain_wait(self) -> str:
         """One clause for the error after the join timeout."""
-        asked = self.body.not_here([self.body.me])
-        if self.body.disk_is_late:
+        asked = self.state.format_absent_candidates([self.state.incarnation])
+        if self.state.is_disk_stalled:
             return "this node's disk takes no writes"
-        return self.refusal or f"no leader answers at {asked} nor at any member of the last world"
+        return self.refusal_reason or f"no leader answers at {asked} nor at any member of the last world"

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_resume.policy.failure_classification import Failure
-from elastic_resume.rendezvous.core.messages import Diverged, Join, Message, Print, Stamp
-from elastic_resume.rendezvous.core.quorum import ALL_RULES, Incarnation, Knowledge, Rules
-from elastic_resume.rendezvous.core.status import Pulse, Tidings
+from elastic_resume.rendezvous.core.messages import Header, JoinSpec, Message, ReplicasDiverged, StateDigest
+from elastic_resume.rendezvous.core.quorum import ALL_RULES, Incarnation, QuorumState, SafetyRules
+from elastic_resume.rendezvous.core.status import NodeStatus, StatusUpdate
 
-FEW = 64
+UNCROWDED_NODES = 64
 """So many members are answered before any of them could get impatient."""
 
 
@@ -27,53 +27,53 @@ class Settings:
     min_nodes: int = 1
     max_nodes: int = 1
     node_timeout_s: float = 3.0
-    settle_s: float = 3.0
+    last_call_s: float = 3.0
     join_timeout_s: float = 600.0
-    alone: bool = False
+    single_node: bool = False
     """There is no other node: worlds that this node took part in with others need not consent."""
-    stagger_s: float = 0.2
+    dial_stagger_s: float = 0.2
     """A search waits so long for an answer before it calls the next address too."""
-    probe_s: float = 0.05
+    probe_interval_s: float = 0.05
     """Between two calls to a peer whose connection broke."""
-    scale_up_s: float = 1.0
+    scale_up_delay_s: float = 1.0
     """A newcomer to a running world waits so long for others, for one restart instead of several."""
-    beats_per_timeout: int = 10
-    claim_s: float = 0.5
+    heartbeats_per_timeout: int = 10
+    announce_interval_s: float = 0.5
     """How often a leader calls at the candidates' addresses."""
-    drift: float = 0.05
+    clock_drift: float = 0.05
     """Share of a lease kept back for clocks of different rates and the time it takes to kill workers."""
     resume_from_majority: bool = False
     """Where replicas differ and a majority is equal, the world restarts from that; else the job ends."""
-    rules: Rules = ALL_RULES
+    rules: SafetyRules = ALL_RULES
 
     @property
-    def beat_s(self) -> float:
+    def heartbeat_interval_s(self) -> float:
         """Time between heartbeats."""
-        return self.node_timeout_s / self.beats_per_timeout
+        return self.node_timeout_s / self.heartbeats_per_timeout
 
     @property
     def lease_s(self) -> float:
         """How long workers may run on the strength of one acknowledged message, from its sending."""
-        return self.node_timeout_s * (1 - self.drift)
+        return self.node_timeout_s * (1 - self.clock_drift)
 
     @property
-    def dial_s(self) -> float:
+    def dial_timeout_s(self) -> float:
         """How long a call may take to be answered before the next address counts as the next best."""
-        return self.node_timeout_s / 3 + self.crowd_s
+        return self.node_timeout_s / 3 + self.crowd_delay_s
 
     @property
-    def redial_s(self) -> float:
+    def redial_timeout_s(self) -> float:
         """How long one call to a peer whose connection broke may take; a round trip may take 0.3 s."""
         return self.node_timeout_s / 2
 
     @property
-    def crowd_s(self) -> float:
+    def crowd_delay_s(self) -> float:
         """How much longer a leader may take to answer when all members of a large job call it at once.
 
         It needs up to a millisecond for each. Those who went on to others meanwhile would call all of
         them, and a thousand members with a thousand calls each never come to an end.
         """
-        return max(0, self.max_nodes - FEW) * 2e-3
+        return max(0, self.max_nodes - UNCROWDED_NODES) * 2e-3
 
 
 # Events.
@@ -86,29 +86,29 @@ class PeerConnected:
     `host`: the IP address that answered, where this side dialled.
     """
 
-    conn: int
-    host: str = ""
+    conn_id: int
+    ip_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerDisconnected:
     """A connection is over, or could not be made.
 
     `refused`: the host at the address that we dialled answered that nobody listens there, which proves that
     the process has ended. Everything else, a reset too, says only that the peer cannot be reached this way.
     """
 
-    conn: int
-    why: str = ""
+    conn_id: int
+    reason: str = ""
     refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class MessageArrived:
+class MessageReceived:
     """One message, in the order in which the other side sent them on this connection."""
 
-    conn: int
-    stamp: Stamp
+    conn_id: int
+    header: Header
     message: Message
 
 
@@ -121,7 +121,7 @@ class Tick:
 class JoinRequested:
     """This node's workers are stopped and torchelastic asks for the next world."""
 
-    join: Join
+    join: JoinSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +145,18 @@ class JobFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Digested:
+class StateDigested:
     """How this node's state looked after a step of the running world."""
 
-    told: Print
+    state_digest: StateDigest
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class StatusPublished:
     """What this node has to tell people, through whoever leads."""
 
-    pulse: Pulse | None
-    lines: tuple[str, ...] = ()
+    status: NodeStatus | None
+    event_lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,20 +181,20 @@ class ForceQuorum:
 class Persisted:
     """What `Persist` of that number held is on disk, fsynced."""
 
-    number: int
+    version: int
 
 
 Event = (
     PeerConnected
-    | PeerLost
-    | MessageArrived
+    | PeerDisconnected
+    | MessageReceived
     | Tick
     | JoinRequested
     | WorkersFinished
     | WorkerFailed
     | JobFailed
-    | Digested
-    | Telling
+    | StateDigested
+    | StatusPublished
     | Leave
     | ForceQuorum
     | Persisted
@@ -211,34 +211,34 @@ class Connect:
     `host`: the IP address at which the same peer answered before; its name is not looked up again.
     """
 
-    conn: int
+    conn_id: int
     address: str
-    host: str = ""
+    ip_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
     """Send what is queued and close; report nothing more of it."""
 
-    conn: int
+    conn_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
     """Queue a message; in order, never blocking."""
 
-    conn: int
-    stamp: Stamp
+    conn_id: int
+    header: Header
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class PersistentState:
     """What an agent keeps on disk across its lives."""
 
-    me: Incarnation
-    knowledge: Knowledge
-    seen: int
+    incarnation: Incarnation
+    quorum_state: QuorumState
+    max_generation: int
     """Greatest generation this node has heard of."""
 
 
@@ -246,20 +246,20 @@ class Memory:
 class Persist:
     """Write this durably in place of the last, then report `Persisted`. At most one is under way."""
 
-    number: int
-    memory: Memory
+    version: int
+    persistent_state: PersistentState
 
 
 @dataclass(frozen=True, slots=True)
-class BeginWorld:
+class StartWorkers:
     """Start workers: the answer to `JoinRequested`. `step` and `failures` are those of `Begin`."""
 
     generation: int
     rank: int
     members: tuple[Incarnation, ...]
-    store: str
-    workers: tuple[int, ...]
-    step: int = 0
+    store_address: str
+    workers_per_node: tuple[int, ...]
+    newest_step: int = 0
     failures: tuple[Failure, ...] = ()
 
 
@@ -272,7 +272,7 @@ class RestartWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class StopWorkers:
+class KillWorkers:
     """The lease ran out: kill workers at once, before anything else. Then as `RestartWorkers`."""
 
     generation: int
@@ -280,19 +280,19 @@ class StopWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicasDiffer:
+class ReportDivergence:
     """All members are told so. What follows for the world comes by itself."""
 
-    told: Diverged
+    divergence: ReplicasDiverged
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class DeliverPeerStatus:
     """What another node tells people: hand it on. ``newest``: generation that is known to have begun."""
 
-    who: Incarnation
-    tidings: Tidings
-    newest: int = 0
+    sender: Incarnation
+    status_update: StatusUpdate
+    installed_generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,11 +312,11 @@ class GiveUp:
     """
 
     reason: str
-    final: bool = False
+    is_permanent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class EmitEvent:
     """A fact for the event log. `fields` are plain data."""
 
     kind: str
@@ -328,12 +328,12 @@ Effect = (
     | Disconnect
     | Send
     | Persist
-    | BeginWorld
+    | StartWorkers
     | RestartWorkers
-    | StopWorkers
-    | ReplicasDiffer
-    | Heard
+    | KillWorkers
+    | ReportDivergence
+    | DeliverPeerStatus
     | EndJob
     | GiveUp
-    | Log
+    | EmitEvent
 )

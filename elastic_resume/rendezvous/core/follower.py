@@ -2,279 +2,298 @@
 
 from __future__ import annotations
 
-from elastic_resume.rendezvous.core.events import Heard, ReplicasDiffer
+from elastic_resume.rendezvous.core.events import DeliverPeerStatus, ReportDivergence
 from elastic_resume.rendezvous.core.messages import (
-    Acknowledge,
-    Beat,
-    Begin,
-    Claim,
-    Diverged,
-    Failed,
-    Finished,
-    Force,
-    Goodbye,
+    EndView,
+    FailJob,
+    ForceQuorumRequest,
+    Header,
+    Heartbeat,
     Hello,
+    InstallView,
     JobEnd,
+    JoinRequest,
+    LeaderAnnouncement,
+    LeaveNotice,
     Message,
-    Propose,
-    Ready,
+    NodeFinished,
+    ProposalAck,
+    ProposeView,
     Redirect,
     Refused,
-    Restart,
-    Stamp,
-    Waiting,
+    ReplicasDiverged,
+    WaitReason,
     Welcome,
 )
-from elastic_resume.rendezvous.core.quorum import Incarnation, World
-from elastic_resume.rendezvous.core.state import NEVER, Body, Link
+from elastic_resume.rendezvous.core.quorum import Incarnation, View
+from elastic_resume.rendezvous.core.state import NEVER, Link, NodeState
 
-FIRST_PAUSE_S = 0.005
+FIRST_REDIAL_PAUSE_S = 0.005
 """Before the second call to a lost leader; each later pause is twice as long, up to `probe_s`."""
-MANY_CALLS = 10
+MAX_PAUSE_DOUBLINGS = 10
 
 
 class Follower:
     """The role of an agent that has a leader."""
 
-    def __init__(self, body: Body, link: Link, leader: Incarnation) -> None:
-        self.body = body
+    def __init__(self, state: NodeState, link: Link, leader: Incarnation) -> None:
+        self.state = state
         self.link = link
         self.leader = leader
-        self.over = False
+        self.has_ended = False
         """The relation to the leader has ended."""
-        self.hint = ""
-        self.waiting_for = ""
-        self.watched = 0
+        self.next_leader_address = ""
+        self.wait_reason = ""
+        self.standby_generation = 0
         """The generation that runs without this node."""
-        self.next_beat = body.now
+        self.next_heartbeat_at = state.now
         # The leader includes us only after it receives our first reply. Until then it may form worlds without
         # us, so its death would prove nothing.
-        link.echoed_at = link.lease_end = NEVER
-        self.proposal: World | None = None
-        self.proposal_change = 0
-        self.begun_next: World | None = None
-        self.broken = False
+        link.acked_sent_at = link.leader_lease_until = NEVER
+        self.proposal: View | None = None
+        self.proposal_version = 0
+        self.acknowledged_proposal: View | None = None
+        self.is_disconnected = False
         """The link to the leader broke: it is called again until it answers, is dead, or is given up."""
-        self.redial: Link | None = None
-        self.calls = 0
+        self.redial_link: Link | None = None
+        self.redial_count = 0
         """How many since the link broke."""
-        self.redial_at = body.now
+        self.redial_at = state.now
         """When the call under way has taken too long; without one, when to make the next."""
-        body.silent.discard(leader)
+        state.unreachable.discard(leader)
 
-    def answer(self, link: Link, stamp: Stamp, message: Message) -> None:
+    def handle_message(self, link: Link, header: Header, message: Message) -> None:
         """Take in a message; only the leader's counts."""
-        if isinstance(message, (Hello, Claim)):
-            if isinstance(message, Claim):
-                self.body.hear_claim(message)
-            self.body.send(link, Redirect(self.leader.address))
-        elif link is self.redial:
-            self._remade(link, message)
-        elif link is self.link and not self.broken:
-            self._obey(stamp, message)
-            self._renew(stamp)
-            self._stand_by(stamp)
+        if isinstance(message, (Hello, LeaderAnnouncement)):
+            if isinstance(message, LeaderAnnouncement):
+                self.state.record_announced_generation(message)
+            self.state.send(link, Redirect(self.leader.address))
+        elif link is self.redial_link:
+            self._handle_redial_reply(link, message)
+        elif link is self.link and not self.is_disconnected:
+            self._handle_leader_message(header, message)
+            self._renew_lease(header)
+            self._extend_join_timeout(header)
 
-    def _obey(self, stamp: Stamp, message: Message) -> None:
-        body = self.body
-        if isinstance(message, Beat):
-            if message.tidings:
-                body.effects.append(Heard(self.leader, message.tidings, body.newest))
-        elif isinstance(message, Propose):
-            body.learn(message.knowledge)
-            body.believe(body.known.with_proposal(message.world))
-            self.proposal, self.proposal_change = message.world, body.changes
-        elif isinstance(message, Begin):
-            self._begin(stamp, message)
-        elif isinstance(message, Restart):
-            body.learn(message.knowledge)
-            body.stop(message.reason)
-        elif isinstance(message, Waiting):
-            self.waiting_for = message.reason
-            body.log("waiting", message.reason)
-        elif isinstance(message, Diverged):
-            body.effects.append(ReplicasDiffer(message))
+    def _handle_leader_message(self, header: Header, message: Message) -> None:
+        body = self.state
+        if isinstance(message, Heartbeat):
+            if message.status_update:
+                body.effects.append(
+                    DeliverPeerStatus(self.leader, message.status_update, body.installed_generation)
+                )
+        elif isinstance(message, ProposeView):
+            body.merge_quorum_state(message.quorum_state)
+            body.set_quorum_state(body.quorum_state.with_proposal(message.view))
+            self.proposal, self.proposal_version = message.view, body.version
+        elif isinstance(message, InstallView):
+            self._install_view(header, message)
+        elif isinstance(message, EndView):
+            body.merge_quorum_state(message.quorum_state)
+            body.stop_workers(message.reason)
+        elif isinstance(message, WaitReason):
+            self.wait_reason = message.reason
+            body.emit_event("waiting", message.reason)
+        elif isinstance(message, ReplicasDiverged):
+            body.effects.append(ReportDivergence(message))
         elif isinstance(message, JobEnd):
-            body.ended = message
+            body.job_end = message
         elif isinstance(message, (Redirect, Refused)):
-            self.hint = message.address if isinstance(message, Redirect) else ""
-            self._over("the leader stepped down")
-        elif isinstance(message, Goodbye):
-            body.learn(message.knowledge)
-            self._over(f"{self.leader}, which led, left ({message.reason})", gone=True)
+            self.next_leader_address = message.address if isinstance(message, Redirect) else ""
+            self._end_following("the leader stepped down")
+        elif isinstance(message, LeaveNotice):
+            body.merge_quorum_state(message.quorum_state)
+            self._end_following(f"{self.leader}, which led, left ({message.reason})", dead=True)
 
-    def _begin(self, stamp: Stamp, message: Begin) -> None:
-        body = self.body
-        world = self.begun_next if body.settings.rules.two_steps else self.begun_next or self.proposal
+    def _install_view(self, header: Header, message: InstallView) -> None:
+        body = self.state
+        world = (
+            self.acknowledged_proposal
+            if body.settings.rules.two_phase
+            else self.acknowledged_proposal or self.proposal
+        )
         if world is None or world.generation != message.generation:
             return
-        self.begun_next = self.proposal = None
-        body.believe(body.known.with_begun(world))
-        fence_at = self._fence(stamp)
-        if world.rank(body.me) is None:
+        self.acknowledged_proposal = self.proposal = None
+        body.set_quorum_state(body.quorum_state.with_installed(world))
+        fence_at = self._compute_lease_until(header)
+        if world.rank(body.incarnation) is None:
             return
         if fence_at <= body.now:
             # Not a reason to hang up: the leader might take that for our end, and we live.
-            body.log("late", f"generation {world.generation} began too long ago to start workers in it")
-            self.joined()
+            body.emit_event(
+                "lease-expired", f"generation {world.generation} began too long ago to start workers in it"
+            )
+            self.handle_join_requested()
         elif body.join is not None:
-            body.begin(world, message, fence_at)
+            body.start_workers(world, message, fence_at)
 
-    def _stand_by(self, stamp: Stamp) -> None:
+    def _extend_join_timeout(self, header: Header) -> None:
         """A world that runs without this node is no reason to give up waiting: a spare waits for long."""
-        body = self.body
-        if not stamp.generation or body.running or body.join is None:
+        body = self.state
+        if not header.generation or body.running_view or body.join is None:
             return
         body.join_since = body.now
-        if self.watched != stamp.generation:
-            self.watched = stamp.generation
-            body.log("spare", f"generation {stamp.generation} runs without this node, which stands by")
+        if self.standby_generation != header.generation:
+            self.standby_generation = header.generation
+            body.emit_event(
+                "spare", f"generation {header.generation} runs without this node, which stands by"
+            )
 
-    def _fence(self, stamp: Stamp) -> float:
-        return self.link.echoed_at + min(stamp.lease_s, self.body.settings.lease_s)
+    def _compute_lease_until(self, header: Header) -> float:
+        return self.link.acked_sent_at + min(header.lease_s, self.state.settings.lease_s)
 
-    def _renew(self, stamp: Stamp) -> None:
-        body = self.body
-        if body.running and body.running.generation == stamp.generation:
-            body.fence_at = max(body.fence_at, self._fence(stamp))
+    def _renew_lease(self, header: Header) -> None:
+        body = self.state
+        if body.running_view and body.running_view.generation == header.generation:
+            body.lease_until = max(body.lease_until, self._compute_lease_until(header))
 
-    def _remade(self, link: Link, message: Message) -> None:
+    def _handle_redial_reply(self, link: Link, message: Message) -> None:
         if isinstance(message, Welcome):
-            self.body.hang_up(self.link)
-            link.echoed_at = link.lease_end = NEVER
-            if message.who == self.leader:
-                link.succeed(self.link)
-            self.next_beat = self.body.now
-            self.leader = link.who = message.who
-            self.link, self.redial, self.broken = link, None, False
-            self.body.learn(message.knowledge)
-            if not message.resumed:
-                self.body.stop("the leader has no running world with this node")
-            self.report()
+            self.state.disconnect(self.link)
+            link.acked_sent_at = link.leader_lease_until = NEVER
+            if message.leader == self.leader:
+                link.inherit_lease(self.link)
+            self.next_heartbeat_at = self.state.now
+            self.leader = link.peer = message.leader
+            self.link, self.redial_link, self.is_disconnected = link, None, False
+            self.state.merge_quorum_state(message.quorum_state)
+            if not message.resumes_view:
+                self.state.stop_workers("the leader has no running world with this node")
+            self.send_reports()
         elif isinstance(message, JobEnd):
-            self.body.ended = message
+            self.state.job_end = message
         else:
-            self.hint = message.address if isinstance(message, Redirect) else self.leader.address
-            self._over("the leader does not take this node back")
+            self.next_leader_address = (
+                message.address if isinstance(message, Redirect) else self.leader.address
+            )
+            self._end_following("the leader does not take this node back")
 
-    def connected(self, link: Link) -> None:
+    def handle_connected(self, link: Link) -> None:
         """The leader is there again: go on as before."""
-        if link is self.redial:
-            self.redial_at = self.body.now + self.body.settings.redial_s
-            self.body.send(link, self.body.hello())
+        if link is self.redial_link:
+            self.redial_at = self.state.now + self.state.settings.redial_timeout_s
+            self.state.send(link, self.state.make_hello())
 
-    def lost(self, link: Link, *, refused: bool) -> None:
+    def handle_disconnected(self, link: Link, *, refused: bool) -> None:
         """Call the leader again when the link broke; take only a refused call for its death."""
-        body = self.body
+        body = self.state
         if link is self.link:
-            self.broken = True
+            self.is_disconnected = True
             self.proposal = None
-            self.begun_next = None
-            self.calls = 0
-            self._redial()
-        elif link is self.redial and refused:
-            gone = body.proves_end(self.link, refused=True)
-            self._over(f"{self.leader}, which led, died", gone=gone, silent=not gone)
-        elif link is self.redial:
+            self.acknowledged_proposal = None
+            self.redial_count = 0
+            self._redial_leader()
+        elif link is self.redial_link and refused:
+            gone = body.proves_death(self.link, refused=True)
+            self._end_following(f"{self.leader}, which led, died", dead=gone, unreachable=not gone)
+        elif link is self.redial_link:
             # A dying process may still take a call in the moment before its host refuses all.
-            pause_s = min(body.settings.probe_s, FIRST_PAUSE_S * 2 ** min(self.calls - 1, MANY_CALLS))
-            self.redial, self.redial_at = None, body.now + pause_s
+            pause_s = min(
+                body.settings.probe_interval_s,
+                FIRST_REDIAL_PAUSE_S * 2 ** min(self.redial_count - 1, MAX_PAUSE_DOUBLINGS),
+            )
+            self.redial_link, self.redial_at = None, body.now + pause_s
 
-    def _redial(self) -> None:
+    def _redial_leader(self) -> None:
         """Redial the leader; alternate its last IP address, which needs no DNS, with its name.
 
         A slow name server must not cost the world, and the name may have another address now.
         """
-        body = self.body
-        if self.redial:
-            body.hang_up(self.redial)
-        self.calls += 1
-        self.redial = body.dial(self.leader.address, self.link.host if self.calls % 2 else "")
-        self.redial_at = body.now + body.settings.redial_s
+        body = self.state
+        if self.redial_link:
+            body.disconnect(self.redial_link)
+        self.redial_count += 1
+        self.redial_link = body.dial(
+            self.leader.address, self.link.ip_address if self.redial_count % 2 else ""
+        )
+        self.redial_at = body.now + body.settings.redial_timeout_s
 
-    def _over(self, reason: str, *, gone: bool = False, silent: bool = False) -> None:
-        body, timeout_s = self.body, self.body.settings.node_timeout_s
-        self.over = True
-        if body.now < min(self.link.heard_at, self.link.lease_end) + timeout_s:
-            body.grace(timeout_s)  # other followers may run until their leases end
-        body.stop(reason)
-        body.log("leader-lost", reason)
-        if gone or silent:
-            body.lost(self.leader, reason.removeprefix(f"{self.leader}, which led, "))
-        if gone:
-            body.believe(body.known.with_gone([self.leader]))
-            body.grace(timeout_s)  # its other followers may not know yet
-            body.current_until = body.current_for(self.link)
-        if silent:
-            body.silent.add(self.leader)
-        body.hang_up(self.link)
-        if self.redial:
-            body.hang_up(self.redial)
+    def _end_following(self, reason: str, *, dead: bool = False, unreachable: bool = False) -> None:
+        body, timeout_s = self.state, self.state.settings.node_timeout_s
+        self.has_ended = True
+        if body.now < min(self.link.last_received_at, self.link.leader_lease_until) + timeout_s:
+            body.extend_grace(timeout_s)  # other followers may run until their leases end
+        body.stop_workers(reason)
+        body.emit_event("leader-lost", reason)
+        if dead or unreachable:
+            body.record_lost_member(self.leader, reason.removeprefix(f"{self.leader}, which led, "))
+        if dead:
+            body.set_quorum_state(body.quorum_state.with_dead([self.leader]))
+            body.extend_grace(timeout_s)  # its other followers may not know yet
+            body.view_current_until = body.compute_view_current_until(self.link)
+        if unreachable:
+            body.unreachable.add(self.leader)
+        body.disconnect(self.link)
+        if self.redial_link:
+            body.disconnect(self.redial_link)
 
     def advance(self) -> None:
         """Fence ourselves before anything else; then beat, acknowledge, and watch the leader."""
-        body = self.body
-        if body.running and body.now >= body.fence_at:
-            body.stop(f"no word from {self.leader}, which leads, for as long as the lease", at_once=True)
-        if self.over or body.ended:
+        body = self.state
+        if body.running_view and body.now >= body.lease_until:
+            body.stop_workers(
+                f"no word from {self.leader}, which leads, for as long as the lease", immediately=True
+            )
+        if self.has_ended or body.job_end:
             return
-        if body.now >= self.link.heard_at + body.settings.node_timeout_s:
-            what = "cannot be reached" if self.broken else "is silent"
-            self._over(f"{self.leader}, which led, {what}", silent=True)
+        if body.now >= self.link.last_received_at + body.settings.node_timeout_s:
+            what = "cannot be reached" if self.is_disconnected else "is silent"
+            self._end_following(f"{self.leader}, which led, {what}", unreachable=True)
             return
-        if self.broken:
+        if self.is_disconnected:
             if body.now >= self.redial_at:
-                self._redial()
+                self._redial_leader()
             return
-        if self.proposal and body.durable >= self.proposal_change and not body.witnesses:
-            body.send(self.link, Acknowledge(self.proposal.generation))
-            self.begun_next, self.proposal = self.proposal, None
-        if body.now >= self.next_beat:
-            body.send(self.link, Beat(body.take_print(), body.outbox.take(self.leader)))
-            self.next_beat = body.now + body.settings.beat_s
+        if self.proposal and body.durable_version >= self.proposal_version and not body.pending_closes:
+            body.send(self.link, ProposalAck(self.proposal.generation))
+            self.acknowledged_proposal, self.proposal = self.proposal, None
+        if body.now >= self.next_heartbeat_at:
+            body.send(self.link, Heartbeat(body.take_digest(), body.status_outbox.take(self.leader)))
+            self.next_heartbeat_at = body.now + body.settings.heartbeat_interval_s
 
-    def report(self) -> None:
+    def send_reports(self) -> None:
         """Say again what may have changed since our hello was sent."""
-        if self.body.report and not self.broken:
-            self.body.send(self.link, self.body.report)
-        if self.body.failed and not self.broken:
-            self.body.send(self.link, Failed(self.body.failed))
-        if self.body.join:
-            self.joined()
-        elif self.body.finished:
-            self.finished()
+        if self.state.failure_report and not self.is_disconnected:
+            self.state.send(self.link, self.state.failure_report)
+        if self.state.job_failure and not self.is_disconnected:
+            self.state.send(self.link, FailJob(self.state.job_failure))
+        if self.state.join:
+            self.handle_join_requested()
+        elif self.state.finished_generation:
+            self.handle_workers_finished()
 
-    def joined(self) -> None:
+    def handle_join_requested(self) -> None:
         """Tell the leader that this node's workers are stopped and it wants to be in the next world."""
-        if self.body.join and not self.broken:
-            self.body.send(self.link, Ready(self.body.join))
+        if self.state.join and not self.is_disconnected:
+            self.state.send(self.link, JoinRequest(self.state.join))
 
     def force_quorum(self, generation: int) -> None:
         """Hand an operator's declaration on to the leader, which judges it."""
-        if not self.broken:
-            self.body.send(self.link, Force(generation))
+        if not self.is_disconnected:
+            self.state.send(self.link, ForceQuorumRequest(generation))
 
-    def finished(self) -> None:
+    def handle_workers_finished(self) -> None:
         """Tell the leader that this node's workers have succeeded."""
-        if not self.broken:
-            self.body.send(self.link, Finished(self.body.finished))
+        if not self.is_disconnected:
+            self.state.send(self.link, NodeFinished(self.state.finished_generation))
 
     def leave(self, reason: str) -> None:
         """Say goodbye."""
-        if not self.broken:
-            self.body.send(self.link, Goodbye(reason, self.body.known))
+        if not self.is_disconnected:
+            self.state.send(self.link, LeaveNotice(reason, self.state.quorum_state))
 
-    def retire(self) -> None:
+    def close(self) -> None:
         """Nothing of a member's outlives its relation."""
 
-    def deadline(self) -> float:
+    def next_deadline(self) -> float:
         """When to look again."""
-        body = self.body
-        fence_at = body.fence_at if body.running else float("inf")
-        due = self.redial_at if self.broken else self.next_beat
-        return min(fence_at, due, self.link.heard_at + body.settings.node_timeout_s)
+        body = self.state
+        fence_at = body.lease_until if body.running_view else float("inf")
+        due = self.redial_at if self.is_disconnected else self.next_heartbeat_at
+        return min(fence_at, due, self.link.last_received_at + body.settings.node_timeout_s)
 
-    def why_waiting(self) -> str:
+    def explain_wait(self) -> str:
         """One clause for the error after the join timeout."""
-        because = f": {self.waiting_for}" if self.waiting_for else ""
+        because = f": {self.wait_reason}" if self.wait_reason else ""
         return f"the leader {self.leader} formed no world with this node{because}"

@@ -16,169 +16,174 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from elastic_resume.rendezvous.core.divergence import Comparer
-from elastic_resume.rendezvous.core.events import Heard
+from elastic_resume.rendezvous.core.divergence import DivergenceDetector
+from elastic_resume.rendezvous.core.events import DeliverPeerStatus
 from elastic_resume.rendezvous.core.messages import (
-    Acknowledge,
-    Beat,
-    Claim,
-    Failed,
-    Finished,
-    Force,
-    Goodbye,
+    EndView,
+    FailJob,
+    FailureReport,
+    ForceQuorumRequest,
+    Header,
+    Heartbeat,
     Hello,
+    JoinRequest,
+    LeaderAnnouncement,
+    LeaveNotice,
     Message,
-    Ready,
+    NodeFinished,
+    ProposalAck,
     Redirect,
     Refused,
-    Report,
-    Restart,
-    Stamp,
-    Waiting,
+    WaitReason,
     Welcome,
 )
-from elastic_resume.rendezvous.core.peers import Part, Roster
-from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge, World
-from elastic_resume.rendezvous.core.state import NEVER, Body, Link
-from elastic_resume.rendezvous.core.view_change import Former
+from elastic_resume.rendezvous.core.peers import Peer, PeerTable
+from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
+from elastic_resume.rendezvous.core.state import NEVER, Link, NodeState
+from elastic_resume.rendezvous.core.view_change import ViewChange
 
 
-class Gate:
+class Admission:
     """The gate of one leader."""
 
-    def __init__(self, body: Body, roster: Roster, lose: Callable[[Part, str], None]) -> None:
+    def __init__(self, state: NodeState, peers: PeerTable, remove_peer: Callable[[Peer, str], None]) -> None:
         """``lose`` is called for followers whose node is back as a new process."""
-        self.body = body
-        self.roster = roster
-        self.lose = lose
-        self._indexed: Knowledge | None = None
-        self._lives: dict[str, set[Incarnation]] = {}
+        self.state = state
+        self.peers = peers
+        self.remove_peer = remove_peer
+        self._indexed_state: QuorumState | None = None
+        self._incarnations_by_node: dict[str, set[Incarnation]] = {}
 
-    def check(self, hello: Hello) -> Refused | None:
+    def check_hello(self, hello: Hello) -> Refused | None:
         """Take over what the other knows; return why it may not join, or None."""
-        body = self.body
-        at_odds = self._at_odds(hello)
+        body = self.state
+        at_odds = self._find_setting_mismatch(hello)
         if at_odds:
-            return Refused(at_odds, final=True)
-        before = body.known
-        body.learn(hello.knowledge, hello.seen)
-        if body.known != before:
-            self._count_former_lives()
-        body.grace(hello.others_s)
-        if hello.who in body.known.gone:
-            return Refused("gone")
-        if self._name_taken(hello):
-            return Refused(f"another live agent is called {hello.who.node}: give one another --node-name")
+            return Refused(at_odds, is_permanent=True)
+        before = body.quorum_state
+        body.merge_quorum_state(hello.quorum_state, hello.max_generation)
+        if body.quorum_state != before:
+            self._mark_former_incarnations_dead()
+        body.extend_grace(hello.remaining_grace_s)
+        if hello.sender in body.quorum_state.dead:
+            return Refused("dead")
+        if self._is_name_taken(hello):
+            return Refused(f"another live agent is called {hello.sender.node}: give one another --node-name")
         return None
 
-    def _at_odds(self, hello: Hello) -> str:
+    def _find_setting_mismatch(self, hello: Hello) -> str:
         """Say which setting that safety rests on differs between us; empty when none does."""
-        ours, theirs = self.body.settings.node_timeout_s, hello.node_timeout_s
+        ours, theirs = self.state.settings.node_timeout_s, hello.node_timeout_s
         if theirs != ours:
             return (
                 f"--node-timeout is {theirs:g} s there and {ours:g} s at the leader: give all nodes the same"
             )
-        settings = self.body.settings
+        settings = self.state.settings
         shape, said = (settings.min_nodes, settings.max_nodes), (hello.min_nodes, hello.max_nodes)
         if said != shape:
             ours_and_theirs = f"{said[0]}:{said[1]} here and {shape[0]}:{shape[1]} there"
             return f"--nnodes is {ours_and_theirs}: give all nodes the same"
-        count, told = self.body.known.candidates, hello.knowledge.candidates
+        count, told = self.state.quorum_state.candidate_count, hello.quorum_state.candidate_count
         if told != count:
             return (
                 f"--rdzv-endpoint lists {told} nodes there and {count} at the leader: give all the same list"
             )
         return ""
 
-    def _count_former_lives(self) -> None:
+    def _mark_former_incarnations_dead(self) -> None:
         """Count former lives of those who follow us gone, in whatever world we just heard of.
 
         A follower that was not heard lately, or is known gone, may itself be the former life.
         """
-        body = self.body
+        body = self.state
         lives = {
-            part.who.node: part.who
-            for part in self.roster
-            if body.is_fresh(part.link) and part.who not in body.known.gone
+            part.incarnation.node: part.incarnation
+            for part in self.peers
+            if body.has_recent_ack(part.link) and part.incarnation not in body.quorum_state.dead
         }
-        members = {m for w in body.known.worlds for m in body.known.alive(w)}
+        members = {m for w in body.quorum_state.voting_views for m in body.quorum_state.live_members(w)}
         former = [one for one in members if lives.get(one.node, one) != one]
-        if former and body.settings.rules.incarnations:
-            body.believe(body.known.with_gone(former))
+        if former and body.settings.rules.distinguish_incarnations:
+            body.set_quorum_state(body.quorum_state.with_dead(former))
 
-    def _name_taken(self, hello: Hello) -> bool:
+    def _is_name_taken(self, hello: Hello) -> bool:
         """Count the former lives of a node gone when it is back as a new process; refuse a namesake."""
-        body, who = self.body, hello.who
-        if who.node == body.me.node:
+        body, who = self.state, hello.sender
+        if who.node == body.incarnation.node:
             return True
-        former = {one for one in self._lives_of(who.node) if one != who}
+        former = {one for one in self._find_incarnations(who.node) if one != who}
         for one in former:
-            part = self.roster.parts.get(one)
-            if part and part.lost_at is None and one not in hello.knowledge.gone:
+            part = self.peers.by_incarnation.get(one)
+            if part and part.disconnected_at is None and one not in hello.quorum_state.dead:
                 return True
-        if body.settings.rules.incarnations:
-            body.believe(body.known.with_gone(former))
-        for one in former & set(self.roster.parts):
-            self.lose(self.roster.parts[one], f"{who} is back as a new process")
+        if body.settings.rules.distinguish_incarnations:
+            body.set_quorum_state(body.quorum_state.with_dead(former))
+        for one in former & set(self.peers.by_incarnation):
+            self.remove_peer(self.peers.by_incarnation[one], f"{who} is back as a new process")
         return False
 
-    def _lives_of(self, node: str) -> set[Incarnation]:
+    def _find_incarnations(self, node: str) -> set[Incarnation]:
         """Every incarnation of a node that we have heard of."""
-        if self._indexed is not self.body.known:
-            self._indexed = self.body.known
-            self._lives = {}
-            for world in self._indexed.worlds:
+        if self._indexed_state is not self.state.quorum_state:
+            self._indexed_state = self.state.quorum_state
+            self._incarnations_by_node = {}
+            for world in self._indexed_state.voting_views:
                 for member in world.members:
-                    self._lives.setdefault(member.node, set()).add(member)
-        part = self.roster.named(node)
-        return self._lives.get(node, set()) | ({part.who} if part else set())
+                    self._incarnations_by_node.setdefault(member.node, set()).add(member)
+        part = self.peers.find_by_node(node)
+        return self._incarnations_by_node.get(node, set()) | ({part.incarnation} if part else set())
 
 
-CALLS_AT_ONCE = 16
+MAX_PARALLEL_CALLS = 16
 """A job of a thousand nodes that lost half of them does not dial five hundred addresses every two seconds."""
 
 
-class Caller:
+class LeaderDiscovery:
     """The calls of one leader."""
 
-    def __init__(self, body: Body, claim: Callable[[], Claim], known: Callable[[], set[str]]) -> None:
-        self.body = body
-        self.claim = claim
-        self.known = known
-        self.next_at = body.now
-        self.calls: dict[int, float] = {}
-        self._busy: dict[str, int] = {}
+    def __init__(
+        self,
+        state: NodeState,
+        make_announcement: Callable[[], LeaderAnnouncement],
+        list_follower_addresses: Callable[[], set[str]],
+    ) -> None:
+        self.state = state
+        self.make_announcement = make_announcement
+        self.list_follower_addresses = list_follower_addresses
+        self.next_round_at = state.now
+        self.pending_calls: dict[int, float] = {}
+        self._calls_by_address: dict[str, int] = {}
         """The number of the call at an address."""
-        self._turn = 0
+        self._next_target = 0
 
-    def targets(self) -> list[str]:
+    def list_targets(self) -> list[str]:
         """Addresses at which somebody may be who does not know that we lead."""
-        known = self.body.known
-        members = [m.address for w in known.worlds for m in known.alive(w)]
-        own = self.known() | {self.body.me.address}
-        return [one for one in dict.fromkeys([*self.body.settings.candidates, *members]) if one not in own]
+        known = self.state.quorum_state
+        members = [m.address for w in known.voting_views for m in known.live_members(w)]
+        own = self.list_follower_addresses() | {self.state.incarnation.address}
+        return [one for one in dict.fromkeys([*self.state.settings.candidates, *members]) if one not in own]
 
     def advance(self) -> None:
         """Make the calls that are due and end those that were not answered."""
-        body = self.body
-        while self.calls and body.now >= self._first_due():
-            self.end(next(iter(self.calls)))
-        if body.now < self.next_at:
+        body = self.state
+        while self.pending_calls and body.now >= self._first_timeout_at():
+            self.end_call(next(iter(self.pending_calls)))
+        if body.now < self.next_round_at:
             return
-        self.next_at = body.now + body.settings.claim_s
-        targets = self.targets()
-        if len(targets) > CALLS_AT_ONCE:
-            start = self._turn % len(targets)
-            targets = (targets[start:] + targets[:start])[:CALLS_AT_ONCE]
-            self._turn += CALLS_AT_ONCE
+        self.next_round_at = body.now + body.settings.announce_interval_s
+        targets = self.list_targets()
+        if len(targets) > MAX_PARALLEL_CALLS:
+            start = self._next_target % len(targets)
+            targets = (targets[start:] + targets[:start])[:MAX_PARALLEL_CALLS]
+            self._next_target += MAX_PARALLEL_CALLS
         for address in targets:
             self.call(address)
 
     def call(self, address: str) -> None:
         """Call one address, unless a call there is under way."""
-        if address not in self._busy:
-            conn = self.body.dial(address).conn
-            self.calls[conn], self._busy[address] = self.body.now, conn
+        if address not in self._calls_by_address:
+            conn = self.state.dial(address).conn_id
+            self.pending_calls[conn], self._calls_by_address[address] = self.state.now, conn
 
     def probe(self, addresses: Iterable[str]) -> None:
         """Probe addresses round-robin, at most `CALLS_AT_ONCE` at a time.
@@ -186,493 +191,531 @@ class Caller:
         A switch failure breaks many links at once.
         """
         turn = list(addresses)
-        room = CALLS_AT_ONCE - sum(address in self._busy for address in turn)
-        start = self._turn % len(turn)
-        for address in [one for one in turn[start:] + turn[:start] if one not in self._busy][: max(0, room)]:
+        room = MAX_PARALLEL_CALLS - sum(address in self._calls_by_address for address in turn)
+        start = self._next_target % len(turn)
+        for address in [one for one in turn[start:] + turn[:start] if one not in self._calls_by_address][
+            : max(0, room)
+        ]:
             self.call(address)
-            self._turn += 1
+            self._next_target += 1
 
-    def over(self, link: Link) -> None:
+    def forget_call(self, link: Link) -> None:
         """Forget a call that has ended."""
-        self.calls.pop(link.conn, None)
-        if self._busy.get(link.address) == link.conn:
-            del self._busy[link.address]
+        self.pending_calls.pop(link.conn_id, None)
+        if self._calls_by_address.get(link.address) == link.conn_id:
+            del self._calls_by_address[link.address]
 
-    def connected(self, link: Link) -> None:
+    def handle_connected(self, link: Link) -> None:
         """Tell who leads."""
-        if link.conn in self.calls:
-            self.body.send(link, self.claim())
+        if link.conn_id in self.pending_calls:
+            self.state.send(link, self.make_announcement())
 
-    def answer(self, link: Link, message: Message) -> None:
+    def handle_redirect(self, link: Link, message: Message) -> None:
         """Follow a redirect to the other leader; its claim is for the leader to weigh."""
-        if link.conn in self.calls and isinstance(message, Redirect):
-            self.end(link.conn)
-            if message.address not in {"", self.body.me.address} | self.known():
+        if link.conn_id in self.pending_calls and isinstance(message, Redirect):
+            self.end_call(link.conn_id)
+            if message.address not in {"", self.state.incarnation.address} | self.list_follower_addresses():
                 self.call(message.address)
 
-    def parted(self, link: Link, who: Incarnation, message: Goodbye) -> bool:
+    def handle_leave_notice(self, link: Link, sender: Incarnation, message: LeaveNotice) -> bool:
         """One that we called wants to be counted gone: it cannot take part, and nobody should wait for it."""
-        body = self.body
-        self.end(link.conn)
-        if who.address != link.address:
+        body = self.state
+        self.end_call(link.conn_id)
+        if sender.address != link.address:
             return False
-        body.learn(message.knowledge)
-        if who not in body.rivals([]):
+        body.merge_quorum_state(message.quorum_state)
+        if sender not in body.find_absent_members([]):
             return False
-        body.believe(body.known.with_gone([who]))
-        body.log("lost", f"{who} takes no part ({message.reason})")
+        body.set_quorum_state(body.quorum_state.with_dead([sender]))
+        body.emit_event("lost", f"{sender} takes no part ({message.reason})")
         return True
 
-    def end(self, conn: int) -> None:
+    def end_call(self, conn_id: int) -> None:
         """End one call."""
-        link = self.body.links.get(conn)
+        link = self.state.links.get(conn_id)
         if link:
-            self.over(link)
-            self.body.hang_up(link)
-        self.calls.pop(conn, None)
+            self.forget_call(link)
+            self.state.disconnect(link)
+        self.pending_calls.pop(conn_id, None)
 
-    def retire(self) -> None:
+    def close(self) -> None:
         """End all calls."""
-        for conn in list(self.calls):
-            self.end(conn)
+        for conn in list(self.pending_calls):
+            self.end_call(conn)
 
-    def deadline(self) -> float:
+    def next_deadline(self) -> float:
         """When to look again."""
-        return min(self.next_at, self._first_due()) if self.calls else self.next_at
+        return min(self.next_round_at, self._first_timeout_at()) if self.pending_calls else self.next_round_at
 
-    def _first_due(self) -> float:
+    def _first_timeout_at(self) -> float:
         """When the call that was made first has waited long enough: they are kept in that order."""
-        return next(iter(self.calls.values())) + self.body.settings.dial_s
+        return next(iter(self.pending_calls.values())) + self.state.settings.dial_timeout_s
 
 
 class Leader:
     """The role of the agent that leads. It is a member too, without a link to itself."""
 
-    def __init__(self, body: Body, waiters: dict[int, Hello]) -> None:
-        self.body = body
-        self.roster = Roster()
-        self.world: World | None = None
-        self.stepped_down = False
-        self.yield_to = ""
-        self.former = Former(body, self.roster)
-        self.caller = Caller(body, self.claim, self.roster.addresses)
-        self.comparer = Comparer(body, self.roster, self._tell)
-        self.next_scan = body.now
+    def __init__(self, state: NodeState, waiting_peers: dict[int, Hello]) -> None:
+        self.state = state
+        self.peers = PeerTable()
+        self.view: View | None = None
+        self.has_stepped_down = False
+        self.new_leader_address = ""
+        self.view_change = ViewChange(state, self.peers)
+        self.discovery = LeaderDiscovery(state, self.make_announcement, self.peers.addresses)
+        self.divergence = DivergenceDetector(state, self.peers, self._send)
+        self.next_scan_at = state.now
         self.lease_until = NEVER
-        self.finished_in = 0
+        self.finished_generation = 0
         """The newest generation in which a node has finished."""
-        self.gate = Gate(body, self.roster, self._replace)
-        self.pending: dict[int, tuple[Hello, bool]] = {}
+        self.admission = Admission(state, self.peers, self._remove_replaced_peer)
+        self.pending_welcomes: dict[int, tuple[Hello, bool]] = {}
         """Who was welcomed on a connection and has not answered there, and whether it was told to go on."""
-        self.unanswered: set[Incarnation] = set()
+        self.unresponsive: set[Incarnation] = set()
         """Who did not answer its last welcome: nobody waits for it again."""
-        self.probe_at = body.now
-        body.log("leading", f"{body.me} leads")
-        for conn, hello in waiters.items():
-            if conn in body.links:
-                self._hello(body.links[conn], hello)
+        self.next_probe_at = state.now
+        state.emit_event("leading", f"{state.incarnation} leads")
+        for conn, hello in waiting_peers.items():
+            if conn in state.links:
+                self._handle_hello(state.links[conn], hello)
 
     # What the others hear.
 
-    def claim(self) -> Claim:
+    def make_announcement(self) -> LeaderAnnouncement:
         """Say how much weight our lead has."""
-        body, begun = self.body, self.body.known.begun
-        active = self.world.generation if self.world and self.lease_until > body.now else 0
-        rank = begun.rank(body.me) if begun else None
+        body, begun = self.state, self.state.quorum_state.installed
+        active = self.view.generation if self.view and self.lease_until > body.now else 0
+        rank = begun.rank(body.incarnation) if begun else None
         seats = len(begun.members) if begun else 0
-        return Claim(body.me, active, body.known.generation, seats if rank is None else rank)
+        return LeaderAnnouncement(
+            body.incarnation, active, body.quorum_state.newest_generation, seats if rank is None else rank
+        )
 
-    def _tell(self, part: Part, message: Message) -> None:
-        body = self.body
-        if self.world is None:
-            body.send(part.link, message)
+    def _send(self, peer: Peer, message: Message) -> None:
+        body = self.state
+        if self.view is None:
+            body.send(peer.link, message)
             return
         left = max(0.0, min(body.settings.lease_s, self.lease_until - body.now))
-        body.send(part.link, message, self.world.generation, left)
+        body.send(peer.link, message, self.view.generation, left)
 
-    def _tell_all(self, message: Message) -> None:
-        for part in self.roster:
-            if part.lost_at is None:
-                self._tell(part, message)
-        for conn in self.pending:
-            self.body.send(self.body.links[conn], message)
+    def _broadcast(self, message: Message) -> None:
+        for part in self.peers:
+            if part.disconnected_at is None:
+                self._send(part, message)
+        for conn in self.pending_welcomes:
+            self.state.send(self.state.links[conn], message)
 
     # What the leader hears.
 
-    def answer(self, link: Link, stamp: Stamp, message: Message) -> None:
+    def handle_message(self, link: Link, header: Header, message: Message) -> None:
         """Take in a message."""
-        del stamp
+        del header
         if isinstance(message, Hello):
-            self._hello(link, message)
-        elif isinstance(message, Claim):
-            self._weigh(link, message)
+            self._handle_hello(link, message)
+        elif isinstance(message, LeaderAnnouncement):
+            self._handle_announcement(link, message)
         elif isinstance(message, Redirect):
-            self.caller.answer(link, message)
-        elif isinstance(message, Goodbye) and message.who and link.conn in self.caller.calls:
-            if self.caller.parted(link, message.who, message):
-                self.former.stir()
+            self.discovery.handle_redirect(link, message)
+        elif (
+            isinstance(message, LeaveNotice)
+            and message.sender
+            and link.conn_id in self.discovery.pending_calls
+        ):
+            if self.discovery.handle_leave_notice(link, message.sender, message):
+                self.view_change.reevaluate()
         else:
-            if link.conn in self.pending:
-                self._take_in(link)
-            part = self.roster.of(link)
-            if part and part.lost_at is None:
-                self._heed(part, message)
+            if link.conn_id in self.pending_welcomes:
+                self._admit(link)
+            part = self.peers.find_by_link(link)
+            if part and part.disconnected_at is None:
+                self._handle_follower_message(part, message)
 
-    def _heed(self, part: Part, message: Message) -> None:
-        body = self.body
-        if isinstance(message, Beat):
-            self._tell(part, body.echo(part.who, self.world, self.roster.parts))
-            self.comparer.told(part.who, message.told)
-            if message.tidings:
-                body.effects.append(Heard(part.who, message.tidings, body.newest))
-        elif isinstance(message, Ready):
-            self._ready(part, message)
-        elif isinstance(message, Acknowledge):
-            self.former.acknowledged(part.who, message.generation)
-        elif isinstance(message, Finished):
-            part.finished, part.running = message.generation, 0
-            self.finished_in = max(self.finished_in, message.generation)
-            self.former.stir()
-        elif isinstance(message, Report):
-            body.heard(part.who, message)
-        elif isinstance(message, Failed):
-            body.failed = message.reason
-        elif isinstance(message, Force):
-            body.force_quorum(message.generation, running=self.world is not None)
-        elif isinstance(message, Goodbye):
-            body.learn(message.knowledge)
-            self._lose(part, f"{part.who} left ({message.reason})", gone=True)
+    def _handle_follower_message(self, peer: Peer, message: Message) -> None:
+        body = self.state
+        if isinstance(message, Heartbeat):
+            self._send(
+                peer, body.make_heartbeat_reply(peer.incarnation, self.view, self.peers.by_incarnation)
+            )
+            self.divergence.add_digest(peer.incarnation, message.state_digest)
+            if message.status_update:
+                body.effects.append(
+                    DeliverPeerStatus(peer.incarnation, message.status_update, body.installed_generation)
+                )
+        elif isinstance(message, JoinRequest):
+            self._handle_join_request(peer, message)
+        elif isinstance(message, ProposalAck):
+            self.view_change.handle_ack(peer.incarnation, message.generation)
+        elif isinstance(message, NodeFinished):
+            peer.finished_generation, peer.running_generation = message.generation, 0
+            self.finished_generation = max(self.finished_generation, message.generation)
+            self.view_change.reevaluate()
+        elif isinstance(message, FailureReport):
+            body.record_failure_report(peer.incarnation, message)
+        elif isinstance(message, FailJob):
+            body.job_failure = message.reason
+        elif isinstance(message, ForceQuorumRequest):
+            body.force_quorum(message.generation, running=self.view is not None)
+        elif isinstance(message, LeaveNotice):
+            body.merge_quorum_state(message.quorum_state)
+            self._remove_peer(peer, f"{peer.incarnation} left ({message.reason})", dead=True)
 
-    def _ready(self, part: Part, message: Ready) -> None:
-        part.join, part.running = message.join, 0
-        if self.world and part.who in self.world.members:
-            self.restart(f"the workers of {part.who} stopped")
-        self.former.arrived(part.who, self.world)
+    def _handle_join_request(self, peer: Peer, message: JoinRequest) -> None:
+        peer.join, peer.running_generation = message.join, 0
+        if self.view and peer.incarnation in self.view.members:
+            self.end_view(f"the workers of {peer.incarnation} stopped")
+        self.view_change.handle_join(peer.incarnation, self.view)
 
-    def _hello(self, link: Link, hello: Hello) -> None:
-        refused = self.gate.check(hello)
-        link.who = hello.who
+    def _handle_hello(self, link: Link, hello: Hello) -> None:
+        refused = self.admission.check_hello(hello)
+        link.peer = hello.sender
         if refused:
-            self.body.send(link, refused)
+            self.state.send(link, refused)
         else:
-            self._welcome(link, hello)
-        newest = self.body.known.begun
-        if self.world and newest and newest.generation > self.world.generation:
-            self.restart(f"generation {newest.generation} has begun elsewhere")
+            self._send_welcome(link, hello)
+        newest = self.state.quorum_state.installed
+        if self.view and newest and newest.generation > self.view.generation:
+            self.end_view(f"generation {newest.generation} has begun elsewhere")
 
-    def _welcome(self, link: Link, hello: Hello) -> None:
+    def _send_welcome(self, link: Link, hello: Hello) -> None:
         """Send Welcome. The node counts as a follower after its first reply.
 
         The reply proves that the link works both ways. A one-way link would otherwise delay every world:
         forming waits for the first reply once, and not long.
         """
-        body, part = self.body, self.roster.parts.get(hello.who)
-        if part and part.link is not link and part.lost_at is None:
-            body.hang_up(part.link)
-            self._break(part)
-        resumed = bool(self.world and part and hello.running == part.running == self.world.generation)
-        self.pending[link.conn] = hello, resumed
-        if hello.who not in self.unanswered:
-            self.former.welcomed[link.conn] = body.now + body.settings.dial_s
-        body.send(link, Welcome(body.me, body.known, resumed))
+        body, part = self.state, self.peers.by_incarnation.get(hello.sender)
+        if part and part.link is not link and part.disconnected_at is None:
+            body.disconnect(part.link)
+            self._mark_disconnected(part)
+        resumed = bool(
+            self.view and part and hello.running_generation == part.running_generation == self.view.generation
+        )
+        self.pending_welcomes[link.conn_id] = hello, resumed
+        if hello.sender not in self.unresponsive:
+            self.view_change.reply_deadlines[link.conn_id] = body.now + body.settings.dial_timeout_s
+        body.send(link, Welcome(body.incarnation, body.quorum_state, resumed))
 
-    def _take_in(self, link: Link) -> None:
+    def _admit(self, link: Link) -> None:
         """Count a node that has answered our welcome among the followers."""
-        hello, resumed = self.pending.pop(link.conn)
-        self.former.welcomed.pop(link.conn, None)
-        self.former.stir()
-        body, who = self.body, hello.who
-        self.unanswered.discard(who)
-        refused = self.gate.check(hello)
+        hello, resumed = self.pending_welcomes.pop(link.conn_id)
+        self.view_change.reply_deadlines.pop(link.conn_id, None)
+        self.view_change.reevaluate()
+        body, who = self.state, hello.sender
+        self.unresponsive.discard(who)
+        refused = self.admission.check_hello(hello)
         if refused:
             body.send(link, refused)
             return
-        body.silent.discard(who)
-        part = self.roster.parts.get(who)
+        body.unreachable.discard(who)
+        part = self.peers.by_incarnation.get(who)
         if part:
-            self.roster.mend(part, link)
+            self.peers.mark_reconnected(part, link)
         else:
-            part = Part(who, link)
-            self.roster.add(part)
-        part.join, part.finished = hello.join, hello.finished
-        self.finished_in = max(self.finished_in, hello.finished)
-        if not (resumed and self.world and self.world.generation == hello.running):
-            ran, part.running = part.running, hello.running
+            part = Peer(who, link)
+            self.peers.add(part)
+        part.join, part.finished_generation = hello.join, hello.finished_generation
+        self.finished_generation = max(self.finished_generation, hello.finished_generation)
+        if not (resumed and self.view and self.view.generation == hello.running_generation):
+            ran, part.running_generation = part.running_generation, hello.running_generation
             if resumed:  # its world ended while our welcome was under way
-                self._tell(
+                self._send(
                     part,
-                    Restart(
-                        hello.running,
-                        f"generation {hello.running} ended while this node was reconnecting",
-                        body.known,
+                    EndView(
+                        hello.running_generation,
+                        f"generation {hello.running_generation} ended while this node was reconnecting",
+                        body.quorum_state,
                     ),
                 )
             # Of our world, and neither in it nor through: its workers failed, or it never heard of it.
-            idle = self.world and not hello.finished and (ran == self.world.generation or hello.join)
-            if idle and self.world and who in self.world.members:
-                self.restart(f"the workers of {who} stopped")
-        self.comparer.remind(part)
-        if self.world is None and self.former.told:
-            self._tell(part, Waiting(self.former.told))
+            idle = self.view and not hello.finished_generation and (ran == self.view.generation or hello.join)
+            if idle and self.view and who in self.view.members:
+                self.end_view(f"the workers of {who} stopped")
+        self.divergence.resend_divergence(part)
+        if self.view is None and self.view_change.reported_reason:
+            self._send(part, WaitReason(self.view_change.reported_reason))
         if part.join:
-            self.former.arrived(who, self.world)
-        self.former.stir()
+            self.view_change.handle_join(who, self.view)
+        self.view_change.reevaluate()
 
-    def _weigh(self, link: Link, claim: Claim) -> None:
-        self.body.hear_claim(claim)
-        own = self.claim()
-        if claim.who == self.body.me:
-            self.caller.end(link.conn)
-        elif claim.weight > own.weight:
-            self.yield_to = claim.who.address
-        elif link.conn in self.caller.calls:
-            self.caller.end(link.conn)
+    def _handle_announcement(self, link: Link, announcement: LeaderAnnouncement) -> None:
+        self.state.record_announced_generation(announcement)
+        own = self.make_announcement()
+        if announcement.leader == self.state.incarnation:
+            self.discovery.end_call(link.conn_id)
+        elif announcement.priority > own.priority:
+            self.new_leader_address = announcement.leader.address
+        elif link.conn_id in self.discovery.pending_calls:
+            self.discovery.end_call(link.conn_id)
         else:
-            self.body.send(link, own)
+            self.state.send(link, own)
 
-    def connected(self, link: Link) -> None:
+    def handle_connected(self, link: Link) -> None:
         """One of our calls was answered."""
-        self.caller.connected(link)
+        self.discovery.handle_connected(link)
 
-    def lost(self, link: Link, *, refused: bool) -> None:
+    def handle_disconnected(self, link: Link, *, refused: bool) -> None:
         """A follower's link broke, or a call failed: only a refused call proves a death."""
-        self.caller.over(link)
-        if link.conn in self.pending:
-            self._never_answered(link)
-        part = self.roster.of(link)
-        if part and part.lost_at is None:
-            self._break(part)
+        self.discovery.forget_call(link)
+        if link.conn_id in self.pending_welcomes:
+            self._handle_missing_reply(link)
+        part = self.peers.find_by_link(link)
+        if part and part.disconnected_at is None:
+            self._mark_disconnected(part)
         elif refused:
-            for one in list(self.roster.broken.values()):
-                if one.who.address == link.address and link.dialled_at >= (one.lost_at or 0.0):
-                    self._lose(one, f"{one.who} died", gone=self.body.proves_end(one.link, refused=True))
+            for one in list(self.peers.disconnected.values()):
+                if one.incarnation.address == link.address and link.dialled_at >= (
+                    one.disconnected_at or 0.0
+                ):
+                    self._remove_peer(
+                        one, f"{one.incarnation} died", dead=self.state.proves_death(one.link, refused=True)
+                    )
 
-    def _break(self, part: Part) -> None:
-        self.roster.mark_broken(part, self.body.now)
-        self.former.disturbed(part.who)
-        self.probe_at = self.body.now
+    def _mark_disconnected(self, peer: Peer) -> None:
+        self.peers.mark_disconnected(peer, self.state.now)
+        self.view_change.handle_disconnected(peer.incarnation)
+        self.next_probe_at = self.state.now
 
-    def _lose(self, part: Part, reason: str, *, gone: bool) -> None:
-        body = self.body
-        self.roster.drop(part.who)
-        if gone:
-            body.believe(body.known.with_gone([part.who]))
+    def _remove_peer(self, peer: Peer, reason: str, *, dead: bool) -> None:
+        body = self.state
+        self.peers.remove(peer.incarnation)
+        if dead:
+            body.set_quorum_state(body.quorum_state.with_dead([peer.incarnation]))
         else:
-            body.silent.add(part.who)
-        if part.link.conn in body.links:
-            body.hang_up(part.link)
-        body.log("lost", reason)
-        body.lost(part.who, reason.removeprefix(f"{part.who} "))
-        self.former.disturbed(part.who)
-        world = self.world
-        if world is None or part.who not in world.members:
+            body.unreachable.add(peer.incarnation)
+        if peer.link.conn_id in body.links:
+            body.disconnect(peer.link)
+        body.emit_event("lost", reason)
+        body.record_lost_member(peer.incarnation, reason.removeprefix(f"{peer.incarnation} "))
+        self.view_change.handle_disconnected(peer.incarnation)
+        world = self.view
+        if world is None or peer.incarnation not in world.members:
             return
-        runs = body.running or any(one.running == world.generation for one in self.roster)
-        if not self.somebody_finished() or (part.finished != world.generation and runs):
+        runs = body.running_view or any(one.running_generation == world.generation for one in self.peers)
+        if not self.has_finished_node() or (peer.finished_generation != world.generation and runs):
             # Those who still run would wait for it in their next collective.
-            self.restart(reason)
+            self.end_view(reason)
 
-    def _replace(self, part: Part, reason: str) -> None:
-        self._lose(part, reason, gone=True)
+    def _remove_replaced_peer(self, peer: Peer, reason: str) -> None:
+        self._remove_peer(peer, reason, dead=True)
 
-    def somebody_finished(self) -> bool:
+    def has_finished_node(self) -> bool:
         """Whether a node of the newest world is through: the others have no more than their end to reach."""
-        newest = self.body.known.begun
-        return newest is not None and newest.generation in {self.finished_in, self.body.finished}
+        newest = self.state.quorum_state.installed
+        return newest is not None and newest.generation in {
+            self.finished_generation,
+            self.state.finished_generation,
+        }
 
     # What the leader does.
 
-    def restart(self, reason: str, *, at_once: bool = False) -> None:
+    def end_view(self, reason: str, *, immediately: bool = False) -> None:
         """End the running world; those who were in it join again."""
-        world = self.world
+        world = self.view
         if world is None:
             return
-        message = Restart(world.generation, reason, self.body.known)  # one, so it is put into words once
-        for part in self.roster:
-            if part.running == world.generation and part.lost_at is None:
-                self._tell(part, message)
-        self.world, self.lease_until = None, NEVER
-        self.comparer.over()
-        self.body.stop(reason, at_once=at_once)
-        self.former.since = self.body.now
-        self.former.stir()
-        self.body.log("restart", f"generation {world.generation} is over: {reason}")
+        message = EndView(
+            world.generation, reason, self.state.quorum_state
+        )  # one, so it is put into words once
+        for part in self.peers:
+            if part.running_generation == world.generation and part.disconnected_at is None:
+                self._send(part, message)
+        self.view, self.lease_until = None, NEVER
+        self.divergence.reset()
+        self.state.stop_workers(reason, immediately=immediately)
+        self.view_change.started_at = self.state.now
+        self.view_change.reevaluate()
+        self.state.emit_event("restart", f"generation {world.generation} is over: {reason}")
 
     def advance(self) -> None:
         """Fence ourselves before anything else; then look for losses, and for a world to form."""
-        body = self.body
-        if self.yield_to or (self.world is None and body.disk_is_late):
+        body = self.state
+        if self.new_leader_address or (self.view is None and body.is_disk_stalled):
             self._step_down()
             return
-        if self.world:
-            self._stand_by()
-            self._renew()
+        if self.view:
+            self._extend_join_timeout()
+            self._renew_lease()
             if body.now >= self.lease_until:
-                self.restart("the leader has lost its quorum", at_once=True)
-        if body.now >= self.next_scan:
-            self.next_scan = body.now + body.settings.beat_s / 2
-            self._find_silent()
-            self.comparer.told(body.me, body.take_print())
-        unequal = self.comparer.advance()
-        if unequal and not self.somebody_finished():
-            self.restart(unequal)
-        self._probe_broken()
-        self.caller.advance()
-        if body.failed or self._is_end():
-            self._end()
+                self.end_view("the leader has lost its quorum", immediately=True)
+        if body.now >= self.next_scan_at:
+            self.next_scan_at = body.now + body.settings.heartbeat_interval_s / 2
+            self._remove_unreachable_peers()
+            self.divergence.add_digest(body.incarnation, body.take_digest())
+        unequal = self.divergence.advance()
+        if unequal and not self.has_finished_node():
+            self.end_view(unequal)
+        self._probe_disconnected()
+        self.discovery.advance()
+        if body.job_failure or self._is_job_finished():
+            self._end_job()
             return
-        if self.world is None:
-            self._form()
-            self._tell_why_waiting()
-        elif body.now >= self.former.more_at:
-            self.former.more_at = float("inf")
-            if not self.somebody_finished():
-                self.restart("newcomers are here")
+        if self.view is None:
+            self._advance_view_change()
+            self._broadcast_wait_reason()
+        elif body.now >= self.view_change.scale_up_at:
+            self.view_change.scale_up_at = float("inf")
+            if not self.has_finished_node():
+                self.end_view("newcomers are here")
 
-    def _stand_by(self) -> None:
+    def _extend_join_timeout(self) -> None:
         """A world that runs without this node is no reason to give up waiting: a spare waits for long."""
-        if self.body.join:
-            self.body.join_since = self.body.now
+        if self.state.join:
+            self.state.join_since = self.state.now
 
-    def _tell_why_waiting(self) -> None:
-        reason = self.former.news() if self.world is None else ""
+    def _broadcast_wait_reason(self) -> None:
+        reason = self.view_change.take_wait_reason() if self.view is None else ""
         if reason:
-            self.body.log("waiting", reason)
-            self._tell_all(Waiting(reason))
+            self.state.emit_event("waiting", reason)
+            self._broadcast(WaitReason(reason))
 
-    def _renew(self, *, fresh: bool = False) -> None:
+    def _renew_lease(self, *, force: bool = False) -> None:
         """Count how long enough of our members surely still follow us; that bounds every lease we grant."""
-        body = self.body
-        if self.world is None or not (fresh or body.now >= self.next_scan):
+        body = self.state
+        if self.view is None or not (force or body.now >= self.next_scan_at):
             return
-        self.lease_until = self.former.lease_until()
-        if self.world.rank(body.me) is not None and body.running:
-            body.fence_at = self.lease_until
+        self.lease_until = self.view_change.compute_lease_until()
+        if self.view.rank(body.incarnation) is not None and body.running_view:
+            body.lease_until = self.lease_until
 
-    def _find_silent(self) -> None:
-        body = self.body
-        for part in self.roster:
-            if body.now >= part.link.heard_at + body.settings.node_timeout_s:
-                what = "is silent" if part.lost_at is None else "cannot be reached"
-                self._lose(part, f"{part.who} {what}", gone=False)
-        for link in [body.links[conn] for conn in self.pending]:
-            if body.now >= link.heard_at + body.settings.node_timeout_s:
-                self._never_answered(link)
-                body.hang_up(link)
+    def _remove_unreachable_peers(self) -> None:
+        body = self.state
+        for part in self.peers:
+            if body.now >= part.link.last_received_at + body.settings.node_timeout_s:
+                what = "is silent" if part.disconnected_at is None else "cannot be reached"
+                self._remove_peer(part, f"{part.incarnation} {what}", dead=False)
+        for link in [body.links[conn] for conn in self.pending_welcomes]:
+            if body.now >= link.last_received_at + body.settings.node_timeout_s:
+                self._handle_missing_reply(link)
+                body.disconnect(link)
 
-    def _never_answered(self, link: Link) -> None:
+    def _handle_missing_reply(self, link: Link) -> None:
         """Record that the node ignored a Welcome; forming waits for it only once."""
-        hello, _ = self.pending.pop(link.conn)
-        self.unanswered.add(hello.who)
-        self.former.welcomed.pop(link.conn, None)
-        self.former.stir()
+        hello, _ = self.pending_welcomes.pop(link.conn_id)
+        self.unresponsive.add(hello.sender)
+        self.view_change.reply_deadlines.pop(link.conn_id, None)
+        self.view_change.reevaluate()
 
-    def _probe_broken(self) -> None:
+    def _probe_disconnected(self) -> None:
         """Probe members with broken links. A live member also calls us; a refused call proves a death."""
-        body = self.body
-        if not self.roster.broken or body.now < self.probe_at:
+        body = self.state
+        if not self.peers.disconnected or body.now < self.next_probe_at:
             return
-        self.probe_at = body.now + body.settings.probe_s
-        self.caller.probe(part.who.address for part in self.roster.broken.values())
+        self.next_probe_at = body.now + body.settings.probe_interval_s
+        self.discovery.probe(part.incarnation.address for part in self.peers.disconnected.values())
 
-    def _form(self) -> None:
-        begun = self.former.advance()
+    def _advance_view_change(self) -> None:
+        begun = self.view_change.advance()
         if begun is None:
             return
-        body = self.body
+        body = self.state
         world, message = begun
-        body.believe(body.known.with_begun(world))
-        self.world = world
-        self.former.began(world)
-        self.comparer.began(world)
-        self._renew(fresh=True)
+        body.set_quorum_state(body.quorum_state.with_installed(world))
+        self.view = world
+        self.view_change.handle_view_installed(world)
+        self.divergence.handle_view_installed(world)
+        self._renew_lease(force=True)
         members = frozenset(world.members)
-        for part in self.roster:
-            if part.who in members:
-                part.join, part.running, part.finished = None, world.generation, 0
-            self._tell(part, message)
-        body.begin(world, message, self.lease_until)
+        for part in self.peers:
+            if part.incarnation in members:
+                part.join, part.running_generation, part.finished_generation = None, world.generation, 0
+            self._send(part, message)
+        body.start_workers(world, message, self.lease_until)
 
-    def _is_end(self) -> bool:
+    def _is_job_finished(self) -> bool:
         """Whether some have finished and nobody who could is left."""
-        body, newest = self.body, self.body.known.begun
-        if newest is None or self.former.forming:
+        body, newest = self.state, self.state.quorum_state.installed
+        if newest is None or self.view_change.pending:
             return False
-        if not self.somebody_finished():
-            return self._is_past_end()
-        if body.me in newest.members and body.finished != newest.generation:
+        if not self.has_finished_node():
+            return self._are_all_present_finished()
+        if body.incarnation in newest.members and body.finished_generation != newest.generation:
             return False
-        present = {part.who for part in self.roster} | {body.me}
-        if any(p.who in newest.members and p.finished != newest.generation for p in self.roster):
+        present = {part.incarnation for part in self.peers} | {body.incarnation}
+        if any(
+            p.incarnation in newest.members and p.finished_generation != newest.generation for p in self.peers
+        ):
             return False
-        absent = body.rivals(present) - body.silent
-        return not absent or body.now >= self.former.since + body.settings.node_timeout_s
+        absent = body.find_absent_members(present) - body.unreachable
+        return not absent or body.now >= self.view_change.started_at + body.settings.node_timeout_s
 
-    def _is_past_end(self) -> bool:
+    def _are_all_present_finished(self) -> bool:
         """Whether all who are here have finished, and the newest world was of others, who have been lost.
 
         A node that was cut off while the others finished goes on alone; should it die, nobody waits for it.
         """
-        body, newest = self.body, self.body.known.begun
-        present = {part.who for part in self.roster} | {body.me}
-        through = body.finished and all(part.finished and not part.join for part in self.roster)
+        body, newest = self.state, self.state.quorum_state.installed
+        present = {part.incarnation for part in self.peers} | {body.incarnation}
+        through = body.finished_generation and all(
+            part.finished_generation and not part.join for part in self.peers
+        )
         if not through or body.join or newest is None or present.intersection(newest.members):
             return False
-        return not self.roster.broken and body.now >= self.former.since + body.settings.node_timeout_s
+        return (
+            not self.peers.disconnected
+            and body.now >= self.view_change.started_at + body.settings.node_timeout_s
+        )
 
-    def _end(self) -> None:
-        here = {part.who for part in self.roster if part.lost_at is None}
-        self.body.ended = self.body.end_of_job(here, {part.who: part.finished for part in self.roster})
-        self._tell_all(self.body.ended)
+    def _end_job(self) -> None:
+        here = {part.incarnation for part in self.peers if part.disconnected_at is None}
+        self.state.job_end = self.state.make_job_end(
+            here, {part.incarnation: part.finished_generation for part in self.peers}
+        )
+        self._broadcast(self.state.job_end)
 
     def _step_down(self) -> None:
-        body = self.body
-        if self.world or body.now < self.former.since + body.settings.node_timeout_s:
-            body.grace(body.settings.node_timeout_s)  # who does not hear this may run until its lease ends
-        why = f"{self.yield_to} leads" if self.yield_to else "the leader's disk takes no writes"
-        self.stepped_down = True
-        self.restart(why, at_once=True)
-        self.former.abort(why)
-        for part in self.roster:
-            if part.lost_at is None:
-                body.part(part.link, self.yield_to)
+        body = self.state
+        if self.view or body.now < self.view_change.started_at + body.settings.node_timeout_s:
+            body.extend_grace(
+                body.settings.node_timeout_s
+            )  # who does not hear this may run until its lease ends
+        why = (
+            f"{self.new_leader_address} leads"
+            if self.new_leader_address
+            else "the leader's disk takes no writes"
+        )
+        self.has_stepped_down = True
+        self.end_view(why, immediately=True)
+        self.view_change.abort(why)
+        for part in self.peers:
+            if part.disconnected_at is None:
+                body.redirect(part.link, self.new_leader_address)
             else:
-                body.let_go(part.link)
-        for conn in self.pending:
-            body.send(body.links[conn], Redirect(self.yield_to))
-        body.log("step-down", f"{body.me} leads no more: {why}")
+                body.defer_close(part.link)
+        for conn in self.pending_welcomes:
+            body.send(body.links[conn], Redirect(self.new_leader_address))
+        body.emit_event("step-down", f"{body.incarnation} leads no more: {why}")
 
-    def retire(self) -> None:
+    def close(self) -> None:
         """End what only a leader does."""
-        self.caller.retire()
+        self.discovery.close()
 
-    def joined(self) -> None:
+    def handle_join_requested(self) -> None:
         """Our own node's workers are stopped."""
-        if self.world and self.world.rank(self.body.me) is not None:
-            self.restart("the workers of the leader stopped")
-        self.former.arrived(self.body.me, self.world)
+        if self.view and self.view.rank(self.state.incarnation) is not None:
+            self.end_view("the workers of the leader stopped")
+        self.view_change.handle_join(self.state.incarnation, self.view)
 
-    def finished(self) -> None:
+    def handle_workers_finished(self) -> None:
         """Our own node's workers have succeeded."""
-        self.former.stir()
+        self.view_change.reevaluate()
 
     def leave(self, reason: str) -> None:
         """Say goodbye to all: they turn to another leader at once."""
-        self.former.abort("the leader leaves")
-        self._tell_all(Goodbye(reason, self.body.known))
+        self.view_change.abort("the leader leaves")
+        self._broadcast(LeaveNotice(reason, self.state.quorum_state))
 
-    def deadline(self) -> float:
+    def next_deadline(self) -> float:
         """When to look again."""
-        body = self.body
-        waits = [self.next_scan, self.caller.deadline()]
-        if self.roster.broken:
-            waits.append(self.probe_at)
-        if self.world:
-            waits += [self.lease_until, self.former.more_at]
+        body = self.state
+        waits = [self.next_scan_at, self.discovery.next_deadline()]
+        if self.peers.disconnected:
+            waits.append(self.next_probe_at)
+        if self.view:
+            waits += [self.lease_until, self.view_change.scale_up_at]
         else:
-            waits += [self.former.deadline(), body.disk_late_at]
+            waits += [self.view_change.next_deadline(), body.disk_stalls_at]
         return min(waits)
 
-    def why_waiting(self) -> str:
+    def explain_wait(self) -> str:
         """One clause for the error after the join timeout."""
-        return self.former.waiting_for
+        return self.view_change.wait_reason

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_resume.policy.divergence import Digest, Verdict
+from elastic_resume.policy.divergence import Digest, DivergenceVerdict
 from elastic_resume.policy.failure_classification import Failure
-from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge, World
-from elastic_resume.rendezvous.core.status import Tidings
+from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
+from elastic_resume.rendezvous.core.status import StatusUpdate
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class Header:
     """On every message: its number on this connection, the newest number seen of the other side.
 
     `lease_s` is how long, from the sending of message `echo`, the receiver may keep its workers of
@@ -30,21 +30,21 @@ class Stamp:
     """
 
     seq: int
-    echo: int
+    ack: int
     generation: int = 0
     lease_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class JoinSpec:
     """A node whose workers are stopped and that wants to be in the next world."""
 
-    store: str
+    store_address: str
     """host:port where this node serves the store, should it get rank 0."""
-    workers: int
-    order: int = 0
+    num_workers: int
+    scheduler_order: int = 0
     """Place in the scheduler's own order of nodes."""
-    step: int = 0
+    newest_step: int = 0
     """The newest step that workers of this node have finished since its agent started."""
 
 
@@ -57,13 +57,13 @@ class Hello:
     same on all nodes: leases rest on the one, and what a leader does on the others.
     """
 
-    who: Incarnation
-    knowledge: Knowledge
-    seen: int
-    join: Join | None = None
-    running: int = 0
-    finished: int = 0
-    others_s: float = 0.0
+    sender: Incarnation
+    quorum_state: QuorumState
+    max_generation: int
+    join: JoinSpec | None = None
+    running_generation: int = 0
+    finished_generation: int = 0
+    remaining_grace_s: float = 0.0
     node_timeout_s: float = 0.0
     min_nodes: int = 0
     max_nodes: int = 0
@@ -73,9 +73,9 @@ class Hello:
 class Welcome:
     """I lead; you are one of mine. `resumed`: your running world is mine too, go on."""
 
-    who: Incarnation
-    knowledge: Knowledge
-    resumed: bool = False
+    leader: Incarnation
+    quorum_state: QuorumState
+    resumes_view: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +93,18 @@ class Refused:
     """
 
     reason: str
-    final: bool = False
+    is_permanent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class JoinRequest:
     """My workers are stopped; take me into the next world."""
 
-    join: Join
+    join: JoinSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Print:
+class StateDigest:
     """The state of one node after that step, in short."""
 
     generation: int
@@ -113,18 +113,18 @@ class Print:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """I am alive. The stamp says the rest, and from a member `told` how its state looks.
 
     `tidings` are for people: see `tidings.py`.
     """
 
-    told: Print | None = None
-    tidings: Tidings | None = None
+    state_digest: StateDigest | None = None
+    status_update: StatusUpdate | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Diverged:
+class ReplicasDiverged:
     """The replicas of that generation differ.
 
     `goes_on`: those that are `wrong` take the majority's state; their own copies of that generation count no
@@ -132,57 +132,57 @@ class Diverged:
     """
 
     generation: int
-    verdict: Verdict
-    goes_on: bool
+    verdict: DivergenceVerdict
+    continues_from_majority: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Propose:
+class ProposeView:
     """First step of forming: make this durable, with all I know, and acknowledge it."""
 
-    world: World
-    knowledge: Knowledge
+    view: View
+    quorum_state: QuorumState
 
 
 @dataclass(frozen=True, slots=True)
-class Acknowledge:
+class ProposalAck:
     """The proposal of that generation is durable here."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class InstallView:
     """Second step: everybody has acknowledged; start workers. A spare is told too."""
 
     generation: int
-    store: str
-    workers: tuple[int, ...]
+    store_address: str
+    workers_per_node: tuple[int, ...]
     """Workers of each node, in rank order."""
-    step: int = 0
+    newest_step: int = 0
     """The greatest of what those who joined have said of theirs."""
     failures: tuple[Failure, ...] = ()
     """What ended the world before, as far as the leader heard, in the order in which it did: a few."""
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
+class EndView:
     """The world of that generation is over: stop your workers and join again."""
 
     generation: int
     reason: str
-    knowledge: Knowledge
+    quorum_state: QuorumState
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitReason:
     """No world forms yet, for that reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class FailureReport:
     """A worker of mine failed in that generation, in this way; one is told of each node."""
 
     generation: int
@@ -190,21 +190,21 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailJob:
     """The job is at fault, says my node: end it everywhere."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Force:
+class ForceQuorumRequest:
     """An operator declares the missing members of that generation, the newest, dead for good."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class NodeFinished:
     """My workers of that generation have all succeeded."""
 
     generation: int
@@ -219,41 +219,48 @@ class JobEnd:
     """
 
     generation: int
-    failed: str = ""
-    settled: bool = False
-    missing: tuple[str, ...] = ()
+    failure_reason: str = ""
+    is_final: bool = False
+    unfinished_nodes: tuple[str, ...] = ()
     failures: tuple[Failure, ...] = ()
     """As in `Begin`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Goodbye:
+class LeaveNotice:
     """I leave for good: count me gone. `who` says so to a leader that I do not follow."""
 
     reason: str
-    knowledge: Knowledge
-    who: Incarnation | None = None
+    quorum_state: QuorumState
+    sender: Incarnation | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class LeaderAnnouncement:
     """I lead. Of two that do, the one with the lesser claim steps down.
 
     `active` is the generation of its running world (0: none), `known` the newest world or proposal it knows.
     """
 
-    who: Incarnation
-    active: int
-    known: int
+    leader: Incarnation
+    active_generation: int
+    known_generation: int
     rank: int
     """Rank in the newest begun world; one past the end for others."""
 
     @property
-    def weight(self) -> tuple[int, int, int, int, str, str]:
+    def priority(self) -> tuple[int, int, int, int, str, str]:
         """What "greater claim" means; total over all agents."""
-        place = self.who.candidate
+        place = self.leader.candidate_index
         seat = -place if place is not None else -(1 << 30)
-        return (self.active, self.known, -self.rank, seat, self.who.node, self.who.life)
+        return (
+            self.active_generation,
+            self.known_generation,
+            -self.rank,
+            seat,
+            self.leader.node,
+            self.leader.incarnation_id,
+        )
 
 
 Message = (
@@ -261,19 +268,19 @@ Message = (
     | Welcome
     | Redirect
     | Refused
-    | Ready
-    | Beat
-    | Diverged
-    | Propose
-    | Acknowledge
-    | Begin
-    | Restart
-    | Waiting
-    | Report
-    | Failed
-    | Force
-    | Finished
+    | JoinRequest
+    | Heartbeat
+    | ReplicasDiverged
+    | ProposeView
+    | ProposalAck
+    | InstallView
+    | EndView
+    | WaitReason
+    | FailureReport
+    | FailJob
+    | ForceQuorumRequest
+    | NodeFinished
     | JobEnd
-    | Goodbye
-    | Claim
+    | LeaveNotice
+    | LeaderAnnouncement
 )

@@ -23,7 +23,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-NAMED = 16
+MAX_NODES_NAMED = 16
 """So many nodes are named in one message for people."""
 
 
@@ -35,35 +35,35 @@ class Incarnation:
     """
 
     node: str
-    life: str
+    incarnation_id: str
     address: str = field(default="", compare=False)
-    candidate: int | None = field(default=None, compare=False)
+    candidate_index: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         """The node's name, as messages for people give it."""
         return self.node
 
-    def reborn(self) -> Incarnation:
+    def next_incarnation(self) -> Incarnation:
         """Return the next life of the same process, for one that was declared gone and is not."""
-        life, _, turn = self.life.partition("+")
-        return replace(self, life=f"{life}+{int(turn or 0) + 1}")
+        life, _, turn = self.incarnation_id.partition("+")
+        return replace(self, incarnation_id=f"{life}+{int(turn or 0) + 1}")
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class View:
     """The members of one generation in rank order, and the leader that proposed it."""
 
     generation: int
     members: tuple[Incarnation, ...]
     leader: Incarnation
 
-    def rank(self, who: Incarnation) -> int | None:
+    def rank(self, member: Incarnation) -> int | None:
         """Return the rank of a member, None of another."""
-        return _seats(self)[0].get(who)
+        return _index_members(self)[0].get(member)
 
-    def lives_of(self, node: str) -> tuple[Incarnation, ...]:
+    def find_incarnations(self, node: str) -> tuple[Incarnation, ...]:
         """Return the members of that name."""
-        return _seats(self)[1].get(node, ())
+        return _index_members(self)[1].get(node, ())
 
     def __hash__(self) -> int:
         """Hash what tells worlds apart: all members would take as long as they are many."""
@@ -71,31 +71,31 @@ class World:
 
 
 @functools.lru_cache(maxsize=8)
-def _seats(world: World) -> tuple[dict[Incarnation, int], dict[str, tuple[Incarnation, ...]]]:
+def _index_members(view: View) -> tuple[dict[Incarnation, int], dict[str, tuple[Incarnation, ...]]]:
     """Look up ranks by member and members by node; worked out once for each of the newest worlds."""
     ranks: dict[Incarnation, int] = {}
     nodes: dict[str, tuple[Incarnation, ...]] = {}
-    for rank, member in enumerate(world.members):
+    for rank, member in enumerate(view.members):
         ranks.setdefault(member, rank)
         nodes[member.node] = (*nodes.get(member.node, ()), member)
     return ranks, nodes
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class SafetyRules:
     """Which of the rules hold. All do; tests break one at a time to see that a checker notices."""
 
-    incarnations: bool = True
-    two_steps: bool = True
-    later_proposals: bool = True
-    gone_brings_knowledge: bool = True
+    distinguish_incarnations: bool = True
+    two_phase: bool = True
+    count_later_proposals: bool = True
+    merge_state_with_deaths: bool = True
 
 
-ALL_RULES = Rules()
+ALL_RULES = SafetyRules()
 
 
 @dataclass(frozen=True, slots=True)
-class Knowledge:
+class QuorumState:
     """What a node knows of worlds: the newest begun, proposals after it, and who is known gone.
 
     `void` names proposals (generation, leader) that their own leader has dropped and so can never begin.
@@ -105,175 +105,183 @@ class Knowledge:
     that those worlds need not consent; 0 once a later world has begun.
     """
 
-    candidates: int
-    begun: World | None = None
-    proposals: tuple[World, ...] = ()
-    gone: frozenset[Incarnation] = frozenset()
-    void: frozenset[tuple[int, Incarnation]] = frozenset()
-    settled: int = 0
-    forced: int = 0
+    candidate_count: int
+    installed: View | None = None
+    proposals: tuple[View, ...] = ()
+    dead: frozenset[Incarnation] = frozenset()
+    aborted: frozenset[tuple[int, Incarnation]] = frozenset()
+    closed_generation: int = 0
+    forced_generation: int = 0
 
     @property
-    def generation(self) -> int:
+    def newest_generation(self) -> int:
         """The greatest generation known of, begun or proposed; 0 before any."""
-        begun = self.begun.generation if self.begun else 0
+        begun = self.installed.generation if self.installed else 0
         return max([begun, *(world.generation for world in self.proposals)])
 
     @property
-    def worlds(self) -> tuple[World, ...]:
+    def voting_views(self) -> tuple[View, ...]:
         """Every world whose consent a new one needs: the newest begun and each later proposal."""
-        return (*((self.begun,) if self.begun else ()), *self.proposals)
+        return (*((self.installed,) if self.installed else ()), *self.proposals)
 
-    def alive(self, world: World) -> tuple[Incarnation, ...]:
+    def live_members(self, view: View) -> tuple[Incarnation, ...]:
         """Return the members of a world that are not known gone, in rank order."""
-        return _alive(world, self.gone) if self.gone else world.members
+        return _filter_live_members(view, self.dead) if self.dead else view.members
 
-    def tidy(self) -> Knowledge:
+    def prune(self) -> QuorumState:
         """Drop proposals that a newer begun world or their own leader has made irrelevant."""
-        begun = self.begun if self.begun and self.begun.generation > self.settled else None
-        floor = begun.generation if begun else self.settled
-        void = frozenset(one for one in self.void if one[0] > floor)
-        forced = self.forced if self.forced >= floor else 0
+        begun = (
+            self.installed if self.installed and self.installed.generation > self.closed_generation else None
+        )
+        floor = begun.generation if begun else self.closed_generation
+        void = frozenset(one for one in self.aborted if one[0] > floor)
+        forced = self.forced_generation if self.forced_generation >= floor else 0
         if not self.proposals:
-            same = void == self.void and begun is self.begun and forced == self.forced
-            return self if same else replace(self, begun=begun, void=void, forced=forced)
+            same = void == self.aborted and begun is self.installed and forced == self.forced_generation
+            return self if same else replace(self, installed=begun, aborted=void, forced_generation=forced)
         later = {
             world
             for world in self.proposals
             if world.generation > floor and (world.generation, world.leader) not in void
         }
         # A world's place and hash take as long as it has members.
-        proposals = tuple(sorted(later, key=_place) if len(later) > 1 else later)
-        return replace(self, begun=begun, proposals=proposals, void=void, forced=forced)
+        proposals = tuple(sorted(later, key=_view_sort_key) if len(later) > 1 else later)
+        return replace(self, installed=begun, proposals=proposals, aborted=void, forced_generation=forced)
 
-    def relevant(self) -> Knowledge:
+    def prune_dead(self) -> QuorumState:
         """Forget those gone from worlds that count no more, so that knowledge stays small over a long job.
 
         Only done when a world begins: a proposal made elsewhere meanwhile may yet name them. Forgetting that
         someone is gone only ever asks for more votes, never for fewer.
         """
-        if not self.gone:
+        if not self.dead:
             return self
-        worlds = self.worlds
-        gone = (one for one in self.gone if any(world.rank(one) is not None for world in worlds))
-        return replace(self, gone=frozenset(gone))
+        worlds = self.voting_views
+        gone = (one for one in self.dead if any(world.rank(one) is not None for world in worlds))
+        return replace(self, dead=frozenset(gone))
 
-    def with_gone(self, who: Iterable[Incarnation]) -> Knowledge:
+    def with_dead(self, incarnations: Iterable[Incarnation]) -> QuorumState:
         """Return this knowledge, and that these are gone."""
-        return replace(self, gone=self.gone | frozenset(who)).tidy()
+        return replace(self, dead=self.dead | frozenset(incarnations)).prune()
 
-    def with_proposal(self, world: World) -> Knowledge:
+    def with_proposal(self, view: View) -> QuorumState:
         """Return this knowledge, and that a world was proposed."""
-        return replace(self, proposals=(*self.proposals, world)).tidy()
+        return replace(self, proposals=(*self.proposals, view)).prune()
 
-    def with_begun(self, world: World) -> Knowledge:
+    def with_installed(self, view: View) -> QuorumState:
         """Return this knowledge, and that a world has begun."""
-        newer = self.begun is None or world.generation > self.begun.generation
-        return replace(self, begun=world).tidy().relevant() if newer else self
+        newer = self.installed is None or view.generation > self.installed.generation
+        return replace(self, installed=view).prune().prune_dead() if newer else self
 
-    def with_void(self, world: World) -> Knowledge:
+    def with_aborted(self, view: View) -> QuorumState:
         """Return this knowledge, and that a proposal was dropped by its leader (who alone may say so)."""
-        return replace(self, void=self.void | {(world.generation, world.leader)}).tidy()
+        return replace(self, aborted=self.aborted | {(view.generation, view.leader)}).prune()
 
-    def merge(self, other: Knowledge) -> Knowledge:
+    def merge(self, other: QuorumState) -> QuorumState:
         """Return what both know together. Idempotent, commutative, associative up to `tidy`."""
         if other == self:
             return self
         begun = max(
-            (world for world in (self.begun, other.begun) if world),
+            (world for world in (self.installed, other.installed) if world),
             key=lambda world: world.generation,
             default=None,
         )
         both = replace(
             self,
-            begun=begun,
+            installed=begun,
             proposals=self.proposals + other.proposals,
-            gone=self.gone | other.gone,
-            void=self.void | other.void,
-            settled=max(self.settled, other.settled),
-            forced=max(self.forced, other.forced),
-        ).tidy()
-        return both if begun == self.begun else both.relevant()
+            dead=self.dead | other.dead,
+            aborted=self.aborted | other.aborted,
+            closed_generation=max(self.closed_generation, other.closed_generation),
+            forced_generation=max(self.forced_generation, other.forced_generation),
+        ).prune()
+        return both if begun == self.installed else both.prune_dead()
 
 
 @functools.lru_cache(maxsize=8)
-def _alive(world: World, gone: frozenset[Incarnation]) -> tuple[Incarnation, ...]:
-    lives = {one.life for one in gone}  # to look at these first takes a third of the time
-    return tuple(one for one in world.members if one.life not in lives or one not in gone)
+def _filter_live_members(view: View, dead: frozenset[Incarnation]) -> tuple[Incarnation, ...]:
+    lives = {one.incarnation_id for one in dead}  # to look at these first takes a third of the time
+    return tuple(one for one in view.members if one.incarnation_id not in lives or one not in dead)
 
 
-def _place(world: World) -> tuple[int, tuple[tuple[str, str], ...]]:
+def _view_sort_key(view: View) -> tuple[int, tuple[tuple[str, str], ...]]:
     """An order of worlds that does not depend on who heard of which first."""
-    return world.generation, tuple((one.node, one.life) for one in (world.leader, *world.members))
+    return view.generation, tuple((one.node, one.incarnation_id) for one in (view.leader, *view.members))
 
 
 @dataclass(frozen=True, slots=True)
-class Shortfall:
+class MissingQuorum:
     """Why a set of nodes may not form a world: whose consent is lacking, and who could give it."""
 
     generation: int
     """The world that does not consent; 0 stands for the first world's rule."""
-    present: int
-    needed: int
-    missing: tuple[Incarnation, ...]
+    votes: int
+    votes_needed: int
+    missing_members: tuple[Incarnation, ...]
 
     def __str__(self) -> str:
         """One clause for the log."""
         if self.generation == 0:
-            return f"{self.present} of the {self.needed} candidates that a first world takes are here"
-        names = listed(self.missing)
-        votes = f"{self.present} of the {self.needed} votes it takes are here"
+            return f"{self.votes} of the {self.votes_needed} candidates that a first world takes are here"
+        names = format_node_names(self.missing_members)
+        votes = f"{self.votes} of the {self.votes_needed} votes it takes are here"
         wait = f"waiting for {names} (if dead for good: elastic-resume force-quorum)"
         return f"generation {self.generation} may live on elsewhere: {votes}; {wait}"
 
 
-def listed(who: Iterable[Incarnation]) -> str:
+def format_node_names(incarnations: Iterable[Incarnation]) -> str:
     """Name some for people: a list of a thousand is too long to be sent, and nobody reads it."""
-    names = [one.node for one in who]
-    more = len(names) - NAMED
-    return ", ".join(heapq.nsmallest(NAMED, names)) + (f" and {more} more" if more > 0 else "")
+    names = [one.node for one in incarnations]
+    more = len(names) - MAX_NODES_NAMED
+    return ", ".join(heapq.nsmallest(MAX_NODES_NAMED, names)) + (f" and {more} more" if more > 0 else "")
 
 
-def shortfall(
-    present: Iterable[Incarnation], knowledge: Knowledge, rules: Rules = ALL_RULES
-) -> Shortfall | None:
+def find_missing_quorum(
+    present: Iterable[Incarnation], quorum_state: QuorumState, rules: SafetyRules = ALL_RULES
+) -> MissingQuorum | None:
     """Return the first consent that lacks, newest world first; None where these may form the next world."""
     here = frozenset(present)
-    asked = knowledge.worlds
-    if not rules.later_proposals:
-        asked = (knowledge.begun,) if knowledge.begun else ()
+    asked = quorum_state.voting_views
+    if not rules.count_later_proposals:
+        asked = (quorum_state.installed,) if quorum_state.installed else ()
     for world in reversed(asked):
-        lack = _world_lacks(world, here, knowledge, rules) if world.generation > knowledge.forced else None
+        lack = (
+            _check_view(world, here, quorum_state, rules)
+            if world.generation > quorum_state.forced_generation
+            else None
+        )
         if lack:
             return lack
-    if knowledge.begun is None and not knowledge.forced:
-        return _candidates_lack(here, knowledge)
+    if quorum_state.installed is None and not quorum_state.forced_generation:
+        return _check_candidates(here, quorum_state)
     return None
 
 
-def has_quorum(present: Iterable[Incarnation], knowledge: Knowledge, rules: Rules = ALL_RULES) -> bool:
+def has_quorum(
+    present: Iterable[Incarnation], quorum_state: QuorumState, rules: SafetyRules = ALL_RULES
+) -> bool:
     """Say whether these may form the next world."""
-    return shortfall(present, knowledge, rules) is None
+    return find_missing_quorum(present, quorum_state, rules) is None
 
 
-def _candidates_lack(here: frozenset[Incarnation], knowledge: Knowledge) -> Shortfall | None:
-    places = {one.candidate for one in here if one.candidate is not None}
-    needed = knowledge.candidates // 2 + 1
-    return None if len(places) >= needed else Shortfall(0, len(places), needed, ())
+def _check_candidates(present: frozenset[Incarnation], quorum_state: QuorumState) -> MissingQuorum | None:
+    places = {one.candidate_index for one in present if one.candidate_index is not None}
+    needed = quorum_state.candidate_count // 2 + 1
+    return None if len(places) >= needed else MissingQuorum(0, len(places), needed, ())
 
 
-def _world_lacks(
-    world: World, here: frozenset[Incarnation], knowledge: Knowledge, rules: Rules
-) -> Shortfall | None:
-    alive = knowledge.alive(world)
+def _check_view(
+    view: View, present: frozenset[Incarnation], quorum_state: QuorumState, rules: SafetyRules
+) -> MissingQuorum | None:
+    alive = quorum_state.live_members(view)
     if not alive:
-        return _candidates_lack(here, knowledge)
-    if rules.incarnations:
-        votes = [one for one in alive if one in here]
+        return _check_candidates(present, quorum_state)
+    if rules.distinguish_incarnations:
+        votes = [one for one in alive if one in present]
     else:
-        nodes = {one.node for one in here}
+        nodes = {one.node for one in present}
         votes = [one for one in alive if one.node in nodes]
     if 2 * len(votes) > len(alive) or (2 * len(votes) == len(alive) and votes[0] is alive[0]):
         return None
-    missing = tuple(one for one in alive if one not in here)
-    return Shortfall(world.generation, len(votes), len(alive) // 2 + 1, missing)
+    missing = tuple(one for one in alive if one not in present)
+    return MissingQuorum(view.generation, len(votes), len(alive) // 2 + 1, missing)

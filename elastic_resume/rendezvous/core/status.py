@@ -15,18 +15,18 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NewType
 
-from elastic_resume.rendezvous.core.quorum import Incarnation, World
+from elastic_resume.rendezvous.core.quorum import Incarnation, View
 
-MAX_NEWS_BYTES = 32 * 1024
-MAX_NEWS_LINES = 1024
-MAX_KEPT_BYTES = 1 << 20
+MAX_UPDATE_BYTES = 32 * 1024
+MAX_UPDATE_LINES = 1024
+MAX_QUEUED_BYTES = 1 << 20
 
-News = NewType("News", tuple[str, ...])
+EventLines = NewType("EventLines", tuple[str, ...])
 """Whole lines without their ends, `is_news`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class NodeStatus:
     """How one node does. Ages count from when it was taken; counts and sums from its agent's start."""
 
     generation: int = 0
@@ -46,81 +46,83 @@ class Pulse:
     commit_failures: int = 0
     incidents: int = 0
     """Of the job, as far as this node knows; before its agent's start too."""
-    trouble: str = ""
+    problem: str = ""
     """What is wrong with its disk or memory; empty while nothing is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tidings:
+class StatusUpdate:
     """One heartbeat's part: a pulse, where there is a new one, and the lines from number ``first`` on."""
 
-    pulse: Pulse | None = None
-    first: int = 0
-    news: News = News(())
+    status: NodeStatus | None = None
+    first_line_number: int = 0
+    event_lines: EventLines = EventLines(())
 
 
-def is_news(lines: Collection[object]) -> bool:
+def are_event_lines(lines: Collection[object]) -> bool:
     """Whether these are few enough, and texts without line ends."""
-    if len(lines) > MAX_NEWS_LINES:
+    if len(lines) > MAX_UPDATE_LINES:
         return False
     texts = [one for one in lines if isinstance(one, str) and "\n" not in one]
-    return len(texts) == len(lines) and sum(map(len, texts)) <= MAX_NEWS_BYTES
+    return len(texts) == len(lines) and sum(map(len, texts)) <= MAX_UPDATE_BYTES
 
 
-class Outbox:
+class StatusOutbox:
     """What one node has to tell."""
 
     def __init__(self) -> None:
-        self._pulse: Pulse | None = None
-        self._told: deque[str] = deque()
-        self._waiting: deque[str] = deque()
-        self._bytes = 0
-        self._next = 0
+        self._status: NodeStatus | None = None
+        self._sent: deque[str] = deque()
+        self._queued: deque[str] = deque()
+        self._queued_bytes = 0
+        self._next_line_number = 0
         """Number of the first line that waits."""
-        self._reader: Incarnation | None = None
+        self._receiver: Incarnation | None = None
 
-    def put(self, pulse: Pulse | None, lines: Iterable[str]) -> None:
+    def add(self, status: NodeStatus | None, event_lines: Iterable[str]) -> None:
         """Take in what there is to tell; a line that no heartbeat can carry counts as one that was missed."""
-        self._pulse = pulse or self._pulse
-        for line in lines:
-            fits = line if is_news([line]) and _size(line) <= MAX_NEWS_BYTES else ""
-            self._waiting.append(fits)
-            self._bytes += _size(fits)
-        while self._bytes > MAX_KEPT_BYTES:
-            self._bytes -= _size((self._told or self._waiting)[0])
-            if self._told:
-                self._told.popleft()
+        self._status = status or self._status
+        for line in event_lines:
+            fits = line if are_event_lines([line]) and _max_encoded_bytes(line) <= MAX_UPDATE_BYTES else ""
+            self._queued.append(fits)
+            self._queued_bytes += _max_encoded_bytes(fits)
+        while self._queued_bytes > MAX_QUEUED_BYTES:
+            self._queued_bytes -= _max_encoded_bytes((self._sent or self._queued)[0])
+            if self._sent:
+                self._sent.popleft()
             else:
-                self._waiting.popleft()
-                self._next += 1
+                self._queued.popleft()
+                self._next_line_number += 1
 
-    def take(self, reader: Incarnation) -> Tidings | None:
+    def take(self, receiver: Incarnation) -> StatusUpdate | None:
         """Give what goes with this heartbeat to ``reader``; None where there is nothing to tell."""
-        if reader != self._reader:
-            self._reader = reader
-            self._next -= len(self._told)
-            self._waiting.extendleft(reversed(self._told))
-            self._told.clear()
-        if self._pulse is None and not self._waiting:
+        if receiver != self._receiver:
+            self._receiver = receiver
+            self._next_line_number -= len(self._sent)
+            self._queued.extendleft(reversed(self._sent))
+            self._sent.clear()
+        if self._status is None and not self._queued:
             return None
-        first, room = self._next, MAX_NEWS_BYTES
+        first, room = self._next_line_number, MAX_UPDATE_BYTES
         lines: list[str] = []
-        while self._waiting and len(lines) < MAX_NEWS_LINES and _size(self._waiting[0]) <= room:
-            line = self._waiting.popleft()
-            room -= _size(line)
+        while self._queued and len(lines) < MAX_UPDATE_LINES and _max_encoded_bytes(self._queued[0]) <= room:
+            line = self._queued.popleft()
+            room -= _max_encoded_bytes(line)
             lines.append(line)
-        self._told.extend(lines)
-        self._next += len(lines)
-        pulse, self._pulse = self._pulse, None
-        return Tidings(pulse, first, News(tuple(lines)))
+        self._sent.extend(lines)
+        self._next_line_number += len(lines)
+        pulse, self._status = self._status, None
+        return StatusUpdate(pulse, first, EventLines(tuple(lines)))
 
 
-def deputy(world: World | None, me: Incarnation, here: Collection[Incarnation]) -> Incarnation | None:
+def find_deputy(
+    view: View | None, leader: Incarnation, present: Collection[Incarnation]
+) -> Incarnation | None:
     """Who is told what this leader saw: the lowest rank besides it, who leads next if it dies."""
-    members = world.members if world else ()
-    return next((one for one in members if one != me and one in here), None)
+    members = view.members if view else ()
+    return next((one for one in members if one != leader and one in present), None)
 
 
-def _size(line: str) -> int:
+def _max_encoded_bytes(line: str) -> int:
     """A bound of what a line takes on the wire and in memory, JSON's escapes of quotes included."""
     return len(line.encode("utf-8", "surrogatepass")) + line.count('"') + line.count("\\") + 4

@@ -29,37 +29,37 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from elastic_resume.policy.divergence import Digest, is_digest
-from elastic_resume.rendezvous.core.quorum import Incarnation, World
-from elastic_resume.rendezvous.core.status import MAX_NEWS_BYTES, News, is_news
+from elastic_resume.rendezvous.core.quorum import Incarnation, View
+from elastic_resume.rendezvous.core.status import MAX_UPDATE_BYTES, EventLines, are_event_lines
 
 MAX_MEMBERS = 100_000
-KEPT = 16
-KEPT_CHARACTERS = 1 << 20  # a world of 10,000 members
-SHORT = 4096
+MAX_CACHED_VIEWS = 16
+MAX_CACHED_CHARS = 1 << 20  # a world of 10,000 members
+COMPRESS_ABOVE_CHARS = 4096
 """A text of so many characters is sent as it is, and can be read in the record on disk."""
-MAX_CHARACTERS = 1 << 24
-_COMPRESSED = "z"
+MAX_EXPANDED_CHARS = 1 << 24
+_COMPRESSED_PREFIX = "z"
 _MAX_FIELD = 4096
-_SAFE = ":.[]+/@ "
+_UNQUOTED_CHARS = ":.[]+/@ "
 
-_texts: dict[int, tuple[World, str]] = {}
+_text_cache: dict[int, tuple[View, str]] = {}
 """By identity: two worlds are equal when their members are, whatever their addresses."""
-_worlds: dict[str, World] = {}
+_view_cache: dict[str, View] = {}
 
 
-def pack(world: World) -> str:
+def pack_view(view: View) -> str:
     """Give the text of a world."""
-    kept = _texts.get(id(world))
-    if kept is not None and kept[0] is world:
+    kept = _text_cache.get(id(view))
+    if kept is not None and kept[0] is view:
         return kept[1]
-    text = ";".join([str(world.generation), *map(_pack_one, (world.leader, *world.members))])
-    if len(text) > SHORT:
-        text = _COMPRESSED + base64.b64encode(zlib.compress(text.encode(), 1)).decode()
-    _keep(text, world)
+    text = ";".join([str(view.generation), *map(_pack_member, (view.leader, *view.members))])
+    if len(text) > COMPRESS_ABOVE_CHARS:
+        text = _COMPRESSED_PREFIX + base64.b64encode(zlib.compress(text.encode(), 1)).decode()
+    _cache_view(text, view)
     return text
 
 
-def unpack(text: Any) -> World:
+def unpack_view(text: Any) -> View:
     """Read what `pack` gave.
 
     Raises:
@@ -69,42 +69,44 @@ def unpack(text: Any) -> World:
     """
     if not isinstance(text, str):
         raise TypeError("not a text")
-    world = _worlds.get(text)
+    world = _view_cache.get(text)
     if world is None:
-        world = _read(text)
-        _keep(text, world)
+        world = _parse_view(text)
+        _cache_view(text, world)
     return world
 
 
-def _keep(text: str, world: World) -> None:
-    if len(text) > KEPT_CHARACTERS:
+def _cache_view(text: str, view: View) -> None:
+    if len(text) > MAX_CACHED_CHARS:
         return
-    for kept in (_texts, _worlds):
-        if len(kept) >= KEPT:
+    for kept in (_text_cache, _view_cache):
+        if len(kept) >= MAX_CACHED_VIEWS:
             kept.clear()  # one step, so that threads need no lock
-    _texts[id(world)] = (world, text)
-    _worlds[text] = world
+    _text_cache[id(view)] = (view, text)
+    _view_cache[text] = view
 
 
-def _pack_one(who: Incarnation) -> str:
-    names = (quote(field, safe=_SAFE) for field in (who.node, who.life, who.address))
-    return ",".join((*names, "" if who.candidate is None else str(who.candidate)))
+def _pack_member(member: Incarnation) -> str:
+    names = (
+        quote(field, safe=_UNQUOTED_CHARS) for field in (member.node, member.incarnation_id, member.address)
+    )
+    return ",".join((*names, "" if member.candidate_index is None else str(member.candidate_index)))
 
 
-def _read(text: str) -> World:
-    if text.startswith(_COMPRESSED):
-        text = _expand(text)
+def _parse_view(text: str) -> View:
+    if text.startswith(_COMPRESSED_PREFIX):
+        text = _decompress(text)
     generation, *fields = text.split(";", MAX_MEMBERS + 2)
     if not 1 <= len(fields) <= MAX_MEMBERS + 1:
         raise ValueError("no leader, or too many members")
-    leader, *members = map(_read_one, fields)
-    return World(_number(generation), tuple(members), leader)
+    leader, *members = map(_parse_member, fields)
+    return View(_parse_number(generation), tuple(members), leader)
 
 
-def _expand(text: str) -> str:
+def _decompress(text: str) -> str:
     expander = zlib.decompressobj()
     try:
-        said = expander.decompress(base64.b64decode(text[1:], validate=True), MAX_CHARACTERS)
+        said = expander.decompress(base64.b64decode(text[1:], validate=True), MAX_EXPANDED_CHARS)
     except zlib.error as error:
         raise ValueError("not compressed") from error
     if not expander.eof or expander.unused_data:
@@ -112,21 +114,24 @@ def _expand(text: str) -> str:
     return said.decode("ascii")
 
 
-def _read_one(text: str) -> Incarnation:
+def _parse_member(text: str) -> Incarnation:
     node, life, address, candidate = text.split(",")
     return Incarnation(
-        _field(node), _field(life), _field(address), None if candidate == "" else _number(candidate)
+        _parse_field(node),
+        _parse_field(life),
+        _parse_field(address),
+        None if candidate == "" else _parse_number(candidate),
     )
 
 
-def _field(text: str) -> str:
+def _parse_field(text: str) -> str:
     field = unquote(text, errors="strict") if "%" in text else text
     if len(field) > _MAX_FIELD or not text.isascii():
         raise ValueError("not a name")
     return field
 
 
-def _number(text: str) -> int:
+def _parse_number(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > 16 or int(text) > _MAX_INT:
         raise ValueError("not a whole number in range")
     return int(text)
@@ -139,167 +144,172 @@ _MAX_ITEMS = 100_000
 Encode = Callable[[Any], Any]
 Decode = Callable[[Any, str], Any]
 
-_made: dict[Any, tuple[Encode, Decode]] = {}
+_codec_cache: dict[Any, tuple[Encode, Decode]] = {}
 _encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
-class WireError(Exception):
+class ProtocolError(Exception):
     """What the other side sent is not part of the protocol; the text says what, for the log."""
 
 
-def dump(value: Any) -> bytes:
+def dump_json(value: Any) -> bytes:
     """Give plain data as JSON, without spaces."""
     return _encoder.encode(value).encode()
 
 
-def read_int(value: Any, where: str) -> int:
+def decode_int(value: Any, where: str) -> int:
     """Check a count."""
     if type(value) is not int or not 0 <= value <= _MAX_INT:
-        raise WireError(f"{where}: not a whole number in range")
+        raise ProtocolError(f"{where}: not a whole number in range")
     return value
 
 
-def read_float(value: Any, where: str) -> float:
+def decode_float(value: Any, where: str) -> float:
     """Check a number of seconds."""
     if type(value) not in {int, float} or not math.isfinite(value) or not 0 <= value <= _MAX_INT:
-        raise WireError(f"{where}: not a number in range")
+        raise ProtocolError(f"{where}: not a number in range")
     return float(value)
 
 
-def _put_text(value: str) -> str:
+def _encode_text(value: str) -> str:
     # A reason may name a thousand nodes. Whoever got more than it takes would hang up, all of them at once.
     return value if len(value) <= _MAX_TEXT else value[: _MAX_TEXT - 1] + "…"
 
 
-def _read_text(value: Any, where: str) -> str:
+def _decode_text(value: Any, where: str) -> str:
     if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        raise WireError(f"{where}: not a text of at most {_MAX_TEXT} characters")
-    return _encodable(value, where)
+        raise ProtocolError(f"{where}: not a text of at most {_MAX_TEXT} characters")
+    return _check_encodable(value, where)
 
 
-def _encodable(value: str, where: str) -> str:
+def _check_encodable(value: str, where: str) -> str:
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair is JSON, and no name or address
-            raise WireError(f"{where}: a text that no encoding holds") from error
+            raise ProtocolError(f"{where}: a text that no encoding holds") from error
     return value
 
 
-def _read_bool(value: Any, where: str) -> bool:
+def _decode_bool(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
-        raise WireError(f"{where}: neither true nor false")
+        raise ProtocolError(f"{where}: neither true nor false")
     return value
 
 
-def _read_digest(value: Any, where: str) -> Digest:
+def _decode_digest(value: Any, where: str) -> Digest:
     if not is_digest(value):
-        raise WireError(f"{where}: not a digest of 32 hexadecimal digits")
+        raise ProtocolError(f"{where}: not a digest of 32 hexadecimal digits")
     return Digest(value)
 
 
-def _read_news(value: Any, where: str) -> News:
-    if not isinstance(value, list) or not is_news(value):
-        raise WireError(f"{where}: not lines of at most {MAX_NEWS_BYTES} characters together")
-    return News(tuple(_encodable(line, where) for line in value))
+def _decode_event_lines(value: Any, where: str) -> EventLines:
+    if not isinstance(value, list) or not are_event_lines(value):
+        raise ProtocolError(f"{where}: not lines of at most {MAX_UPDATE_BYTES} characters together")
+    return EventLines(tuple(_check_encodable(line, where) for line in value))
 
 
-_PLAIN: dict[Any, Decode] = {int: read_int, float: read_float, bool: _read_bool, Digest: _read_digest}
+_SCALAR_DECODERS: dict[Any, Decode] = {
+    int: decode_int,
+    float: decode_float,
+    bool: _decode_bool,
+    Digest: _decode_digest,
+}
 
 
-def _read_world(value: Any, where: str) -> World:
+def _decode_view(value: Any, where: str) -> View:
     try:
-        return unpack(value)
+        return unpack_view(value)
     except (ValueError, TypeError) as error:
-        raise WireError(f"{where}: not a world") from error
+        raise ProtocolError(f"{where}: not a world") from error
 
 
-def _items(value: Any, where: str) -> list[Any]:
+def _check_list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list) or len(value) > _MAX_ITEMS:
-        raise WireError(f"{where}: not a list of at most {_MAX_ITEMS}")
+        raise ProtocolError(f"{where}: not a list of at most {_MAX_ITEMS}")
     return value
 
 
-def _read_ints(value: Any, where: str) -> tuple[int, ...]:
-    items = _items(value, where)
+def _decode_ints(value: Any, where: str) -> tuple[int, ...]:
+    items = _check_list(value, where)
     if items and (set(map(type, items)) != {int} or min(items) < 0 or max(items) > _MAX_INT):
-        raise WireError(f"{where}: not whole numbers in range")
+        raise ProtocolError(f"{where}: not whole numbers in range")
     return tuple(items)
 
 
-def codec_of(kind: Any) -> tuple[Encode, Decode]:
+def get_codec(kind: Any) -> tuple[Encode, Decode]:
     """Give the two functions for a type; made once, since to look up its hints takes half a millisecond."""
-    if kind not in _made:
-        _made[kind] = _codec(kind)
-    return _made[kind]
+    if kind not in _codec_cache:
+        _codec_cache[kind] = _build_codec(kind)
+    return _codec_cache[kind]
 
 
-def _codec(kind: Any) -> tuple[Encode, Decode]:
+def _build_codec(kind: Any) -> tuple[Encode, Decode]:
     """Make the two functions for a type hint of a message's field."""
     if kind is str:
-        return _put_text, _read_text
-    if kind in _PLAIN:
-        return (lambda value: value), _PLAIN[kind]
-    if kind is World:
-        return pack, _read_world
-    if kind is News:
-        return list, _read_news
+        return _encode_text, _decode_text
+    if kind in _SCALAR_DECODERS:
+        return (lambda value: value), _SCALAR_DECODERS[kind]
+    if kind is View:
+        return pack_view, _decode_view
+    if kind is EventLines:
+        return list, _decode_event_lines
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _dataclass_codec(kind)
+        return _build_dataclass_codec(kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in {types.UnionType, typing.Union} and len(arguments) == 2 and type(None) in arguments:
-        put, take = _codec(next(one for one in arguments if one is not type(None)))
+        put, take = _build_codec(next(one for one in arguments if one is not type(None)))
         return (
             lambda value: None if value is None else put(value),
             lambda value, where: None if value is None else take(value, where),
         )
     if origin is tuple and arguments == (int, ...):
-        return list, _read_ints
+        return list, _decode_ints
     if origin is tuple and arguments[1:] == (...,):
-        put, take = _codec(arguments[0])
+        put, take = _build_codec(arguments[0])
         return (
             lambda value: [put(item) for item in value],
-            lambda value, where: tuple(take(item, where) for item in _items(value, where)),
+            lambda value, where: tuple(take(item, where) for item in _check_list(value, where)),
         )
     if origin is tuple:
-        return _pair_codec(arguments)
+        return _build_tuple_codec(arguments)
     if origin is frozenset:
-        put, take = _codec(arguments[0])
+        put, take = _build_codec(arguments[0])
         return (
-            lambda value: sorted((put(item) for item in value), key=dump),
-            lambda value, where: frozenset(take(item, where) for item in _items(value, where)),
+            lambda value: sorted((put(item) for item in value), key=dump_json),
+            lambda value, where: frozenset(take(item, where) for item in _check_list(value, where)),
         )
     raise TypeError(f"no way to send a {kind}")
 
 
-def _pair_codec(kinds: tuple[Any, ...]) -> tuple[Encode, Decode]:
-    codecs = [_codec(kind) for kind in kinds]
+def _build_tuple_codec(kinds: tuple[Any, ...]) -> tuple[Encode, Decode]:
+    codecs = [_build_codec(kind) for kind in kinds]
 
     def put(value: Any) -> Any:
         return [codec[0](item) for codec, item in zip(codecs, value, strict=True)]
 
     def take(value: Any, where: str) -> Any:
-        items = _items(value, where)
+        items = _check_list(value, where)
         if len(items) != len(codecs):
-            raise WireError(f"{where}: not {len(codecs)} items")
+            raise ProtocolError(f"{where}: not {len(codecs)} items")
         return tuple(codec[1](item, where) for codec, item in zip(codecs, items, strict=True))
 
     return put, take
 
 
-def _dataclass_codec(kind: type) -> tuple[Encode, Decode]:
+def _build_dataclass_codec(kind: type) -> tuple[Encode, Decode]:
     """Fields in their order, as a list: names would be most of a large world's bytes."""
     hints = typing.get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind)]
-    codecs = [_codec(hints[name]) for name in names]
+    codecs = [_build_codec(hints[name]) for name in names]
 
     def put(value: Any) -> Any:
         return [codec[0](getattr(value, name)) for name, codec in zip(names, codecs, strict=True)]
 
     def take(value: Any, where: str) -> Any:
-        items = _items(value, where)
+        items = _check_list(value, where)
         if len(items) != len(names):
-            raise WireError(f"{where}: {len(items)} fields instead of {len(names)}")
+            raise ProtocolError(f"{where}: {len(items)} fields instead of {len(names)}")
         read = [
             codec[1](item, f"{where}.{name}") for name, codec, item in zip(names, codecs, items, strict=True)
         ]

@@ -20,87 +20,89 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from elastic_resume import failpoints
-from elastic_resume.rendezvous.endpoint import Resolve, lookup
+from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
 from elastic_resume.rendezvous.net import protocol
 
 # Errors that say "nobody lives there"; others (no route, time-out) are silence.
-_REFUSED = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED}
+_CLOSED_ERRNOS = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED}
 
 
 _READ_BYTES = 1 << 18
-_threads = threading.local()
+_thread_local = threading.local()
 
 
-class Owner(Protocol):
+class ConnectionHandler(Protocol):
     """Who is told what happens to a connection."""
 
-    def opened(self, channel: Channel) -> None:
+    def on_connected(self, connection: Connection) -> None:
         """Somebody connected; nothing is proved."""
 
-    def proven(self, channel: Channel) -> None:
+    def on_authenticated(self, connection: Connection) -> None:
         """Both sides have proved that they hold the run's token."""
 
-    def heard(self, channel: Channel, line: bytes) -> None:
+    def on_line(self, connection: Connection, line: bytes) -> None:
         """A line arrived. Raises `wire.WireError` when it is no message; that ends the connection."""
 
-    def ended(self, channel: Channel, *, closed: bool, why: str) -> None:
+    def on_ended(self, connection: Connection, *, by_peer: bool, reason: str) -> None:
         """The connection is over, or could not be made. ``closed``: by the other side, or its kernel."""
 
-    def dropped(self, channel: Channel, why: str) -> None:
+    def on_dropped(self, connection: Connection, reason: str) -> None:
         """It will be ended by our own decision."""
 
-    def freed(self, channel: Channel) -> None:
+    def on_socket_closed(self, connection: Connection) -> None:
         """The socket is closed: nothing of the connection is left."""
 
 
-class Channel(asyncio.BufferedProtocol):
+class Connection(asyncio.BufferedProtocol):
     """One connection; the owner's `number` for it is 0 until it has one."""
 
     def __init__(
         self,
-        owner: Owner,
+        handler: ConnectionHandler,
         handshake: protocol.Handshake,
-        patience_s: float,
-        number: int = 0,
-        parting: bytes = b"",
+        handshake_timeout_s: float,
+        conn_id: int = 0,
+        abort_line: bytes = b"",
     ) -> None:
         """``parting``: what a dialler says where it gives up before it has proved itself."""
-        self.number = number
-        self.is_proven = False
-        self.looks = False
+        self.conn_id = conn_id
+        self.is_authenticated = False
+        self.status_only = False
         """The other side wants to be told how the job stands, and nothing else."""
-        self.greeted = False
+        self.has_greeted = False
         """The other side has said something that belongs in a handshake of this job."""
-        self.mute = 0
+        self.idle_sweeps = 0
         """For the owner to count in; 0 again whenever something arrives."""
-        self.over = False
-        self.refused = False
+        self.is_ended = False
+        self.was_refused = False
         """Nobody listened there."""
-        self.peer = "an unknown address"
-        self.host = ""
+        self.peer_address = "an unknown address"
+        self.peer_host = ""
         """The IP address of the other side, once it is connected."""
-        self._owner = owner
+        self._handler = handler
         self._handshake = handshake
-        self._sends: protocol.Seal | None = None
-        self._hears: protocol.Seal | None = None
-        self._parting = parting
-        self._dialled = bool(parting)
-        self._lines = protocol.Lines(protocol.MAX_GREETING_BYTES)
-        self._buffer = _buffer()
+        self._signer: protocol.LineAuthenticator | None = None
+        self._verifier: protocol.LineAuthenticator | None = None
+        self._abort_line = abort_line
+        self._is_dialler = bool(abort_line)
+        self._line_reader = protocol.LineReader(protocol.MAX_GREETING_BYTES)
+        self._buffer = _get_thread_buffer()
         self._transport: asyncio.Transport | None = None
-        self._patience = asyncio.get_running_loop().call_later(patience_s, self._late, patience_s)
+        self._handshake_timer = asyncio.get_running_loop().call_later(
+            handshake_timeout_s, self._on_handshake_timeout, handshake_timeout_s
+        )
 
     # ---- what the owner does -------------------------------------------------------------------------
 
     def send(self, line: bytes) -> None:
         """Queue a line, signed, once the handshake is over; never blocks."""
-        if self._sends is not None:
-            self.write(self._sends.sign(line))
+        if self._signer is not None:
+            self.write(self._signer.sign(line))
 
     def write(self, line: bytes) -> None:
         """Queue a line as it is; never blocks."""
-        if self._transport is not None and not self.over and not self._transport.is_closing():
-            self._transport.write(failpoints.passing("wire.line", line))
+        if self._transport is not None and not self.is_ended and not self._transport.is_closing():
+            self._transport.write(failpoints.mutate("rendezvous.line", line))
 
     @property
     def queued_bytes(self) -> int:
@@ -109,61 +111,61 @@ class Channel(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Send what is queued, then close; nothing more of it is reported but `Owner.freed`."""
-        self._settle()
+        self._set_ended()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
         """Close at once; nothing more of it is reported but `Owner.freed`."""
-        self._settle()
+        self._set_ended()
         if self._transport is not None:
             self._transport.abort()
 
-    def part(self) -> None:
+    def disconnect(self) -> None:
         """Give the connection up by our own decision; who dialled says so where the handshake is not over."""
-        if not self.is_proven:
-            self.write(self._parting)
-        self.close() if self.is_proven or self._dialled else self.abort()
+        if not self.is_authenticated:
+            self.write(self._abort_line)
+        self.close() if self.is_authenticated or self._is_dialler else self.abort()
 
-    def end(self, *, closed: bool, why: str) -> None:
+    def abort_and_report(self, *, by_peer: bool, reason: str) -> None:
         """Close at once and report it."""
-        if not self.over:
+        if not self.is_ended:
             self.abort()
-            self._owner.ended(self, closed=closed, why=why)
+            self._handler.on_ended(self, by_peer=by_peer, reason=reason)
 
-    def drop(self, why: str) -> None:
+    def drop(self, reason: str) -> None:
         """Close at once, by our own decision, and report it."""
-        if not self.over:
-            self._owner.dropped(self, why)
-            self.end(closed=False, why=why)
+        if not self.is_ended:
+            self._handler.on_dropped(self, reason)
+            self.abort_and_report(by_peer=False, reason=reason)
 
-    def failed(self, error: Exception) -> None:
+    def on_dial_failed(self, error: Exception) -> None:
         """The call was not answered, for that reason."""
-        closed = isinstance(error, OSError) and error.errno in _REFUSED
-        self.refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
-        self.end(closed=closed, why=str(error) or type(error).__name__)
+        closed = isinstance(error, OSError) and error.errno in _CLOSED_ERRNOS
+        self.was_refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
+        self.abort_and_report(by_peer=closed, reason=str(error) or type(error).__name__)
 
-    def _settle(self) -> None:
-        self.over = True
-        self._patience.cancel()
+    def _set_ended(self) -> None:
+        self.is_ended = True
+        self._handshake_timer.cancel()
 
-    def _late(self, patience_s: float) -> None:
-        self.drop(f"the handshake took more than {patience_s:g} s")
+    def _on_handshake_timeout(self, handshake_timeout_s: float) -> None:
+        self.drop(f"the handshake took more than {handshake_timeout_s:g} s")
 
     # ---- what asyncio calls --------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet the other side, or wait for its greeting."""
         self._transport = tcp = cast("asyncio.Transport", transport)
-        if self.over:  # given up while the kernel connected
+        if self.is_ended:  # given up while the kernel connected
             tcp.abort()
             return
         host, port = (tcp.get_extra_info("peername") or ("an unknown address", 0))[:2]
-        self.host = str(host)
-        self.peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.peer_host = str(host)
+        self.peer_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         # Let the kernel notice a peer that vanished while nothing is sent. (asyncio sets TCP_NODELAY.)
         tcp.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._owner.opened(self)
+        self._handler.on_connected(self)
         self.write(next(self._handshake))
 
     def get_buffer(self, sizehint: int) -> bytearray:
@@ -173,66 +175,68 @@ class Channel(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Cut into lines, and hand each on until one ends the connection."""
-        self.mute = 0
-        if self.over:
+        self.idle_sweeps = 0
+        if self.is_ended:
             return
         try:
-            for line in self._lines.feed(self._buffer[:nbytes]):
-                if not self._take(line):
+            for line in self._line_reader.feed(self._buffer[:nbytes]):
+                if not self._process_line(line):
                     return
-        except protocol.WireError as error:
+        except protocol.ProtocolError as error:
             self.drop(str(error))
 
-    def _take(self, line: bytes) -> bool:
+    def _process_line(self, line: bytes) -> bool:
         """Handle a line; return whether there is to be another."""
-        if self._hears is not None:
-            self._owner.heard(self, self._hears.check(line))
+        if self._verifier is not None:
+            self._handler.on_line(self, self._verifier.verify(line))
         else:
-            self._shake(line)
-        return not self.over
+            self._advance_handshake(line)
+        return not self.is_ended
 
-    def _shake(self, line: bytes) -> None:
+    def _advance_handshake(self, line: bytes) -> None:
         try:
             self.write(self._handshake.send(line))
-            self.greeted = not self._dialled  # what answers our call need not be of this job
-            self._parting = b""  # whoever dialled has proved itself by now: it cannot take that back
-        except protocol.PartedError:
-            self.greeted = False
-            self.end(closed=True, why="it has changed its mind")
-        except protocol.UnprovenError as error:
-            self.write(error.last)
+            self.has_greeted = not self._is_dialler  # what answers our call need not be of this job
+            self._abort_line = b""  # whoever dialled has proved itself by now: it cannot take that back
+        except protocol.HandshakeAbortedError:
+            self.has_greeted = False
+            self.abort_and_report(by_peer=True, reason="it has changed its mind")
+        except protocol.AuthenticationError as error:
+            self.write(error.rejection_line)
             self.drop(str(error))
         except StopIteration as stop:
-            proof: protocol.Proof = stop.value
-            self.write(proof.last)
-            self._patience.cancel()
-            self.looks, self.is_proven = proof.looks, True
-            self._sends, self._hears = proof.sends, proof.hears
-            if not self.looks:
-                self._lines.limit = protocol.MAX_LINE_BYTES
-            self._owner.proven(self)
+            proof: protocol.HandshakeResult = stop.value
+            self.write(proof.final_line)
+            self._handshake_timer.cancel()
+            self.status_only, self.is_authenticated = proof.status_only, True
+            self._signer, self._verifier = proof.signer, proof.verifier
+            if not self.status_only:
+                self._line_reader.max_line_bytes = protocol.MAX_LINE_BYTES
+            self._handler.on_authenticated(self)
 
     def eof_received(self) -> None:
         """Take half a close for a whole one: nobody here reads on alone."""
-        self.end(closed=True, why="closed")
+        self.abort_and_report(by_peer=True, reason="closed")
 
     def connection_lost(self, error: Exception | None) -> None:
         """Report the end, unless it was our doing."""
-        if not self.over:
-            refused = error is None or (isinstance(error, OSError) and error.errno in _REFUSED)
-            self.end(closed=refused, why=str(error) if error else "closed")
-        self._owner.freed(self)
+        if not self.is_ended:
+            refused = error is None or (isinstance(error, OSError) and error.errno in _CLOSED_ERRNOS)
+            self.abort_and_report(by_peer=refused, reason=str(error) if error else "closed")
+        self._handler.on_socket_closed(self)
 
 
-def _buffer() -> bytearray:
+def _get_thread_buffer() -> bytearray:
     """Give the buffer of this thread, which runs one loop."""
-    found: bytearray | None = getattr(_threads, "buffer", None)
+    found: bytearray | None = getattr(_thread_local, "buffer", None)
     if found is None:
-        found = _threads.buffer = bytearray(_READ_BYTES)
+        found = _thread_local.buffer = bytearray(_READ_BYTES)
     return found
 
 
-async def connect(channel: Channel, address: str, resolve: Resolve = lookup, known: str = "") -> None:
+async def connect(
+    connection: Connection, address: str, resolve: ResolveFunction = resolve_name, known_ip: str = ""
+) -> None:
     """Connect to ``host:port``. Names are looked up each time, since addresses change.
 
     ``known`` is the IP address at which the same process answered before: no name is looked up then.
@@ -245,12 +249,12 @@ async def connect(channel: Channel, address: str, resolve: Resolve = lookup, kno
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     error: OSError = OSError(errno.EADDRNOTAVAIL, f"{address} has no address")
-    for found in await _addresses(known or host.strip("[]"), int(port), resolve):
+    for found in await _resolve_addresses(known_ip or host.strip("[]"), int(port), resolve):
         try:
-            await loop.create_connection(lambda: channel, *found)
+            await loop.create_connection(lambda: connection, *found)
         except OSError as reason:
             # One refusal among time-outs proves nothing.
-            if error.errno in _REFUSED | {errno.EADDRNOTAVAIL} or reason.errno not in _REFUSED:
+            if error.errno in _CLOSED_ERRNOS | {errno.EADDRNOTAVAIL} or reason.errno not in _CLOSED_ERRNOS:
                 error = reason
         except OverflowError as reason:
             raise ValueError(f"{address} is not an address") from reason
@@ -259,55 +263,57 @@ async def connect(channel: Channel, address: str, resolve: Resolve = lookup, kno
     raise error
 
 
-_lookups: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[Sequence[str]]] = {}
+_pending_lookups: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[Sequence[str]]] = {}
 """Under way. A name server that hangs must not get a thread for every call that is given up meanwhile."""
 
 
-async def _look_up(host: str, resolve: Resolve) -> Sequence[str]:
+async def _resolve_shared(host: str, resolve: ResolveFunction) -> Sequence[str]:
     loop = asyncio.get_running_loop()
     key = (loop, host)
-    if key not in _lookups:
+    if key not in _pending_lookups:
         answer: concurrent.futures.Future[Sequence[str]] = concurrent.futures.Future()
         answer.set_running_or_notify_cancel()
         # Not an executor's thread: the interpreter's end waits for these, for as long as DNS is silent.
-        threading.Thread(target=_ask, args=(answer, resolve, host), daemon=True).start()
+        threading.Thread(target=_resolve_in_thread, args=(answer, resolve, host), daemon=True).start()
         task = asyncio.wrap_future(answer, loop=loop)
-        task.add_done_callback(functools.partial(_looked_up, key))
-        _lookups[key] = task
-    return await asyncio.shield(_lookups[key])
+        task.add_done_callback(functools.partial(_remove_lookup, key))
+        _pending_lookups[key] = task
+    return await asyncio.shield(_pending_lookups[key])
 
 
-def _looked_up(key: tuple[asyncio.AbstractEventLoop, str], task: asyncio.Future[Sequence[str]]) -> None:
-    _lookups.pop(key, None)
+def _remove_lookup(key: tuple[asyncio.AbstractEventLoop, str], task: asyncio.Future[Sequence[str]]) -> None:
+    _pending_lookups.pop(key, None)
     if not task.cancelled():
         task.exception()  # of a call that was given up nobody asks for it, and asyncio would print it
 
 
-def _ask(answer: concurrent.futures.Future[Sequence[str]], resolve: Resolve, host: str) -> None:
+def _resolve_in_thread(
+    result: concurrent.futures.Future[Sequence[str]], resolve: ResolveFunction, host: str
+) -> None:
     try:
         found = resolve(host)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the asker's
-        give: Callable[[], None] = functools.partial(answer.set_exception, error)
+        give: Callable[[], None] = functools.partial(result.set_exception, error)
     else:
-        give = functools.partial(answer.set_result, found)
+        give = functools.partial(result.set_result, found)
     with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody asks any more
         give()
 
 
-async def end_lookups() -> None:
+async def cancel_lookups() -> None:
     """Leave none behind on this loop, which is about to end."""
     loop = asyncio.get_running_loop()
-    tasks = [task for (where, *_), task in _lookups.items() if where is loop]
+    tasks = [task for (where, *_), task in _pending_lookups.items() if where is loop]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _addresses(host: str, port: int, resolve: Resolve) -> list[tuple[str, int]]:
+async def _resolve_addresses(host: str, port: int, resolve: ResolveFunction) -> list[tuple[str, int]]:
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             socket.inet_pton(family, host)
         except (OSError, ValueError):  # a name
             continue
         return [(host, port)]
-    return [(found, port) for found in await _look_up(host, resolve)]
+    return [(found, port) for found in await _resolve_shared(host, resolve)]

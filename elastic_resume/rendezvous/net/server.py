@@ -34,12 +34,12 @@ from elastic_resume.rendezvous.core.events import (
     Connect,
     Disconnect,
     Effect,
+    EmitEvent,
     Event,
     ForceQuorum,
-    Log,
-    MessageArrived,
+    MessageReceived,
     PeerConnected,
-    PeerLost,
+    PeerDisconnected,
     Persist,
     Persisted,
     Send,
@@ -47,34 +47,34 @@ from elastic_resume.rendezvous.core.events import (
     Tick,
 )
 from elastic_resume.rendezvous.core.messages import Message
-from elastic_resume.rendezvous.core.node import Agent
+from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
-from elastic_resume.rendezvous.endpoint import Resolve, lookup
+from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
 from elastic_resume.rendezvous.net import protocol
-from elastic_resume.rendezvous.net.connection import Channel, connect, end_lookups
-from elastic_resume.rendezvous.net.durable_state import Record
-from elastic_resume.rendezvous.net.handshake_limiter import Door, Limits, Notices
-from elastic_resume.rendezvous.net.status import Window
-from elastic_resume.rendezvous.status_view import View, look
+from elastic_resume.rendezvous.net.connection import Connection, cancel_lookups, connect
+from elastic_resume.rendezvous.net.durable_state import DurableStateFile
+from elastic_resume.rendezvous.net.handshake_limiter import ConnectionLimits, HandshakeLimiter, LogThrottle
+from elastic_resume.rendezvous.net.status import StatusServer
+from elastic_resume.rendezvous.status_view import RendezvousStatus, build_status
 
-BACKLOG = 1024
+LISTEN_BACKLOG = 1024
 """Members of a large job that call at once wait in the kernel, not in a time-out."""
-DISK_PAUSE_S = 1.0
+DISK_RETRY_S = 1.0
 """Between two attempts to write to a disk that refuses."""
-DISK_NEWS_S = 60.0
+DISK_LOG_INTERVAL_S = 60.0
 """Between two lines that say so."""
-FORCE_LOOK_S = 0.5
+FORCE_POLL_S = 0.5
 """Between two looks for the file of ``elastic-resume force-quorum``, while no workers run."""
-SWEEPS = 2
+MAX_IDLE_SWEEPS = 2
 """Somebody has been mute for so many sweeps, however long this process itself paused in between."""
 
 
-def now_s() -> float:
+def read_boottime_s() -> float:
     """Return the seconds since boot, suspends included: what leases and the fence are counted in."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Node:
+class RendezvousServer:
     """One agent on the running event loop: `open` it, give it events with `happen`, `close` it.
 
     Everything is called on that loop; effects that are not its own go to ``carry_out``.
@@ -83,18 +83,18 @@ class Node:
     def __init__(
         self,
         settings: Settings,
-        me: Incarnation,
+        incarnation: Incarnation,
         *,
         listener: socket.socket,
         run_id: str,
         token: bytes,
-        record: Record,
-        carry_out: Callable[[Effect], None],
-        limits: Limits | None = None,
-        watch: Callable[[Agent], None] | None = None,
-        seen: int = 0,
-        resolve: Resolve = lookup,
-        show: Callable[[View], bytes] | None = None,
+        state_file: DurableStateFile,
+        on_effect: Callable[[Effect], None],
+        limits: ConnectionLimits | None = None,
+        on_core_change: Callable[[RendezvousNode], None] | None = None,
+        max_generation: int = 0,
+        resolve: ResolveFunction = resolve_name,
+        render_status: Callable[[RendezvousStatus], bytes] | None = None,
     ) -> None:
         """See `Shell`."""
         self._resolve = resolve
@@ -102,126 +102,134 @@ class Node:
         self._listener = listener
         self._run_id = run_id
         self._token = token
-        self._record = record
-        self._carry_out = carry_out
-        self._limits = limits or Limits()
-        self._watch = watch
+        self._state_file = state_file
+        self._on_effect = on_effect
+        self._limits = limits or ConnectionLimits()
+        self._on_core_change = on_core_change
         self._loop = asyncio.get_running_loop()
-        self._agent = Agent(settings, me, record.memory, now_s(), seen)
-        self._channels: dict[int, Channel] = {}  # the core's links
-        self._sockets: set[Channel] = set()  # whatever has one, the closing ones too
-        self._last_freed = asyncio.Event()
-        self._door = Door(self._limits.unproven)
-        self._notices = Notices(self._limits.notice_s, self._tell_of_strangers, self._loop.call_later)
-        self._window = Window(self._limits, show)
+        self._core = RendezvousNode(
+            settings, incarnation, state_file.state, read_boottime_s(), max_generation
+        )
+        self._connections: dict[int, Connection] = {}  # the core's links
+        self._open_connections: set[Connection] = set()  # whatever has one, the closing ones too
+        self._all_sockets_closed = asyncio.Event()
+        self._handshake_limiter = HandshakeLimiter(self._limits.max_unauthenticated)
+        self._rejection_log = LogThrottle(
+            self._limits.log_interval_s, self._log_rejected, self._loop.call_later
+        )
+        self._status_server = StatusServer(self._limits, render_status)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._dials: dict[Channel, asyncio.Task[None]] = {}
-        self._accepted = 0
+        self._dial_tasks: dict[Connection, asyncio.Task[None]] = {}
+        self._last_accepted_id = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_due = math.inf
-        self._sweeper: asyncio.TimerHandle | None = None
+        self._timer_due_s = math.inf
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._force_timer: asyncio.TimerHandle | None = None
-        self._body: tuple[Message, bytes] | None = None
+        self._last_body: tuple[Message, bytes] | None = None
         self._server: asyncio.Server | None = None
         self._closing = False
         # Not the loop's own threads: lookups of names that hang may hold all of those.
-        self._disk = ThreadPoolExecutor(1, "elastic-resume-record")
-        self.fault: asyncio.Future[BaseException] = self._loop.create_future()
+        self._disk_thread = ThreadPoolExecutor(1, "elastic-resume-state-file")
+        self.failure: asyncio.Future[BaseException] = self._loop.create_future()
         """An error of our own, when there is one: the agent cannot go on."""
 
     # ---- its life ------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Listen, and look for the others."""
-        self._server = await self._loop.create_server(self._accept, sock=self._listener, backlog=BACKLOG)
-        self._sweep()
-        self._look_for_force()
-        self.happen(Tick())
+        self._server = await self._loop.create_server(
+            self._make_acceptor, sock=self._listener, backlog=LISTEN_BACKLOG
+        )
+        self._drop_idle()
+        self._poll_force_request()
+        self.handle_event(Tick())
 
     async def close(self, linger_s: float) -> None:
         """Write and send what is queued, for so long at most, and leave no socket and no task behind."""
-        await self._written(linger_s)
+        await self._wait_for_writes(linger_s)
         self._closing = True  # the core takes no part any more: it would dial those who are being left
-        for timer in (self._timer, self._sweeper, self._force_timer):
+        for timer in (self._timer, self._idle_timer, self._force_timer):
             if timer is not None:
                 timer.cancel()
         if self._server is not None:
             self._server.close()
-        for channel in list(self._sockets):
-            channel.part()
-        for task in (*self._tasks, *self._dials.values()):
+        for channel in list(self._open_connections):
+            channel.disconnect()
+        for task in (*self._tasks, *self._dial_tasks.values()):
             task.cancel()
-        await self._window.close()
-        await asyncio.gather(*self._tasks, *self._dials.values(), return_exceptions=True)
-        await self._freed(linger_s)
-        for channel in self._sockets:
+        await self._status_server.close()
+        await asyncio.gather(*self._tasks, *self._dial_tasks.values(), return_exceptions=True)
+        await self._wait_for_sockets(linger_s)
+        for channel in self._open_connections:
             channel.abort()
-        await self._freed(linger_s)
-        self._disk.shutdown(wait=False)
+        await self._wait_for_sockets(linger_s)
+        self._disk_thread.shutdown(wait=False)
 
-    async def _written(self, patience_s: float) -> None:
+    async def _wait_for_writes(self, timeout_s: float) -> None:
         """Let the disk have the last word: an end that is forgotten would hold up the job's next start."""
-        deadline = self._loop.time() + patience_s
+        deadline = self._loop.time() + timeout_s
         while self._tasks and not self._closing and self._loop.time() < deadline:
             await asyncio.wait(self._tasks, timeout=deadline - self._loop.time())
 
-    async def _freed(self, patience_s: float) -> None:
-        if self._sockets:
+    async def _wait_for_sockets(self, timeout_s: float) -> None:
+        if self._open_connections:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._last_freed.wait(), patience_s)
+                await asyncio.wait_for(self._all_sockets_closed.wait(), timeout_s)
 
-    def happen(self, event: Event) -> None:
+    def handle_event(self, event: Event) -> None:
         """Hand an event to the core and carry out what follows."""
         if self._closing:
             return
         try:
-            effects = self._agent.handle(event, now_s())
-            if self._watch is not None:
-                self._watch(self._agent)
+            effects = self._core.handle(event, read_boottime_s())
+            if self._on_core_change is not None:
+                self._on_core_change(self._core)
             for effect in effects:
-                self._do(effect)
+                self._carry_out(effect)
             self._set_timer()
         except Exception as error:  # noqa: BLE001  handed to whoever runs this node
-            self._give_up(error)
+            self._set_failure(error)
 
-    def _give_up(self, error: BaseException) -> None:
+    def _set_failure(self, error: BaseException) -> None:
         self._closing = True
-        if not self.fault.done():
-            self.fault.set_result(error)
+        if not self.failure.done():
+            self.failure.set_result(error)
 
     def _set_timer(self) -> None:
         """Have a timer that is never too late. One that is too early costs less than a new one each time."""
-        due = self._agent.next_deadline
-        if self._timer is not None and self._timer_due > due:
+        due = self._core.next_deadline
+        if self._timer is not None and self._timer_due_s > due:
             self._timer.cancel()
             self._timer = None
         if self._timer is None and due != math.inf:
             # The loop's own clock stands still during a suspend: what is due comes at most a heartbeat late.
-            self._timer = self._loop.call_later(max(0.0, due - now_s()), self._tick)
-            self._timer_due = due
+            self._timer = self._loop.call_later(max(0.0, due - read_boottime_s()), self._on_timer)
+            self._timer_due_s = due
 
-    def _tick(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
-        if now_s() >= self._agent.next_deadline:
-            self.happen(Tick())
+        if read_boottime_s() >= self._core.next_deadline:
+            self.handle_event(Tick())
         else:
             self._set_timer()
 
-    def _do(self, effect: Effect) -> None:
+    def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Send):
             self._send(effect)
         elif isinstance(effect, Connect):
-            channel = self._call(effect.conn)
-            self._channels[effect.conn] = channel
-            self._dials[channel] = self._loop.create_task(self._dial(channel, effect.address, effect.host))
+            channel = self._make_dialler(effect.conn_id)
+            self._connections[effect.conn_id] = channel
+            self._dial_tasks[channel] = self._loop.create_task(
+                self._dial(channel, effect.address, effect.ip_address)
+            )
         elif isinstance(effect, Disconnect):
-            self._hang_up(effect.conn)
+            self._disconnect(effect.conn_id)
         elif isinstance(effect, Persist):
-            self._spawn(self._persist(effect))
+            self._start_task(self._persist(effect))
         else:
-            self._carry_out(effect)
+            self._on_effect(effect)
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+    def _start_task(self, work: Coroutine[object, object, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -230,177 +238,181 @@ class Node:
 
     async def _persist(self, effect: Persist) -> None:
         told_at = float("-inf")
-        write = functools.partial(self._record.write, effect.memory)
+        write = functools.partial(self._state_file.write, effect.persistent_state)
         while True:
             try:
                 # In a thread of its own: a slow disk must not stop heartbeats.
-                await self._loop.run_in_executor(self._disk, write)
+                await self._loop.run_in_executor(self._disk_thread, write)
                 break
             except MachineError as error:
-                if self._loop.time() >= told_at + DISK_NEWS_S:
+                if self._loop.time() >= told_at + DISK_LOG_INTERVAL_S:
                     told_at = self._loop.time()
-                    self._carry_out(Log("disk", f"{str(error).rstrip('.')}; trying again"))
+                    self._on_effect(EmitEvent("disk", f"{str(error).rstrip('.')}; trying again"))
             except Exception as error:  # noqa: BLE001  as in `happen`
                 # Under plain torchrun the interpreter may be ending, and no thread takes work any more.
                 if not self._closing and threading.main_thread().is_alive():
-                    self._give_up(error)
+                    self._set_failure(error)
                 return
-            await asyncio.sleep(DISK_PAUSE_S)
-        self.happen(Persisted(effect.number))
+            await asyncio.sleep(DISK_RETRY_S)
+        self.handle_event(Persisted(effect.version))
 
-    def _look_for_force(self) -> None:
-        if self._agent.running is None and not self._agent.over and self._agent.can_force_quorum:
-            self._spawn(self._take_force())
+    def _poll_force_request(self) -> None:
+        if self._core.running_view is None and not self._core.end_reason and self._core.can_force_quorum:
+            self._start_task(self._apply_force_request())
         else:
-            self._force_timer = self._loop.call_later(FORCE_LOOK_S, self._look_for_force)
+            self._force_timer = self._loop.call_later(FORCE_POLL_S, self._poll_force_request)
 
-    async def _take_force(self) -> None:
+    async def _apply_force_request(self) -> None:
         """Hand an operator's declaration to the core. The file goes after what the core knows is written."""
-        generation = await self._loop.run_in_executor(self._disk, self._record.read_force)
+        generation = await self._loop.run_in_executor(self._disk_thread, self._state_file.read_force_request)
         if generation is not None:
-            self.happen(ForceQuorum(generation))
-            await self._loop.run_in_executor(self._disk, self._record.drop_force)
-        self._force_timer = self._loop.call_later(FORCE_LOOK_S, self._look_for_force)
+            self.handle_event(ForceQuorum(generation))
+            await self._loop.run_in_executor(self._disk_thread, self._state_file.remove_force_request)
+        self._force_timer = self._loop.call_later(FORCE_POLL_S, self._poll_force_request)
 
     # ---- connections, as the core sees them ----------------------------------------------------------
 
     def _send(self, effect: Send) -> None:
-        channel = self._channels.get(effect.conn)
+        channel = self._connections.get(effect.conn_id)
         if channel is None:
             return
-        if self._body is None or self._body[0] is not effect.message:
+        if self._last_body is None or self._last_body[0] is not effect.message:
             # One message to a thousand members is put into words once.
-            self._body = (effect.message, protocol.body_of(effect.message))
-        channel.send(protocol.line_of(effect.stamp, self._body[1]))
-        if channel.queued_bytes > self._limits.backlog_bytes:
+            self._last_body = (effect.message, protocol.encode_body(effect.message))
+        channel.send(protocol.encode_line(effect.header, self._last_body[1]))
+        if channel.queued_bytes > self._limits.max_queued_bytes:
             # Not before the effects that follow are carried out.
-            self._loop.call_soon(self._cut_off, channel)
+            self._loop.call_soon(self._drop_slow_reader, channel)
 
-    def _cut_off(self, channel: Channel) -> None:
-        channel.drop(f"it has not read {channel.queued_bytes} bytes")
+    def _drop_slow_reader(self, connection: Connection) -> None:
+        connection.drop(f"it has not read {connection.queued_bytes} bytes")
 
-    def _hang_up(self, number: int) -> None:
-        channel = self._channels.pop(number, None)
+    def _disconnect(self, conn_id: int) -> None:
+        channel = self._connections.pop(conn_id, None)
         if channel is not None:
-            channel.part()
-            self._forget(channel)
+            channel.disconnect()
+            self._release(channel)
 
-    def _accept(self) -> Channel:
+    def _make_acceptor(self) -> Connection:
         handshake = protocol.accept(self._token, self._run_id, secrets.token_hex(32))
-        return Channel(self, handshake, self._limits.handshake_s)
+        return Connection(self, handshake, self._limits.handshake_timeout_s)
 
-    def _call(self, number: int) -> Channel:
+    def _make_dialler(self, conn_id: int) -> Connection:
         nonce = secrets.token_hex(32)
-        handshake = protocol.call(self._token, self._run_id, nonce)
-        parting = protocol.parting(self._token, self._run_id, nonce)
-        return Channel(self, handshake, self._limits.handshake_s, number, parting)
+        handshake = protocol.dial(self._token, self._run_id, nonce)
+        parting = protocol.encode_abort(self._token, self._run_id, nonce)
+        return Connection(self, handshake, self._limits.handshake_timeout_s, conn_id, parting)
 
-    async def _dial(self, channel: Channel, address: str, host: str) -> None:
+    async def _dial(self, connection: Connection, address: str, host: str) -> None:
         try:
-            await connect(channel, address, self._resolve, host)
+            await connect(connection, address, self._resolve, host)
         except (OSError, ValueError) as error:
-            channel.failed(error)
+            connection.on_dial_failed(error)
         finally:
-            self._dials.pop(channel, None)
+            self._dial_tasks.pop(connection, None)
 
-    def _forget(self, channel: Channel) -> None:
+    def _release(self, connection: Connection) -> None:
         """Stop what is done for a connection that is over."""
-        self._door.leave(channel)
-        dial = self._dials.get(channel)
+        self._handshake_limiter.remove(connection)
+        dial = self._dial_tasks.get(connection)
         if dial is not None:
             dial.cancel()
 
     # ---- connections, as they tell (`channel.Owner`) -------------------------------------------------
 
-    def opened(self, channel: Channel) -> None:
+    def on_connected(self, connection: Connection) -> None:
         """Let it wait at the door, unless we called."""
-        self._sockets.add(channel)
+        self._open_connections.add(connection)
         if self._closing:
-            channel.abort()
-        elif channel.number == 0 and len(self._channels) >= self._limits.connections:
-            channel.drop(f"{len(self._channels)} connections are open already")
-        elif channel.number == 0:
-            self._door.enter(channel)
+            connection.abort()
+        elif connection.conn_id == 0 and len(self._connections) >= self._limits.max_connections:
+            connection.drop(f"{len(self._connections)} connections are open already")
+        elif connection.conn_id == 0:
+            self._handshake_limiter.add(connection)
 
-    def proven(self, channel: Channel) -> None:
+    def on_authenticated(self, connection: Connection) -> None:
         """Tell the core, which knows the connection from now on; but not of those who only look."""
-        self._door.leave(channel)
-        if channel.looks:
-            self._window.enter(channel, functools.partial(look, self._agent))
+        self._handshake_limiter.remove(connection)
+        if connection.status_only:
+            self._status_server.add(connection, functools.partial(build_status, self._core))
             return
-        if channel.number == 0:
-            self._accepted -= 1
-            channel.number = self._accepted
-            self._channels[channel.number] = channel
-        self.happen(PeerConnected(channel.number, channel.host if channel.number > 0 else ""))
+        if connection.conn_id == 0:
+            self._last_accepted_id -= 1
+            connection.conn_id = self._last_accepted_id
+            self._connections[connection.conn_id] = connection
+        self.handle_event(
+            PeerConnected(connection.conn_id, connection.peer_host if connection.conn_id > 0 else "")
+        )
 
-    def heard(self, channel: Channel, line: bytes) -> None:
+    def on_line(self, connection: Connection, line: bytes) -> None:
         """Hand a message to the core."""
-        if channel.looks:
-            raise protocol.WireError("it came to look, and goes on talking")
+        if connection.status_only:
+            raise protocol.ProtocolError("it came to look, and goes on talking")
         stamp, message = protocol.decode(line)
-        self.happen(MessageArrived(channel.number, stamp, message))
+        self.handle_event(MessageReceived(connection.conn_id, stamp, message))
 
-    def ended(self, channel: Channel, *, closed: bool, why: str) -> None:
+    def on_ended(self, connection: Connection, *, by_peer: bool, reason: str) -> None:
         """Tell the core, if it knew of it."""
-        self._forget(channel)
-        if self._channels.pop(channel.number, None) is not None:
-            self.happen(PeerLost(channel.number, why=why, refused=channel.refused))
-        if closed and channel.greeted and not channel.is_proven:
-            self.dropped(channel, "it left before it had proved that it holds the run's token")
+        self._release(connection)
+        if self._connections.pop(connection.conn_id, None) is not None:
+            self.handle_event(
+                PeerDisconnected(connection.conn_id, reason=reason, refused=connection.was_refused)
+            )
+        if by_peer and connection.has_greeted and not connection.is_authenticated:
+            self.on_dropped(connection, "it left before it had proved that it holds the run's token")
 
-    def dropped(self, channel: Channel, why: str) -> None:
+    def on_dropped(self, connection: Connection, reason: str) -> None:
         """Tell people."""
-        if channel in self._sockets and not self._closing:
-            self._notices.note(channel.peer, why)
+        if connection in self._open_connections and not self._closing:
+            self._rejection_log.add(connection.peer_address, reason)
 
-    def freed(self, channel: Channel) -> None:
+    def on_socket_closed(self, connection: Connection) -> None:
         """Count it no more."""
-        self._sockets.discard(channel)
-        self._window.leave(channel)
-        if not self._sockets and self._closing:
-            self._last_freed.set()
+        self._open_connections.discard(connection)
+        self._status_server.remove(connection)
+        if not self._open_connections and self._closing:
+            self._all_sockets_closed.set()
 
     # ---- strangers -----------------------------------------------------------------------------------
 
-    def _tell_of_strangers(self, text: str) -> None:
+    def _log_rejected(self, text: str) -> None:
         if not self._closing:
-            self._carry_out(Log("stranger", f"a connection was dropped: {text}"))
+            self._on_effect(EmitEvent("unauthenticated", f"a connection was dropped: {text}"))
 
-    def _sweep(self) -> None:
+    def _drop_idle(self) -> None:
         """Drop those who hold the token and say nothing. Members do, and those who wait for a leader too."""
-        longest_s = max(self._limits.mute_s, 5 * self._settings.node_timeout_s)
-        self._sweeper = self._loop.call_later(longest_s / SWEEPS, self._sweep)
-        for channel in [one for number, one in self._channels.items() if number < 0]:
-            channel.mute += 1
-            if channel.mute > SWEEPS:
+        longest_s = max(self._limits.idle_timeout_s, 5 * self._settings.node_timeout_s)
+        self._idle_timer = self._loop.call_later(longest_s / MAX_IDLE_SWEEPS, self._drop_idle)
+        for channel in [one for number, one in self._connections.items() if number < 0]:
+            channel.idle_sweeps += 1
+            if channel.idle_sweeps > MAX_IDLE_SWEEPS:
                 channel.drop(f"it has said nothing for {longest_s:g} s")
 
 
-__all__ = ["Limits", "Shell"]
+__all__ = ["ConnectionLimits", "RendezvousThread"]
 
-OTHER_FILES = 512
+RESERVED_DESCRIPTORS = 512
 """Descriptors for all that is not a connection of ours."""
 
 
-class Shell:
+class RendezvousThread:
     """Runs a `Node` in a thread. Give it events with `submit`; it gives effects to ``carry_out``."""
 
     def __init__(
         self,
         settings: Settings,
-        me: Incarnation,
+        incarnation: Incarnation,
         *,
         listener: socket.socket,
         run_id: str,
         token: bytes,
-        record: Record,
-        carry_out: Callable[[Effect], None],
-        limits: Limits | None = None,
-        watch: Callable[[Agent], None] | None = None,
-        seen: int = 0,
-        resolve: Resolve = lookup,
-        show: Callable[[View], bytes] | None = None,
+        state_file: DurableStateFile,
+        on_effect: Callable[[Effect], None],
+        limits: ConnectionLimits | None = None,
+        on_core_change: Callable[[RendezvousNode], None] | None = None,
+        max_generation: int = 0,
+        resolve: ResolveFunction = resolve_name,
+        render_status: Callable[[RendezvousStatus], bytes] | None = None,
     ) -> None:
         """Nothing runs before `start`.
 
@@ -419,46 +431,48 @@ class Shell:
             show: makes a line of JSON of what this agent sees, for those who look; in a thread of its own.
 
         """
-        self._limits = limits or Limits()
-        self._make = functools.partial(
-            Node,
+        self._limits = limits or ConnectionLimits()
+        self._make_server = functools.partial(
+            RendezvousServer,
             settings,
-            me,
+            incarnation,
             listener=listener,
             run_id=run_id,
             token=token,
-            record=record,
-            carry_out=carry_out,
+            state_file=state_file,
+            on_effect=on_effect,
             limits=self._limits,
-            watch=watch,
-            seen=seen,
+            on_core_change=on_core_change,
+            max_generation=max_generation,
             resolve=resolve,
-            show=show,
+            render_status=render_status,
         )
         self._listener = listener
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._linger_s = 1.0
-        self._node: Node | None = None
-        self._early: list[Event] = []
+        self._server: RendezvousServer | None = None
+        self._early_events: list[Event] = []
         self._thread = threading.Thread(target=self._run, name="elastic-resume-rendezvous", daemon=True)
 
     # ---- called from any thread ----------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the thread."""
-        allow_descriptors(self._limits.connections + self._limits.unproven + OTHER_FILES)
+        raise_descriptor_limit(
+            self._limits.max_connections + self._limits.max_unauthenticated + RESERVED_DESCRIPTORS
+        )
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
     def submit(self, event: Event) -> None:
         """Hand an event to the core."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(self._happen, event)
+            self._loop.call_soon_threadsafe(self._handle_event, event)
 
     def stop(self, linger_s: float = 1.0) -> None:
         """Send what is queued and end the thread."""
@@ -472,40 +486,40 @@ class Shell:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(self._live())
+            self._loop.run_until_complete(self._serve_until_stopped())
         finally:
             self._loop.close()
 
-    async def _live(self) -> None:
-        self._node = node = self._make()
+    async def _serve_until_stopped(self) -> None:
+        self._server = node = self._make_server()
         try:
             await node.open()
-            for event in self._early:
-                node.happen(event)
+            for event in self._early_events:
+                node.handle_event(event)
             stopped = asyncio.ensure_future(self._stopped.wait())
-            ends: list[asyncio.Future[Any]] = [stopped, node.fault]
+            ends: list[asyncio.Future[Any]] = [stopped, node.failure]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
         finally:
             await node.close(self._linger_s)
-            await end_lookups()
-        if node.fault.done():
-            raise node.fault.result()
+            await cancel_lookups()
+        if node.failure.done():
+            raise node.failure.result()
 
-    def _happen(self, event: Event) -> None:
-        if self._node is None:
-            self._early.append(event)
+    def _handle_event(self, event: Event) -> None:
+        if self._server is None:
+            self._early_events.append(event)
         else:
-            self._node.happen(event)
+            self._server.handle_event(event)
 
 
-def allow_descriptors(wanted: int) -> None:
+def raise_descriptor_limit(needed: int) -> None:
     """Raise the limit of open files towards ``wanted``, as far as the machine lets us.
 
     systemd and many clusters start processes with 1,024, with which nobody leads a thousand members.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        room = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        room = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, room), hard))

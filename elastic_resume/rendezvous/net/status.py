@@ -21,79 +21,90 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from elastic_resume.rendezvous.endpoint import Resolve, lookup
+from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
 from elastic_resume.rendezvous.net import protocol
-from elastic_resume.rendezvous.net.connection import Channel
-from elastic_resume.rendezvous.net.handshake_limiter import Limits
-from elastic_resume.rendezvous.status_view import View
+from elastic_resume.rendezvous.net.connection import Connection
+from elastic_resume.rendezvous.net.handshake_limiter import ConnectionLimits
+from elastic_resume.rendezvous.status_view import RendezvousStatus
 
-LOOKS_PER_S = 200
+MAX_REPLIES_PER_S = 200
 """A look of a leader with a thousand followers takes the loop a third of a millisecond."""
 
 
-class Window:
+class StatusServer:
     """The lookers of one agent."""
 
-    def __init__(self, limits: Limits, show: Callable[[View], bytes] | None) -> None:
+    def __init__(
+        self, limits: ConnectionLimits, render_status: Callable[[RendezvousStatus], bytes] | None
+    ) -> None:
         """``show`` makes the line; without it there is nothing to be seen."""
         self._limits = limits
-        self._show = show or _nothing
-        self._inside: dict[Channel, tuple[asyncio.Task[None], asyncio.TimerHandle]] = {}
-        self._maker: ThreadPoolExecutor | None = None
-        self._next_at = 0.0
+        self._render_status = render_status or _render_unavailable
+        self._clients: dict[Connection, tuple[asyncio.Task[None], asyncio.TimerHandle]] = {}
+        self._executor: ThreadPoolExecutor | None = None
+        self._next_reply_at = 0.0
 
-    def enter(self, channel: Channel, look: Callable[[], View]) -> None:
+    def add(self, connection: Connection, get_status: Callable[[], RendezvousStatus]) -> None:
         """Answer one that has proved itself, with what ``look`` gives when its turn has come."""
-        while len(self._inside) >= self._limits.lookers:
-            next(iter(self._inside)).abort()
-            self.leave(next(iter(self._inside)))
+        while len(self._clients) >= self._limits.max_status_clients:
+            next(iter(self._clients)).abort()
+            self.remove(next(iter(self._clients)))
         loop = asyncio.get_running_loop()
-        late = loop.call_later(self._limits.handshake_s, channel.abort)
+        late = loop.call_later(self._limits.handshake_timeout_s, connection.abort)
         now = loop.time()
         # Those who were sent away gave their turns back: nobody waits longer than for all who are inside.
-        longest_s = self._limits.lookers / LOOKS_PER_S
-        self._next_at = min(max(self._next_at + 1 / LOOKS_PER_S, now), now + longest_s)
-        answer = self._answer(channel, look, self._next_at - now)
-        self._inside[channel] = (loop.create_task(answer), late)
+        longest_s = self._limits.max_status_clients / MAX_REPLIES_PER_S
+        self._next_reply_at = min(max(self._next_reply_at + 1 / MAX_REPLIES_PER_S, now), now + longest_s)
+        answer = self._reply(connection, get_status, self._next_reply_at - now)
+        self._clients[connection] = (loop.create_task(answer), late)
 
-    def leave(self, channel: Channel) -> None:
+    def remove(self, connection: Connection) -> None:
         """Nothing is left of that connection."""
-        task, late = self._inside.pop(channel, (None, None))
+        task, late = self._clients.pop(connection, (None, None))
         if task is not None and late is not None:
             task.cancel()
             late.cancel()
 
     async def close(self) -> None:
         """Answer nobody any more."""
-        tasks = [task for task, _ in self._inside.values()]
-        for channel in list(self._inside):
+        tasks = [task for task, _ in self._clients.values()]
+        for channel in list(self._clients):
             channel.abort()
-            self.leave(channel)
+            self.remove(channel)
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._maker is not None:
-            self._maker.shutdown(wait=False)
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
 
-    async def _answer(self, channel: Channel, look: Callable[[], View], waits_s: float) -> None:
-        await asyncio.sleep(waits_s)
-        if self._maker is None:
-            self._maker = ThreadPoolExecutor(1, "elastic-resume-show")
+    async def _reply(
+        self, connection: Connection, get_status: Callable[[], RendezvousStatus], delay_s: float
+    ) -> None:
+        await asyncio.sleep(delay_s)
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "elastic-resume-status")
         try:
-            line = await asyncio.get_running_loop().run_in_executor(self._maker, self._show, look())
+            line = await asyncio.get_running_loop().run_in_executor(
+                self._executor, self._render_status, get_status()
+            )
         except Exception as error:  # noqa: BLE001  a fault of ours that must cost a look, and nothing else
             line = json.dumps({"error": f"an error of elastic_resume itself: {error!r:.500}"}).encode()
-        channel.send(line + b"\n")
-        channel.close()
+        connection.send(line + b"\n")
+        connection.close()
 
 
-def _nothing(_: View) -> bytes:
+def _render_unavailable(_: RendezvousStatus) -> bytes:
     return json.dumps({"error": "this agent has nothing to show"}).encode()
 
 
-MAX_ANSWER_BYTES = 16 << 20  # of a job of 10,000 nodes
+MAX_REPLY_BYTES = 16 << 20  # of a job of 10,000 nodes
 
 
-def ask(
-    address: str, run_id: str, key: bytes, *, patience_s: float = 5.0, resolve: Resolve = lookup
+def query_agent(
+    address: str,
+    run_id: str,
+    status_key: bytes,
+    *,
+    timeout_s: float = 5.0,
+    resolve: ResolveFunction = resolve_name,
 ) -> bytes:
     """Ask the agent at ``host:port``; give its line. ``key`` is a `wire.look_key`.
 
@@ -103,53 +114,57 @@ def ask(
         ValueError: not an address.
 
     """
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + timeout_s
     host, _, port = address.rpartition(":")
     error: OSError = OSError(f"{address} has no address")
     for found in resolve(host.strip("[]")):
         try:
-            connection = socket.create_connection((found, int(port)), timeout=_left(until))
+            connection = socket.create_connection((found, int(port)), timeout=_compute_remaining(until))
         except OSError as reason:
             error = reason
             continue
         with connection:
-            return _converse(connection, run_id, key, until)
+            return _exchange(connection, run_id, status_key, until)
     raise error
 
 
-def _converse(connection: socket.socket, run_id: str, key: bytes, until: float) -> bytes:
-    side = protocol.call(key, run_id, secrets.token_hex(32), looks=True)
-    lines = protocol.Lines()
-    coming = _lines(connection, lines, until)
+def _exchange(connection: socket.socket, run_id: str, status_key: bytes, deadline: float) -> bytes:
+    side = protocol.dial(status_key, run_id, secrets.token_hex(32), status_only=True)
+    lines = protocol.LineReader()
+    coming = _receive_lines(connection, lines, deadline)
     connection.sendall(next(side))
     try:
         while True:
-            connection.sendall(side.send(_next(coming)))
+            connection.sendall(side.send(_read_line(coming)))
     except StopIteration as stop:
-        proof: protocol.Proof = stop.value
-    lines.limit = MAX_ANSWER_BYTES
-    connection.sendall(proof.last)
-    return proof.hears.check(_next(coming))
+        proof: protocol.HandshakeResult = stop.value
+    lines.max_line_bytes = MAX_REPLY_BYTES
+    connection.sendall(proof.final_line)
+    return proof.verifier.verify(_read_line(coming))
 
 
-def _next(coming: Iterator[bytes]) -> bytes:
-    line = next(coming, None)
+def _read_line(received: Iterator[bytes]) -> bytes:
+    line = next(received, None)
     if line is None:
-        raise protocol.WireError("it hung up: it belongs to another job, or another program listens there")
+        raise protocol.ProtocolError(
+            "it hung up: it belongs to another job, or another program listens there"
+        )
     return line
 
 
-def _lines(connection: socket.socket, lines: protocol.Lines, until: float) -> Iterator[bytes]:
+def _receive_lines(
+    connection: socket.socket, reader: protocol.LineReader, deadline: float
+) -> Iterator[bytes]:
     while True:
-        connection.settimeout(_left(until))
+        connection.settimeout(_compute_remaining(deadline))
         data = connection.recv(1 << 16)
         if not data:
             return
-        yield from lines.feed(data)
+        yield from reader.feed(data)
 
 
-def _left(until: float) -> float:
-    left = until - time.monotonic()
+def _compute_remaining(deadline: float) -> float:
+    left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("no answer in time")
     return left

@@ -9,28 +9,32 @@ from collections.abc import Sequence
 from tests.support.rendezvous_sim import batch
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Play the schedules; return 1 if a promise was broken."""
     parser = argparse.ArgumentParser(prog=batch.COMMAND, description=__doc__)
-    parser.add_argument("--seeds", type=_count, default=2000, metavar="N", help="how many (%(default)s)")
+    parser.add_argument(
+        "--seeds", type=_parse_count, default=2000, metavar="N", help="how many (%(default)s)"
+    )
     parser.add_argument("--first", type=int, default=0, metavar="F", help="the first seed (%(default)s)")
     parser.add_argument("--seed", type=int, metavar="S", help="play this one only and tell all that happens")
-    parser.add_argument("--jobs", type=_count, metavar="J", help="processes (default: one for each core)")
+    parser.add_argument(
+        "--jobs", type=_parse_count, metavar="J", help="processes (default: one for each core)"
+    )
     parser.add_argument(
         "--break",
         dest="broken_rule",
         default="",
         metavar="RULE",
-        choices=batch.BREAKS,
+        choices=batch.BREAKABLE,
         help="disable one rule or one bug fix, to test the checkers: %(choices)s",
     )
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     if args.seed is not None:
-        return batch.tell_one(args.seed, args.broken_rule)
-    return batch.tell_many(range(args.first, args.first + args.seeds), args.broken_rule, args.jobs)
+        return batch.run_one(args.seed, args.broken_rule)
+    return batch.run_many(range(args.first, args.first + args.seeds), args.broken_rule, args.jobs)
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)

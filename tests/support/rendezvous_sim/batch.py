@@ -17,173 +17,173 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from elastic_resume.rendezvous.core.quorum import ALL_RULES, Rules
-from tests.support.rendezvous_sim.checkers import PROMISES
-from tests.support.rendezvous_sim.cures import CURES, without
-from tests.support.rendezvous_sim.schedule import WAIVED, Fault
-from tests.support.rendezvous_sim.simulate import Result, play, run
+from elastic_resume.rendezvous.core.quorum import ALL_RULES, SafetyRules
+from tests.support.rendezvous_sim.checkers import INVARIANTS
+from tests.support.rendezvous_sim.cures import MUTATIONS, undo_fix
+from tests.support.rendezvous_sim.schedule import WAIVED_INVARIANTS, Fault
+from tests.support.rendezvous_sim.simulate import Result, run_schedule, run_seed
 
 COMMAND = "python -m tests.support.rendezvous_sim"
 BROKEN_RULES = {
-    "incarnations": Rules(incarnations=False),
-    "two-steps": Rules(two_steps=False),
-    "later-proposals": Rules(later_proposals=False),
-    "gone-brings-knowledge": Rules(gone_brings_knowledge=False),
+    "incarnations": SafetyRules(distinguish_incarnations=False),
+    "two-steps": SafetyRules(two_phase=False),
+    "later-proposals": SafetyRules(count_later_proposals=False),
+    "gone-brings-knowledge": SafetyRules(merge_state_with_deaths=False),
 }
 """One rule of the quorum broken on purpose, by the name that `--break` takes."""
-BREAKS = (*BROKEN_RULES, *CURES)
+BREAKABLE = (*BROKEN_RULES, *MUTATIONS)
 """Everything that can be broken by name: the rules, and the cures of `cures`."""
-CHUNK = 50
+CHUNK_SIZE = 50
 """Schedules to a task: a quarter of a second of work, so that all cores finish together."""
-SHOWN = 3
+MAX_SHOWN = 3
 """So many failing schedules are printed in full; one is enough to work on."""
-PROGRESS_S = 30.0
+PROGRESS_INTERVAL_S = 30.0
 """How often a long run says where it is: some places end what is silent for minutes."""
 
 
 @dataclass(slots=True)
-class Tally:
+class BatchResult:
     """What became of some schedules."""
 
     schedules: int = 0
-    worlds: int = 0
+    views: int = 0
     events: int = 0
     families: Counter[str] = field(default_factory=Counter)
-    broken: list[Result] = field(default_factory=list)
+    failed: list[Result] = field(default_factory=list)
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: BatchResult) -> None:
         """Count others in."""
         self.schedules += other.schedules
-        self.worlds += other.worlds
+        self.views += other.views
         self.events += other.events
         self.families += other.families
-        self.broken += other.broken
+        self.failed += other.failed
 
 
 @contextlib.contextmanager
-def broken(name: str) -> Iterator[Rules]:
+def break_rule(name: str) -> Iterator[SafetyRules]:
     """Break one rule or take one cure out, and give the rules that hold; an empty name breaks nothing."""
-    with without("" if name in BROKEN_RULES else name):
+    with undo_fix("" if name in BROKEN_RULES else name):
         yield BROKEN_RULES.get(name, ALL_RULES)
 
 
-def play_some(seeds: range, rule: str = "") -> Tally:
+def run_chunk(seeds: range, broken_rule: str = "") -> BatchResult:
     """Play a few schedules one after the other, with one rule broken."""
-    tally = Tally()
-    with broken(rule) as rules:
+    tally = BatchResult()
+    with break_rule(broken_rule) as rules:
         for seed in seeds:
-            result = run(seed, rules)
+            result = run_seed(seed, rules)
             tally.schedules += 1
-            tally.worlds += result.worlds
-            tally.events += result.events
+            tally.views += result.view_count
+            tally.events += result.event_count
             tally.families[result.schedule.family] += 1
             if result.violations:
-                tally.broken.append(result)
+                tally.failed.append(result)
     return tally
 
 
-def play_many(seeds: range, rule: str = "", jobs: int | None = None) -> Iterator[Tally]:
+def run_parallel(seeds: range, broken_rule: str = "", jobs: int | None = None) -> Iterator[BatchResult]:
     """Play schedules in `jobs` processes (one for each core); yield tallies in the order of seeds."""
-    chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
-    jobs = min(jobs or cores(), len(chunks))
+    chunks = [seeds[start : start + CHUNK_SIZE] for start in range(0, len(seeds), CHUNK_SIZE)]
+    jobs = min(jobs or count_cores(), len(chunks))
     if jobs <= 1:
-        yield from (play_some(chunk, rule) for chunk in chunks)
+        yield from (run_chunk(chunk, broken_rule) for chunk in chunks)
         return
     # Spawned, not forked: whoever calls may have threads.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=_leave_interrupts_to_the_parent) as pool:
+    with ProcessPoolExecutor(jobs, context, initializer=_ignore_sigint) as pool:
         try:
-            yield from pool.map(play_some, chunks, [rule] * len(chunks))
+            yield from pool.map(run_chunk, chunks, [broken_rule] * len(chunks))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def cores() -> int:
+def count_cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def _leave_interrupts_to_the_parent() -> None:
+def _ignore_sigint() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 # ---- for people ----------------------------------------------------------------------------------------
 
 
-def tell_one(seed: int, broken_rule: str = "") -> int:
+def run_one(seed: int, broken_rule: str = "") -> int:
     """Play one schedule and print all that happened; 1 if a promise was broken."""
-    with broken(broken_rule) as rules:
-        result = run(seed, rules, told=True)
+    with break_rule(broken_rule) as rules:
+        result = run_seed(seed, rules, with_trace=True)
     print(result)
     failed = [result] if result.violations else []
-    print(f"\n{result.worlds} worlds began in {result.events:,} events; {verdict(failed)}")
+    print(f"\n{result.view_count} worlds began in {result.event_count:,} events; {format_verdict(failed)}")
     return 1 if result.violations else 0
 
 
-def tell_many(seeds: range, broken_rule: str = "", jobs: int | None = None) -> int:
+def run_many(seeds: range, broken_rule: str = "", jobs: int | None = None) -> int:
     """Play schedules, print those that fail and a summary; 1 if a promise was broken."""
-    jobs = jobs or cores()
+    jobs = jobs or count_cores()
     rule = f", with the rule {broken_rule} broken on purpose" if broken_rule else ""
     span = f"{len(seeds):,} schedules, seeds {seeds.start} to {seeds.stop - 1}"
     print(f"{span}, processes: {jobs}{rule}", flush=True)
     start = told_at = time.monotonic()
-    total = Tally()
-    for tally in play_many(seeds, broken_rule, jobs):
-        for result in tally.broken[: max(0, SHOWN - len(total.broken))]:
-            print(f"\n{failure(result, broken_rule)}\n", flush=True)
+    total = BatchResult()
+    for tally in run_parallel(seeds, broken_rule, jobs):
+        for result in tally.failed[: max(0, MAX_SHOWN - len(total.failed))]:
+            print(f"\n{format_failure(result, broken_rule)}\n", flush=True)
         total.add(tally)
-        if time.monotonic() >= told_at + PROGRESS_S:
+        if time.monotonic() >= told_at + PROGRESS_INTERVAL_S:
             told_at = time.monotonic()
-            print(f"{total.schedules:,} played, {len(total.broken):,} failed", file=sys.stderr, flush=True)
-    print(summary(total, time.monotonic() - start))
-    print(verdict(total.broken))
-    if len(total.broken) > SHOWN:
-        others = " ".join(str(result.schedule.seed) for result in total.broken[SHOWN:][:20])
-        print(f"seeds of others: {others}{' …' if len(total.broken) > SHOWN + 20 else ''}")
-    return 1 if total.broken else 0
+            print(f"{total.schedules:,} played, {len(total.failed):,} failed", file=sys.stderr, flush=True)
+    print(format_summary(total, time.monotonic() - start))
+    print(format_verdict(total.failed))
+    if len(total.failed) > MAX_SHOWN:
+        others = " ".join(str(result.schedule.seed) for result in total.failed[MAX_SHOWN:][:20])
+        print(f"seeds of others: {others}{' …' if len(total.failed) > MAX_SHOWN + 20 else ''}")
+    return 1 if total.failed else 0
 
 
-def failure(result: Result, broken_rule: str = "") -> str:
+def format_failure(result: Result, broken_rule: str = "") -> str:
     """Show a failing schedule, which of its faults are enough, and the command that plays it again."""
     lines = [str(result)]
-    with broken(broken_rule) as rules:
-        needed = necessary(result, rules)
+    with break_rule(broken_rule) as rules:
+        needed = minimize_faults(result, rules)
     if len(needed) < len(result.schedule.faults):
         lines += ["  without the other faults it fails too:", *map(str, needed)]
     rule = f" --break {broken_rule}" if broken_rule else ""
     return "\n".join([*lines, f"  again: {COMMAND} --seed {result.schedule.seed}{rule}"])
 
 
-def necessary(result: Result, rules: Rules) -> tuple[Fault, ...]:
+def minimize_faults(result: Result, rules: SafetyRules) -> tuple[Fault, ...]:
     """Leave faults out, one after the other, as long as the first promise that was broken is broken still."""
-    checker = result.violations[0].checker
+    checker = result.violations[0].invariant
     faults = result.schedule.faults
     for fault in faults:
         fewer = tuple(one for one in faults if one is not fault)
-        violations = play(replace(result.schedule, faults=fewer), rules).violations
-        if checker in {violation.checker for violation in violations}:
+        violations = run_schedule(replace(result.schedule, faults=fewer), rules).violations
+        if checker in {violation.invariant for violation in violations}:
             faults = fewer
     return faults
 
 
-def summary(total: Tally, took_s: float) -> str:
+def format_summary(total: BatchResult, took_s: float) -> str:
     """Say what was played, and how fast."""
     lines = []
     for family, count in total.families.most_common():
-        waived = "; ".join(one for one in PROMISES if one in WAIVED.get(family, ()))
+        waived = "; ".join(one for one in INVARIANTS if one in WAIVED_INVARIANTS.get(family, ()))
         lines.append(f"{count:>9,}  {family}" + (f"  (may defeat: {waived})" if waived else ""))
     rate = total.schedules / max(took_s, 1e-9)
     lines.append(
-        f"{total.worlds:,} worlds and {total.events:,} events in {took_s:.1f} s, {rate:.0f} schedules/s"
+        f"{total.views:,} worlds and {total.events:,} events in {took_s:.1f} s, {rate:.0f} schedules/s"
     )
     return "\n".join(lines)
 
 
-def verdict(failed: list[Result]) -> str:
+def format_verdict(failed: list[Result]) -> str:
     """Say which promises were broken in how many schedules, or that all were kept."""
     if not failed:
-        return "all promises were kept: " + "; ".join(PROMISES)
-    counts = Counter(checker for result in failed for checker in {one.checker for one in result.violations})
+        return "all promises were kept: " + "; ".join(INVARIANTS)
+    counts = Counter(checker for result in failed for checker in {one.invariant for one in result.violations})
     kinds = "; ".join(f"{checker} ({count})" for checker, count in counts.most_common())
     return f"PROMISES WERE BROKEN in {len(failed):,} of the schedules: {kinds}"

@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import random
 
-from tests.support.rendezvous_sim.schedule import CHASE, LATE, LEADER, OTHER_LEADER, RESETS, Fault, Moment
+from tests.support.rendezvous_sim.schedule import (
+    LATE_READERS,
+    LEADER,
+    OTHER_LEADER,
+    RESETS,
+    VIEW_CHANGES,
+    Fault,
+    Trigger,
+)
 
-SHORTLY_S = (0.0, 0.0, 0.005, 0.01, 0.02, 0.05)
+DURING_VIEW_CHANGE_S = (0.0, 0.0, 0.005, 0.01, 0.02, 0.05)
 """Within the steps of forming, each of which takes some 20 ms."""
 SOON_S = (0.02, 0.2, 0.5, 1.0)
-SETTLED_S = (3.5, 4.5, 6.0, 8.0)
+AFTER_TIMEOUT_S = (3.5, 4.5, 6.0, 8.0)
 """Longer than a node timeout: whoever was cut off has turned elsewhere."""
 LONG_S = 60.0
 
@@ -23,72 +31,76 @@ def draw_faults(rng: random.Random, family: str, count: int) -> list[Fault]:
     """Draw one plot or two of a family against a job of so many nodes."""
     faults: list[Fault] = []
     for _ in range(rng.choice((1, 1, 2))):
-        start = Moment(rng.choice(SOON_S), "world", 1, then=bool(faults))
-        plot = rng.choice(PLOTS[family])
+        start = Trigger(rng.choice(SOON_S), "world", 1, after_previous=bool(faults))
+        plot = rng.choice(PLOTS_BY_FAMILY[family])
         faults += plot(rng, start, count)
         if rng.random() < 0.4:
             faults.append(heal(rng))
     return faults
 
 
-def then(after_s: float, event: str = "", number: int = 1) -> Moment:
+def make_followup_trigger(delay_s: float, event: str = "", count: int = 1) -> Trigger:
     """So long after the fault before, or after that event counted from there."""
-    return Moment(after_s, event, number if event else 0, then=True)
+    return Trigger(delay_s, event, count if event else 0, after_previous=True)
 
 
-def ranks(*numbers: int) -> tuple[str, ...]:
+def name_ranks(*numbers: int) -> tuple[str, ...]:
     """Name nodes by rank."""
     return tuple(f"#{number}" for number in sorted(numbers))
 
 
-def shift(when: Moment, *numbers: int) -> Fault:
+def repartition(trigger: Trigger, *numbers: int) -> Fault:
     """Cut those ranks off from all others, in place of earlier cuts."""
-    return Fault(when, "shift", ranks(*numbers), LONG_S)
+    return Fault(trigger, "repartition", name_ranks(*numbers), LONG_S)
 
 
 def heal(rng: random.Random) -> Fault:
     """Let everybody reach everybody again."""
-    return Fault(then(rng.choice((*SOON_S, *SETTLED_S))), "shift", (), 0.0)
+    return Fault(make_followup_trigger(rng.choice((*SOON_S, *AFTER_TIMEOUT_S))), "repartition", (), 0.0)
 
 
-def majority(rng: random.Random, count: int) -> list[int]:
+def draw_majority(rng: random.Random, count: int) -> list[int]:
     """Draw the smallest majority of so many ranks, its lowest first; more often than not with rank 0."""
     low = 0 if rng.random() < 0.7 else 1
     return [low, *sorted(rng.sample(range(low + 1, count), min(count // 2, count - low - 1)))]
 
 
-def defection(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+def defecting_followers(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """Of a majority that forms the next world some turn to those who were left out, as it begins.
 
     Against rule 3: the newest world begun is not enough, a later proposal may have begun elsewhere.
     """
-    ours = majority(rng, count)
+    ours = draw_majority(rng, count)
     stay = ours[: (len(ours) + 1) // 2]
     if rng.random() < 0.3:
         stay = rng.sample(ours, rng.randint(1, len(ours)))
-    when = then(rng.choice(SHORTLY_S), "Begin", rng.choice((1, 1, 2)))
-    faults = [shift(start, *ours), shift(when, *stay)]
+    when = make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S), "InstallView", rng.choice((1, 1, 2)))
+    faults = [repartition(start, *ours), repartition(when, *stay)]
     if rng.random() < 0.3:
         kind = rng.choice(("kill", "pause"))
-        faults.append(Fault(then(0.0), kind, ranks(stay[-1]), rng.choice(SOON_S)))
+        faults.append(Fault(make_followup_trigger(0.0), kind, name_ranks(stay[-1]), rng.choice(SOON_S)))
     return faults
 
 
-def wanderer(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+def member_changes_side(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """One of the next world, begun and settled, wanders to those who were left out and know nothing of it.
 
     Against rule 4: whoever comes brings all that it knows, or does not tell who is gone either.
     """
-    ours = majority(rng, count)
-    faults = [shift(start, *ours)]
+    ours = draw_majority(rng, count)
+    faults = [repartition(start, *ours)]
     if rng.random() < 0.5:
-        faults.append(Fault(then(rng.choice(SOON_S), "world"), "kill", ranks(0), LONG_S))
+        faults.append(
+            Fault(make_followup_trigger(rng.choice(SOON_S), "world"), "kill", name_ranks(0), LONG_S)
+        )
     # From here on ranks are those of the world that the majority has formed.
-    faults.append(shift(then(rng.choice(SETTLED_S), "world"), *range((len(ours) + 1) // 2)))
+    faults.append(
+        repartition(make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "world"), *range((len(ours) + 1) // 2))
+    )
     return faults
 
 
-def ghost(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+def restarted_member_changes_side(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """A node dies, and comes back on the other side of a partition from those who saw it die.
 
     Against rule 1: to them it is gone and has no vote, so it may not vote there for its former self. The
@@ -98,92 +110,119 @@ def ghost(rng: random.Random, start: Moment, count: int) -> list[Fault]:
     others = [one for one in range(1, count) if one != victim]
     many = (count - 1) // 2 if rng.random() < 0.8 else rng.randint(1, count // 2)
     witnesses = rng.sample(others, min(len(others), max(0, many - 1)))
-    killed = Fault(start, "kill", ranks(victim), rng.choice((0.3, 0.6, 1.0, 5.0)))
-    when = then(rng.choice((0.02, 0.03, 0.05, 0.05, 0.1, 0.15, 0.3)))
-    return [killed, Fault(when, "shift", (LEADER, *ranks(*witnesses)), LONG_S)]
+    killed = Fault(start, "kill", name_ranks(victim), rng.choice((0.3, 0.6, 1.0, 5.0)))
+    when = make_followup_trigger(rng.choice((0.02, 0.03, 0.05, 0.05, 0.1, 0.15, 0.3)))
+    return [killed, Fault(when, "repartition", (LEADER, *name_ranks(*witnesses)), LONG_S)]
 
 
-def torn_proposal(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+def interrupted_proposal(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """A partition, a pause or a crash between the proposal of a world and its beginning.
 
     Against rule 2: who has not made the proposal durable may take part in another world.
     """
-    ours = majority(rng, count)
-    first = shift(start, *ours)
-    step, number = rng.choice((("Propose", 1), ("Propose", 2), ("Acknowledge", 1), ("Begin", 1)))
-    when = then(rng.choice(SHORTLY_S), step, number)
-    kind = rng.choice(("shift", "shift", "pause", "kill", "unsent", "written", "power"))
-    if kind == "shift":
-        return [first, shift(when, *ours[: rng.randint(1, len(ours))])]
+    ours = draw_majority(rng, count)
+    first = repartition(start, *ours)
+    step, number = rng.choice(
+        (("ProposeView", 1), ("ProposeView", 2), ("ProposalAck", 1), ("InstallView", 1))
+    )
+    when = make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S), step, number)
+    kind = rng.choice(
+        ("repartition", "repartition", "pause", "kill", "crash-before-send", "written", "power")
+    )
+    if kind == "repartition":
+        return [first, repartition(when, *ours[: rng.randint(1, len(ours))])]
     victim = rng.choice(ours)
-    blow = Fault(when, kind, ranks(victim), rng.choice((0.05, 0.5, 4.0, 8.0)))
+    blow = Fault(when, kind, name_ranks(victim), rng.choice((0.05, 0.5, 4.0, 8.0)))
     rest = [one for one in range(count) if one != victim]
-    apart = shift(then(rng.choice((*SHORTLY_S, *SOON_S))), *rng.sample(rest, rng.randint(1, len(rest))))
+    apart = repartition(
+        make_followup_trigger(rng.choice((*DURING_VIEW_CHANGE_S, *SOON_S))),
+        *rng.sample(rest, rng.randint(1, len(rest))),
+    )
     return [first, blow, apart]
 
 
-def burials(rng: random.Random, count: int) -> list[Fault]:
+def forced_quorum_after_deaths(rng: random.Random, count: int) -> list[Fault]:
     """A majority goes on without the others, takes in who comes, and all of it or most of it loses its power.
 
     Against a forced quorum: what the dead knew is lost, and who of them lives is its only heir.
     """
-    ours = majority(rng, count)
-    faults = [shift(Moment(rng.choice(SOON_S), "world", 1), *ours)]
-    settled = then(rng.choice(SETTLED_S), "world")
+    ours = draw_majority(rng, count)
+    faults = [repartition(Trigger(rng.choice(SOON_S), "world", 1), *ours)]
+    settled = make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "world")
     if rng.random() < 0.3:
         newcomer = rng.choice([one for one in range(count) if one not in ours] or [0])
-        faults += [shift(settled, *range(len(ours)), newcomer)]
-        settled = then(rng.choice(SETTLED_S))
+        faults += [repartition(settled, *range(len(ours)), newcomer)]
+        settled = make_followup_trigger(rng.choice(AFTER_TIMEOUT_S))
     dead = list(range(len(ours) - rng.choice((0, 1))))
     rng.shuffle(dead)
     apart = rng.randint(0, len(dead))
-    faults.append(Fault(settled, "power", ranks(*dead[apart:]), rng.choice((8.0, LONG_S, LONG_S))))
-    faults.append(Fault(then(rng.choice(SOON_S)), "power", ranks(*dead[:apart]), rng.choice((8.0, LONG_S))))
+    faults.append(Fault(settled, "power", name_ranks(*dead[apart:]), rng.choice((8.0, LONG_S, LONG_S))))
+    faults.append(
+        Fault(
+            make_followup_trigger(rng.choice(SOON_S)),
+            "power",
+            name_ranks(*dead[:apart]),
+            rng.choice((8.0, LONG_S)),
+        )
+    )
     if rng.random() < 0.2:
         faults.append(heal(rng))
     # The operator looks when the dead have been missed, and the word has to arrive.
-    faults.append(Fault(then(rng.uniform(6.0, 12.0)), "worker", ranks(0)))
-    return [one for one in faults if one.nodes or one.kind == "shift"]
+    faults.append(Fault(make_followup_trigger(rng.uniform(6.0, 12.0)), "worker", name_ranks(0)))
+    return [one for one in faults if one.nodes or one.kind == "repartition"]
 
 
-def staggered(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+def staggered_merge(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """Three parts find together one after the other, in another order than they fell apart."""
     order = list(range(count))
     rng.shuffle(order)
     low, high = sorted(rng.sample(range(1, count), 2))
-    faults = [Fault(start, "shift", (*ranks(*order[:low]), "|", *ranks(*order[low:high])), LONG_S)]
+    faults = [
+        Fault(start, "repartition", (*name_ranks(*order[:low]), "|", *name_ranks(*order[low:high])), LONG_S)
+    ]
     for _ in range(rng.choice((1, 2))):
-        settled, torn = then(rng.choice(SETTLED_S)), then(rng.choice(SHORTLY_S), "Begin")
-        when = rng.choice((settled, torn, then(0.2, "world")))
-        faults.append(shift(when, *rng.sample(range(count), rng.randint(1, count - 1))))
+        settled, torn = (
+            make_followup_trigger(rng.choice(AFTER_TIMEOUT_S)),
+            make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S), "InstallView"),
+        )
+        when = rng.choice((settled, torn, make_followup_trigger(0.2, "world")))
+        faults.append(repartition(when, *rng.sample(range(count), rng.randint(1, count - 1))))
     return faults
 
 
-def last_words(rng: random.Random, count: int) -> list[Fault]:
+def partition_at_job_end(rng: random.Random, count: int) -> list[Fault]:
     """Workers finish, and a cut parts those who tell of the end from those who did not hear; some come back.
 
     Against the end of a job: who forgets its worlds must know that nobody goes on with them. The leader waits
     for one that is silent, and when it tells the others of the end they may be out of its reach.
     """
-    start = Moment(rng.choice(SOON_S), "world", 1)
+    start = Trigger(rng.choice(SOON_S), "world", 1)
     if rng.random() < 0.5:
         finished = rng.sample(range(count), rng.choice((count, count, count - 1, rng.randint(1, count))))
-        faults = [Fault(start, "finish", ranks(*finished))]
+        faults = [Fault(start, "finish", name_ranks(*finished))]
     else:
-        faults = [Fault(start, "partition", ranks(count - 1), 4.0)]
-        faults.append(Fault(then(rng.choice((0.01, 0.1, 0.3))), "finish", ranks(*range(count - 1))))
+        faults = [Fault(start, "partition", name_ranks(count - 1), 4.0)]
+        faults.append(
+            Fault(
+                make_followup_trigger(rng.choice((0.01, 0.1, 0.3))), "finish", name_ranks(*range(count - 1))
+            )
+        )
     others = rng.sample(range(count), rng.randint(1, count - 1))
-    apart = rng.choice(((LEADER,), (LEADER,), ranks(*others), ranks(*range(1, count))))
-    when = then(rng.choice((*SHORTLY_S, 0.2, 0.3, 0.4, 0.6)))
-    faults.append(Fault(when, rng.choice(("one-way", "shift", "shift")), apart, LONG_S))
+    apart = rng.choice(((LEADER,), (LEADER,), name_ranks(*others), name_ranks(*range(1, count))))
+    when = make_followup_trigger(rng.choice((*DURING_VIEW_CHANGE_S, 0.2, 0.3, 0.4, 0.6)))
+    faults.append(Fault(when, rng.choice(("one-way", "repartition", "repartition")), apart, LONG_S))
     for _ in range(rng.choice((1, 1, 2))):
         kind = rng.choice(("kill", "kill", "written", "pause", "power"))
-        victims = rng.choice((ranks(0), ranks(0), ranks(*rng.sample(range(count), 2))))
-        faults.append(Fault(then(rng.choice((0.1, *SETTLED_S))), kind, victims, rng.choice(SOON_S)))
+        victims = rng.choice((name_ranks(0), name_ranks(0), name_ranks(*rng.sample(range(count), 2))))
+        faults.append(
+            Fault(
+                make_followup_trigger(rng.choice((0.1, *AFTER_TIMEOUT_S))), kind, victims, rng.choice(SOON_S)
+            )
+        )
     return [*faults, heal(rng)] if rng.random() < 0.3 else faults
 
 
-def reset_and_cut(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+def reset_and_cut(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """Reset a connection at one end or both, while one of the two is cut off or before it is made again.
 
     Against the rule that only a refused call proves a death: neither end may take the other for dead.
@@ -194,39 +233,46 @@ def reset_and_cut(rng: random.Random, start: Moment, count: int) -> list[Fault]:
     faults = []
     if rng.random() < 0.4:
         faults.append(Fault(start, "slowish", tuple(pair[:1]), 12.0))
-        start = then(rng.choice(SHORTLY_S))
+        start = make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S))
     kind = rng.choice(("reset", "half-reset", "half-reset"))
     apart = [
         victim,
         *rng.sample([one for one in range(1, count) if one != victim], rng.randint(0, (count - 2) // 2)),
     ]
-    soon = rng.choice((*SHORTLY_S, 0.1, 0.2))
+    soon = rng.choice((*DURING_VIEW_CHANGE_S, 0.1, 0.2))
     if rng.random() < 0.5:
-        faults += [Fault(start, kind, tuple(pair)), shift(then(soon), *apart)]
+        faults += [Fault(start, kind, tuple(pair)), repartition(make_followup_trigger(soon), *apart)]
     else:
-        faults += [shift(start, *apart), Fault(then(soon), kind, tuple(pair))]
+        faults += [repartition(start, *apart), Fault(make_followup_trigger(soon), kind, tuple(pair))]
     if rng.random() < 0.3:
         faults.append(
-            Fault(then(rng.choice(SOON_S)), "kill", ranks(rng.randrange(count)), rng.choice(SETTLED_S))
+            Fault(
+                make_followup_trigger(rng.choice(SOON_S)),
+                "kill",
+                name_ranks(rng.randrange(count)),
+                rng.choice(AFTER_TIMEOUT_S),
+            )
         )
     return faults
 
 
-def resets(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+def resets(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """Reset several connections to the leader one after the other, on a slow network or a fast one."""
     faults = []
     if rng.random() < 0.7:
-        faults.append(Fault(start, "slowish", ranks(*rng.sample(range(count), rng.randint(1, count))), 12.0))
-        start = then(rng.choice(SOON_S))
+        faults.append(
+            Fault(start, "slowish", name_ranks(*rng.sample(range(count), rng.randint(1, count))), 12.0)
+        )
+        start = make_followup_trigger(rng.choice(SOON_S))
     for _ in range(rng.randint(1, 4)):
         pair = [LEADER, f"#{rng.randrange(1, count)}"]
         rng.shuffle(pair)
         faults.append(Fault(start, rng.choice(("reset", "half-reset")), tuple(pair)))
-        start = then(rng.choice((*SHORTLY_S, *SOON_S)))
+        start = make_followup_trigger(rng.choice((*DURING_VIEW_CHANGE_S, *SOON_S)))
     return faults
 
 
-def late_reader(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+def late_reader(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """Pause one node until the leader has gone and the others have gone on and died: it reads old messages.
 
     Against times that count from the reading of a message, and not from the sending of what it answers.
@@ -235,84 +281,124 @@ def late_reader(rng: random.Random, start: Moment, count: int) -> list[Fault]:
     kind = rng.choice(("pause", "pause", "pause", "suspend"))
     faults = [Fault(start, kind, (victim,), rng.choice((rng.uniform(0.5, 4.0), rng.uniform(6.0, 14.0))))]
     going = rng.choice(("leave", "leave", "kill"))
-    faults.append(Fault(then(rng.choice((*SHORTLY_S, 0.2))), going, (LEADER,), LONG_S))
+    faults.append(
+        Fault(make_followup_trigger(rng.choice((*DURING_VIEW_CHANGE_S, 0.2))), going, (LEADER,), LONG_S)
+    )
     # From here on ranks are those of the world that the others have formed.
     dead = list(range(count - 2))
     if rng.random() < 0.3:
         dead = rng.sample(dead, rng.randint(1, len(dead))) if dead else dead
     faults.append(
-        Fault(then(rng.choice((0.02, *SOON_S, *SETTLED_S[:2])), "world"), "kill", ranks(*dead), LONG_S)
+        Fault(
+            make_followup_trigger(rng.choice((0.02, *SOON_S, *AFTER_TIMEOUT_S[:2])), "world"),
+            "kill",
+            name_ranks(*dead),
+            LONG_S,
+        )
     )
     return faults
 
 
-def sleeper(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+def suspended_nodes(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """Suspend one or two machines for longer than a lease; they wake up when the others have gone on."""
     asleep = rng.sample(range(count), rng.choice((1, 1, 2)) if count > 3 else 1)
-    faults = [Fault(start, "suspend", ranks(*asleep), rng.uniform(3.0, 14.0))]
+    faults = [Fault(start, "suspend", name_ranks(*asleep), rng.uniform(3.0, 14.0))]
     if rng.random() < 0.5:
-        faults.append(shift(then(rng.choice((*SHORTLY_S, *SOON_S, 3.0))), *asleep))
+        faults.append(
+            repartition(make_followup_trigger(rng.choice((*DURING_VIEW_CHANGE_S, *SOON_S, 3.0))), *asleep)
+        )
     return faults
 
 
-def second_leader(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+def second_leader(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """Let one node lead elsewhere for long, and meet the others while one of theirs is cut off but runs.
 
     Against worlds that do not wait for leases: the second leader has waited long enough for all it knows of.
     """
     faults = [
-        Fault(start, "worker", ranks(2)),
-        shift(then(rng.choice(SHORTLY_S), "Propose"), 0, 1),
-        Fault(then(rng.choice((0.1, 0.2, 0.5))), "kill", (LEADER,), LONG_S),
-        shift(then(0.0), 1),
+        Fault(start, "worker", name_ranks(2)),
+        repartition(make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S), "ProposeView"), 0, 1),
+        Fault(make_followup_trigger(rng.choice((0.1, 0.2, 0.5))), "kill", (LEADER,), LONG_S),
+        repartition(make_followup_trigger(0.0), 1),
     ]
     # From here on ranks are those of the world that the others have formed.
     last = count - 3
-    apart = Fault(then(rng.choice(SETTLED_S), "world"), "shift", (f"#{last}", "|", "!0"), LONG_S)
+    apart = Fault(
+        make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "world"),
+        "repartition",
+        (f"#{last}", "|", "!0"),
+        LONG_S,
+    )
     faults.append(apart)
     how = rng.choice(("reset", "half-reset", "none"))
     if how != "none":
-        faults.append(Fault(then(rng.choice(SHORTLY_S)), how, (LEADER, f"#{last}")))
+        faults.append(
+            Fault(make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S)), how, (LEADER, f"#{last}"))
+        )
     trouble = rng.choice(
-        (("worker", ranks(1)), ("worker", (LEADER,)), ("kill", (LEADER,)), ("leave", (LEADER,)))
+        (("worker", name_ranks(1)), ("worker", (LEADER,)), ("kill", (LEADER,)), ("leave", (LEADER,)))
     )
-    faults.append(Fault(then(rng.choice(SHORTLY_S)), *trouble, rng.choice((0.05, 0.3, LONG_S))))
-    faults.append(shift(then(rng.choice((*SHORTLY_S, 0.1, 0.3))), last))
+    faults.append(
+        Fault(
+            make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S)), *trouble, rng.choice((0.05, 0.3, LONG_S))
+        )
+    )
+    faults.append(repartition(make_followup_trigger(rng.choice((*DURING_VIEW_CHANGE_S, 0.1, 0.3))), last))
     return [*faults, heal(rng)] if rng.random() < 0.3 else faults
 
 
-def heir(rng: random.Random, start: Moment, count: int) -> list[Fault]:
+def leader_without_quorum(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """Partition a majority, kill it after it forms a world, kill the other leader, then heal.
 
     Guards against trusting a leader without a quorum.
     """
-    ours = majority(rng, count)
+    ours = draw_majority(rng, count)
     rest = [one for one in range(count) if one not in ours]
-    faults = [shift(start, *ours)]
+    faults = [repartition(start, *ours)]
     dead = range(len(ours))  # in the world that they have formed
-    faults.append(Fault(then(rng.choice(SETTLED_S), "world"), "kill", ranks(*dead), LONG_S))
-    faults.append(Fault(then(rng.choice(SHORTLY_S)), "shift", (), 0.0))
+    faults.append(
+        Fault(make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "world"), "kill", name_ranks(*dead), LONG_S)
+    )
+    faults.append(Fault(make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S)), "repartition", (), 0.0))
     if rest:
-        faults.insert(2, Fault(then(rng.choice((0.0, 0.5, 2.0))), "kill", (OTHER_LEADER,), LONG_S))
+        faults.insert(
+            2, Fault(make_followup_trigger(rng.choice((0.0, 0.5, 2.0))), "kill", (OTHER_LEADER,), LONG_S)
+        )
     return faults
 
 
-CHASES = (
-    defection,
-    defection,
-    ghost,
-    ghost,
-    ghost,
-    torn_proposal,
-    wanderer,
-    wanderer,
-    staggered,
-    heir,
+VIEW_CHANGE_PLOTS = (
+    defecting_followers,
+    defecting_followers,
+    restarted_member_changes_side,
+    restarted_member_changes_side,
+    restarted_member_changes_side,
+    interrupted_proposal,
+    member_changes_side,
+    member_changes_side,
+    staggered_merge,
+    leader_without_quorum,
     second_leader,
 )
-PLOTS = {
-    CHASE: CHASES,
-    RESETS: (reset_and_cut, reset_and_cut, reset_and_cut, resets, second_leader, torn_proposal, ghost),
-    LATE: (late_reader, late_reader, late_reader, sleeper, sleeper, heir, wanderer),
+PLOTS_BY_FAMILY = {
+    VIEW_CHANGES: VIEW_CHANGE_PLOTS,
+    RESETS: (
+        reset_and_cut,
+        reset_and_cut,
+        reset_and_cut,
+        resets,
+        second_leader,
+        interrupted_proposal,
+        restarted_member_changes_side,
+    ),
+    LATE_READERS: (
+        late_reader,
+        late_reader,
+        late_reader,
+        suspended_nodes,
+        suspended_nodes,
+        leader_without_quorum,
+        member_changes_side,
+    ),
 }
 """The plots of each family that follows worlds as they form."""

@@ -13,124 +13,124 @@ from unittest import mock
 
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.messages import Claim
-from elastic_resume.rendezvous.core.state import Body, Link
-from tests.support.rendezvous_sim.node import Node
+from elastic_resume.rendezvous.core.messages import LeaderAnnouncement
+from elastic_resume.rendezvous.core.state import Link, NodeState
+from tests.support.rendezvous_sim.node import SimulatedNode
 
 Patch = tuple[type, str, Any]
 """A class, the name of one of its attributes, and what that is to be."""
-IMPATIENT_S = 0.2
+HASTY_TIMEOUT_S = 0.2
 """A broken connection that was not made again for so long used to count as a death."""
 
 
-def _count_from_reading(self: Body, link: Link) -> float:
-    late_s = link.heard_at - link.echoed_at
-    return min(link.lease_end, link.echoed_at + self.settings.lease_s) + late_s
+def _count_from_reading(self: NodeState, link: Link) -> float:
+    late_s = link.last_received_at - link.acked_sent_at
+    return min(link.leader_lease_until, link.acked_sent_at + self.settings.lease_s) + late_s
 
 
-def _trust_any_leader(self: Body, link: Link) -> float:
-    return link.echoed_at + self.settings.lease_s
+def _trust_any_leader(self: NodeState, link: Link) -> float:
+    return link.acked_sent_at + self.settings.lease_s
 
 
-def _spares_too(self: Body, link: Link) -> float:
-    return min(link.lease_end, link.echoed_at + self.settings.lease_s)
+def _include_spares(self: NodeState, link: Link) -> float:
+    return min(link.leader_lease_until, link.acked_sent_at + self.settings.lease_s)
 
 
 def _no_grace_when_turning_early() -> list[Patch]:
-    over = Follower._over
+    over = Follower._end_following
 
     def leave(self: Follower, reason: str, *, gone: bool = False, silent: bool = False) -> None:
-        before = self.body.grace_until
-        over(self, reason, gone=gone, silent=silent)
+        before = self.state.grace_until
+        over(self, reason, dead=gone, unreachable=silent)
         if not gone:
-            self.body.grace_until = before
+            self.state.grace_until = before
 
-    return [(Follower, "_over", leave), *_no_grace_when_stepping_down()]
+    return [(Follower, "_end_following", leave), *_no_grace_when_stepping_down()]
 
 
-def _ignore_claims(self: Body, claim: Claim) -> None:
+def _ignore_announcements(self: NodeState, claim: LeaderAnnouncement) -> None:
     del self, claim
 
 
-def _believe_every_refusal(self: Body, link: Link, *, refused: bool) -> bool:
+def _trust_every_refusal(self: NodeState, link: Link, *, refused: bool) -> bool:
     del self, link
     return refused
 
 
 def _hasty_follower() -> list[Patch]:
-    lost, advance = Follower.lost, Follower.advance
+    lost, advance = Follower.handle_disconnected, Follower.advance
     broken: dict[Follower, tuple[float, bool]] = {}
 
     def note(self: Follower, link: Link, *, refused: bool) -> None:
         if link is self.link:
-            broken[self] = self.body.now, self.body.is_fresh(link)
+            broken[self] = self.state.now, self.state.has_recent_ack(link)
         lost(self, link, refused=refused)
 
     def give_up(self: Follower) -> None:
-        since, fresh = broken.get(self, (self.body.now, False))
-        if self.broken and not self.over and self.body.now >= since + IMPATIENT_S:
-            self._over(f"{self.leader}, which led, died", gone=fresh, silent=not fresh)
+        since, fresh = broken.get(self, (self.state.now, False))
+        if self.is_disconnected and not self.has_ended and self.state.now >= since + HASTY_TIMEOUT_S:
+            self._end_following(f"{self.leader}, which led, died", dead=fresh, unreachable=not fresh)
         advance(self)
 
-    return [(Follower, "lost", note), (Follower, "advance", give_up)]
+    return [(Follower, "handle_disconnected", note), (Follower, "advance", give_up)]
 
 
 def _hasty_leader() -> list[Patch]:
-    lost, advance = Leader.lost, Leader.advance
+    lost, advance = Leader.handle_disconnected, Leader.advance
     fresh: dict[int, bool] = {}
 
     def note(self: Leader, link: Link, *, refused: bool) -> None:
-        fresh[id(link)] = self.body.is_fresh(link)
+        fresh[id(link)] = self.state.has_recent_ack(link)
         lost(self, link, refused=refused)
 
     def give_up(self: Leader) -> None:
-        for part in list(self.roster.broken.values()):
-            if part.lost_at is not None and self.body.now >= part.lost_at + IMPATIENT_S:
-                self._lose(part, f"{part.who} died", gone=fresh.get(id(part.link), False))
+        for part in list(self.peers.disconnected.values()):
+            if part.disconnected_at is not None and self.state.now >= part.disconnected_at + HASTY_TIMEOUT_S:
+                self._remove_peer(part, f"{part.incarnation} died", dead=fresh.get(id(part.link), False))
         advance(self)
 
-    return [(Leader, "lost", note), (Leader, "advance", give_up)]
+    return [(Leader, "handle_disconnected", note), (Leader, "advance", give_up)]
 
 
 def _no_grace_when_stepping_down() -> list[Patch]:
     step_down = Leader._step_down
 
     def yield_at_once(self: Leader) -> None:
-        before = self.body.grace_until
+        before = self.state.grace_until
         step_down(self)
-        self.body.grace_until = before
-        self.body.witnesses.clear()
+        self.state.grace_until = before
+        self.state.pending_closes.clear()
 
     return [(Leader, "_step_down", yield_at_once)]
 
 
-CURES: dict[str, Callable[[], list[Patch]]] = {
+MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
     # A late reader counts `current_until` from when it read the leader's message, not from sending.
-    "sent-not-read": lambda: [(Body, "current_for", _count_from_reading)],
+    "sent-not-read": lambda: [(NodeState, "compute_view_current_until", _count_from_reading)],
     # `current_until` ignores whether the dead leader had a quorum.
-    "leader-had-a-quorum": lambda: [(Body, "current_for", _trust_any_leader)],
+    "leader-had-a-quorum": lambda: [(NodeState, "compute_view_current_until", _trust_any_leader)],
     # A spare concludes that no world began without it, though nobody waits for a spare.
-    "a-spare-is-not-asked": lambda: [(Body, "current_for", _spares_too)],
+    "a-spare-is-not-asked": lambda: [(NodeState, "compute_view_current_until", _include_spares)],
     # A node that leaves its leader early does not wait for the leases of the nodes it left.
     "grace-for-those-left-behind": _no_grace_when_turning_early,
     # A node does not note the generations in a leader's claim, and uses such a number again.
-    "claims-tell-generations": lambda: [(Body, "hear_claim", _ignore_claims)],
+    "claims-tell-generations": lambda: [(NodeState, "record_announced_generation", _ignore_announcements)],
     # A refused call proves a death however long ago the peer acknowledged a message.
-    "refusal-in-time": lambda: [(Body, "proves_end", _believe_every_refusal)],
+    "refusal-in-time": lambda: [(NodeState, "proves_death", _trust_every_refusal)],
     # A follower takes its leader for dead when the connection stays closed for `IMPATIENT_S`.
     "reset-is-no-death-to-a-follower": _hasty_follower,
     # A leader takes a follower for dead when the connection stays closed for `IMPATIENT_S`.
     "reset-is-no-death-to-a-leader": _hasty_leader,
     # The clock of leases stands still while a machine is suspended.
-    "clock-goes-on": lambda: [(Node, "clock_stops", True)],
+    "clock-goes-on": lambda: [(SimulatedNode, "clock_stops_in_suspend", True)],
 }
 """The patches that undo a bug fix, by the name that `--break` takes."""
 
 
 @contextlib.contextmanager
-def without(cure: str) -> Iterator[None]:
+def undo_fix(fix_name: str) -> Iterator[None]:
     """Undo one bug fix; an empty name leaves the core as it is."""
     with contextlib.ExitStack() as stack:
-        for owner, name, value in CURES[cure]() if cure else []:
+        for owner, name, value in MUTATIONS[fix_name]() if fix_name else []:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield

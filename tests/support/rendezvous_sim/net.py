@@ -15,16 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-STEPS_LIMIT = 40_000
+MAX_STEPS = 40_000
 """Ten times what the busiest schedule takes."""
 
-FAST_S = 0.02
+MAX_DELAY_S = 0.02
 """The longest that a packet takes between nodes that nothing slows down."""
-AGAIN_S = 0.4
+RETRANSMIT_S = 0.4
 """When a lost first packet, or its answer, is sent again."""
 
 
-class StormError(RuntimeError):
+class LivelockError(RuntimeError):
     """Agents keep each other busy without end."""
 
 
@@ -34,38 +34,38 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.steps = 0
-        self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
 
-    def at(self, when: float, do: Callable[..., None], *args: Any) -> None:
+    def call_at(self, time_s: float, callback: Callable[..., None], *args: Any) -> None:
         """Do something at a time, in the order of times and then of calls."""
-        heapq.heappush(self._due, (max(when, self.now), next(self._numbers), do, args))
+        heapq.heappush(self._queue, (max(time_s, self.now), next(self._numbers), callback, args))
 
-    def run_until(self, end: float) -> None:
+    def run_until(self, time_s: float) -> None:
         """Let time pass."""
-        due = self._due
-        while due and due[0][0] <= end:
+        due = self._queue
+        while due and due[0][0] <= time_s:
             self.now, _, do, args = heapq.heappop(due)
             do(*args)
             self.steps += 1
-            if self.steps > STEPS_LIMIT:
-                raise StormError(f"{STEPS_LIMIT} steps by {self.now:.3f} s")
-        self.now = end
+            if self.steps > MAX_STEPS:
+                raise LivelockError(f"{MAX_STEPS} steps by {self.now:.3f} s")
+        self.now = time_s
 
 
 @dataclass(slots=True)
-class End:
+class ConnectionEnd:
     """One end of a connection: whose, by which number, and whether that process still holds it."""
 
     host: str
-    life: int
+    incarnation_id: int
     conn: int
-    held: bool = True
-    peer: End | None = None
-    ready_at: float = 0.0
+    is_open: bool = True
+    peer: ConnectionEnd | None = None
+    next_arrival_s: float = 0.0
     """Nothing sent to here arrives before what was sent earlier."""
-    waiting: deque[tuple[str, Any]] = field(default_factory=deque)
-    held_up: int = 0
+    in_flight: deque[tuple[str, Any]] = field(default_factory=deque)
+    blocked_count: int = 0
     """So many of those that wait were due while the direction was cut."""
 
 
@@ -73,16 +73,16 @@ class Host:
     """What the network needs of a node."""
 
     name: str
-    life: int
-    process: bool
-    power: bool
-    suspended: bool
+    incarnation_id: int
+    has_process: bool
+    has_power: bool
+    is_suspended: bool
 
-    def accept(self, end: End) -> None:
+    def on_accepted(self, end: ConnectionEnd) -> None:
         """A connection from elsewhere stands."""
         raise NotImplementedError
 
-    def notice(self, end: End, kind: str, payload: Any) -> None:
+    def on_network_event(self, end: ConnectionEnd, kind: str, payload: Any) -> None:
         """`connected`, `message` or `closed` on a connection of this host."""
         raise NotImplementedError
 
@@ -94,122 +94,124 @@ class Network:
         self.clock = clock
         self.rng = rng
         self.hosts: dict[str, Host] = {}
-        self.cut: set[tuple[str, str]] = set()
-        self.rejects = False
+        self.blocked_links: set[tuple[str, str]] = set()
+        self.rejects_dials = False
         """What is cut answers calls with a refusal, as a firewall does that rejects; else with silence."""
-        self.slow_s: dict[str, float] = {}
+        self.slow_delay_s: dict[str, float] = {}
         """The nodes whose packets take up to so long."""
-        self.ends: list[End] = []
+        self.ends: list[ConnectionEnd] = []
 
-    def delay(self, source: str, target: str) -> float:
+    def draw_delay(self, source: str, target: str) -> float:
         """How long a packet takes."""
-        slow = self.slow_s
-        longest = max(slow.get(source, FAST_S), slow.get(target, FAST_S)) if slow else FAST_S
+        slow = self.slow_delay_s
+        longest = max(slow.get(source, MAX_DELAY_S), slow.get(target, MAX_DELAY_S)) if slow else MAX_DELAY_S
         return self.rng.random() * longest
 
-    def dial(self, end: End, address: str) -> None:
+    def dial(self, end: ConnectionEnd, address: str) -> None:
         """Send the first packet of a connection."""
-        self.clock.at(self.clock.now + self.delay(end.host, address), self._knock, end, address)
+        self.clock.call_at(
+            self.clock.now + self.draw_delay(end.host, address), self._deliver_dial, end, address
+        )
 
-    def _knock(self, end: End, address: str) -> None:
+    def _deliver_dial(self, end: ConnectionEnd, address: str) -> None:
         host = self.hosts.get(address)
         if host is None:
             return
-        back_at = self.clock.now + self.delay(host.name, end.host)
-        if host.suspended:
+        back_at = self.clock.now + self.draw_delay(host.name, end.host)
+        if host.is_suspended:
             return
-        if self._is_cut(end.host, host.name):
-            if self.rejects:
-                self.clock.at(back_at, self._tell, end, end.host, "refused", None)
-        elif host.power and not host.process:
-            self.clock.at(back_at, self._tell, end, host.name, "refused", None)
-        elif host.power:
-            other = End(host.name, host.life, 0, peer=end)
+        if self._is_blocked(end.host, host.name):
+            if self.rejects_dials:
+                self.clock.call_at(back_at, self._deliver, end, end.host, "refused", None)
+        elif host.has_power and not host.has_process:
+            self.clock.call_at(back_at, self._deliver, end, host.name, "refused", None)
+        elif host.has_power:
+            other = ConnectionEnd(host.name, host.incarnation_id, 0, peer=end)
             end.peer = other
             self.ends += [end, other]
-            self.clock.at(back_at, self._answer, end, other)
+            self.clock.call_at(back_at, self._deliver_accept, end, other)
 
-    def _answer(self, end: End, other: End) -> None:
-        if self._is_cut(other.host, end.host) or not other.held:
+    def _deliver_accept(self, end: ConnectionEnd, other: ConnectionEnd) -> None:
+        if self._is_blocked(other.host, end.host) or not other.is_open:
             return
         host = self.hosts[other.host]
-        if host.life != other.life or not host.process:
+        if host.incarnation_id != other.incarnation_id or not host.has_process:
             return
-        host.accept(other)
-        self._tell(end, other.host, "connected", None)
+        host.on_accepted(other)
+        self._deliver(end, other.host, "connected", None)
 
-    def _is_cut(self, source: str, target: str) -> bool:
-        return (source, target) in self.cut
+    def _is_blocked(self, source: str, target: str) -> bool:
+        return (source, target) in self.blocked_links
 
-    def _tell(self, end: End, source: str, kind: str, payload: Any) -> None:
+    def _deliver(self, end: ConnectionEnd, source: str, kind: str, payload: Any) -> None:
         """Deliver what is not part of the stream; a lost packet is sent again."""
-        if self._is_cut(source, end.host):
-            self.clock.at(self.clock.now + AGAIN_S, self._tell, end, source, kind, payload)
-        elif end.held:
-            self.hosts[end.host].notice(end, kind, payload)
+        if self._is_blocked(source, end.host):
+            self.clock.call_at(self.clock.now + RETRANSMIT_S, self._deliver, end, source, kind, payload)
+        elif end.is_open:
+            self.hosts[end.host].on_network_event(end, kind, payload)
 
-    def send(self, end: End, payload: Any) -> None:
+    def send(self, end: ConnectionEnd, payload: Any) -> None:
         """Queue a message to the other end."""
-        self._queue(end, "message", payload)
+        self._enqueue(end, "message", payload)
 
-    def close(self, end: End) -> None:
+    def close(self, end: ConnectionEnd) -> None:
         """End a connection from this side, behind what was sent."""
-        if end.held:
-            end.held = False
-            self._queue(end, "closed", None)
+        if end.is_open:
+            end.is_open = False
+            self._enqueue(end, "closed", None)
 
-    def _queue(self, end: End, kind: str, payload: Any) -> None:
+    def _enqueue(self, end: ConnectionEnd, kind: str, payload: Any) -> None:
         peer = end.peer
         if peer is None:
             return
-        peer.waiting.append((kind, payload))
-        self._send_next(end.host, peer)
+        peer.in_flight.append((kind, payload))
+        self._schedule_arrival(end.host, peer)
 
-    def _send_next(self, source: str, end: End) -> None:
-        end.ready_at = max(end.ready_at, self.clock.now + self.delay(source, end.host))
-        self.clock.at(end.ready_at, self._arrive, source, end)
+    def _schedule_arrival(self, source: str, end: ConnectionEnd) -> None:
+        end.next_arrival_s = max(end.next_arrival_s, self.clock.now + self.draw_delay(source, end.host))
+        self.clock.call_at(end.next_arrival_s, self._arrive, source, end)
 
-    def _arrive(self, source: str, end: End) -> None:
+    def _arrive(self, source: str, end: ConnectionEnd) -> None:
         """Deliver the oldest that waits."""
-        if self._is_cut(source, end.host):
-            end.held_up += 1
+        if self._is_blocked(source, end.host):
+            end.blocked_count += 1
             return
-        kind, payload = end.waiting.popleft()
-        if end.held:
-            self.hosts[end.host].notice(end, kind, payload)
-        elif self.hosts[end.host].power and kind == "message" and end.peer and end.peer.held:
-            back_at = self.clock.now + self.delay(end.host, end.peer.host)
-            self.clock.at(back_at, self._tell, end.peer, end.host, "closed", None)
+        kind, payload = end.in_flight.popleft()
+        if end.is_open:
+            self.hosts[end.host].on_network_event(end, kind, payload)
+        elif self.hosts[end.host].has_power and kind == "message" and end.peer and end.peer.is_open:
+            back_at = self.clock.now + self.draw_delay(end.host, end.peer.host)
+            self.clock.call_at(back_at, self._deliver, end.peer, end.host, "closed", None)
 
-    def set_cut(self, cut: set[tuple[str, str]]) -> None:
+    def set_blocked_links(self, links: set[tuple[str, str]]) -> None:
         """Cut these directions and no others; what waited on the others arrives."""
-        self.cut = cut
+        self.blocked_links = links
         for end in self.ends:
-            if end.held_up and end.peer and (end.peer.host, end.host) not in cut:
-                held_up, end.held_up = end.held_up, 0
+            if end.blocked_count and end.peer and (end.peer.host, end.host) not in links:
+                held_up, end.blocked_count = end.blocked_count, 0
                 for _ in range(held_up):
-                    self._send_next(end.peer.host, end)
-        self.ends = [e for e in self.ends if e.held or (e.peer and e.peer.held)]
+                    self._schedule_arrival(end.peer.host, end)
+        self.ends = [e for e in self.ends if e.is_open or (e.peer and e.peer.is_open)]
 
-    def process_died(self, name: str) -> None:
+    def close_process(self, name: str) -> None:
         """Close what a dead process held, as its kernel does."""
         for end in self.ends:
             if end.host == name:
                 self.close(end)
 
-    def power_lost(self, name: str) -> None:
+    def lose_power(self, name: str) -> None:
         """Forget what a machine held, without a word."""
         for end in self.ends:
             if end.host == name:
-                end.held = False
+                end.is_open = False
 
-    def reset(self, name: str, other: str, *, both: bool = True) -> None:
+    def reset_connections(self, name: str, other: str, *, both: bool = True) -> None:
         """Break the connections between two hosts at both ends, or only at the first's."""
         for end in list(self.ends):
             peer = end.peer
-            if peer and (end.host, peer.host) == (name, other) and end.held and peer.held:
-                end.held = False
-                self.hosts[end.host].notice(end, "closed", None)
+            if peer and (end.host, peer.host) == (name, other) and end.is_open and peer.is_open:
+                end.is_open = False
+                self.hosts[end.host].on_network_event(end, "closed", None)
                 if both:
-                    peer.held = False
-                    self.hosts[peer.host].notice(peer, "closed", None)
+                    peer.is_open = False
+                    self.hosts[peer.host].on_network_event(peer, "closed", None)

@@ -14,52 +14,60 @@ from typing import Any
 from elastic_resume.policy.divergence import Digest
 from elastic_resume.policy.failure_classification import SIGNAL, Failure
 from elastic_resume.rendezvous.core.events import (
-    BeginWorld,
     Connect,
-    Digested,
     Disconnect,
+    EmitEvent,
     EndJob,
     Event,
     GiveUp,
     JobFailed,
     JoinRequested,
+    KillWorkers,
     Leave,
-    Log,
-    Memory,
-    MessageArrived,
+    MessageReceived,
     PeerConnected,
-    PeerLost,
+    PeerDisconnected,
     Persist,
     Persisted,
-    ReplicasDiffer,
+    PersistentState,
+    ReportDivergence,
     RestartWorkers,
     Send,
     Settings,
-    StopWorkers,
+    StartWorkers,
+    StateDigested,
     Tick,
     WorkerFailed,
     WorkersFinished,
 )
-from elastic_resume.rendezvous.core.messages import Acknowledge, Begin, Claim, Diverged, Join, Print, Propose
-from elastic_resume.rendezvous.core.node import Agent
+from elastic_resume.rendezvous.core.messages import (
+    InstallView,
+    JoinSpec,
+    LeaderAnnouncement,
+    ProposalAck,
+    ProposeView,
+    ReplicasDiverged,
+    StateDigest,
+)
+from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
-from tests.support.rendezvous_sim.checkers import ALIVE, NEW_NUMBER, Checkers
-from tests.support.rendezvous_sim.net import End, Host, Network
+from tests.support.rendezvous_sim.checkers import NO_FALSE_DEATH, UNUSED_GENERATION, InvariantChecker
+from tests.support.rendezvous_sim.net import ConnectionEnd, Host, Network
 
-AGAIN_S = 1.0
+RESTART_DELAY_S = 1.0
 """When an agent that gave up is started again."""
-FORMING = (Propose, Acknowledge, Begin)
-DURABLE_S = 0.5
+VIEW_CHANGE_MESSAGES = (ProposeView, ProposalAck, InstallView)
+WRITE_BOUND_S = 0.5
 """A disk that is not slowed down has written what it was given so long ago."""
 
-Story = Callable[[str, object], None]
+TraceFunction = Callable[[str, object], None]
 
 
-class Node(Host):
+class SimulatedNode(Host):
     """One machine with at most one agent on it."""
 
     def __init__(  # noqa: PLR0915 - one line for each thing that a node is
-        self, name: str, settings: Settings, net: Network, checkers: Checkers
+        self, name: str, settings: Settings, net: Network, checkers: InvariantChecker
     ) -> None:
         self.name = name
         self.settings = settings
@@ -67,130 +75,140 @@ class Node(Host):
         self.clock = net.clock
         self.rng = net.rng
         self.checkers = checkers
-        self.rate = 1.0
-        self.origin = 0.0
+        self.clock_rate = 1.0
+        self.clock_origin_s = 0.0
         self.order = 0
-        self.disk: Memory | None = None
-        self.disk_s = 0.01
-        self.stop_s = 0.02
-        self.life = 0
-        self.power = True
-        self.process = False
-        self.paused = False
-        self.suspended = False
+        self.saved_state: PersistentState | None = None
+        self.max_write_s = 0.01
+        self.max_stop_s = 0.02
+        self.incarnation_id = 0
+        self.has_power = True
+        self.has_process = False
+        self.is_paused = False
+        self.is_suspended = False
         """The whole machine is, not only the agent."""
-        self.asleep_s = 0.0
+        self.suspended_s = 0.0
         """How long it has been suspended in all: seen by a clock that stands still meanwhile."""
-        self._asleep_since = 0.0
-        self.heard = 0
+        self._suspended_since = 0.0
+        self.announced_generation = 0
         """The greatest generation that a leader's claim has told this node of, while its disk took writes."""
-        self.heard_at = 0.0
-        self._writes = 0
+        self.announced_at = 0.0
+        self._writing_incarnation_id = 0
         """The life whose write is under way; 0 while none is."""
-        self.kept = 0
+        self.saved_generation = 0
         """What of that is surely on its disk."""
-        self._gone: frozenset[Incarnation] = frozenset()
-        self.fenced = False
+        self._known_dead: frozenset[Incarnation] = frozenset()
+        self.workers_lost_lease = False
         """Its workers ended by themselves while it was paused."""
-        self.buried = False  # by the operator of `word`
-        self.agent: Agent | None = None
-        self.ends: dict[int, End] = {}
-        self.backlog: list[tuple[Event, int]] = []
-        self.story: Story | None = None
-        self.watch: Callable[[str], None] | None = None
+        self.declared_dead = False  # by the operator of `word`
+        self.agent: RendezvousNode | None = None
+        self.ends: dict[int, ConnectionEnd] = {}
+        self.queued_events: list[tuple[Event, int]] = []
+        self.trace: TraceFunction | None = None
+        self.on_event: Callable[[str], None] | None = None
         """Told of messages that form worlds, and of each new `world`: where faults hurt most."""
-        self.ended = ""
+        self.end_text = ""
         """What the agent said at the end of its part."""
-        self.last = False
+        self.stays_ended = False
         """Once the job has ended here, nobody starts it again."""
         """What it can still tell of its state, by step, and the names of its tensors."""
-        self.differed: list[Diverged] = []
-        self.gave_up_at = float("-inf")
+        self.divergences: list[ReplicasDiverged] = []
+        self.exited_at = float("-inf")
         self.linger_s = float("inf")
-        self.doom = ""
+        self.planned_crash = ""
         """How it will die: `unsent`, before it sends a message that forms a world, or `written`, before it
         hears that its write is on disk."""
-        self.back_s = 0.0
+        self.restart_after_s = 0.0
         """Who dies of a doom comes back after so long."""
-        self._accepted = 0
-        self._alarm = float("inf")
+        self._last_accepted_id = 0
+        self._timer_due_s = float("inf")
         self._fence = 0
         net.hosts[name] = self
 
-    clock_stops = False
+    clock_stops_in_suspend = False
     """Whether its clock stands still while it is suspended: CLOCK_MONOTONIC does, CLOCK_BOOTTIME does not."""
 
-    def local(self) -> float:
+    def local_time(self) -> float:
         """The clock that this node's leases count in."""
-        return self.origin + (self.clock.now - self._unseen_s()) * self.rate
+        return self.clock_origin_s + (self.clock.now - self._uncounted_s()) * self.clock_rate
 
-    def _real(self, local: float) -> float:
-        return (local - self.origin) / self.rate + self._unseen_s()
+    def _to_simulated_time(self, local: float) -> float:
+        return (local - self.clock_origin_s) / self.clock_rate + self._uncounted_s()
 
-    def _unseen_s(self) -> float:
-        return self.asleep_s if self.clock_stops else 0.0
+    def _uncounted_s(self) -> float:
+        return self.suspended_s if self.clock_stops_in_suspend else 0.0
 
     # Lives.
 
     def boot(self) -> None:
         """Start an agent, with what the disk holds."""
-        if self.process or self.buried or (self.last and self.done):
+        if self.has_process or self.declared_dead or (self.stays_ended and self.has_ended):
             return
-        self.life += 1
-        self.power = self.process = True
-        self.paused = self.suspended = self.fenced = False
-        self.heard, self._gone, self._writes = self.kept, frozenset(), 0
-        self.ended = self.doom = ""
+        self.incarnation_id += 1
+        self.has_power = self.has_process = True
+        self.is_paused = self.is_suspended = self.workers_lost_lease = False
+        self.announced_generation, self._known_dead, self._writing_incarnation_id = (
+            self.saved_generation,
+            frozenset(),
+            0,
+        )
+        self.end_text = self.planned_crash = ""
         place = self.settings.candidates.index(self.name) if self.name in self.settings.candidates else None
-        me = Incarnation(self.name, str(self.life), self.name, place)
-        self.agent = Agent(self.settings, me, self.disk, self.local())
-        self.ends, self.backlog, self._alarm = {}, [], float("inf")
-        self._happen(Tick())
+        me = Incarnation(self.name, str(self.incarnation_id), self.name, place)
+        self.agent = RendezvousNode(self.settings, me, self.saved_state, self.local_time())
+        self.ends, self.queued_events, self._timer_due_s = {}, [], float("inf")
+        self._handle_event(Tick())
         self._join_soon(0.3)
 
     @property
     def running(self) -> bool:
         """Whether its agent has workers running."""
-        return self.agent is not None and self.agent.running is not None
+        return self.agent is not None and self.agent.running_view is not None
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether its agent leads."""
-        return self.agent is not None and self.agent.leads
+        return self.agent is not None and self.agent.is_leader
 
     @property
-    def done(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether its part in the job has ended for good."""
-        return self.ended.startswith(EndJob.__name__)
+        return self.end_text.startswith(EndJob.__name__)
 
-    def addresses(self) -> set[str]:
+    def known_addresses(self) -> set[str]:
         """Where its agent may call."""
         if self.agent is None:
             return set()
-        known = self.agent.body.known
-        return {m.address for w in known.worlds for m in known.alive(w)} | set(self.settings.candidates)
+        known = self.agent.state.quorum_state
+        return {m.address for w in known.voting_views for m in known.live_members(w)} | set(
+            self.settings.candidates
+        )
 
     def __str__(self) -> str:
         """What it is doing, for a violation's text."""
         agent = self.agent
         if agent is None:
             return f"{self.name} is down"
-        role = type(agent.role).__name__ if agent.role else agent.over
-        runs = f" runs {agent.running.generation}" if agent.running else ""
-        why = f" ({agent.role.why_waiting()})" if agent.role and not agent.running else ""
-        return f"{self.name}{agent.body.me.life} {role}{runs}{why}"
+        role = type(agent.role).__name__ if agent.role else agent.end_reason
+        runs = f" runs {agent.running_view.generation}" if agent.running_view else ""
+        why = f" ({agent.role.explain_wait()})" if agent.role and not agent.running_view else ""
+        return f"{self.name}{agent.state.incarnation.incarnation_id} {role}{runs}{why}"
 
     def die(self, *, power: bool = False) -> None:
         """Kill the agent and its workers with it; with the power, silently."""
-        if self.process and not power:
-            self.net.process_died(self.name)
+        if self.has_process and not power:
+            self.net.close_process(self.name)
         if power:
-            self.net.power_lost(self.name)
-            self.power = False
-        if self.clock.now >= self.heard_at + DURABLE_S and self.disk_s < DURABLE_S and not self._writes:
-            self.kept = self.heard
-        self.process, self.agent = False, None
-        self.checkers.ended(self.name)
+            self.net.lose_power(self.name)
+            self.has_power = False
+        if (
+            self.clock.now >= self.announced_at + WRITE_BOUND_S
+            and self.max_write_s < WRITE_BOUND_S
+            and not self._writing_incarnation_id
+        ):
+            self.saved_generation = self.announced_generation
+        self.has_process, self.agent = False, None
+        self.checkers.on_stop(self.name)
 
     def lose_power(self) -> None:
         """Die without a word."""
@@ -199,262 +217,289 @@ class Node(Host):
     def wipe(self) -> None:
         """Kill the agent and lose its disk."""
         self.die()
-        self.disk, self.kept = None, 0
-        self.checkers.forgot(self.name)
+        self.saved_state, self.saved_generation = None, 0
+        self.checkers.on_disk_lost(self.name)
 
-    def _meet_doom(self) -> None:
+    def _crash_as_planned(self) -> None:
         self.die()
-        self.clock.at(self.clock.now + self.back_s, self.boot)
+        self.clock.call_at(self.clock.now + self.restart_after_s, self.boot)
 
-    def _exit(self, life: int, *, again: bool) -> None:
+    def _exit_process(self, incarnation_id: int, *, restart: bool) -> None:
         """The process of an agent whose part is over ends."""
-        if life == self.life and self.process:
+        if incarnation_id == self.incarnation_id and self.has_process:
             self.die()
-            if again:
-                self.clock.at(self.clock.now + AGAIN_S, self.boot)
+            if restart:
+                self.clock.call_at(self.clock.now + RESTART_DELAY_S, self.boot)
 
     def pause(self) -> None:
         """Stop the agent in its tracks (SIGSTOP); its workers watch their lease."""
-        if self.agent is None or self.paused:
+        if self.agent is None or self.is_paused:
             return
-        self.paused = True
-        if self.name in self.checkers.live:
-            self.clock.at(self._real(self.agent.fence_at), self._self_fence, self.life, self.agent.fence_at)
+        self.is_paused = True
+        if self.name in self.checkers.running:
+            self.clock.call_at(
+                self._to_simulated_time(self.agent.lease_until),
+                self._expire_lease,
+                self.incarnation_id,
+                self.agent.lease_until,
+            )
 
     def suspend(self) -> None:
         """Stop the whole machine, workers and all; calls from elsewhere are not answered."""
-        if self.agent is None or self.paused:
+        if self.agent is None or self.is_paused:
             return
-        self.paused = self.suspended = True
-        self._asleep_since = self.clock.now
-        self.checkers.suspended(self.name)
+        self.is_paused = self.is_suspended = True
+        self._suspended_since = self.clock.now
+        self.checkers.on_suspend(self.name)
 
     def _wake(self) -> None:
         """Go on after a suspend: first of all the guards look whether the lease has run out."""
-        self.suspended = False
-        self.asleep_s += self.clock.now - self._asleep_since
+        self.is_suspended = False
+        self.suspended_s += self.clock.now - self._suspended_since
         if self.agent and self.running:
-            self.fenced = self.local() >= self.agent.fence_at
-            self.checkers.woke(self.name, self.clock.now, fenced=self.fenced)
+            self.workers_lost_lease = self.local_time() >= self.agent.lease_until
+            self.checkers.on_wake(self.name, self.clock.now, lease_expired=self.workers_lost_lease)
 
-    def _self_fence(self, life: int, fence_at: float) -> None:
-        if self.paused and life == self.life and self.agent and self.agent.fence_at == fence_at:
-            self.checkers.ended(self.name)
-            self.fenced = True
+    def _expire_lease(self, incarnation_id: int, fence_at: float) -> None:
+        if (
+            self.is_paused
+            and incarnation_id == self.incarnation_id
+            and self.agent
+            and self.agent.lease_until == fence_at
+        ):
+            self.checkers.on_stop(self.name)
+            self.workers_lost_lease = True
 
     def resume(self) -> None:
         """Let the agent go on: it reads what came meanwhile."""
-        if self.agent is None or not self.paused:
+        if self.agent is None or not self.is_paused:
             return
-        if self.suspended:
+        if self.is_suspended:
             self._wake()
-        self.paused = False
-        backlog, self.backlog = self.backlog, []
+        self.is_paused = False
+        backlog, self.queued_events = self.queued_events, []
         if not backlog:
-            self._happen(Tick())
+            self._handle_event(Tick())
         for event, life in backlog:
-            self.hear(event, life)
-        if self.fenced and self.running:
-            self.ask_to_join(self.life)  # as for any worker that has died
-        self.fenced = False
+            self.deliver_event(event, life)
+        if self.workers_lost_lease and self.running:
+            self.request_join(self.incarnation_id)  # as for any worker that has died
+        self.workers_lost_lease = False
 
     def fail_worker(self, text: str = "was killed by SIGKILL") -> None:
         """One of its workers fails: its agent tells of that, and asks for another world."""
-        if self.agent and self.agent.body.last:
-            failure = Failure(SIGNAL, self.name, self.agent.body.last.rank(self.agent.body.me), text)
-            self._happen(WorkerFailed(self.agent.body.last.generation, failure))
-        self.ask_to_join(self.life)
+        if self.agent and self.agent.state.last_view:
+            failure = Failure(
+                SIGNAL, self.name, self.agent.state.last_view.rank(self.agent.state.incarnation), text
+            )
+            self._handle_event(WorkerFailed(self.agent.state.last_view.generation, failure))
+        self.request_join(self.incarnation_id)
 
-    def ask_to_join(self, life: int) -> None:
+    def request_join(self, incarnation_id: int) -> None:
         """Workers are stopped and torchelastic asks for a world; also when a worker failed."""
-        if life == self.life and self.agent:
-            self.checkers.ended(self.name)
-            self._happen(JoinRequested(Join(f"{self.name}:store", 1, self.order)))
+        if incarnation_id == self.incarnation_id and self.agent:
+            self.checkers.on_stop(self.name)
+            self._handle_event(JoinRequested(JoinSpec(f"{self.name}:store", 1, self.order)))
 
     def _join_soon(self, within_s: float) -> None:
-        self.clock.at(self.clock.now + self.rng.random() * within_s, self._join_unless_through, self.life)
+        self.clock.call_at(
+            self.clock.now + self.rng.random() * within_s, self._join_unless_finished, self.incarnation_id
+        )
 
-    def _join_unless_through(self, life: int) -> None:
+    def _join_unless_finished(self, incarnation_id: int) -> None:
         """Workers may have succeeded in the moment in which they were to be stopped."""
-        if self.agent and not (self.agent.body.finished and life == self.life):
-            self.ask_to_join(life)
+        if self.agent and not (
+            self.agent.state.finished_generation and incarnation_id == self.incarnation_id
+        ):
+            self.request_join(incarnation_id)
 
-    def digest(self, step: int, state: str) -> None:
+    def send_digest(self, step: int, state: str) -> None:
         """Its state after that step is digested."""
-        if self.agent and self.agent.body.last:
-            generation = self.agent.body.last.generation
-            self._happen(Digested(Print(generation, step, Digest(_hex(state)))))
+        if self.agent and self.agent.state.last_view:
+            generation = self.agent.state.last_view.generation
+            self._handle_event(StateDigested(StateDigest(generation, step, Digest(_hash_text(state)))))
 
     def finish(self) -> None:
         """Every worker of this node succeeds."""
-        self.checkers.finished(self.name)
-        self._happen(WorkersFinished())
+        self.checkers.on_finish(self.name)
+        self._handle_event(WorkersFinished())
 
-    def fail(self, reason: str) -> None:
+    def fail_job(self, reason: str) -> None:
         """Give the job up for all."""
-        self.checkers.ended(self.name)
-        self._happen(JobFailed(reason))
+        self.checkers.on_stop(self.name)
+        self._handle_event(JobFailed(reason))
 
     def leave(self) -> None:
         """Drain this node."""
-        self.checkers.ended(self.name)
-        self._happen(Leave("drained"))
+        self.checkers.on_stop(self.name)
+        self._handle_event(Leave("drained"))
 
     # The network's side.
 
-    def accept(self, end: End) -> None:
+    def on_accepted(self, end: ConnectionEnd) -> None:
         """Number a connection that somebody else dialled."""
-        self._accepted -= 1
-        end.conn = self._accepted
+        self._last_accepted_id -= 1
+        end.conn = self._last_accepted_id
         self.ends[end.conn] = end
-        self._happen(PeerConnected(end.conn))
+        self._handle_event(PeerConnected(end.conn))
 
-    def notice(self, end: End, kind: str, payload: Any) -> None:
+    def on_network_event(self, end: ConnectionEnd, kind: str, payload: Any) -> None:
         """Turn what the network says into an event of the process that holds that end."""
-        if end.life != self.life or self.agent is None:
+        if end.incarnation_id != self.incarnation_id or self.agent is None:
             return
         if kind == "message":
-            self._happen(MessageArrived(end.conn, *payload))
+            self._handle_event(MessageReceived(end.conn, *payload))
         elif kind == "connected":
-            self._happen(PeerConnected(end.conn))
+            self._handle_event(PeerConnected(end.conn))
         else:
-            end.held = False
-            self._happen(PeerLost(end.conn, refused=kind == "refused"))
+            end.is_open = False
+            self._handle_event(PeerDisconnected(end.conn, refused=kind == "refused"))
 
     # The core.
 
-    def _happen(self, event: Event) -> None:
-        self.hear(event, self.life)
+    def _handle_event(self, event: Event) -> None:
+        self.deliver_event(event, self.incarnation_id)
 
-    def hear(self, event: Event, life: int) -> None:
+    def deliver_event(self, event: Event, incarnation_id: int) -> None:
         """Hand an event to the agent of that life."""
-        if self.agent is None or life != self.life:
+        if self.agent is None or incarnation_id != self.incarnation_id:
             return
-        if self.paused:
-            self.backlog.append((event, life))
+        if self.is_paused:
+            self.queued_events.append((event, incarnation_id))
             return
-        if self.story and not isinstance(event, Tick):
-            self.story(self.name, event)
-        if isinstance(event, MessageArrived) and isinstance(event.message, Claim):
-            self._hear_of(max(event.message.active, event.message.known))
-        effects = self.agent.handle(event, self.local())
-        self._look_for_false_deaths()
+        if self.trace and not isinstance(event, Tick):
+            self.trace(self.name, event)
+        if isinstance(event, MessageReceived) and isinstance(event.message, LeaderAnnouncement):
+            self._note_announced(max(event.message.active_generation, event.message.known_generation))
+        effects = self.agent.handle(event, self.local_time())
+        self._check_false_deaths()
         for effect in effects:
-            if self.story:
-                self.story(self.name, effect)
+            if self.trace:
+                self.trace(self.name, effect)
             self._carry_out(effect)
-            if not self.process:
+            if not self.has_process:
                 return  # it met its doom: the other effects never were
-        due = self._real(self.agent.next_deadline)
+        due = self._to_simulated_time(self.agent.next_deadline)
         due = max(due, self.clock.now) + 1e-6  # not a rounding error too early
-        if due < self._alarm:
-            self._alarm = due
-            self.clock.at(self._alarm, self._ring, self._alarm, self.life)
+        if due < self._timer_due_s:
+            self._timer_due_s = due
+            self.clock.call_at(self._timer_due_s, self._on_timer, self._timer_due_s, self.incarnation_id)
 
-    def _hear_of(self, generation: int) -> None:
-        if generation > self.heard:
-            self.heard, self.heard_at = generation, self.clock.now
+    def _note_announced(self, generation: int) -> None:
+        if generation > self.announced_generation:
+            self.announced_generation, self.announced_at = generation, self.clock.now
 
-    def _look_for_false_deaths(self) -> None:
-        known = self.agent.body.known.gone if self.agent else frozenset()
-        if known is self._gone:
+    def _check_false_deaths(self) -> None:
+        known = self.agent.state.quorum_state.dead if self.agent else frozenset()
+        if known is self._known_dead:
             return
-        for one in known - self._gone:
+        for one in known - self._known_dead:
             node = self.net.hosts[one.node]
-            agent = node.agent if isinstance(node, Node) else None
-            if agent and agent.body.me == one and not agent.over:
-                text = f"{self.name} counts {one.node}{one.life} gone, which lives"
-                self.checkers.violate(ALIVE, self.clock.now, text)
-        self._gone = known
+            agent = node.agent if isinstance(node, SimulatedNode) else None
+            if agent and agent.state.incarnation == one and not agent.end_reason:
+                text = f"{self.name} counts {one.node}{one.incarnation_id} gone, which lives"
+                self.checkers.add_violation(NO_FALSE_DEATH, self.clock.now, text)
+        self._known_dead = known
 
-    def _ring(self, alarm: float, life: int) -> None:
-        if alarm == self._alarm and life == self.life:
-            self._alarm = float("inf")
-            if self.paused:
+    def _on_timer(self, alarm: float, incarnation_id: int) -> None:
+        if alarm == self._timer_due_s and incarnation_id == self.incarnation_id:
+            self._timer_due_s = float("inf")
+            if self.is_paused:
                 return
-            self._happen(Tick())
+            self._handle_event(Tick())
 
     def _carry_out(self, effect: object) -> None:
         if isinstance(effect, Send):
             self._send(effect)
         elif isinstance(effect, Connect):
-            end = End(self.name, self.life, effect.conn)
-            self.ends[effect.conn] = end
+            end = ConnectionEnd(self.name, self.incarnation_id, effect.conn_id)
+            self.ends[effect.conn_id] = end
             self.net.dial(end, effect.address)
         elif isinstance(effect, Disconnect):
-            done = self.ends.pop(effect.conn, None)
+            done = self.ends.pop(effect.conn_id, None)
             if done:
                 self.net.close(done)
         elif isinstance(effect, Persist):
-            self._writes = self.life
-            delay = self.rng.random() * self.disk_s
-            self.clock.at(self.clock.now + delay, self._written, effect, self.life)
-        elif isinstance(effect, BeginWorld):
-            self._begin(effect)
-        elif isinstance(effect, (RestartWorkers, StopWorkers)):
-            self.clock.at(self.clock.now + self.rng.random() * self.stop_s, self._stopped, self.life)
-        elif isinstance(effect, ReplicasDiffer):
-            self.differed.append(effect.told)
+            self._writing_incarnation_id = self.incarnation_id
+            delay = self.rng.random() * self.max_write_s
+            self.clock.call_at(self.clock.now + delay, self._on_written, effect, self.incarnation_id)
+        elif isinstance(effect, StartWorkers):
+            self._start_workers(effect)
+        elif isinstance(effect, (RestartWorkers, KillWorkers)):
+            self.clock.call_at(
+                self.clock.now + self.rng.random() * self.max_stop_s,
+                self._on_workers_stopped,
+                self.incarnation_id,
+            )
+        elif isinstance(effect, ReportDivergence):
+            self.divergences.append(effect.divergence)
         elif isinstance(effect, (EndJob, GiveUp)):
-            self._end(effect)
-        elif not isinstance(effect, Log):
+            self._end_participation(effect)
+        elif not isinstance(effect, EmitEvent):
             raise TypeError(f"no way to carry out {effect!r}")
 
     def _send(self, effect: Send) -> None:
-        end = self.ends.get(effect.conn)
+        end = self.ends.get(effect.conn_id)
         if end is None:
             return
-        if isinstance(effect.message, Claim) and self.watch:
-            self.watch("Claim")
-        if isinstance(effect.message, FORMING):
-            if self.watch:
-                self.watch(type(effect.message).__name__)
-            if self.doom == "unsent":
-                self._meet_doom()
+        if isinstance(effect.message, LeaderAnnouncement) and self.on_event:
+            self.on_event("LeaderAnnouncement")
+        if isinstance(effect.message, VIEW_CHANGE_MESSAGES):
+            if self.on_event:
+                self.on_event(type(effect.message).__name__)
+            if self.planned_crash == "crash-before-send":
+                self._crash_as_planned()
                 return
-        if isinstance(effect.message, Propose):
-            self.checkers.proposed.add((effect.message.world.generation, effect.message.world.members))
-        if isinstance(effect.message, Propose) and effect.message.world.generation <= self.heard:
-            number = effect.message.world.generation
-            self.checkers.violate(
-                NEW_NUMBER, self.clock.now, f"{self.name} proposes {number} and has heard of {self.heard}"
+        if isinstance(effect.message, ProposeView):
+            self.checkers.proposed.add((effect.message.view.generation, effect.message.view.members))
+        if (
+            isinstance(effect.message, ProposeView)
+            and effect.message.view.generation <= self.announced_generation
+        ):
+            number = effect.message.view.generation
+            self.checkers.add_violation(
+                UNUSED_GENERATION,
+                self.clock.now,
+                f"{self.name} proposes {number} and has heard of {self.announced_generation}",
             )
-        self.net.send(end, (effect.stamp, effect.message))
+        self.net.send(end, (effect.header, effect.message))
 
-    def _begin(self, effect: BeginWorld) -> None:
+    def _start_workers(self, effect: StartWorkers) -> None:
         if self.agent is None:
             return
-        first = effect.generation not in self.checkers.worlds
-        self.checkers.began(self.name, self.agent.body.me, effect, self.clock.now)
-        if first and self.watch:
-            self.watch("world")
+        first = effect.generation not in self.checkers.views
+        self.checkers.on_start(self.name, self.agent.state.incarnation, effect, self.clock.now)
+        if first and self.on_event:
+            self.on_event("world")
 
-    def _end(self, effect: EndJob | GiveUp) -> None:
-        self.ended = f"{type(effect).__name__}: {effect.reason}"
+    def _end_participation(self, effect: EndJob | GiveUp) -> None:
+        self.end_text = f"{type(effect).__name__}: {effect.reason}"
         again = isinstance(effect, GiveUp)
         if again:
-            self.last = False
-        self.gave_up_at = self.clock.now
+            self.stays_ended = False
+        self.exited_at = self.clock.now
         if self.linger_s < float("inf"):
-            self.clock.at(
-                self.clock.now + self.linger_s, lambda life: self._exit(life, again=again), self.life
+            self.clock.call_at(
+                self.clock.now + self.linger_s,
+                lambda life: self._exit_process(life, restart=again),
+                self.incarnation_id,
             )
 
-    def _stopped(self, life: int) -> None:
-        if life == self.life and self.agent and not self.agent.running:
-            self.checkers.ended(self.name)
-            if not self.ended and not self.agent.body.join:
+    def _on_workers_stopped(self, incarnation_id: int) -> None:
+        if incarnation_id == self.incarnation_id and self.agent and not self.agent.running_view:
+            self.checkers.on_stop(self.name)
+            if not self.end_text and not self.agent.state.join:
                 self._join_soon(0.1)
 
-    def _written(self, effect: Persist, life: int) -> None:
-        if life == self.life and self.agent:
-            self._writes = 0
-            self.disk = effect.memory
-            if self.doom == "written":
-                self._meet_doom()
+    def _on_written(self, effect: Persist, incarnation_id: int) -> None:
+        if incarnation_id == self.incarnation_id and self.agent:
+            self._writing_incarnation_id = 0
+            self.saved_state = effect.persistent_state
+            if self.planned_crash == "written":
+                self._crash_as_planned()
             else:
-                self._happen(Persisted(effect.number))
+                self._handle_event(Persisted(effect.version))
 
 
-def _hex(text: str) -> str:
+def _hash_text(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

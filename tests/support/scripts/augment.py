@@ -96,7 +96,7 @@ def main() -> None:
                 torch.rand(5)  # an evaluation, say, that a run which resumes behind it does not make
         torch.rand(3)
     flat = state_dict.flatten({"model": model, "optimizer": optimizer})
-    digest = state_dict.combined(state_dict.fingerprints(flat.leaves))
+    digest = state_dict.combine_digests(state_dict.digest_leaves(flat.leaves))
     print(json.dumps({"began": began, "digest": digest}))
     run.close()
 

@@ -85,7 +85,7 @@ def main() -> None:
             os.write(diary.fileno(), (json.dumps(line) + "\n").encode())
             doom.comes("told")
     flat = state_dict.flatten({"model": model, "optimizer": optimizer})
-    digest = state_dict.combined(state_dict.fingerprints(flat.of_kind(state_dict.REPLICATED)))
+    digest = state_dict.combine_digests(state_dict.digest_leaves(flat.select_kinds(state_dict.REPLICATED)))
     (args.diary / f"end-{run.rank}.json").write_text(json.dumps({"digest": digest}))
     run.close()
 

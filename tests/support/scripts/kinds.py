@@ -352,19 +352,19 @@ class Script:
     def leaves(self) -> list[state_dict.Leaf]:
         """All tensors; but where running statistics follow rank 0's, only that rank's are the job's."""
         tracked = {"model": self.model, "optimizer": self.optimizer, "ema": self.ema, "scaler": self.scaler}
-        flat = state_dict.flatten(state_dict.collect(tracked))
+        flat = state_dict.flatten(state_dict.collect_objects(tracked))
         return [leaf for leaf in flat.leaves if self.run.rank == 0 or "norm.running" not in leaf.name]
 
     def common(self) -> str:
         """Digest of what every rank must hold."""
         leaves = [leaf for leaf in self.leaves() if "norm.running" not in leaf.name]
-        return state_dict.combined(state_dict.fingerprints(leaves))
+        return state_dict.combine_digests(state_dict.digest_leaves(leaves))
 
     def prints(self) -> dict[str, str]:
         """Digest of each tensor, and of the rest."""
         objects = {"optimizer": self.optimizer, "scaler": self.scaler, "ema": self.ema}
-        rest = state_dict.flatten(state_dict.collect(objects)).skeleton
-        return {**state_dict.fingerprints(self.leaves()), "rest": state_dict.combined(rest)}
+        rest = state_dict.flatten(state_dict.collect_objects(objects)).skeleton
+        return {**state_dict.digest_leaves(self.leaves()), "rest": state_dict.combine_digests(rest)}
 
 
 def main(directory: Path, names: list[str]) -> None:

@@ -192,8 +192,10 @@ class Cell:
         }
         told = {}
         for part, item in parts.items():
-            flat = state_dict.flatten(state_dict.collect({part: item}))
-            told[part] = state_dict.combined({**state_dict.fingerprints(flat.leaves), "": flat.skeleton})
+            flat = state_dict.flatten(state_dict.collect_objects({part: item}))
+            told[part] = state_dict.combine_digests(
+                {**state_dict.digest_leaves(flat.leaves), "": flat.skeleton}
+            )
         return told
 
 

@@ -21,18 +21,18 @@ from elastic_resume.capture import schedule
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.checkpoint.writer import Writer
+from elastic_resume.checkpoint.writer import CheckpointTransaction
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.events import EventLog
 from elastic_resume.restore import coordinator as resuming
-from elastic_resume.restore.collectives import World
-from elastic_resume.restore.rank_context import Place
-from elastic_resume.snapshot.committer import Keeper
-from elastic_resume.snapshot.ipc import Desk
-from elastic_resume.snapshot.progress_page import Board
-from elastic_resume.snapshot.slot_client import Memory
-from elastic_resume.snapshot.slot_pool import Rack
+from elastic_resume.restore.collectives import Collectives
+from elastic_resume.restore.rank_context import RankContext
+from elastic_resume.snapshot.committer import CheckpointCommitter
+from elastic_resume.snapshot.ipc import SnapshotServer
+from elastic_resume.snapshot.progress_page import ProgressPage
+from elastic_resume.snapshot.slot_client import SlotClient
+from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED
 from elastic_resume.training import announce
@@ -74,14 +74,14 @@ def objects(value: float, own: float) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "average": average}
 
 
-def make(place: Place, memory: Memory | None, wanted: dict[str, Any]) -> None:
+def make(place: RankContext, memory: SlotClient | None, wanted: dict[str, Any]) -> None:
     """Put the copies of this node where they are wanted."""
-    rank = place.world.rank
+    rank = place.collectives.rank
     own = 100.0 + rank
     for order in [wanted["memory"]] if "memory" in wanted else []:
         manifest, image = _copy(place, order, own, wanted.get("value", float(order[1])))
         assert memory is not None
-        slot = memory.room(len(image), manifest)
+        slot = memory.acquire_slot(len(image), manifest)
         assert slot is not None
         memory.begin_fill(slot)
         slot.memory[: len(image)] = image
@@ -90,7 +90,7 @@ def make(place: Place, memory: Memory | None, wanted: dict[str, Any]) -> None:
             slot.memory[slot.record.get(wanted["hurt"])] ^= 4
     for order in wanted.get("disk", []):
         manifest, image = _copy(place, order, own, wanted.get("value", float(order[1])))
-        with Writer(place.node_dir, *order, block_bytes=BLOCK_BYTES) as writer:
+        with CheckpointTransaction(place.node_dir, *order, block_bytes=BLOCK_BYTES) as writer:
             writer.write(image)
             path = writer.commit(manifest)
     if "flip" in wanted:
@@ -101,14 +101,14 @@ def make(place: Place, memory: Memory | None, wanted: dict[str, Any]) -> None:
             file.write(bytes([byte ^ 1]))
 
 
-def _copy(place: Place, order: list[int], own: float, value: float) -> tuple[Manifest, memoryview]:
+def _copy(place: RankContext, order: list[int], own: float, value: float) -> tuple[Manifest, memoryview]:
     flat = state_dict.flatten(objects(value, own))
-    layout = schedule.layout_of(flat)
+    layout = schedule.build_layout(flat)
     manifest = Manifest(
         run_id=place.settings.run_id,
         node=place.node,
-        rank=place.world.rank,
-        world_size=place.world.size,
+        rank=place.collectives.rank,
+        world_size=place.collectives.size,
         generation=order[0],
         position=Position(0, order[1], order[1], order[1]),
         written_at=1.0,
@@ -117,42 +117,44 @@ def _copy(place: Place, order: list[int], own: float, value: float) -> tuple[Man
         follows_rank0=tuple(leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED),
         file_bytes=layout.total_bytes,
     )
-    return manifest, memoryview(b"".join(map(bytes, schedule.image_of(flat, layout))))
+    return manifest, memoryview(b"".join(map(bytes, schedule.iter_state_chunks(flat, layout))))
 
 
 def main(wanted: dict[str, Any]) -> None:
     """Do it on one rank."""
-    world = World.join()
+    world = Collectives.join()
     settings = Settings.for_worker(os.environ, "resumer.py", run_id="job")
     events = settings.ckpt_dir / "job" / settings.node_name / constants.EVENTS_FILE
-    place = Place(world, settings, EventLog(events, node=settings.node_name))
+    place = RankContext(world, settings, EventLog(events, node=settings.node_name))
     mine = wanted.get(place.node, {})
-    if place.leads:
+    if place.is_local_leader:
         node_dir = NodeDir.claim(settings.ckpt_dir, "job", place.node)
     world.gather(None)
-    if not place.leads:
+    if not place.is_local_leader:
         node_dir = NodeDir.attach(settings.ckpt_dir, "job", place.node)
     memory = name = keeper = None
-    if place.leads and mine.get("slots", True):
-        rack = Rack(int(mine.get("allowed", 1 << 30)), say=lambda _: None)
-        keeper = Keeper(place.node_dir, "job", rack, say=print, tell=lambda *_, **__: None)
+    if place.is_local_leader and mine.get("slots", True):
+        rack = SlotPool(int(mine.get("allowed", 1 << 30)), log=lambda _: None)
+        keeper = CheckpointCommitter(place.node_dir, "job", rack, log=print, emit=lambda *_, **__: None)
         keeper.start()
-        desk = Desk(keeper)
-        desk.open()
-        name = desk.name
-    name = world.gather(name)[place.lead_of[place.node]]
+        desk = SnapshotServer(keeper)
+        desk.start()
+        name = desk.socket_name
+    name = world.gather(name)[place.local_leader_by_node[place.node]]
     if name is not None:
-        place.memory = memory = Memory(name, place.local_rank, lead=place.leads)
-    if place.leads:
+        place.slot_client = memory = SlotClient(name, place.local_rank, is_local_leader=place.is_local_leader)
+    if place.is_local_leader:
         make(place, memory, mine)
     world.gather(None)
-    failpoints._points.update(failpoints._parse(mine.get("fail", "")))
+    failpoints._failpoints_by_name.update(failpoints._parse(mine.get("fail", "")))
     live = objects(0.0, 0.0)
     told: dict[str, Any] = {}
     try:
-        board = Board(place.node_dir / constants.BOARD_FILE)
-        resumed = resuming.resume(place, node_dir, board, live)
-        told = announce.as_event(resumed, Position(0, resumed.plan.step, resumed.plan.step, 0), world.size)
+        board = ProgressPage(place.node_dir / constants.PROGRESS_FILE)
+        resumed = resuming.restore(place, node_dir, board, live)
+        told = announce.resume_event_fields(
+            resumed, Position(0, resumed.plan.step, resumed.plan.step, 0), world.size
+        )
         told["on_disk"] = resumed.on_disk
     except ElasticResumeError as error:
         told["error"] = str(error)
@@ -160,13 +162,13 @@ def main(wanted: dict[str, Any]) -> None:
     values = [*model.parameters(), *moments, *live["average"].values.values()]
     told["values"] = sorted({value for tensor in values for value in tensor.detach().unique().tolist()})
     told["buffer"] = float(model[1].running_mean.mean())
-    held = memory.newest() if memory is not None else None
-    told["held"] = list(held.order) if held is not None else None
+    held = memory.find_newest() if memory is not None else None
+    told["held"] = list(held.version) if held is not None else None
     if keeper is not None and held is not None:
         keeper.commit()
     world.gather(None)
-    entries = Catalog(place.node_dir, "job").valid(deep=True) if place.leads else []
-    told["disk"] = [list(entry.order) for entry in entries]
+    entries = Catalog(place.node_dir, "job").list_valid(read_data=True) if place.is_local_leader else []
+    told["disk"] = [list(entry.version) for entry in entries]
     print(json.dumps(told))
 
 

@@ -30,7 +30,7 @@ POISON = 6  # the step that cannot be finished
 def log_of(**fixed: Any) -> events.EventLog:
     """The node's log, with the agent's memory beside it."""
     path = Path(os.environ[constants.ENV_EVENTS_PATH])
-    return events.EventLog(path, memory=os.environ[constants.ENV_ROUND_EVENTS], node=NODE, **fixed)
+    return events.EventLog(path, memory_path=os.environ[constants.ENV_ROUND_EVENTS], node=NODE, **fixed)
 
 
 def meet(directory: Path, step: int) -> None:
@@ -69,7 +69,7 @@ def get_into(what: str, directory: Path, step: int) -> None:
     if what == "poison" and step == POISON - 1:
         raise ValueError(f"sample {os.getpid()} is bad")
     if what == "stuck":
-        log_of().write("worker-exit", rank=RANK, signal="SIGKILL", exit_code=None, stopped=True, stuck=True)
+        log_of().emit("worker-exit", rank=RANK, signal="SIGKILL", exit_code=None, stopped=True, stuck=True)
         sys.exit(1)
 
 
@@ -78,11 +78,11 @@ def main(directory: Path, what: str, node: str) -> None:
     newest = directory / "newest"
     step = int(newest.read_text()) if newest.exists() else 0
     log = log_of(rank=RANK)
-    crash_reporting.report_to(log)
-    crash_reporting.enter(generation=GENERATION, step=lambda: step)
+    crash_reporting.install_hook(log)
+    crash_reporting.set_generation(generation=GENERATION, read_step=lambda: step)
     tell = sys.excepthook
     sys.excepthook = lambda *error: (tell(*error), let_go_on(directory))  # type: ignore[func-returns-value]
-    log.write("worker-start", generation=GENERATION, step=step, world_size=WORLD, local_rank=0)
+    log.emit("worker-start", generation=GENERATION, step=step, world_size=WORLD, local_rank=0)
     meet(directory, step)
     first = step
     while not (directory / "stop").exists():
@@ -92,7 +92,7 @@ def main(directory: Path, what: str, node: str) -> None:
         meet(directory, step)
         if RANK == 0:
             newest.write_text(str(step))
-        log.write("step", generation=GENERATION, step=step, epoch=0)
+        log.emit("step", generation=GENERATION, step=step, epoch=0)
         time.sleep(PAUSE_S)
 
 

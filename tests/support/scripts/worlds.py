@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_resume as er
-from elastic_resume.data.global_batches import order_of
+from elastic_resume.data.global_batches import make_permutation
 from elastic_resume.errors import WorldChangedError
 
 SAMPLES, SEED, LR = 1000, 5, 0.01
@@ -66,7 +66,7 @@ def train(directory: Path, way: str, steps: int) -> dict[str, Any]:
             group["lr"] *= change.factor
 
     ddp: Any = run.ddp(model)
-    order, done = order_of(SAMPLES, SEED, 0), []
+    order, done = make_permutation(SAMPLES, SEED, 0), []
     for _ in run.epochs(1):
         lines: list[tuple[list[int], float]] = []
         for inputs, targets, indices in run.micro_batches(loader):

@@ -25,16 +25,16 @@ from typing import Any
 import pytest
 
 from elastic_resume.checkpoint import node_dir
-from elastic_resume.checkpoint.catalog import MIN_KEEP, Catalog, reason_of
+from elastic_resume.checkpoint.catalog import MIN_KEEP, Catalog, read_quarantine_reason
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.constants import QUARANTINE_DIR, TEMPORARY_PREFIX
-from elastic_resume.errors import RecordError
-from elastic_resume.rendezvous.net.durable_state import Record
+from elastic_resume.errors import NodeFileError
+from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from tests.support import disks
-from tests.support.disks import LEAST_BYTES, Disk, Kind
+from tests.support.checkpoint_samples import RUN, save_checkpoint
+from tests.support.disks import MIN_BYTES, FileSystem, SimulatedDisk
 from tests.support.paths import ROOT
-from tests.support.power_writer import NODE
-from tests.support.store_samples import RUN, save
+from tests.support.power_loss_writer import NODE
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ OPERATIONS = 150  # that is four commits with all that is before and behind them
 class Node:
     """A node's directory on a disk that loses its power, and what was promised about it."""
 
-    def __init__(self, disk: Disk, writer: subprocess.Popen[str]) -> None:
+    def __init__(self, disk: SimulatedDisk, writer: subprocess.Popen[str]) -> None:
         """With a process that lives on it."""
         self.disk = disk
         self._writer = writer
@@ -70,7 +70,7 @@ class Node:
             told += map(json.loads, itertools.islice(lines, behind))
             time.sleep(Random(seed).random() * COMMIT_S)
             off_at = time.monotonic()
-            self.disk.power_loss(seed)
+            self.disk.lose_power(seed)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         told += map(json.loads, lines)
@@ -78,7 +78,7 @@ class Node:
         # open when it shut down return as if all were well.
         self._told += [words for said_at, *words in told if said_at < off_at]
         if behind is None:
-            self.disk.power_loss(seed)
+            self.disk.lose_power(seed)
         self.disk.mend()
         self._step += 100
 
@@ -88,9 +88,9 @@ class Node:
         catalog = Catalog(path, RUN)
         commits = sorted((rest[0], rest[1]) for word, *rest in self._told if word == "commit")
         quarantined = [rest[0] for word, *rest in self._told if word == "quarantine"]
-        entries = [entry for entry in catalog.entries(deep=True) if entry.generation]
-        valid = [entry.order for entry in entries if entry.problem is None]
-        yield from (f"torn: {entry.problem}" for entry in entries if entry.problem is not None)
+        entries = [entry for entry in catalog.list_entries(read_data=True) if entry.generation]
+        valid = [entry.version for entry in entries if entry.error is None]
+        yield from (f"torn: {entry.error}" for entry in entries if entry.error is not None)
         for order in commits[-MIN_KEEP:]:
             # It may have pruned what newer ones replace, while we were about to cut its power.
             if order not in valid and sum(newer > order for newer in valid) < MIN_KEEP:
@@ -98,43 +98,46 @@ class Node:
         for entry in entries:
             if entry.manifest is not None and entry.manifest.state != {"step": entry.step}:
                 yield f"{entry.path} is another's: {entry.manifest}"
-        if missing := set(quarantined) - {each.name for each in catalog.quarantined()}:
+        if missing := set(quarantined) - {each.name for each in catalog.list_quarantined()}:
             yield f"quarantine has lost {missing}"
         for name in quarantined[-1:]:
-            if reason_of(path / QUARANTINE_DIR / name) != "found bad":
+            if read_quarantine_reason(path / QUARANTINE_DIR / name) != "found bad":
                 yield f"quarantine does not say why {name} is there"
         with NodeDir.claim(self.disk.path, RUN, NODE) as node:
             yield from self._broken_records(node, max(valid, default=(0, 0))[0])
-            catalog.sweep()
+            catalog.remove_unfinished()
             if left := [each.name for each in path.iterdir() if each.name.startswith(TEMPORARY_PREFIX)]:
                 yield f"not swept: {left}"
-            order = (node.generation(), self._step - 1)
-            save(path, *order)
+            order = (node.read_generation(), self._step - 1)
+            save_checkpoint(path, *order)
             # One whose power was cut between its rename and its telling is there, and counts as kept.
             self._told += [["commit", *each] for each in (*valid, order) if each not in commits]
             catalog.prune(MIN_KEEP)
-            if order not in {entry.order for entry in catalog.valid()}:
+            if order not in {entry.version for entry in catalog.list_valid()}:
                 yield f"a new commit does not work: {order}"
 
     def _broken_records(self, node: NodeDir, generation: int) -> Iterator[str]:
         newest = {word: rest for word, *rest in self._told}
-        if node.generation() < newest.get("generation", [0])[0]:
-            yield f"generation {node.generation()} after {newest['generation']}"
-        if "life" in newest and node_dir.floor_of(node.path, "supervisor", -1)[0] < newest["life"][0]:
-            yield f"life {node_dir.floor_of(node.path, 'supervisor', -1)} after {newest['life']}"
-        memory = Record(node.path).memory
-        if "record" in newest and (memory is None or memory.seen < newest["record"][0]):
+        if node.read_generation() < newest.get("generation", [0])[0]:
+            yield f"generation {node.read_generation()} after {newest['generation']}"
+        if (
+            "life" in newest
+            and node_dir.read_min_generation(node.path, "launcher_id", -1)[0] < newest["life"][0]
+        ):
+            yield f"life {node_dir.read_min_generation(node.path, 'supervisor', -1)} after {newest['life']}"
+        memory = DurableStateFile(node.path).state
+        if "record" in newest and (memory is None or memory.max_generation < newest["record"][0]):
             yield f"record {memory} after {newest['record']}"
-        if node_dir.newest(node.path) > generation:
-            yield f"committed.json says {node_dir.newest(node.path)}, the newest is of {generation}"
+        if node_dir.read_committed_generation(node.path) > generation:
+            yield f"committed.json says {node_dir.read_committed_generation(node.path)}, the newest is of {generation}"
 
 
 @contextlib.contextmanager
-def node_on(kind: Kind, directory: Path) -> Iterator[Node]:
+def node_on(kind: FileSystem, directory: Path) -> Iterator[Node]:
     """A node on a disk of this kind."""
-    command = [sys.executable, "-m", "tests.support.power_writer"]
+    command = [sys.executable, "-m", "tests.support.power_loss_writer"]
     with (
-        Disk(directory, LEAST_BYTES[kind], kind) as disk,
+        SimulatedDisk(directory, MIN_BYTES[kind], kind) as disk,
         subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -148,7 +151,9 @@ def node_on(kind: Kind, directory: Path) -> Iterator[Node]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_no_power_loss_tears_a_checkpoint_or_loses_what_was_committed(kind: Kind, tmp_path: Path) -> None:
+def test_no_power_loss_tears_a_checkpoint_or_loses_what_was_committed(
+    kind: FileSystem, tmp_path: Path
+) -> None:
     """Nor what lies in quarantine, nor the greatest generation; and the next life commits again."""
     rng = Random(SEED)
     with node_on(kind, tmp_path) as node:
@@ -176,7 +181,7 @@ def test_no_power_loss_tears_a_checkpoint_or_loses_what_was_committed(kind: Kind
     ],
 )
 def test_a_sync_that_is_left_out_is_found(
-    kind: Kind, without: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: FileSystem, without: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is looked for above is seen where it is so: each fsync of a commit is needed, and one cut tells.
 
@@ -184,11 +189,11 @@ def test_a_sync_that_is_left_out_is_found(
     POSIX asks for it all the same, and the model in test_durable_crash.py misses it.
     """
     # By itself ext4 makes all durable every 5 s, for which this process may have to wait for a processor.
-    monkeypatch.setitem(disks._OPTIONS, "ext4", {**disks._OPTIONS["ext4"], "commit": "300"})
+    monkeypatch.setitem(disks._MOUNT_OPTIONS, "ext4", {**disks._MOUNT_OPTIONS["ext4"], "commit": "300"})
     with node_on(kind, tmp_path) as node:
         node.cut(0, without=without, once=True)
         try:
             broken = "\n".join(node.broken())
-        except RecordError as error:
+        except NodeFileError as error:
             broken = str(error)
         assert re.search(found, broken)

@@ -19,20 +19,20 @@ from elastic_resume import events
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.events import EventLog
 from tests.support import disks
-from tests.support.disks import MB, Disk, Kind
+from tests.support.disks import MB, FileSystem, SimulatedDisk
 from tests.support.machines import Machines
 
 pytestmark = pytest.mark.slow
 
-KINDS: tuple[Kind, ...] = ("ext4", "xfs")
+KINDS: tuple[FileSystem, ...] = ("ext4", "xfs")
 
 
 @pytest.fixture(params=KINDS)
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SimulatedDisk]:
     """One of each kind. Its device is given back: no test keeps a file open there, which nobody would see."""
-    with Disk(tmp_path, disks.LEAST_BYTES[request.param], request.param) as made:
+    with SimulatedDisk(tmp_path, disks.MIN_BYTES[request.param], request.param) as made:
         yield made
-        device = os.fstat(made._device).st_rdev
+        device = os.fstat(made._device_fd).st_rdev
     for opened in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor that lists them
             assert os.fstat(int(opened.name)).st_dev != device
@@ -72,7 +72,7 @@ def aligned(data: bytes) -> memoryview:
     return memoryview(memory)
 
 
-def test_a_full_disk_refuses_and_one_that_is_freed_takes(disk: Disk) -> None:
+def test_a_full_disk_refuses_and_one_that_is_freed_takes(disk: SimulatedDisk) -> None:
     """ENOSPC for a file's data and for a new directory; so many bytes stay free when that is asked for."""
     write(disk.path / "before", b"kept")
     disk.fill()
@@ -80,12 +80,12 @@ def test_a_full_disk_refuses_and_one_that_is_freed_takes(disk: Disk) -> None:
     assert (disk.path / "before").read_bytes() == b"kept"
     disk.free()
     write(disk.path / "more", bytes(100_000))
-    disk.fill(keep_free=2 * MB)
+    disk.fill(keep_free_bytes=2 * MB)
     assert error_of(lambda: write(disk.path / "fits", bytes(MB))) == ""
     assert error_of(lambda: write(disk.path / "not", bytes(2 * MB))) == "ENOSPC"
 
 
-def test_a_broken_disk_gives_eio_and_a_mended_one_what_it_held(disk: Disk) -> None:
+def test_a_broken_disk_gives_eio_and_a_mended_one_what_it_held(disk: SimulatedDisk) -> None:
     """For reads and for writes; a program that had a file open keeps its error, as with a real one."""
     write(disk.path / "kept", b"k" * MB)
     sync_dir(disk.path)
@@ -101,7 +101,7 @@ def test_a_broken_disk_gives_eio_and_a_mended_one_what_it_held(disk: Disk) -> No
     assert (disk.path / "kept").read_bytes() == b"k" * MB
 
 
-def test_a_disk_can_be_full_and_broken_and_each_ends_for_itself(disk: Disk) -> None:
+def test_a_disk_can_be_full_and_broken_and_each_ends_for_itself(disk: SimulatedDisk) -> None:
     """Neither ends the other; and one that works already is not mended under those who use it."""
     disk.fail()
     disk.fill()
@@ -116,7 +116,7 @@ def test_a_disk_can_be_full_and_broken_and_each_ends_for_itself(disk: Disk) -> N
         assert held.write(bytes(100_000)) == 100_000
 
 
-def test_a_disk_may_fail_in_one_direction_only(disk: Disk) -> None:
+def test_a_disk_may_fail_in_one_direction_only(disk: SimulatedDisk) -> None:
     """What is written while only reads fail is there."""
     write(disk.path / "kept", b"k" * MB)
     disk.fail(writes=False)
@@ -129,7 +129,7 @@ def test_a_disk_may_fail_in_one_direction_only(disk: Disk) -> None:
 
 def test_a_file_system_that_found_an_error_is_read_only(tmp_path: Path) -> None:
     """EROFS for who writes; reading goes on. xfs never does that."""
-    with Disk(tmp_path) as disk:
+    with SimulatedDisk(tmp_path) as disk:
         write(disk.path / "kept", b"kept")
         sync_dir(disk.path)
         disk.turn_read_only()
@@ -138,31 +138,31 @@ def test_a_file_system_that_found_an_error_is_read_only(tmp_path: Path) -> None:
         disk.mend()
         write(disk.path / "new", b"new")
     with (
-        Disk(tmp_path, disks.LEAST_BYTES["xfs"], "xfs") as disk,
+        SimulatedDisk(tmp_path, disks.MIN_BYTES["xfs"], "xfs") as disk,
         pytest.raises(UsageError, match="shuts down"),
     ):
         disk.turn_read_only()
 
 
-def test_a_slow_disk_takes_its_time(disk: Disk) -> None:
+def test_a_slow_disk_takes_its_time(disk: SimulatedDisk) -> None:
     """Not a time is asserted but an order: a write to it is under way when many to another are done."""
-    with Disk(Path("/tmp")) as other:  # noqa: S108  the file has no name
-        disk.slow(20_000)
+    with SimulatedDisk(Path("/tmp")) as other:  # noqa: S108  the file has no name
+        disk.limit_rate(20_000)
         code = "import os,sys; f=os.open(sys.argv[1],65); os.write(f,bytes(1<<20)); os.fsync(f)"
         slow = subprocess.Popen([sys.executable, "-I", "-S", "-c", code, str(disk.path / "slow")])
         for number in range(20):
             write(other.path / f"fast-{number}", bytes(10_000))
         assert slow.poll() is None
-        disk.fast()
+        disk.remove_rate_limit()
         assert slow.wait(30) == 0
 
 
-def test_what_was_synced_outlives_a_power_loss_and_what_was_not_does_not(disk: Disk) -> None:
+def test_what_was_synced_outlives_a_power_loss_and_what_was_not_does_not(disk: SimulatedDisk) -> None:
     """File and name both; nothing is torn below a name that was made durable last."""
     write(disk.path / "durable", b"d" * MB)
     sync_dir(disk.path)
     write(disk.path / "volatile", b"v" * MB, sync=False)
-    disk.power_loss()
+    disk.lose_power()
     assert error_of(lambda: write(disk.path / "later", b"l")) != ""
     disk.mend()
     assert (disk.path / "durable").read_bytes() == b"d" * MB
@@ -174,13 +174,13 @@ def test_a_power_loss_tears_what_is_in_flight(tmp_path: Path) -> None:
     old, new = b"o" * MB, b"n" * MB
     left = []
     for seed in range(6):
-        with Disk(tmp_path) as disk:
+        with SimulatedDisk(tmp_path) as disk:
             write(disk.path / "file", old)
             descriptor = os.open(disk.path / "file", os.O_WRONLY | os.O_DIRECT)
             with aligned(new) as block:
                 os.write(descriptor, block)
             os.close(descriptor)
-            disk.power_loss(seed)
+            disk.lose_power(seed)
             disk.mend()
             found = (disk.path / "file").read_bytes()
         left.append(found.count(b"n"))
@@ -192,9 +192,9 @@ def test_a_power_loss_tears_what_is_in_flight(tmp_path: Path) -> None:
 def test_a_machine_sees_the_disk_at_a_plain_path_before_and_after_it_is_mended(tmp_path: Path) -> None:
     """The observer outside sees the same files; the host's own mounts never change."""
     before = Path("/proc/self/mountinfo").read_text()
-    with Disk(tmp_path) as disk, Machines(["n0"]) as machines:
+    with SimulatedDisk(tmp_path) as disk, Machines(["n0"]) as machines:
         (first,) = machines.boot()
-        disk.put(first.pid, "/scratch/disk")
+        disk.mount_in_namespace(first.pid, "/scratch/disk")
         for text in ("one", "two"):
             command = f"echo {text} > /scratch/disk/file && sync && cat /scratch/disk/*.old; ls /disk"
             machines.run(
@@ -204,7 +204,7 @@ def test_a_machine_sees_the_disk_at_a_plain_path_before_and_after_it_is_mended(t
             disk.fail()
             disk.mend()
         with pytest.raises(UsageError, match="host's mounts"):
-            disk.put(os.getpid(), "/mnt")
+            disk.mount_in_namespace(os.getpid(), "/mnt")
         assert Path("/proc/self/mountinfo").read_text() == before
 
 
@@ -227,7 +227,7 @@ def test_nothing_is_left_of_a_disk_whose_maker_has_ended(tmp_path: Path, how: si
     The drive ends when its file system is gone, and that when no device and no mount hold it any more.
     """
     if how is None:
-        disk = Disk(tmp_path)
+        disk = SimulatedDisk(tmp_path)
         (disk.path / "file").write_bytes(bytes(MB))
         drives = drives_of(os.getpid())
         disk.close()
@@ -250,29 +250,29 @@ def test_nothing_is_left_of_a_disk_whose_maker_has_ended(tmp_path: Path, how: si
 def drives_of(maker: int) -> list[psutil.Process]:
     """The processes that are disks of this one."""
     found = psutil.Process(maker).children()
-    return [child for child in found if any(word.endswith("drive.py") for word in child.cmdline())]
+    return [child for child in found if any(word.endswith("fuse_disk.py") for word in child.cmdline())]
 
 
 def test_who_cannot_make_a_disk_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that is missing, a folder that is, a size that no file system fits in."""
-    assert disks.available("ext4") == ""
-    assert disks.available("xfs") == ""
+    assert disks.unavailable_reason("ext4") == ""
+    assert disks.unavailable_reason("xfs") == ""
     with pytest.raises(UsageError, match="16777216 at least"):
-        Disk(tmp_path, 1000)
+        SimulatedDisk(tmp_path, 1000)
     with pytest.raises(MachineError, match="No such file"):
-        Disk(tmp_path / "missing")
+        SimulatedDisk(tmp_path / "missing")
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    assert "apt-get install xfsprogs" in disks.available("xfs")
+    assert "apt-get install xfsprogs" in disks.unavailable_reason("xfs")
 
 
-def test_events_that_a_disk_refuses_are_told_when_it_takes_them_again(disk: Disk) -> None:
+def test_events_that_a_disk_refuses_are_told_when_it_takes_them_again(disk: SimulatedDisk) -> None:
     """In their order, each once; what went wrong with the disk is in the log then."""
     with contextlib.closing(EventLog(disk.path / "events.jsonl")) as log:
         disk.fill()
         for number in range(200):  # the first ones find room in a block that is theirs already
-            log.write("commit-failed", step=number, error="no space left" * 10)
-        assert log.lost > 0
+            log.emit("commit-failed", step=number, error="no space left" * 10)
+        assert log.unwritten_count > 0
         disk.free()
-        log.write("commit", step=200)
-        assert log.lost == 0
+        log.emit("commit", step=200)
+        assert log.unwritten_count == 0
     assert [event["step"] for event in events.read(disk.path / "events.jsonl")] == list(range(201))

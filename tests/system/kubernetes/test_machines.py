@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.schedulers.resources import Group
+from elastic_resume.schedulers.resources import MemoryCgroup
 from elastic_resume.testing import fork_server
-from elastic_resume.testing.virtual_network import available
-from tests.support.housed import Housed
+from elastic_resume.testing.virtual_network import unavailable_reason
+from tests.support.machine_cluster import MachineBackend
 from tests.support.machines import DISKS, MB, Machines
-from tests.support.stations import until
+from tests.support.rendezvous_nodes import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -58,7 +58,7 @@ signal.pause()
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
     """Three machines, for all tests of this file."""
-    why = available()
+    why = unavailable_reason()
     if why and "CI" not in os.environ:
         pytest.skip(why)
     with Machines() as made:
@@ -106,15 +106,15 @@ def test_nothing_is_mounted_or_named_on_the_host(machines: Machines) -> None:
     )
     assert machines.path(0, "/scratch/of-a-machine").exists()
     assert not any((Path(each) / "of-a-machine").exists() for each in ("/own", *DISKS))
-    assert str(machines._up[0].first.pid) not in Path("/proc/self/mountinfo").read_text()
+    assert str(machines._running_machines[0].init_process.pid) not in Path("/proc/self/mountinfo").read_text()
     assert socket.gethostname() not in {"n0", "n1", "n2"}
 
 
 def test_orphans_are_reaped(machines: Machines) -> None:
     """Nobody else does it there."""
     said(machines, 0, "sh", "-c", "(setsid true &)")
-    first = psutil.Process(machines._up[0].first.pid)
-    until(lambda: not first.children(), "no child is left to process 1")
+    first = psutil.Process(machines._running_machines[0].init_process.pid)
+    wait_until(lambda: not first.children(), "no child is left to process 1")
     assert first.is_running()
 
 
@@ -148,7 +148,7 @@ def test_a_machine_may_come_back_with_another_address_which_all_learn(machines: 
     up(machines, 2)
     machines.crash(2)
     former = machines.address(2)
-    machines.name_service(1, {"n9": "10.9.9.9"})
+    machines.set_known_names(1, {"n9": "10.9.9.9"})
     machines.boot(2, new_address=True)
     assert machines.address(2) != former
     assert said(machines, 0, "getent", "hosts", "n2").split() == [machines.address(2), "n2"]
@@ -223,16 +223,16 @@ def test_when_the_owner_is_killed_its_machines_end() -> None:
         assert [group.is_dir() for group in groups] == [True] * 3
         owner.kill()
         for each in inside:
-            fork_server.wait_for(each)
+            fork_server.wait_for_exit(each)
     for each in inside:
         with contextlib.suppress(psutil.NoSuchProcess):
             assert each.status() == psutil.STATUS_ZOMBIE
-    until(lambda: not any(group.exists() for group in groups), "the control groups to go")
+    wait_until(lambda: not any(group.exists() for group in groups), "the control groups to go")
 
 
 def test_of_a_machine_that_does_not_start_no_control_group_is_left() -> None:
     """Its memory is too small for its first process; the other one of that start ends with all."""
-    own = Group.of_this_process()
+    own = MemoryCgroup.find_own()
     assert own is not None
     with Machines(["n0", "n1"]) as two:
         with pytest.raises(MachineError, match="n0 does not start"):
@@ -242,8 +242,8 @@ def test_of_a_machine_that_does_not_start_no_control_group_is_left() -> None:
 
 def test_a_machine_whose_disk_cannot_be_put_in_place_is_down(tmp_path: Path) -> None:
     """It would write to the host's disk in the place of its own."""
-    with contextlib.closing(Housed(tmp_path, 1)) as ground:
-        ground.root(0, tmp_path / "n0")
+    with contextlib.closing(MachineBackend(tmp_path, 1)) as ground:
+        ground.prepare_disk(0, tmp_path / "n0")
         ground.disk(0).close()
         for _ in range(2):
             with pytest.raises(UsageError, match="closed"):

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.testing.virtual_network import Namespaces
+from elastic_resume.testing.virtual_network import VirtualNetwork
 
 pytestmark = pytest.mark.slow
 
@@ -57,16 +57,16 @@ with socket.create_connection((sys.argv[1], 9001)) as line:
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Namespaces]:
+def hosts() -> Iterator[VirtualNetwork]:
     """Three, for all tests; each puts right what it broke."""
-    with Namespaces(3) as made:
+    with VirtualNetwork(3) as made:
         yield made
 
 
-def carried(hosts: Namespaces, sender: int, receiver: int, programs: tuple[str, str], size: int) -> int:
+def carried(hosts: VirtualNetwork, sender: int, receiver: int, programs: tuple[str, str], size: int) -> int:
     """What the second of two programs, one on each host, has seen of what the first one sent."""
-    there = hosts.command(receiver, [sys.executable, "-I", "-S", "-c", programs[1]])
-    here = hosts.command(sender, [sys.executable, "-I", "-S", "-c", programs[0]])
+    there = hosts.wrap_command(receiver, [sys.executable, "-I", "-S", "-c", programs[1]])
+    here = hosts.wrap_command(sender, [sys.executable, "-I", "-S", "-c", programs[0]])
     with subprocess.Popen(there, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -74,30 +74,30 @@ def carried(hosts: Namespaces, sender: int, receiver: int, programs: tuple[str, 
         return int(process.stdout.read())
 
 
-def lost(hosts: Namespaces, sender: int, receiver: int) -> float:
+def lost(hosts: VirtualNetwork, sender: int, receiver: int) -> float:
     """The share of the packets that did not arrive."""
     return 1 - carried(hosts, sender, receiver, (SEND, COUNT), PACKETS) / PACKETS
 
 
-def rate(hosts: Namespaces, sender: int, receiver: int, size: int) -> int:
+def rate(hosts: VirtualNetwork, sender: int, receiver: int, size: int) -> int:
     """Bytes a second of a TCP connection."""
     return carried(hosts, sender, receiver, (GIVE, TAKE), size)
 
 
 @pytest.mark.parametrize(("one_way", "out", "back"), [(None, 0.3, 0.3), ("in", 0, 0.3), ("out", 0.3, 0)])
 def test_a_link_loses_the_share_of_packets_that_it_is_told_to(
-    hosts: Namespaces, one_way: Literal["in", "out"] | None, out: float, back: float
+    hosts: VirtualNetwork, one_way: Literal["in", "out"] | None, out: float, back: float
 ) -> None:
     """Both ways or one; what does not pass it loses none, and none is lost when it is restored."""
     hosts.lose_packets(0, 30, one_way=one_way)
     assert lost(hosts, 0, 1) == pytest.approx(out, abs=0.05)
     assert lost(hosts, 1, 0) == pytest.approx(back, abs=0.05)
     assert lost(hosts, 1, 2) == 0
-    hosts.restore(0)
+    hosts.restore_link(0)
     assert lost(hosts, 0, 1) == 0
 
 
-def test_a_narrow_link_carries_no_more_than_it_is_told_to(hosts: Namespaces) -> None:
+def test_a_narrow_link_carries_no_more_than_it_is_told_to(hosts: VirtualNetwork) -> None:
     """Each way; not a time is asserted, but that it is never faster, and that others are."""
     hosts.limit_rate(0, 100_000)
     assert 0 < rate(hosts, 0, 1, 50_000) < 120_000
@@ -107,7 +107,7 @@ def test_a_narrow_link_carries_no_more_than_it_is_told_to(hosts: Namespaces) -> 
     assert rate(hosts, 0, 1, 10 * MB) > 1_000_000
 
 
-def test_a_link_that_heals_is_neither_lossy_nor_narrow(hosts: Namespaces) -> None:
+def test_a_link_that_heals_is_neither_lossy_nor_narrow(hosts: VirtualNetwork) -> None:
     """`heal` undoes all of them, of all nodes; a cut beside a loss is still a cut."""
     hosts.lose_packets(0, 100, one_way="out")
     hosts.lose_packets(1, 100, one_way="out")
@@ -117,7 +117,7 @@ def test_a_link_that_heals_is_neither_lossy_nor_narrow(hosts: Namespaces) -> Non
     assert lost(hosts, 0, 1) == lost(hosts, 1, 2) == lost(hosts, 2, 1) == 0
 
 
-def test_what_no_link_can_be_is_refused(hosts: Namespaces, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_link_can_be_is_refused(hosts: VirtualNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares and rates out of range; and a missing tool is named with its package."""
     with pytest.raises(UsageError, match="0 to 100 percent"):
         hosts.lose_packets(0, 101)

@@ -23,7 +23,7 @@ import pytest
 
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.testing import Cluster
-from elastic_resume.testing.virtual_network import INTERFACE, Namespaces, available
+from elastic_resume.testing.virtual_network import INTERFACE, VirtualNetwork, unavailable_reason
 
 pytestmark = pytest.mark.cluster
 
@@ -56,18 +56,18 @@ def wait_for(look: Callable[[], object], what: str) -> None:
         time.sleep(0.02)
 
 
-def open_socket(hosts: Namespaces, index: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
+def open_socket(hosts: VirtualNetwork, index: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
     """Give a socket of a node's network."""
     here, there = socket.socketpair()
     with here, there:
         python = [sys.executable, "-S", "-c", MAKE_SOCKET, str(there.fileno()), str(int(kind))]
-        subprocess.run(hosts.command(index, python), pass_fds=[there.fileno()], check=True)
+        subprocess.run(hosts.wrap_command(index, python), pass_fds=[there.fileno()], check=True)
         made = socket.socket(fileno=socket.recv_fds(here, 1, 1)[1][0])
     made.settimeout(PATIENCE_S)
     return made
 
 
-def connect(hosts: Namespaces, client: int, server: int) -> tuple[socket.socket, socket.socket]:
+def connect(hosts: VirtualNetwork, client: int, server: int) -> tuple[socket.socket, socket.socket]:
     """Connect two nodes; give the client's end and the server's, which asks each second for life."""
     with open_socket(hosts, server) as listener:
         listener.bind((hosts.address(server), PORT))
@@ -118,7 +118,7 @@ def open_namespaces() -> set[str]:
 class Shouts:
     """A datagram socket on every node; `heard` tells later who could reach whom at each shout."""
 
-    def __init__(self, hosts: Namespaces) -> None:
+    def __init__(self, hosts: VirtualNetwork) -> None:
         self.hosts = hosts
         self.sockets = [open_socket(hosts, index, socket.SOCK_DGRAM) for index in range(len(hosts))]
         for index, each in enumerate(self.sockets):
@@ -158,28 +158,28 @@ def within(*groups: set[int]) -> Pairs:
 @pytest.fixture(autouse=True)
 def possible() -> None:
     """Skip where there can be no hosts; in CI that is a failure, so that nothing goes untested unseen."""
-    why = available()
+    why = unavailable_reason()
     if why and "CI" not in os.environ:
         pytest.skip(why)
     assert not why
 
 
 @pytest.fixture
-def five() -> Iterator[Namespaces]:
+def five() -> Iterator[VirtualNetwork]:
     """Five hosts, new for each test."""
-    with Namespaces(5) as hosts:
+    with VirtualNetwork(5) as hosts:
         yield hosts
 
 
 @pytest.fixture
-def shouts(five: Namespaces) -> Iterator[Shouts]:
+def shouts(five: VirtualNetwork) -> Iterator[Shouts]:
     """Sockets on five hosts."""
     with contextlib.closing(Shouts(five)) as made:
         yield made
 
 
 @pytest.fixture
-def pair(five: Namespaces) -> Iterator[tuple[socket.socket, socket.socket]]:
+def pair(five: VirtualNetwork) -> Iterator[tuple[socket.socket, socket.socket]]:
     """A connection of host 0 to host 1."""
     near, far = connect(five, 0, 1)
     with near, far:
@@ -192,7 +192,7 @@ def pair(five: Namespaces) -> Iterator[tuple[socket.socket, socket.socket]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_cut_is_silent_and_the_connection_goes_on_when_the_link_is_back(
-    five: Namespaces, pair: tuple[socket.socket, socket.socket], lost: int
+    five: VirtualNetwork, pair: tuple[socket.socket, socket.socket], lost: int
 ) -> None:
     """Neither end sees a reset or an error, whichever is cut; what was sent meanwhile arrives."""
     near, far = pair
@@ -202,14 +202,14 @@ def test_a_cut_is_silent_and_the_connection_goes_on_when_the_link_is_back(
     wait_for(lambda: tcp(far)[2] >= 2, "keep-alive probes")
     assert is_silent(near)
     assert is_silent(far)
-    five.restore(lost)
+    five.restore_link(lost)
     assert far.recv(100) == b"sent into silence"
     far.sendall(b"and back")
     assert near.recv(100) == b"and back"
 
 
 @pytest.mark.slow
-def test_a_new_connection_to_a_cut_node_waits_and_is_made_when_the_link_is_back(five: Namespaces) -> None:
+def test_a_new_connection_to_a_cut_node_waits_and_is_made_when_the_link_is_back(five: VirtualNetwork) -> None:
     """No "no route to host", no "network is unreachable", no refusal."""
     with open_socket(five, 1) as listener, open_socket(five, 0) as near:
         listener.bind((five.address(1), PORT))
@@ -219,7 +219,7 @@ def test_a_new_connection_to_a_cut_node_waits_and_is_made_when_the_link_is_back(
         near.connect_ex((five.address(1), PORT))
         wait_for(lambda: tcp(near)[1] >= 3, "the first packet to be sent again three times")
         assert is_silent(near, SYN_SENT)
-        five.restore(1)
+        five.restore_link(1)
         listener.accept()[0].close()
         wait_for(lambda: tcp(near)[0] != SYN_SENT, "the connection")
         assert near.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
@@ -227,7 +227,7 @@ def test_a_new_connection_to_a_cut_node_waits_and_is_made_when_the_link_is_back(
 
 @pytest.mark.slow
 def test_what_a_cut_node_says_when_it_dies_does_not_arrive(
-    five: Namespaces, pair: tuple[socket.socket, socket.socket]
+    five: VirtualNetwork, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     """A reset behind a cut is lost like all else; after the cut the peer is told when it asks."""
     near, far = pair
@@ -236,18 +236,18 @@ def test_what_a_cut_node_says_when_it_dies_does_not_arrive(
     near.close()
     wait_for(lambda: tcp(far)[2] >= 2, "keep-alive probes")
     assert is_silent(far)
-    five.restore(0)
+    five.restore_link(0)
     with pytest.raises(ConnectionResetError):
         far.recv(1)
 
 
-def test_a_link_can_be_cut_in_one_direction(five: Namespaces, shouts: Shouts) -> None:
+def test_a_link_can_be_cut_in_one_direction(five: VirtualNetwork, shouts: Shouts) -> None:
     """Of two nodes one hears the other; all others hear both."""
     five.cut_link(0, 1, one_way=True)
     shouts.shout("one")
     five.cut_link(1, 0, one_way=True)
     shouts.shout("both")
-    five.restore(1)
+    five.restore_link(1)
     five.cut_link(3, 2)
     shouts.shout("another")
     heard = shouts.heard()
@@ -257,11 +257,11 @@ def test_a_link_can_be_cut_in_one_direction(five: Namespaces, shouts: Shouts) ->
     assert everybody - heard["another"] == {(2, 3), (3, 2)}
 
 
-def test_of_two_who_silence_a_link_each_lets_go_for_itself(five: Namespaces, shouts: Shouts) -> None:
+def test_of_two_who_silence_a_link_each_lets_go_for_itself(five: VirtualNetwork, shouts: Shouts) -> None:
     """The link of 1 to 2 is held by both; what makes all others right leaves both."""
-    one = five.silence({(1, 0), (1, 2)})
-    other = five.silence({(1, 2), (3, 2)})
-    five.restore(1)
+    one = five.silence_links({(1, 0), (1, 2)})
+    other = five.silence_links({(1, 2), (3, 2)})
+    five.restore_link(1)
     one()
     shouts.shout("one")
     five.cut(3)
@@ -276,7 +276,7 @@ def test_of_two_who_silence_a_link_each_lets_go_for_itself(five: Namespaces, sho
 
 @pytest.mark.parametrize("groups", [[{0, 1}, {2, 3, 4}], [{0, 3}, {1, 4}, {2}], [{0}, {1}, {2}, {3}, {4}]])
 def test_a_partition_lets_only_its_groups_talk(
-    five: Namespaces, shouts: Shouts, groups: Sequence[set[int]]
+    five: VirtualNetwork, shouts: Shouts, groups: Sequence[set[int]]
 ) -> None:
     """Within a group all hear all, between groups nobody does; afterwards everybody does."""
     five.partition(groups)
@@ -287,14 +287,14 @@ def test_a_partition_lets_only_its_groups_talk(
 
 
 def test_a_partition_replaces_the_one_before_and_a_cut_goes_through_it(
-    five: Namespaces, shouts: Shouts
+    five: VirtualNetwork, shouts: Shouts
 ) -> None:
     """`restore` gives a node back to its side of the partition, not to the other."""
     five.partition([{0, 1}, {2, 3, 4}])
     five.partition([{0, 1, 2}, {3, 4}])
     five.cut(2)
     shouts.shout("cut")
-    five.restore(2)
+    five.restore_link(2)
     shouts.shout("restored")
     heard = shouts.heard()
     assert heard["cut"] == within({0, 1}, {3, 4})
@@ -303,7 +303,7 @@ def test_a_partition_replaces_the_one_before_and_a_cut_goes_through_it(
 
 def test_two_networks_do_not_meet(shouts: Shouts) -> None:
     """A cut in one is none in the other, whatever runs beside it."""
-    with Namespaces(5) as others, contextlib.closing(Shouts(others)) as theirs:
+    with VirtualNetwork(5) as others, contextlib.closing(Shouts(others)) as theirs:
         others.cut(0)
         shouts.shout("here")
         theirs.shout("there")
@@ -311,14 +311,14 @@ def test_two_networks_do_not_meet(shouts: Shouts) -> None:
         assert theirs.heard()["there"] == within({1, 2, 3, 4})
 
 
-def test_a_cluster_has_its_nodes_on_the_hosts(five: Namespaces, shouts: Shouts, tmp_path: Path) -> None:
+def test_a_cluster_has_its_nodes_on_the_hosts(five: VirtualNetwork, shouts: Shouts, tmp_path: Path) -> None:
     """The nodes' addresses are the hosts', and its words for cuts and partitions are theirs."""
     with Cluster(tmp_path, nodes=5, hosts=five) as cluster:
         assert [node.address for node in cluster.nodes] == [five.address(index) for index in range(5)]
         cluster.partition({0, 1}, {2, 3, 4})
         cluster.cut(4)
         shouts.shout("cut")
-        cluster.restore(4)
+        cluster.restore_link(4)
         shouts.shout("parted")
         cluster.heal()
         shouts.shout("healed")
@@ -332,18 +332,18 @@ def test_a_cluster_without_hosts_says_how_to_have_them(tmp_path: Path) -> None:
     """On loopback no link can be cut; a cluster larger than its network is refused too."""
     with Cluster(tmp_path) as cluster, pytest.raises(UsageError, match='hosts="namespaces", which takes'):
         cluster.cut(0)
-    with Namespaces(2) as hosts, pytest.raises(UsageError, match="0 to 1"):
+    with VirtualNetwork(2) as hosts, pytest.raises(UsageError, match="0 to 1"):
         Cluster(tmp_path, nodes=3, hosts=hosts)
 
 
 # ---- processes ---------------------------------------------------------------------------------------
 
 
-def test_a_command_becomes_the_process_that_was_started(five: Namespaces, tmp_path: Path) -> None:
+def test_a_command_becomes_the_process_that_was_started(five: VirtualNetwork, tmp_path: Path) -> None:
     """Its process id, its folder and its environment are those that were asked for; its network is not."""
     script = "import os, socket; print(os.getpid(), os.getcwd(), os.environ['WORD'], socket.if_nameindex())"
     with subprocess.Popen(
-        five.command(3, [sys.executable, "-S", "-c", script]),
+        five.wrap_command(3, [sys.executable, "-S", "-c", script]),
         stdout=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
@@ -377,9 +377,9 @@ def test_when_the_owner_is_killed_its_processes_and_links_go() -> None:
 
 def test_closing_ends_what_still_runs_inside() -> None:
     """Processes that nobody bound, and those that they started; a second close does nothing."""
-    hosts = Namespaces(2)
+    hosts = VirtualNetwork(2)
     shell = ["sh", "-c", "setsid sleep 600 & echo $!; exec sleep 600"]
-    with subprocess.Popen(hosts.command(1, shell), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(hosts.wrap_command(1, shell), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         started = psutil.Process(int(process.stdout.readline()))
         hosts.close()
@@ -388,13 +388,13 @@ def test_closing_ends_what_still_runs_inside() -> None:
         wait_for(lambda: has_ended(started), "its end")
     hosts.close()
     with pytest.raises(UsageError, match="closed"):
-        hosts.command(0, ["true"])
+        hosts.wrap_command(0, ["true"])
 
 
 def test_nothing_is_seen_on_the_host_and_no_descriptor_is_left() -> None:
     """No mount, no name and no interface while the hosts are there; no open namespace afterwards."""
-    with Namespaces(2) as hosts:
-        inside = subprocess.check_output(hosts.command(0, ["readlink", "/proc/self/ns/net"]), text=True)
+    with VirtualNetwork(2) as hosts:
+        inside = subprocess.check_output(hosts.wrap_command(0, ["readlink", "/proc/self/ns/net"]), text=True)
         assert inside.strip() not in Path("/proc/self/mountinfo").read_text()
         assert inside.strip() in open_namespaces()
         links = [str(each.address) for found in psutil.net_if_addrs().values() for each in found]
@@ -409,11 +409,11 @@ def test_nothing_is_seen_on_the_host_and_no_descriptor_is_left() -> None:
 def test_without_its_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`available` names the tool and the package; making hosts fails with the same words."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "nsenter" in available()
-    assert "apt-get install" in available()
-    assert "util-linux" in available()
+    assert "nsenter" in unavailable_reason()
+    assert "apt-get install" in unavailable_reason()
+    assert "util-linux" in unavailable_reason()
     with pytest.raises(MachineError, match="util-linux"):
-        Namespaces(2)
+        VirtualNetwork(2)
 
 
 def test_without_capabilities_it_says_which() -> None:
@@ -427,18 +427,18 @@ def test_without_capabilities_it_says_which() -> None:
 
 @pytest.mark.parametrize("groups", [[{0, 1}, {2, 3}], [{0, 1, 2}, {2, 3, 4}], [{0, 1, 2, 3, 4, 5}], []])
 def test_a_partition_that_does_not_name_each_node_once_is_refused(
-    five: Namespaces, groups: list[set[int]]
+    five: VirtualNetwork, groups: list[set[int]]
 ) -> None:
     """A forgotten node would be on no side."""
     with pytest.raises(UsageError, match="each once"):
         five.partition(groups)
 
 
-def test_a_node_that_does_not_exist_is_refused(five: Namespaces) -> None:
+def test_a_node_that_does_not_exist_is_refused(five: VirtualNetwork) -> None:
     """Python's negative indices would cut the last node; the count has bounds."""
     with pytest.raises(UsageError, match="0 to 4"):
         five.cut(-1)
     with pytest.raises(UsageError, match="0 to 4"):
         five.cut_link(0, 5)
     with pytest.raises(UsageError, match="1 to 250"):
-        Namespaces(0)
+        VirtualNetwork(0)

@@ -20,8 +20,8 @@ import pytest
 from elastic_resume import constants, events
 from elastic_resume.events import Event
 from tests.support.paths import ROOT
-from tests.system.slurm import site
-from tests.system.slurm.site import NODES, Slurm
+from tests.system.slurm import slurm_cluster
+from tests.system.slurm.slurm_cluster import NODES, SlurmCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -34,30 +34,30 @@ OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """One Slurm for all tests."""
-    why = site.available()
+    why = slurm_cluster.unavailable_reason()
     if why and "CI" not in os.environ:
         pytest.skip(why)
-    with Slurm(tmp_path_factory.mktemp("slurm")) as made:
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as made:
         yield made
 
 
 @pytest.fixture
-def slurm(cluster: Slurm) -> Iterator[Slurm]:
+def slurm(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
     """The cluster with no job and all nodes."""
     yield cluster
     cluster.start_controller()
     cluster.command("scancel", "--user=root")
     cluster.boot(*(index for index in NODES if not cluster.machines.is_up(index)))
-    cluster.wait(lambda: cluster.idle() == len(NODES), "idle nodes after a test")
+    cluster.wait(lambda: cluster.idle_node_count() == len(NODES), "idle nodes after a test")
 
 
 @dataclass
 class Job:
     """A job that trains, by its id (of an array: the array's)."""
 
-    slurm: Slurm
+    slurm: SlurmCluster
     id: str
     fast: Path
     steps: int
@@ -118,7 +118,7 @@ class Job:
     def wait_state(self, *states: str) -> str:
         """Wait until Slurm says one of these of it."""
         return self.slurm.wait(
-            lambda: next((s for s in [self.slurm.state(self.id)] if s in states), None),
+            lambda: next((s for s in [self.slurm.job_state(self.id)] if s in states), None),
             f"job {self.id} {states}",
         )
 
@@ -137,7 +137,7 @@ class Job:
         return self.events("resume")
 
 
-def submit(slurm: Slurm, script: str, *options: str, epochs: int = 40) -> Job:
+def submit(slurm: SlurmCluster, script: str, *options: str, epochs: int = 40) -> Job:
     """Submit a training of ``epochs`` times ten steps, each of a tenth of a second until `Job.hurry`."""
     hurry = slurm.directory / f"hurry-{secrets.token_hex(4)}"
     job = slurm.sbatch(
@@ -160,11 +160,11 @@ def went_on(job: Job, former: int) -> Event:
     job.wait_step(1, former + 1)
     resume = next(event for event in job.resumes() if event["generation"] > former)
     assert resume["step"] >= job.newest(former)
-    assert resume["lost_steps"] == 0
+    assert resume["recomputed_steps"] == 0
     return resume
 
 
-def test_a_requeued_job_goes_on_from_the_disks_of_its_nodes(slurm: Slurm) -> None:
+def test_a_requeued_job_goes_on_from_the_disks_of_its_nodes(slurm: SlurmCluster) -> None:
     """Under the same run id, at the step that it had reached: `scontrol requeue`."""
     job = submit(slurm, ALLOCATION)
     former = job.wait_world(3)["generation"]
@@ -174,21 +174,21 @@ def test_a_requeued_job_goes_on_from_the_disks_of_its_nodes(slurm: Slurm) -> Non
     went_on(job, former)
 
 
-def test_a_preempted_job_is_queued_again_and_goes_on(slurm: Slurm) -> None:
+def test_a_preempted_job_is_queued_again_and_goes_on(slurm: SlurmCluster) -> None:
     """A higher partition takes the nodes; Slurm itself would let a job end that ends within its grace."""
     job = submit(slurm, ALLOCATION)
     former = job.wait_world(3)["generation"]
     (slurm.directory / "high.sh").write_text("#!/bin/bash\nexit 0\n")
     high = slurm.sbatch("--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "high.sh")
     job.wait_state("PENDING")
-    slurm.wait(lambda: slurm.state(high) == "COMPLETED", "the higher job's turn")
+    slurm.wait(lambda: slurm.job_state(high) == "COMPLETED", "the higher job's turn")
     slurm.start_now(job.id)
     went_on(job, former)
-    assert slurm.job(job.id)["Restarts"] == "1"
+    assert slurm.job_info(job.id)["Restarts"] == "1"
     assert [e["done"] for e in job.events("requeue") if e["action"] == "requeue"] == [True]
 
 
-def test_a_job_near_its_time_limit_is_queued_again_and_goes_on(slurm: Slurm) -> None:
+def test_a_job_near_its_time_limit_is_queued_again_and_goes_on(slurm: SlurmCluster) -> None:
     """Without any signal of Slurm's: the agents ask for the limit, drain in time, and one has it requeued."""
     limited = slurm.directory / "limited.sbatch"
     limit = '\nscontrol update JobId="$SLURM_JOB_ID" EndTime=now+24seconds\nset -uo'
@@ -201,7 +201,7 @@ def test_a_job_near_its_time_limit_is_queued_again_and_goes_on(slurm: Slurm) -> 
     went_on(job, former)
 
 
-def test_an_allocation_goes_on_without_a_node_that_lost_its_power(slurm: Slurm) -> None:
+def test_an_allocation_goes_on_without_a_node_that_lost_its_power(slurm: SlurmCluster) -> None:
     """3 -> 2, no finished step lost; the job's end is a good one."""
     job = submit(slurm, ALLOCATION)
     former = job.wait_world(3)["generation"]
@@ -215,7 +215,7 @@ def test_an_allocation_goes_on_without_a_node_that_lost_its_power(slurm: Slurm) 
     assert job.wait_state(*OVER) == "COMPLETED"
 
 
-def test_a_cancelled_job_and_one_at_fault_are_not_queued_again(slurm: Slurm) -> None:
+def test_a_cancelled_job_and_one_at_fault_are_not_queued_again(slurm: SlurmCluster) -> None:
     """They end, with what their users want to see."""
     broken = slurm.directory / "broken.py"
     broken.write_text("import there_is_no_such_module\n")
@@ -226,13 +226,13 @@ def test_a_cancelled_job_and_one_at_fault_are_not_queued_again(slurm: Slurm) -> 
     job.wait_world(2)
     slurm.command("scancel", job.id)
     assert job.wait_state(*OVER) == "CANCELLED"
-    slurm.wait(lambda: slurm.state(fault) in OVER, "the end of the job at fault")
-    ended = slurm.job(fault)
-    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{constants.EXIT_AT_FAULT}:0")
-    assert {slurm.job(each)["Restarts"] for each in (fault, job.id)} == {"0"}
+    slurm.wait(lambda: slurm.job_state(fault) in OVER, "the end of the job at fault")
+    ended = slurm.job_info(fault)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{constants.EXIT_JOB_ERROR}:0")
+    assert {slurm.job_info(each)["Restarts"] for each in (fault, job.id)} == {"0"}
 
 
-def test_a_requeue_waits_for_a_controller_that_is_away(slurm: Slurm) -> None:
+def test_a_requeue_waits_for_a_controller_that_is_away(slurm: SlurmCluster) -> None:
     """The nodes are told ahead of time that they end while there is no controller; it comes back."""
     job = submit(slurm, ALLOCATION, "--nodes=2")
     former = job.wait_world(2)["generation"]
@@ -248,27 +248,27 @@ def test_a_requeue_waits_for_a_controller_that_is_away(slurm: Slurm) -> None:
     assert asked["done"]
 
 
-def test_elements_of_a_sweep_are_queued_again_one_by_one(slurm: Slurm) -> None:
+def test_elements_of_a_sweep_are_queued_again_one_by_one(slurm: SlurmCluster) -> None:
     """One has the number of the whole array; its siblings run on all the same."""
     array = submit(slurm, ALLOCATION, "--array=0-2", "--nodes=1", epochs=400)  # they run on to the end
     elements = [Job(slurm, f"{array.id}_{each}", array.fast, array.steps) for each in range(3)]
     for each in elements:
         each.wait_world(1)
-    same = next(each for each in elements if slurm.job(each.id)["JobId"] == array.id)
+    same = next(each for each in elements if slurm.job_info(each.id)["JobId"] == array.id)
     former = same.resumes()[-1]["generation"]
     slurm.command("scancel", "--signal=USR1", same.id)
     same.wait_state("PENDING")
     slurm.start_now(same.id)
     went_on(same, former)
-    assert [slurm.job(each.id)["Restarts"] for each in elements if each is not same] == ["0", "0"]
-    assert [slurm.state(each.id) for each in elements] == ["RUNNING"] * 3
+    assert [slurm.job_info(each.id)["Restarts"] for each in elements if each is not same] == ["0", "0"]
+    assert [slurm.job_state(each.id) for each in elements] == ["RUNNING"] * 3
 
 
-def test_an_allocation_that_loses_the_batch_host_does_not_hang(slurm: Slurm) -> None:
+def test_an_allocation_that_loses_the_batch_host_does_not_hang(slurm: SlurmCluster) -> None:
     """The others finish the training; the watchdog has the job queued again, where it ends as it should."""
     job = submit(slurm, ALLOCATION)
     former = job.wait_world(3)["generation"]
-    batch_host = slurm.index(slurm.job(job.id)["BatchHost"])
+    batch_host = slurm.index(slurm.job_info(job.id)["BatchHost"])
     job.lose_power(batch_host)
     assert went_on(job, former)["world_size"] == 2
     job.hurry()
@@ -278,10 +278,10 @@ def test_an_allocation_that_loses_the_batch_host_does_not_hang(slurm: Slurm) -> 
     slurm.boot(batch_host)
     slurm.start_now(job.id)
     assert job.wait_state(*OVER) == "COMPLETED"
-    assert slurm.job(job.id)["Restarts"] == "1"
+    assert slurm.job_info(job.id)["Restarts"] == "1"
 
 
-def test_the_line_of_the_readme_goes_on_without_a_node_that_lost_its_power(slurm: Slurm) -> None:
+def test_the_line_of_the_readme_goes_on_without_a_node_that_lost_its_power(slurm: SlurmCluster) -> None:
     """What a reader copies first must not die with its first node."""
     (line,) = (line for line in README.read_text().splitlines() if line.startswith("    srun "))
     command, _, said = line.partition("#")
@@ -301,7 +301,7 @@ def test_the_line_of_the_readme_goes_on_without_a_node_that_lost_its_power(slurm
     assert job.wait_state(*OVER) == "COMPLETED"
 
 
-def test_srun_starts_a_job_without_any_flag(slurm: Slurm) -> None:
+def test_srun_starts_a_job_without_any_flag(slurm: SlurmCluster) -> None:
     """By the real command: three nodes find each other, share a secret, and are named after the job."""
     kept = slurm.directory / "checkpoints"
     before = set(kept.glob("*"))

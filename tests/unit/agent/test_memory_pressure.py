@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.agent import memory_pressure
-from elastic_resume.agent.memory_pressure import Gauge
-from elastic_resume.policy.failure_classification import Strain
-from elastic_resume.schedulers.resources import Group, available, fields
+from elastic_resume.agent.memory_pressure import MemoryMonitor
+from elastic_resume.policy.failure_classification import MemoryPressure
+from elastic_resume.schedulers.resources import MemoryCgroup, available_memory_bytes, read_fields
 
 MOUNTS = """\
 31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
@@ -64,21 +64,21 @@ def test_a_kill_since_the_mark_is_counted(write: object, tmp_path: Path) -> None
     make = version_1 if write is version_1 else version_2
     make(tmp_path / name / "job", kills=3)
     proc = machine(tmp_path, cgroup=f"8:pids:/elsewhere\n{line}")
-    gauge = Gauge(proc=proc)
-    assert gauge.strain() == Strain()
+    gauge = MemoryMonitor(proc=proc)
+    assert gauge.read_pressure() == MemoryPressure()
     make(tmp_path / name / "job", kills=4)
-    assert gauge.strain() == Strain(oom_kills=1)
-    gauge.mark()
-    assert gauge.strain() == Strain()
+    assert gauge.read_pressure() == MemoryPressure(oom_kills=1)
+    gauge.reset()
+    assert gauge.read_pressure() == MemoryPressure()
 
 
 def test_a_container_that_sees_its_own_group_only_finds_it(tmp_path: Path) -> None:
     """The path is the host's, and the mount's root is that path."""
     version_1(tmp_path / "memory", kills=1)
     proc = machine(tmp_path, cgroup="4:memory:/docker/abc\n", memory_root="/docker/abc")
-    group = Group.of_this_process(proc)
+    group = MemoryCgroup.find_own(proc)
     assert group is not None
-    assert (group.directory, group.kills()) == (tmp_path / "memory", 1)
+    assert (group.directory, group.read_oom_kills()) == (tmp_path / "memory", 1)
 
 
 @pytest.mark.parametrize("write", [version_1, version_2])
@@ -96,10 +96,10 @@ def test_the_least_that_any_group_above_leaves_is_available(
     make(tmp_path / name / limited, used=400_000, cached=100_000, limit="1000000")  # type: ignore[arg-type]
     make(tmp_path, used=1, limit="2")  # type: ignore[arg-type] # above the mount point: no group of ours
     proc = machine(tmp_path, cgroup=f"{line}/slurm/job_7/step_0/task_0\n")
-    group = Group.of_this_process(proc)
+    group = MemoryCgroup.find_own(proc)
     assert group is not None
-    assert (group.directory, group.used()) == (task, (300_000, 1_000_000))
-    assert available(proc) == 700_000
+    assert (group.directory, group.read_usage()) == (task, (300_000, 1_000_000))
+    assert available_memory_bytes(proc) == 700_000
 
 
 def test_a_group_below_those_whose_memory_is_counted_has_its_parents_limit(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_a_group_below_those_whose_memory_is_counted_has_its_parents_limit(tmp_p
     version_2(tmp_path / "unified/job/step", kills=2, used=100, limit="1000")
     (tmp_path / "unified/job/step/user/task_0").mkdir(parents=True)
     proc = machine(tmp_path, cgroup="0::/job/step/user/task_0\n")
-    group = Group.of_this_process(proc)
+    group = MemoryCgroup.find_own(proc)
     assert group is not None
-    assert (group.directory, group.kills()) == (tmp_path / "unified/job/step", 2)
-    assert available(proc) == 900
+    assert (group.directory, group.read_oom_kills()) == (tmp_path / "unified/job/step", 2)
+    assert available_memory_bytes(proc) == 900
 
 
 def test_memory_that_was_nearly_used_up_is_remembered_though_it_is_free_again(tmp_path: Path) -> None:
@@ -118,14 +118,14 @@ def test_memory_that_was_nearly_used_up_is_remembered_though_it_is_free_again(tm
     proc = machine(tmp_path, cgroup="0::/job\n")
     job = tmp_path / "unified/job"
     version_2(job, used=990_000_000, cached=500_000_000, limit="1000000000")
-    gauge = Gauge(proc=proc)
-    assert gauge.strain() == Strain()
+    gauge = MemoryMonitor(proc=proc)
+    assert gauge.read_pressure() == MemoryPressure()
     version_2(job, used=990_000_000, limit="1000000000")
-    gauge.look()
+    gauge.poll()
     version_2(job, used=10_000_000, limit="1000000000")
-    assert gauge.strain() == Strain(pressed="its control group had used 990 MB of 1.0 GB")
-    gauge.mark()
-    assert gauge.strain() == Strain()
+    assert gauge.read_pressure() == MemoryPressure(description="its control group had used 990 MB of 1.0 GB")
+    gauge.reset()
+    assert gauge.read_pressure() == MemoryPressure()
 
 
 @pytest.mark.parametrize("limit", ["max", "9223372036854771712"])
@@ -133,29 +133,34 @@ def test_a_group_without_a_limit_is_never_near_it(limit: str, tmp_path: Path) ->
     """Both versions' words for that."""
     proc = machine(tmp_path, cgroup="0::/job\n")
     version_2(tmp_path / "unified/job", used=10**12, limit=limit)
-    assert Gauge(proc=proc).strain() == Strain()
+    assert MemoryMonitor(proc=proc).read_pressure() == MemoryPressure()
 
 
 def test_a_machine_that_is_full_or_stalls_is_under_pressure(tmp_path: Path) -> None:
     """Without any group, too."""
     proc = machine(tmp_path, cgroup="")
     (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 160000 kB\n")
-    assert Gauge(proc=proc).strain().pressed == "164 MB of 16.4 GB of this machine's memory were left"
+    assert (
+        MemoryMonitor(proc=proc).read_pressure().description
+        == "164 MB of 16.4 GB of this machine's memory were left"
+    )
     (proc / "meminfo").write_text(ROOMY)
     (proc / "pressure").mkdir()
     (proc / "pressure/memory").write_text("some avg10=61.30 avg60=9.00 avg300=0.00 total=9\nfull avg10=1\n")
-    assert Gauge(proc=proc).strain().pressed == "processes waited for memory 61 % of the time"
+    assert (
+        MemoryMonitor(proc=proc).read_pressure().description == "processes waited for memory 61 % of the time"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "\0\xff", "memory", "4:memory", "4:memory:/x\n0::/x\n", "::::"])
 def test_what_cannot_be_read_is_no_pressure(text: str, tmp_path: Path) -> None:
     """Files that are missing, empty or of unknown form."""
     proc = tmp_path / "proc"
-    assert Gauge(proc=proc).strain() == Strain()
+    assert MemoryMonitor(proc=proc).read_pressure() == MemoryPressure()
     (proc / "self").mkdir(parents=True)
     for name in ("self/cgroup", "self/mountinfo", "meminfo"):
         (proc / name).write_bytes(text.encode("latin1"))
-    assert Gauge(proc=proc).strain() == Strain()
+    assert MemoryMonitor(proc=proc).read_pressure() == MemoryPressure()
 
 
 def test_a_thread_looks_while_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,22 +168,26 @@ def test_a_thread_looks_while_nobody_asks(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(memory_pressure, "LOOK_S", 0.01)
     proc = machine(tmp_path, cgroup="")
     (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 160000 kB\n")
-    gauge, before = Gauge(proc=proc), threading.active_count()
+    gauge, before = MemoryMonitor(proc=proc), threading.active_count()
     gauge.start()
     until_s = time.monotonic() + 60
-    while gauge._seen is None:
+    while gauge._last_pressure is None:
         assert time.monotonic() < until_s, "nobody has looked"
         time.sleep(0.01)
     (proc / "meminfo").write_text(ROOMY)
-    assert gauge.strain().pressed == "164 MB of 16.4 GB of this machine's memory were left"
+    assert gauge.read_pressure().description == "164 MB of 16.4 GB of this machine's memory were left"
     gauge.close()
     assert threading.active_count() == before
 
 
 def test_this_machine_can_be_asked() -> None:
     """The kernel's own files are read: what a process takes is used in its group, where one has a limit."""
-    group = Group.of_this_process(Path("/proc"))
-    assert fields(Path("/proc/meminfo"))["MemTotal:"] > fields(Path("/proc/meminfo"))["MemAvailable:"] > 0
-    used = group.used() if group is not None else None
+    group = MemoryCgroup.find_own(Path("/proc"))
+    assert (
+        read_fields(Path("/proc/meminfo"))["MemTotal:"]
+        > read_fields(Path("/proc/meminfo"))["MemAvailable:"]
+        > 0
+    )
+    used = group.read_usage() if group is not None else None
     if used is not None:
         assert 0 < used[0] <= used[1]

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.agent.memory_pressure import Gauge
-from elastic_resume.agent.restart_controller import Witness
+from elastic_resume.agent.memory_pressure import MemoryMonitor
+from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.round_events import RoundEvents
-from elastic_resume.agent.shutdown import Ending
+from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.agent.workers import supervisor
-from elastic_resume.agent.workers.lease_page import Fence
-from elastic_resume.errors import GaveUpError
+from elastic_resume.agent.workers.lease_page import LeasePage
+from elastic_resume.errors import JobFailedError
 from elastic_resume.events import EventLog
-from elastic_resume.policy.requeue import Action
-from elastic_resume.policy.restart import Limits
-from elastic_resume.rendezvous.core.events import Log
-from elastic_resume.schedulers.environment import Node
-from elastic_resume.snapshot.progress_page import Board, Worker
-from tests.support.disks import Disk
+from elastic_resume.policy.requeue import RequeueAction
+from elastic_resume.policy.restart import RestartLimits
+from elastic_resume.rendezvous.core.events import EmitEvent
+from elastic_resume.schedulers.environment import SchedulerContext
+from elastic_resume.snapshot.progress_page import ProgressPage, WorkerProcess
+from tests.support.disks import SimulatedDisk
 
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 
@@ -39,43 +39,43 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     yield []
     for number, action in before.items():
         signal.signal(number, action)
-    supervisor._early.clear()
+    supervisor._early_signals.clear()
 
 
-def ending(told: list[dict[str, Any]], here: Node | None = None) -> Ending:
+def ending(told: list[dict[str, Any]], here: SchedulerContext | None = None) -> ShutdownController:
     """One of an agent, on a plain host if nothing else is said."""
-    return Ending(
-        here or Node("host", "a"),
-        mode="auto",
-        say=print,
-        tell=lambda event, **fields: told.append({event: fields}),
+    return ShutdownController(
+        here or SchedulerContext("host", "a"),
+        requeue_mode="auto",
+        log=print,
+        emit=lambda event, **fields: told.append({event: fields}),
     )
 
 
 def test_a_signal_that_nobody_heeds_yet_is_kept_for_who_does(told: list[dict[str, Any]]) -> None:
     """By default it would kill, while torch is imported or the newest step is saved."""
-    supervisor.heed_early()
+    supervisor.record_early_signals()
     os.kill(os.getpid(), USR1)  # the agent imports
     this, heeded = ending(told), threading.Event()
-    with this.heeded():
+    with this.handle_signals():
         assert signal.getsignal(USR2) is signal.SIG_DFL  # not one of ours, as it turns out
-        this.heard(USR1)
+        this.on_signal(USR1)
         assert not told
         signal.signal(USR1, lambda *_: heeded.set())
         assert heeded.wait(20)
-        this.heard(USR1)
+        this.on_signal(USR1)
     assert told == [{"drain": {"cause": "SIGUSR1", "alone": False}}]
-    decision, code = this.decide("signalled", 138, rank=0, idle=0)
+    decision, code = this.decide("signalled", 138, node_rank=0, starts_without_progress=0)
     assert decision is not None
-    assert (decision.action, code) == (Action.TELL, 75)
+    assert (decision.action, code) == (RequeueAction.EXIT_CODE, 75)
 
 
-@pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("failed", constants.EXIT_AT_FAULT)])
+@pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("failed", constants.EXIT_JOB_ERROR)])
 def test_how_a_job_has_ended_is_not_changed_by_a_signal_that_comes_later(
     told: list[dict[str, Any]], outcome: str, code: int
 ) -> None:
     """With 143 a scheduler would run it again, from nothing where its disks are gone."""
-    assert ending(told).decide(outcome, code, rank=0, idle=0) == (None, code)
+    assert ending(told).decide(outcome, code, node_rank=0, starts_without_progress=0) == (None, code)
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), USR1)
 
@@ -83,10 +83,10 @@ def test_how_a_job_has_ended_is_not_changed_by_a_signal_that_comes_later(
 def test_what_comes_first_is_why_an_agent_ends(told: list[dict[str, Any]]) -> None:
     """A requeue sends SIGTERM to those that are still draining: they were told ahead of time all the same."""
     this = ending(told)
-    this.heard(USR1)
-    this.begun(signal.SIGTERM)
-    assert this.words() == "stopped by SIGUSR1."
-    assert this.decide("signalled", 143, rank=0, idle=0)[1] == 75
+    this.on_signal(USR1)
+    this.begin_shutdown(signal.SIGTERM)
+    assert this.describe() == "stopped by SIGUSR1."
+    assert this.decide("signalled", 143, node_rank=0, starts_without_progress=0)[1] == 75
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # nothing may end the request any more
 
 
@@ -98,8 +98,8 @@ def test_other_signals_keep_their_exit_codes(
 ) -> None:
     """Who sent them knows whether the job is to be run again."""
     this = ending(told)
-    this.begun(number)
-    assert this.decide(outcome, code, rank=0, idle=0)[1] == code
+    this.begin_shutdown(number)
+    assert this.decide(outcome, code, node_rank=0, starts_without_progress=0)[1] == code
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("failed", 1), ("failed", 75), ("left", 75)])
@@ -107,7 +107,7 @@ def test_an_end_without_a_signal_keeps_its_exit_code(
     told: list[dict[str, Any]], outcome: str, code: int
 ) -> None:
     """On a plain host nobody is asked for anything."""
-    assert ending(told).decide(outcome, code, rank=0, idle=0)[1] == code
+    assert ending(told).decide(outcome, code, node_rank=0, starts_without_progress=0)[1] == code
 
 
 @pytest.mark.parametrize(
@@ -132,25 +132,30 @@ def test_a_spare_speaks_for_nobody(
 ) -> None:
     """Its request would end those who still save their newest step, be it the first of the nodes or not."""
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
-    this = ending(told, Node("slurm", "a", order=order, nodes=3))
-    this.begun(USR1)
-    assert this.decide("signalled", 138, rank=rank, idle=0, stands_by=stands_by)[1] == code
+    this = ending(told, SchedulerContext("slurm", "a", node_index=order, max_nodes=3))
+    this.begin_shutdown(USR1)
+    assert (
+        this.decide("signalled", 138, node_rank=rank, starts_without_progress=0, is_spare=stands_by)[1]
+        == code
+    )
 
 
 def test_a_node_knows_that_it_stands_by_until_it_has_a_rank(tmp_path: Path) -> None:
     """From what its rendezvous says."""
     path = tmp_path / constants.EVENTS_FILE
     with (
-        contextlib.closing(Fence()) as fence,
-        contextlib.closing(Gauge()) as gauge,
+        contextlib.closing(LeasePage()) as fence,
+        contextlib.closing(MemoryMonitor()) as gauge,
         contextlib.closing(RoundEvents()) as told,
     ):
         log = EventLog(path, node="a")
-        witness = Witness("a", log, path, fence, told, limits=Limits(), gauge=gauge)
-        witness.told(Log("waiting", "for others"))
-        before = witness.stands_by
-        witness.told(Log("spare", "generation 1 runs without this node, which stands by"))
-        assert (before, witness.stands_by) == (False, True)
+        witness = RestartController("a", log, path, fence, told, limits=RestartLimits(), memory_monitor=gauge)
+        witness.on_rendezvous_event(EmitEvent("waiting", "for others"))
+        before = witness.is_spare
+        witness.on_rendezvous_event(
+            EmitEvent("spare", "generation 1 runs without this node, which stands by")
+        )
+        assert (before, witness.is_spare) == (False, True)
         log.close()
 
 
@@ -162,33 +167,35 @@ def test_a_log_that_cannot_be_read_hides_neither_causes_nor_steps(
     for name in (constants.ENV_ROUND, constants.ENV_MTBF_S):  # which a round sets
         monkeypatch.setenv(name, "1")
     with (
-        Disk(tmp_path) as disk,
-        contextlib.closing(Fence()) as fence,
+        SimulatedDisk(tmp_path) as disk,
+        contextlib.closing(LeasePage()) as fence,
         contextlib.closing(RoundEvents()) as told,
-        contextlib.closing(EventLog(disk.path / constants.EVENTS_FILE, memory=told.path, node="a")) as log,
+        contextlib.closing(
+            EventLog(disk.path / constants.EVENTS_FILE, memory_path=told.path, node="a")
+        ) as log,
     ):
         path = disk.path / constants.EVENTS_FILE
-        log.write("agent-start")
-        board = Board(disk.path / constants.BOARD_FILE)
-        witness = Witness("a", log, path, fence, told, limits=Limits(max_no_progress=1))
-        witness.round_formed(node_rank=0, num_nodes=1, generation=1)
+        log.emit("agent-start")
+        board = ProgressPage(disk.path / constants.PROGRESS_FILE)
+        witness = RestartController("a", log, path, fence, told, limits=RestartLimits(max_no_progress=1))
+        witness.after_rendezvous(node_rank=0, num_nodes=1, generation=1)
         with path.open("rb") as file:
             os.fsync(file.fileno())  # so that failing forgets what memory holds of it
         log.close()
         disk.fail()
         with pytest.raises(OSError, match="Input/output error"):
             path.read_bytes()
-        assert witness.idle_lives(3) == 0
-        worker = Worker(0, os.getpid(), 1, os.getpid(), 0, 0, 0)
-        board.begin(0, generation=1, step=5, world_size=1, worker=worker)
+        assert witness.starts_without_progress(3) == 0
+        worker = WorkerProcess(0, os.getpid(), 1, os.getpid(), 0, 0, 0)
+        board.start_generation(0, generation=1, step=5, world_size=1, worker=worker)
         board.finish_step(0, step)
-        log.write("worker-start", step=5, rank=0)
-        log.write("worker-exit", rank=0, signal="SIGSEGV", exit_code=None, stopped=False)
+        log.emit("worker-start", step=5, rank=0)
+        log.emit("worker-exit", rank=0, signal="SIGSEGV", exit_code=None, stopped=False)
         witness.before_round(failed=True)
         if stands_still:
-            with pytest.raises(GaveUpError, match="rank 0 was killed by SIGSEGV"):
-                witness.round_formed(node_rank=0, num_nodes=1, generation=2)
-        assert [one.text for one in [witness.account().failure] if one] == ["was killed by SIGSEGV"]
+            with pytest.raises(JobFailedError, match="rank 0 was killed by SIGSEGV"):
+                witness.after_rendezvous(node_rank=0, num_nodes=1, generation=2)
+        assert [one.text for one in [witness.summarize_round().failure] if one] == ["was killed by SIGSEGV"]
 
 
 def test_event_after_a_torn_one_is_in_memory_too() -> None:
@@ -196,9 +203,9 @@ def test_event_after_a_torn_one_is_in_memory_too() -> None:
     with contextlib.closing(RoundEvents()) as told:
         with open(told.path, "ab") as file:
             file.write(b'{"t":1.0,"event":"failure","mess')
-        with contextlib.closing(EventLog(Path("/dev/full"), memory=told.path)) as log:
-            log.write("worker-exit", rank=0)
-            log.write("hang", rank=0)
+        with contextlib.closing(EventLog(Path("/dev/full"), memory_path=told.path)) as log:
+            log.emit("worker-exit", rank=0)
+            log.emit("hang", rank=0)
         assert [event["event"] for event in told.read()] == ["worker-exit", "hang"]
 
 
@@ -207,30 +214,32 @@ def test_line_of_an_earlier_life_is_no_progress(tmp_path: Path, monkeypatch: pyt
     for name in (constants.ENV_ROUND, constants.ENV_MTBF_S):  # which a round sets
         monkeypatch.setenv(name, "1")
     path = tmp_path / constants.EVENTS_FILE
-    worker = Worker(0, os.getpid(), 1, os.getpid(), 7, 0, 0)
-    Board(tmp_path / constants.BOARD_FILE).begin(0, generation=1, step=5000, world_size=1, worker=worker)
+    worker = WorkerProcess(0, os.getpid(), 1, os.getpid(), 7, 0, 0)
+    ProgressPage(tmp_path / constants.PROGRESS_FILE).start_generation(
+        0, generation=1, step=5000, world_size=1, worker=worker
+    )
     with (
-        contextlib.closing(Fence()) as fence,
+        contextlib.closing(LeasePage()) as fence,
         contextlib.closing(RoundEvents()) as told,
-        contextlib.closing(EventLog(path, memory=told.path, node="a")) as log,
+        contextlib.closing(EventLog(path, memory_path=told.path, node="a")) as log,
     ):
-        witness = Witness("a", log, path, fence, told)
-        witness.round_formed(node_rank=0, num_nodes=1, generation=1)
-        log.write("failure", rank=0, type="ImportError", message="no module named x", at_fault=False)
-        log.write("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
-        assert witness.account().step == 0
+        witness = RestartController("a", log, path, fence, told)
+        witness.after_rendezvous(node_rank=0, num_nodes=1, generation=1)
+        log.emit("failure", rank=0, type="ImportError", message="no module named x", deterministic=False)
+        log.emit("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
+        assert witness.summarize_round().newest_step == 0
         witness.before_round(failed=True)
-        with pytest.raises(GaveUpError, match="no module named x"):
-            witness.round_formed(node_rank=0, num_nodes=1, generation=2)
+        with pytest.raises(JobFailedError, match="no module named x"):
+            witness.after_rendezvous(node_rank=0, num_nodes=1, generation=2)
 
 
 def test_a_notice_for_this_node_alone_drains_it(told: list[dict[str, Any]]) -> None:
     """With the same signal, sent to ourselves once it is heeded."""
     this, heeded = ending(told), threading.Event()
-    with this.heeded():
-        this.drain_alone()
+    with this.handle_signals():
+        this.drain_node()
         signal.signal(USR1, lambda *_: heeded.set())
         assert heeded.wait(20)
-        this.heard(USR1)
+        this.on_signal(USR1)
     assert told == [{"drain": {"cause": "a preemption notice", "alone": True}}]
-    assert this.words() == "stopped by a preemption notice."
+    assert this.describe() == "stopped by a preemption notice."

@@ -13,17 +13,26 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.agent import status
-from elastic_resume.agent.status import MAX_READ_BYTES, Finger, Known, Peers, Picker, Tail, Teller, recall
+from elastic_resume.agent.status import (
+    MAX_READ_BYTES,
+    EventFilter,
+    EventTail,
+    PeerEventLog,
+    ReceivedStatus,
+    StatusReporter,
+    StatusSampler,
+    load_past_incidents,
+)
 from elastic_resume.checkpoint.atomic_io import Disk
 from elastic_resume.errors import MachineError, RendezvousLostError, UsageError
-from elastic_resume.events import Event, EventLog, parse
-from elastic_resume.policy.incidents import BOUNDS_S, KEPT, Tally
-from elastic_resume.rendezvous.core.events import Heard
-from elastic_resume.rendezvous.core.quorum import Incarnation, World
-from elastic_resume.rendezvous.core.status import News, Pulse, Tidings
-from elastic_resume.rendezvous.status_view import View
+from elastic_resume.events import Event, EventLog, parse_line
+from elastic_resume.policy.incidents import MAX_GENERATIONS, RECOVERY_BUCKETS_S, IncidentTracker
+from elastic_resume.rendezvous.core.events import DeliverPeerStatus
+from elastic_resume.rendezvous.core.quorum import Incarnation, View
+from elastic_resume.rendezvous.core.status import EventLines, NodeStatus, StatusUpdate
+from elastic_resume.rendezvous.status_view import RendezvousStatus
 from elastic_resume.report import status as asking
-from elastic_resume.report.status import MAX_NODES, fitting, screen
+from elastic_resume.report.status import MAX_NODES, fit_screen, format_screen
 
 A, B, C = (Incarnation(name, "1", f"{name}:1", None) for name in "abc")
 
@@ -41,7 +50,7 @@ def kill(generation: int, t: float, *, lost: int = 0, after_s: float = 0.4) -> l
         },
         {"event": "verdict", "t": t + 0.2, "generation": generation, "causes": [cause], "cascade": []},
         {"event": "round", "t": t + 0.2, "generation": generation + 1},
-        {"event": "resume", "t": t + 0.3, "generation": generation + 1, "lost_steps": lost},
+        {"event": "resume", "t": t + 0.3, "generation": generation + 1, "recomputed_steps": lost},
         {"event": "step", "t": t + after_s, "generation": generation + 1, "step": 8},
         {"event": "step", "t": t + after_s + 9, "generation": generation + 1, "step": 9},
     ]
@@ -53,44 +62,46 @@ BEGUN: Event = {"event": "round", "node": "b", "t": 1.0, "generation": 1}
 
 def test_an_incident_has_cause_and_cost() -> None:
     """From the first sign to the first step of the next generation."""
-    tally = Tally()
+    tally = IncidentTracker()
     for event in [BEGUN, *kill(1, 100.0, lost=3)]:
-        tally.take(event)
+        tally.record(event)
     (one,) = tally.incidents()
-    assert (one.generation, one.kind, one.t, one.lost_steps) == (1, "signal", 100.0, 3)
+    assert (one.generation, one.kind, one.t, one.recomputed_steps) == (1, "signal", 100.0, 3)
     assert one.cause == "rank 1 on node b was killed by SIGKILL"
-    assert one.recovered_s == pytest.approx(0.4)
+    assert one.recovery_s == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("by", [-3600.0, 3600.0])
 def test_a_clock_that_jumps_between_makes_no_recovery_longer(by: float) -> None:
     """Durations come from the boot; another boot's seconds are not compared with them."""
-    tally = Tally()
+    tally = IncidentTracker()
     for event in [BEGUN, *kill(1, 100.0)]:
         jumped = by if event["event"] == "step" and event["generation"] == 2 else 0.0
-        tally.take({**event, "t": event["t"] + jumped, "b": event["t"] + 7000.0, "boot": "one"})
+        tally.record({**event, "t": event["t"] + jumped, "b": event["t"] + 7000.0, "boot": "one"})
     other = {"event": "step", "node": "c", "t": 105.0, "generation": 2, "step": 1, "b": 3.0, "boot": "two"}
-    tally.take(other)
+    tally.record(other)
     (one,) = tally.incidents()
-    assert one.recovered_s == pytest.approx(0.4)
+    assert one.recovery_s == pytest.approx(0.4)
 
 
 def test_steps_that_ranks_forgot_with_the_power_are_lost_all_the_same() -> None:
     """What others had heard of them counts, where a resume finds less."""
-    tally = Tally()
+    tally = IncidentTracker()
     for event in [BEGUN, *kill(1, 100.0), *kill(2, 200.0)]:
-        tally.take({**event, "step": 4} if event["event"] == "resume" and event["generation"] == 3 else event)
-    assert [one.lost_steps for one in tally.incidents()] == [0, 5]
+        tally.record(
+            {**event, "step": 4} if event["event"] == "resume" and event["generation"] == 3 else event
+        )
+    assert [one.recomputed_steps for one in tally.incidents()] == [0, 5]
 
 
 def test_a_world_that_grew_is_no_incident_and_one_without_a_verdict_has_its_leaders_reason() -> None:
     """What a leader says of a restart is all that is known where no worker failed."""
-    tally = Tally()
-    tally.take(BEGUN)
+    tally = IncidentTracker()
+    tally.record(BEGUN)
     for number, reason in ((1, "newcomers are here"), (2, "c is silent")):
         text = f"generation {number} is over: {reason}"
-        tally.take({"event": "rendezvous", "node": "b", "t": 5.0, "what": "restart", "message": text})
-        tally.take({"event": "round", "node": "b", "t": 6.0, "generation": number + 1})
+        tally.record({"event": "rendezvous", "node": "b", "t": 5.0, "what": "restart", "message": text})
+        tally.record({"event": "round", "node": "b", "t": 6.0, "generation": number + 1})
     assert [(one.generation, one.kind, one.cause) for one in tally.incidents()] == [
         (2, "unknown", "c is silent")
     ]
@@ -98,22 +109,22 @@ def test_a_world_that_grew_is_no_incident_and_one_without_a_verdict_has_its_lead
 
 def test_sums_count_what_is_no_longer_remembered() -> None:
     """Of hundreds of incidents all are counted, and a bounded number kept."""
-    tally = Tally()
-    tally.take(BEGUN)
-    for number in range(1, 3 * KEPT):
+    tally = IncidentTracker()
+    tally.record(BEGUN)
+    for number in range(1, 3 * MAX_GENERATIONS):
         for event in kill(number, 100.0 * number, lost=2, after_s=number % 2 + 0.7):
-            tally.take(event)
-    sums = tally.sums()
-    assert sums.incidents == {"signal": 3 * KEPT - 1}
-    assert sums.lost_steps == 2 * (3 * KEPT - 1)
-    assert sum(sums.recoveries) == 3 * KEPT - 1
-    assert sums.recoveries[BOUNDS_S.index(1.0)] == KEPT * 3 // 2 - 1
-    assert len(tally.incidents()) < KEPT
+            tally.record(event)
+    sums = tally.totals()
+    assert sums.incidents == {"signal": 3 * MAX_GENERATIONS - 1}
+    assert sums.recomputed_steps == 2 * (3 * MAX_GENERATIONS - 1)
+    assert sum(sums.recovery_buckets) == 3 * MAX_GENERATIONS - 1
+    assert sums.recovery_buckets[RECOVERY_BUCKETS_S.index(1.0)] == MAX_GENERATIONS * 3 // 2 - 1
+    assert len(tally.incidents()) < MAX_GENERATIONS
 
 
 def test_events_of_any_form_and_order_are_taken() -> None:
     """They come from other nodes."""
-    tally = Tally()
+    tally = IncidentTracker()
     odd: list[Any] = [
         None,
         -1,
@@ -131,39 +142,42 @@ def test_events_of_any_form_and_order_are_taken() -> None:
     for event, value in itertools.product(events, odd):
         for key in event:
             if key != "event":
-                tally.take({**event, key: value})
-    tally = Tally()
+                tally.record({**event, key: value})
+    tally = IncidentTracker()
     random.Random(4).shuffle(events)
     for event in [BEGUN, *events]:
-        tally.take(event)
-    assert tally.sums().incidents == {"signal": 2}
+        tally.record(event)
+    assert tally.totals().incidents == {"signal": 2}
 
 
 def test_another_node_that_tells_all_of_it_again_changes_nothing() -> None:
     """A new leader is told by every node of generations that it has summed up by then."""
-    tally = Tally()
-    told = [BEGUN, *(event for number in range(1, 2 * KEPT) for event in kill(number, 100.0 * number))]
+    tally = IncidentTracker()
+    told = [
+        BEGUN,
+        *(event for number in range(1, 2 * MAX_GENERATIONS) for event in kill(number, 100.0 * number)),
+    ]
     for event in [*told, *told]:
-        tally.take(event)
-    assert tally.sums().incidents == {"signal": 2 * KEPT - 1}
+        tally.record(event)
+    assert tally.totals().incidents == {"signal": 2 * MAX_GENERATIONS - 1}
 
 
 def test_generations_that_cannot_have_begun_push_none_out() -> None:
     """One broken member would have the whole tally forgotten."""
-    tally = Tally()
+    tally = IncidentTracker()
     for event in [BEGUN, *kill(1, 100.0)]:
-        tally.take(event, 2)
-    for number in range(9 * 10**15, 9 * 10**15 + 2 * KEPT):
+        tally.record(event, 2)
+    for number in range(9 * 10**15, 9 * 10**15 + 2 * MAX_GENERATIONS):
         for event in kill(number, 100.0):
-            tally.take(event, 10)
+            tally.record(event, 10)
     assert [one.generation for one in tally.incidents()] == [1]
 
 
 def test_a_sign_of_an_earlier_generation_is_none_of_this_one() -> None:
     """Lines are told again to who leads next, at times from the midst of a generation on."""
-    tally = Tally()
+    tally = IncidentTracker()
     for event in [BEGUN, *kill(1, 100.0), kill(1, 100.0)[0], *kill(2, 200.0)]:
-        tally.take(event)
+        tally.record(event)
     assert [one.t for one in tally.incidents()] == [100.0, 200.0]
 
 
@@ -172,10 +186,10 @@ def test_a_world_whose_agents_heard_of_no_failure_had_none() -> None:
 
     def ended(*rounds: tuple[int, int | None], why: str = "") -> list[int]:
         """Which generations had an incident; of each round is told which it was, and by which process."""
-        tally = Tally()
+        tally = IncidentTracker()
         for t, (number, pid) in enumerate(rounds):
-            tally.take({**BEGUN, "t": 10.0 * t, "generation": number, "pid": pid})
-        tally.take({**kill(1, 5.0)[1], "message": f"generation 1 is over: {why}"} if why else BEGUN)
+            tally.record({**BEGUN, "t": 10.0 * t, "generation": number, "pid": pid})
+        tally.record({**kill(1, 5.0)[1], "message": f"generation 1 is over: {why}"} if why else BEGUN)
         return [one.generation for one in tally.incidents()]
 
     assert ended((1, 7), (2, 7), (3, 8)) == [2]
@@ -195,22 +209,22 @@ def lines(*events: Event) -> bytes:
 
 def test_an_agent_begins_with_what_its_disk_tells(tmp_path: Path) -> None:
     """Its own log up to its start, though most of it are steps; and what others told it in earlier lives."""
-    assert recall(tmp_path, 0).incidents() == []
+    assert load_past_incidents(tmp_path, 0).incidents() == []
     step: Event = {"event": "step", "node": "b", "t": 150.0, "generation": 2, "step": 9}
     own = lines(BEGUN, *kill(1, 100.0, lost=2), *[step] * 5000) + b"torn\0\xff\n"
     (tmp_path / constants.EVENTS_FILE).write_bytes(own + lines(*kill(2, 200.0)))
-    assert recall(tmp_path, len(own)).sums().incidents == {"signal": 1}
+    assert load_past_incidents(tmp_path, len(own)).totals().incidents == {"signal": 1}
     whole = own + lines(*kill(2, 200.0))
     heard = (BEGUN, *kill(1, 100.1), *kill(2, 199.0), *kill(3, 300.0))
     told = [{**one, "node": "c"} for one in heard if one["event"] != "resume"]  # that tells rank 0 alone
-    (tmp_path / constants.PEERS_FILE).write_bytes(lines(*told, {**BEGUN, "generation": 1 << 50}))
-    found = recall(tmp_path, len(whole))
-    assert [(one.generation, one.t, one.lost_steps) for one in found.incidents()] == [
+    (tmp_path / constants.PEER_EVENTS_FILE).write_bytes(lines(*told, {**BEGUN, "generation": 1 << 50}))
+    found = load_past_incidents(tmp_path, len(whole))
+    assert [(one.generation, one.t, one.recomputed_steps) for one in found.incidents()] == [
         (1, 100.0, 2),
         (2, 199.0, 0),
     ], "a generation that it knows nothing of is left out"
-    assert found.sums().recovery_s == pytest.approx(0.8)
-    assert recall(tmp_path, len(whole), most_s=-1.0).incidents() == []
+    assert found.totals().recovery_s == pytest.approx(0.8)
+    assert load_past_incidents(tmp_path, len(whole), max_read_s=-1.0).incidents() == []
 
 
 def test_of_a_long_log_the_newest_is_read_and_nothing_is_made_up(tmp_path: Path) -> None:
@@ -220,9 +234,9 @@ def test_of_a_long_log_the_newest_is_read_and_nothing_is_made_up(tmp_path: Path)
     rest = lines(*kill(2, 200.0), *kill(3, 300.0))
     (tmp_path / constants.EVENTS_FILE).write_bytes(first + rest)
     told = [{**BEGUN, "node": "c", "t": 50.0 * number, "generation": number} for number in (1, 2)]
-    (tmp_path / constants.PEERS_FILE).write_bytes(lines(*told))
+    (tmp_path / constants.PEER_EVENTS_FILE).write_bytes(lines(*told))
     for most_bytes, generations in ((1 << 20, [2, 3]), (len(rest) + 9, [3])):
-        found = recall(tmp_path, len(first + rest), most_bytes=most_bytes)
+        found = load_past_incidents(tmp_path, len(first + rest), max_bytes=most_bytes)
         assert [(one.generation, one.kind) for one in found.incidents()] == [
             (generation, "signal") for generation in generations
         ]
@@ -231,12 +245,12 @@ def test_of_a_long_log_the_newest_is_read_and_nothing_is_made_up(tmp_path: Path)
 @pytest.mark.parametrize(("end", "kinds"), [("done", {}), ("signalled", {}), ("failed", {"unknown": 1})])
 def test_a_job_that_ended_and_began_again_had_no_incident(end: str, kinds: dict[str, int]) -> None:
     """It was done and got more to do, or was told to stop and queued again; whatever its last words were."""
-    tally = Tally()
+    tally = IncidentTracker()
     over = {**kill(1, 50.0)[1], "message": "generation 1 is over: the workers of b stopped"}
     ended: Event = {"event": "agent-end", "node": "b", "t": 60.0, "outcome": end}
     for event in [BEGUN, over, {**ended, "outcome": []}, ended, {**BEGUN, "t": 70.0, "generation": 2}]:
-        tally.take(event)
-    assert tally.sums().incidents == kinds
+        tally.record(event)
+    assert tally.totals().incidents == kinds
 
 
 # ---- lines on their way --------------------------------------------------------------------------------
@@ -250,7 +264,7 @@ def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
         return json.dumps({"t": 1.0, "event": event, "pid": pid})
 
     path.write_text(line("before") + "\n")
-    tail = Tail(path)
+    tail = EventTail(path)
     assert tail.read() == []
     with open(path, "a") as file:
         file.write(line("one") + "\n" + line("two")[:9])
@@ -265,18 +279,18 @@ def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
     found = [event["event"] for _, event in tail.read()]
     assert set(found) == {"many", "last"}
     assert found[-1] == "last"
-    assert Tail(tmp_path / "nowhere").read() == []
+    assert EventTail(tmp_path / "nowhere").read() == []
 
 
 def test_the_agents_own_lines_are_told_once_whatever_becomes_of_its_disk(tmp_path: Path) -> None:
     """A disk that fails may take a line and lose it, and with it what was wrong."""
     path = tmp_path / "node" / "events.jsonl"
-    tail = Tail(path)
-    log = EventLog(path, hear=tail.hear, node="a")
-    written = [log.write("commit-failed", error="Input/output error")]  # there is no such directory
+    tail = EventTail(path)
+    log = EventLog(path, on_line=tail.add_own_line, node="a")
+    written = [log.emit("commit-failed", error="Input/output error")]  # there is no such directory
     assert [event for _, event in tail.read()] == written
     path.parent.mkdir()
-    other = {**log.write("commit", step=7), "pid": 1}
+    other = {**log.emit("commit", step=7), "pid": 1}
     with open(path, "a") as file:
         file.write(json.dumps(other) + "\n")
     assert [event.get("step") for _, event in tail.read()] == [7, 7]
@@ -285,34 +299,38 @@ def test_the_agents_own_lines_are_told_once_whatever_becomes_of_its_disk(tmp_pat
 
 def test_of_steps_the_first_of_a_generation_is_news_and_one_a_minute() -> None:
     """All nodes finish the same ones."""
-    picker = Picker()
+    picker = EventFilter()
     steps = [(g, t) for g in (1, 2) for t in (0, 30, 61, 90, 122)]
-    told = [(g, t) for g, t in steps if picker.wants({"event": "step", "generation": g, "t": 1000 * g + t})]
+    told = [
+        (g, t)
+        for g, t in steps
+        if picker.should_forward({"event": "step", "generation": g, "t": 1000 * g + t})
+    ]
     assert told == [(g, t) for g in (1, 2) for t in (0, 61, 122)]
-    assert picker.wants({"event": "step", "generation": 2, "t": 5})  # its clock was set back
-    assert picker.wants({"event": "verdict", "t": 0})
-    assert not picker.wants({"event": "zygote-ready", "t": 0})
+    assert picker.should_forward({"event": "step", "generation": 2, "t": 5})  # its clock was set back
+    assert picker.should_forward({"event": "verdict", "t": 0})
+    assert not picker.should_forward({"event": "fork-server-ready", "t": 0})
 
 
 def test_the_file_of_others_lines_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     """Its older half is given up; what a disk refuses is counted, and written when it takes it again."""
     log = EventLog(tmp_path / "events.jsonl", node="b")
-    path = tmp_path / constants.PEERS_FILE
-    peers = Peers(path, limit=2000)
+    path = tmp_path / constants.PEER_EVENTS_FILE
+    peers = PeerEventLog(path, max_bytes=2000)
     for number in range(100):
-        log.write("commit", step=number)
+        log.emit("commit", step=number)
         peers.append((tmp_path / "events.jsonl").read_text().splitlines()[-1:])
-    kept = [parse(line) for line in path.read_text().splitlines()]
+    kept = [parse_line(line) for line in path.read_text().splitlines()]
     assert path.stat().st_size <= 2000
     steps = [event["step"] for event in kept if event]
     assert steps == list(range(100 - len(steps), 100))
     assert len(steps) > 8
-    refused = Peers(tmp_path / "no" / "where")
+    refused = PeerEventLog(tmp_path / "no" / "where")
     refused.append(["x", "y"])
-    assert refused.lost == 2
+    assert refused.lost_lines == 2
     (tmp_path / "no").mkdir()
-    refused.append(["z"], last=True)
-    assert refused.lost == 0
+    refused.append(["z"], is_last=True)
+    assert refused.lost_lines == 0
     assert (tmp_path / "no" / "where").read_text() == "x\ny\nz\n"
 
 
@@ -334,21 +352,21 @@ class Full(Disk):
 
 def test_the_file_of_others_lines_does_not_grow_on_a_full_disk(tmp_path: Path) -> None:
     """It cannot be halved then; lines count as lost that were not written, and no others."""
-    path = tmp_path / constants.PEERS_FILE
-    peers = Peers(path, limit=2000, disk=Full())
+    path = tmp_path / constants.PEER_EVENTS_FILE
+    peers = PeerEventLog(path, max_bytes=2000, disk=Full())
     for _ in range(100):
         peers.append(["x" * 99])
     assert path.stat().st_size == 2000
-    assert peers.lost == 80
+    assert peers.lost_lines == 80
     peers.append(["x" * 99] * 100)
-    assert (path.stat().st_size, peers.lost) == (2000, 180)
+    assert (path.stat().st_size, peers.lost_lines) == (2000, 180)
 
 
 def test_a_full_disk_is_asked_ever_less_often_and_at_once_when_it_has_taken_something(tmp_path: Path) -> None:
     """What waits may be megabytes, and it takes and gives back a part of them each time."""
-    path = tmp_path / constants.PEERS_FILE
+    path = tmp_path / constants.PEER_EVENTS_FILE
     disk, now = Full(), 0
-    peers = Peers(path, limit=1000, disk=disk, clock=lambda: now)
+    peers = PeerEventLog(path, max_bytes=1000, disk=disk, clock=lambda: now)
 
     def asked(seconds: int) -> list[int]:
         """At which of the seconds that follow it is asked, when a line comes in each."""
@@ -363,15 +381,15 @@ def test_a_full_disk_is_asked_ever_less_often_and_at_once_when_it_has_taken_some
 
     assert asked(10) == []
     assert asked(130) == [0, 1, 3, 7, 15, 31, 61, 91, 121]
-    assert peers.lost == 130
+    assert peers.lost_lines == 130
     disk.freed = True
     assert asked(22) == [21]
-    assert peers.lost == 152 - 5, "what waited is there"
+    assert peers.lost_lines == 152 - 5, "what waited is there"
     disk.freed = False
     assert asked(9) == [1, 2, 4, 8], "there was room for one line more, and then it begins anew"
 
 
-class Silent(Finger):
+class Silent(StatusSampler):
     """Feels nothing."""
 
     def __init__(self) -> None:
@@ -380,50 +398,52 @@ class Silent(Finger):
     def note(self, event: Event) -> None:
         """Take it in."""
 
-    def take(self, incidents: int) -> Pulse:
+    def take(self, incidents: int) -> NodeStatus:
         """Give one that says how many incidents there were."""
-        return Pulse(incidents=incidents)
+        return NodeStatus(incidents=incidents)
 
 
 def test_a_new_leader_misses_only_what_it_was_not_told(tmp_path: Path) -> None:
     """What a node told the one before it, and keeps no more, is not missing; a gap after that is."""
-    teller = Teller(tmp_path, "job", Silent(), Tail(tmp_path / "none"), say=print)
+    teller = StatusReporter(tmp_path, "job", Silent(), EventTail(tmp_path / "none"), log=print)
     for first, lines in ((5000, 3), (5001, 3), (5010, 1)):
-        teller.hear(Heard(B, Tidings(None, first, News(("x",) * lines)), 1))
-    assert json.loads(teller.show(View(A, True, A)))["missed_lines"] == 6
+        teller.on_peer_status(DeliverPeerStatus(B, StatusUpdate(None, first, EventLines(("x",) * lines)), 1))
+    assert json.loads(teller.render_status(RendezvousStatus(A, True, A)))["lost_event_lines"] == 6
 
 
 # ---- the document and its screen -----------------------------------------------------------------------
 
 
-def said(count: int = 2, *, view: View | None = None, trouble: int | None = None) -> dict[str, Any]:
+def said(
+    count: int = 2, *, view: RendezvousStatus | None = None, trouble: int | None = None
+) -> dict[str, Any]:
     """A document of a leader and as many nodes."""
     members = tuple(Incarnation(f"n{i}", "1", f"n{i}:1") for i in range(count))
     pulses = {
-        one.node: Known(
-            Pulse(
+        one.node: ReceivedStatus(
+            NodeStatus(
                 generation=3,
                 step=100 + (i == 1),
                 steps_per_s=2.5,
                 world_size=count,
                 snapshot_step=99,
-                trouble="disk full" if i == trouble else "",
+                problem="disk full" if i == trouble else "",
             ),
             0.0,
         )
         for i, one in enumerate(members)
     }
-    tally = Tally()
+    tally = IncidentTracker()
     for event in [BEGUN, *kill(1, 100.0, lost=3), *kill(2, 200.0)]:
-        tally.take(event)
-    seen = view or View(members[0], True, members[0], World(3, members, members[0]), 3, ("n9",))
-    made = status.make(seen, pulses, tally, run_id="job", missed=0)
+        tally.record(event)
+    seen = view or RendezvousStatus(members[0], True, members[0], View(3, members, members[0]), 3, ("n9",))
+    made = status.build_status_document(seen, pulses, tally, run_id="job", lost_event_lines=0)
     return dict(json.loads(json.dumps(made)))
 
 
 def test_a_screen_tells_what_somebody_asks_at_night() -> None:
     """World, steps, copies, incidents with cause and cost."""
-    text = "\n".join(screen(said()))
+    text = "\n".join(format_screen(said()))
     for words in (
         "job job: generation 3, 2 nodes, 2 ranks, led by n0",
         "step 101, 2.5 steps/s",
@@ -437,19 +457,21 @@ def test_a_screen_tells_what_somebody_asks_at_night() -> None:
 
 def test_without_a_world_it_says_what_is_waited_for() -> None:
     """And who is not here."""
-    view = View(A, True, A, None, 3, (), ("c",), "2 of 3 nodes are here")
-    text = "\n".join(screen(said(view=view)))
+    view = RendezvousStatus(A, True, A, None, 3, (), ("c",), "2 of 3 nodes are here")
+    text = "\n".join(format_screen(said(view=view)))
     assert "no world runs, led by a" in text
     assert "waiting: 2 of 3 nodes are here" in text
     assert "not here: c" in text
-    alone = View(B, generation=3, waiting="it calls a:1")
-    assert "nobody leads" in "\n".join(screen(said(view=alone)))
-    assert "over for all" in "\n".join(screen(said(view=View(B, over="over for all"))))
+    alone = RendezvousStatus(B, generation=3, waiting_reason="it calls a:1")
+    assert "nobody leads" in "\n".join(format_screen(said(view=alone)))
+    assert "over for all" in "\n".join(
+        format_screen(said(view=RendezvousStatus(B, end_reason="over for all")))
+    )
 
 
 def test_of_a_thousand_nodes_those_in_trouble_are_shown() -> None:
     """One screen is one screen."""
-    lines = screen(said(1000, trouble=777))
+    lines = format_screen(said(1000, trouble=777))
     assert len(lines) < MAX_NODES + 20
     assert any("n777" in line and "disk full" in line for line in lines)
     assert f"and {1000 - MAX_NODES} more" in lines
@@ -461,11 +483,11 @@ def test_a_screen_is_no_larger_than_the_terminal(nodes: int, columns: int, rows:
     """What is redrawn would scroll, and its head be lost; the node in trouble is among those left."""
     document = said(nodes, trouble=1)
     document["spares"] = [f"spare-{number}" for number in range(1000)]
-    lines = fitting(document, columns, rows)
+    lines = fit_screen(document, columns, rows)
     assert len(lines) <= rows
     assert max(map(len, lines)) <= columns
     assert "job job: generation 3"[:columns] in lines[0]
-    assert len("\n".join(screen(document))) < 6000
+    assert len("\n".join(format_screen(document))) < 6000
     if rows >= 24:
         assert any(" n1 " in line for line in lines)
         assert any("2 incidents" in line for line in lines)
@@ -477,7 +499,7 @@ def test_a_screen_is_no_larger_than_the_terminal(nodes: int, columns: int, rows:
 def look_file(node_dir: Path, run_id: str) -> Path:
     """What an agent leaves."""
     node_dir.mkdir(parents=True)
-    path = node_dir / constants.LOOK_FILE
+    path = node_dir / constants.AGENT_ENDPOINT_FILE
     path.write_text(
         json.dumps(
             {"run_id": run_id, "address": "127.0.0.1:1", "endpoints": ["127.0.0.1:2"], "key": "00" * 32}
@@ -486,9 +508,9 @@ def look_file(node_dir: Path, run_id: str) -> Path:
     return path
 
 
-def find(path: Path | None, **more: Any) -> asking.Job:
+def find(path: Path | None, **more: Any) -> asking.JobEndpoint:
     """`asking.find` without flags."""
-    return asking.find(path, **{"endpoint": None, "run_id": None, "token_file": None, **more})
+    return asking.find_job(path, **{"endpoint": None, "run_id": None, "token_file": None, **more})
 
 
 def test_a_job_is_found_from_the_directories_it_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,7 +535,7 @@ def test_a_job_is_found_from_the_directories_it_uses(tmp_path: Path, monkeypatch
     with pytest.raises(UsageError, match="add --rdzv-id"):
         find(None, endpoint="127.0.0.1:1")
     with pytest.raises(RendezvousLostError, match=r"127\.0\.0\.1:1: .*refused"):
-        find(None, endpoint="127.0.0.1:1", run_id="x").ask()
+        find(None, endpoint="127.0.0.1:1", run_id="x").query_leader()
 
 
 @pytest.mark.parametrize(
@@ -565,6 +587,6 @@ def test_a_document_of_another_form_is_no_answer(
     """Whoever gives it holds the key, and is asked no further."""
     monkeypatch.setattr(asking, "ask", lambda *_, **__: json.dumps({**said(), **odd}).encode())
     with pytest.raises(RendezvousLostError, match=r"not one of ours|in version"):
-        asking.Job("job", b"", ["a:1"]).ask()
+        asking.JobEndpoint("job", b"", ["a:1"]).query_leader()
     monkeypatch.setattr(asking, "ask", lambda *_, **__: json.dumps(said()).encode())
-    assert asking.Job("job", b"", ["a:1"]).ask()["leads"]
+    assert asking.JobEndpoint("job", b"", ["a:1"]).query_leader()["leads"]

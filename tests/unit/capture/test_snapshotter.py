@@ -18,14 +18,14 @@ from torch import Tensor, nn
 import elastic_resume as er
 from elastic_resume import events, failpoints
 from elastic_resume.capture import copy_engine, snapshotter
-from elastic_resume.capture.copy_engine import copy_now
+from elastic_resume.capture.copy_engine import copy_tensors
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.errors import UsageError
 from elastic_resume.snapshot import slots
 from elastic_resume.state import state_dict
-from elastic_resume.state.tensor_buffer import Image
+from elastic_resume.state.tensor_buffer import TensorBuffer
 from elastic_resume.training.run import Run
-from tests.support.stations import descriptors, until
+from tests.support.rendezvous_nodes import count_open_descriptors, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -152,10 +152,10 @@ def expected(run: Run) -> tuple[dict[str, Tensor], Any]:
 
 def held(run: Run) -> tuple[dict[str, Tensor], Any, int]:
     """What memory holds: tensors, the rest, and the step."""
-    memory = run._keeping.memory
-    newest = memory.newest()
+    memory = run._committer_connection.slot_client
+    newest = memory.find_newest()
     assert newest is not None
-    image = Image(Layout.parse(newest.image, len(newest.image)), newest.image)
+    image = TensorBuffer(Layout.parse(newest.image, len(newest.image)), newest.image)
     tensors = {name: image.tensor(name).clone() for name in image.layout.extents}
     return tensors, newest.manifest.state, newest.manifest.step
 
@@ -163,7 +163,7 @@ def held(run: Run) -> tuple[dict[str, Tensor], Any, int]:
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Names of tensors that are not the same, bit for bit."""
     prints = [
-        state_dict.fingerprints(
+        state_dict.digest_leaves(
             [state_dict.Leaf(name, tensor, state_dict.OTHER) for name, tensor in side.items()]
         )
         for side in (a, b)
@@ -206,7 +206,7 @@ def test_memory_holds_the_state_at_the_step_boundary(kind: str, begin: Callable[
         models = objects["model"]
         for part in models.values() if isinstance(models, dict) else [models]:
             part(torch.randn(3, 4))
-        assert run._saver.snapshots.finished(20)
+        assert run._snapshot_scheduler.snapshotter.wait_until_complete(20)
         found, kept, at = held(run)
         assert at == number
         assert same(tensors, found) == []
@@ -221,7 +221,7 @@ def test_the_fence_holds_up_the_optimizer_until_the_copy_is_complete(
     run = begin(**objects)
     step(objects)
     run.step()
-    monkeypatch.setattr(failpoints, "_points", failpoints._parse("snapshot.copying=delay:0.2"))
+    monkeypatch.setattr(failpoints, "_failpoints_by_name", failpoints._parse("snapshot.copying=delay:0.2"))
     step(objects)
     run.step()
     tensors, _ = expected(run)
@@ -249,13 +249,13 @@ def test_state_that_changes_behind_the_fence_is_found_and_named(begin: Callable[
 def replay(objects: dict[str, Any]) -> None:
     """Change parameters and optimizer state as a replayed CUDA graph of the step does: without any hook."""
     with torch.no_grad():
-        for leaf in state_dict.flatten(objects).of_kind(state_dict.REPLICATED):
+        for leaf in state_dict.flatten(objects).select_kinds(state_dict.REPLICATED):
             leaf.tensor.add_(1)
 
 
 def failures(run: Run) -> list[str]:
     """What the event log says of snapshots that failed."""
-    path = run._place.node_dir / "events.jsonl"
+    path = run._context.node_dir / "events.jsonl"
     return [str(event["reason"]) for event in events.read(path) if event["event"] == "snapshot-failed"]
 
 
@@ -269,12 +269,12 @@ def test_a_step_without_hooks_is_never_copied_half(
     objects = KINDS["adamw"]()
     run = begin(**objects)
     replay(objects)
-    monkeypatch.setattr(failpoints, "_points", failpoints._parse(SLOWLY))
+    monkeypatch.setattr(failpoints, "_failpoints_by_name", failpoints._parse(SLOWLY))
     for number in range(1, 4):
         run.step()
         tensors, _ = expected(run)
         replay(objects)
-        assert run._saver.snapshots.finished(20)
+        assert run._snapshot_scheduler.snapshotter.wait_until_complete(20)
         found, _, at = held(run)
         assert at == number
         assert same(tensors, found) == []
@@ -289,17 +289,19 @@ def test_what_was_copied_while_a_graph_was_replayed_counts_no_more(
     objects = KINDS["adamw"]()
     run = begin(**objects)
     step(objects)
-    monkeypatch.setattr(failpoints, "_points", failpoints._parse(SLOWLY))
+    monkeypatch.setattr(failpoints, "_failpoints_by_name", failpoints._parse(SLOWLY))
     run.step()
     if when == "before it is copied":
         replay(objects)
     else:
-        assert run._saver.snapshots.finished(20)
+        assert run._snapshot_scheduler.snapshotter.wait_until_complete(20)
         objects["model"].a.weight.data.add_(1)  # which counts no version
-    monkeypatch.setattr(run._saver.snapshots, "take", lambda *_, **__: False)  # else the next one counts
+    monkeypatch.setattr(
+        run._snapshot_scheduler.snapshotter, "take", lambda *_, **__: False
+    )  # else the next one counts
     run.step()
-    run._saver.snapshots.wait()
-    assert run._keeping.memory.newest() is None
+    run._snapshot_scheduler.snapshotter.wait_for_copy()
+    assert run._committer_connection.slot_client.find_newest() is None
     (reason,) = failures(run)
     assert reason.startswith("model/")
     assert "Call optimizer.step() outside CUDA graphs" in reason
@@ -312,12 +314,12 @@ def test_steps_that_leave_the_optimizer_out_keep_their_copies(
     """As a GradScaler does after an overflow, or a script that adds gradients up by itself."""
     objects = KINDS["two"]()
     run = begin(**objects)
-    monkeypatch.setattr(failpoints, "_points", failpoints._parse("snapshot.copying=delay:0.02"))
+    monkeypatch.setattr(failpoints, "_failpoints_by_name", failpoints._parse("snapshot.copying=delay:0.02"))
     for number in range(1, 9):
         if number % 3 == 0:
             step(objects)
         run.step()
-        assert run._saver.snapshots.finished(20)
+        assert run._snapshot_scheduler.snapshotter.wait_until_complete(20)
         assert held(run)[2] == number
     assert failures(run) == []
 
@@ -330,23 +332,27 @@ def test_two_optimizers_of_which_one_is_replayed_have_no_torn_copy(
     objects = KINDS["two"]()
     run = begin(**objects)
     step(objects)
-    monkeypatch.setattr(failpoints, "_points", failpoints._parse(SLOWLY))
+    monkeypatch.setattr(failpoints, "_failpoints_by_name", failpoints._parse(SLOWLY))
     run.step()
     weight, changed = objects["model"]["g"].weight, when != "never"
     if when == "before it is copied":
         with torch.no_grad():
             weight.add_(1)
     elif changed:
-        assert run._saver.snapshots.finished(20)
+        assert run._snapshot_scheduler.snapshotter.wait_until_complete(20)
         weight.data.add_(1)  # which counts no version
     objects["model"]["d"](torch.ones(1, 4)).sum().backward()
     objects["optimizer"]["d"].step()
-    monkeypatch.setattr(run._saver.snapshots, "take", lambda *_, **__: False)  # else the next one counts
+    monkeypatch.setattr(
+        run._snapshot_scheduler.snapshotter, "take", lambda *_, **__: False
+    )  # else the next one counts
     run.step()
-    run._saver.snapshots.wait()
-    assert (run._keeping.memory.newest() is None) == changed
+    run._snapshot_scheduler.snapshotter.wait_for_copy()
+    assert (run._committer_connection.slot_client.find_newest() is None) == changed
     assert [reason.split("/")[0] for reason in failures(run)] == ["model.g"] * changed
-    assert not run._saver.snapshots._barrier.holds  # so training waits for the next copy
+    assert (
+        not run._snapshot_scheduler.snapshotter._barrier.all_hooks_ran
+    )  # so training waits for the next copy
 
 
 def test_what_looking_for_changes_takes_is_counted_as_a_stall(
@@ -357,23 +363,23 @@ def test_what_looking_for_changes_takes_is_counted_as_a_stall(
     run = begin(**objects)
     step(objects)
     run.step()
-    snapshots, threads = run._saver.snapshots, []
-    assert snapshots.finished(20)
+    snapshots, threads = run._snapshot_scheduler.snapshotter, []
+    assert snapshots.wait_until_complete(20)
     before = snapshots.stall_s
-    looked = snapshotter.Share.differing
+    looked = snapshotter.TensorGroup.find_differing
 
     def slowly(*given: Any) -> list[str]:
         threads.append(threading.current_thread())
         time.sleep(0.2)
         return looked(*given)
 
-    monkeypatch.setattr(snapshotter.Share, "differing", slowly)
+    monkeypatch.setattr(snapshotter.TensorGroup, "differing", slowly)
     snapshots.end_step(2)
-    snapshots.wait()
+    snapshots.wait_for_copy()
     assert len(threads) == 1
     assert threads[0] is not threading.current_thread()  # forward and backward go on meanwhile
     assert snapshots.stall_s >= before + 0.2
-    assert snapshots.finished(20)
+    assert snapshots.wait_until_complete(20)
 
 
 def test_an_optimizers_step_that_is_captured_is_refused(
@@ -419,8 +425,8 @@ def test_slots_that_are_replaced_are_not_left_pinned(
     cuda = Cudart()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    monkeypatch.setattr(copy_engine.Streams, "begin", lambda *_: {torch.device("cpu"): None})
-    monkeypatch.setattr(copy_engine.Streams, "copy", lambda *_: None)
+    monkeypatch.setattr(copy_engine.CudaCopyStreams, "begin", lambda *_: {torch.device("cpu"): None})
+    monkeypatch.setattr(copy_engine.CudaCopyStreams, "copy", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     model, diary = nn.Linear(4, 4), Diary()
     objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
@@ -429,8 +435,8 @@ def test_slots_that_are_replaced_are_not_left_pinned(
         step(objects)
         diary.text = "x" * (70_000 << number // 3 * 2)
         run.step()
-        assert run._saver.snapshots.finished(20), number
-    states = run._keeping.memory.control.states()
+        assert run._snapshot_scheduler.snapshotter.wait_until_complete(20), number
+    states = run._committer_connection.slot_client.control_block.read_slots()
     assert max(one.serial for one in states) > 9  # so there were others before
     assert 0 < cuda.most <= 2 * len(states)
     run.close()
@@ -446,7 +452,7 @@ def test_new_tensors_make_a_new_layout_and_the_newest_snapshot_stays(begin: Call
     for _ in range(3):
         step(objects)
         run.step()
-    assert run._saver.snapshots.finished(20)
+    assert run._snapshot_scheduler.snapshotter.wait_until_complete(20)
     assert held(run)[2] == 3
     model.register_parameter("late", nn.Parameter(torch.randn(1_000_000)))
     optimizer.add_param_group({"params": [model.late]})
@@ -454,12 +460,12 @@ def test_new_tensors_make_a_new_layout_and_the_newest_snapshot_stays(begin: Call
         step(objects)
         run.step()
         tensors, _ = expected(run)
-        assert run._saver.snapshots.finished(20)
+        assert run._snapshot_scheduler.snapshotter.wait_until_complete(20)
         found, _, at = held(run)
         assert at == number
         assert same(tensors, found) == []
-    states = run._keeping.memory.control.states()
-    assert len({one.capacity for one in states if one.whole}) >= 1
+    states = run._committer_connection.slot_client.control_block.read_slots()
+    assert len({one.capacity for one in states if one.complete}) >= 1
 
 
 @pytest.mark.parametrize(
@@ -497,7 +503,7 @@ def test_what_has_become_another_kind_of_tensor_is_not_copied(source: Tensor) ->
     """The copy itself would convert a dtype in silence, and stretch one element to all."""
     target = torch.zeros(3)
     with pytest.raises(ValueError, match="another dtype or size"):
-        copy_now([target], [source])
+        copy_tensors([target], [source])
     assert not target.any()
 
 
@@ -513,11 +519,11 @@ def test_the_only_slot_goes_to_disk_when_a_save_is_due(
         model(torch.randn(2, 1000)).sum().backward()
         optimizer.step()
         run.step()
-    assert run._keeping.memory.slots == 1
+    assert run._committer_connection.slot_client.slot_count == 1
     limit = time.monotonic() + 20
-    while not (run._place.node_dir / "g000001-s0000000003").is_dir() and time.monotonic() < limit:
+    while not (run._context.node_dir / "g000001-s0000000003").is_dir() and time.monotonic() < limit:
         time.sleep(0.01)
-    assert (run._place.node_dir / "g000001-s0000000003").is_dir()
+    assert (run._context.node_dir / "g000001-s0000000003").is_dir()
 
 
 class Diary:
@@ -550,8 +556,8 @@ def test_slots_that_are_replaced_by_larger_ones_give_their_memory_back(begin: Ca
         step(objects)
         diary.text = "x" * (70_000 << number // 3 * 2)
         run.step()
-        assert run._saver.snapshots.finished(20), number
-    states = run._keeping.memory.control.states()
+        assert run._snapshot_scheduler.snapshotter.wait_until_complete(20), number
+    states = run._committer_connection.slot_client.control_block.read_slots()
     assert max(one.serial for one in states) > 9  # so there were others before
     # The keeper's own, ours, and what is forgotten with the next.
     assert mapped() - before <= 2 * len(states) + 2
@@ -570,8 +576,11 @@ def test_a_run_that_is_closed_and_forgotten_leaves_no_descriptor(
         run.close()
         del run
         gc.collect()
-        found.append(descriptors())
-    until(lambda: descriptors() <= found[0], "the keeper's side of the last connection to be closed too")
+        found.append(count_open_descriptors())
+    wait_until(
+        lambda: count_open_descriptors() <= found[0],
+        "the keeper's side of the last connection to be closed too",
+    )
 
 
 def test_a_copy_that_fails_costs_a_snapshot_and_not_the_training(
@@ -582,16 +591,16 @@ def test_a_copy_that_fails_costs_a_snapshot_and_not_the_training(
     run = begin(**objects)
     step(objects)
     run.step()
-    assert run._saver.snapshots.finished(20)
-    monkeypatch.setattr(failpoints, "_points", failpoints._parse("snapshot.copying=raise"))
+    assert run._snapshot_scheduler.snapshotter.wait_until_complete(20)
+    monkeypatch.setattr(failpoints, "_failpoints_by_name", failpoints._parse("snapshot.copying=raise"))
     step(objects)
     run.step()
-    assert not run._saver.snapshots.finished(5)
+    assert not run._snapshot_scheduler.snapshotter.wait_until_complete(5)
     assert held(run)[2] == 1
-    monkeypatch.setattr(failpoints, "_points", {})
+    monkeypatch.setattr(failpoints, "_failpoints_by_name", {})
     step(objects)
     run.step()
-    assert run._saver.snapshots.finished(20)
+    assert run._snapshot_scheduler.snapshotter.wait_until_complete(20)
     assert held(run)[2] == 3
 
 
@@ -606,16 +615,16 @@ def test_an_epochs_last_step_is_held_before_what_follows_it_and_after(begin: Cal
         for _ in batches:
             step(objects)
             run.step()
-        assert run._saver.snapshots.finished(20)
-        newest = run._keeping.memory.newest()
+        assert run._snapshot_scheduler.snapshotter.wait_until_complete(20)
+        newest = run._committer_connection.slot_client.find_newest()
         assert newest is not None
         assert (newest.manifest.position.epoch, newest.manifest.position.step_in_epoch) == (epoch, 2)
-        marks.append(newest.mark)
-    last = run._keeping.memory.newest()
+        marks.append(newest.snapshot_id)
+    last = run._committer_connection.slot_client.find_newest()
     assert last is not None
     assert (last.manifest.position.epoch, last.manifest.position.step_in_epoch) == (2, 0)
-    assert slots.order_of(last.mark) == slots.order_of(marks[-1])
-    assert last.mark > marks[-1]
+    assert slots.decode_snapshot_id(last.snapshot_id) == slots.decode_snapshot_id(marks[-1])
+    assert last.snapshot_id > marks[-1]
 
 
 def _other_parameter(model: Odd, _: Any) -> None:
@@ -649,7 +658,7 @@ def replacing_at(at: int, change: Callable[[Odd, Any], None], begin: Callable[..
             change(objects["model"], objects["optimizer"])
         run.step()
         now = expected(run)
-        if run._saver.snapshots.finished(20):
+        if run._snapshot_scheduler.snapshotter.wait_until_complete(20):
             last = now
         else:
             missing.append(number)

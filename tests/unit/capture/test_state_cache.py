@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_resume.capture.state_cache import Sight, Tracker
+from elastic_resume.capture.state_cache import StateTracker, StateView
 from elastic_resume.data import rng
 from elastic_resume.errors import UntrackableError
 from elastic_resume.snapshot import slots
@@ -108,9 +108,9 @@ class Assigning(torch.optim.Optimizer):
                 parameter.data = parameter.data - 0.1 * own["mean"]
 
 
-def names(sight: Sight) -> list[str]:
+def names(sight: StateView) -> list[str]:
     """Names of the fixed tensors."""
-    return [leaf.name for leaf in sight.fixed.leaves]
+    return [leaf.name for leaf in sight.cached.leaves]
 
 
 def described(leaves: Any) -> dict[str, Any]:
@@ -118,19 +118,19 @@ def described(leaves: Any) -> dict[str, Any]:
     return {leaf.name: (leaf.kind, leaf.tensor.dtype, tuple(leaf.tensor.shape)) for leaf in leaves}
 
 
-def check(tracker: Tracker, tracked: dict[str, Any]) -> Sight:
+def check(tracker: StateTracker, tracked: dict[str, Any]) -> StateView:
     """Look, and compare with what flattening says at the same moment, bit for bit."""
-    sight, flat = tracker.look(), state_dict.flatten(tracked)
-    merged = slots.merge(sight.fixed.static, sight.dynamic)
+    sight, flat = tracker.read_state(), state_dict.flatten(tracked)
+    merged = slots.merge_state(sight.cached.static_skeleton, sight.dynamic_skeleton)
     assert merged == flat.skeleton
     assert repr(merged) == repr(flat.skeleton)  # the order of names as well
     assert described(sight.leaves) == described(flat.leaves)
     assert len(sight.leaves) == len(flat.leaves)
     fixed, order = set(names(sight)), [leaf.name for leaf in flat.leaves]
     assert names(sight) == [name for name in order if name in fixed]
-    assert [leaf.name for leaf in sight.live] == [name for name in order if name not in fixed]
-    assert state_dict.fingerprints(sight.leaves) == state_dict.fingerprints(flat.leaves)
-    assert len(sight.fixed.overlapped) == len(sight.fixed.leaves)
+    assert [leaf.name for leaf in sight.uncached_leaves] == [name for name in order if name not in fixed]
+    assert state_dict.digest_leaves(sight.leaves) == state_dict.digest_leaves(flat.leaves)
+    assert len(sight.cached.may_overlap) == len(sight.cached.leaves)
     return sight
 
 
@@ -190,7 +190,7 @@ def test_each_step_of_each_optimizer_is_seen_as_it_is(make: Callable[[Any], torc
         "odd": Box({"list": [1, (2.0, None)], 3: np.arange(3), "t": torch.ones(2)}),
         "order": ParameterOrder({"model": model, "optimizer": optimizer}),
     }
-    tracker = Tracker(tracked)
+    tracker = StateTracker(tracked)
     seen = [check(tracker, tracked)]
     for step in range(6):
         train(model, optimizer)
@@ -201,8 +201,8 @@ def test_each_step_of_each_optimizer_is_seen_as_it_is(make: Callable[[Any], torc
         seen.append(check(tracker, tracked))
     assert names(seen[-1]) == names(seen[-2])
     if make not in REPLACING:
-        assert seen[-1].fixed is seen[-2].fixed
-        assert seen[0].fixed.number <= seen[-1].fixed.number <= 4
+        assert seen[-1].cached is seen[-2].cached
+        assert seen[0].cached.version <= seen[-1].cached.version <= 4
 
 
 def test_with_names_and_many_groups_too() -> None:
@@ -211,18 +211,18 @@ def test_with_names_and_many_groups_too() -> None:
     groups = [{"params": [item], "lr": 0.1 / (i + 1)} for i, item in enumerate(model.named_parameters())]
     optimizer = torch.optim.Adam(groups)
     tracked = {"model": model, "optimizer": optimizer}
-    tracker = Tracker(tracked)
+    tracker = StateTracker(tracked)
     first = check(tracker, tracked)
     optimizer.param_groups[1]["lr"] = 7.0
     second = check(tracker, tracked)
-    assert second.fixed is first.fixed
-    assert second.dynamic["optimizer"]["param_groups"][1]["lr"] == 7.0
+    assert second.cached is first.cached
+    assert second.dynamic_skeleton["optimizer"]["param_groups"][1]["lr"] == 7.0
     optimizer.param_groups[1]["extra"] = [1]
     check(tracker, tracked)
     optimizer.param_groups[1]["extra"].append(2)
     check(tracker, tracked)
     optimizer.param_groups[0]["param_names"] = ["renamed"]
-    assert check(tracker, tracked).fixed is not first.fixed
+    assert check(tracker, tracked).cached is not first.cached
     added = nn.Parameter(torch.randn(2))
     optimizer.add_param_group({"params": [("added", added)]})
     check(tracker, tracked)
@@ -308,15 +308,15 @@ def test_a_changed_model_is_seen_at_once(change: Callable[[Parts], Any]) -> None
     """The next look has a new fixed part, and is what flattening gives; so are those that follow."""
     model = Parts()
     tracked = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
-    tracker = Tracker(tracked)
+    tracker = StateTracker(tracked)
     before = check(tracker, tracked)
     change(model)
     after = check(tracker, tracked)
-    assert after.fixed is not before.fixed
+    assert after.cached is not before.cached
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    assert check(tracker, tracked).fixed is after.fixed
+    assert check(tracker, tracked).cached is after.cached
 
 
 @pytest.mark.parametrize(
@@ -332,12 +332,12 @@ def test_other_values_are_no_change(change: Callable[[Parts], Any]) -> None:
     """Values, and what is not part of the state, leave the fixed part as it is."""
     model = Parts()
     tracked = {"model": model, "alias": Box(model.embed.weight)}
-    tracker = Tracker(tracked)
+    tracker = StateTracker(tracked)
     before = check(tracker, tracked)
     with torch.no_grad():
         change(model)
-    assert check(tracker, tracked).fixed is before.fixed
-    assert check(tracker, tracked).fixed is before.fixed
+    assert check(tracker, tracked).cached is before.cached
+    assert check(tracker, tracked).cached is before.cached
 
 
 def test_addresses_of_tied_memory_are_compared_even_when_nothing_else_is() -> None:
@@ -347,7 +347,7 @@ def test_addresses_of_tied_memory_are_compared_even_when_nothing_else_is() -> No
     model = nn.Sequential(one, other)
     second.data = first.data
     tracked = {"model": model}
-    tracker = Tracker(tracked)
+    tracker = StateTracker(tracked)
     assert "model/1.weight" not in names(check(tracker, tracked))
     second.data = first.data.t()
     assert "model/1.weight" in names(check(tracker, tracked))
@@ -382,19 +382,19 @@ def test_a_changed_optimizer_is_seen_at_once(change: Callable[[torch.optim.Optim
     train(model, optimizer)
     tracked: dict[str, Any] = {"model": model, "optimizer": optimizer}
     tracked["order"] = ParameterOrder(tracked)
-    tracker = Tracker(tracked)
+    tracker = StateTracker(tracked)
     before = check(tracker, tracked)
     change(optimizer)
     after = check(tracker, tracked)
-    assert after.fixed is not before.fixed
-    assert check(tracker, tracked).fixed is after.fixed
+    assert after.cached is not before.cached
+    assert check(tracker, tracked).cached is after.cached
 
 
 def test_a_buffer_that_is_assigned_at_each_step_is_seen_each_time() -> None:
     """The tensor that stands there now is held, whatever its shape and ties."""
     model = Parts()
     tracked = {"model": model}
-    tracker = Tracker(tracked)
+    tracker = StateTracker(tracked)
     check(tracker, tracked)
     for step in range(4):
         model.scale = torch.tensor(float(step))
@@ -411,12 +411,12 @@ def test_what_is_asked_may_share_memory_with_what_is_fixed() -> None:
     model = nn.Linear(3, 3)
     before, after = Box(), Box()
     tracked = {"before": before, "model": model, "after": after}
-    tracker = Tracker(tracked)
+    tracker = StateTracker(tracked)
     check(tracker, tracked)
     after.value = [model.weight, model.bias]
-    assert not check(tracker, tracked).live
+    assert not check(tracker, tracked).uncached_leaves
     after.value = [model.weight.data.clone()]
-    assert check(tracker, tracked).live
+    assert check(tracker, tracked).uncached_leaves
     before.value = {"w": model.weight}
     assert "model/weight" not in {leaf.name for leaf in check(tracker, tracked).leaves}
     before.value = None
@@ -429,14 +429,14 @@ def test_the_order_of_gradients_is_seen_when_it_becomes_known() -> None:
     """BucketOrder is not asked again until then."""
     model, order = nn.Linear(2, 2), BucketOrder()
     tracked = {"order": order, "model": model}
-    tracker = Tracker(tracked)
+    tracker = StateTracker(tracked)
     before = check(tracker, tracked)
     order._record("model", dict(model.named_parameters()))
     model(torch.ones(1, 2)).sum().backward()
-    assert check(tracker, tracked).fixed is before.fixed
+    assert check(tracker, tracked).cached is before.cached
     order.end_step()
     after = check(tracker, tracked)
-    assert slots.merge(after.fixed.static, after.dynamic)["order"]["orders"]["model"]
+    assert slots.merge_state(after.cached.static_skeleton, after.dynamic_skeleton)["order"]["orders"]["model"]
     order.load_state_dict({"orders": {}})
     check(tracker, tracked)
 
@@ -447,10 +447,10 @@ def test_complex_tensors_are_followed() -> None:
     model.w = nn.Parameter(torch.randn(3, dtype=torch.complex64))
     alias = Box(model.w.data)
     tracked = {"model": model, "alias": alias}
-    tracker = Tracker(tracked)
+    tracker = StateTracker(tracked)
     before = check(tracker, tracked)
     model.w.data.mul_(2)
-    assert check(tracker, tracked).fixed is before.fixed
+    assert check(tracker, tracked).cached is before.cached
     model.w.data = torch.randn(3, dtype=torch.complex64)
     check(tracker, tracked)
     model.w.data = model.w.data.conj()
@@ -464,10 +464,10 @@ def test_complex_tensors_are_followed() -> None:
     check(tracker, tracked)
 
 
-def waiting(tracked: dict[str, Any], tracker: Tracker | None = None) -> set[str]:
+def waiting(tracked: dict[str, Any], tracker: StateTracker | None = None) -> set[str]:
     """Names of the tensors that may be copied behind the fence."""
-    fixed = check(tracker or Tracker(tracked), tracked).fixed
-    return {leaf.name for leaf, late in zip(fixed.leaves, fixed.overlapped, strict=True) if late}
+    fixed = check(tracker or StateTracker(tracked), tracked).cached
+    return {leaf.name for leaf, late in zip(fixed.leaves, fixed.may_overlap, strict=True) if late}
 
 
 def test_only_what_optimizers_alone_change_is_overlapped() -> None:
@@ -480,7 +480,9 @@ def test_only_what_optimizers_alone_change_is_overlapped() -> None:
     tracked = {"model": model, "optimizer": optimizer, "ema": average, "other": nn.Linear(2, 2)}
     weights = {"embed.weight", "norm.weight", "norm.bias", "head.weight"}
     of_model = {f"model/{name}" for name in weights}
-    of_optimizer = {name for name in names(check(Tracker(tracked), tracked)) if name.startswith("optimizer/")}
+    of_optimizer = {
+        name for name in names(check(StateTracker(tracked), tracked)) if name.startswith("optimizer/")
+    }
     of_ema = {"ema/module.weight", "ema/module.bias"}
     assert len(of_optimizer) == 12
     assert waiting(tracked) == of_model | of_optimizer | of_ema
@@ -499,14 +501,14 @@ def test_a_parameter_that_was_frozen_once_never_waits_again() -> None:
     """A GAN's networks are frozen in turn: the fixed part settles instead of changing at each step."""
     model = Parts()
     tracked = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
-    tracker = Tracker(tracked)
+    tracker = StateTracker(tracked)
     assert "model/head.weight" in waiting(tracked, tracker)
     model.head.requires_grad_(False)
     assert "model/head.weight" not in waiting(tracked, tracker)
-    before = check(tracker, tracked).fixed
+    before = check(tracker, tracked).cached
     for wanted in (True, False, True):
         model.head.requires_grad_(wanted)
-        assert check(tracker, tracked).fixed is before
+        assert check(tracker, tracked).cached is before
 
 
 @pytest.mark.parametrize(
@@ -529,14 +531,14 @@ def test_what_cannot_be_stored_is_refused_in_the_same_words(spoil: Callable[[dic
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
     tracked = {"model": model, "optimizer": optimizer, "box": Box()}
-    tracker = Tracker(tracked)
-    tracker.look()
+    tracker = StateTracker(tracked)
+    tracker.read_state()
     spoil(tracked)
     with pytest.raises(UntrackableError) as expected:
         state_dict.flatten(tracked)
     for _ in range(2):
         with pytest.raises(UntrackableError) as told:
-            tracker.look()
+            tracker.read_state()
         assert str(told.value) == str(expected.value)
 
 
@@ -561,7 +563,7 @@ STEPS: dict[str, Callable[[dict[str, Any]], Any]] = {
 CANNOT_FOLLOW = (RuntimeError, KeyError, StopIteration, AttributeError, TypeError, ValueError, IndexError)
 
 
-def takes(step: str, tracked: dict[str, Any], tracker: Tracker) -> bool:
+def takes(step: str, tracked: dict[str, Any], tracker: StateTracker) -> bool:
     """Make a change; whether the state can still be said. Where it cannot, the tracker must not say one."""
     with contextlib.suppress(*CANNOT_FOLLOW):
         STEPS[step](tracked)
@@ -569,7 +571,7 @@ def takes(step: str, tracked: dict[str, Any], tracker: Tracker) -> bool:
         state_dict.flatten(tracked)
     except Exception as refusal:  # noqa: BLE001 - whatever it is, a look has to meet it too
         with pytest.raises(type(refusal)):
-            tracker.look()
+            tracker.read_state()
         return False
     return True
 
@@ -585,7 +587,7 @@ def test_any_sequence_of_changes_is_seen_as_it_is(steps: list[str], trained: boo
     tracked: dict[str, Any] = {"first": Box(), "model": model, "optimizer": optimizer, "box": Box()}
     if trained:
         train(model, optimizer)
-    tracker = Tracker(tracked)
+    tracker = StateTracker(tracked)
     check(tracker, tracked)
     for step in steps:
         if not takes(step, tracked, tracker):

@@ -21,10 +21,10 @@ from elastic_resume import constants
 from elastic_resume.checkpoint.atomic_io import Disk
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.checkpoint.reader import deep_check, name_of, parse_name
-from elastic_resume.checkpoint.writer import Writer
+from elastic_resume.checkpoint.reader import checkpoint_name, deep_check, parse_checkpoint_name
+from elastic_resume.checkpoint.writer import CheckpointTransaction
 from elastic_resume.errors import CheckpointError
-from tests.support.store_samples import RUN, SMALL_BLOCK, flip, image, manifest
+from tests.support.checkpoint_samples import RUN, SMALL_BLOCK, flip_bits, make_image, make_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -210,7 +210,9 @@ class RecordingDisk(Disk):
     def sync_dir(self, path: Path) -> None:
         if path == self._root.parent:  # the root itself is given
             return
-        within = parse_name(path.name) is not None or path.name.startswith(constants.TEMPORARY_PREFIX)
+        within = parse_checkpoint_name(path.name) is not None or path.name.startswith(
+            constants.TEMPORARY_PREFIX
+        )
         if self._leave_out != ("sync_inner_dir" if within else "sync_outer_dir"):
             super().sync_dir(path)
             name = self._name(path)
@@ -233,7 +235,7 @@ class RecordingDisk(Disk):
 
     def damage(self, path: Path, offset: int) -> None:
         """Flip a bit of a file behind the store's back, for good."""
-        flip(path, offset)
+        flip_bits(path, offset)
         name, data = self._name(path), path.read_bytes()
 
         def replace(model: Model) -> None:
@@ -243,15 +245,15 @@ class RecordingDisk(Disk):
         self._record(replace)
 
 
-class HastyWriter(Writer):
+class HastyWriter(CheckpointTransaction):
     """The classic mistake: the final name first, then what belongs under it."""
 
     def _finish_data(self) -> None:
-        self._disk.rename(self._temporary, self._final)
-        self._temporary = self._final
+        self._disk.rename(self._temporary_path, self._final_path)
+        self._temporary_path = self._final_path
         super()._finish_data()
 
-    def _is_there_already(self, manifest: object) -> bool:  # noqa: ARG002
+    def _is_already_committed(self, manifest: object) -> bool:  # noqa: ARG002
         return False
 
     def _publish(self) -> None:
@@ -262,17 +264,21 @@ class HastyWriter(Writer):
 class HastyCatalog(Catalog):
     """Another one: files are removed while the checkpoint still has its name."""
 
-    def _discard(self, path: Path) -> None:
+    def _delete(self, path: Path) -> None:
         self._disk.remove_tree(path)
 
 
 def commit(
-    disk: RecordingDisk, node_dir: Path, order: tuple[int, int], seed: int = 0, writer: type[Writer] = Writer
+    disk: RecordingDisk,
+    node_dir: Path,
+    order: tuple[int, int],
+    seed: int = 0,
+    writer: type[CheckpointTransaction] = CheckpointTransaction,
 ) -> Path:
     """Commit a checkpoint; note the moment from which it must be found."""
     with writer(node_dir, *order, disk, block_bytes=SMALL_BLOCK) as open_writer:
-        open_writer.write(image(seed or order[1]))
-        path = open_writer.commit(manifest(*order))
+        open_writer.write(make_image(seed or order[1]))
+        path = open_writer.commit(make_manifest(*order))
     disk.note(f"committed {path.name}")
     return path
 
@@ -283,7 +289,7 @@ def scenario(disk: RecordingDisk, node_dir: Path, catalog: type[Catalog] = Catal
     for step in (1, 2, 3):
         commit(disk, node_dir, (1, step))
         shelf.prune(2)
-    bad = node_dir / name_of(1, 3)
+    bad = node_dir / checkpoint_name(1, 3)
     disk.note(f"damaged {bad.name}")
     disk.damage(bad / constants.STATE_FILE, -1)
     commit(disk, node_dir, (1, 3))  # finds it damaged, moves it aside, writes it again
@@ -297,7 +303,7 @@ def scenario(disk: RecordingDisk, node_dir: Path, catalog: type[Catalog] = Catal
 
 def check(tree_root: Path, committed: set[str], damaged: set[str]) -> str | None:
     """Say what is wrong with a tree found after a power cut, or None."""
-    found = {path.name: path for path in tree_root.iterdir() if parse_name(path.name)}
+    found = {path.name: path for path in tree_root.iterdir() if parse_checkpoint_name(path.name)}
     for name, path in found.items():
         if name not in damaged:
             try:
@@ -435,7 +441,7 @@ def test_the_generation_never_goes_back_in_a_power_cut(tmp_path: Path) -> None:
         for tree in model.images(random, 32):
             root = materialise(tree, tmp_path / f"after-{next(number)}")
             if known >= 0:
-                found = NodeDir(root / RUN / "a", None, Disk()).generation()
+                found = NodeDir(root / RUN / "a", None, Disk()).read_generation()
                 assert known <= found <= 7
 
 
@@ -445,7 +451,7 @@ def test_the_identity_never_changes_in_a_power_cut(tmp_path: Path) -> None:
     disk = RecordingDisk(ckpt_dir)
     ckpt_dir.mkdir()
     with NodeDir.claim(ckpt_dir, RUN, "a", disk=disk) as node:
-        identity = node.identity()
+        identity = node.read_identity()
         disk.note("claimed")
     model, random, number, allowed = Model(), Random(1), itertools.count(), {"", identity}
     for operation in disk.operations:
@@ -455,7 +461,7 @@ def test_the_identity_never_changes_in_a_power_cut(tmp_path: Path) -> None:
             operation(model)
         for tree in model.images(random, 32):
             root = materialise(tree, tmp_path / f"after-{next(number)}")
-            assert NodeDir(root / RUN / "a", None, Disk()).identity() in allowed
+            assert NodeDir(root / RUN / "a", None, Disk()).read_identity() in allowed
     assert allowed == {identity}
 
 

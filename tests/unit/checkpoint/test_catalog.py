@@ -15,10 +15,10 @@ import pytest
 from elastic_resume import constants
 from elastic_resume.checkpoint.atomic_io import temporary_name
 from elastic_resume.checkpoint.catalog import Catalog, scan_run
-from elastic_resume.checkpoint.reader import name_of
-from elastic_resume.checkpoint.writer import Writer
+from elastic_resume.checkpoint.reader import checkpoint_name
+from elastic_resume.checkpoint.writer import CheckpointTransaction
 from elastic_resume.errors import CorruptError, ForeignError, TornError, UnreadableError
-from tests.support.store_samples import RUN, flip, image, save
+from tests.support.checkpoint_samples import RUN, flip_bits, make_image, save_checkpoint
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -30,37 +30,42 @@ def test_newest_is_the_greatest_generation_and_step(tmp_path: Path) -> None:
     """Not the greatest step, and not the latest time of a file."""
     orders = [(2, 5), (10, 1), (2, 40), (1, 999)]
     for order in orders:
-        save(tmp_path, *order)
-    os.utime(tmp_path / name_of(1, 999))
-    entries = Catalog(tmp_path, RUN).entries()
-    assert [entry.order for entry in entries] == sorted(orders, reverse=True)
-    assert all(entry.manifest and entry.manifest.order == entry.order for entry in entries)
+        save_checkpoint(tmp_path, *order)
+    os.utime(tmp_path / checkpoint_name(1, 999))
+    entries = Catalog(tmp_path, RUN).list_entries()
+    assert [entry.version for entry in entries] == sorted(orders, reverse=True)
+    assert all(entry.manifest and entry.manifest.version == entry.version for entry in entries)
 
 
 def test_bad_entries_carry_their_problem(tmp_path: Path) -> None:
     """Quick finds what is torn; deep also what is corrupt; the valid ones are told apart."""
     for step in range(1, 5):
-        save(tmp_path, 1, step)
-    (tmp_path / name_of(1, 4) / constants.STATE_FILE).unlink()
-    flip(tmp_path / name_of(1, 3) / constants.STATE_FILE, -1)
+        save_checkpoint(tmp_path, 1, step)
+    (tmp_path / checkpoint_name(1, 4) / constants.STATE_FILE).unlink()
+    flip_bits(tmp_path / checkpoint_name(1, 3) / constants.STATE_FILE, -1)
     catalog = Catalog(tmp_path, RUN)
-    assert [type(entry.problem) for entry in catalog.entries()] == [TornError, *[type(None)] * 3]
-    assert [type(entry.problem) for entry in catalog.entries(deep=True)][:2] == [TornError, CorruptError]
-    assert [entry.step for entry in catalog.valid(deep=True)] == [2, 1]
-    assert [entry.step for entry in catalog.entries(limit=2)] == [4, 3]
-    others = Catalog(tmp_path, "other").entries()
-    assert {type(entry.problem) for entry in others} == {ForeignError}
+    assert [type(entry.error) for entry in catalog.list_entries()] == [TornError, *[type(None)] * 3]
+    assert [type(entry.error) for entry in catalog.list_entries(read_data=True)][:2] == [
+        TornError,
+        CorruptError,
+    ]
+    assert [entry.step for entry in catalog.list_valid(read_data=True)] == [2, 1]
+    assert [entry.step for entry in catalog.list_entries(limit=2)] == [4, 3]
+    others = Catalog(tmp_path, "other").list_entries()
+    assert {type(entry.error) for entry in others} == {ForeignError}
 
 
 def test_prune_keeps_the_newest_valid_ones(tmp_path: Path) -> None:
     """Bad ones do not count as kept, and are not removed either."""
     for step in range(1, 7):
-        save(tmp_path, 1, step)
-    (tmp_path / name_of(1, 6) / constants.MANIFEST_FILE).unlink()
-    (tmp_path / name_of(1, 2) / constants.STATE_FILE).write_bytes(b"")
+        save_checkpoint(tmp_path, 1, step)
+    (tmp_path / checkpoint_name(1, 6) / constants.MANIFEST_FILE).unlink()
+    (tmp_path / checkpoint_name(1, 2) / constants.STATE_FILE).write_bytes(b"")
     catalog = Catalog(tmp_path, RUN)
-    assert names(catalog.prune(2)) == [name_of(1, 3), name_of(1, 1)]
-    assert names([entry.path for entry in catalog.entries()]) == [name_of(1, s) for s in (6, 5, 4, 2)]
+    assert names(catalog.prune(2)) == [checkpoint_name(1, 3), checkpoint_name(1, 1)]
+    assert names([entry.path for entry in catalog.list_entries()]) == [
+        checkpoint_name(1, s) for s in (6, 5, 4, 2)
+    ]
     assert catalog.prune(2) == []
 
 
@@ -73,58 +78,58 @@ def test_prune_refuses_to_keep_fewer_than_two(tmp_path: Path) -> None:
 def test_prune_never_touches_what_it_does_not_recognise(tmp_path: Path) -> None:
     """A user's files, another run's checkpoint, a link, odd names: all stay."""
     for step in range(1, 5):
-        save(tmp_path, 1, step)
+        save_checkpoint(tmp_path, 1, step)
     elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
     elsewhere.mkdir()
-    save(elsewhere, 0, 1)
-    (tmp_path / name_of(0, 1)).symlink_to(elsewhere / name_of(0, 1))
-    (tmp_path / name_of(0, 2)).write_text("a file")
-    (tmp_path / name_of(0, 3)).mkdir()
+    save_checkpoint(elsewhere, 0, 1)
+    (tmp_path / checkpoint_name(0, 1)).symlink_to(elsewhere / checkpoint_name(0, 1))
+    (tmp_path / checkpoint_name(0, 2)).write_text("a file")
+    (tmp_path / checkpoint_name(0, 3)).mkdir()
     for odd in ("best model ü\n", "$(rm -rf)", "g1-s2", "-rf", "events.jsonl", "*"):
         (tmp_path / odd).mkdir()
         (tmp_path / odd / "kept").write_text("x")
     before = {path.name for path in tmp_path.iterdir()}
     catalog = Catalog(tmp_path, RUN)
     removed = set(names(catalog.prune(2)))
-    assert removed == {name_of(1, 1), name_of(1, 2)}
+    assert removed == {checkpoint_name(1, 1), checkpoint_name(1, 2)}
     assert {path.name for path in tmp_path.iterdir()} == before - removed
     assert Catalog(tmp_path, "other").prune(2) == []
-    assert (elsewhere / name_of(0, 1) / constants.STATE_FILE).exists()
+    assert (elsewhere / checkpoint_name(0, 1) / constants.STATE_FILE).exists()
 
 
 def test_quarantine_never_overwrites(tmp_path: Path) -> None:
     """The same name may go bad again and again."""
     catalog = Catalog(tmp_path, RUN)
-    moved = [catalog.quarantine(save(tmp_path, seed=seed), f"reason {seed}") for seed in range(3)]
-    assert names(moved) == [name_of(1, 1), f"{name_of(1, 1)}.1", f"{name_of(1, 1)}.2"]
-    assert catalog.quarantined() == sorted(moved)
+    moved = [catalog.quarantine(save_checkpoint(tmp_path, seed=seed), f"reason {seed}") for seed in range(3)]
+    assert names(moved) == [checkpoint_name(1, 1), f"{checkpoint_name(1, 1)}.1", f"{checkpoint_name(1, 1)}.2"]
+    assert catalog.list_quarantined() == sorted(moved)
     for seed, path in enumerate(moved):
-        assert (path / constants.STATE_FILE).read_bytes() == image(seed)
+        assert (path / constants.STATE_FILE).read_bytes() == make_image(seed)
         assert (
             json.loads((path.parent / f"{path.name}.reason.json").read_text())["reason"] == f"reason {seed}"
         )
-    assert catalog.entries() == []
+    assert catalog.list_entries() == []
 
 
 def test_sweep_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> None:
     """A writer that lives keeps its directory; a recycled process number does not protect one."""
-    path = save(tmp_path)
+    path = save_checkpoint(tmp_path)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
-        living_one = tmp_path / f".tmp-{name_of(1, 2)}-{living.pid}-0123abcd"
+        living_one = tmp_path / f".tmp-{checkpoint_name(1, 2)}-{living.pid}-0123abcd"
         living_one.mkdir()
-        recycled = tmp_path / f".tmp-{name_of(1, 3)}-{living.pid}-01234567"
+        recycled = tmp_path / f".tmp-{checkpoint_name(1, 3)}-{living.pid}-01234567"
         recycled.mkdir()
         os.utime(recycled, (1e9, 1e9))  # older than the process that has its number now
         dead = subprocess.run(
             [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
         )
-        left = tmp_path / f".tmp-{name_of(1, 4)}-{int(dead.stdout)}-89abcdef"
+        left = tmp_path / f".tmp-{checkpoint_name(1, 4)}-{int(dead.stdout)}-89abcdef"
         (left / "sub").mkdir(parents=True)
         (left / constants.STATE_FILE).write_bytes(b"half")
         (tmp_path / ".tmp-odd").mkdir()
         own = tmp_path / temporary_name("mine")
         own.mkdir()
-        swept = Catalog(tmp_path, RUN).sweep()
+        swept = Catalog(tmp_path, RUN).remove_unfinished()
         living.communicate(b"\n")
     assert set(swept) == {recycled, left, tmp_path / ".tmp-odd"}
     assert set(tmp_path.iterdir()) == {path, living_one, own}
@@ -132,9 +137,9 @@ def test_sweep_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> No
 
 def test_a_writer_in_this_process_is_not_swept(tmp_path: Path) -> None:
     """The owner may sweep while its own thread saves."""
-    with Writer(tmp_path, 1, 1) as writer:
-        writer.write(image())
-        assert Catalog(tmp_path, RUN).sweep() == []
+    with CheckpointTransaction(tmp_path, 1, 1) as writer:
+        writer.write(make_image())
+        assert Catalog(tmp_path, RUN).remove_unfinished() == []
 
 
 def test_what_its_writer_finishes_while_a_sweep_looks_is_left_to_it(
@@ -142,16 +147,16 @@ def test_what_its_writer_finishes_while_a_sweep_looks_is_left_to_it(
 ) -> None:
     """An agent replaces its small files while a worker of its node starts: that ended the whole job once."""
     gone = tmp_path / temporary_name("rendezvous.json")
-    monkeypatch.setattr(Catalog, "_children", lambda _: [gone])
-    assert Catalog(tmp_path, RUN).sweep() == []
+    monkeypatch.setattr(Catalog, "_list_directory", lambda _: [gone])
+    assert Catalog(tmp_path, RUN).remove_unfinished() == []
 
 
 def test_a_catalog_of_nothing_is_empty(tmp_path: Path) -> None:
     """No directory yet is no error."""
     catalog = Catalog(tmp_path / "none", RUN)
-    assert not catalog.entries()
-    assert not catalog.quarantined()
-    assert not catalog.sweep()
+    assert not catalog.list_entries()
+    assert not catalog.list_quarantined()
+    assert not catalog.remove_unfinished()
     assert scan_run(tmp_path / "none", RUN) == {}
 
 
@@ -160,7 +165,7 @@ def test_scan_run_lists_every_node_that_is_visible(tmp_path: Path) -> None:
     for node in ("a", "b.example-1"):
         (tmp_path / node).mkdir()
         for step in range(1, 4):
-            save(tmp_path / node, 1, step)
+            save_checkpoint(tmp_path / node, 1, step)
     (tmp_path / "empty").mkdir()
     (tmp_path / "token").write_text("x")
     (tmp_path / ".hidden").mkdir()
@@ -178,50 +183,50 @@ def test_a_link_to_a_checkpoint_is_read_and_left_alone(tmp_path: Path) -> None:
     node.mkdir()
     elsewhere.mkdir()
     for step in (1, 2, 3):
-        save(node, 1, step)
-    save(elsewhere, 1, 9)
-    link = node / name_of(1, 9)
-    link.symlink_to(elsewhere / name_of(1, 9))
+        save_checkpoint(node, 1, step)
+    save_checkpoint(elsewhere, 1, 9)
+    link = node / checkpoint_name(1, 9)
+    link.symlink_to(elsewhere / checkpoint_name(1, 9))
     catalog = Catalog(node, RUN)
-    assert [(entry.step, entry.is_link) for entry in catalog.valid()][:2] == [(9, True), (3, False)]
-    assert names(catalog.prune(2)) == [name_of(1, 1)]
+    assert [(entry.step, entry.is_link) for entry in catalog.list_valid()][:2] == [(9, True), (3, False)]
+    assert names(catalog.prune(2)) == [checkpoint_name(1, 1)]
     assert link.is_symlink()
-    (elsewhere / name_of(1, 9) / constants.STATE_FILE).unlink()
-    torn = catalog.entries()[0]
-    assert isinstance(torn.problem, TornError)
+    (elsewhere / checkpoint_name(1, 9) / constants.STATE_FILE).unlink()
+    torn = catalog.list_entries()[0]
+    assert isinstance(torn.error, TornError)
     assert not torn.is_damaged
 
 
 def test_a_link_that_leads_nowhere_is_an_entry_with_a_problem(tmp_path: Path) -> None:
     """A file system that is not mounted must not look like a job that never saved."""
-    (tmp_path / name_of(1, 9)).symlink_to(tmp_path / "not-mounted")
-    (entry,) = Catalog(tmp_path, RUN).entries()
-    assert isinstance(entry.problem, UnreadableError)
+    (tmp_path / checkpoint_name(1, 9)).symlink_to(tmp_path / "not-mounted")
+    (entry,) = Catalog(tmp_path, RUN).list_entries()
+    assert isinstance(entry.error, UnreadableError)
     assert not entry.is_damaged
 
 
 def test_only_damage_is_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is another run's, of a newer format or unreadable now is not for quarantine."""
-    save(tmp_path, 1, 1)
-    assert [entry.is_damaged for entry in Catalog(tmp_path, "other").entries()] == [False]
-    newer = save(tmp_path, 1, 2) / constants.MANIFEST_FILE
+    save_checkpoint(tmp_path, 1, 1)
+    assert [entry.is_damaged for entry in Catalog(tmp_path, "other").list_entries()] == [False]
+    newer = save_checkpoint(tmp_path, 1, 2) / constants.MANIFEST_FILE
     newer.write_text('{"kind":"elastic_resume checkpoint","format":2}')
-    (save(tmp_path, 1, 3) / constants.STATE_FILE).unlink()
-    (save(tmp_path, 1, 4) / constants.MANIFEST_FILE).write_text("rubbish")
-    damaged = {entry.step: entry.is_damaged for entry in Catalog(tmp_path, RUN).entries()}
+    (save_checkpoint(tmp_path, 1, 3) / constants.STATE_FILE).unlink()
+    (save_checkpoint(tmp_path, 1, 4) / constants.MANIFEST_FILE).write_text("rubbish")
+    damaged = {entry.step: entry.is_damaged for entry in Catalog(tmp_path, RUN).list_entries()}
     assert damaged == {4: True, 3: True, 2: False, 1: False}
 
     def fail(path: object, *_: object) -> NoReturn:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
 
     monkeypatch.setattr(os, "open", fail)
-    assert not any(entry.is_damaged for entry in Catalog(tmp_path, RUN).entries())
+    assert not any(entry.is_damaged for entry in Catalog(tmp_path, RUN).list_entries())
 
 
 def test_what_is_pruned_while_one_looks_is_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 lists other nodes' directories while those may still prune."""
-    save(tmp_path, 1, 1)
-    doomed = save(tmp_path, 1, 2)
+    save_checkpoint(tmp_path, 1, 1)
+    doomed = save_checkpoint(tmp_path, 1, 2)
     real = os.open
 
     def vanish(path: Path, flags: int, mode: int = 0o777) -> int:
@@ -230,25 +235,28 @@ def test_what_is_pruned_while_one_looks_is_no_entry(tmp_path: Path, monkeypatch:
         return real(path, flags, mode)
 
     monkeypatch.setattr(os, "open", vanish)
-    assert [entry.step for entry in Catalog(tmp_path, RUN).entries()] == [1]
+    assert [entry.step for entry in Catalog(tmp_path, RUN).list_entries()] == [1]
 
 
 def test_prune_keeps_to_the_generations_of_its_own_lineage(tmp_path: Path) -> None:
     """--resume never sets the older one aside: it is neither counted nor removed."""
     for generation in (1, 2, 3):
         for step in (10, 20, 30):
-            save(tmp_path, generation, step)
+            save_checkpoint(tmp_path, generation, step)
     catalog = Catalog(tmp_path, RUN)
-    assert names(catalog.prune(2, above_generation=2)) == [name_of(3, 10)]
-    assert len(catalog.entries()) == 8
-    assert catalog.prune(9, above_generation=0) == []
+    assert names(catalog.prune(2, min_generation=2)) == [checkpoint_name(3, 10)]
+    assert len(catalog.list_entries()) == 8
+    assert catalog.prune(9, min_generation=0) == []
 
 
 def test_copies_that_nobody_verified_do_not_push_out_good_ones(tmp_path: Path) -> None:
     """A flipped bit passes the quick check; only copies that were written or read here count."""
     for step in range(1, 7):
-        save(tmp_path, 1, step)
+        save_checkpoint(tmp_path, 1, step)
     catalog = Catalog(tmp_path, RUN)
-    assert catalog.prune(2, trusted={(1, 2)}) == []
-    assert names(catalog.prune(2, trusted={(1, 6), (1, 3), (1, 2)})) == [name_of(1, 2), name_of(1, 1)]
-    assert [entry.step for entry in catalog.entries()] == [6, 5, 4, 3]
+    assert catalog.prune(2, trusted_versions={(1, 2)}) == []
+    assert names(catalog.prune(2, trusted_versions={(1, 6), (1, 3), (1, 2)})) == [
+        checkpoint_name(1, 2),
+        checkpoint_name(1, 1),
+    ]
+    assert [entry.step for entry in catalog.list_entries()] == [6, 5, 4, 3]

@@ -21,10 +21,10 @@ from elastic_resume.checkpoint.layout import (
     MAX_HEADER_BYTES,
     Layout,
     TensorSpec,
-    header_bytes,
+    header_size,
 )
 from elastic_resume.errors import CheckpointError, CorruptError, TornError
-from tests.support.store_samples import SPECS
+from tests.support.checkpoint_samples import SPECS
 
 DTYPES = {
     "F64": torch.float64,
@@ -138,9 +138,9 @@ def test_names_in_a_byte_range() -> None:
     """Only tensors that have a byte in the range are named."""
     layout = Layout.build(SPECS)
     weight, step = layout.extents["model.weight"], layout.extents["optimizer.step"]
-    assert layout.names_in(step.start, step.stop) == ["optimizer.step"]
-    assert layout.names_in(step.stop - 1, weight.start + 1) == ["optimizer.step", "model.weight"]
-    assert layout.names_in(0, len(layout.header)) == []
+    assert layout.tensors_in_range(step.start, step.stop) == ["optimizer.step"]
+    assert layout.tensors_in_range(step.stop - 1, weight.start + 1) == ["optimizer.step", "model.weight"]
+    assert layout.tensors_in_range(0, len(layout.header)) == []
 
 
 @pytest.mark.parametrize(
@@ -216,11 +216,11 @@ def test_a_misaligned_tensor_is_refused() -> None:
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda: header_bytes(b"", 0), TornError),
-        (lambda: header_bytes(b"\0" * 7, 100), TornError),
-        (lambda: header_bytes(b"\xff" * 8, 1 << 50), CorruptError),
-        (lambda: header_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little"), 1 << 50), CorruptError),
-        (lambda: header_bytes((1000).to_bytes(8, "little"), 1000), TornError),
+        (lambda: header_size(b"", 0), TornError),
+        (lambda: header_size(b"\0" * 7, 100), TornError),
+        (lambda: header_size(b"\xff" * 8, 1 << 50), CorruptError),
+        (lambda: header_size((MAX_HEADER_BYTES + 1).to_bytes(8, "little"), 1 << 50), CorruptError),
+        (lambda: header_size((1000).to_bytes(8, "little"), 1000), TornError),
         (lambda: Layout.parse((1000).to_bytes(8, "little"), 2000), TornError),
     ],
 )

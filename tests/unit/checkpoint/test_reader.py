@@ -22,16 +22,16 @@ from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import BLOCK_BYTES, Manifest
 from elastic_resume.checkpoint.reader import (
-    blocks,
+    allocate_memory,
+    checkpoint_name,
     deep_check,
-    fresh_memory,
+    iter_blocks,
     map_image,
-    name_of,
-    parse_name,
+    parse_checkpoint_name,
     quick_check,
     read_image,
 )
-from elastic_resume.checkpoint.writer import Writer
+from elastic_resume.checkpoint.writer import CheckpointTransaction
 from elastic_resume.errors import (
     CheckpointError,
     CorruptError,
@@ -41,7 +41,16 @@ from elastic_resume.errors import (
     TornError,
     UnreadableError,
 )
-from tests.support.store_samples import RUN, SMALL_BLOCK, SPECS, flip, image, manifest, save, save_image
+from tests.support.checkpoint_samples import (
+    RUN,
+    SMALL_BLOCK,
+    SPECS,
+    flip_bits,
+    make_image,
+    make_manifest,
+    save_checkpoint,
+    save_image,
+)
 
 NEWER = b'{"kind":"elastic_resume checkpoint","format":2,"all":["new"]}'
 
@@ -49,7 +58,7 @@ NEWER = b'{"kind":"elastic_resume checkpoint","format":2,"all":["new"]}'
 @given(st.integers(0, 10**15), st.integers(0, 10**15))
 def test_a_name_is_read_back(generation: int, step: int) -> None:
     """Whatever the numbers."""
-    assert parse_name(name_of(generation, step)) == (generation, step)
+    assert parse_checkpoint_name(checkpoint_name(generation, step)) == (generation, step)
 
 
 @pytest.mark.parametrize(
@@ -71,65 +80,68 @@ def test_a_name_is_read_back(generation: int, step: int) -> None:
 )
 def test_only_the_one_spelling_is_a_checkpoints_name(name: str) -> None:
     """Anything else in the directory is left alone."""
-    assert parse_name(name) is None
+    assert parse_checkpoint_name(name) is None
 
 
 def test_an_image_is_read_back_byte_for_byte(tmp_path: Path) -> None:
     """Into fresh memory, into a given buffer and block by block."""
-    path = save(tmp_path, 3, 14)
+    path = save_checkpoint(tmp_path, 3, 14)
     assert path == tmp_path / "g000003-s0000000014"
     found = deep_check(path, RUN)
     assert found == replace(
-        manifest(3, 14), file_bytes=len(image()), block_bytes=SMALL_BLOCK, blocks=found.blocks
+        make_manifest(3, 14), file_bytes=len(make_image()), block_bytes=SMALL_BLOCK, blocks=found.blocks
     )
     assert len(found.blocks) > 3
-    assert read_image(path, found) == image(14)
+    assert read_image(path, found) == make_image(14)
     into = memoryview(bytearray(found.file_bytes))
-    assert read_image(path, found, into) == into == image(14)
+    assert read_image(path, found, into) == into == make_image(14)
     mapped = map_image(path, found)
-    assert mapped == image(14)
+    assert mapped == make_image(14)
     mapped[-1] ^= 1  # private: the file does not change
     assert deep_check(path, RUN) == found
     buffer = memoryview(bytearray(SMALL_BLOCK))
-    assert b"".join(bytes(block) for block in blocks(path, found, buffer)) == image(14)
+    assert b"".join(bytes(block) for block in iter_blocks(path, found, buffer)) == make_image(14)
 
 
 def test_the_writer_takes_pieces_of_any_size(tmp_path: Path) -> None:
     """The blocks and digests do not depend on how the bytes came."""
-    whole = deep_check(save(tmp_path, 1, 7), RUN)
-    with Writer(tmp_path, 2, 7, block_bytes=SMALL_BLOCK) as writer:
-        view, at = image(7), 0
+    whole = deep_check(save_checkpoint(tmp_path, 1, 7), RUN)
+    with CheckpointTransaction(tmp_path, 2, 7, block_bytes=SMALL_BLOCK) as writer:
+        view, at = make_image(7), 0
         for size in [1, 2047, 1, 4096, 5000, 0, len(view)]:
             writer.write(view[at : at + size])
             at += size
-        pieces = deep_check(writer.commit(manifest(2, 7, state={"step": 7})), RUN)
+        pieces = deep_check(writer.commit(make_manifest(2, 7, state={"step": 7})), RUN)
     assert pieces.blocks == whole.blocks
-    assert pieces.content == whole.content
+    assert pieces.content_digest == whole.content_digest
 
 
 def test_save_image_uses_large_blocks(tmp_path: Path) -> None:
     """An image larger than one block, of the size that the writer uses in earnest."""
     layout = Layout.build(SPECS)
-    view = fresh_memory(layout.total_bytes)
-    view[:] = image(1)
-    found = deep_check(save_image(tmp_path, manifest(), view), RUN)
+    view = allocate_memory(layout.total_bytes)
+    view[:] = make_image(1)
+    found = deep_check(save_image(tmp_path, make_manifest(), view), RUN)
     assert found.block_bytes == BLOCK_BYTES
     assert len(found.blocks) == 1
 
 
 def test_content_differs_with_a_byte_of_the_image_and_with_the_state(tmp_path: Path) -> None:
     """And not with who wrote it when, or in which generation."""
-    first = quick_check(save(tmp_path), RUN)
-    assert replace(first, node="other", rank=1, written_at=1.0, generation=9).content == first.content
-    assert replace(first, state={"step": 2}).content != first.content
-    assert replace(first, blocks=(*first.blocks[:-1], "0" * 32)).content != first.content
+    first = quick_check(save_checkpoint(tmp_path), RUN)
+    assert (
+        replace(first, node="other", rank=1, written_at=1.0, generation=9).content_digest
+        == first.content_digest
+    )
+    assert replace(first, state={"step": 2}).content_digest != first.content_digest
+    assert replace(first, blocks=(*first.blocks[:-1], "0" * 32)).content_digest != first.content_digest
 
 
 def test_an_uncommitted_writer_leaves_nothing(tmp_path: Path) -> None:
     """Neither after an exception nor after a plain end."""
-    with Writer(tmp_path, 1, 1) as writer:
-        writer.write(image())
-    writer = Writer(tmp_path, 1, 1)
+    with CheckpointTransaction(tmp_path, 1, 1) as writer:
+        writer.write(make_image())
+    writer = CheckpointTransaction(tmp_path, 1, 1)
     writer.abort()
     writer.abort()
     assert list(tmp_path.iterdir()) == []
@@ -137,9 +149,9 @@ def test_an_uncommitted_writer_leaves_nothing(tmp_path: Path) -> None:
 
 def test_writing_the_same_again_changes_nothing(tmp_path: Path) -> None:
     """A commit of content that is there already succeeds and leaves the old files."""
-    path = save(tmp_path)
+    path = save_checkpoint(tmp_path)
     before = (path / constants.STATE_FILE).stat().st_ino
-    assert save(tmp_path) == path
+    assert save_checkpoint(tmp_path) == path
     assert (path / constants.STATE_FILE).stat().st_ino == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -147,17 +159,17 @@ def test_writing_the_same_again_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["content", "flipped", "foreign"])
 def test_what_stands_under_the_name_goes_to_quarantine(tmp_path: Path, damage: str) -> None:
     """Other content, damaged content, or something else altogether: kept aside, and the commit succeeds."""
-    target = tmp_path / name_of(1, 1)
+    target = tmp_path / checkpoint_name(1, 1)
     if damage == "foreign":
         target.mkdir()
         (target / "notes.txt").write_text("mine")
     else:
-        save(tmp_path, seed=5)
+        save_checkpoint(tmp_path, seed=5)
         if damage == "flipped":
-            flip(target / constants.STATE_FILE, -3)
-    save(tmp_path)
-    assert read_image(target, quick_check(target, RUN)) == image(1)
-    (aside,) = Catalog(tmp_path, RUN).quarantined()
+            flip_bits(target / constants.STATE_FILE, -3)
+    save_checkpoint(tmp_path)
+    assert read_image(target, quick_check(target, RUN)) == make_image(1)
+    (aside,) = Catalog(tmp_path, RUN).list_quarantined()
     assert list(aside.iterdir())
     note = json.loads((aside.parent / f"{aside.name}.reason.json").read_text())
     assert note["was"] == target.name
@@ -172,13 +184,13 @@ def test_a_whole_copy_of_the_same_step_goes_when_its_epoch_has_ended(
 ) -> None:
     """Both are of the epoch's last step; any other that is whole stays, as nothing tells which is right."""
     for seed, (epoch, steps) in enumerate((before, after)):
-        about = manifest(1, 8, state={"seed": seed})
+        about = make_manifest(1, 8, state={"seed": seed})
         about = replace(about, position=replace(about.position, epoch=epoch, step_in_epoch=steps))
-        with Writer(tmp_path, 1, 8) as writer:
-            writer.write(image(seed))
+        with CheckpointTransaction(tmp_path, 1, 8) as writer:
+            writer.write(make_image(seed))
             path = writer.commit(about)
-    assert read_image(path, deep_check(path, RUN)) == image(1)
-    assert len(Catalog(tmp_path, RUN).quarantined()) == kept
+    assert read_image(path, deep_check(path, RUN)) == make_image(1)
+    assert len(Catalog(tmp_path, RUN).list_quarantined()) == kept
     notes = list((tmp_path / constants.QUARANTINE_DIR).iterdir())
     assert len(notes) == 2 * kept
     assert sorted(one.name for one in tmp_path.iterdir()) == [path.name, constants.QUARANTINE_DIR]
@@ -187,15 +199,15 @@ def test_a_whole_copy_of_the_same_step_goes_when_its_epoch_has_ended(
 @pytest.mark.parametrize("what", ["a file", "another run's", "a newer format's"])
 def test_what_is_not_this_jobs_does_not_make_room(tmp_path: Path, what: str) -> None:
     """The commit fails and says what to move; nothing is moved, and nothing is left behind."""
-    target = tmp_path / name_of(1, 1)
+    target = tmp_path / checkpoint_name(1, 1)
     if what == "a file":
         target.write_text("mine")
     else:
-        save(tmp_path)
-        text = manifest(run_id="other").to_bytes() if what == "another run's" else NEWER
+        save_checkpoint(tmp_path)
+        text = make_manifest(run_id="other").to_bytes() if what == "another run's" else NEWER
         (target / constants.MANIFEST_FILE).write_bytes(text)
     with pytest.raises(MachineError, match=r"the name is taken.*Move it elsewhere"):
-        save(tmp_path, seed=5)
+        save_checkpoint(tmp_path, seed=5)
     assert list(tmp_path.iterdir()) == [target]
 
 
@@ -230,20 +242,25 @@ def damage_cases() -> dict[str, tuple[Callable[[Path], object], type[CheckpointE
         "state grown": (grow, CorruptError, "instead of", True),
         "state is a pipe": (pipe, ForeignError, "not a regular file", True),
         "header flipped": (
-            lambda p: flip(p / state, 60),
+            lambda p: flip_bits(p / state, 60),
             CorruptError,
             "bytes 0 to 2048 .* the header",
             False,
         ),
-        "header length flipped": (lambda p: flip(p / state, 7), CorruptError, "bytes 0 to 2048", False),
-        "padding flipped": (lambda p: flip(p / state, 4000), CorruptError, "2048 to 4096 .* header", False),
+        "header length flipped": (lambda p: flip_bits(p / state, 7), CorruptError, "bytes 0 to 2048", False),
+        "padding flipped": (
+            lambda p: flip_bits(p / state, 4000),
+            CorruptError,
+            "2048 to 4096 .* header",
+            False,
+        ),
         "data flipped": (
-            lambda p: flip(p / state, 4097),
+            lambda p: flip_bits(p / state, 4097),
             CorruptError,
             "optimizer.step, model.weight",
             False,
         ),
-        "last byte flipped": (lambda p: flip(p / state, -1), CorruptError, "model.mask", False),
+        "last byte flipped": (lambda p: flip_bits(p / state, -1), CorruptError, "model.mask", False),
         "page zeroed": (zero_page, CorruptError, "bytes 4096 to 6144", False),
         "manifest truncated": (cut(record, 300), TornError, "ends after 300 bytes", True),
         "manifest empty": (cut(record, 0), TornError, "ends after 0 bytes", True),
@@ -260,7 +277,7 @@ def damage_cases() -> dict[str, tuple[Callable[[Path], object], type[CheckpointE
 def test_damage_is_told_by_kind_and_place(tmp_path: Path, case: str) -> None:
     """Torn, corrupt or foreign; the text names the path, and for data the bytes and tensors."""
     damage, error, says, quick = damage_cases()[case]
-    path = save(tmp_path)
+    path = save_checkpoint(tmp_path)
     good = quick_check(path, RUN)
     damage(path)
     with pytest.raises(error, match=says) as caught:
@@ -276,7 +293,7 @@ def test_damage_is_told_by_kind_and_place(tmp_path: Path, case: str) -> None:
         with pytest.raises(error, match=says):
             map_image(path, good)
         with pytest.raises(error, match=says):
-            list(blocks(path, good, memoryview(bytearray(SMALL_BLOCK))))
+            list(iter_blocks(path, good, memoryview(bytearray(SMALL_BLOCK))))
 
 
 LOCAL_TROUBLE = [
@@ -299,7 +316,7 @@ def test_a_copy_that_cannot_be_read_just_now_is_not_called_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, trouble: Exception
 ) -> None:
     """An error of this machine says nothing about the bytes; the next attempt may find them whole."""
-    path = save(tmp_path)
+    path = save_checkpoint(tmp_path)
 
     def fail(*_: object, **__: object) -> NoReturn:
         raise trouble
@@ -314,12 +331,12 @@ def test_a_copy_that_cannot_be_read_just_now_is_not_called_bad(
 
 def test_a_link_that_leads_nowhere_is_not_torn(tmp_path: Path) -> None:
     """What it leads to may lie on a file system that is not mounted."""
-    path = save(tmp_path)
+    path = save_checkpoint(tmp_path)
     (path / constants.STATE_FILE).rename(tmp_path / "elsewhere")
     (path / constants.STATE_FILE).symlink_to(tmp_path / "gone")
     with pytest.raises(UnreadableError, match=r"state.safetensors is a link that leads nowhere"):
         quick_check(path, RUN)
-    link = tmp_path / name_of(2, 2)
+    link = tmp_path / checkpoint_name(2, 2)
     link.symlink_to(tmp_path / "gone")
     with pytest.raises(UnreadableError, match="s0000000002 is a link that leads nowhere"):
         quick_check(link, RUN)
@@ -329,7 +346,7 @@ def test_a_page_that_cannot_be_read_from_a_mapping_is_an_error_and_no_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that fails under a mapping would be a SIGBUS; here the file ends after it was mapped."""
-    path = save(tmp_path)
+    path = save_checkpoint(tmp_path)
     good = quick_check(path, RUN)
     state = path / constants.STATE_FILE
     with mmap.mmap(-1, mmap.PAGESIZE) as probe:
@@ -344,10 +361,10 @@ def test_a_page_that_cannot_be_read_from_a_mapping_is_an_error_and_no_signal(
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
     """One bit in each byte, another one each time: never accepted, never another exception."""
-    path = save(tmp_path)
+    path = save_checkpoint(tmp_path)
     data = (path / constants.MANIFEST_FILE).read_bytes()
     for at in range(len(data)):
-        flip(path / constants.MANIFEST_FILE, at, 1 << at % 8)
+        flip_bits(path / constants.MANIFEST_FILE, at, 1 << at % 8)
         with pytest.raises(CheckpointError):
             quick_check(path, RUN)
         (path / constants.MANIFEST_FILE).write_bytes(data)
@@ -355,11 +372,11 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
 
 def test_no_block_is_yielded_that_fails_its_digest(tmp_path: Path) -> None:
     """The blocks before it are; a receiver gets nothing unverified."""
-    path = save(tmp_path)
+    path = save_checkpoint(tmp_path)
     found = quick_check(path, RUN)
-    flip(path / constants.STATE_FILE, 2 * SMALL_BLOCK + 5)
-    walk = blocks(path, found, memoryview(bytearray(SMALL_BLOCK)))
-    assert [bytes(next(walk)), bytes(next(walk))] == [image(1)[:2048], image(1)[2048:4096]]
+    flip_bits(path / constants.STATE_FILE, 2 * SMALL_BLOCK + 5)
+    walk = iter_blocks(path, found, memoryview(bytearray(SMALL_BLOCK)))
+    assert [bytes(next(walk)), bytes(next(walk))] == [make_image(1)[:2048], make_image(1)[2048:4096]]
     with pytest.raises(CorruptError):
         next(walk)
 
@@ -409,7 +426,7 @@ def resigned(path: Path, **changes: object) -> None:
 )
 def test_a_manifest_with_a_wrong_field_is_corrupt(tmp_path: Path, changes: dict[str, object]) -> None:
     """Even when its own digest is right: types and ranges are checked one by one."""
-    path = save(tmp_path)
+    path = save_checkpoint(tmp_path)
     resigned(path, **changes)
     with pytest.raises(CorruptError, match="manifest"):
         quick_check(path, RUN)
@@ -418,16 +435,16 @@ def test_a_manifest_with_a_wrong_field_is_corrupt(tmp_path: Path, changes: dict[
 def test_a_manifest_out_of_range_is_not_written() -> None:
     """What could not be read back is refused before it is on disk."""
     with pytest.raises(ValueError, match="rank 5"):
-        replace(manifest(), rank=5).to_bytes()
+        replace(make_manifest(), rank=5).to_bytes()
     with pytest.raises(ValueError, match="not a safe name"):
-        replace(manifest(), run_id="a/b").to_bytes()
+        replace(make_manifest(), run_id="a/b").to_bytes()
     with pytest.raises(ValueError, match="Out of range float"):
-        replace(manifest(), state=float("nan")).to_bytes()
+        replace(make_manifest(), state=float("nan")).to_bytes()
 
 
 def test_a_newer_format_is_recognised_without_understanding_it(tmp_path: Path) -> None:
     """Other fields, another digest: the number is enough."""
-    path = save(tmp_path)
+    path = save_checkpoint(tmp_path)
     (path / constants.MANIFEST_FILE).write_bytes(NEWER)
     with pytest.raises(NewerFormatError, match=r"format 2; .* upgrade it"):
         quick_check(path, RUN)
@@ -435,7 +452,7 @@ def test_a_newer_format_is_recognised_without_understanding_it(tmp_path: Path) -
 
 def test_deeply_nested_json_is_refused(tmp_path: Path) -> None:
     """No RecursionError gets out."""
-    path = save(tmp_path)
+    path = save_checkpoint(tmp_path)
     (path / constants.MANIFEST_FILE).write_bytes(b"[" * 1_000_000)
     with pytest.raises(CheckpointError):
         quick_check(path, RUN)
@@ -443,20 +460,20 @@ def test_deeply_nested_json_is_refused(tmp_path: Path) -> None:
 
 def test_another_run_or_a_renamed_directory_is_foreign(tmp_path: Path) -> None:
     """A checkpoint is believed only under its own name and in its own run."""
-    path = save(tmp_path)
+    path = save_checkpoint(tmp_path)
     with pytest.raises(ForeignError, match="belongs to the run 'run-1', not to 'other'"):
         quick_check(path, "other")
     assert quick_check(path, None).run_id == RUN
-    renamed = path.rename(tmp_path / name_of(9, 9))
+    renamed = path.rename(tmp_path / checkpoint_name(9, 9))
     with pytest.raises(ForeignError, match="g000001-s0000000001: it was copied or renamed"):
         quick_check(renamed, RUN)
 
 
 def test_a_right_digest_of_a_wrong_image_is_refused(tmp_path: Path) -> None:
     """A manifest may be in order over bytes that are no image: the layout is checked too."""
-    with Writer(tmp_path, 1, 1) as writer:
+    with CheckpointTransaction(tmp_path, 1, 1) as writer:
         writer.write(b"no safetensors at all")
-        path = writer.commit(manifest())
+        path = writer.commit(make_manifest())
     with pytest.raises(CheckpointError, match="header"):
         deep_check(path, RUN)
     with pytest.raises(CheckpointError, match="header"):
@@ -465,22 +482,22 @@ def test_a_right_digest_of_a_wrong_image_is_refused(tmp_path: Path) -> None:
 
 def test_a_manifest_for_another_step_is_our_own_mistake(tmp_path: Path) -> None:
     """The directory's name and the manifest must agree before anything is committed."""
-    with Writer(tmp_path, 1, 1) as writer, pytest.raises(ValueError, match="manifest of"):
-        writer.commit(manifest(1, 2))
+    with CheckpointTransaction(tmp_path, 1, 1) as writer, pytest.raises(ValueError, match="manifest of"):
+        writer.commit(make_manifest(1, 2))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_buffers_of_a_wrong_size_are_refused(tmp_path: Path) -> None:
     """Before a byte is read."""
-    path = save(tmp_path)
+    path = save_checkpoint(tmp_path)
     found = quick_check(path, RUN)
     with pytest.raises(ValueError, match="buffer"):
         read_image(path, found, memoryview(bytearray(10)))
     with pytest.raises(ValueError, match="buffer"):
-        next(blocks(path, found, memoryview(bytearray(10))))
+        next(iter_blocks(path, found, memoryview(bytearray(10))))
 
 
 def test_manifest_bytes_are_the_same_each_time() -> None:
     """Canonical: parse and write again gives the same file."""
-    data = replace(manifest(), file_bytes=1, blocks=("0" * 32,)).to_bytes()
+    data = replace(make_manifest(), file_bytes=1, blocks=("0" * 32,)).to_bytes()
     assert Manifest.parse(data).to_bytes() == data

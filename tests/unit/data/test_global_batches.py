@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from torch.utils.data import DataLoader
 
 from elastic_resume.data.global_batches import GlobalBatches
-from elastic_resume.data.world_size import share_of
+from elastic_resume.data.world_size import compute_share
 from elastic_resume.errors import ConfigError, MismatchError
-from tests.support.samples import Numbers
+from tests.support.datasets import NumberDataset
 
 WORLDS = st.integers(1, 9)
 
@@ -45,7 +45,7 @@ def read_by_world(batches: GlobalBatches, world: int, epoch: int, start: int, st
 @given(st.integers(0, 10**12), WORLDS)
 def test_shares_cut_a_batch_without_gap_or_overlap(samples: int, world: int) -> None:
     """Every sample of a batch is in one share and in one only."""
-    shares = [share_of(samples, rank, world) for rank in range(world)]
+    shares = [compute_share(samples, rank, world) for rank in range(world)]
     assert shares[0].start == 0
     assert shares[-1].stop == samples
     assert all(left.stop == right.start for left, right in itertools.pairwise(shares))
@@ -54,7 +54,7 @@ def test_shares_cut_a_batch_without_gap_or_overlap(samples: int, world: int) -> 
 @given(st.integers(0, 10**12), WORLDS)
 def test_the_first_ranks_get_the_one_sample_more(samples: int, world: int) -> None:
     """Shares differ by one sample at most, the greater ones first."""
-    sizes = [len(share_of(samples, rank, world)) for rank in range(world)]
+    sizes = [len(compute_share(samples, rank, world)) for rank in range(world)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
     assert sum(size > samples // world for size in sizes) == samples % world
@@ -182,7 +182,7 @@ def test_a_prefetching_loader_yields_the_same(workers: int) -> None:
     """The loader runs ahead of training; the position does not move with it."""
     batches = placed(GlobalBatches(40, 6), 1, 2, epoch=1, step=2)
     options: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 3} if workers else {}
-    loader = DataLoader(Numbers(40), batch_sampler=batches, num_workers=workers, **options)
+    loader = DataLoader(NumberDataset(40), batch_sampler=batches, num_workers=workers, **options)
     expected = list(batches)
     interrupted = iter(loader)
     next(interrupted)
@@ -205,9 +205,9 @@ def test_on_ask_takes_back_what_a_loader_draws_from_the_global_generator(workers
     def drawn(start: int) -> Iterator[float]:
         nonlocal position
         position = start
-        batches.bind(0, 1, on_ask=seed_step)
+        batches.bind(0, 1, on_batch_request=seed_step)
         batches.seek(0, start)
-        for _ in DataLoader(Numbers(40), batch_sampler=batches, num_workers=workers):
+        for _ in DataLoader(NumberDataset(40), batch_sampler=batches, num_workers=workers):
             yield torch.rand(()).item()
             position += 1
             seed_step()
@@ -220,7 +220,7 @@ def test_on_ask_is_told_of_every_batch_and_of_the_end(start: int) -> None:
     """Nothing left of an epoch: still told, before what follows the epoch's last step."""
     told: list[bool] = []
     batches = GlobalBatches(40, 6)
-    batches.bind(0, 1, on_ask=told.append)
+    batches.bind(0, 1, on_batch_request=told.append)
     batches.seek(0, start)
     assert len(list(batches)) == 7 - start
     assert told == [True] + [False] * (7 - start)
@@ -329,7 +329,7 @@ def test_a_state_with_a_name_more_or_less_is_refused() -> None:
         ({"dataset_size": True}, "dataset_size .* got True"),
         ({"dataset_size": 10.0}, "dataset_size .* got 10.0"),
         ({"dataset_size": None}, "dataset_size .* got None"),
-        ({"dataset_size": Numbers(3)}, r"dataset_size .* got a Numbers; pass len\(dataset\)"),
+        ({"dataset_size": NumberDataset(3)}, r"dataset_size .* got a Numbers; pass len\(dataset\)"),
         ({"global_batch": 0}, "global_batch must be an integer of at least 1, got 0"),
         ({"global_batch": "8"}, "global_batch .* got '8'"),
         ({"seed": 1.5}, "seed .* got 1.5"),

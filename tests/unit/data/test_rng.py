@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, default_collat
 
 import elastic_resume as er
 from elastic_resume.data import rng
-from elastic_resume.data.elastic_sampler import batches_of
-from elastic_resume.data.seeded_dataset import Indices
+from elastic_resume.data.elastic_sampler import find_batches
+from elastic_resume.data.seeded_dataset import SeededIndices
 from elastic_resume.errors import ConfigError, UsageError
-from tests.support import ranks
+from tests.support import launch_ranks
 from tests.support.scripts import augment
 from tests.support.scripts.augment import LOADERS, SAMPLES, STEPS, Noisy
 
@@ -61,7 +61,7 @@ def test_a_run_that_is_killed_in_mid_epoch_shows_the_model_the_same_tensors(tmp_
 
     def train(directory: str, size: int, *args: str) -> list[Any]:
         (tmp_path / directory).mkdir(exist_ok=True)
-        return ranks.run(size, script, str(tmp_path / directory), *args)
+        return launch_ranks.run_ranks(size, script, str(tmp_path / directory), *args)
 
     def told(done: list[Any]) -> list[dict[str, Any]]:
         assert [one.returncode for one in done] == [0] * len(done), [one.stderr for one in done]
@@ -131,12 +131,12 @@ def test_an_elastic_sampler_reads_the_same_samples() -> None:
     loader = DataLoader(dataset, batch_size=11, sampler=sampler, num_workers=1)
     sampler.set_epoch(2)
     assert sorted(read(loader)) == expected
-    batches = batches_of(loader)
+    batches = find_batches(loader)
     assert batches is not None
     found = []
     for rank in range(3):
         batches.bind(rank, 3)
-        batches.enter(None, None)
+        batches.begin_generation(None, None)
         batches.seek(2, 0)
         found += read(loader)
     assert sorted(found) == expected
@@ -181,7 +181,7 @@ def test_reading_leaves_no_trace_in_the_main_process() -> None:
             raise ValueError("boom")
 
     with pytest.raises(ValueError, match="boom"):
-        er.seeded(Broken()).__getitems__(Indices([1], 0, 0))
+        er.seeded(Broken()).__getitems__(SeededIndices([1], 0, 0))
     assert host_state() == before
 
 
@@ -200,7 +200,7 @@ def test_a_sample_has_a_seed_of_its_own_for_generators_of_its_own() -> None:
 def test_a_datasets_own_way_to_read_batches_is_left_aside() -> None:
     """A Subset reads whole batches; its samples still draw for themselves alone."""
     subset = er.seeded(Subset(Noisy(), range(10, 20)))
-    one, other = (subset.__getitems__(Indices(indices, 0, 0)) for indices in ([3, 7], [7]))
+    one, other = (subset.__getitems__(SeededIndices(indices, 0, 0)) for indices in ([3, 7], [7]))
     assert torch.equal(one[1][1], other[0][1])
 
 
@@ -240,11 +240,13 @@ def test_a_step_seeds_all_that_draws_on_the_cpu() -> None:
     """torch, numpy and random; other words give other numbers, and words are told apart by their place."""
 
     def drawn(word: int) -> tuple[float, ...]:
-        rng.seed_all(word)
+        rng.seed_all_generators(word)
         return torch.rand(()).item(), float(np.random.rand()), random.random()  # noqa: NPY002
 
-    assert drawn(rng.mix(1, 2, 3)) == drawn(rng.mix(1, 2, 3))
-    words = [rng.mix(*at) for at in [(1, 2, 3), (1, 3, 2), (2, 1, 3)]] + [rng.mix(1, 2, 3, salt=1)]
+    assert drawn(rng.mix_words(1, 2, 3)) == drawn(rng.mix_words(1, 2, 3))
+    words = [rng.mix_words(*at) for at in [(1, 2, 3), (1, 3, 2), (2, 1, 3)]] + [
+        rng.mix_words(1, 2, 3, salt=1)
+    ]
     firsts = [drawn(word) for word in words]
     for place in range(3):
         assert len({one[place] for one in firsts}) == 4
@@ -256,12 +258,12 @@ def test_no_two_ranks_have_the_same_seed_at_a_step(step: int) -> None:
     """In the 32 bits that torch's CPU generator and numpy take: random ones would coincide 8 times."""
     first, second = (torch.Generator().manual_seed(word) for word in (5, 5 + (1 << 32)))
     assert torch.equal(torch.rand(4, generator=first), torch.rand(4, generator=second)), "32 bits it is"
-    words = [rng.word_of(7, rank, step) for rank in range(1 << 18)]
+    words = [rng.derive_seed(7, rank, step) for rank in range(1 << 18)]
     assert len({word & 0xFFFFFFFF for word in words}) == len(words)
     assert all(0 <= word < 1 << 63 for word in words)
     assert len({word >> 32 for word in words}) > len(words) * 0.99, "other generators take all of them"
-    assert rng.word_of(7, 1, step) != rng.word_of(8, 1, step)
-    assert rng.word_of(7, 1, step) != rng.word_of(7, 1, step + 1)
+    assert rng.derive_seed(7, 1, step) != rng.derive_seed(8, 1, step)
+    assert rng.derive_seed(7, 1, step) != rng.derive_seed(7, 1, step + 1)
 
 
 class Job:
@@ -332,7 +334,7 @@ def test_a_checkpoint_that_holds_states_of_generators_gives_its_seed() -> None:
     numbers = rng.RandomNumbers("off", 4)
     numbers.load_state_dict({"seed": 3, "generators": {}})
     before = host_state()
-    numbers.begin(0)
+    numbers.start_at(0)
     numbers.after_step(1)
     numbers.before_batch(1, first=True)
     assert host_state() == before

@@ -21,14 +21,14 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 import elastic_resume as er
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.data import world_size
-from elastic_resume.data.elastic_sampler import ElasticSampler, batches_of, refuse_own_place
+from elastic_resume.data.elastic_sampler import ElasticSampler, check_no_per_rank_state, find_batches
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.errors import ConfigError, MismatchError, UsageError, WorldChangedError
-from elastic_resume.restore.collectives import World
-from elastic_resume.training.progress import Options, Progress
-from tests.support import ranks
+from elastic_resume.restore.collectives import Collectives
+from elastic_resume.training.progress import RunOptions, TrainingProgress
+from tests.support import launch_ranks
+from tests.support.datasets import NumberDataset
 from tests.support.paths import SCRIPTS
-from tests.support.samples import Numbers
 
 WORLDS = st.integers(1, 9)
 JOB = SCRIPTS / "worlds.py"
@@ -48,7 +48,7 @@ def test_four_three_two_five_ranks_within_an_epoch_read_each_sample_once(tmp_pat
     starts: list[list[dict[str, Any]]] = []
     for world, steps in ((4, 9), (3, 8), (2, 8), (5, 0)):
         more = ["refuse"] if world == 3 else []
-        done = ranks.run(world, JOB, str(tmp_path), str(steps), *more)
+        done = launch_ranks.run_ranks(world, JOB, str(tmp_path), str(steps), *more)
         assert [one.returncode for one in done] == [0] * world, done[0].stderr
         starts.append([json.loads(one.stdout.splitlines()[-1]) for one in done])
     assert all("made by 4 ranks, and this world has 3" in one["refused"] for one in starts[1])
@@ -99,7 +99,9 @@ class Epoch:
             batches.bind(rank, world, policy=self.policy)
             if self.state is not None:
                 batches.load_state_dict(json.loads(json.dumps(self.state)))
-            before.append(batches.enter(None if self.state is None else self.position, self.world or None))
+            before.append(
+                batches.begin_generation(None if self.state is None else self.position, self.world or None)
+            )
         self.world = world
         return before
 
@@ -170,9 +172,9 @@ def test_an_elastic_sampler_shows_each_sample_once_in_as_many_batches_on_every_r
     samplers: list[BatchSampler] = []
 
     def make(world: int) -> list[GlobalBatches]:
-        data = [ElasticSampler(Numbers(size), seed=2, drop_last=equal_shares) for _ in range(world)]
+        data = [ElasticSampler(NumberDataset(size), seed=2, drop_last=equal_shares) for _ in range(world)]
         samplers[:] = [BatchSampler(one, batch, whole_batches) for one in data]
-        found = [batches_of(SimpleNamespace(batch_sampler=one)) for one in samplers]
+        found = [find_batches(SimpleNamespace(batch_sampler=one)) for one in samplers]
         return [one for one in found if one is not None]
 
     epoch = Epoch(make)
@@ -203,7 +205,7 @@ def test_an_elastic_sampler_without_resume_counts_as_torchs(
     made: list[list[list[int]]] = []
     for kind in (ElasticSampler, DistributedSampler):
         kinds: Any = kind
-        samplers = [kinds(Numbers(size), world, rank, shuffle, 3, drop_last) for rank in range(world)]
+        samplers = [kinds(NumberDataset(size), world, rank, shuffle, 3, drop_last) for rank in range(world)]
         for sampler in samplers:
             sampler.set_epoch(4)
         made.append([list(sampler) for sampler in samplers])
@@ -219,10 +221,10 @@ def test_an_elastic_sampler_without_resume_counts_as_torchs(
 
 def test_set_epoch_shuffles_and_does_not_lose_the_place() -> None:
     """A script calls it in a resumed epoch too, and may count epochs from anywhere."""
-    sampler = ElasticSampler(Numbers(20))
+    sampler = ElasticSampler(NumberDataset(20))
     batches = sampler.attach(4, drop_last=False)
     batches.bind(0, 1)
-    batches.enter(Position(7, 2, 2, 8), 1)
+    batches.begin_generation(Position(7, 2, 2, 8), 1)
     sampler.set_epoch(7)
     rest = list(sampler)
     assert len(rest) == 12
@@ -238,7 +240,7 @@ def test_a_world_with_the_batches_of_another_keeps_the_global_batch() -> None:
     """batch_size=24 // world_size: nothing changes for the optimizer, so nothing is refused."""
 
     def make(world: int) -> list[GlobalBatches]:
-        return [ElasticSampler(Numbers(100)).attach(24 // world, drop_last=False) for _ in range(world)]
+        return [ElasticSampler(NumberDataset(100)).attach(24 // world, drop_last=False) for _ in range(world)]
 
     epoch = Epoch(make, KEEP_GLOBAL)
     for world in (4, 2, 3):
@@ -256,14 +258,14 @@ def test_what_was_made_of_another_programs_file_has_this_worlds_batch(
     """Its order of samples is that of the objects as they are bound: nothing changes when it is taken."""
 
     def made() -> GlobalBatches:
-        sampler = ElasticSampler(Numbers(100))
+        sampler = ElasticSampler(NumberDataset(100))
         data = sampler.attach(8, drop_last=False) if local else GlobalBatches(100, 32)
         data.bind(1, 4, policy=policy)
         return data
 
     state, data = made().state_dict(), made()
     data.load_state_dict(state)
-    assert data.enter(Position(0, 0, 0, 0), 4) == 32
+    assert data.begin_generation(Position(0, 0, 0, 0), 4) == 32
     assert data.global_batch == 32
     assert data.state_dict() == state
 
@@ -272,12 +274,12 @@ def test_a_script_may_work_out_the_global_batch_itself() -> None:
     """GlobalBatches(n, 8 * world_size) and GlobalBatches(n, 32) mean the same under keep_local_batch."""
     first = GlobalBatches(200, 32)
     first.bind(0, 4, policy=KEEP_LOCAL)
-    first.enter(None, None)
+    first.begin_generation(None, None)
     for size in (24, 32):
         batches = GlobalBatches(200, size)
         batches.bind(0, 3, policy=KEEP_LOCAL)
         batches.load_state_dict(first.state_dict())
-        assert batches.enter(Position(0, 2, 2, 64), 4) == 32
+        assert batches.begin_generation(Position(0, 2, 2, 64), 4) == 32
         assert batches.global_batch == 24
     other = GlobalBatches(200, 30)
     other.bind(0, 3, policy=KEEP_LOCAL)
@@ -310,8 +312,8 @@ def test_a_policy_may_change_and_old_checkpoints_have_none() -> None:
 
 def test_scaling_does_not_drift() -> None:
     """Whatever came between, the same number of ranks has the same global batch."""
-    assert [world_size.scaled(30, 4, world) for world in (4, 3, 2, 5, 1)] == [30, 23, 15, 38, 8]
-    assert world_size.scaled(1, 9, 1) == 1
+    assert [world_size.scale_global_batch(30, 4, world) for world in (4, 3, 2, 5, 1)] == [30, 23, 15, 38, 8]
+    assert world_size.scale_global_batch(1, 9, 1) == 1
 
 
 def test_an_epoch_that_was_over_stays_over() -> None:
@@ -350,18 +352,18 @@ def test_micro_batches_are_read_through_the_run() -> None:
     """Each has a weight of its own; who does not say which one it has would train on wrong sums."""
     data = GlobalBatches(8, 4, micro_batch=2)
     data.bind(0, 1)
-    counting = Progress(None, data, Options(None, rng="derived"), World(0, 1, None))
-    counting.begin_epoch()
-    for wrong in (lambda: counting.loss_weight, lambda: counting.last_part, counting.step):
+    counting = TrainingProgress(None, data, RunOptions(None, rng="derived"), Collectives(0, 1, None))
+    counting.start_epoch()
+    for wrong in (lambda: counting.loss_weight, lambda: counting.is_last_micro_batch, counting.finish_step):
         with pytest.raises(UsageError, match=r"for batch in run\.micro_batches\(loader\)"):
             wrong()
-    reading = counting.read(range(4))
+    reading = counting.read_micro_batches(range(4))
     next(reading)
-    assert (counting.loss_weight, counting.last_part) == (0.5, False)
+    assert (counting.loss_weight, counting.is_last_micro_batch) == (0.5, False)
     with pytest.raises(UsageError, match="after 1 of the 2 micro-batches of step 1: call it when"):
-        counting.step()
+        counting.finish_step()
     next(reading)
-    assert counting.last_part
+    assert counting.is_last_micro_batch
     with pytest.raises(UsageError, match="the 2 micro-batches of step 1 were read and"):
         next(reading)
 
@@ -446,7 +448,7 @@ def test_a_loader_that_is_left_in_mid_epoch_goes_on_where_training_stands(begin:
 
 def test_a_hook_hears_of_a_change_once_and_of_no_other_restart(begin: Begin, tmp_path: Path) -> None:
     """What counts is who wrote the copy, not the last start: that may have saved nothing."""
-    data = DataLoader(Numbers(24), batch_sampler=GlobalBatches(24, 6))
+    data = DataLoader(NumberDataset(24), batch_sampler=GlobalBatches(24, 6))
     begin(data).step()
     begin(data).close()
     written_by(tmp_path, 3)
@@ -455,7 +457,7 @@ def test_a_hook_hears_of_a_change_once_and_of_no_other_restart(begin: Begin, tmp
         run.on_world_change(heard.append)
         assert heard == []
         run._release()
-        run._hooks.begin()
+        run._start_hooks.run_pending()
         assert heard == [er.WorldChange(3, 1, 6, 2)]
         assert heard[0].factor == pytest.approx(1 / 3)
     begin(data, on_world_change=KEEP_LOCAL).step()
@@ -504,14 +506,22 @@ class StatefulLoader(DataLoader[int]):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"data": DataLoader(Numbers(4), shuffle=True)}, "cannot be found again.*GlobalBatches"),
-        ({"data": ElasticSampler(Numbers(4))}, "pass its DataLoader"),
+        ({"data": DataLoader(NumberDataset(4), shuffle=True)}, "cannot be found again.*GlobalBatches"),
+        ({"data": ElasticSampler(NumberDataset(4))}, "pass its DataLoader"),
         (
-            {"data": DataLoader(Numbers(4), batch_size=2, sampler=ElasticSampler(Numbers(4), batch_size=3))},
+            {
+                "data": DataLoader(
+                    NumberDataset(4), batch_size=2, sampler=ElasticSampler(NumberDataset(4), batch_size=3)
+                )
+            },
             "batch_size=3, and its loader has batch_size=2",
         ),
         (
-            {"data": DataLoader(Numbers(4), batch_size=2, sampler=ElasticSampler(Numbers(4), 4, 0))},
+            {
+                "data": DataLoader(
+                    NumberDataset(4), batch_size=2, sampler=ElasticSampler(NumberDataset(4), 4, 0)
+                )
+            },
             "made with num_replicas=4, and here it is 1",
         ),
         (
@@ -533,26 +543,28 @@ def test_a_loader_that_keeps_its_own_place_will_do_for_one_rank_only(
     begin: Begin, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One rank's state is the job's then; a world that grew is told what to use instead."""
-    loader = StatefulLoader(Numbers(4))
+    loader = StatefulLoader(NumberDataset(4))
     begin(loader).step()
     begin(loader)
     assert loader.loaded == {"read": 2}
     assert "starts over" not in capsys.readouterr().err
     with pytest.raises(
-        ConfigError, match=r"StatefulLoader with a state of its own for each of 2 ranks.*Elastic"
+        ConfigError, match=r"StatefulLoader with a state of its own for each of 2 launch_ranks.*Elastic"
     ):
-        refuse_own_place(loader, 2)
+        check_no_per_rank_state(loader, 2)
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulLoader])
 def test_any_loader_around_our_samplers_will_do(kind: Any) -> None:
     """Its own state is left alone."""
     batches = GlobalBatches(4, 2)
-    assert batches_of(kind(Numbers(4), batch_sampler=batches)) is batches
-    found = batches_of(kind(Numbers(4), batch_size=2, sampler=ElasticSampler(Numbers(4)), drop_last=True))
+    assert find_batches(kind(NumberDataset(4), batch_sampler=batches)) is batches
+    found = find_batches(
+        kind(NumberDataset(4), batch_size=2, sampler=ElasticSampler(NumberDataset(4)), drop_last=True)
+    )
     assert found is not None
     assert found.drop_last
-    single = batches_of(kind(Numbers(4), batch_size=None, sampler=ElasticSampler(Numbers(4))))
+    single = find_batches(kind(NumberDataset(4), batch_size=None, sampler=ElasticSampler(NumberDataset(4))))
     assert single is not None
     assert single.global_batch == 1
 

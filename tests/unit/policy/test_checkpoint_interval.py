@@ -12,18 +12,18 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.policy.checkpoint_interval import (
     ASSUMED_MTBF_S,
     AUTO,
-    COMMIT_DUTY,
-    LARGEST_SHARE,
-    LONGEST_INTERVAL_S,
-    LONGEST_SNAPSHOT_GAP_S,
-    Every,
+    MAX_DISK_DUTY,
+    MAX_OVERHEAD_SHARE,
+    MAX_SAVE_INTERVAL_S,
+    MAX_SNAPSHOT_INTERVAL_S,
+    IntervalSetting,
     SaveCost,
-    is_due,
-    mtbf_s,
-    next_snapshot,
-    optimum_s,
+    estimate_mtbf_s,
+    is_save_due,
+    next_snapshot_step,
+    optimal_interval_s,
     save_interval_s,
-    snapshot_gap,
+    snapshot_interval_steps,
 )
 
 ANY = st.floats()  # infinite, negative and not a number included
@@ -37,14 +37,14 @@ HOUR = 3600.0
 @pytest.mark.parametrize("text", ["auto", "1", "100", "30s", "1.5s", "off"])
 def test_every_form_is_read_and_given_back(text: str) -> None:
     """What `str` gives is what `parse` reads."""
-    assert str(Every.parse(text, "snapshot-every", off=True)) == text
+    assert str(IntervalSetting.parse(text, "snapshot-every", allow_off=True)) == text
 
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "0s", "5 m", "s", "1e3", "nan", "infs", "100 steps", "off"])
 def test_other_forms_are_refused_with_the_right_ones(text: str) -> None:
     """The error tells what may be written."""
     with pytest.raises(ConfigError, match=r"number of steps \(100\), a time \(30s, 5m\) or auto"):
-        Every.parse(text)
+        IntervalSetting.parse(text)
 
 
 def test_seconds_are_refused_where_nodes_have_to_count_alike() -> None:
@@ -52,7 +52,7 @@ def test_seconds_are_refused_where_nodes_have_to_count_alike() -> None:
     with pytest.raises(
         ConfigError, match=r"check-replicas is '30s': write a number of steps \(100\) or auto"
     ):
-        Every.parse("30s", "check-replicas", seconds=False)
+        IntervalSetting.parse("30s", "check-replicas", allow_seconds=False)
 
 
 # ---- failures ------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_one_imagined_failure_is_counted_with_the_real_ones(
     failures: int, uptime_s: float, found: float
 ) -> None:
     """Neither immortal before the first failure nor doomed after it."""
-    assert mtbf_s(failures, uptime_s) == pytest.approx(found)
+    assert estimate_mtbf_s(failures, uptime_s) == pytest.approx(found)
 
 
 # ---- snapshots -----------------------------------------------------------------------------------------
@@ -115,7 +115,10 @@ def test_steps_to_the_next_snapshot(
     every: str, step_s: float | None, cost_s: float | None, mtbf: float, gap: int
 ) -> None:
     """The shorter of 1 % and Young's optimum, within the bounds."""
-    assert snapshot_gap(Every.parse(every), step_s=step_s, cost_s=cost_s, mtbf=mtbf) == gap
+    assert (
+        snapshot_interval_steps(IntervalSetting.parse(every), step_s=step_s, cost_s=cost_s, mtbf_s=mtbf)
+        == gap
+    )
 
 
 @given(st.one_of(st.none(), ANY), st.one_of(st.none(), ANY), ANY, st.sampled_from(["auto", "3", "2.5s"]))
@@ -123,7 +126,9 @@ def test_no_measurement_breaks_the_answer(
     step_s: float | None, cost_s: float | None, mtbf: float, every: str
 ) -> None:
     """A clock that jumped gives a gap, and not an exception in the training loop."""
-    assert snapshot_gap(Every.parse(every), step_s=step_s, cost_s=cost_s, mtbf=mtbf) >= 1
+    assert (
+        snapshot_interval_steps(IntervalSetting.parse(every), step_s=step_s, cost_s=cost_s, mtbf_s=mtbf) >= 1
+    )
 
 
 @given(SECONDS, SECONDS, SECONDS, st.floats(min_value=1e-3, max_value=1e6), st.integers(0, 10**6))
@@ -131,16 +136,20 @@ def test_a_failure_costs_no_more_than_the_bound(
     step_s: float, cost_s: float, mtbf: float, bound_s: float, step: int
 ) -> None:
     """From any snapshot to the next: or a step, where one takes longer."""
-    for every, most_s in ((AUTO, LONGEST_SNAPSHOT_GAP_S), (Every(seconds=bound_s), bound_s)):
-        gap = snapshot_gap(every, step_s=step_s, cost_s=cost_s, mtbf=mtbf)
-        assert (next_snapshot(step, gap) - step) * step_s <= max(most_s, step_s) * (1 + 1e-8)
+    for every, most_s in ((AUTO, MAX_SNAPSHOT_INTERVAL_S), (IntervalSetting(seconds=bound_s), bound_s)):
+        gap = snapshot_interval_steps(every, step_s=step_s, cost_s=cost_s, mtbf_s=mtbf)
+        assert (next_snapshot_step(step, gap) - step) * step_s <= max(most_s, step_s) * (1 + 1e-8)
 
 
 @given(SECONDS, SECONDS, SECONDS)
 def test_snapshots_cost_no_more_than_they_may(step_s: float, cost_s: float, mtbf: float) -> None:
     """The greatest of 1 %, the optimum's share, and what two in a minute cost."""
-    gap = snapshot_gap(AUTO, step_s=step_s, cost_s=cost_s, mtbf=mtbf)
-    least_s = min(cost_s / LARGEST_SHARE, optimum_s(cost_s, mtbf), max(LONGEST_SNAPSHOT_GAP_S / 2, step_s))
+    gap = snapshot_interval_steps(AUTO, step_s=step_s, cost_s=cost_s, mtbf_s=mtbf)
+    least_s = min(
+        cost_s / MAX_OVERHEAD_SHARE,
+        optimal_interval_s(cost_s, mtbf),
+        max(MAX_SNAPSHOT_INTERVAL_S / 2, step_s),
+    )
     assert gap * step_s >= least_s * (1 - 1e-8)
 
 
@@ -148,7 +157,9 @@ def test_snapshots_cost_no_more_than_they_may(step_s: float, cost_s: float, mtbf
 def test_dearer_snapshots_are_not_more_frequent(step_s: float, one: float, other: float, mtbf: float) -> None:
     """Also where Young's approximation has ended."""
     cheap, dear = sorted([one, other])
-    at = [snapshot_gap(AUTO, step_s=step_s, cost_s=cost_s, mtbf=mtbf) for cost_s in (cheap, dear)]
+    at = [
+        snapshot_interval_steps(AUTO, step_s=step_s, cost_s=cost_s, mtbf_s=mtbf) for cost_s in (cheap, dear)
+    ]
     assert at[0] <= at[1]
 
 
@@ -158,7 +169,7 @@ def test_more_failures_never_mean_fewer_snapshots(
 ) -> None:
     """Monotone in the time between failures."""
     often, rare = sorted([one, other])
-    at = [snapshot_gap(AUTO, step_s=step_s, cost_s=cost_s, mtbf=mtbf) for mtbf in (often, rare)]
+    at = [snapshot_interval_steps(AUTO, step_s=step_s, cost_s=cost_s, mtbf_s=mtbf) for mtbf in (often, rare)]
     assert at[0] <= at[1]
 
 
@@ -167,29 +178,33 @@ def test_more_failures_never_mean_fewer_snapshots(
 
 def test_a_number_of_steps_means_its_multiples_so_that_nodes_save_the_same_steps() -> None:
     """After a resume in between, the next multiple is due, not the next N steps."""
-    every, cost = Every(steps=10), SaveCost(0.0)
-    due = [s for s in range(14, 41) if is_due(every, step=s, saved_step=13, since_s=0, cost=cost)]
+    every, cost = IntervalSetting(steps=10), SaveCost(0.0)
+    due = [s for s in range(14, 41) if is_save_due(every, step=s, last_saved_step=13, elapsed_s=0, cost=cost)]
     assert due[0] == 20
-    assert not is_due(every, step=9, saved_step=0, since_s=99, cost=None)
-    assert is_due(every, step=23, saved_step=13, since_s=0, cost=cost), "20 passed while the disk was busy"
+    assert not is_save_due(every, step=9, last_saved_step=0, elapsed_s=99, cost=None)
+    assert is_save_due(every, step=23, last_saved_step=13, elapsed_s=0, cost=cost), (
+        "20 passed while the disk was busy"
+    )
 
 
 def test_a_number_of_seconds_is_counted_from_the_last_save() -> None:
     """And never saves a step again."""
-    every = Every(seconds=30)
-    found = [is_due(every, step=2, saved_step=1, since_s=s, cost=SaveCost(99)) for s in (29.9, 30.0)]
+    every = IntervalSetting(seconds=30)
+    found = [
+        is_save_due(every, step=2, last_saved_step=1, elapsed_s=s, cost=SaveCost(99)) for s in (29.9, 30.0)
+    ]
     assert found == [False, True]
-    assert not is_due(every, step=2, saved_step=2, since_s=31.0, cost=None)
-    assert not is_due(Every(off=True), step=2, saved_step=0, since_s=1e9, cost=None)
+    assert not is_save_due(every, step=2, last_saved_step=2, elapsed_s=31.0, cost=None)
+    assert not is_save_due(IntervalSetting(is_off=True), step=2, last_saved_step=0, elapsed_s=1e9, cost=None)
 
 
 def test_auto_saves_after_the_first_step_and_then_by_cost() -> None:
     """What cannot be stored is told at once; a save that costs nothing may come often, never every step."""
     cost = SaveCost(0.001)
-    assert is_due(AUTO, step=1, saved_step=0, since_s=0.0, cost=None)
-    assert not is_due(AUTO, step=2, saved_step=1, since_s=0.1, cost=cost)
-    assert is_due(AUTO, step=2, saved_step=1, since_s=save_interval_s(cost), cost=cost)
-    assert not is_due(AUTO, step=1, saved_step=1, since_s=1e9, cost=cost), "nothing new to save"
+    assert is_save_due(AUTO, step=1, last_saved_step=0, elapsed_s=0.0, cost=None)
+    assert not is_save_due(AUTO, step=2, last_saved_step=1, elapsed_s=0.1, cost=cost)
+    assert is_save_due(AUTO, step=2, last_saved_step=1, elapsed_s=save_interval_s(cost), cost=cost)
+    assert not is_save_due(AUTO, step=1, last_saved_step=1, elapsed_s=1e9, cost=cost), "nothing new to save"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +213,7 @@ def test_auto_saves_after_the_first_step_and_then_by_cost() -> None:
         (SaveCost(0.05), ASSUMED_MTBF_S, math.sqrt(2 * 0.05 * ASSUMED_MTBF_S) - 0.05),
         (SaveCost(0.0, 0.0, cpu_s=0.4, cores=8), ASSUMED_MTBF_S, math.sqrt(2 * 0.05 * ASSUMED_MTBF_S) - 0.05),
         (SaveCost(0.0, 0.0, cpu_s=0.4, cores=0), HOUR, math.sqrt(2 * 0.4 * HOUR) - 0.4),
-        (SaveCost(1000.0), 100 * HOUR, LONGEST_INTERVAL_S),
+        (SaveCost(1000.0), 100 * HOUR, MAX_SAVE_INTERVAL_S),
         (SaveCost(0.0, commit_s=3.0), HOUR, 30.0),  # of the disk's time not more than a tenth
         (SaveCost(0.05, commit_s=3.0), HOUR, 30.0),
         (SaveCost(0.05, commit_s=1.0), HOUR, math.sqrt(2 * 0.05 * HOUR) - 0.05),
@@ -215,15 +230,18 @@ def test_auto_is_youngs_optimum_within_its_bounds(cost: SaveCost, mtbf: float, i
 def test_no_cost_breaks_the_decision(cost: SaveCost, mtbf: float, since_s: float) -> None:
     """Whatever was measured, the interval is a time, and the decision is made."""
     assert 0 <= save_interval_s(cost, mtbf) < math.inf
-    assert is_due(AUTO, step=2, saved_step=1, since_s=since_s, cost=cost, mtbf=mtbf) in {True, False}
+    assert is_save_due(AUTO, step=2, last_saved_step=1, elapsed_s=since_s, cost=cost, mtbf_s=mtbf) in {
+        True,
+        False,
+    }
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS)
 def test_saves_keep_their_bounds(stall_s: float, commit_s: float, cpu_s: float, mtbf: float) -> None:
     """The disk has its rest; and apart from that ten minutes is the longest."""
     interval_s = save_interval_s(SaveCost(stall_s, commit_s, cpu_s), mtbf)
-    assert commit_s <= interval_s * COMMIT_DUTY * (1 + 1e-9)
-    assert interval_s <= max(LONGEST_INTERVAL_S, commit_s / COMMIT_DUTY)
+    assert commit_s <= interval_s * MAX_DISK_DUTY * (1 + 1e-9)
+    assert interval_s <= max(MAX_SAVE_INTERVAL_S, commit_s / MAX_DISK_DUTY)
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS)
@@ -232,8 +250,8 @@ def test_the_optimum_grows_with_the_cost_and_the_time_between_failures(
 ) -> None:
     """Also where the formula itself would fall."""
     low, high = sorted([one, other])
-    assert optimum_s(low, mtbf) <= optimum_s(high, mtbf) * (1 + 1e-9)
-    assert optimum_s(cost_s, low) <= optimum_s(cost_s, high) * (1 + 1e-9)
+    assert optimal_interval_s(low, mtbf) <= optimal_interval_s(high, mtbf) * (1 + 1e-9)
+    assert optimal_interval_s(cost_s, low) <= optimal_interval_s(cost_s, high) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +260,7 @@ def test_the_optimum_grows_with_the_cost_and_the_time_between_failures(
 )
 def test_the_next_snapshot_is_the_next_multiple(step: int, gap: int, then: int) -> None:
     """So nodes with other gaps hold common steps."""
-    assert next_snapshot(step, gap) == then
+    assert next_snapshot_step(step, gap) == then
 
 
 @given(SECONDS, SECONDS, SECONDS, st.sampled_from(["auto", "30s", "2.5s"]))
@@ -250,5 +268,5 @@ def test_a_gap_that_is_measured_is_a_power_of_two(
     step_s: float, cost_s: float, mtbf: float, every: str
 ) -> None:
     """Nodes that measure different costs hold common steps: nothing is sent after a failure."""
-    gap = snapshot_gap(Every.parse(every), step_s=step_s, cost_s=cost_s, mtbf=mtbf)
+    gap = snapshot_interval_steps(IntervalSetting.parse(every), step_s=step_s, cost_s=cost_s, mtbf_s=mtbf)
     assert gap.bit_count() == 1

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.policy.checkpoint_interval import AUTO, LARGEST_SHARE, Every
+from elastic_resume.policy.checkpoint_interval import AUTO, MAX_OVERHEAD_SHARE, IntervalSetting
 from elastic_resume.policy.divergence import (
-    LARGEST_GAP,
-    Verdict,
-    describe,
-    due,
-    gap,
+    MAX_DIGEST_INTERVAL,
+    DivergenceVerdict,
+    choose_common_step,
+    describe_divergence,
+    digest_interval_steps,
+    find_diverged_nodes,
     is_digest,
-    judge,
-    rounder,
+    is_digest_due,
 )
 
 numbers = st.floats(0, 1e12) | st.just(math.nan) | st.just(math.inf)
@@ -44,8 +44,8 @@ numbers = st.floats(0, 1e12) | st.just(math.nan) | st.just(math.inf)
         ("auto", 0.011, 1.0, 1, 2),
         ("auto", 0.06, 0.1, 1, 64),  # 600 MB at 10 GB/s
         ("auto", 0.06, 0.1, 4, 16),
-        ("auto", 1e9, 1e-9, 1, LARGEST_GAP),
-        ("auto", math.inf, 1.0, 1, LARGEST_GAP),
+        ("auto", 1e9, 1e-9, 1, MAX_DIGEST_INTERVAL),
+        ("auto", math.inf, 1.0, 1, MAX_DIGEST_INTERVAL),
         ("auto", math.nan, 1.0, 1, 1),
     ],
 )
@@ -53,8 +53,8 @@ def test_a_gap_is_what_was_asked_for_or_fits_the_budget(
     every: str, cost_s: float | None, step_s: float | None, cores: int, expected: int
 ) -> None:
     """By hand: seconds of one core for each digest, seconds for each step."""
-    setting = Every.parse(every, off=True)
-    assert gap(setting, cost_s=cost_s, step_s=step_s, cores=cores) == expected
+    setting = IntervalSetting.parse(every, allow_off=True)
+    assert digest_interval_steps(setting, cost_s=cost_s, step_s=step_s, cores=cores) == expected
 
 
 @given(numbers, numbers, st.integers(0, 512))
@@ -62,11 +62,11 @@ def test_auto_is_the_smallest_power_of_two_within_the_budget(
     cost_s: float, step_s: float, cores: int
 ) -> None:
     """Whatever was measured."""
-    found = gap(AUTO, cost_s=cost_s, step_s=step_s, cores=cores)
-    assert 1 <= found <= LARGEST_GAP
+    found = digest_interval_steps(AUTO, cost_s=cost_s, step_s=step_s, cores=cores)
+    assert 1 <= found <= MAX_DIGEST_INTERVAL
     assert found & (found - 1) == 0
-    budget_s = LARGEST_SHARE * step_s * max(1, cores)
-    if 0 < cost_s < math.inf and 0 < step_s < math.inf and found < LARGEST_GAP:
+    budget_s = MAX_OVERHEAD_SHARE * step_s * max(1, cores)
+    if 0 < cost_s < math.inf and 0 < step_s < math.inf and found < MAX_DIGEST_INTERVAL:
         assert cost_s <= found * budget_s * (1 + 1e-9)
         assert found == 1 or cost_s > found / 2 * budget_s * (1 - 1e-9)
 
@@ -76,7 +76,7 @@ def test_nodes_with_different_budgets_meet(one: int, other: int, start: int) -> 
     """Within the larger gap there is always a step that both digest."""
     larger = 1 << max(one, other)
     steps = range(max(1, start), max(1, start) + larger)
-    assert any(due(step, 1 << one) and due(step, 1 << other) for step in steps)
+    assert any(is_digest_due(step, 1 << one) and is_digest_due(step, 1 << other) for step in steps)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_nodes_with_different_budgets_meet(one: int, other: int, start: int) -> 
 )
 def test_a_step_is_due(step: int, gap: int, *, expected: bool) -> None:
     """Multiples of the gap; never step 0, which nobody has trained, and none where nothing is compared."""
-    assert due(step, gap) is expected
+    assert is_digest_due(step, gap) is expected
 
 
 def told(steps: range, beats: list[int]) -> set[int]:
@@ -94,7 +94,7 @@ def told(steps: range, beats: list[int]) -> set[int]:
     for since, until in pairwise([steps.start, *sorted(beats), steps.stop]):
         waiting = 0
         for step in range(since, until):
-            waiting = rounder(step, waiting)
+            waiting = choose_common_step(step, waiting)
         found.add(waiting)
     return found
 
@@ -135,8 +135,8 @@ def test_what_is_a_digest_and_what_is_not() -> None:
 )
 def test_who_is_wrong(camps: list[str], members: int, ordered: list[str], wrong: str) -> None:
     """By hand; each letter is a node."""
-    expected = Verdict(8, 4, tuple(map(tuple, ordered)), tuple(wrong))
-    assert judge(list(map(list, camps)), members, step=8, agreed_step=4) == expected
+    expected = DivergenceVerdict(8, 4, tuple(map(tuple, ordered)), tuple(wrong))
+    assert find_diverged_nodes(list(map(list, camps)), members, step=8, agreed_step=4) == expected
 
 
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=5), st.integers(0, 9))
@@ -145,11 +145,11 @@ def test_only_who_is_outside_of_more_than_half_of_all_is_wrong(sizes: list[int],
     names = iter(range(100))
     camps = [[str(next(names)) for _ in range(size)] for size in sizes]
     members = sum(sizes) + silent
-    verdict = judge(camps, members, step=1)
-    assert sorted(verdict.camps) == sorted(map(tuple, camps))
-    assert [len(camp) for camp in verdict.camps] == sorted(sizes, reverse=True)
-    others = {name for camp in camps for name in camp} - set(verdict.camps[0])
-    assert set(verdict.wrong) == (others if 2 * max(sizes) > members else set())
+    verdict = find_diverged_nodes(camps, members, step=1)
+    assert sorted(verdict.groups) == sorted(map(tuple, camps))
+    assert [len(camp) for camp in verdict.groups] == sorted(sizes, reverse=True)
+    others = {name for camp in camps for name in camp} - set(verdict.groups[0])
+    assert set(verdict.diverged) == (others if 2 * max(sizes) > members else set())
 
 
 # ---- in words ------------------------------------------------------------------------------------------
@@ -179,16 +179,16 @@ names the tensors.
 @pytest.mark.parametrize(
     ("verdict", "goes_on", "expected"),
     [
-        (Verdict(128, 96, (("a", "b"), ("c",)), ("c",)), False, ALONE),
-        (Verdict(128, 96, (("a", "b", "e"), ("c",), ("d",)), ("c", "d")), True, GOES_ON),
-        (Verdict(128, 0, (("a",), ("b",))), False, NOBODY),
+        (DivergenceVerdict(128, 96, (("a", "b"), ("c",)), ("c",)), False, ALONE),
+        (DivergenceVerdict(128, 96, (("a", "b", "e"), ("c",), ("d",)), ("c", "d")), True, GOES_ON),
+        (DivergenceVerdict(128, 0, (("a",), ("b",))), False, NOBODY),
     ],
 )
 def test_people_are_told_who_differs_and_what_to_do(
-    verdict: Verdict, expected: str, *, goes_on: bool
+    verdict: DivergenceVerdict, expected: str, *, goes_on: bool
 ) -> None:
     """The whole sentence."""
-    assert describe(verdict, goes_on=goes_on) == " ".join(expected.split())
+    assert describe_divergence(verdict, continues=goes_on) == " ".join(expected.split())
 
 
 @given(
@@ -199,6 +199,6 @@ def test_whatever_a_peer_calls_a_verdict_can_be_said(
     camps: tuple[tuple[str, ...], ...], wrong: tuple[str, ...]
 ) -> None:
     """In one line of bounded length."""
-    text = describe(Verdict(1, 0, camps, wrong))
+    text = describe_divergence(DivergenceVerdict(1, 0, camps, wrong))
     assert text.isprintable()
     assert len(text) < 5000

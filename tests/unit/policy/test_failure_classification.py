@@ -15,28 +15,28 @@ from elastic_resume.policy.failure_classification import (
     DIVERGENCE,
     EXCEPTION,
     EXIT,
+    FAILURE_KINDS,
     HANG,
-    KINDS,
-    MAX_TEXT,
+    MAX_TEXT_CHARS,
     NODE_LOST,
     OOM,
     PREEMPTED,
     SIGNAL,
     STUCK,
     Failure,
-    Strain,
-    bounded,
-    describe,
-    explain,
-    judge,
-    lost,
-    of_round,
+    MemoryPressure,
+    classify_round,
+    describe_failure,
+    explain_verdict,
+    make_node_failure,
+    separate_root_causes,
+    truncate_failure,
 )
-from elastic_resume.rendezvous.core.failure_log import MAX_KEPT, Ledger, received
+from elastic_resume.rendezvous.core.failure_log import MAX_FAILURES, FailureLog, bound_failures
 
 Events = list[dict[str, Any]]
-NO_STRAIN = Strain()
-KILLS = Strain(oom_kills=1, pressed="its control group had used 510 MB of 512 MB")
+NO_STRAIN = MemoryPressure()
+KILLS = MemoryPressure(oom_kills=1, description="its control group had used 510 MB of 512 MB")
 
 
 def event(kind: str, t: float, **fields: Any) -> dict[str, Any]:
@@ -63,14 +63,14 @@ def word(kind: str, message: str = "", t: float = 1, rank: int | None = 0, **fie
 
 HANGS = event("hang", 1, suspects=[{"rank": 2, "reason": "it is stopped (state T)"}], victims=[0, 1], step=7)
 HUNG_ALL = event("hang", 1, suspects=[], victims=[0, 1], step=7, elsewhere=True)
-ROUNDS: list[tuple[str, Events, Strain, list[tuple[str, int | None]]]] = [
+ROUNDS: list[tuple[str, Events, MemoryPressure, list[tuple[str, int | None]]]] = [
     ("an exception", [word("ValueError", "boom"), end()], NO_STRAIN, [(EXCEPTION, 0)]),
     ("an exit code without a word", [end(exit_code=9)], NO_STRAIN, [(EXIT, 0)]),
     ("the message that @record left", [end(message="KeyError: 'x'\nmore")], NO_STRAIN, [(EXCEPTION, 0)]),
     ("a signal", [killed(signal="SIGSEGV")], NO_STRAIN, [(SIGNAL, 0)]),
     ("SIGKILL with memory to spare", [killed()], NO_STRAIN, [(SIGNAL, 0)]),
-    ("SIGKILL, and the kernel counted it", [killed()], Strain(oom_kills=1), [(OOM, 0)]),
-    ("SIGKILL under pressure", [killed()], Strain(pressed="0.1 GB were left"), [(OOM, 0)]),
+    ("SIGKILL, and the kernel counted it", [killed()], MemoryPressure(oom_kills=1), [(OOM, 0)]),
+    ("SIGKILL under pressure", [killed()], MemoryPressure(description="0.1 GB were left"), [(OOM, 0)]),
     ("exit code 137 under pressure", [end(exit_code=137)], KILLS, [(OOM, 0)]),
     ("another signal under pressure", [killed(signal="SIGSEGV")], KILLS, [(SIGNAL, 0)]),
     (
@@ -118,7 +118,7 @@ ROUNDS: list[tuple[str, Events, Strain, list[tuple[str, int | None]]]] = [
     ),
     (
         "a hang that was over before a worker was killed",
-        [HANGS, event("hang-over", 1.5), killed(2, 2)],
+        [HANGS, event("hang-ended", 1.5), killed(2, 2)],
         NO_STRAIN,
         [(SIGNAL, 2)],
     ),
@@ -131,7 +131,7 @@ ROUNDS: list[tuple[str, Events, Strain, list[tuple[str, int | None]]]] = [
     ),
     (
         "what the job is at fault for before an earlier death",
-        [killed(1, 0), word("MismatchError", "fc", t=2, rank=1, at_fault=True), end(3, 1)],
+        [killed(1, 0), word("MismatchError", "fc", t=2, rank=1, deterministic=True), end(3, 1)],
         NO_STRAIN,
         [(EXCEPTION, 1), (SIGNAL, 0)],
     ),
@@ -148,9 +148,9 @@ ROUNDS: list[tuple[str, Events, Strain, list[tuple[str, int | None]]]] = [
 @pytest.mark.parametrize(
     ("events", "strain", "found"), [row[1:] for row in ROUNDS], ids=[r[0] for r in ROUNDS]
 )
-def test_kinds(events: Events, strain: Strain, found: list[tuple[str, int | None]]) -> None:
+def test_kinds(events: Events, strain: MemoryPressure, found: list[tuple[str, int | None]]) -> None:
     """Each row of the table above."""
-    assert [(one.kind, one.rank) for one in of_round(events, "a", strain)] == found
+    assert [(one.kind, one.rank) for one in classify_round(events, "a", strain)] == found
 
 
 SAID = [
@@ -167,14 +167,14 @@ SAID = [
 @pytest.mark.parametrize(("events", "said"), SAID)
 def test_in_words(events: Events, said: str) -> None:
     """Who, how, and where in the user's code."""
-    (failure,) = of_round(events, "a")
-    assert describe(failure) == said
+    (failure,) = classify_round(events, "a")
+    assert describe_failure(failure) == said
 
 
 def test_want_of_memory_in_words() -> None:
     """What the kernel counted, and how near the limit was."""
-    (failure,) = of_round([killed()], "a", KILLS)
-    assert describe(failure, node=True) == (
+    (failure,) = classify_round([killed()], "a", KILLS)
+    assert describe_failure(failure, with_node=True) == (
         "rank 0 on node a was killed by SIGKILL for want of memory: the kernel killed a process of this "
         "node's control group; its control group had used 510 MB of 512 MB"
     )
@@ -204,36 +204,36 @@ ECHOES = [
 @pytest.mark.parametrize("message", ECHOES)
 def test_a_lost_connection_follows_from_any_other_failure(message: str) -> None:
     """Whichever was heard of first; without another it is the cause itself."""
-    echo, dead, gone = failure("a", message=message), failure("b"), lost("c", "died")
+    echo, dead, gone = failure("a", message=message), failure("b"), make_node_failure("c", "died")
     for others in ([dead], [gone], [dead, gone]):
-        verdict = judge([echo, *others])
-        assert verdict.causes == tuple(others)
-        assert verdict.cascade == (echo,)
-    assert judge([echo]).causes == (echo,)
-    assert judge([echo, failure("b", message=message)]).root == echo
+        verdict = separate_root_causes([echo, *others])
+        assert verdict.root_causes == tuple(others)
+        assert verdict.secondary_failures == (echo,)
+    assert separate_root_causes([echo]).root_causes == (echo,)
+    assert separate_root_causes([echo, failure("b", message=message)]).root_cause == echo
 
 
 def test_several_causes_stand_in_the_order_they_were_heard_of() -> None:
     """But for what the job itself is at fault for, which goes first."""
     first, second = failure("a"), failure("b", message="boom")
-    fault = failure("c", message="fc.weight", at_fault=True)
-    assert judge([first, second]).causes == (first, second)
-    assert judge([first, second, fault]).causes == (fault, first, second)
+    fault = failure("c", message="fc.weight", deterministic=True)
+    assert separate_root_causes([first, second]).root_causes == (first, second)
+    assert separate_root_causes([first, second, fault]).root_causes == (fault, first, second)
 
 
 def test_an_abort_is_what_ncclcs_watchdog_makes_of_a_peers_death() -> None:
     """It counts as a consequence where another failure is known."""
     abort = failure("a", "was killed by SIGABRT")
-    assert judge([abort, failure("b")]).root == failure("b")
-    assert judge([abort]).root == abort
+    assert separate_root_causes([abort, failure("b")]).root_cause == failure("b")
+    assert separate_root_causes([abort]).root_cause == abort
 
 
 def test_who_waited_in_vain_follows_from_the_one_that_hung() -> None:
     """Each node names its own suspects; one whose ranks all waited has none."""
-    (waited,) = of_round([HUNG_ALL, killed(2, 0), killed(2, 1)], "a")
-    (suspect,) = of_round([HANGS, killed(2, 2)], "b")
-    assert judge([waited, suspect]).causes == (suspect,)
-    assert judge([waited]).root == waited
+    (waited,) = classify_round([HUNG_ALL, killed(2, 0), killed(2, 1)], "a")
+    (suspect,) = classify_round([HANGS, killed(2, 2)], "b")
+    assert separate_root_causes([waited, suspect]).root_causes == (suspect,)
+    assert separate_root_causes([waited]).root_cause == waited
 
 
 def test_the_story_of_a_cascade_in_words() -> None:
@@ -241,18 +241,21 @@ def test_the_story_of_a_cascade_in_words() -> None:
     told = [
         failure("a", message=CLOSED, type="RuntimeError", nodes=7),
         failure("b"),
-        lost("c", "left (SIGTERM)", told=True),
+        make_node_failure("c", "left (SIGTERM)", announced=True),
     ]
-    first, also, then = explain(judge(told))
+    first, also, then = explain_verdict(separate_root_causes(told))
     assert first == "first: rank 0 on node b was killed by SIGKILL."
     assert also == "also: node c left (SIGTERM)."
     assert then.startswith("as a consequence, on 7 nodes: rank 0 on node a (and alike on 6 more) was killed")
-    assert explain(judge([])) == []
+    assert explain_verdict(separate_root_causes([])) == []
 
 
 def test_who_was_asked_to_leave_is_not_lost() -> None:
     """Its kind tells."""
-    assert (lost("a", "died").kind, lost("a", "left (SIGTERM)", told=True).kind) == (NODE_LOST, PREEMPTED)
+    assert (
+        make_node_failure("a", "died").kind,
+        make_node_failure("a", "left (SIGTERM)", announced=True).kind,
+    ) == (NODE_LOST, PREEMPTED)
 
 
 # ---- the coordinator's list ----------------------------------------------------------------------------
@@ -260,44 +263,44 @@ def test_who_was_asked_to_leave_is_not_lost() -> None:
 
 def test_the_list_is_short_and_counts_what_is_alike() -> None:
     """A thousand nodes with one error are one entry; addresses and ranks make no difference."""
-    ledger = Ledger()
+    ledger = FailureLog()
     for number in range(1000):
-        ledger.note(3, failure(f"n{number}", message=f"{CLOSED}{number}"))
-    (one,) = ledger.of(3)
+        ledger.record(3, failure(f"n{number}", message=f"{CLOSED}{number}"))
+    (one,) = ledger.get_failures(3)
     assert (one.node, one.nodes) == ("n0", 1000)
-    for number in range(1000, 1000 + MAX_KEPT):
-        ledger.note(3, failure(f"n{number}", message="x" * (number - 990)))
-    kept = ledger.of(3)
-    assert len(kept) == MAX_KEPT
-    assert not any(one.is_echo for one in kept), "an echo gives way to what may be the cause"
+    for number in range(1000, 1000 + MAX_FAILURES):
+        ledger.record(3, failure(f"n{number}", message="x" * (number - 990)))
+    kept = ledger.get_failures(3)
+    assert len(kept) == MAX_FAILURES
+    assert not any(one.is_secondary for one in kept), "an echo gives way to what may be the cause"
 
 
 def test_what_a_leader_tells_is_cut_to_what_it_may_be() -> None:
     """So many, so long, and nothing that a terminal would obey."""
-    told = received((failure("a", "\x1b[2J" + "x" * 9999),) * 99)
-    assert len(told) == MAX_KEPT
-    assert all(one.text.isprintable() and len(one.text) == MAX_TEXT for one in told)
+    told = bound_failures((failure("a", "\x1b[2J" + "x" * 9999),) * 99)
+    assert len(told) == MAX_FAILURES
+    assert all(one.text.isprintable() and len(one.text) == MAX_TEXT_CHARS for one in told)
 
 
 def test_lost_nodes_are_each_named() -> None:
     """Two that died are not one and its like."""
-    ledger = Ledger()
+    ledger = FailureLog()
     for name in "ab":
-        ledger.note(1, lost(name, "died"))
-    assert [one.node for one in ledger.of(1)] == ["a", "b"]
+        ledger.record(1, make_node_failure(name, "died"))
+    assert [one.node for one in ledger.get_failures(1)] == ["a", "b"]
 
 
 def test_a_node_tells_once_in_a_generation_and_an_older_one_is_over() -> None:
     """What it says again, to a new leader or over a new connection, is the same."""
-    ledger = Ledger()
-    ledger.note(2, failure("a"))
-    ledger.note(2, lost("a", "died"))
-    ledger.note(1, failure("b"))
-    assert [(one.node, one.kind) for one in ledger.of(2)] == [("a", SIGNAL)]
-    assert ledger.of(1) == ()
-    ledger.note(4, failure("b"))
-    assert [one.node for one in ledger.of(4)] == ["b"]
-    assert ledger.of(2) == ()
+    ledger = FailureLog()
+    ledger.record(2, failure("a"))
+    ledger.record(2, make_node_failure("a", "died"))
+    ledger.record(1, failure("b"))
+    assert [(one.node, one.kind) for one in ledger.get_failures(2)] == [("a", SIGNAL)]
+    assert ledger.get_failures(1) == ()
+    ledger.record(4, failure("b"))
+    assert [one.node for one in ledger.get_failures(4)] == ["b"]
+    assert ledger.get_failures(2) == ()
 
 
 anything = st.recursive(
@@ -312,23 +315,23 @@ KEYS = "rank exit_code signal stopped stuck message type frame step at_fault pid
     st.lists(
         st.builds(
             lambda kind, t, rest: {**rest, "event": kind, "t": t},
-            st.sampled_from(["failure", "worker-exit", "hang", "hang-over"]),
+            st.sampled_from(["failure", "worker-exit", "hang", "hang-ended"]),
             st.floats(0, 1e9),
             st.dictionaries(st.sampled_from(KEYS.split()), anything),
         ),
         max_size=6,
     ),
-    st.builds(Strain, st.integers(0, 3), st.sampled_from(["", "all of it was used"])),
+    st.builds(MemoryPressure, st.integers(0, 3), st.sampled_from(["", "all of it was used"])),
 )
-def test_any_events_give_failures_that_can_be_sent_and_said(events: Events, strain: Strain) -> None:
+def test_any_events_give_failures_that_can_be_sent_and_said(events: Events, strain: MemoryPressure) -> None:
     """Logs may hold anything: kinds are known, texts short and printable, and words are found for all."""
-    found = of_round(events, "a", strain)
+    found = classify_round(events, "a", strain)
     for one in found:
-        assert one.kind in KINDS
-        assert bounded(one) == one
-        assert max(len(one.text), len(one.message), len(one.frame)) <= MAX_TEXT
-        assert describe(one).isprintable()
-    verdict = judge(found)
-    assert len(verdict.causes) + len(verdict.cascade) == len(found)
-    assert bool(verdict.causes) is bool(found)
-    assert failure_classification.explain(verdict) or not found
+        assert one.kind in FAILURE_KINDS
+        assert truncate_failure(one) == one
+        assert max(len(one.text), len(one.message), len(one.frame)) <= MAX_TEXT_CHARS
+        assert describe_failure(one).isprintable()
+    verdict = separate_root_causes(found)
+    assert len(verdict.root_causes) + len(verdict.secondary_failures) == len(found)
+    assert bool(verdict.root_causes) is bool(found)
+    assert failure_classification.explain_verdict(verdict) or not found

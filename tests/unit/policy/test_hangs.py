@@ -15,50 +15,50 @@ from elastic_resume.policy.hangs import (
     BACKWARD,
     COLLECTIVE,
     DATA,
-    LEAST_S,
-    LOOK_S,
+    MAX_SAMPLE_GAP_S,
+    MIN_THRESHOLD_S,
     OPTIMIZER,
-    Blame,
-    Evidence,
-    Frame,
-    Judgement,
-    Look,
-    Patience,
-    Pending,
-    Pulse,
-    blame,
-    kind_of,
-    sentence,
-    users_frame,
+    HangDecision,
+    HangDiagnosis,
+    HangThreshold,
+    PendingCollective,
+    ProgressSample,
+    RankEvidence,
+    RankProgress,
+    StackFrame,
+    classify_frames,
+    describe_diagnosis,
+    diagnose_hang,
+    innermost_user_frame,
 )
 
-AUTO, TWO = Patience(), Patience(2.0)
+AUTO, TWO = HangThreshold(), HangThreshold(2.0)
 
 
-def look(step: int, **more: object) -> Look:
+def look(step: int, **more: object) -> ProgressSample:
     """One look at a rank whose beat tells its step; steps are counted from 10 on."""
     fields = {"life": (1,), "first_step": 10, "step": step, "beat": step if step > 10 else 0, **more}
-    return Look(**{"busy": False, "between_epochs": False, **fields})  # type: ignore[arg-type]
+    return ProgressSample(**{"busy": False, "between_epochs": False, **fields})  # type: ignore[arg-type]
 
 
-def pulse_of(looks: Iterable[Look], since_s: float = 0.25) -> Pulse:
+def pulse_of(looks: Iterable[ProgressSample], since_s: float = 0.25) -> RankProgress:
     """What comes of these looks, one each ``since_s`` seconds."""
     pulse = None
     for one in looks:
-        pulse = hangs.observe(pulse, one, since_s)
+        pulse = hangs.update_progress(pulse, one, since_s)
     assert pulse is not None
     return pulse
 
 
-def still(seconds: float, step: int = 14, **more: object) -> Pulse:
+def still(seconds: float, step: int = 14, **more: object) -> RankProgress:
     """A rank that has made four steps, each within a look, and none for so long."""
     looks = [look(at) for at in range(10, step + 1)] + [look(step, **more)] * round(seconds * 4)
     return pulse_of(looks)
 
 
-def hung(patience: Patience, *pulses: Pulse) -> tuple[int, ...]:
+def hung(patience: HangThreshold, *pulses: RankProgress) -> tuple[int, ...]:
     """The local ranks that are judged to be hung."""
-    return hangs.judge(dict(enumerate(pulses)), patience).hung
+    return hangs.find_hung_ranks(dict(enumerate(pulses)), patience).hung_ranks
 
 
 # ---- hung or not ---------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def hung(patience: Patience, *pulses: Pulse) -> tuple[int, ...]:
     ],
 )
 def test_a_rank_is_hung_after_its_limit_and_not_where_it_may_take_its_time(
-    patience: Patience, pulses: list[Pulse], expected: tuple[int, ...]
+    patience: HangThreshold, pulses: list[RankProgress], expected: tuple[int, ...]
 ) -> None:
     """The rule of the design, and each of its exceptions."""
     assert hung(patience, *pulses) == expected
@@ -95,39 +95,39 @@ def test_a_rank_is_hung_after_its_limit_and_not_where_it_may_take_its_time(
 def test_the_limit_is_ten_times_the_longest_step_of_any_rank_here() -> None:
     """A step of 20 s was seen: 200 s are waited for the next."""
     slow = still(20, step=14)
-    slow = hangs.observe(slow, look(15), 0.25)
-    assert 19 < slow.longest_s < 21
-    judgement = hangs.judge({0: slow, 1: still(100)}, AUTO)
-    assert judgement.hung == ()
+    slow = hangs.update_progress(slow, look(15), 0.25)
+    assert 19 < slow.longest_step_s < 21
+    judgement = hangs.find_hung_ranks({0: slow, 1: still(100)}, AUTO)
+    assert judgement.hung_ranks == ()
     assert 190 < judgement.limit_s < 210
 
 
 def test_the_first_step_and_busy_times_do_not_make_the_limit_longer() -> None:
     """Compilation for ten minutes says nothing of the steps that follow."""
     first = pulse_of([look(10)] * 2400 + [look(11), look(12), look(13), look(14)])
-    busy = hangs.observe(still(0), look(14, busy=True), 0.25)
+    busy = hangs.update_progress(still(0), look(14, busy=True), 0.25)
     for _ in range(2400):
-        busy = hangs.observe(busy, look(14, busy=True), 0.25)
-    busy = hangs.observe(busy, look(15), 0.25)
-    assert first.longest_s <= 0.25
-    assert busy.longest_s <= 0.25
+        busy = hangs.update_progress(busy, look(14, busy=True), 0.25)
+    busy = hangs.update_progress(busy, look(15), 0.25)
+    assert first.longest_step_s <= 0.25
+    assert busy.longest_step_s <= 0.25
 
 
 def test_what_the_machine_did_is_no_hang() -> None:
     """The agent was stopped, the machine suspended, the clock set: one look may add one second."""
     pulse = still(10)
     for since_s in (3600.0, -50.0, 1e9):
-        pulse = hangs.observe(pulse, look(14), since_s)
-    assert pulse.quiet_s <= 10 + 3 * LOOK_S
+        pulse = hangs.update_progress(pulse, look(14), since_s)
+    assert pulse.no_progress_s <= 10 + 3 * MAX_SAMPLE_GAP_S
     assert hung(AUTO, pulse) == ()
-    moved = hangs.observe(pulse, look(15), 3600.0)
-    assert moved.longest_s < LEAST_S
+    moved = hangs.update_progress(pulse, look(15), 3600.0)
+    assert moved.longest_step_s < MIN_THRESHOLD_S
 
 
 def test_another_process_or_generation_begins_anew() -> None:
     """What an earlier one did says nothing."""
-    pulse = hangs.observe(still(100), look(14, life=(2,)), 0.25)
-    assert pulse == Pulse(look(14, life=(2,)))
+    pulse = hangs.update_progress(still(100), look(14, life=(2,)), 0.25)
+    assert pulse == RankProgress(look(14, life=(2,)))
 
 
 def test_who_waited_for_a_busy_rank_is_not_hung_when_that_goes_on() -> None:
@@ -136,29 +136,35 @@ def test_who_waited_for_a_busy_rank_is_not_hung_when_that_goes_on() -> None:
     for busy, seconds in ((True, 60), (False, 1.75)):
         for _ in range(round(seconds * 4)):
             looks = {0: look(14), 1: look(14, busy=busy)}
-            pulses = hangs.together({rank: hangs.observe(pulses[rank], looks[rank], 0.25) for rank in pulses})
-            assert hangs.judge(pulses, TWO).hung == ()
-    pulses = hangs.together({rank: hangs.observe(pulses[rank], look(14), 0.25) for rank in pulses})
-    pulses = hangs.together({rank: hangs.observe(pulses[rank], look(14), 0.25) for rank in pulses})
-    assert hangs.judge(pulses, TWO).hung == (0, 1)
-    assert {pulse.longest_s for pulse in pulses.values()} == {still(0).longest_s}
+            pulses = hangs.pause_while_peer_busy(
+                {rank: hangs.update_progress(pulses[rank], looks[rank], 0.25) for rank in pulses}
+            )
+            assert hangs.find_hung_ranks(pulses, TWO).hung_ranks == ()
+    pulses = hangs.pause_while_peer_busy(
+        {rank: hangs.update_progress(pulses[rank], look(14), 0.25) for rank in pulses}
+    )
+    pulses = hangs.pause_while_peer_busy(
+        {rank: hangs.update_progress(pulses[rank], look(14), 0.25) for rank in pulses}
+    )
+    assert hangs.find_hung_ranks(pulses, TWO).hung_ranks == (0, 1)
+    assert {pulse.longest_step_s for pulse in pulses.values()} == {still(0).longest_step_s}
 
 
 def test_the_end_of_what_kept_a_rank_busy_begins_its_time_anew() -> None:
     """The beat moves with it, and the step does not."""
     pulse = still(1)
     for _ in range(40):
-        pulse = hangs.observe(pulse, look(14, busy=True), 0.25)
-    pulse = hangs.observe(pulse, look(14, beat=99), 0.25)
-    assert (pulse.quiet_s, hung(TWO, pulse)) == (0.0, ())
+        pulse = hangs.update_progress(pulse, look(14, busy=True), 0.25)
+    pulse = hangs.update_progress(pulse, look(14, beat=99), 0.25)
+    assert (pulse.no_progress_s, hung(TWO, pulse)) == (0.0, ())
 
 
 def test_those_that_stand_with_the_hung_are_involved_and_those_that_go_on_are_not() -> None:
     """All stop within a step of the first."""
     pulses = {0: still(2), 1: still(1.75), 2: still(0.25), 3: still(60, beat=0)}
-    judgement = hangs.judge(pulses, TWO)
-    assert judgement.hung == (0,)
-    assert hangs.involved(pulses, judgement) == (0, 1, 3)
+    judgement = hangs.find_hung_ranks(pulses, TWO)
+    assert judgement.hung_ranks == (0,)
+    assert hangs.find_stalled_ranks(pulses, judgement) == (0, 1, 3)
 
 
 @given(
@@ -168,67 +174,75 @@ def test_those_that_stand_with_the_hung_are_involved_and_those_that_go_on_are_no
         ),
         max_size=60,
     ),
-    st.sampled_from([AUTO, TWO, Patience(60.0)]),
+    st.sampled_from([AUTO, TWO, HangThreshold(60.0)]),
 )
 def test_nobody_is_hung_that_was_not_seen_to_stand_still_for_the_limit(
-    moves: list[tuple[str, float]], patience: Patience
+    moves: list[tuple[str, float]], patience: HangThreshold
 ) -> None:
     """Whatever happens in whatever order, and however long the time between two looks is."""
     now, pulse, seen_s = look(10), None, 0.0
     for move, since_s in moves:
         if move == "step":
-            now = replace(now, step=now.step + 1, beat=now.beat + 100, busy=False)
+            now = replace(now, step=now.step + 1, progress_counter=now.progress_counter + 100, is_busy=False)
         elif move == "restart":
-            now = look(10, life=(*now.life, 1))
+            now = look(10, life=(*now.incarnation, 1))
         elif move == "rest":
-            now = replace(now, beat=0)
+            now = replace(now, progress_counter=0)
         elif move == "busy":
-            now = replace(now, busy=not now.busy, beat=now.beat and now.beat + 1)
-        pulse = hangs.observe(pulse, now, since_s)
-        may_count = move in {"wait", "freeze"} and not now.busy and now.beat
-        seen_s = seen_s + min(since_s, LOOK_S) if may_count else 0.0
-        judgement = hangs.judge({0: pulse}, patience)
-        if judgement.hung:
-            assert seen_s + 1e-6 >= judgement.limit_s >= min(LEAST_S, patience.threshold_s or LEAST_S)
-            assert pulse.steps >= patience.calibration_steps
-        assert 0 <= judgement.next_s <= judgement.limit_s
+            now = replace(
+                now,
+                is_busy=not now.is_busy,
+                progress_counter=now.progress_counter and now.progress_counter + 1,
+            )
+        pulse = hangs.update_progress(pulse, now, since_s)
+        may_count = move in {"wait", "freeze"} and not now.is_busy and now.progress_counter
+        seen_s = seen_s + min(since_s, MAX_SAMPLE_GAP_S) if may_count else 0.0
+        judgement = hangs.find_hung_ranks({0: pulse}, patience)
+        if judgement.hung_ranks:
+            assert (
+                seen_s + 1e-6
+                >= judgement.limit_s
+                >= min(MIN_THRESHOLD_S, patience.configured_s or MIN_THRESHOLD_S)
+            )
+            assert pulse.finished_steps >= patience.calibration_steps
+        assert 0 <= judgement.next_check_s <= judgement.limit_s
 
 
 # ---- suspects and victims ------------------------------------------------------------------------------
 
 SITE = "/venv/lib/python3.11/site-packages"
 LIB = "/usr/lib/python3.11"
-MAIN = Frame("/home/me/train.py", 38, "main")
+MAIN = StackFrame("/home/me/train.py", 38, "main")
 IN_ALL_REDUCE = (
-    Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 3252, "all_reduce"),
-    Frame(f"{SITE}/torch/distributed/c10d_logger.py", 83, "wrapper"),
+    StackFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 3252, "all_reduce"),
+    StackFrame(f"{SITE}/torch/distributed/c10d_logger.py", 83, "wrapper"),
     MAIN,
 )
 IN_BACKWARD = (
-    Frame(f"{SITE}/torch/autograd/graph.py", 865, "_engine_run_backward"),
-    Frame(f"{SITE}/torch/autograd/__init__.py", 364, "backward"),
-    Frame(f"{SITE}/torch/_tensor.py", 630, "backward"),
+    StackFrame(f"{SITE}/torch/autograd/graph.py", 865, "_engine_run_backward"),
+    StackFrame(f"{SITE}/torch/autograd/__init__.py", 364, "backward"),
+    StackFrame(f"{SITE}/torch/_tensor.py", 630, "backward"),
     MAIN,
 )
 IN_DATA = (
-    Frame(f"{LIB}/threading.py", 331, "wait"),
-    Frame(f"{LIB}/queue.py", 180, "get"),
-    Frame(f"{SITE}/torch/utils/data/dataloader.py", 1275, "_try_get_data"),
+    StackFrame(f"{LIB}/threading.py", 331, "wait"),
+    StackFrame(f"{LIB}/queue.py", 180, "get"),
+    StackFrame(f"{SITE}/torch/utils/data/dataloader.py", 1275, "_try_get_data"),
     MAIN,
 )
-IN_OPTIMIZER = (Frame(f"{SITE}/torch/optim/adam.py", 200, "step"), MAIN)
-ALL_REDUCE = (Pending(13, "all_reduce", "0 default_pg", "[[2]]"),)
-BARRIER = (Pending(13, "barrier", "0 default_pg", "[[1]]"),)
+IN_OPTIMIZER = (StackFrame(f"{SITE}/torch/optim/adam.py", 200, "step"), MAIN)
+ALL_REDUCE = (PendingCollective(13, "all_reduce", "0 default_pg", "[[2]]"),)
+BARRIER = (PendingCollective(13, "barrier", "0 default_pg", "[[1]]"),)
 
 
-def rank(number: int, **more: object) -> Evidence:
+def rank(number: int, **more: object) -> RankEvidence:
     """A rank that waits in an all_reduce, unless more is said."""
     fields = {"state": "S", "step": 5, "collectives": 13, "answered": True, "pending": ALL_REDUCE}
     fields |= {"frames": IN_ALL_REDUCE, **more}
-    return Evidence(rank=number, local_rank=number, **fields)  # type: ignore[arg-type]
+    return RankEvidence(rank=number, local_rank=number, **fields)  # type: ignore[arg-type]
 
 
-def alone(number: int = 1, **more: object) -> list[Evidence]:
+def alone(number: int = 1, **more: object) -> list[RankEvidence]:
     """Three ranks, of which one is as said and the others wait."""
     return [
         rank(one, **({"pending": (), "frames": (MAIN,), **more} if one == number else {})) for one in range(3)
@@ -254,18 +268,20 @@ def alone(number: int = 1, **more: object) -> list[Evidence]:
         (alone(frames=()), "stands still"),
         (alone(pending=BARRIER, frames=IN_ALL_REDUCE), r"waits in barrier \(number 13\).*left out a coll"),
         (
-            alone(pending=(Pending(12, "all_reduce"),), frames=IN_ALL_REDUCE),
+            alone(pending=(PendingCollective(12, "all_reduce"),), frames=IN_ALL_REDUCE),
             r"waits in all_reduce \(number 12\)",
         ),
     ],
 )
-def test_the_rank_that_keeps_the_others_waiting_is_the_suspect(evidence: list[Evidence], reason: str) -> None:
+def test_the_rank_that_keeps_the_others_waiting_is_the_suspect(
+    evidence: list[RankEvidence], reason: str
+) -> None:
     """The others are victims, each with the place where it waits."""
-    found = blame(evidence, world_size=3)
+    found = diagnose_hang(evidence, world_size=3)
     assert [one.rank for one in found.suspects] == [1]
     assert [one.rank for one in found.victims] == [0, 2]
     assert found.victims[0].reason == "waits in all_reduce (number 13) at train.py:38 in main"
-    assert not found.elsewhere
+    assert not found.waits_for_other_node
     assert re.search(reason, found.suspects[0].reason)
 
 
@@ -273,27 +289,33 @@ def test_a_skipped_collective_is_found_without_the_flight_recorder_too() -> None
     """By the place in the user's code, the steps and the counts."""
     elsewhere = (*IN_ALL_REDUCE[:2], replace(MAIN, line=40))
     evidence = [rank(0, pending=None), rank(1, pending=None, frames=elsewhere), rank(2, pending=None)]
-    assert [one.rank for one in blame(evidence, 3).suspects] == [1]
+    assert [one.rank for one in diagnose_hang(evidence, 3).suspects] == [1]
     evidence[1] = rank(1, pending=None, step=6)
-    assert [one.rank for one in blame(evidence, 3).suspects] == [1]
+    assert [one.rank for one in diagnose_hang(evidence, 3).suspects] == [1]
 
 
 def test_of_two_that_wait_in_different_collectives_the_one_behind_is_the_suspect() -> None:
     """With the same count nobody can tell, and both are."""
-    behind = rank(1, pending=(Pending(12, "all_reduce"),))
-    assert [one.rank for one in blame([rank(0), behind], 2).suspects] == [1]
-    both = blame([rank(0), rank(1, pending=BARRIER)], 2)
+    behind = rank(1, pending=(PendingCollective(12, "all_reduce"),))
+    assert [one.rank for one in diagnose_hang([rank(0), behind], 2).suspects] == [1]
+    both = diagnose_hang([rank(0), rank(1, pending=BARRIER)], 2)
     assert ([one.rank for one in both.suspects], both.victims) == ([0, 1], ())
 
 
 def test_where_all_of_a_node_wait_the_culprit_is_on_another() -> None:
     """With one rank or several; where all of the world are here, it is the network."""
-    found = blame([rank(0), rank(1)], world_size=3)
-    assert (found.suspects, [one.rank for one in found.victims], found.elsewhere) == ((), [0, 1], True)
-    assert sentence(found).startswith("ranks 0, 1 wait for a rank of another node: waits in all_reduce")
-    whole = blame([rank(0), rank(1)], world_size=2)
-    assert not whole.elsewhere
-    assert "network" in sentence(whole)
+    found = diagnose_hang([rank(0), rank(1)], world_size=3)
+    assert (found.suspects, [one.rank for one in found.victims], found.waits_for_other_node) == (
+        (),
+        [0, 1],
+        True,
+    )
+    assert describe_diagnosis(found).startswith(
+        "ranks 0, 1 wait for a rank of another node: waits in all_reduce"
+    )
+    whole = diagnose_hang([rank(0), rank(1)], world_size=2)
+    assert not whole.waits_for_other_node
+    assert "network" in describe_diagnosis(whole)
 
 
 def test_ddp_waits_under_backward_where_nothing_more_is_known() -> None:
@@ -303,29 +325,29 @@ def test_ddp_waits_under_backward_where_nothing_more_is_known() -> None:
         rank(1, state="T"),
         rank(2, frames=IN_BACKWARD, pending=None),
     ]
-    found = blame(evidence, 3)
+    found = diagnose_hang(evidence, 3)
     assert ([one.rank for one in found.suspects], [one.rank for one in found.victims]) == ([1], [0, 2])
 
 
 def test_a_rank_that_is_alone_waits_for_nobody() -> None:
     """Whatever its stack looks like."""
-    found = blame([rank(0, frames=IN_BACKWARD, pending=None)], 1)
+    found = diagnose_hang([rank(0, frames=IN_BACKWARD, pending=None)], 1)
     assert [one.reason for one in found.suspects] == ["is in backward() at train.py:38 in main"]
 
 
 def test_a_rank_that_goes_on_is_neither_suspect_nor_victim() -> None:
     """A job whose ranks do not wait for each other."""
-    found = blame([rank(0, pending=(), frames=(MAIN,)), rank(1, stands=False)], 2)
+    found = diagnose_hang([rank(0, pending=(), frames=(MAIN,)), rank(1, stands=False)], 2)
     assert ([one.rank for one in found.suspects], found.victims) == ([0], ())
 
 
 def test_it_is_said_in_one_sentence() -> None:
     """Suspects with reasons, then who waits."""
-    found = blame(alone(state="T"), 3)
-    assert sentence(found) == (
+    found = diagnose_hang(alone(state="T"), 3)
+    assert describe_diagnosis(found) == (
         "rank 1 is stopped by a signal (SIGSTOP) at train.py:38 in main. ranks 0, 2 wait for it"
     )
-    assert sentence(Blame()) == "no rank can be named"
+    assert describe_diagnosis(HangDiagnosis()) == "no rank can be named"
 
 
 @pytest.mark.parametrize(
@@ -337,19 +359,19 @@ def test_it_is_said_in_one_sentence() -> None:
         (IN_OPTIMIZER, OPTIMIZER),
         ((MAIN, *IN_BACKWARD), ""),  # the user's own hook within backward()
         ((), ""),
-        ((Frame("/x/elastic_resume/restore/collectives.py", 80, "gather"), MAIN), COLLECTIVE),
+        ((StackFrame("/x/elastic_resume/restore/collectives.py", 80, "gather"), MAIN), COLLECTIVE),
     ],
 )
-def test_the_innermost_frames_tell_what_a_rank_does(frames: tuple[Frame, ...], kind: str) -> None:
+def test_the_innermost_frames_tell_what_a_rank_does(frames: tuple[StackFrame, ...], kind: str) -> None:
     """And the innermost of the user's own where."""
-    assert kind_of(frames) == kind
-    assert users_frame(frames) in {MAIN, None}
+    assert classify_frames(frames) == kind
+    assert innermost_user_frame(frames) in {MAIN, None}
 
 
 @given(
     st.lists(
         st.builds(
-            Evidence,
+            RankEvidence,
             rank=st.integers(0, 7),
             local_rank=st.integers(0, 7),
             state=st.sampled_from(["", "S", "R", "D", "T", "t", "Z", "X", "I"]),
@@ -368,25 +390,25 @@ def test_the_innermost_frames_tell_what_a_rank_does(frames: tuple[Frame, ...], k
     st.integers(1, 16),
 )
 def test_each_rank_that_stands_is_suspect_or_victim_and_none_is_both(
-    evidence: list[Evidence], more: int
+    evidence: list[RankEvidence], more: int
 ) -> None:
     """Stopped ones are suspects always; and there is a sentence for everything."""
-    found = blame(evidence, len(evidence) + more)
+    found = diagnose_hang(evidence, len(evidence) + more)
     suspects = {one.rank for one in found.suspects}
     victims = {one.rank for one in found.victims}
-    assert suspects | victims == {one.rank for one in evidence if one.stands}
+    assert suspects | victims == {one.rank for one in evidence if one.is_stalled}
     assert not suspects & victims
-    assert {one.rank for one in evidence if one.stands and one.state == "T"} <= suspects
-    assert found.elsewhere == (bool(victims) and not suspects)
-    assert sentence(found)
+    assert {one.rank for one in evidence if one.is_stalled and one.process_state == "T"} <= suspects
+    assert found.waits_for_other_node == (bool(victims) and not suspects)
+    assert describe_diagnosis(found)
 
 
 def test_a_judgement_tells_how_long_nobody_can_be_hung() -> None:
     """So the next look may wait."""
-    assert hangs.judge({0: still(1.5)}, TWO) == Judgement((), 2.0, 0.5)
-    assert hangs.judge({}, TWO) == Judgement((), 2.0, 2.0)
+    assert hangs.find_hung_ranks({0: still(1.5)}, TWO) == HangDecision((), 2.0, 0.5)
+    assert hangs.find_hung_ranks({}, TWO) == HangDecision((), 2.0, 2.0)
 
 
 def test_those_that_wait_for_another_node_are_left_alone_for_longer() -> None:
     """Outright: as long again; else five minutes at least, since a rank there may be busy."""
-    assert (TWO.for_others_s(2.0), AUTO.for_others_s(30.0), AUTO.for_others_s(999.0)) == (2.0, 300.0, 999.0)
+    assert (TWO.peer_wait_s(2.0), AUTO.peer_wait_s(30.0), AUTO.peer_wait_s(999.0)) == (2.0, 300.0, 999.0)

@@ -10,88 +10,120 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.policy.requeue import (
-    MAX_IDLE_RESTARTS,
-    Action,
-    End,
-    Facts,
-    Word,
-    decide,
-    idle_lives,
-    margin_s,
+    MAX_STARTS_WITHOUT_PROGRESS,
+    AgentEnd,
+    RequeueAction,
+    RequeueFacts,
+    TerminationReason,
+    count_starts_without_progress,
+    decide_requeue,
+    drain_margin_s,
 )
 
-REQUEUE, TELL, OVER, LEAVE = Action
-NOTICE = Facts(End.NOTICE)
+REQUEUE, TELL, OVER, LEAVE = RequeueAction
+NOTICE = RequeueFacts(AgentEnd.PREEMPTION_NOTICE)
 
 TABLE = [
     # the job's own end
-    (Facts(End.DONE), LEAVE, 0, "done"),
-    (Facts(End.AT_FAULT), LEAVE, 1, "at fault"),
-    (Facts(End.INTERRUPTED), LEAVE, 130, "interrupted"),
+    (RequeueFacts(AgentEnd.DONE), LEAVE, 0, "done"),
+    (RequeueFacts(AgentEnd.DETERMINISTIC_FAILURE), LEAVE, 1, "at fault"),
+    (RequeueFacts(AgentEnd.INTERRUPTED), LEAVE, 130, "interrupted"),
     # SIGTERM: what the scheduler says decides
-    (Facts(End.TERMINATED), LEAVE, 143, "whoever sent SIGTERM"),
-    (Facts(End.TERMINATED, mine=False), LEAVE, 143, "asks Slurm why"),
-    (Facts(End.TERMINATED, Word.ENDING), LEAVE, 143, "told to end or to requeue"),
-    (Facts(End.TERMINATED, Word.PREEMPTED), REQUEUE, 75, "preempted"),
-    (Facts(End.TERMINATED, Word.TIME_LIMIT), REQUEUE, 75, "time limit is reached"),
-    (Facts(End.TERMINATED, Word.PREEMPTED, mine=False), TELL, 75, "rank 0"),
+    (RequeueFacts(AgentEnd.TERMINATED), LEAVE, 143, "whoever sent SIGTERM"),
+    (RequeueFacts(AgentEnd.TERMINATED, is_requester=False), LEAVE, 143, "asks Slurm why"),
+    (
+        RequeueFacts(AgentEnd.TERMINATED, TerminationReason.JOB_ENDING),
+        LEAVE,
+        143,
+        "told to end or to requeue",
+    ),
+    (RequeueFacts(AgentEnd.TERMINATED, TerminationReason.PREEMPTED), REQUEUE, 75, "preempted"),
+    (RequeueFacts(AgentEnd.TERMINATED, TerminationReason.TIME_LIMIT), REQUEUE, 75, "time limit is reached"),
+    (RequeueFacts(AgentEnd.TERMINATED, TerminationReason.PREEMPTED, is_requester=False), TELL, 75, "rank 0"),
     # told ahead of time
     (NOTICE, REQUEUE, 75, "ahead of time"),
-    (Facts(End.DEADLINE), REQUEUE, 75, "time limit is near"),
-    (replace(NOTICE, mine=False), OVER, 0, "rank 0"),
-    (replace(Facts(End.DEADLINE), mine=False), TELL, 75, "rank 0"),
-    (replace(NOTICE, word=Word.RUNNING), REQUEUE, 75, "ahead of time"),
-    (replace(NOTICE, word=Word.ENDING), LEAVE, 1, "told to end"),
-    (Facts(End.DEADLINE, Word.ENDING), LEAVE, 1, "told to end"),
-    (Facts(End.TERMINATED, Word.RUNNING), LEAVE, 143, "whoever sent SIGTERM"),
-    (replace(NOTICE, mine=False, only_here=True), REQUEUE, 75, "ahead of time"),
-    (replace(NOTICE, alone=True), TELL, 75, "go on"),  # of rank 0: perhaps the last of all
-    (replace(NOTICE, alone=True, mine=False), OVER, 0, "go on"),
-    (replace(NOTICE, alone=True, mine=False, idle=9, off=True), OVER, 0, "go on"),
-    (replace(NOTICE, alone=True, mine=False, scheduler="kubernetes"), TELL, 75, "exit code"),
-    (replace(NOTICE, alone=True, mine=False, scheduler="host"), TELL, 75, "exit code"),
-    (replace(NOTICE, alone=True, only_here=True), REQUEUE, 75, "ahead of time"),
+    (RequeueFacts(AgentEnd.DEADLINE), REQUEUE, 75, "time limit is near"),
+    (replace(NOTICE, is_requester=False), OVER, 0, "rank 0"),
+    (replace(RequeueFacts(AgentEnd.DEADLINE), is_requester=False), TELL, 75, "rank 0"),
+    (replace(NOTICE, termination_reason=TerminationReason.RUNNING), REQUEUE, 75, "ahead of time"),
+    (replace(NOTICE, termination_reason=TerminationReason.JOB_ENDING), LEAVE, 1, "told to end"),
+    (RequeueFacts(AgentEnd.DEADLINE, TerminationReason.JOB_ENDING), LEAVE, 1, "told to end"),
+    (RequeueFacts(AgentEnd.TERMINATED, TerminationReason.RUNNING), LEAVE, 143, "whoever sent SIGTERM"),
+    (replace(NOTICE, is_requester=False, is_single_node=True), REQUEUE, 75, "ahead of time"),
+    (replace(NOTICE, only_this_node_ends=True), TELL, 75, "go on"),  # of rank 0: perhaps the last of all
+    (replace(NOTICE, only_this_node_ends=True, is_requester=False), OVER, 0, "go on"),
+    (
+        replace(
+            NOTICE, only_this_node_ends=True, is_requester=False, starts_without_progress=9, is_disabled=True
+        ),
+        OVER,
+        0,
+        "go on",
+    ),
+    (
+        replace(NOTICE, only_this_node_ends=True, is_requester=False, scheduler="kubernetes"),
+        TELL,
+        75,
+        "exit code",
+    ),
+    (replace(NOTICE, only_this_node_ends=True, is_requester=False, scheduler="host"), TELL, 75, "exit code"),
+    (replace(NOTICE, only_this_node_ends=True, is_single_node=True), REQUEUE, 75, "ahead of time"),
     (replace(NOTICE, scheduler="host"), TELL, 75, "exit code"),
-    (replace(NOTICE, scheduler="kubernetes", scontrol=False), TELL, 75, "exit code"),
-    (replace(NOTICE, scontrol=False), TELL, 75, "batch script"),
-    (replace(NOTICE, other="submitit"), TELL, 75, "submitit requeues"),
-    (replace(NOTICE, off=True), TELL, 75, "--requeue"),
+    (replace(NOTICE, scheduler="kubernetes", has_scontrol=False), TELL, 75, "exit code"),
+    (replace(NOTICE, has_scontrol=False), TELL, 75, "batch script"),
+    (replace(NOTICE, other_requeuer="submitit"), TELL, 75, "submitit requeues"),
+    (replace(NOTICE, is_disabled=True), TELL, 75, "--requeue"),
     # where other nodes may have a world that goes on
-    (Facts(End.LOST), TELL, 75, "may go on"),
-    (Facts(End.LEFT), TELL, 75, "may go on"),
-    (Facts(End.LEFT, mine=False), OVER, 0, "go on"),
-    (Facts(End.LEFT, mine=False, scheduler="host"), TELL, 75, "go on"),
-    (Facts(End.LOST, mine=False), TELL, 75, "may go on"),
-    (Facts(End.LOST, only_here=True), REQUEUE, 75, "no world"),
-    (Facts(End.LEFT, only_here=True), REQUEUE, 75, "left"),
+    (RequeueFacts(AgentEnd.NO_QUORUM), TELL, 75, "may go on"),
+    (RequeueFacts(AgentEnd.NODE_UNFIT), TELL, 75, "may go on"),
+    (RequeueFacts(AgentEnd.NODE_UNFIT, is_requester=False), OVER, 0, "go on"),
+    (RequeueFacts(AgentEnd.NODE_UNFIT, is_requester=False, scheduler="host"), TELL, 75, "go on"),
+    (RequeueFacts(AgentEnd.NO_QUORUM, is_requester=False), TELL, 75, "may go on"),
+    (RequeueFacts(AgentEnd.NO_QUORUM, is_single_node=True), REQUEUE, 75, "no world"),
+    (RequeueFacts(AgentEnd.NODE_UNFIT, is_single_node=True), REQUEUE, 75, "left"),
     # a job that gets nowhere
-    (replace(NOTICE, idle=3), REQUEUE, 75, "ahead"),
-    (replace(NOTICE, idle=4), LEAVE, 1, "lived 4 times"),
-    (Facts(End.TERMINATED, Word.PREEMPTED, idle=4), LEAVE, 143, "new step"),
-    (Facts(End.LOST, idle=4), LEAVE, 1, "new step"),
-    (Facts(End.LEFT, idle=4), TELL, 75, "may go on"),
-    (Facts(End.LEFT, idle=4, only_here=True), LEAVE, 1, "new step"),
+    (replace(NOTICE, starts_without_progress=3), REQUEUE, 75, "ahead"),
+    (replace(NOTICE, starts_without_progress=4), LEAVE, 1, "lived 4 times"),
+    (
+        RequeueFacts(AgentEnd.TERMINATED, TerminationReason.PREEMPTED, starts_without_progress=4),
+        LEAVE,
+        143,
+        "new step",
+    ),
+    (RequeueFacts(AgentEnd.NO_QUORUM, starts_without_progress=4), LEAVE, 1, "new step"),
+    (RequeueFacts(AgentEnd.NODE_UNFIT, starts_without_progress=4), TELL, 75, "may go on"),
+    (RequeueFacts(AgentEnd.NODE_UNFIT, starts_without_progress=4, is_single_node=True), LEAVE, 1, "new step"),
 ]
-OTHERWISE = {End.DONE: 0, End.AT_FAULT: 1, End.INTERRUPTED: 130, End.TERMINATED: 143}
+OTHERWISE = {
+    AgentEnd.DONE: 0,
+    AgentEnd.DETERMINISTIC_FAILURE: 1,
+    AgentEnd.INTERRUPTED: 130,
+    AgentEnd.TERMINATED: 143,
+}
 
 
 @pytest.mark.parametrize(("facts", "action", "code", "why"), TABLE)
-def test_who_asks_for_a_requeue(facts: Facts, action: Action, code: int, why: str) -> None:
+def test_who_asks_for_a_requeue(facts: RequeueFacts, action: RequeueAction, code: int, why: str) -> None:
     """One row for each rule, with the exit code and what is said."""
-    decision = decide(facts)
+    decision = decide_requeue(facts)
     assert (decision.action, decision.exit_code(OTHERWISE.get(facts.end, 1))) == (action, code)
-    assert why in decision.why
+    assert why in decision.reason
 
 
 def test_submitit_is_not_raced_by_a_preempted_job() -> None:
     """Whoever manages the job is asked first."""
-    assert decide(Facts(End.TERMINATED, Word.PREEMPTED, other="submitit")).action is TELL
+    assert (
+        decide_requeue(
+            RequeueFacts(AgentEnd.TERMINATED, TerminationReason.PREEMPTED, other_requeuer="submitit")
+        ).action
+        is TELL
+    )
 
 
 all_facts = st.builds(
-    Facts,
-    end=st.sampled_from(End),
-    word=st.sampled_from(Word),
+    RequeueFacts,
+    end=st.sampled_from(AgentEnd),
+    word=st.sampled_from(TerminationReason),
     scheduler=st.sampled_from(["slurm", "kubernetes", "pet", "host"]),
     idle=st.integers(0, 10),
     only_here=st.booleans(),
@@ -104,41 +136,47 @@ all_facts = st.builds(
 
 
 @given(all_facts)
-def test_nothing_that_must_not_happen_happens(facts: Facts) -> None:
+def test_nothing_that_must_not_happen_happens(facts: RequeueFacts) -> None:
     """Rules that hold whatever else is true."""
-    decision = decide(facts)
+    decision = decide_requeue(facts)
     asks = decision.action is REQUEUE
     code = decision.exit_code(7)
-    assert decision.why
-    if facts.end in {End.DONE, End.AT_FAULT, End.INTERRUPTED}:
+    assert decision.reason
+    if facts.end in {AgentEnd.DONE, AgentEnd.DETERMINISTIC_FAILURE, AgentEnd.INTERRUPTED}:
         assert code == 7
-    if facts.end is End.TERMINATED and facts.word not in {Word.PREEMPTED, Word.TIME_LIMIT}:
+    if facts.end is AgentEnd.TERMINATED and facts.termination_reason not in {
+        TerminationReason.PREEMPTED,
+        TerminationReason.TIME_LIMIT,
+    }:
         assert code == 7, "a job that somebody cancelled came back"
-    part = facts.scheduler == "slurm" and not facts.only_here and not facts.mine
+    part = facts.scheduler == "slurm" and not facts.is_single_node and not facts.is_requester
     if decision.action is OVER:
         assert part, "a job ended as if it were done"
         return
-    if facts.word is Word.ENDING:
+    if facts.termination_reason is TerminationReason.JOB_ENDING:
         assert code == 7, "a job that somebody cancelled came back"
         return
-    left_others = facts.end is End.LEFT and not facts.only_here
-    if facts.idle > MAX_IDLE_RESTARTS and not left_others:
+    left_others = facts.end is AgentEnd.NODE_UNFIT and not facts.is_single_node
+    if facts.starts_without_progress > MAX_STARTS_WITHOUT_PROGRESS and not left_others:
         assert code == 7, "a job that gets nowhere was started for ever"
-    if facts.off or facts.other or not facts.scontrol or facts.scheduler != "slurm":
+    if facts.is_disabled or facts.other_requeuer or not facts.has_scontrol or facts.scheduler != "slurm":
         assert not asks
-    if asks and not facts.only_here:
-        assert facts.mine, "two nodes of a job asked"
-        assert not facts.alone, "a job that goes on elsewhere was torn down"
-        assert facts.end not in {End.LOST, End.LEFT}
-    if facts.end in {End.NOTICE, End.DEADLINE} and facts.idle <= MAX_IDLE_RESTARTS:
+    if asks and not facts.is_single_node:
+        assert facts.is_requester, "two nodes of a job asked"
+        assert not facts.only_this_node_ends, "a job that goes on elsewhere was torn down"
+        assert facts.end not in {AgentEnd.NO_QUORUM, AgentEnd.NODE_UNFIT}
+    if (
+        facts.end in {AgentEnd.PREEMPTION_NOTICE, AgentEnd.DEADLINE}
+        and facts.starts_without_progress <= MAX_STARTS_WITHOUT_PROGRESS
+    ):
         assert code == 75, "a job that was not done ended for good"
 
 
 @given(all_facts)
-def test_of_several_nodes_one_asks_at_most(facts: Facts) -> None:
+def test_of_several_nodes_one_asks_at_most(facts: RequeueFacts) -> None:
     """The same end of all nodes: only the one that speaks for all may ask."""
-    others = replace(facts, mine=False, only_here=False)
-    assert decide(others).action is not REQUEUE
+    others = replace(facts, is_requester=False, is_single_node=False)
+    assert decide_requeue(others).action is not REQUEUE
 
 
 @pytest.mark.parametrize(
@@ -157,7 +195,7 @@ def test_a_drain_begins_early_enough_for_a_commit(
     grace_s: float, commit_s: float, life_s: float, expected: float
 ) -> None:
     """In steps, so that nodes whose commits take about as long begin together."""
-    assert margin_s(grace_s, commit_s, life_s) == expected
+    assert drain_margin_s(grace_s, commit_s, life_s) == expected
 
 
 def lives(text: str) -> list[dict[str, Any]]:
@@ -185,4 +223,4 @@ def lives(text: str) -> list[dict[str, Any]]:
 )
 def test_idle_lives_are_counted_from_a_nodes_events(text: str, restarts: int, expected: int) -> None:
     """Only those in a row, back to the last that brought a step."""
-    assert idle_lives(lives(text), restarts) == expected
+    assert count_starts_without_progress(lives(text), restarts) == expected

@@ -9,38 +9,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.policy.failure_classification import EXCEPTION, KINDS, NODE_LOST, SIGNAL, Failure
+from elastic_resume.policy.failure_classification import EXCEPTION, FAILURE_KINDS, NODE_LOST, SIGNAL, Failure
 from elastic_resume.policy.restart import (
     UNLIMITED,
-    Action,
-    Limits,
-    Round,
-    World,
-    decide,
-    learned,
-    newest_step,
-    pause_s,
-    rounds_without_progress,
-    summarize,
+    RestartAction,
+    RestartLimits,
+    RoundResult,
+    WorldSummary,
+    count_rounds_without_progress,
+    decide_restart,
+    find_newest_step,
+    merge_reported_failures,
+    restart_delay_s,
+    summarize_round,
 )
 
 KILLED = Failure(SIGNAL, "a", 1, "was killed by SIGKILL")
-OWN_FAULT = Failure(EXCEPTION, "a", 0, "ended with exit code 1", "MismatchError", "no", at_fault=True)
+OWN_FAULT = Failure(EXCEPTION, "a", 0, "ended with exit code 1", "MismatchError", "no", is_deterministic=True)
 
 
-def failed(start: int | None, newest: int | None, failure: Failure = KILLED) -> Round:
+def failed(start: int | None, newest: int | None, failure: Failure = KILLED) -> RoundResult:
     """A round that started from step ``start``, reached ``newest`` and lost a worker."""
-    return Round(failed=True, first_step=start, newest_step=newest, failures=(failure,))
+    return RoundResult(failed=True, start_step=start, newest_step=newest, failures=(failure,))
 
 
-def left(start: int, newest: int) -> Round:
+def left(start: int, newest: int) -> RoundResult:
     """A round that ended because nodes came or went."""
-    return Round(failed=False, first_step=start, newest_step=newest)
+    return RoundResult(failed=False, start_step=start, newest_step=newest)
 
 
 NO_STEP = failed(None, None)
 
-HISTORIES: list[tuple[str, list[Round], bool]] = [
+HISTORIES: list[tuple[str, list[RoundResult], bool]] = [
     ("one failed start is tried again", [NO_STEP], False),
     ("two failed starts are tried again", [NO_STEP] * 2, False),
     ("the third failed start in a row ends the job", [NO_STEP] * 3, True),
@@ -50,7 +50,7 @@ HISTORIES: list[tuple[str, list[Round], bool]] = [
     ("twice at the same step is tried again", [failed(0, 19)] + [failed(10, 19)] * 2, False),
     ("progress in between starts the count anew", [NO_STEP, NO_STEP, failed(0, 1), NO_STEP, NO_STEP], False),
     ("a change of membership costs nothing", [left(5, 5)] * 50, False),
-    ("a change of membership forgives nothing", [NO_STEP, NO_STEP, Round(failed=False), NO_STEP], True),
+    ("a change of membership forgives nothing", [NO_STEP, NO_STEP, RoundResult(failed=False), NO_STEP], True),
     (
         "steps seen before count again after copies were lost",
         [failed(90, 99), *(failed(i, i + 5) for i in (0, 3, 6, 9))],
@@ -62,19 +62,19 @@ HISTORIES: list[tuple[str, list[Round], bool]] = [
 @pytest.mark.parametrize(
     ("history", "gives_up"), [row[1:] for row in HISTORIES], ids=[row[0] for row in HISTORIES]
 )
-def test_decision(history: list[Round], gives_up: bool) -> None:
+def test_decision(history: list[RoundResult], gives_up: bool) -> None:
     """Each row of the table above."""
-    assert decide(history, Limits()).give_up is gives_up
+    assert decide_restart(history, RestartLimits()).ends_job is gives_up
 
 
 def test_the_limit_can_be_set() -> None:
     """One failed start is too many when the user says so."""
-    assert decide([NO_STEP], Limits(max_no_progress=1)).give_up
+    assert decide_restart([NO_STEP], RestartLimits(max_no_progress=1)).ends_job
 
 
 def test_the_reason_names_what_happened_last() -> None:
     """Whoever reads the last line learns how often, where, and which rank."""
-    reason = decide([failed(0, 7), failed(7, 7), failed(7, 7), failed(7, 7)], Limits()).reason
+    reason = decide_restart([failed(0, 7), failed(7, 7), failed(7, 7), failed(7, 7)], RestartLimits()).reason
     assert (
         reason == "3 starts in a row failed without progress, at step 7. Last: rank 1 was killed by SIGKILL."
     )
@@ -82,7 +82,7 @@ def test_the_reason_names_what_happened_last() -> None:
 
 def test_no_progress_counts_only_failed_rounds_since_the_newest_step() -> None:
     """A round that reached a new step is not counted, the ones after it are."""
-    assert rounds_without_progress([failed(0, 5), failed(5, 5), left(5, 5), failed(5, 5)]) == 2
+    assert count_rounds_without_progress([failed(0, 5), failed(5, 5), left(5, 5), failed(5, 5)]) == 2
 
 
 def event(kind: str, t: float, **fields: Any) -> dict[str, Any]:
@@ -98,19 +98,26 @@ def test_summary_takes_first_and_newest_step() -> None:
         event("commit", 3, step=14),
         event("step", 4, step=13),
     ]
-    this = summarize(events, node="a", failed=True)
-    assert (this.first_step, this.newest_step, this.failures) == (10, 14, ())
+    this = summarize_round(events, node="a", failed=True)
+    assert (this.start_step, this.newest_step, this.failures) == (10, 14, ())
 
 
 def test_a_worker_that_does_not_know_its_rank_yet_ends_the_job_by_its_own_fault() -> None:
     """A wrong argument of er.resume() is told before the world is joined; the guard knows the rank."""
     events = [
-        event("failure", 1, pid=71, type="ConfigError", message="keep is 1. Write 2 or more.", at_fault=True),
+        event(
+            "failure",
+            1,
+            pid=71,
+            type="ConfigError",
+            message="keep is 1. Write 2 or more.",
+            deterministic=True,
+        ),
         event("worker-exit", 2, rank=0, worker_pid=70, exit_code=None, signal="SIGKILL", stopped=False),
         event("worker-exit", 3, rank=1, worker_pid=71, exit_code=1, signal=None, stopped=False),
     ]
-    this = summarize(events, node="a", failed=True)
-    assert decide([this], Limits()).reason == (
+    this = summarize_round(events, node="a", failed=True)
+    assert decide_restart([this], RestartLimits()).reason == (
         "rank 1 ended with exit code 1: ConfigError: keep is 1. Write 2 or more. "
         "Starting again would meet the same error."
     )
@@ -128,75 +135,95 @@ def raised(
     )
 
 
-def world(names: str = "abc", step: int = 0) -> World:
+def world(names: str = "abc", step: int = 0) -> WorldSummary:
     """Nodes of one letter each."""
-    return World(tuple(names), step)
+    return WorldSummary(tuple(names), step)
 
 
-Row = tuple[str, list[Round], World, Limits, Action]
+Row = tuple[str, list[RoundResult], WorldSummary, RestartLimits, RestartAction]
 IMPORT = raised("ModuleNotFoundError", message="No module named 'x'")
-TWO_OF = Limits(min_nodes=2)
+TWO_OF = RestartLimits(min_nodes=2)
 
 
-def ended(*failures: Failure, start: int | None = None, newest: int | None = None, nodes: int = 3) -> Round:
+def ended(
+    *failures: Failure, start: int | None = None, newest: int | None = None, nodes: int = 3
+) -> RoundResult:
     """A failed round of several nodes."""
-    return Round(True, start, newest, failures, nodes)
+    return RoundResult(True, start, newest, failures, nodes)
 
 
 HOPELESS: list[Row] = [
-    ("an import error", [ended(IMPORT)], world(), Limits(), Action.GIVE_UP),
-    ("a syntax error", [ended(raised("SyntaxError"))], world(), Limits(), Action.GIVE_UP),
+    ("an import error", [ended(IMPORT)], world(), RestartLimits(), RestartAction.GIVE_UP),
+    ("a syntax error", [ended(raised("SyntaxError"))], world(), RestartLimits(), RestartAction.GIVE_UP),
     (
         "an import error of a late import",
         [ended(IMPORT, start=0, newest=5)],
         world(step=5),
-        Limits(),
-        Action.GO_ON,
+        RestartLimits(),
+        RestartAction.CONTINUE,
     ),
     (
         "an import error on a newcomer to a job that trains",
         [ended(IMPORT)],
         world(step=5),
         TWO_OF,
-        Action.EXCLUDE,
+        RestartAction.EXCLUDE,
     ),
-    ("the same, where it is needed", [ended(IMPORT)], world(step=5), Limits(min_nodes=3), Action.GIVE_UP),
+    (
+        "the same, where it is needed",
+        [ended(IMPORT)],
+        world(step=5),
+        RestartLimits(min_nodes=3),
+        RestartAction.GIVE_UP,
+    ),
     (
         "the same error everywhere before the first step",
         [ended(raised("KeyError", nodes=3))],
         world(),
-        Limits(),
-        Action.GIVE_UP,
+        RestartLimits(),
+        RestartAction.GIVE_UP,
     ),
-    ("on two of three nodes only", [ended(raised("KeyError", nodes=2))], world(), Limits(), Action.GO_ON),
+    (
+        "on two of three nodes only",
+        [ended(raised("KeyError", nodes=2))],
+        world(),
+        RestartLimits(),
+        RestartAction.CONTINUE,
+    ),
     (
         "everywhere, in a job that has trained",
         [ended(raised("KeyError", nodes=3))],
         world(step=7),
-        Limits(),
-        Action.GO_ON,
+        RestartLimits(),
+        RestartAction.CONTINUE,
     ),
     (
         "everywhere after a step",
         [ended(raised("KeyError", 3, nodes=3), start=0, newest=3)],
         world(step=3),
-        Limits(),
-        Action.GO_ON,
+        RestartLimits(),
+        RestartAction.CONTINUE,
     ),
-    ("on the only node there is", [ended(raised("KeyError"), nodes=1)], world("a"), Limits(), Action.GO_ON),
+    (
+        "on the only node there is",
+        [ended(raised("KeyError"), nodes=1)],
+        world("a"),
+        RestartLimits(),
+        RestartAction.CONTINUE,
+    ),
     (
         "with --max-restarts too",
         [ended(IMPORT)],
         world(),
-        Limits(max_no_progress=UNLIMITED, poisoned=UNLIMITED),
-        Action.GIVE_UP,
+        RestartLimits(max_no_progress=UNLIMITED, max_same_failures=UNLIMITED),
+        RestartAction.GIVE_UP,
     ),
     (
         "but a node that came or went is no failure",
         [replace(ended(IMPORT), failed=False)],
         world(),
-        Limits(),
-        Action.GO_ON,
+        RestartLimits(),
+        RestartAction.CONTINUE,
     ),
 ]
 
@@ -205,19 +232,19 @@ HOPELESS: list[Row] = [
     ("history", "now", "limits", "action"), [row[1:] for row in HOPELESS], ids=[row[0] for row in HOPELESS]
 )
 def test_errors_that_a_restart_would_meet_again(
-    history: list[Round], now: World, limits: Limits, action: Action
+    history: list[RoundResult], now: WorldSummary, limits: RestartLimits, action: RestartAction
 ) -> None:
     """Each row of the table above."""
-    assert decide(history, limits, now).action is action
+    assert decide_restart(history, limits, now).action is action
 
 
-def at(step: int, node: str = "a", message: str = "bad sample 17") -> Round:
+def at(step: int, node: str = "a", message: str = "bad sample 17") -> RoundResult:
     """A round that climbed to ``step`` and met an exception there."""
     return ended(raised("ValueError", step, node, message=message), start=step - 3, newest=step)
 
 
-LAX = Limits(max_no_progress=10)
-POISON: list[tuple[str, list[Round], bool]] = [
+LAX = RestartLimits(max_no_progress=10)
+POISON: list[tuple[str, list[RoundResult], bool]] = [
     ("three times the same exception at the same step", [at(19), at(19), at(19)], True),
     (
         "whichever node it is on, whatever numbers it names",
@@ -234,10 +261,10 @@ POISON: list[tuple[str, list[Round], bool]] = [
 
 
 @pytest.mark.parametrize(("history", "poisoned"), [row[1:] for row in POISON], ids=[row[0] for row in POISON])
-def test_a_poisoned_step_is_named(history: list[Round], poisoned: bool) -> None:
+def test_a_poisoned_step_is_named(history: list[RoundResult], poisoned: bool) -> None:
     """The job fails before its budget is spent, and the reason names step, exception and place."""
-    decision = decide(history, LAX, world())
-    assert decision.give_up is poisoned
+    decision = decide_restart(history, LAX, world())
+    assert decision.ends_job is poisoned
     if poisoned:
         assert decision.reason.startswith(
             "step 20 is poisoned: 3 times in a row it ended in the same exception."
@@ -248,45 +275,69 @@ def test_a_poisoned_step_is_named(history: list[Round], poisoned: bool) -> None:
 # ---- a node that fails alone ---------------------------------------------------------------------------
 
 
-def killed(node: str, start: int | None = None, newest: int | None = None) -> Round:
+def killed(node: str, start: int | None = None, newest: int | None = None) -> RoundResult:
     """A round that ended because a worker of that node was killed."""
     return ended(Failure(SIGNAL, node, 1, "was killed by SIGSEGV"), start=start, newest=newest)
 
 
-def stepping(node: str, count: int) -> list[Round]:
+def stepping(node: str, count: int) -> list[RoundResult]:
     """Rounds that advanced by ten steps each."""
     return [killed(node, i, i + 10) for i in range(0, 10 * count, 10)]
 
 
-EXCLUDE: list[tuple[str, list[Round], World, Limits, Action]] = [
-    ("instead of giving up", [killed("b")] * 3, world(), TWO_OF, Action.EXCLUDE),
-    ("not where it is needed", [killed("b")] * 3, world(), Limits(min_nodes=3), Action.GIVE_UP),
-    ("not when others failed too", [killed("b"), killed("c"), killed("b")], world(), TWO_OF, Action.GIVE_UP),
-    ("not while steps advance", stepping("b", 9), world(step=90), TWO_OF, Action.GO_ON),
+EXCLUDE: list[tuple[str, list[RoundResult], WorldSummary, RestartLimits, RestartAction]] = [
+    ("instead of giving up", [killed("b")] * 3, world(), TWO_OF, RestartAction.EXCLUDE),
+    ("not where it is needed", [killed("b")] * 3, world(), RestartLimits(min_nodes=3), RestartAction.GIVE_UP),
+    (
+        "not when others failed too",
+        [killed("b"), killed("c"), killed("b")],
+        world(),
+        TWO_OF,
+        RestartAction.GIVE_UP,
+    ),
+    ("not while steps advance", stepping("b", 9), world(step=90), TWO_OF, RestartAction.CONTINUE),
     (
         "unless the user says so",
         stepping("b", 4),
         world(step=40),
-        Limits(min_nodes=2, exclude_after=4),
-        Action.EXCLUDE,
+        RestartLimits(min_nodes=2, exclude_after=4),
+        RestartAction.EXCLUDE,
     ),
-    ("and so often", stepping("b", 3), world(step=40), Limits(min_nodes=2, exclude_after=4), Action.GO_ON),
+    (
+        "and so often",
+        stepping("b", 3),
+        world(step=40),
+        RestartLimits(min_nodes=2, exclude_after=4),
+        RestartAction.CONTINUE,
+    ),
     (
         "in a row",
         [*stepping("b", 2), *stepping("c", 1), *stepping("b", 2)],
         world(step=40),
-        Limits(min_nodes=2, exclude_after=4),
-        Action.GO_ON,
+        RestartLimits(min_nodes=2, exclude_after=4),
+        RestartAction.CONTINUE,
     ),
-    ("what it did is forgotten once it is gone", [killed("b")] * 3, world("ac"), Limits(), Action.GO_ON),
+    (
+        "what it did is forgotten once it is gone",
+        [killed("b")] * 3,
+        world("ac"),
+        RestartLimits(),
+        RestartAction.CONTINUE,
+    ),
     (
         "and the others have a budget of their own",
         [*[killed("b")] * 3, killed("a"), killed("c")],
         world("ac"),
-        Limits(),
-        Action.GO_ON,
+        RestartLimits(),
+        RestartAction.CONTINUE,
     ),
-    ("a stock rendezvous names no nodes", [killed("b")] * 3, World(), Limits(), Action.GIVE_UP),
+    (
+        "a stock rendezvous names no nodes",
+        [killed("b")] * 3,
+        WorldSummary(),
+        RestartLimits(),
+        RestartAction.GIVE_UP,
+    ),
 ]
 
 
@@ -294,12 +345,12 @@ EXCLUDE: list[tuple[str, list[Round], World, Limits, Action]] = [
     ("history", "now", "limits", "action"), [row[1:] for row in EXCLUDE], ids=[row[0] for row in EXCLUDE]
 )
 def test_a_node_that_fails_alone_is_left_out(
-    history: list[Round], now: World, limits: Limits, action: Action
+    history: list[RoundResult], now: WorldSummary, limits: RestartLimits, action: RestartAction
 ) -> None:
     """Each row of the table above; it is node b."""
-    decision = decide(history, limits, now)
+    decision = decide_restart(history, limits, now)
     assert decision.action is action
-    if action is Action.EXCLUDE:
+    if action is RestartAction.EXCLUDE:
         assert decision.node == "b"
         assert "of node b alone. Last: rank 1 was killed by SIGSEGV." in decision.reason
 
@@ -325,36 +376,36 @@ def test_a_change_of_membership_costs_nothing(
     own: Failure, told: tuple[Failure, ...], changed: bool, failed: bool
 ) -> None:
     """A round whose cause is that a node went did not fail, on any node; what the job is at fault for did."""
-    assert learned(ended(own), told, changed=changed).failed is failed
+    assert merge_reported_failures(ended(own), told, membership_changed=changed).failed is failed
 
 
 def test_a_round_that_failed_elsewhere_counts_here_too() -> None:
     """All nodes keep the same history: so they give up together."""
-    assert learned(Round(failed=False), [KILLED], changed=False).failed
+    assert merge_reported_failures(RoundResult(failed=False), [KILLED], membership_changed=False).failed
 
 
 def test_waiting_doubles_while_nothing_advances() -> None:
     """None for the first failure, and at most a minute."""
-    stuck = [pause_s([NO_STEP] * count) for count in range(1, 10)]
+    stuck = [restart_delay_s([NO_STEP] * count) for count in range(1, 10)]
     assert stuck == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert pause_s([failed(i, i + 1) for i in range(9)]) == 0
+    assert restart_delay_s([failed(i, i + 1) for i in range(9)]) == 0
 
 
 def test_only_finished_steps_count_as_come_so_far() -> None:
     """A start from a checkpoint is no step."""
-    assert newest_step([left(40, 40)]) == 0
-    assert newest_step([left(40, 43), left(41, 41)]) == 43
+    assert find_newest_step([left(40, 40)]) == 0
+    assert find_newest_step([left(40, 43), left(41, 41)]) == 43
 
 
 rounds = st.builds(
-    Round,
+    RoundResult,
     st.booleans(),
     st.none() | st.integers(0, 30),
     st.none() | st.integers(0, 30),
     st.lists(
         st.builds(
             Failure,
-            st.sampled_from(KINDS),
+            st.sampled_from(FAILURE_KINDS),
             st.sampled_from("abcd"),
             st.none() | st.integers(0, 3),
             st.just("failed"),
@@ -373,20 +424,23 @@ rounds = st.builds(
 
 @given(
     st.lists(rounds, min_size=1, max_size=8),
-    st.builds(Limits, st.integers(1, 4), st.integers(0, 3), st.integers(2, 4), st.integers(1, 4)),
+    st.builds(RestartLimits, st.integers(1, 4), st.integers(0, 3), st.integers(2, 4), st.integers(1, 4)),
     st.lists(st.sampled_from("abcd"), unique=True).map(tuple),
     st.integers(0, 40),
 )
 def test_whatever_the_history(
-    history: list[Round], limits: Limits, nodes: tuple[str, ...], step: int
+    history: list[RoundResult], limits: RestartLimits, nodes: tuple[str, ...], step: int
 ) -> None:
     """A round that did not fail ends nothing; nobody is left out whom the others need; words are given."""
-    decision = decide(history, limits, World(nodes, step))
+    decision = decide_restart(history, limits, WorldSummary(nodes, step))
     if not history[-1].failed:
-        assert decision.action is Action.GO_ON
-    if decision.action is Action.EXCLUDE:
+        assert decision.action is RestartAction.CONTINUE
+    if decision.action is RestartAction.EXCLUDE:
         assert decision.node in nodes
         assert len(nodes) - 1 >= limits.min_nodes
-    assert bool(decision.reason) is (decision.action is not Action.GO_ON)
-    assert 0 <= pause_s(history) <= 60
-    assert decide(history, replace(limits, exclude_after=0), World((), step)).action is not Action.EXCLUDE
+    assert bool(decision.reason) is (decision.action is not RestartAction.CONTINUE)
+    assert 0 <= restart_delay_s(history) <= 60
+    assert (
+        decide_restart(history, replace(limits, exclude_after=0), WorldSummary((), step)).action
+        is not RestartAction.EXCLUDE
+    )

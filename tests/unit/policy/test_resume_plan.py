@@ -10,33 +10,33 @@ from elastic_resume.errors import NoValidCheckpointError
 from elastic_resume.policy.resume_plan import (
     DISK,
     MEMORY,
-    Copy,
     Inventory,
-    Rejected,
+    RejectedState,
     ResumePlan,
-    choose,
-    outvoted,
-    streams,
-    without,
+    SavedState,
+    choose_resume_plan,
+    find_minority_holders,
+    plan_broadcasts,
+    reject_saved_state,
 )
 
 
 def node(name: str, rank: int, *copies: tuple[int, int], generation: int = 0, **more: object) -> Inventory:
     """An inventory whose copies, (generation, step), were written by this rank in its own directory."""
-    own = tuple(Copy(name, g, s, rank) for g, s in copies)
+    own = tuple(SavedState(name, g, s, rank) for g, s in copies)
     known = max([generation] + [g for g, _ in copies])
     return Inventory(name, rank, own, generation=known, **more)  # type: ignore[arg-type]
 
 
 def test_nothing_anywhere_is_a_cold_start_in_generation_one() -> None:
     """No copy and nothing rejected: fresh, from rank 0."""
-    plan = choose([node("a", 0), node("b", 1)], "auto")
+    plan = choose_resume_plan([node("a", 0), node("b", 1)], "auto")
     assert (plan.kind, plan.generation, plan.source_node, plan.step) == ("cold", 1, "a", 0)
 
 
 def test_a_later_generation_beats_a_higher_step_of_an_abandoned_one() -> None:
     """Order is (generation, step): unsloth-zoo PR#782 resumed a stale higher step."""
-    plan = choose([node("a", 0, (1, 900)), node("b", 1, (2, 30))], "auto")
+    plan = choose_resume_plan([node("a", 0, (1, 900)), node("b", 1, (2, 30))], "auto")
     assert (plan.source_node, plan.source_generation, plan.step) == ("b", 2, 30)
     assert plan.lacking == ("a",)
     assert plan.generation == 3
@@ -44,50 +44,50 @@ def test_a_later_generation_beats_a_higher_step_of_an_abandoned_one() -> None:
 
 def test_the_node_of_rank_zero_may_have_lost_its_disk() -> None:
     """Any holder can be the source."""
-    plan = choose([node("a", 0), node("b", 1, (1, 5)), node("c", 2, (1, 5))], "auto")
+    plan = choose_resume_plan([node("a", 0), node("b", 1, (1, 5)), node("c", 2, (1, 5))], "auto")
     assert (plan.source_node, plan.source_rank, plan.lacking) == ("b", 1, ("a",))
 
 
 def test_of_equal_copies_the_one_that_the_lowest_rank_wrote_is_the_source() -> None:
     """BatchNorm's buffers differ between ranks; the lowest rank's are the job's, wherever they are now."""
-    first = Inventory("a", 0, (Copy("a", 1, 5, 2),))
-    second = Inventory("b", 1, (Copy("b", 1, 5, 0),))
-    assert choose([first, second], "auto").source_node == "b"
+    first = Inventory("a", 0, (SavedState("a", 1, 5, 2),))
+    second = Inventory("b", 1, (SavedState("b", 1, 5, 0),))
+    assert choose_resume_plan([first, second], "auto").source_node == "b"
 
 
 def test_a_node_reads_its_own_copy_before_a_peers() -> None:
     """On a shared file system rank 0 sees every directory."""
-    seen = Inventory("a", 0, (Copy("b", 1, 5, 1), Copy("a", 1, 5, 0)))
-    copy = choose([seen, node("b", 1, (1, 5))], "auto").copy_of("a")
+    seen = Inventory("a", 0, (SavedState("b", 1, 5, 1), SavedState("a", 1, 5, 0)))
+    copy = choose_resume_plan([seen, node("b", 1, (1, 5))], "auto").saved_state_for("a")
     assert copy is not None
-    assert copy.home == "a"
+    assert copy.owner_node == "a"
 
 
 def test_copies_that_exist_and_cannot_be_read_are_never_forgotten() -> None:
     """All rejected: an error under auto and must that names them, not a fresh start."""
-    bad = node("a", 0, rejected=(Rejected("a", "g000001-s0000000005", "torn", (1, 5)),))
+    bad = node("a", 0, rejected=(RejectedState("a", "g000001-s0000000005", "torn", (1, 5)),))
     for mode in ("auto", "must"):
         with pytest.raises(NoValidCheckpointError, match=r"a/g000001-s0000000005: torn.*--resume never"):
-            choose([bad, node("b", 1)], mode)
+            choose_resume_plan([bad, node("b", 1)], mode)
 
 
 def test_an_older_valid_copy_is_taken_and_the_newer_bad_one_is_told() -> None:
     """What is older than the chosen copy is not told: it would not have been taken."""
-    old = Rejected("a", "g000001-s0000000001", "torn", (1, 1))
-    new = Rejected("a", "g000001-s0000000009", "torn", (1, 9))
-    plan = choose([node("a", 0, rejected=(old, new)), node("b", 1, (1, 5))], "auto")
+    old = RejectedState("a", "g000001-s0000000001", "torn", (1, 1))
+    new = RejectedState("a", "g000001-s0000000009", "torn", (1, 9))
+    plan = choose_resume_plan([node("a", 0, rejected=(old, new)), node("b", 1, (1, 5))], "auto")
     assert (plan.step, plan.rejected) == (5, (new,))
 
 
 def test_must_without_any_copy_is_an_error() -> None:
     """The text says what to check."""
     with pytest.raises(NoValidCheckpointError, match="--ckpt-dir and --rdzv-id"):
-        choose([node("a", 0)], "must")
+        choose_resume_plan([node("a", 0)], "must")
 
 
 def test_never_sets_aside_what_is_older_than_this_start() -> None:
     """At the start of the job nobody has been in a world: every known generation is older."""
-    plan = choose([node("a", 0, (3, 50), floor=3), node("b", 1)], "never")
+    plan = choose_resume_plan([node("a", 0, (3, 50), floor=3), node("b", 1)], "never")
     assert (plan.kind, plan.generation) == ("cold", 4)
 
 
@@ -95,27 +95,27 @@ def test_never_keeps_what_this_start_has_saved() -> None:
     """After a failure in generation 4 of a job started with never, its own checkpoint counts."""
     survivor = node("a", 0, (3, 50), (4, 10), floor=3, began=True)
     returned = node("b", 1, (3, 50), generation=4, floor=4)
-    plan = choose([survivor, returned], "never")
+    plan = choose_resume_plan([survivor, returned], "never")
     assert (plan.kind, plan.source_generation, plan.step) == ("checkpoint", 4, 10)
 
 
 def test_never_does_not_forget_an_unreadable_copy_of_this_start() -> None:
     """The only copy of this start turns out corrupt: an error, as under auto."""
-    bad = Rejected("a", "g000004-s0000000010", "digest", (4, 10))
+    bad = RejectedState("a", "g000004-s0000000010", "digest", (4, 10))
     with pytest.raises(NoValidCheckpointError, match="none can be loaded"):
-        choose([node("a", 0, (3, 50), floor=3, began=True, rejected=(bad,))], "never")
+        choose_resume_plan([node("a", 0, (3, 50), floor=3, began=True, rejected=(bad,))], "never")
 
 
 def test_lost_steps_are_those_finished_after_the_chosen_copy() -> None:
     """The board of the node that came furthest in the newest generation tells."""
-    plan = choose(
+    plan = choose_resume_plan(
         [
             node("a", 0, (1, 5), last_generation=1, last_step=8, last_world_size=3),
             node("b", 1, (1, 5), last_generation=1, last_step=7, last_world_size=3),
         ],
         "auto",
     )
-    assert (plan.lost_steps, plan.previous_world_size) == (3, 3)
+    assert (plan.recomputed_steps, plan.previous_world_size) == (3, 3)
 
 
 ORDERS = st.tuples(st.integers(1, 5), st.integers(0, 50))
@@ -127,10 +127,10 @@ def test_every_order_of_the_inventories_gives_the_same_plan(
 ) -> None:
     """Ranks gather in any order; the plan is one, newest, and partitions the nodes."""
     inventories = [node(f"n{i}", i, *copies) for i, copies in enumerate(held)]
-    plan = choose(inventories, "auto")
+    plan = choose_resume_plan(inventories, "auto")
     shuffled = list(inventories)
     dice.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert choose(shuffled, "auto") == plan
+    assert choose_resume_plan(shuffled, "auto") == plan
     everything = [order for copies in held for order in copies]
     if not everything:
         assert plan.kind == "cold"
@@ -152,20 +152,22 @@ def test_taking_out_each_failed_copy_ends_in_an_error_and_never_in_a_fresh_start
     if not any(held):
         return
     for _ in range(sum(len(copies) for copies in held)):
-        plan = choose(inventories, "auto")
+        plan = choose_resume_plan(inventories, "auto")
         assert plan.kind == "checkpoint"
         victim, copy = plan.holders[0]
-        inventories = [without(one, copy, "x", "bad") if one.node == victim else one for one in inventories]
+        inventories = [
+            reject_saved_state(one, copy, "x", "bad") if one.node == victim else one for one in inventories
+        ]
     with pytest.raises(NoValidCheckpointError):
-        choose(inventories, "auto")
+        choose_resume_plan(inventories, "auto")
 
 
 # ---- what may not be passed over -----------------------------------------------------------------------
 
 
-def refused(node_name: str, order: tuple[int, int], kind: str) -> Rejected:
+def refused(node_name: str, order: tuple[int, int], kind: str) -> RejectedState:
     """A copy that may not be loaded."""
-    return Rejected(node_name, f"g{order[0]}-s{order[1]}", f"is {kind}", order, kind)
+    return RejectedState(node_name, f"g{order[0]}-s{order[1]}", f"is {kind}", order, kind)
 
 
 @pytest.mark.parametrize("order", [(1, 9), (2, 1), (1, 5)])
@@ -174,67 +176,69 @@ def test_nothing_older_is_taken_in_place_of_a_newer_format(order: tuple[int, int
     newer = node("a", 0, (1, 3), rejected=(refused("a", order, "newer"),))
     for mode in ("auto", "must"):
         with pytest.raises(NoValidCheckpointError, match=r"Nothing was changed.*Upgrade.*--resume never"):
-            choose([newer, node("b", 1, (1, 5))], mode)
+            choose_resume_plan([newer, node("b", 1, (1, 5))], mode)
 
 
 def test_an_older_copy_of_a_newer_format_is_in_nobodys_way() -> None:
     """Somebody went back to an older version on purpose and has trained on since."""
     old = node("a", 0, (2, 9), rejected=(refused("a", (1, 50), "newer"),))
-    assert choose([old], "auto").order == (2, 9)
+    assert choose_resume_plan([old], "auto").version == (2, 9)
 
 
 @pytest.mark.parametrize("kind", ["foreign", "unreadable", "torn", "corrupt", "unlike"])
 def test_every_other_copy_that_cannot_be_loaded_is_told_and_an_older_one_taken(kind: str) -> None:
     """The job goes on; the reason is in the plan."""
     bad = refused("a", (1, 9), kind)
-    plan = choose([node("a", 0, (1, 5), rejected=(bad,))], "auto")
+    plan = choose_resume_plan([node("a", 0, (1, 5), rejected=(bad,))], "auto")
     assert (plan.step, plan.rejected) == (5, (bad,))
 
 
 @pytest.mark.parametrize("kind", ["newer", "corrupt", "foreign", "unreadable"])
 def test_never_gets_past_everything_that_was_there_at_the_start(kind: str) -> None:
     """Also where no node knows a generation any more: the copies' own names tell it."""
-    lost = Inventory("a", 0, (Copy("b", 6, 1, 0),), rejected=(refused("a", (7, 9), kind),), committed=7)
-    plan = choose([lost, node("b", 1)], "never")
-    assert (plan.kind, plan.generation, plan.floor) == ("cold", 8, 7)
+    lost = Inventory(
+        "a", 0, (SavedState("b", 6, 1, 0),), rejected=(refused("a", (7, 9), kind),), committed_generation=7
+    )
+    plan = choose_resume_plan([lost, node("b", 1)], "never")
+    assert (plan.kind, plan.generation, plan.min_generation) == ("cold", 8, 7)
 
 
 def test_the_lineage_that_was_set_aside_is_known_to_later_nodes_too() -> None:
     """The floor of the plan is what every node notes: a new, empty node does not lower it."""
-    start = choose([node("a", 0, (3, 50)), node("b", 1)], "never")
-    assert start.floor == 3
+    start = choose_resume_plan([node("a", 0, (3, 50)), node("b", 1)], "never")
+    assert start.min_generation == 3
     again = [
-        node("a", 0, (3, 50), generation=4, floor=start.floor, began=True),
-        node("b", 1, generation=4, floor=start.floor, began=True),
+        node("a", 0, (3, 50), generation=4, floor=start.min_generation, began=True),
+        node("b", 1, generation=4, floor=start.min_generation, began=True),
     ]
-    assert choose(again, "never").kind == "cold"
-    assert choose([node("a", 0, (3, 50))], "auto").floor == -1
+    assert choose_resume_plan(again, "never").kind == "cold"
+    assert choose_resume_plan([node("a", 0, (3, 50))], "auto").min_generation == -1
 
 
 def test_another_jobs_directory_does_not_keep_never_from_starting_again() -> None:
     """It has nothing to do with this lineage; under auto it is an error to find nothing else."""
     stray = node("a", 0, generation=4, floor=3, began=True, rejected=(refused("a", (9, 9), "foreign"),))
-    plan = choose([stray], "never")
+    plan = choose_resume_plan([stray], "never")
     assert (plan.kind, plan.generation) == ("cold", 5)
     with pytest.raises(NoValidCheckpointError, match="none can be loaded"):
-        choose([stray], "auto")
+        choose_resume_plan([stray], "auto")
 
 
 def test_a_node_that_had_checkpoints_does_not_begin_anew_in_silence() -> None:
     """They were removed, or something is not mounted. A wiped disk has forgotten this too."""
     had = node("a", 0, generation=4, committed=3)
     with pytest.raises(NoValidCheckpointError, match=r"a: had checkpoints of this job.*--resume never"):
-        choose([node("b", 1), had], "auto")
-    assert choose([had, node("b", 1, (3, 7))], "auto").order == (3, 7)
-    assert choose([had], "never").kind == "cold"
+        choose_resume_plan([node("b", 1), had], "auto")
+    assert choose_resume_plan([had, node("b", 1, (3, 7))], "auto").version == (3, 7)
+    assert choose_resume_plan([had], "never").kind == "cold"
 
 
 def test_what_could_not_be_read_just_now_is_worth_another_attempt() -> None:
     """The error does not end the job at once, as one about proven damage does."""
     for kind, at_fault in (("unreadable", False), ("corrupt", True)):
         with pytest.raises(NoValidCheckpointError) as caught:
-            choose([node("a", 0, rejected=(refused("a", (1, 5), kind),))], "auto")
-        assert caught.value.at_fault is at_fault
+            choose_resume_plan([node("a", 0, rejected=(refused("a", (1, 5), kind),))], "auto")
+        assert caught.value.is_deterministic is at_fault
 
 
 KINDS = st.sampled_from(["newer", "foreign", "unreadable", "torn", "corrupt", "aside", "unlike"])
@@ -272,13 +276,13 @@ def test_a_valid_copy_of_a_newer_format_never_leads_to_less(
         for i, (copies, bad, known) in enumerate(world)
     ]
     try:
-        plan = choose(inventories, mode)
+        plan = choose_resume_plan(inventories, mode)
     except NoValidCheckpointError:
         return
     newer = [order for _, bad, _ in world for order, kind in bad if kind == "newer"]
-    assert all(order[0] <= plan.floor or order < plan.order for order in newer)
-    assert plan.floor == -1 or mode not in {"auto", "must"}
-    assert plan.generation > max(plan.floor, plan.source_generation)
+    assert all(order[0] <= plan.min_generation or order < plan.version for order in newer)
+    assert plan.min_generation == -1 or mode not in {"auto", "must"}
+    assert plan.generation > max(plan.min_generation, plan.source_generation)
 
 
 # ---- tiers, and who sends to whom ------------------------------------------------------------------------
@@ -286,41 +290,47 @@ def test_a_valid_copy_of_a_newer_format_never_leads_to_less(
 
 def test_of_one_nodes_equal_copies_the_one_in_memory_is_read_and_a_newer_one_on_disk_wins() -> None:
     """The tier decides between equals only."""
-    both = Inventory("a", 0, (Copy("a", 1, 5, 0), Copy("a", 1, 5, 0, MEMORY)))
-    assert choose([both], "auto").source_tier == MEMORY
-    newer = Inventory("a", 0, (Copy("a", 1, 6, 0), Copy("a", 1, 5, 0, MEMORY)))
-    assert (choose([newer], "auto").source_tier, choose([newer], "auto").step) == (DISK, 6)
+    both = Inventory("a", 0, (SavedState("a", 1, 5, 0), SavedState("a", 1, 5, 0, MEMORY)))
+    assert choose_resume_plan([both], "auto").source_tier == MEMORY
+    newer = Inventory("a", 0, (SavedState("a", 1, 6, 0), SavedState("a", 1, 5, 0, MEMORY)))
+    assert (choose_resume_plan([newer], "auto").source_tier, choose_resume_plan([newer], "auto").step) == (
+        DISK,
+        6,
+    )
 
 
 def test_the_copy_in_memory_that_fails_leaves_the_one_on_disk() -> None:
     """They are two copies: one that turns out bad says nothing of the other."""
-    snapshot = Copy("a", 1, 5, 0, MEMORY)
-    both = Inventory("a", 0, (Copy("a", 1, 5, 0), snapshot))
-    plan = choose([without(both, snapshot, "x", "bad")], "auto")
+    snapshot = SavedState("a", 1, 5, 0, MEMORY)
+    both = Inventory("a", 0, (SavedState("a", 1, 5, 0), snapshot))
+    plan = choose_resume_plan([reject_saved_state(both, snapshot, "x", "bad")], "auto")
     assert (plan.source_tier, plan.step, len(plan.rejected)) == (DISK, 5, 1)
 
 
 def test_rank_zeros_values_are_the_jobs_also_where_a_later_rank_has_them_in_memory() -> None:
     """The source is the lowest writer; among copies of one writer, the one in memory."""
-    disk, memory = Inventory("a", 0, (Copy("a", 1, 5, 0),)), Inventory("b", 1, (Copy("b", 1, 5, 1, MEMORY),))
-    assert choose([disk, memory], "auto").source_node == "a"
-    same = Inventory("b", 1, (Copy("b", 1, 5, 0, MEMORY),))
-    assert choose([disk, same], "auto").source_node == "b"
+    disk, memory = (
+        Inventory("a", 0, (SavedState("a", 1, 5, 0),)),
+        Inventory("b", 1, (SavedState("b", 1, 5, 1, MEMORY),)),
+    )
+    assert choose_resume_plan([disk, memory], "auto").source_node == "a"
+    same = Inventory("b", 1, (SavedState("b", 1, 5, 0, MEMORY),))
+    assert choose_resume_plan([disk, same], "auto").source_node == "b"
 
 
 def test_the_copy_made_when_all_of_an_epoch_was_done_is_newer_than_that_of_its_last_step() -> None:
     """Of one step both may exist; nodes that hold the older one lack the newer."""
-    last, done = Copy("a", 1, 5, 0, MEMORY, epoch=0), Copy("b", 1, 5, 1, MEMORY, epoch=1)
-    plan = choose([Inventory("a", 0, (last,)), Inventory("b", 1, (done,))], "auto")
+    last, done = SavedState("a", 1, 5, 0, MEMORY, epoch=0), SavedState("b", 1, 5, 1, MEMORY, epoch=1)
+    plan = choose_resume_plan([Inventory("a", 0, (last,)), Inventory("b", 1, (done,))], "auto")
     assert (plan.source_node, plan.lacking) == ("b", ("a",))
 
 
 def held(memory: int, disk: int, lacking: int) -> ResumePlan:
     """A plan with so many nodes of each kind; those with disks have the lowest ranks."""
-    nodes = [Inventory(f"d{i}", i, (Copy(f"d{i}", 1, 5, i),)) for i in range(disk)]
-    nodes += [Inventory(f"m{i}", 50 + i, (Copy(f"m{i}", 1, 5, 50 + i, MEMORY),)) for i in range(memory)]
+    nodes = [Inventory(f"d{i}", i, (SavedState(f"d{i}", 1, 5, i),)) for i in range(disk)]
+    nodes += [Inventory(f"m{i}", 50 + i, (SavedState(f"m{i}", 1, 5, 50 + i, MEMORY),)) for i in range(memory)]
     nodes += [Inventory(f"x{i}", 90 + i) for i in range(lacking)]
-    return choose(nodes, "auto")
+    return choose_resume_plan(nodes, "auto")
 
 
 @pytest.mark.parametrize(
@@ -341,7 +351,7 @@ def test_lacking_nodes_are_spread_over_holders_as_far_as_that_is_faster(
     memory: int, disk: int, lacking: int, expected: list[tuple[str, int]]
 ) -> None:
     """By the rounds of a broadcast along a tree."""
-    told = streams(held(memory, disk, lacking))
+    told = plan_broadcasts(held(memory, disk, lacking))
     assert [(stream.source, len(stream.receivers)) for stream in told] == expected
 
 
@@ -351,7 +361,7 @@ def test_streams_serve_each_lacking_node_once_and_share_no_node(memory: int, dis
     if memory + disk == 0:
         return
     plan = held(memory, disk, lacking)
-    told = streams(plan)
+    told = plan_broadcasts(plan)
     assert sorted(node for stream in told for node in stream.receivers) == sorted(plan.lacking)
     assert len({stream.source for stream in told}) == len(told)
     assert {stream.source for stream in told} <= {node for node, _ in plan.holders}
@@ -364,16 +374,16 @@ def test_streams_serve_each_lacking_node_once_and_share_no_node(memory: int, dis
 
 def test_a_cold_start_sends_nothing() -> None:
     """There is no copy."""
-    assert streams(choose([node("a", 0), node("b", 1)], "auto")) == ()
+    assert plan_broadcasts(choose_resume_plan([node("a", 0), node("b", 1)], "auto")) == ()
 
 
 def test_who_is_outvoted_holds_another_copy_than_most_and_what_was_sent_or_shared_is_no_vote() -> None:
     """Two halves name nobody; nor do ranks that made different things of one copy."""
 
     def found(homes: dict[str, str], **told: str) -> tuple[str, ...]:
-        held = tuple((name, Copy(home, 1, 9, 0)) for name, home in homes.items())
+        held = tuple((name, SavedState(home, 1, 9, 0)) for name, home in homes.items())
         plan = ResumePlan("checkpoint", holders=held, lacking=tuple(set(told) - set(homes)))
-        return outvoted(plan, {name: digests.split() for name, digests in told.items()})
+        return find_minority_holders(plan, {name: digests.split() for name, digests in told.items()})
 
     own = {name: name for name in "abc"}
     assert found(own, a="x x", b="y y", c="y") == ("a",)

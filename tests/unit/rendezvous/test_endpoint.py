@@ -20,9 +20,16 @@ from hypothesis import strategies as st
 from elastic_resume.constants import ENV_TOKEN
 from elastic_resume.errors import ConfigError, MachineError
 from elastic_resume.rendezvous import endpoint
-from elastic_resume.rendezvous.endpoint import Endpoint, Known, Seat, parse_endpoints, read_address, take_seat
+from elastic_resume.rendezvous.endpoint import (
+    Endpoint,
+    HostTable,
+    ListenEndpoint,
+    open_listen_endpoint,
+    parse_address,
+    parse_endpoints,
+)
 from elastic_resume.rendezvous.net import protocol
-from elastic_resume.rendezvous.net.protocol import MAX_TOKEN_BYTES, read_token
+from elastic_resume.rendezvous.net.protocol import MAX_TOKEN_BYTES, load_token
 
 RUN, TOKEN = "job", b"open sesame"
 FOREVER_S = 3600.0  # a test that waited for it would meet pytest's own limit
@@ -35,7 +42,7 @@ ONE, TWO, THREE = (f"{_BLOCK}.{number}" for number in (1, 2, 3))
 
 def outer_address() -> str:
     """An IPv4 address of this machine that is not loopback's."""
-    for one in sorted(endpoint.own_addresses(), key=str):
+    for one in sorted(endpoint.local_addresses(), key=str):
         if one.version == 4 and not one.is_loopback:
             return str(one)
     pytest.skip("this machine has nothing but loopback")
@@ -58,8 +65,8 @@ def free_port() -> int:
     """A port that nobody of this machine holds, below those that the kernel hands out."""
     for _ in range(100):
         number = random.SystemRandom().randrange(15000, 32000)
-        with contextlib.suppress(endpoint.TakenError):
-            endpoint.listen(endpoint.ANYWHERE, number).close()
+        with contextlib.suppress(endpoint.PortUnavailableError):
+            endpoint.listen(endpoint.WILDCARD_ADDRESSES, number).close()
             return number
     pytest.fail("no port is free")
 
@@ -77,7 +84,7 @@ def port() -> int:
 @pytest.fixture(autouse=True)
 def _named_node1(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine's name is node1, in full node1.test, however long a thread takes to say so."""
-    monkeypatch.setattr(endpoint, "FQDN_S", FOREVER_S)
+    monkeypatch.setattr(endpoint, "FQDN_TIMEOUT_S", FOREVER_S)
     monkeypatch.setattr(socket, "gethostname", lambda: "node1")
     monkeypatch.setattr(socket, "getfqdn", lambda: "node1.test")
 
@@ -85,18 +92,18 @@ def _named_node1(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waiting for a port to become free; the holder has any time to answer."""
-    monkeypatch.setattr(endpoint, "PORT_PATIENCE_S", 0.0)
-    monkeypatch.setattr(endpoint, "ANSWER_S", 60.0)
+    monkeypatch.setattr(endpoint, "PORT_RETRY_S", 0.0)
+    monkeypatch.setattr(endpoint, "HANDSHAKE_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture
 def curt(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waiting for a port to become free, and little for an answer that never comes."""
-    monkeypatch.setattr(endpoint, "PORT_PATIENCE_S", 0.0)
-    monkeypatch.setattr(endpoint, "ANSWER_S", 0.2)
+    monkeypatch.setattr(endpoint, "PORT_RETRY_S", 0.0)
+    monkeypatch.setattr(endpoint, "HANDSHAKE_TIMEOUT_S", 0.2)
 
 
-def directory(entries: Mapping[str, Sequence[str]]) -> endpoint.Resolve:
+def directory(entries: Mapping[str, Sequence[str]]) -> endpoint.ResolveFunction:
     """Names with their addresses; others have none."""
 
     def resolve(name: str) -> Sequence[str]:
@@ -111,21 +118,23 @@ class Seats:
     """Seats that are given up when the test ends."""
 
     def __init__(self) -> None:
-        self.taken: list[Seat] = []
+        self.taken: list[ListenEndpoint] = []
 
     def take(
         self,
         text: str,
         local: str | None = None,
         *,
-        resolve: endpoint.Resolve | None = None,
+        resolve: endpoint.ResolveFunction | None = None,
         resolve_s: float = FOREVER_S,
         say: Callable[[str], None] | None = None,
-    ) -> Seat:
+    ) -> ListenEndpoint:
         """Take one as an agent of the job does."""
         resolve = resolve or directory({})
         found = parse_endpoints(text)
-        seat = take_seat(found, local, run_id=RUN, token=TOKEN, resolve_s=resolve_s, resolve=resolve, say=say)
+        seat = open_listen_endpoint(
+            found, local, run_id=RUN, token=TOKEN, resolve_timeout_s=resolve_s, resolve=resolve, log=say
+        )
         self.taken.append(seat)
         return seat
 
@@ -139,13 +148,13 @@ def seats() -> Iterator[Seats]:
         seat.listener.close()
 
 
-def bound(seat: Seat) -> tuple[str, int]:
+def bound(seat: ListenEndpoint) -> tuple[str, int]:
     """Where a seat listens."""
     name = seat.listener.getsockname()
     return name[0], name[1]
 
 
-def reaches(host: str, seat: Seat) -> bool:
+def reaches(host: str, seat: ListenEndpoint) -> bool:
     """Whether a connection to a host arrives at a seat."""
     try:
         with socket.create_connection((host, bound(seat)[1]), timeout=10) as near:
@@ -177,7 +186,7 @@ def _serve(listener: socket.socket, talk: Callable[[socket.socket], None]) -> No
             conn, _ = listener.accept()
         except OSError:
             return
-        with conn, contextlib.suppress(OSError, protocol.WireError):
+        with conn, contextlib.suppress(OSError, protocol.ProtocolError):
             conn.settimeout(10)
             talk(conn)
 
@@ -188,10 +197,10 @@ def agent_of(run_id: str, token: bytes, proven: list[bool] | None = None) -> Cal
     def talk(conn: socket.socket) -> None:
         ours = secrets.token_hex(32)
         with conn.makefile("rb") as file:
-            theirs, _ = protocol.read_greeting(file.readline()[:-1], run_id)
-            conn.sendall(protocol.answer(ours))
-            protocol.read_proof(file.readline()[:-1], token, "dialler", run_id, (theirs, ours))
-            conn.sendall(protocol.proof(token, "acceptor", run_id, (theirs, ours)))
+            theirs, _ = protocol.parse_greeting(file.readline()[:-1], run_id)
+            conn.sendall(protocol.encode_challenge(ours))
+            protocol.verify_proof(file.readline()[:-1], token, "dialler", run_id, (theirs, ours))
+            conn.sendall(protocol.encode_proof(token, "acceptor", run_id, (theirs, ours)))
         if proven is not None:
             proven.append(True)
 
@@ -310,7 +319,7 @@ def test_only_config_errors_come_of_garbage(text: str) -> None:
 def test_a_candidate_by_address_listens_there_alone(seats: Seats) -> None:
     """An address is bound exactly, and told as it was written."""
     seat = seats.take(f"{ELSEWHERE},{ONE}:{PORT}")
-    assert (seat.candidate, seat.host, seat.address, seat.notice) == (1, ONE, f"{ONE}:{PORT}", "")
+    assert (seat.candidate_index, seat.host, seat.address, seat.warning) == (1, ONE, f"{ONE}:{PORT}", "")
     assert bound(seat) == (ONE, PORT)
     assert seat.listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
 
@@ -327,13 +336,13 @@ def test_simulated_nodes_are_each_their_own_candidate(seats: Seats) -> None:
     text = f"{ONE}:{PORT},{TWO}:{PORT},{THREE}:{PORT}"
     for index, host in enumerate((ONE, TWO, THREE)):
         seat = seats.take(text, host)
-        assert (seat.candidate, seat.address, bound(seat)) == (index, f"{host}:{PORT}", (host, PORT))
+        assert (seat.candidate_index, seat.address, bound(seat)) == (index, f"{host}:{PORT}", (host, PORT))
 
 
 def test_a_local_address_that_is_no_candidates_makes_an_ordinary_member(seats: Seats) -> None:
     """Though another address of this machine is a candidate's."""
     seat = seats.take(f"{ONE}:{PORT},{TWO}:{PORT}", THREE)
-    assert (seat.candidate, seat.host, seat.notice) == (None, THREE, "")
+    assert (seat.candidate_index, seat.host, seat.warning) == (None, THREE, "")
     assert seat.address == f"{THREE}:{bound(seat)[1]}"
     assert bound(seat)[0] == THREE
 
@@ -342,7 +351,7 @@ def test_without_a_local_address_any_own_one_counts(seats: Seats, port: int) -> 
     """The addresses of this machine's interfaces."""
     own = outer_address()
     seat = seats.take(f"{ELSEWHERE},{own}:{port}")
-    assert (seat.candidate, seat.host, bound(seat)) == (1, own, (own, port))
+    assert (seat.candidate_index, seat.host, bound(seat)) == (1, own, (own, port))
 
 
 @needs_ipv6
@@ -350,7 +359,7 @@ def test_without_a_local_address_any_own_one_counts(seats: Seats, port: int) -> 
 def test_an_ipv6_candidate(seats: Seats, port: int, local: str | None) -> None:
     """Bound for IPv6 alone; the port of the same number stays free for IPv4."""
     seat = seats.take(f"[::1]:{port}", local)
-    assert (seat.candidate, seat.host, seat.address) == (0, "::1", f"[::1]:{port}")
+    assert (seat.candidate_index, seat.host, seat.address) == (0, "::1", f"[::1]:{port}")
     assert seat.listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) == 1
     assert reaches("::1", seat)
 
@@ -359,20 +368,20 @@ def test_an_ipv6_candidate(seats: Seats, port: int, local: str | None) -> None:
 def test_an_ordinary_member_with_an_ipv6_address(seats: Seats) -> None:
     """The address that others dial has brackets."""
     seat = seats.take(ONE, "::1")
-    assert (seat.candidate, seat.address) == (None, f"[::1]:{bound(seat)[1]}")
+    assert (seat.candidate_index, seat.address) == (None, f"[::1]:{bound(seat)[1]}")
 
 
 def test_two_agents_of_a_host_take_the_ports_in_their_order(seats: Seats) -> None:
     """Candidates that share the host: the first whose port is free."""
     text = f"{ELSEWHERE},{ONE}:{PORT},{ONE}:{NEXT_PORT}"
-    assert [seats.take(text).candidate, seats.take(text, ONE).candidate] == [1, 2]
+    assert [seats.take(text).candidate_index, seats.take(text, ONE).candidate_index] == [1, 2]
 
 
 def test_a_name_is_listened_for_on_all_addresses(seats: Seats, port: int) -> None:
     """What it leads to here it may not lead to elsewhere."""
     own = outer_address()
     seat = seats.take(f"gpu7:{port}", resolve=directory({"gpu7": [own]}))
-    assert (seat.candidate, seat.host, seat.address) == (0, "gpu7", f"gpu7:{port}")
+    assert (seat.candidate_index, seat.host, seat.address) == (0, "gpu7", f"gpu7:{port}")
     assert reaches(own, seat)
     assert reaches("127.0.0.1", seat)
 
@@ -404,7 +413,7 @@ def test_localhost_stays_inside(seats: Seats, port: int, local: str | None) -> N
     """No other machine is asked in."""
     resolve = directory({"localhost": ["127.0.0.1"]})
     seat = seats.take(f"localhost:{port}", local, resolve=resolve)
-    assert (seat.candidate, seat.host, bound(seat)) == (0, "localhost", ("127.0.0.1", port))
+    assert (seat.candidate_index, seat.host, bound(seat)) == (0, "localhost", ("127.0.0.1", port))
 
 
 def test_localhost_stays_inside_though_the_machine_calls_itself_so(
@@ -424,7 +433,7 @@ def test_the_own_name_is_this_machine_wherever_it_leads(
     """Nowhere yet, to Debian's 127.0.1.1, to the gate of a network: others reach it, so it listens to all."""
     resolve = directory({name.lower(): leads_to} if leads_to else {})
     seat = seats.take(f"{name}:{port},{ELSEWHERE}", resolve=resolve)
-    assert (seat.candidate, seat.host, seat.address) == (0, name.lower(), f"{name.lower()}:{port}")
+    assert (seat.candidate_index, seat.host, seat.address) == (0, name.lower(), f"{name.lower()}:{port}")
     assert reaches("127.0.0.1", seat)
     with contextlib.suppress(pytest.skip.Exception):
         assert reaches(outer_address(), seat)
@@ -437,25 +446,25 @@ def test_the_own_name_matches_the_own_address_though_debian_maps_it_to_loopback(
     own = outer_address()
     resolve = directory({"node1": ["127.0.1.1"]})
     by_number = seats.take(f"node1:{port}", own, resolve=resolve)
-    assert (by_number.candidate, by_number.host, bound(by_number)) == (0, own, (own, port))
+    assert (by_number.candidate_index, by_number.host, bound(by_number)) == (0, own, (own, port))
     assert by_number.address == f"node1:{port}"
     by_number.listener.close()
     by_name = seats.take(f"{own}:{port}", "node1", resolve=resolve)
-    assert (by_name.candidate, by_name.host, by_name.address) == (0, "node1", f"{own}:{port}")
+    assert (by_name.candidate_index, by_name.host, by_name.address) == (0, "node1", f"{own}:{port}")
     assert reaches(own, by_name)
 
 
 def test_the_own_name_does_not_make_a_simulated_node_a_candidate(seats: Seats) -> None:
     """All simulated nodes have the machine's name: only --local-addr tells them apart."""
     resolve = directory({"node1": ["127.0.1.1"]})
-    assert seats.take("node1:1", TWO, resolve=resolve).candidate is None
+    assert seats.take("node1:1", TWO, resolve=resolve).candidate_index is None
 
 
 def test_a_local_name_is_bound_where_it_leads(seats: Seats) -> None:
     """Exactly, as an address is; and told as it was written."""
     resolve = directory({"gpu7-ib0": [ONE], "gpu8-ib0": [TWO]})
     seat = seats.take(f"gpu8-ib0:{PORT},gpu7-ib0:{PORT}", "GPU7-ib0", resolve=resolve)
-    assert (seat.candidate, seat.host, bound(seat)) == (1, "gpu7-ib0", (ONE, PORT))
+    assert (seat.candidate_index, seat.host, bound(seat)) == (1, "gpu7-ib0", (ONE, PORT))
 
 
 def test_an_ordinary_member_is_reached_at_its_way_to_a_candidate(seats: Seats) -> None:
@@ -467,7 +476,7 @@ def test_an_ordinary_member_is_reached_at_its_way_to_a_candidate(seats: Seats) -
     except OSError:
         pytest.skip("no network leads out of this machine")
     seat = seats.take("far:1,further:1", resolve=directory({"further": [ELSEWHERE]}))
-    assert (seat.candidate, seat.host) == (None, own)
+    assert (seat.candidate_index, seat.host) == (None, own)
     assert seat.address == f"{own}:{bound(seat)[1]}"
     assert bound(seat)[0] == own
 
@@ -490,14 +499,14 @@ def test_without_a_way_to_any_candidate_nobody_knows_where_this_node_is(
 def test_an_open_port_is_told_with_its_number(seats: Seats) -> None:
     """A standalone job: the kernel chooses."""
     seat = seats.take(f"{ONE}:0")
-    assert (seat.candidate, seat.address) == (0, f"{ONE}:{bound(seat)[1]}")
+    assert (seat.candidate_index, seat.address) == (0, f"{ONE}:{bound(seat)[1]}")
     assert bound(seat)[1] > 0
 
 
 def test_an_open_port_goes_with_a_local_address(seats: Seats) -> None:
     """There is one agent, so it is the candidate whatever --local-addr says, and is told at that."""
     seat = seats.take("localhost:0", TWO, resolve=directory({"localhost": ["127.0.0.1"]}))
-    assert (seat.candidate, seat.host, seat.address) == (0, TWO, f"{TWO}:{bound(seat)[1]}")
+    assert (seat.candidate_index, seat.host, seat.address) == (0, TWO, f"{TWO}:{bound(seat)[1]}")
 
 
 def test_an_open_port_of_another_machine_is_refused(seats: Seats) -> None:
@@ -529,9 +538,9 @@ def test_an_address_that_is_not_there_yet_is_no_other_programs(
     seats: Seats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interface lists it and it cannot be bound: the system's own words."""
-    gone = read_address(ELSEWHERE)
+    gone = parse_address(ELSEWHERE)
     assert gone is not None
-    monkeypatch.setattr(endpoint, "own_addresses", lambda: frozenset({gone}))
+    monkeypatch.setattr(endpoint, "local_addresses", lambda: frozenset({gone}))
     with pytest.raises(ConfigError, match=rf"cannot listen at {ELSEWHERE}, port 29400: Cannot assign"):
         seats.take(ELSEWHERE)
 
@@ -575,7 +584,7 @@ def test_a_name_that_hangs_does_not_hide_that_another_is_ours(seats: Seats) -> N
         return [ONE]
 
     try:
-        assert seats.take(f"slow:{PORT},gpu7:{PORT}", ONE, resolve=resolve).candidate == 1
+        assert seats.take(f"slow:{PORT},gpu7:{PORT}", ONE, resolve=resolve).candidate_index == 1
     finally:
         release.set()
 
@@ -590,27 +599,27 @@ def test_a_name_that_is_ours_may_come_late(seats: Seats, port: int) -> None:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return ["127.0.0.1"]
 
-    assert seats.take(f"gpu7:{port}", resolve=resolve).candidate == 0
+    assert seats.take(f"gpu7:{port}", resolve=resolve).candidate_index == 0
 
 
 def test_a_candidate_that_is_not_there_yet_keeps_nobody_from_starting(seats: Seats) -> None:
     """The others go on as soon as they know that its name is not their own."""
     resolve = directory({"node2": [ELSEWHERE]})
-    assert seats.take("node3:1,node2:1", TWO, resolve=resolve).candidate is None
+    assert seats.take("node3:1,node2:1", TWO, resolve=resolve).candidate_index is None
 
 
 def test_a_name_without_any_answer_is_not_waited_for_without_end(
     seats: Seats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name server that is silent about one name."""
-    monkeypatch.setattr(endpoint, "SLOW_ANSWER_S", 0.1)
+    monkeypatch.setattr(endpoint, "LOOKUP_TIMEOUT_S", 0.1)
 
     def resolve(name: str) -> Sequence[str]:
         if name == "node2":
             return [ELSEWHERE]
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
-    assert seats.take("node3:1,node2:1", TWO, resolve=resolve).candidate is None
+    assert seats.take("node3:1,node2:1", TWO, resolve=resolve).candidate_index is None
 
 
 def test_a_name_like_our_own_is_waited_for(seats: Seats, port: int) -> None:
@@ -626,7 +635,7 @@ def test_a_name_like_our_own_is_waited_for(seats: Seats, port: int) -> None:
         return ["127.0.0.1"]
 
     seat = seats.take(f"node1.svc:{port},node2:{port}", resolve=resolve)
-    assert (seat.candidate, seat.address) == (0, f"node1.svc:{port}")
+    assert (seat.candidate_index, seat.address) == (0, f"node1.svc:{port}")
 
 
 def test_a_name_like_our_own_without_an_address_is_an_error(seats: Seats) -> None:
@@ -646,16 +655,16 @@ def test_a_short_form_of_the_full_name_is_ours_before_it_resolves(
     monkeypatch.setattr(socket, "gethostname", lambda: "job-0")
     monkeypatch.setattr(socket, "getfqdn", lambda: "job-0.svc.ns.svc.cluster.local")
     seat = seats.take(f"job-0.svc:{port},job-1.svc:{port}")
-    assert (seat.candidate, seat.address) == (0, f"job-0.svc:{port}")
+    assert (seat.candidate_index, seat.address) == (0, f"job-0.svc:{port}")
 
 
 def test_a_short_form_that_leads_elsewhere_is_another_machines() -> None:
     """Unlike the host's name itself, it is only like it."""
-    found = read_address(ELSEWHERE)
+    found = parse_address(ELSEWHERE)
     assert found is not None
     names_ = frozenset({"job-0", "job-0.a.test"})
-    assert not Known({"job-0.a": (found,)}, frozenset(), names_, frozenset()).is_own_name("job-0.a")
-    assert Known({"job-0": (found,)}, frozenset(), names_, frozenset()).is_own_name("job-0")
+    assert not HostTable({"job-0.a": (found,)}, frozenset(), names_, frozenset()).is_local_name("job-0.a")
+    assert HostTable({"job-0": (found,)}, frozenset(), names_, frozenset()).is_local_name("job-0")
 
 
 @pytest.mark.parametrize("error", [socket.gaierror(socket.EAI_NONAME, "?"), UnicodeError("label too long")])
@@ -686,7 +695,7 @@ def test_a_name_server_that_hangs_is_left_behind(seats: Seats) -> None:
 
 def test_a_long_wait_is_told_once(seats: Seats, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the name."""
-    monkeypatch.setattr(endpoint, "SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(endpoint, "LOG_LOOKUP_AFTER_S", 0.0)
     said: list[str] = []
     asked: list[str] = []
 
@@ -696,7 +705,7 @@ def test_a_long_wait_is_told_once(seats: Seats, monkeypatch: pytest.MonkeyPatch)
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return [ELSEWHERE]
 
-    assert seats.take("gpu8,gpu9", TWO, resolve=resolve, say=said.append).candidate is None
+    assert seats.take("gpu8,gpu9", TWO, resolve=resolve, say=said.append).candidate_index is None
     assert said == ["waiting for an address of gpu8 and 1 more, for at most 3600 s."]
 
 
@@ -711,7 +720,7 @@ def test_nobody_asks_any_more_when_the_seat_is_taken(seats: Seats) -> None:
 
 def test_the_systems_own_lookup_knows_localhost() -> None:
     """Each address once."""
-    found = endpoint.lookup("localhost")
+    found = endpoint.resolve_name("localhost")
     assert set(found) <= {"127.0.0.1", "::1"}
     assert len(found) == len(set(found))
 
@@ -722,7 +731,7 @@ def test_numbers_are_not_looked_up(seats: Seats) -> None:
     def resolve(name: str) -> Sequence[str]:
         raise AssertionError(name)
 
-    assert seats.take(f"{ONE}:{PORT},[fd00::77]:1,{ELSEWHERE}", ONE, resolve=resolve).candidate == 0
+    assert seats.take(f"{ONE}:{PORT},[fd00::77]:1,{ELSEWHERE}", ONE, resolve=resolve).candidate_index == 0
 
 
 # ---- a port that is held -----------------------------------------------------------------------------
@@ -736,7 +745,7 @@ def test_beside_an_agent_of_the_same_job_this_one_is_an_ordinary_member(
     """Two agents of one host."""
     with holder((ONE, PORT), agent_of(RUN, TOKEN)):
         seat = seats.take(f"{ONE}:{PORT}", local)
-    assert (seat.candidate, seat.host, seat.notice) == (None, ONE, "")
+    assert (seat.candidate_index, seat.host, seat.warning) == (None, ONE, "")
     assert seat.address == f"{ONE}:{bound(seat)[1]}"
 
 
@@ -754,7 +763,7 @@ def test_an_agent_of_the_same_job_is_found_at_any_address(seats: Seats, port: in
     """This one would listen everywhere; the other holds one address of many."""
     with holder((outer_address(), port), agent_of(RUN, TOKEN)):
         seat = seats.take(f"node1:{port}")
-    assert (seat.candidate, seat.host, seat.notice) == (None, "node1", "")
+    assert (seat.candidate_index, seat.host, seat.warning) == (None, "node1", "")
     assert reaches(outer_address(), seat)
 
 
@@ -799,16 +808,16 @@ def test_with_other_candidates_a_stranger_makes_an_ordinary_member(seats: Seats)
     """And a notice."""
     with holder((ONE, PORT)):
         seat = seats.take(f"{ONE}:{PORT},{TWO}:{PORT}", ONE)
-    assert (seat.candidate, seat.host) == (None, ONE)
-    assert f"cannot be the candidate {ONE}:{PORT}: port {PORT}" in seat.notice
-    assert "\n" not in seat.notice
+    assert (seat.candidate_index, seat.host) == (None, ONE)
+    assert f"cannot be the candidate {ONE}:{PORT}: port {PORT}" in seat.warning
+    assert "\n" not in seat.warning
 
 
 def test_a_port_is_waited_for_while_its_last_holder_dies(
     seats: Seats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The holder goes after the first try."""
-    monkeypatch.setattr(endpoint, "PORT_PATIENCE_S", FOREVER_S)
+    monkeypatch.setattr(endpoint, "PORT_RETRY_S", FOREVER_S)
     bind = endpoint.listen
     with contextlib.ExitStack() as stack:
         stack.enter_context(holder((ONE, PORT)))
@@ -816,12 +825,12 @@ def test_a_port_is_waited_for_while_its_last_holder_dies(
         def listen(places: Sequence[endpoint.Address], port: int) -> socket.socket:
             try:
                 return bind(places, port)
-            except endpoint.TakenError:
+            except endpoint.PortUnavailableError:
                 stack.close()
                 raise
 
         monkeypatch.setattr(endpoint, "listen", listen)
-        assert seats.take(f"{ONE}:{PORT}").candidate == 0
+        assert seats.take(f"{ONE}:{PORT}").candidate_index == 0
 
 
 @pytest.mark.usefixtures("impatient")
@@ -836,8 +845,8 @@ def test_a_holder_that_goes_while_it_is_asked_leaves_the_place(
             stack.close()
             return False
 
-        monkeypatch.setattr(endpoint, "is_of_this_job", ask)
-        assert seats.take(f"{ONE}:{PORT}").candidate == 0
+        monkeypatch.setattr(endpoint, "belongs_to_job", ask)
+        assert seats.take(f"{ONE}:{PORT}").candidate_index == 0
 
 
 # ---- the token ---------------------------------------------------------------------------------------
@@ -857,21 +866,21 @@ def token_file(folder: Path, text: bytes = SECRET.encode(), mode: int = 0o600) -
 def test_a_token_comes_from_a_file_of_ones_own(tmp_path: Path, mode: int) -> None:
     """White space around it is not part of it."""
     path = token_file(tmp_path, b" \n" + SECRET.encode() + b"\r\n", mode)
-    assert read_token(path, {}, RUN) == (SECRET.encode(), True)
+    assert load_token(path, {}, RUN) == (SECRET.encode(), True)
 
 
 def test_a_token_may_be_linked_to(tmp_path: Path) -> None:
     """Kubernetes mounts secrets as links."""
     link = tmp_path / "link"
     link.symlink_to(token_file(tmp_path))
-    assert read_token(link, {}, RUN) == (SECRET.encode(), True)
+    assert load_token(link, {}, RUN) == (SECRET.encode(), True)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620, 0o602, 0o610, 0o601, 0o666])
 def test_a_token_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     """It is no secret any more."""
     with pytest.raises(ConfigError, match=rf"open to other users \(mode {mode:04o}\): chmod 600") as caught:
-        read_token(token_file(tmp_path, mode=mode), {}, RUN)
+        load_token(token_file(tmp_path, mode=mode), {}, RUN)
     assert SECRET not in str(caught.value)
 
 
@@ -883,22 +892,22 @@ def test_a_token_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.
     else:
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match="belongs to another user"):
-        read_token(path, {}, RUN)
+        load_token(path, {}, RUN)
 
 
 @pytest.mark.parametrize("text", [b"", b" \n\t"])
 def test_a_file_without_a_token_is_refused(tmp_path: Path, text: bytes) -> None:
     """Never on without one, silently."""
     with pytest.raises(ConfigError, match="holds no token"):
-        read_token(token_file(tmp_path, text), {}, RUN)
+        load_token(token_file(tmp_path, text), {}, RUN)
 
 
 def test_a_token_is_not_longer_than_a_page(tmp_path: Path) -> None:
     """Somebody named the wrong file."""
     most = SECRET.encode().ljust(MAX_TOKEN_BYTES, b"x")
-    assert read_token(token_file(tmp_path, most), {}, RUN) == (most, True)
+    assert load_token(token_file(tmp_path, most), {}, RUN) == (most, True)
     with pytest.raises(ConfigError, match="longer than 4096 bytes") as caught:
-        read_token(token_file(tmp_path, most + b"x"), {}, RUN)
+        load_token(token_file(tmp_path, most + b"x"), {}, RUN)
     assert SECRET not in str(caught.value)
 
 
@@ -907,21 +916,21 @@ def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)
     with pytest.raises(ConfigError, match="not a regular file"):
-        read_token(pipe, {}, RUN)
+        load_token(pipe, {}, RUN)
     for path in (tmp_path, tmp_path / "absent", tmp_path / "nul\0"):
         with pytest.raises(ConfigError, match="cannot be read"):
-            read_token(path, {}, RUN)
+            load_token(path, {}, RUN)
 
 
 def test_the_file_goes_before_the_variable(tmp_path: Path) -> None:
     """Who writes a flag means it; a variable may be left from before."""
-    assert read_token(token_file(tmp_path), {ENV_TOKEN: "another"}, RUN) == (SECRET.encode(), True)
+    assert load_token(token_file(tmp_path), {ENV_TOKEN: "another"}, RUN) == (SECRET.encode(), True)
 
 
 def test_a_token_comes_from_the_environment() -> None:
     """As the same bytes that a file would hold."""
-    assert read_token(None, {ENV_TOKEN: f" {SECRET}\n"}, RUN) == (SECRET.encode(), True)
-    assert read_token(None, {ENV_TOKEN: "\udcff" * 16}, RUN) == (b"\xff" * 16, True)
+    assert load_token(None, {ENV_TOKEN: f" {SECRET}\n"}, RUN) == (SECRET.encode(), True)
+    assert load_token(None, {ENV_TOKEN: "\udcff" * 16}, RUN) == (b"\xff" * 16, True)
 
 
 @pytest.mark.parametrize("token", [b"x", SECRET.encode()[:-1], SECRET.encode()[:-1] + b" \n"])
@@ -933,7 +942,7 @@ def test_a_token_that_can_be_guessed_is_refused(tmp_path: Path, token: bytes) ->
         (None, {ENV_TOKEN: token.decode()}, ENV_TOKEN),
     ):
         with pytest.raises(ConfigError, match=r"shorter than 16 bytes.*openssl rand -hex 32") as caught:
-            read_token(file, environ, RUN)
+            load_token(file, environ, RUN)
         assert str(caught.value).startswith(where)
         assert SECRET[:-1] not in str(caught.value)
 
@@ -942,13 +951,13 @@ def test_a_token_that_can_be_guessed_is_refused(tmp_path: Path, token: bytes) ->
 def test_a_variable_that_holds_no_token_is_refused(text: str) -> None:
     """A secret that somebody failed to fill in."""
     with pytest.raises(ConfigError, match=ENV_TOKEN) as caught:
-        read_token(None, {ENV_TOKEN: text}, RUN)
+        load_token(None, {ENV_TOKEN: text}, RUN)
     assert SECRET not in str(caught.value)
 
 
 def test_without_a_token_the_jobs_name_keeps_strays_out() -> None:
     """One for each job, and no secret."""
-    (one, secret), (other, _) = read_token(None, {}, "a"), read_token(None, {}, "b")
+    (one, secret), (other, _) = load_token(None, {}, "a"), load_token(None, {}, "b")
     assert not secret
     assert one != other
     assert len(one) == 32

@@ -14,25 +14,25 @@ from typing import Any
 
 import pytest
 
-from elastic_resume.policy.divergence import RESUME, summary
-from elastic_resume.policy.failure_classification import describe
+from elastic_resume.policy.divergence import RESUME_FROM_MAJORITY, summarize_divergence
+from elastic_resume.policy.failure_classification import describe_failure
 from elastic_resume.rendezvous.core.events import (
-    BeginWorld,
+    EmitEvent,
     EndJob,
     ForceQuorum,
     GiveUp,
-    Log,
-    ReplicasDiffer,
+    KillWorkers,
+    ReportDivergence,
     RestartWorkers,
     Settings,
-    StopWorkers,
+    StartWorkers,
 )
-from elastic_resume.rendezvous.core.messages import Propose, Restart, Welcome
+from elastic_resume.rendezvous.core.messages import EndView, ProposeView, Welcome
 from tests.support.paths import SCENARIOS
-from tests.support.rendezvous_sim.checkers import Checkers
-from tests.support.rendezvous_sim.cures import without
-from tests.support.rendezvous_sim.net import Clock, End, Network
-from tests.support.rendezvous_sim.node import Node
+from tests.support.rendezvous_sim.checkers import InvariantChecker
+from tests.support.rendezvous_sim.cures import undo_fix
+from tests.support.rendezvous_sim.net import Clock, ConnectionEnd, Network
+from tests.support.rendezvous_sim.node import SimulatedNode
 
 FILES = sorted(SCENARIOS.glob("*.txt"))
 REWRITE = os.environ.get("ELASTIC_RESUME_REWRITE") == "1"
@@ -57,39 +57,39 @@ class Stage:
             int(low),
             int(high),
             join_timeout_s=float(told.get("join_timeout", 600)),
-            beats_per_timeout=int(told.get("beats", Settings(()).beats_per_timeout)),
-            resume_from_majority=told.get("on_divergence") == RESUME,
+            heartbeats_per_timeout=int(told.get("beats", Settings(()).heartbeats_per_timeout)),
+            resume_from_majority=told.get("on_divergence") == RESUME_FROM_MAJORITY,
         )
         self.clock = Clock()
         self.net = Network(self.clock, Steady())
-        self.checkers = Checkers()
-        self.nodes: dict[str, Node] = {}
+        self.checkers = InvariantChecker()
+        self.nodes: dict[str, SimulatedNode] = {}
         self.seen: list[str] = []
         for place, name in enumerate(told["nodes"].split(",")):
             own = replace(settings, node_timeout_s=5.0) if name == told.get("other_timeout") else settings
-            node = self.nodes[name] = Node(name, own, self.net, self.checkers)
+            node = self.nodes[name] = SimulatedNode(name, own, self.net, self.checkers)
             node.order = place if "ordered" in told else 0
-            node.story = self.tell
+            node.trace = self.tell
 
     def tell(self, name: str, what: object) -> None:
         """Note what people would notice."""
-        if isinstance(what, BeginWorld):
+        if isinstance(what, StartWorkers):
             members = " ".join(str(one) for one in what.members)
-            text = f"begins generation {what.generation} as rank {what.rank} of {members}; store {what.store}"
-            told = "; ".join(describe(one, node=True) for one in what.failures)
+            text = f"begins generation {what.generation} as rank {what.rank} of {members}; store {what.store_address}"
+            told = "; ".join(describe_failure(one, with_node=True) for one in what.failures)
             text += f", after: {told}" * bool(told)
-        elif isinstance(what, (RestartWorkers, StopWorkers)):
+        elif isinstance(what, (RestartWorkers, KillWorkers)):
             verb = "restarts" if isinstance(what, RestartWorkers) else "kills its workers of"
             text = f"{verb} generation {what.generation}: {what.reason}"
-        elif isinstance(what, ReplicasDiffer):
-            verdict = what.told.verdict
-            text = f"hears that {summary(verdict)}; equal at step {verdict.agreed_step}"
+        elif isinstance(what, ReportDivergence):
+            verdict = what.divergence.verdict
+            text = f"hears that {summarize_divergence(verdict)}; equal at step {verdict.agreed_step}"
         elif isinstance(what, EndJob):
-            told = "; ".join(describe(one, node=True) for one in what.failures)
+            told = "; ".join(describe_failure(one, with_node=True) for one in what.failures)
             text = f"ends the job: {what.reason}" + f", after: {told}" * bool(told)
         elif isinstance(what, GiveUp):
             text = f"gives up: {what.reason}"
-        elif isinstance(what, Log):
+        elif isinstance(what, EmitEvent):
             text = f"({what.kind}) {what.text}"
         else:
             return
@@ -101,27 +101,29 @@ class Stage:
         if verb == "run":
             self.clock.run_until(self.clock.now + float(words[0]))
         elif verb == "cut":
-            self.net.set_cut(cut_between([group.split() for group in " ".join(words).split("|")]))
+            self.net.set_blocked_links(cut_between([group.split() for group in " ".join(words).split("|")]))
         elif verb == "one-way":
-            self.net.set_cut({(words[0], word) for word in words[1:]})
+            self.net.set_blocked_links({(words[0], word) for word in words[1:]})
         elif verb == "cut-links":
-            self.net.set_cut({pair for word in words for pair in directions(word)})
+            self.net.set_blocked_links({pair for word in words for pair in directions(word)})
         elif verb == "lose-large-messages-to":
             self.lose_large_messages_to(words[0])
         elif verb == "heal":
-            self.net.set_cut(set())
+            self.net.set_blocked_links(set())
         elif verb == "reset":
-            self.net.reset(*words)
+            self.net.reset_connections(*words)
         elif verb == "reset-only-at":
-            self.net.reset(*words, both=False)
+            self.net.reset_connections(*words, both=False)
         elif verb == "slow":
-            self.net.slow_s[words[0]] = float(words[1])
+            self.net.slow_delay_s[words[0]] = float(words[1])
         elif verb == "digest":
             for word in words[1:]:
                 name, _, tensors = word.partition("=")
-                self.nodes[name].digest(int(words[0]), tensors)
+                self.nodes[name].send_digest(int(words[0]), tensors)
         elif verb == "force-quorum":
-            self.nodes[words[0]].hear(ForceQuorum(int(words[1])), self.nodes[words[0]].life)
+            self.nodes[words[0]].deliver_event(
+                ForceQuorum(int(words[1])), self.nodes[words[0]].incarnation_id
+            )
         else:
             for name in words:
                 self.do_to(verb, self.nodes[name])
@@ -130,29 +132,29 @@ class Stage:
         """Carry heartbeats to that node and nothing larger, as a path does that drops large packets."""
         send = self.net.send
 
-        def send_small(end: End, payload: Any) -> None:
-            large = isinstance(payload[1], (Welcome, Propose, Restart))
+        def send_small(end: ConnectionEnd, payload: Any) -> None:
+            large = isinstance(payload[1], (Welcome, ProposeView, EndView))
             if not (large and end.peer and end.peer.host == name):
                 send(end, payload)
 
         self.net.send = send_small  # type: ignore[method-assign]
 
-    def do_to(self, verb: str, node: Node) -> None:
+    def do_to(self, verb: str, node: SimulatedNode) -> None:
         """Carry out one command for one node."""
         if verb == "kill":
             node.die()
         elif verb == "unplug":
             node.die(power=True)
         elif verb == "wipe":
-            node.disk = None
+            node.saved_state = None
         elif verb == "worker-fails":
             node.fail_worker()
         elif verb == "worker-breaks-off":
             node.fail_worker("was killed by SIGABRT")
         elif verb == "slow-disk":
-            node.disk_s = 20.0
+            node.max_write_s = 20.0
         elif verb == "give-up":
-            node.fail(f"node {node.name} gave up")
+            node.fail_job(f"node {node.name} gave up")
         else:
             {
                 "boot": node.boot,
@@ -222,7 +224,7 @@ def test_scenario(path: Path) -> None:
 def test_scenario_makes_two_worlds_without_its_cure(cure: str, scenario: str) -> None:
     """What the scenario is there for comes back when the cure is taken out."""
     text = (SCENARIOS / f"{scenario}.txt").read_text()
-    with without(cure), pytest.raises(AssertionError, match="Violation"):
+    with undo_fix(cure), pytest.raises(AssertionError, match="Violation"):
         play(text)
 
 
@@ -230,5 +232,5 @@ def test_scenario_forgets_a_claimed_generation_without_its_cure() -> None:
     """Then only the generations that a forced quorum skips stand between the two worlds."""
     name = "a-claim-tells-of-generations-that-are-not-given-again"
     text = (SCENARIOS / f"{name}.txt").read_text()
-    with without("claims-tell-generations"):
+    with undo_fix("claims-tell-generations"):
         assert "c  begins generation 1002 " in play(text)

@@ -21,8 +21,8 @@ from elastic_resume.errors import UsageError
 from elastic_resume.events import EventLog
 from elastic_resume.report import checkpoints, paths
 from elastic_resume.report.formatting import WIDTH
-from tests.support import store_samples
-from tests.support.store_samples import RUN
+from tests.support import checkpoint_samples
+from tests.support.checkpoint_samples import RUN
 
 NOW = 1_700_000_060.5  # a minute after the samples were written
 
@@ -34,14 +34,17 @@ def root(tmp_path: Path) -> Path:
     for node, steps in (("node-a", (5, 10, 15)), ("node-b", (10,))):
         (base / RUN / node).mkdir(parents=True)
         for step in steps:
-            store_samples.save(base / RUN / node, step=step)
+            checkpoint_samples.save_checkpoint(base / RUN / node, step=step)
     os.truncate(base / RUN / "node-a" / "g000001-s0000000015" / constants.STATE_FILE, 7)
     return base
 
 
 def listed(path: Path) -> list[list[str]]:
     """The rows of `ls`, cut into cells."""
-    return [re.split(r"\s{2,}", line.strip()) for line in checkpoints.ls(paths.find(path), NOW).splitlines()]
+    return [
+        re.split(r"\s{2,}", line.strip())
+        for line in checkpoints.format_checkpoints(paths.find_node_dirs(path), NOW).splitlines()
+    ]
 
 
 def test_ls_shows_every_checkpoint_with_its_verdict(root: Path) -> None:
@@ -60,16 +63,16 @@ def test_ls_shows_every_checkpoint_with_its_verdict(root: Path) -> None:
 @pytest.mark.parametrize(("level", "below"), [("root", "."), ("run", RUN), ("node", f"{RUN}/node-a")])
 def test_any_level_of_the_tree_may_be_given(root: Path, level: str, below: str) -> None:
     """Root, run and node are told apart by what is in them."""
-    found = paths.find(root / below)
+    found = paths.find_node_dirs(root / below)
     assert found.level == level
-    assert "node-a" in {item.node for item in checkpoints.items(found)}
+    assert "node-a" in {item.node for item in checkpoints.list_checkpoints(found)}
 
 
 def test_several_runs_get_a_table_each(root: Path) -> None:
     """All run ids under the root."""
     (root / "other" / "node-c").mkdir(parents=True)
-    store_samples.save(root / "other" / "node-c", step=3)
-    text = checkpoints.ls(paths.find(root), NOW)
+    checkpoint_samples.save_checkpoint(root / "other" / "node-c", step=3)
+    text = checkpoints.format_checkpoints(paths.find_node_dirs(root), NOW)
     assert text.index("run other") < text.index(f"run {RUN}")
     # Its manifest is one of run-1: a job named `other` would refuse it.
     assert "NO: belongs to the run 'run-1', not to 'other'" in text
@@ -79,7 +82,7 @@ def test_a_copied_node_directory_may_stand_anywhere(root: Path, tmp_path: Path) 
     """A backup under another name is valid: nobody resumes there."""
     backup = tmp_path / "backup"
     (root / RUN / "node-b").rename(backup)
-    assert [item.state for item in checkpoints.items(paths.find(backup))] == ["valid"]
+    assert [item.state for item in checkpoints.list_checkpoints(paths.find_node_dirs(backup))] == ["valid"]
 
 
 def test_quarantined_copies_are_listed_with_their_reason(root: Path) -> None:
@@ -87,25 +90,25 @@ def test_quarantined_copies_are_listed_with_their_reason(root: Path) -> None:
     node = root / RUN / "node-a"
     bad = node / "g000001-s0000000015"
     Catalog(node, RUN).quarantine(bad, f"{bad}: state.safetensors is torn.")
-    item = list(checkpoints.items(paths.find(node)))[-1]
+    item = list(checkpoints.list_checkpoints(paths.find_node_dirs(node)))[-1]
     assert (item.state, item.step, item.reason) == ("quarantined", 15, "state.safetensors is torn")
     assert listed(node)[-2][-1] == "quarantined: state.safetensors is torn"
-    said = checkpoints.ls(paths.find(root), NOW).splitlines()[-1]
+    said = checkpoints.format_checkpoints(paths.find_node_dirs(root), NOW).splitlines()[-1]
     assert re.fullmatch(r"1 quarantined copy, \S+ k?B: kept for you to look at, and never removed .*", said)
 
 
 def test_an_unfinished_write_is_mentioned(root: Path) -> None:
     """A temporary directory is no checkpoint and no cause for alarm."""
     (root / RUN / "node-b" / ".tmp-g000001-s0000000011-1-00000000").mkdir()
-    assert "1 unfinished write:" in checkpoints.ls(paths.find(root), NOW)
+    assert "1 unfinished write:" in checkpoints.format_checkpoints(paths.find_node_dirs(root), NOW)
 
 
 def test_a_deep_check_finds_what_a_quick_one_cannot(root: Path) -> None:
     """A flipped bit keeps every size."""
     node = root / RUN / "node-b"
-    store_samples.flip(node / "g000001-s0000000010" / constants.STATE_FILE, -3)
-    assert [item.state for item in checkpoints.items(paths.find(node))] == ["valid"]
-    (item,) = checkpoints.items(paths.find(node), deep=True)
+    checkpoint_samples.flip_bits(node / "g000001-s0000000010" / constants.STATE_FILE, -3)
+    assert [item.state for item in checkpoints.list_checkpoints(paths.find_node_dirs(node))] == ["valid"]
+    (item,) = checkpoints.list_checkpoints(paths.find_node_dirs(node), deep=True)
     assert item.state == "bad"
     assert "do not match their digest" in item.reason
 
@@ -113,9 +116,9 @@ def test_a_deep_check_finds_what_a_quick_one_cannot(root: Path) -> None:
 def test_one_checkpoint_by_its_path(root: Path) -> None:
     """Good or bad, it is told."""
     node = root / RUN / "node-a"
-    (good,) = checkpoints.items(paths.find(node / "g000001-s0000000010"))
-    (bad,) = checkpoints.items(paths.find(node / "g000001-s0000000015"))
-    assert (good.state, good.node, good.run) == ("valid", "node-a", RUN)
+    (good,) = checkpoints.list_checkpoints(paths.find_node_dirs(node / "g000001-s0000000010"))
+    (bad,) = checkpoints.list_checkpoints(paths.find_node_dirs(node / "g000001-s0000000015"))
+    assert (good.state, good.node, good.run_id) == ("valid", "node-a", RUN)
     assert (bad.state, bad.step) == ("bad", 15)
 
 
@@ -164,12 +167,19 @@ def test_odd_contents_do_no_harm(root: Path) -> None:
     (root / "empty").mkdir()
     (root / RUN / "\x1b[2J").mkdir()
     (node / "quarantine").write_text("a file")
-    found = {item.path.name: item for item in checkpoints.items(paths.find(root)) if item.generation == 2}
+    found = {
+        item.path.name: item
+        for item in checkpoints.list_checkpoints(paths.find_node_dirs(root))
+        if item.generation == 2
+    }
     assert set(found) == {f"g000002-s000000000{step}" for step in (1, 3, 4)}
     for name in ("g000002-s0000000001", "g000002-s0000000003"):
         assert found[name].reason == "manifest.json is missing"
     assert found["g000002-s0000000004"].reason == "manifest: not JSON"
-    assert all(len(line) <= WIDTH for line in checkpoints.ls(paths.find(root), NOW).splitlines())
+    assert all(
+        len(line) <= WIDTH
+        for line in checkpoints.format_checkpoints(paths.find_node_dirs(root), NOW).splitlines()
+    )
 
 
 @pytest.mark.parametrize("path", ["", "typo", "file", "loop", "nul\0"])
@@ -180,9 +190,9 @@ def test_a_path_that_is_no_directory(tmp_path: Path, path: str, monkeypatch: pyt
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     if path:
         with pytest.raises(UsageError, match=re.escape(path.rstrip("\0"))):
-            paths.find(tmp_path / path)
+            paths.find_node_dirs(tmp_path / path)
     else:
-        assert paths.find(Path(path)).places == ()
+        assert paths.find_node_dirs(Path(path)).node_dirs == ()
 
 
 @pytest.fixture
@@ -199,7 +209,7 @@ def test_what_may_not_be_read_is_told(root: Path, elsewhere: Path, mode: int) ->
     """Another user's directory: a line with the reason, and exit code 1."""
     root = Path(shutil.move(root, elsewhere))
     for node in ("node-a", "node-b"):
-        EventLog(root / RUN / node / constants.EVENTS_FILE, node=node).write("step", step=1)
+        EventLog(root / RUN / node / constants.EVENTS_FILE, node=node).emit("step", step=1)
     (root / RUN / "node-a").chmod(mode)
     code = (
         "import contextlib, io, os, sys\n"

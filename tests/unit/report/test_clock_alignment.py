@@ -48,12 +48,12 @@ def test_a_clock_that_jumps_lengthens_nothing(nodes: int, by: float, machines: i
     """Not where each node's clock jumps at another moment, nor in whatever order the lines are read."""
     boots = {name: f"boot-{'x' * (place % machines)}" for place, name in enumerate(NODES)}
     jumps = {name: (110.0 + 9 * place, by * (place + 1)) for place, name in enumerate(NODES)}
-    good = summary.tell(steady(nodes))
+    good = summary.build_run_report(steady(nodes))
     events = stamped(steady(nodes), boots, jumps)
-    told = summary.tell(events)
+    told = summary.build_run_report(events)
     assert told.goodput == good.goodput
-    assert (told.until or 0) - (told.began or 0) == pytest.approx((good.until or 0) - (good.began or 0))
-    assert summary.tell(sorted(events, key=lambda one: one["t"])).goodput == good.goodput
+    assert (told.end_t or 0) - (told.start_t or 0) == pytest.approx((good.end_t or 0) - (good.start_t or 0))
+    assert summary.build_run_report(sorted(events, key=lambda one: one["t"])).goodput == good.goodput
     assert {clock.node for clock in told.clocks} >= {*NODES[:nodes]} - {"n0"}
     assert all(abs(clock.ahead_s) >= 3600 for clock in told.clocks)
 
@@ -62,25 +62,25 @@ def test_a_clock_that_jumps_lengthens_nothing(nodes: int, by: float, machines: i
 def test_a_clock_that_is_off_moves_nothing_and_is_told(by: float) -> None:
     """Machines are laid side by side by the generations they share; most of their wall clocks are right."""
     boots = {name: f"boot of {name}" for name in NODES}
-    good = summary.tell(stamped(killed().events, boots, {}))
-    told = summary.tell(stamped(killed().events, boots, {"n2": (0.0, by)}))
+    good = summary.build_run_report(stamped(killed().events, boots, {}))
+    told = summary.build_run_report(stamped(killed().events, boots, {"n2": (0.0, by)}))
     assert [(clock.node, clock.ahead_s) for clock in told.clocks] == [("n2", by)]
-    assert (told.goodput, told.report) == (good.goodput, good.report)
-    assert any("the clock of n2 was" in look for look in told.verdict.look)
+    assert (told.goodput, told.history) == (good.goodput, good.history)
+    assert any("the clock of n2 was" in look for look in told.verdict.hints)
     assert good.clocks == ()
 
 
 def test_a_machine_that_booted_again_is_placed_by_its_next_generation() -> None:
     """It counts from nothing, with a wall clock that is an hour ahead until somebody sets it."""
     boots = {name: f"boot of {name}" for name in NODES}
-    good = summary.tell(killed().events)
+    good = summary.build_run_report(killed().events)
     again = [
         {**one, "t": one["t"] + 3600, "b": one["t"] - 110.9, "boot": "new"}
         if one["node"] == "n2" and one["t"] >= 111
         else one
         for one in stamped(killed().events, boots, {})
     ]
-    told = summary.tell(again)
+    told = summary.build_run_report(again)
     assert (told.goodput, told.recoveries) == (good.goodput, good.recoveries)
     assert [clock.node for clock in told.clocks] == ["n2"]
 
@@ -88,8 +88,8 @@ def test_a_machine_that_booted_again_is_placed_by_its_next_generation() -> None:
 def test_machines_that_share_no_generation_keep_their_wall_clocks() -> None:
     """As do events that say of no boot."""
     events = [one for one in steady(2) if one["event"] != "round"]
-    plain = summary.tell(events)
-    booted = summary.tell(stamped(events, {"n0": "one", "n1": "two"}, {}))
+    plain = summary.build_run_report(events)
+    booted = summary.build_run_report(stamped(events, {"n0": "one", "n1": "two"}, {}))
     assert (booted.goodput, booted.clocks) == (plain.goodput, ())
 
 
@@ -97,7 +97,9 @@ def test_a_run_on_this_machine_is_silent_for_as_long_as_its_boot_says() -> None:
     """Though the wall clock jumps after its last event."""
     events = stamped(steady(1), {"n0": "boot"}, {})
     stamp = {"boot": "boot", "b": events[-1]["b"] + 5.0}
-    assert summary.tell(events, now=events[-1]["t"] + 3605, stamp=stamp).silent_s == pytest.approx(5)
-    assert summary.tell(
-        events, now=events[-1]["t"] + 7, stamp={**stamp, "boot": "x"}
+    assert summary.build_run_report(
+        events, now=events[-1]["t"] + 3605, boot_stamp=stamp
+    ).silent_s == pytest.approx(5)
+    assert summary.build_run_report(
+        events, now=events[-1]["t"] + 7, boot_stamp={**stamp, "boot": "x"}
     ).silent_s == pytest.approx(7)

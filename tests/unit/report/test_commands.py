@@ -13,8 +13,8 @@ from elastic_resume import constants
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.cli import main
 from elastic_resume.events import EventLog
-from tests.support import store_samples
-from tests.support.store_samples import RUN
+from tests.support import checkpoint_samples
+from tests.support.checkpoint_samples import RUN
 
 
 @pytest.fixture
@@ -24,14 +24,14 @@ def root(tmp_path: Path) -> Path:
     for rank, node in enumerate(("node-a", "node-b")):
         node_dir = base / RUN / node
         node_dir.mkdir(parents=True)
-        store_samples.save(node_dir, step=10)
+        checkpoint_samples.save_checkpoint(node_dir, step=10)
         log = EventLog(node_dir / constants.EVENTS_FILE, node=node, rank=rank)
         about = {"generation": 1, "world_size": 2}
-        log.write("worker-start", step=0, **about)
+        log.emit("worker-start", step=0, **about)
         if rank == 0:
-            log.write("resume", step=0, kind="cold", nodes=["node-a", "node-b"], lost_steps=0, **about)
-        log.write("step", step=1, **about)
-        log.write("run-end", step=10, **about)
+            log.emit("resume", step=0, kind="cold", nodes=["node-a", "node-b"], lost_steps=0, **about)
+        log.emit("step", step=1, **about)
+        log.emit("run-end", step=10, **about)
         log.close()
     return base
 
@@ -78,7 +78,7 @@ def test_report_of_several_runs_asks_which(root: Path, capsys: pytest.CaptureFix
     """They are named."""
     other = root / "other" / "n0"
     other.mkdir(parents=True)
-    EventLog(other / constants.EVENTS_FILE).write("round")
+    EventLog(other / constants.EVENTS_FILE).emit("round")
     assert main(["report", str(root)]) == 1
     assert "holds 2 runs; give one of them: other, run-1" in capsys.readouterr().err
 
@@ -87,12 +87,12 @@ def test_copies_are_told_by_what_their_logs_call_them(root: Path, capsys: pytest
     """Under any name; of two runs they are no report."""
     for node in ("node-a", "node-b"):
         log = EventLog(root / RUN / node / constants.EVENTS_FILE, node=node)
-        log.write("agent-start", run_id=RUN)
-        log.write("commit", generation=1, step=10, path=f"/ckpt/{RUN}/{node}/g000001-s0000000010", bytes=9)
+        log.emit("agent-start", run_id=RUN)
+        log.emit("commit", generation=1, step=10, path=f"/ckpt/{RUN}/{node}/g000001-s0000000010", bytes=9)
         log.close()
     node_b = root / RUN / "node-b"  # where a damaged copy has made room for the same once more
     Catalog(node_b, RUN).quarantine(node_b / "g000001-s0000000010", "torn")
-    store_samples.save(node_b, step=10)
+    checkpoint_samples.save_checkpoint(node_b, step=10)
     (root / RUN / "node-a").rename(root / RUN / "copied")
     (root / RUN).rename(root / "last-night")
     assert main(["report", "--json", str(root / "last-night")]) == 0
@@ -104,7 +104,7 @@ def test_copies_are_told_by_what_their_logs_call_them(root: Path, capsys: pytest
     ]
     (root / "other" / "n0").mkdir(parents=True)
     other = EventLog(root / "other" / "n0" / constants.EVENTS_FILE, node="n0")
-    other.write("agent-start", run_id="other")
+    other.emit("agent-start", run_id="other")
     other.close()
     assert main(["report", str(root / "last-night"), str(root / "other")]) == 1
     assert f"events of 2 runs: '{RUN}' (" in capsys.readouterr().err

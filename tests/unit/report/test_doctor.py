@@ -53,8 +53,8 @@ def test_names_that_hang_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are looked up side by side, and left behind together."""
     monkeypatch.setattr(doctor, "PATIENCE_S", 60.0)
     silent = threading.Barrier(3, timeout=30)
-    monkeypatch.setattr(doctor, "lookup", lambda _: [str(silent.wait())])
-    found = doctor.of_candidates(environment.read(POD))
+    monkeypatch.setattr(doctor, "resolve_name", lambda _: [str(silent.wait())])
+    found = doctor.check_candidates(environment.read_context(POD))
     assert sorted(one.value for one in found) == ["0", "1", "2"]
 
 

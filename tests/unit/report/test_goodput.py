@@ -18,7 +18,7 @@ def run(*steps: Any) -> Job:
     job = Job()
     job.agents(90, "n0", "n1", "n2")
     for node in ("n0", "n1", "n2"):
-        job.add(95, "zygote-ready", node, seconds=5.0)
+        job.add(95, "fork-server-ready", node, seconds=5.0)
     begin(job, 98, 100, 0, kind="cold", seconds=0.5)
     march(job, 101, *steps)
     return job
@@ -29,7 +29,13 @@ def begin(job: Job, formed: float, restored: float, step: int, **resume: Any) ->
     job.generation += 1
     job.nodes = ("n0", "n1", "n2")
     about = {"generation": job.generation, "step": step, "world_size": 3}
-    told = {"kind": "checkpoint", "nodes": list(job.nodes), "lost_steps": 0, "lacking": [], "rejected": []}
+    told = {
+        "kind": "checkpoint",
+        "nodes": list(job.nodes),
+        "recomputed_steps": 0,
+        "lacking": [],
+        "rejected": [],
+    }
     for rank, node in enumerate(job.nodes):
         job.add(formed, "round", node, round=1, generation=job.generation)
         job.add(restored, "worker-start", node, **about, rank=rank, **job.pid(rank))
@@ -56,33 +62,33 @@ def killed() -> Job:
 
 def test_the_parts_of_a_run() -> None:
     """Each second is where one would look for it."""
-    told = summary.tell(killed().events)
+    told = summary.build_run_report(killed().events)
     assert told.goodput == goodput.Goodput(
         total_s=37.0,
         productive_s=8.0 + 12.0 + 1.0,  # steps 1 to 8 and 9 to 20, and what came before the end
         starting_s=5.0 + 1.5 + 2.0,  # imports; then from the world to the state, in both generations
         restoring_s=0.5 + 1.0,
         stalled_s=0.0,
-        repeated_s=2.0 + 0.5,  # and the half of a step that was cut off
+        recomputed_s=2.0 + 0.5,  # and the half of a step that was cut off
         waiting_s=3.0 + 0.5,  # for others at first; from the kill to the next world
     )
 
 
 def test_the_phases_of_a_recovery() -> None:
     """From the last step before to the first one after, without a gap."""
-    told = summary.tell(killed().events)
+    told = summary.build_run_report(killed().events)
     (phases,) = told.recoveries.values()
     assert phases.known == [
-        ("noticed", 0.5),
+        ("detected", 0.5),
         ("stopped", pytest.approx(0.3)),
-        ("formed", pytest.approx(0.2)),
+        ("rendezvous", pytest.approx(0.2)),
         ("started", 2.0),
         ("restored", 1.0),
         ("step", 1.0),
     ]
     assert phases.total_s == pytest.approx(5.0)
     # What that cost is another thing: two steps and a half were lost too, and a step is no loss.
-    assert told.costs == {1: pytest.approx(5.0 + 2.0 + 0.5 - 0.5 - 1.0)}
+    assert told.downtimes == {1: pytest.approx(5.0 + 2.0 + 0.5 - 0.5 - 1.0)}
 
 
 def test_failures_without_a_step_between_them_cost_until_the_next_step() -> None:
@@ -96,8 +102,8 @@ def test_failures_without_a_step_between_them_cost_until_the_next_step() -> None
     begin(job, 116, 119, 10, seconds=1.0)
     march(job, 120, *range(11, 21))
     job.finish(130, 20)
-    told = summary.tell(job.events)
-    assert told.costs == {1: pytest.approx(119.0 - 110.0)}
+    told = summary.build_run_report(job.events)
+    assert told.downtimes == {1: pytest.approx(119.0 - 110.0)}
     assert "2 failures cost 9.0 s" in told.verdict.text
 
 
@@ -113,7 +119,7 @@ def test_generations_that_end_before_a_second_mark_have_trained() -> None:
     job.exit(127, 1, signal="SIGKILL")
     job.stop(127.2, 0, 2)
     # Three steps each, of 1.5 s at the most: what lies between the first mark and the end.
-    assert summary.tell(job.events).goodput.productive_s > 3 * 3.0
+    assert summary.build_run_report(job.events).goodput.productive_s > 3 * 3.0
 
 
 def test_a_failure_after_which_nobody_trained_costs_until_the_end() -> None:
@@ -121,7 +127,7 @@ def test_a_failure_after_which_nobody_trained_costs_until_the_end() -> None:
     job = run(*range(1, 11))
     job.exit(110, 1, signal="SIGKILL")
     job.stop(130.0, 0, 2)
-    assert summary.tell(job.events).costs == {1: pytest.approx(130.0 - 110.0)}
+    assert summary.build_run_report(job.events).downtimes == {1: pytest.approx(130.0 - 110.0)}
 
 
 def test_waiting_for_copies_is_no_training() -> None:
@@ -130,7 +136,7 @@ def test_waiting_for_copies_is_no_training() -> None:
     for one in job.events:
         if one["event"] == "step":
             one["stalled_s"] = 0.1 * one["step"] * (1 + one["rank"]) if one["generation"] == 1 else 0.0
-    spent = summary.tell(job.events).goodput
+    spent = summary.build_run_report(job.events).goodput
     assert (spent.stalled_s, spent.productive_s, spent.total_s) == (3.0, 18.0, 37.0)
 
 
@@ -142,9 +148,9 @@ def test_a_step_that_hangs_is_not_training() -> None:
     begin(job, 151, 152, 10, seconds=0.5)
     march(job, 153, 11, 12, 13)
     job.finish(155, 13)
-    spent = summary.tell(job.events).goodput
+    spent = summary.build_run_report(job.events).goodput
     assert spent.productive_s == 13.0
-    assert spent.repeated_s == 1.0  # as much as a step may have taken
+    assert spent.recomputed_s == 1.0  # as much as a step may have taken
     assert spent.waiting_s == 3.0 + 39.0 + 1.0
 
 
@@ -158,15 +164,15 @@ def test_a_lineage_that_was_left_counts_for_nothing() -> None:
     begin(job, 115, 116, 4, seconds=0.5, lost_steps=8)
     march(job, 117, *range(5, 16))
     job.finish(127, 15)
-    told = summary.tell(job.events)
+    told = summary.build_run_report(job.events)
     assert told.goodput.productive_s == 4.0 + 11.0
-    assert told.goodput.repeated_s == 6.0 + 2.0
-    assert [one.what for one in told.slices if one.generation == 2 and one.what == "productive"] == []
+    assert told.goodput.recomputed_s == 6.0 + 2.0
+    assert [one.activity for one in told.slices if one.generation == 2 and one.activity == "productive"] == []
 
 
 def test_the_hour_in_which_nobody_ran_is_waiting() -> None:
     """A job that was killed as a whole and started again."""
-    spent = summary.tell(job_killed().events).goodput
+    spent = summary.build_run_report(job_killed().events).goodput
     assert spent.waiting_s > 3500
     assert spent.total_s == pytest.approx(3620.5)
 
@@ -176,9 +182,9 @@ def test_the_hour_in_which_nobody_ran_is_waiting() -> None:
 def test_slices_have_no_gap_whatever_is_missing(make: Callable[[], Job], random: Any, share: float) -> None:
     """Events that are lost move time from one part to another, and never out of the whole."""
     events = [one for one in make().events if random.random() > share]
-    told = summary.tell(events)
+    told = summary.build_run_report(events)
     for one, following in zip(told.slices, told.slices[1:], strict=False):
-        assert one.began < one.until == following.began
+        assert one.start_t < one.end_t == following.start_t
     assert told.goodput.total_s == pytest.approx(sum(spent for _, spent in told.goodput.parts))
     assert all(spent >= 0 for _, spent in told.goodput.parts)
     assert all(value >= 0 for phases in told.recoveries.values() for _, value in phases.known)

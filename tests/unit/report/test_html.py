@@ -37,7 +37,7 @@ def test_what_an_exception_says_is_text() -> None:
     job = Job().begun()
     job.fail(110.2, 1, HOSTILE, HOSTILE)
     job.begin(115, 10, "n0", HOSTILE, "n2")
-    found = Elements(html.render(summary.tell(job.events), title=HOSTILE))
+    found = Elements(html.render_page(summary.build_run_report(job.events), title=HOSTILE))
     assert "script" not in found.names
     assert "img" not in found.names
     assert not [name for name, _ in found.attributes if name.startswith("on")]
@@ -54,7 +54,7 @@ def test_the_word_beside_the_name_is_the_verdicts(died: bool, now: float, word: 
     job = Job().begun()
     if died:
         job.exit(110.2, 1, signal="SIGKILL")
-    assert f">{word}</span>" in html.render(summary.tell(job.events, now=now))
+    assert f">{word}</span>" in html.render_page(summary.build_run_report(job.events, now=now))
 
 
 def test_a_fault_after_which_nothing_ended_harmed_nobody() -> None:
@@ -67,7 +67,7 @@ def test_a_fault_after_which_nothing_ended_harmed_nobody() -> None:
     job.exit(110.2, 1, signal="SIGKILL")
     job.begin(115, 10, "n0", "n1", "n2")
     job.add(116, "fault", "n1", **{**kill, "number": 3}, message="kill-worker n1")
-    told = html.render(summary.tell(job.events))
+    told = html.render_page(summary.build_run_report(job.events))
     rows = told[told.index("Injected faults") :].split("<tr>")[2:5]
     followed = [
         "training went on",
@@ -82,4 +82,4 @@ def test_a_terminal_gets_the_beginning_of_what_an_exception_said() -> None:
     """A page shows more of it, and JSON all."""
     job = Job().begun()
     job.fail(110.2, 1, "ValueError", "x" * 35_000)
-    assert len(text_report.as_text(summary.tell(job.events))) < 4000
+    assert len(text_report.format_text(summary.build_run_report(job.events))) < 4000

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_resume.events import Event
-from elastic_resume.policy.incidents import Tally
+from elastic_resume.policy.incidents import IncidentTracker
 from elastic_resume.report import html, incidents, summary, text_report
 from elastic_resume.report.formatting import WIDTH
-from elastic_resume.report.incidents import Report
+from elastic_resume.report.incidents import RunHistory
 
 KILLED = "rank 1 on node n1 was killed by SIGKILL"
 NAN_2 = "rank 2 on node n2 ended with exit code 1"
@@ -44,7 +44,13 @@ class Job:
         self.generation += 1
         self.nodes = nodes
         about = {"generation": self.generation, "step": step, "world_size": len(nodes)}
-        told = {"kind": "checkpoint", "nodes": list(nodes), "lost_steps": 0, "lacking": [], "rejected": []}
+        told = {
+            "kind": "checkpoint",
+            "nodes": list(nodes),
+            "recomputed_steps": 0,
+            "lacking": [],
+            "rejected": [],
+        }
         for rank, node in enumerate(nodes):
             self.add(t - 2, "round", node, round=self.generation)
             self.add(t, "worker-start", node, **about, rank=rank, **self.pid(rank))
@@ -255,11 +261,11 @@ def test_the_end_of_a_generation(
     price: tuple[int, float | None],
 ) -> None:
     """Cause, who was first, steps lost and time to recover, for each way in which a generation can end."""
-    one = incidents.tell(story().events).generations[0]
+    one = incidents.build_history_from_events(story().events).generations[0]
     assert (one.end.kind, one.end.text) == expected
     assert (one.end.node, one.end.rank) == first
-    assert one.lost_steps == price[0]
-    assert one.recovered_s == pytest.approx(price[1])
+    assert one.recomputed_steps == price[0]
+    assert one.recovery_s == pytest.approx(price[1])
 
 
 @pytest.mark.parametrize(
@@ -268,14 +274,15 @@ def test_the_end_of_a_generation(
 def test_a_live_status_tells_the_same_incidents(make: Callable[[], Job]) -> None:
     """It hears of the same events, one after the other."""
     events = sorted(make().events, key=lambda one: one["t"])
-    live = Tally()
+    live = IncidentTracker()
     for event in events:
-        live.take(event)
-    rows = incidents.tell(events).generations
+        live.record(event)
+    rows = incidents.build_history_from_events(events).generations
     assert [
-        (one.generation, one.kind, one.cause, one.lost_steps, one.recovered_s) for one in live.incidents()
+        (one.generation, one.kind, one.cause, one.recomputed_steps, one.recovery_s)
+        for one in live.incidents()
     ] == [
-        (row.number, row.end.kind, row.end.text, row.lost_steps, row.recovered_s)
+        (row.number, row.end.kind, row.end.text, row.recomputed_steps, row.recovery_s)
         for row in rows
         if row.end.is_failure
     ]
@@ -283,11 +290,11 @@ def test_a_live_status_tells_the_same_incidents(make: Callable[[], Job]) -> None
 
 def test_what_followed_is_told_apart_from_the_cause() -> None:
     """A broken connection is a cascade, whoever's clock is ahead; the stopped worker is neither."""
-    end = incidents.tell(exception().events).generations[0].end
-    assert end.cascade == (
+    end = incidents.build_history_from_events(exception().events).generations[0].end
+    assert end.secondary_failures == (
         "rank 0 on node n0 ended with exit code 1: DistBackendError: NCCL error: remote process exited",
     )
-    assert end.also == ()
+    assert end.other_failures == ()
 
 
 def test_a_wiped_log_blames_its_node_once() -> None:
@@ -296,8 +303,8 @@ def test_a_wiped_log_blames_its_node_once() -> None:
     job.events = [one for one in job.events if one["node"] != "n2"]
     job.agents(121, "n2")
     job.begin(125, 10, "n0", "n1", "n2")
-    first, second, _ = incidents.tell(job.events).generations
-    assert (first.end.text, first.end.also) == (KILLED, ())
+    first, second, _ = incidents.build_history_from_events(job.events).generations
+    assert (first.end.text, first.end.other_failures) == (KILLED, ())
     assert second.end.text == "node n2 was lost"
 
 
@@ -313,9 +320,9 @@ def test_a_verdict_goes_before_what_clocks_say() -> None:
     first = cause("exception", "n0", 0, "ended with exit code 1", type="ValueError", message="loss is nan")
     then = cause("exception", "n1", 1, "was killed by SIGKILL")
     job.add(113, "verdict", "n2", generation=1, causes=[first], cascade=[then])
-    end = incidents.tell(job.events).generations[0].end
+    end = incidents.build_history_from_events(job.events).generations[0].end
     assert (end.kind, end.node, end.rank) == ("exception", "n0", 0)
-    assert KILLED in end.cascade
+    assert KILLED in end.secondary_failures
 
 
 @pytest.mark.parametrize("kind", ["oom", "hang", "disk", "stuck"])
@@ -324,7 +331,7 @@ def test_a_verdict_says_what_an_exit_does_not(kind: str) -> None:
     job = worker_killed()
     told = cause(kind, "n1", 1, "was killed by SIGKILL for want of memory", message="m")
     job.add(113, "verdict", "n0", generation=1, causes=[told], cascade=[])
-    end = incidents.tell(job.events).generations[0].end
+    end = incidents.build_history_from_events(job.events).generations[0].end
     assert (end.kind, end.text) == (kind, f"{KILLED} for want of memory: m")
     assert end.t == 110.2
 
@@ -335,9 +342,9 @@ def test_a_cause_whose_log_is_lost_is_known_from_the_verdict() -> None:
     told = [cause("signal", "n1", 1, "was killed by SIGBUS"), cause("node-lost", "n2", None, "died")]
     job.events = [one for one in job.events if one["node"] != "n1"]
     job.add(113, "verdict", "n0", generation=1, causes=told, cascade=[])
-    end = incidents.tell(job.events).generations[0].end
+    end = incidents.build_history_from_events(job.events).generations[0].end
     assert (end.kind, end.text) == ("signal", "rank 1 on node n1 was killed by SIGBUS")
-    assert "node n2 died" in end.also
+    assert "node n2 died" in end.other_failures
 
 
 def test_what_a_silent_nodes_worker_said_last_is_not_why_it_was_silent() -> None:
@@ -350,9 +357,9 @@ def test_what_a_silent_nodes_worker_said_last_is_not_why_it_was_silent() -> None
     )
     job.begin(113, 11, "n1", "n2")
     job.add(115, "round", "n0", round=9)
-    end = incidents.tell(job.events).generations[0].end
+    end = incidents.build_history_from_events(job.events).generations[0].end
     assert (end.kind, end.node, end.text) == ("node-lost", "n0", "node n0 is silent")
-    assert "RuntimeError" in end.cascade[0]
+    assert "RuntimeError" in end.secondary_failures[0]
 
 
 def test_a_node_that_said_goodbye_left_though_its_log_is_lost() -> None:
@@ -363,8 +370,8 @@ def test_a_node_that_said_goodbye_left_though_its_log_is_lost() -> None:
     told = cause("preempted", "n0", None, "left (SIGUSR1)")
     job.add(111, "verdict", "n1", generation=1, causes=[told], cascade=[])
     job.begin(113, 11, "n1", "n2")
-    end = incidents.tell(job.events).generations[0].end
-    assert (end.kind, end.text, end.also) == ("preempted", "node n0 left (SIGUSR1)", ())
+    end = incidents.build_history_from_events(job.events).generations[0].end
+    assert (end.kind, end.text, end.other_failures) == ("preempted", "node n0 left (SIGUSR1)", ())
 
 
 def test_a_node_that_left_of_itself_is_not_lost() -> None:
@@ -375,9 +382,9 @@ def test_a_node_that_left_of_itself_is_not_lost() -> None:
     told = "node n1 leaves the job: the last 3 failures were of node n1 alone."
     job.add(111, "agent-end", "n1", outcome="left", exit_code=75, message=told)
     job.begin(115, 10, "n0", "n2", lost_steps=0)
-    end = incidents.tell(job.events).generations[0].end
+    end = incidents.build_history_from_events(job.events).generations[0].end
     assert end.text == "rank 1 on node n1 was killed by SIGSEGV"
-    assert end.also == ("node n1 left: the last 3 failures were of node n1 alone.",)
+    assert end.other_failures == ("node n1 left: the last 3 failures were of node n1 alone.",)
 
 
 def test_an_echo_alone_is_all_that_is_known() -> None:
@@ -386,27 +393,27 @@ def test_an_echo_alone_is_all_that_is_known() -> None:
     job.fail(110.3, 1, "RuntimeError", GLOO)
     job.fail(110.4, 0, "RuntimeError", GLOO)
     job.begin(115, 10, "n0", "n1", "n2")
-    end = incidents.tell(job.events).generations[0].end
+    end = incidents.build_history_from_events(job.events).generations[0].end
     assert (end.kind, end.node, end.rank) == ("exception", "n1", 1)
-    assert len(end.cascade) == 1
+    assert len(end.secondary_failures) == 1
 
 
 def test_steps_of_a_generation() -> None:
     """First is what it ran first; last is the best that anybody knows, here the next resume."""
-    first, second = incidents.tell(worker_killed().events).generations
+    first, second = incidents.build_history_from_events(worker_killed().events).generations
     assert (first.start_step, first.first_step, first.last_step) == (0, 1, 11)
     assert (second.start_step, second.first_step, second.last_step) == (10, 11, 11)
     assert second.end.kind == "open"
-    assert (second.lost_steps, second.recovered_s) == (None, None)
+    assert (second.recomputed_steps, second.recovery_s) == (None, None)
 
 
 def test_a_generation_that_ran_no_step() -> None:
     """It has no first step."""
     job = worker_killed()
     job.events = [one for one in job.events if one["event"] != "step" or one["generation"] == 1]
-    second = incidents.tell(job.events).generations[1]
+    second = incidents.build_history_from_events(job.events).generations[1]
     assert (second.start_step, second.first_step, second.last_step) == (10, None, 10)
-    assert incidents.tell(job.events).generations[0].recovered_s is None
+    assert incidents.build_history_from_events(job.events).generations[0].recovery_s is None
 
 
 def test_the_whole_run() -> None:
@@ -416,11 +423,11 @@ def test_the_whole_run() -> None:
     job.exit(121, 2, code=3)
     job.begin(125, 25, "n0", "n1", "n2", lost_steps=7)
     job.finish(130, 40)
-    report = incidents.tell(job.events)
+    report = incidents.build_history_from_events(job.events)
     assert [one.end.kind for one in report.generations] == ["signal", "exit", "finished"]
     assert report.generations[1].end.text == "rank 2 on node n2 ended with exit code 3"
-    assert (report.incidents, report.lost_steps, report.last_step) == (2, 8, 40)
-    assert report.wasted_steps == 11 + 22 + 15 - 40
+    assert (report.num_incidents, report.recomputed_steps, report.last_step) == (2, 8, 40)
+    assert report.discarded_steps == 11 + 22 + 15 - 40
     assert report.outcome == "finished"
 
 
@@ -432,11 +439,13 @@ def test_a_cold_start_and_a_rejected_copy() -> None:
     job.begin(
         115, 5, "n0", "n1", "n2", rejected=[bad, 7], lacking=["n1"], source_node="n0", source_generation=1
     )
-    cold, second = incidents.tell(job.events).generations
-    assert (cold.resumed, cold.rejected) == ("cold", ())
-    assert second.rejected == (incidents.RejectedCopy("n1", 1, 10, "manifest: its digest does not match."),)
-    assert (second.source_node, second.source_generation, second.lacking) == ("n0", 1, ("n1",))
-    text = text_report.as_text(summary.tell(job.events))
+    cold, second = incidents.build_history_from_events(job.events).generations
+    assert (cold.resume_kind, cold.rejected) == ("cold", ())
+    assert second.rejected == (
+        incidents.RejectedStateRecord("n1", 1, 10, "manifest: its digest does not match."),
+    )
+    assert (second.source_node, second.source_generation, second.receiving_nodes) == ("n0", 1, ("n1",))
+    text = text_report.format_text(summary.build_run_report(job.events))
     assert "generation 2 rejected n1's copy of generation 1, step 10: manifest: its digest" in text
     assert "generation 2: n0 sent its copy to n1" in text
 
@@ -454,10 +463,10 @@ def test_workers_that_never_came_to_train() -> None:
     job.exit(100.2, 1, code=1)
     message = "node n1 gave up: 3 starts in a row failed."
     job.add(101, "agent-end", "n1", outcome="failed", exit_code=1, message=message)
-    report = incidents.tell(job.events)
+    report = incidents.build_history_from_events(job.events)
     assert not report.generations
     assert (report.outcome, report.message) == ("failed", message)
-    text = " ".join(text_report.as_text(summary.tell(job.events)).split())
+    text = " ".join(text_report.format_text(summary.build_run_report(job.events)).split())
     assert (
         "2 workers ended before training; first: rank 1 on node n1 ended with exit code 1: ModuleNotFound"
         in text
@@ -470,7 +479,7 @@ def test_the_agents_gave_up_because_of_a_node_that_is_gone() -> None:
     job.fail(110.3, 0, "RuntimeError", GLOO)
     for node in ("n0", "n1"):
         job.add(140, "agent-end", node, outcome="failed", exit_code=75, message="no world formed.")
-    report = incidents.tell(job.events)
+    report = incidents.build_history_from_events(job.events)
     assert report.generations[0].end.text == "node n2 was lost"
     assert (report.outcome, report.message) == ("failed", "no world formed.")
 
@@ -482,7 +491,7 @@ def test_a_process_number_may_be_used_again() -> None:
     for one in again:
         one["pid"] = 101
     job.add(120, "worker-exit", "n1", rank=1, worker_pid=101, signal="SIGSEGV", exit_code=None, stopped=False)
-    first, second = incidents.tell(job.events).generations
+    first, second = incidents.build_history_from_events(job.events).generations
     assert first.end.text == KILLED
     assert second.end.text == "rank 1 on node n1 was killed by SIGSEGV"
 
@@ -516,7 +525,7 @@ _FIELDS = {
     "nodes": st.one_of(st.lists(st.sampled_from(["n0", "n1", "n2"])), _ODD),
     "lacking": _ODD,
     "rejected": st.one_of(st.lists(st.dictionaries(st.sampled_from(["node", "reason", "step"]), _ODD)), _ODD),
-    "lost_steps": _ODD,
+    "recomputed_steps": _ODD,
     "outcome": st.one_of(st.sampled_from(["done", "failed", "signalled"]), _ODD),
     "message": st.one_of(st.just(GLOO), _ODD),
     "signal": st.one_of(st.just("SIGKILL"), _ODD),
@@ -537,13 +546,15 @@ _EVENTS = st.fixed_dictionaries(
 @given(st.lists(_EVENTS, max_size=25))
 def test_any_list_of_events_gives_a_report(events: list[Event]) -> None:
     """Nothing raises, figures are never negative, no line is too wide, and the JSON is JSON."""
-    told = summary.tell(events)
-    assert told.report.wasted_steps >= 0
-    assert all(one.recovered_s is None or one.recovered_s >= 0 for one in told.report.generations)
-    assert all(len(line) <= WIDTH and line.isprintable() for line in text_report.as_text(told).splitlines())
+    told = summary.build_run_report(events)
+    assert told.history.discarded_steps >= 0
+    assert all(one.recovery_s is None or one.recovery_s >= 0 for one in told.history.generations)
+    assert all(
+        len(line) <= WIDTH and line.isprintable() for line in text_report.format_text(told).splitlines()
+    )
     assert told.goodput.total_s == pytest.approx(sum(spent for _, spent in told.goodput.parts))
-    json.loads(summary.as_json(told))
-    assert html.render(told).endswith("</html>\n")
+    json.loads(summary.format_json(told))
+    assert html.render_page(told).endswith("</html>\n")
 
 
 @settings(max_examples=60, deadline=None)
@@ -551,10 +562,10 @@ def test_any_list_of_events_gives_a_report(events: list[Event]) -> None:
 def test_the_order_of_the_lines_does_not_matter(story: Callable[[], Job], random: Any) -> None:
     """Logs of several nodes are merged by time, whatever order they were read in."""
     events = story().events
-    told: Report = incidents.tell(events)
+    told: RunHistory = incidents.build_history_from_events(events)
     shuffled = list(events)
     random.shuffle(shuffled)
-    assert [one.end.text for one in incidents.tell(shuffled).generations] == [
+    assert [one.end.text for one in incidents.build_history_from_events(shuffled).generations] == [
         one.end.text for one in told.generations
     ]
 
@@ -566,7 +577,7 @@ def test_the_table() -> None:
     """One row for each generation, aligned, and one line on the whole."""
     job = worker_killed()
     job.finish(130, 40)
-    assert text_report.as_text(summary.tell(job.events)).splitlines()[:6] == [
+    assert text_report.format_text(summary.build_run_report(job.events)).splitlines()[:6] == [
         "Finished at step 40 after 40 s. 1 failure cost 5.0 s, 1 step run again; 62 % of the time was",
         "  training that counts.",
         "",
@@ -581,7 +592,7 @@ def test_a_long_reason_is_cut_in_the_table_and_told_below() -> None:
     job = Job().begun()
     job.fail(110.2, 1, "ValueError", "\x1b[2J" + "far too long " * 12 + "THE END")
     job.begin(115, 10, "n0", "n1", "n2")
-    text = text_report.as_text(summary.tell(job.events))
+    text = text_report.format_text(summary.build_run_report(job.events))
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "..." in text
     assert "THE END" in text
@@ -593,4 +604,4 @@ def test_many_nodes_are_folded() -> None:
     nodes = tuple(f"gpu{number:04}" for number in range(1000) if number != 500)
     job = Job()
     job.begin(100, 0, *nodes, kind="cold")
-    assert "gpu[0000-0499,0501-0999]" in text_report.as_text(summary.tell(job.events))
+    assert "gpu[0000-0499,0501-0999]" in text_report.format_text(summary.build_run_report(job.events))

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_resume import constants
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.incidents import KINDS
+from elastic_resume.policy.incidents import INCIDENT_KINDS
 from elastic_resume.report import metrics
 from tests.support.paths import ROOT
 from tests.unit.agent.test_status import said
@@ -26,7 +26,7 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "elastic-resume.json"
 
 def scrape(document: dict[str, Any]) -> dict[tuple[str, tuple[str, ...]], float]:
     """Read a document's metrics as Prometheus would: name and values of labels -> value."""
-    return samples(generate_latest(metrics.registry(lambda: document)).decode())
+    return samples(generate_latest(metrics.make_registry(lambda: document)).decode())
 
 
 def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -73,9 +73,9 @@ def test_there_are_as_many_series_as_nodes_and_kinds() -> None:
     assert (many - few) % 10 == 0
     assert few < 400
     document = said()
-    document["sums"]["incidents"]["of a kind that somebody made up"] = 5
+    document["totals"]["incidents"]["of a kind that somebody made up"] = 5
     kinds = {labels for name, labels in scrape(document) if name == "elastic_resume_incidents_total"}
-    assert kinds == {(kind,) for kind in KINDS}
+    assert kinds == {(kind,) for kind in INCIDENT_KINDS}
 
 
 def test_a_node_that_was_not_heard_of_yet_has_no_samples() -> None:
@@ -129,17 +129,17 @@ def test_metrics_flag_invalid_or_without_prometheus_client_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The address is loopback unless one is given."""
-    assert metrics.listening(None, {}) is None
-    assert metrics.listening("9400", {}) == ("127.0.0.1", 9400)
-    assert metrics.listening(None, {constants.ENV_METRICS: "[::1]:0"}) == ("::1", 0)
-    assert metrics.listening("0.0.0.0:80", {}) == ("0.0.0.0", 80)  # noqa: S104
+    assert metrics.parse_listen_address(None, {}) is None
+    assert metrics.parse_listen_address("9400", {}) == ("127.0.0.1", 9400)
+    assert metrics.parse_listen_address(None, {constants.ENV_METRICS: "[::1]:0"}) == ("::1", 0)
+    assert metrics.parse_listen_address("0.0.0.0:80", {}) == ("0.0.0.0", 80)  # noqa: S104
     for text in ("x", "localhost:80", "1.2.3:80", "70000", ":", "-1", "80:80:80:80:1", "train.py"):
         with pytest.raises(ConfigError, match=r"--metrics is .*write PORT \(of 127\.0\.0\.1\)"):
-            metrics.listening(text, {})
+            metrics.parse_listen_address(text, {})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert metrics.listening(None, {}) is None
+    assert metrics.parse_listen_address(None, {}) is None
     with pytest.raises(ConfigError, match=r"pip install 'elastic-resume\[metrics\]'"):
-        metrics.listening("9400", {})
+        metrics.parse_listen_address("9400", {})
 
 
 def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
@@ -152,7 +152,7 @@ def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
         return documents[0]
 
     said_lines: list[str] = []
-    metrics.serve(("127.0.0.1", 0), status, said_lines.append)
+    metrics.serve_metrics(("127.0.0.1", 0), status, said_lines.append)
     address = said_lines[0].removeprefix("metrics at ")
     with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 - of this process
         assert answer.read() == b""
@@ -161,6 +161,6 @@ def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
         assert samples(answer.read().decode())["elastic_resume_step", ()] == 101
     with pytest.raises(urllib.error.HTTPError, match="405"):
         urllib.request.urlopen(address, data=b"x", timeout=20)  # noqa: S310
-    metrics.serve(("127.0.0.1", int(address.split(":")[2].split("/")[0])), status, said_lines.append)
+    metrics.serve_metrics(("127.0.0.1", int(address.split(":")[2].split("/")[0])), status, said_lines.append)
     assert said_lines[1].startswith("no metrics at 127.0.0.1 port ")
     assert said_lines[1].endswith("Address already in use. Training goes on.")

@@ -14,9 +14,9 @@ from elastic_resume import constants, events
 from elastic_resume.cli import main
 from elastic_resume.events import Event
 from elastic_resume.report import html, summary
-from elastic_resume.report.checkpoints import Item
-from elastic_resume.report.loader import gather
-from elastic_resume.report.summary import Story
+from elastic_resume.report.checkpoints import CheckpointEntry
+from elastic_resume.report.loader import load_run
+from elastic_resume.report.summary import RunReport
 from tests.support import report_runs
 from tests.support.paths import ROOT
 from tests.unit.report.test_goodput import killed
@@ -74,19 +74,19 @@ def nothing() -> Job:
 )
 def test_the_verdict(make: Callable[[], Job], begins: str, price: str) -> None:
     """How it ended or stands, at which step, and what it cost."""
-    text = summary.tell(make().events).verdict.text
+    text = summary.build_run_report(make().events).verdict.text
     assert text.startswith(begins)
     assert price in text
 
 
 def test_what_to_look_at() -> None:
     """The worst first; a silent run is asked about where the present is known."""
-    look = summary.tell(failed().events).verdict.look
+    look = summary.build_run_report(failed().events).verdict.hints
     cause = "rank 2 on node n2 ended with exit code 1: ValueError: loss is nan"
     assert look[0] == f"what ended generation 2: {cause}"
-    told = summary.tell(worker_killed().events, now=1115.5)
-    assert told.verdict.look == ("no node has written anything for 16 min 40 s: does the job still run?",)
-    assert summary.tell(killed().events).verdict.look == ()
+    told = summary.build_run_report(worker_killed().events, now=1115.5)
+    assert told.verdict.hints == ("no node has written anything for 16 min 40 s: does the job still run?",)
+    assert summary.build_run_report(killed().events).verdict.hints == ()
 
 
 def test_a_node_that_fails_often_is_named() -> None:
@@ -95,15 +95,15 @@ def test_a_node_that_fails_often_is_named() -> None:
     for t in (110, 120, 130):
         job.exit(t + 0.5, 2, signal="SIGBUS")
         job.begin(t + 5, 10, "n0", "n1", "n2")
-    assert "node n2 was first in 3 of 3 failures" in summary.tell(job.events).verdict.look
+    assert "node n2 was first in 3 of 3 failures" in summary.build_run_report(job.events).verdict.hints
 
 
 # ---- troubles and faults -------------------------------------------------------------------------------
 
 
-def texts(told: Story, kind: str) -> list[str]:
+def texts(told: RunReport, kind: str) -> list[str]:
     """What is told of one kind of trouble."""
-    return [one.text for one in told.troubles if one.kind == kind]
+    return [one.text for one in told.alerts if one.kind == kind]
 
 
 def test_a_disk_that_refuses_is_one_trouble_with_a_beginning_and_an_end() -> None:
@@ -113,9 +113,11 @@ def test_a_disk_that_refuses_is_one_trouble_with_a_beginning_and_an_end() -> Non
         job.add(t, "commit-failed", "n1", generation=1, step=t - 100, error=f"step {t}: [Errno 28] full")
     job.add(120, "commit", "n1", generation=1, step=20, bytes=7, seconds=0.1, path="/x/g000001-s0000000020")
     job.add(130, "commit-failed", "n1", generation=1, step=30, error="[Errno 5]")
-    first, second = (one for one in summary.tell(job.events).troubles if one.kind == "commit-failed")
-    assert (first.t, first.until, first.count, first.is_over) == (111, 120, 3, True)
-    assert (second.t, second.count, second.is_over) == (130, 1, False)
+    first, second = (
+        one for one in summary.build_run_report(job.events).alerts if one.kind == "commit-failed"
+    )
+    assert (first.t, first.last_t, first.count, first.is_resolved) == (111, 120, 3, True)
+    assert (second.t, second.count, second.is_resolved) == (130, 1, False)
 
 
 def test_a_slow_disk_is_told_by_its_own_usual_speed() -> None:
@@ -123,37 +125,37 @@ def test_a_slow_disk_is_told_by_its_own_usual_speed() -> None:
     job = Job().begun()
     for index, seconds in enumerate((0.3, 0.3, 0.4, 0.3, 9.0, 0.3, 1.2)):
         job.add(111 + 10 * index, "commit", "n0", generation=1, step=index, bytes=7, seconds=seconds)
-    assert texts(summary.tell(job.events), "slow-disk") == [
+    assert texts(summary.build_run_report(job.events), "slow-disk") == [
         "a checkpoint took 9.0 s to write, most take 0.30 s"
     ]
 
 
 def test_every_kind_of_trouble_has_its_sentence() -> None:
     """All that an eventful run holds, each on its node; a hang that another node made is only noted."""
-    told = summary.tell(report_runs.eventful().events)
-    said = {one.kind: (one.weight, one.node) for one in told.troubles}
+    told = summary.build_run_report(report_runs.make_eventful_run().events)
+    said = {one.kind: (one.severity, one.node) for one in told.alerts}
     bad = {"commit-failed": "n2", "quarantine": "n3", "hang": "n2", "replicas-differ": "n0"}
-    bad |= {"watch-failed": "n0", "stranger": "n3", "slow-disk": "n2"}
+    bad |= {"hang-detector-failed": "n0", "unauthenticated": "n3", "slow-disk": "n2"}
     notes = {"drain": "n1", "preemption-notice": "n1"}
     assert said == {kind: ("bad", node) for kind, node in bad.items()} | {
         kind: ("note", node) for kind, node in notes.items()
     }
     job = Job().begun()
     job.add(150, "hang", "n0", generation=1, step=10, seconds=40.0, suspects=[], elsewhere=True)
-    assert summary.tell(job.events).troubles[0].weight == "note"
+    assert summary.build_run_report(job.events).alerts[0].severity == "note"
 
 
 def test_a_fault_stands_beside_what_followed_and_explains_nothing() -> None:
     """The cause of an end is what nodes saw, whatever somebody says to have broken."""
-    job = report_runs.eventful()
-    told = summary.tell(job.events)
-    assert [(one.number, one.what, one.node, one.generation) for one in told.faults] == [
+    job = report_runs.make_eventful_run()
+    told = summary.build_run_report(job.events)
+    assert [(one.number, one.kind, one.node, one.generation) for one in told.faults] == [
         (1, "kill-worker", "n1", 1),
         (2, "disk-full", "n2", 2),
         (3, "kill-node", "n3", 3),
     ]
     without = [one for one in job.events if one["event"] != "fault"]
-    assert summary.tell(without).report == told.report
+    assert summary.build_run_report(without).history == told.history
 
 
 # ---- copies --------------------------------------------------------------------------------------------
@@ -172,8 +174,11 @@ def test_the_ledger_knows_what_became_of_each_copy() -> None:
     source = {"source_node": "n0", "source_generation": 1}
     job.begin(150, 30, "n0", "n1", source_tier="disk", **source)
     job.begin(160, 35, "n0", "n1", source_tier="memory", **source)
-    here = Item(Path("/d"), "r", "n0", "valid", generation=1, step=30)
-    found = {(one.step, one.tier): one for one in summary.tell(job.events, items=[here]).copies}
+    here = CheckpointEntry(Path("/d"), "r", "n0", "valid", generation=1, step=30)
+    found = {
+        (one.step, one.tier): one
+        for one in summary.build_run_report(job.events, checkpoint_entries=[here]).saved_states
+    }
     states = {key: (one.state, one.verified, one.loaded_by) for key, one in found.items()}
     assert states == {
         (10, "disk"): ("pruned", False, ()),
@@ -182,7 +187,9 @@ def test_the_ledger_knows_what_became_of_each_copy() -> None:
         (35, "memory"): ("used", True, (3,)),
         (40, "disk"): ("lost", False, ()),
     }
-    assert {one.state for one in summary.tell(job.events).copies if one.step == 40} == {"committed"}
+    assert {one.state for one in summary.build_run_report(job.events).saved_states if one.step == 40} == {
+        "committed"
+    }
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------
@@ -194,8 +201,8 @@ def test_a_dead_node_is_gone_until_its_agent_is_back() -> None:
     job.agents(130, "n2")
     job.stop(139, 0, 1)
     job.begin(142, 20, "n0", "n1", "n2", lacking=["n2"])
-    lane = {one.node: one for one in html.lanes(summary.tell(job.events))}["n2"]
-    spans = [(span.what, span.began, span.until) for span in lane.spans]
+    lane = {one.node: one for one in html.build_lanes(summary.build_run_report(job.events))}["n2"]
+    spans = [(span.activity, span.start_t, span.end_t) for span in lane.spans]
     assert spans[-4:-1] == [("gone", 110, 130), ("idle", 130, 140), ("preparing", 140, 142)]
     assert [mark.text for mark in lane.marks] == ["generation 1: node n2 was lost"]
 
@@ -203,14 +210,16 @@ def test_a_dead_node_is_gone_until_its_agent_is_back() -> None:
 def test_a_lane_never_has_more_than_can_be_seen() -> None:
     """Spans become columns that are split by what fills them; no mark is lost, they are counted."""
     spans = [html.Span("training" if i % 3 else "gone", i, i + 1, "") for i in range(9000)]
-    (column,) = html.columns(spans, 0, 9000, 100)
-    assert (column.began, column.until) == (0, 9000)
+    (column,) = html.merge_into_columns(spans, 0, 9000, 100)
+    assert (column.start_t, column.end_t) == (0, 9000)
     assert column.shares == (("training", 0.667), ("gone", 0.333))
-    first, second = html.columns(spans[:5250], 0, 9000, 6)  # of the last that is not empty, half is
-    assert (first.until, second.until) == (4500, 6000)
+    first, second = html.merge_into_columns(
+        spans[:5250], 0, 9000, 6
+    )  # of the last that is not empty, half is
+    assert (first.end_t, second.end_t) == (4500, 6000)
     assert sum(share for _, share in second.shares) == pytest.approx(0.5)
-    marks = [html.Mark("incident", t, "died") for t in range(9000)]
-    few = html.clustered(marks, 0, 9000, 60)
+    marks = [html.TimelineMark("incident", t, "died") for t in range(9000)]
+    few = html.cluster_marks(marks, 0, 9000, 60)
     assert len(few) == 60
     assert sum(int(one.text.split()[0]) for one in few) == 9000
 
@@ -232,7 +241,7 @@ def apart(tmp_path: Path) -> tuple[Path, Path, list[Event]]:
     by_node = {node: [one for one in job.events if one["node"] == node] for node in ("n0", "n1", "n2")}
     here, there = tmp_path / "a" / "run", tmp_path / "b" / "copies" / "n1"
     write(here / "n0" / constants.EVENTS_FILE, by_node["n0"])
-    write(here / "n0" / constants.PEERS_FILE, [*by_node["n2"], *by_node["n1"][:3], *by_node["n2"][:2]])
+    write(here / "n0" / constants.PEER_EVENTS_FILE, [*by_node["n2"], *by_node["n1"][:3], *by_node["n2"][:2]])
     write(there / constants.EVENTS_FILE, by_node["n1"])
     fault = {"t": 110.0, "event": "fault", "node": "n2", "pid": 1, "number": 1, "what": "kill-node"}
     write(here / constants.FAULTS_FILE, [fault])
@@ -242,11 +251,11 @@ def apart(tmp_path: Path) -> tuple[Path, Path, list[Event]]:
 def test_logs_of_several_places_are_one_run(apart: tuple[Path, Path, list[Event]]) -> None:
     """What the leader kept of a node that is gone, and of one that is there, is there once."""
     here, there, every = apart
-    found = gather([here, there])
+    found = load_run([here, there])
     assert sorted(map(repr, found.events)) == sorted(map(repr, every))
-    assert summary.tell(found.events).report == summary.tell(every).report
-    assert [one.what for one in summary.tell(found.events).faults] == ["kill-node"]
-    assert len(gather([here / "n0", there, here]).events) == len(every)
+    assert summary.build_run_report(found.events).history == summary.build_run_report(every).history
+    assert [one.kind for one in summary.build_run_report(found.events).faults] == ["kill-node"]
+    assert len(load_run([here / "n0", there, here]).events) == len(every)
 
 
 def test_torn_and_unreadable_logs_cost_themselves_only(apart: tuple[Path, Path, list[Event]]) -> None:
@@ -255,10 +264,13 @@ def test_torn_and_unreadable_logs_cost_themselves_only(apart: tuple[Path, Path, 
     log = there / constants.EVENTS_FILE
     log.write_bytes(log.read_bytes().replace(b"\n", b'\n{"t":1.0,"event":"st', 1) + b'{"t": 1')
     (here / "n9" / constants.EVENTS_FILE).mkdir(parents=True)
-    assert len(gather([here, there]).events) == len(every)
+    assert len(load_run([here, there]).events) == len(every)
     odd = [{"t": 10**400, "event": "step", "node": "n0", "generation": 1, "step": 5}]
     write(here / "n8" / constants.EVENTS_FILE, odd)
-    assert summary.tell(gather([here, there]).events).report == summary.tell(every).report
+    assert (
+        summary.build_run_report(load_run([here, there]).events).history
+        == summary.build_run_report(every).history
+    )
 
 
 def test_what_only_looks_like_a_hang_is_not_read(apart: tuple[Path, Path, list[Event]]) -> None:
@@ -272,7 +284,7 @@ def test_what_only_looks_like_a_hang_is_not_read(apart: tuple[Path, Path, list[E
     (hangs / "d.txt").write_text("SUSPECT rank 2")
     (here / "n1").mkdir()
     (here / "n1" / "hangs").symlink_to(hangs)
-    found = gather([here])
+    found = load_run([here])
     assert found.stacks == {"n0/d.txt": "SUSPECT rank 2"}
     assert sum("left out: not a plain file" in problem for problem in found.problems) == 7
 

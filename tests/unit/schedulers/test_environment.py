@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from elastic_resume.agent import options
 from elastic_resume.errors import ConfigError
-from elastic_resume.rendezvous.net.protocol import read_token
+from elastic_resume.rendezvous.net.protocol import load_token
 from elastic_resume.schedulers import environment
 from elastic_resume.schedulers.shared_dir import SharedDir
 
@@ -68,42 +68,47 @@ TRAINER = {
 
 def test_a_slurm_step_tells_all_that_a_start_needs() -> None:
     """The step's nodes, which may be fewer than the job's; a run id that stays over requeues."""
-    here = environment.read(STEP)
+    here = environment.read_context(STEP)
     assert (here.scheduler, here.name, here.job) == ("slurm", "gpu08", "slurm-1234567")
-    assert (here.order, here.nodes, here.workers, here.restarts) == (1, 4, 8, 2)
+    assert (here.node_index, here.max_nodes, here.workers_per_node, here.restarts) == (1, 4, 8, 2)
     assert here.peers == ("gpu07", "gpu08", "gpu09", "gpu11")
     assert here.candidates == ("gpu07:24567", "gpu08:24567", "gpu09:24567")
-    assert (here.launch, here.requeue, here.deadline) == ("slurm 1234567 2", "1234567", 1900000000)
+    assert (here.launch_id, here.requeue_id, here.deadline) == ("slurm 1234567 2", "1234567", 1900000000)
     assert here.problems == ()
     assert here.sources["nodes"] == "SLURM_STEP_NUM_NODES"
-    assert environment.read({**STEP, "SLURM_RESTART_COUNT": ""}).job == here.job
+    assert environment.read_context({**STEP, "SLURM_RESTART_COUNT": ""}).job == here.job
     # Two steps of a job do not meet, nor do they meet the next jobs'.
     steps = [
         {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(77, 87) for step in range(9)
     ]
-    assert len({environment.read({**STEP, **one}).candidates for one in steps}) == len(steps)
+    assert len({environment.read_context({**STEP, **one}).candidates for one in steps}) == len(steps)
 
 
 def test_an_array_element_is_a_job_of_its_own() -> None:
     """Its job id may be the whole array's; requeueing that takes the siblings along."""
-    here = environment.read(ELEMENT)
-    assert (here.job, here.requeue, here.nodes, here.candidates) == ("slurm-77_1", "77_1", 1, ("n2:20077",))
-    assert here.launch == "slurm 77_1 0"
+    here = environment.read_context(ELEMENT)
+    assert (here.job, here.requeue_id, here.max_nodes, here.candidates) == (
+        "slurm-77_1",
+        "77_1",
+        1,
+        ("n2:20077",),
+    )
+    assert here.launch_id == "slurm 77_1 0"
 
 
 def test_a_pod_of_an_indexed_job_knows_its_peers_by_name() -> None:
     """And keeps its own name, whatever the pod is called this time."""
-    here = environment.read({**POD, "POD_NAME": "train-2-x7gq1"})
-    assert (here.scheduler, here.name, here.job, here.order) == ("kubernetes", "train-2", "train", 2)
-    assert (here.nodes, here.min_nodes, here.address) == (4, 2, "10.1.2.3")
+    here = environment.read_context({**POD, "POD_NAME": "train-2-x7gq1"})
+    assert (here.scheduler, here.name, here.job, here.node_index) == ("kubernetes", "train-2", "train", 2)
+    assert (here.max_nodes, here.min_nodes, here.address) == (4, 2, "10.1.2.3")
     assert here.candidates[0].startswith("train-0.peers.ml.svc")
     assert len(here.candidates) == 3
 
 
 def test_a_trainers_variables_name_where_all_meet() -> None:
     """Kubeflow's operators set them for torchrun's static rendezvous."""
-    here = environment.read(TRAINER)
-    assert (here.scheduler, here.order, here.nodes) == ("pet", 1, 3)
+    here = environment.read_context(TRAINER)
+    assert (here.scheduler, here.node_index, here.max_nodes) == ("pet", 1, 3)
     assert here.candidates == ("job-node-0-0.job:29500",)
 
 
@@ -123,12 +128,12 @@ def test_what_a_start_cannot_rely_on_is_a_problem_that_says_what_to_do(
     environ: dict[str, str], told: str
 ) -> None:
     """Reading never fails: a start that was given flags does not care."""
-    assert told in " ".join(environment.read(environ).problems)
+    assert told in " ".join(environment.read_context(environ).problems)
 
 
 NAMES = sorted({
     variable
-    for concepts in environment.SCHEDULERS.values()
+    for concepts in environment.VARIABLES_BY_SCHEDULER.values()
     for variables in concepts.values()
     for variable in variables
 } | {"SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"})  # fmt: skip
@@ -137,19 +142,19 @@ NAMES = sorted({
 @given(st.dictionaries(st.sampled_from(NAMES), st.text(max_size=12) | st.sampled_from(["1", "3"])))
 def test_no_environment_makes_reading_fail(environ: dict[str, str]) -> None:
     """And what comes back can be used: safe names, at least one node."""
-    here = environment.read(environ)
-    assert here.nodes >= 1
-    assert environment.safe_name(here.name, "") == here.name
-    assert here.job == environment.safe_name(here.job, "")
-    assert len(here.candidates) <= environment.CANDIDATES
+    here = environment.read_context(environ)
+    assert here.max_nodes >= 1
+    assert environment.sanitize_name(here.name, "") == here.name
+    assert here.job == environment.sanitize_name(here.job, "")
+    assert len(here.candidates) <= environment.MAX_CANDIDATES
 
 
 # ---- filling in ----------------------------------------------------------------------------------------
 
 
 def start(
-    here: environment.Node, *given: str, **values: str | bool
-) -> tuple[argparse.Namespace, options.Scheduled]:
+    here: environment.SchedulerContext, *given: str, **values: str | bool
+) -> tuple[argparse.Namespace, options.FilledOptions]:
     """What flags come to where these are given."""
     args = argparse.Namespace(
         nnodes="1:1",
@@ -162,32 +167,32 @@ def start(
         rdzv_token_file=None,
     )
     vars(args).update(values)
-    return args, options.fill(args, {*given, *values}, here)
+    return args, options.fill_from_scheduler(args, {*given, *values}, here)
 
 
 def test_without_flags_all_comes_from_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm: nodes, place, workers, and a secret in the directory of the submission."""
     monkeypatch.setenv("SLURM_SUBMIT_DIR", str(tmp_path))
     monkeypatch.delenv("ELASTIC_RESUME_TOKEN", raising=False)
-    args, found = start(environment.read({**STEP, "SLURM_NODEID": "0"}))
+    args, found = start(environment.read_context({**STEP, "SLURM_NODEID": "0"}))
     assert (args.nnodes, args.nproc_per_node) == ("1:4", "8")
     assert args.rdzv_endpoint == "gpu07:24567,gpu08:24567,gpu09:24567"
-    assert "rdzv_token_file" in found.given
-    _, secret = read_token(Path(args.rdzv_token_file), {}, "job")
+    assert "rdzv_token_file" in found.given_flags
+    _, secret = load_token(Path(args.rdzv_token_file), {}, "job")
     assert secret
-    again, _ = start(environment.read(STEP))
+    again, _ = start(environment.read_context(STEP))
     assert again.rdzv_token_file == args.rdzv_token_file
-    assert found.shared is not None
+    assert found.shared_dir is not None
     monkeypatch.setenv("SLURM_STEP_ID", "1")  # another training of the same job
-    other, _ = start(environment.read({**STEP, "SLURM_NODEID": "0"}))
-    found.shared.finish()
+    other, _ = start(environment.read_context({**STEP, "SLURM_NODEID": "0"}))
+    found.shared_dir.remove()
     assert Path(other.rdzv_token_file).exists()
 
 
 def test_flags_beat_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each by itself; and where nodes meet is said by whoever says any of it."""
     monkeypatch.setenv("ELASTIC_RESUME_TOKEN", "a secret of 22 letters")
-    here = environment.read(STEP)
+    here = environment.read_context(STEP)
     args, _ = start(here, nnodes="2:3", nproc_per_node="2")
     assert (args.nnodes, args.nproc_per_node) == ("2:3", "2")
     assert args.rdzv_endpoint.startswith("gpu07:")
@@ -199,7 +204,7 @@ def test_flags_beat_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_problem_ends_only_a_start_that_relies_on_it() -> None:
     """With the flags given the same environment does."""
-    here = environment.read({**STEP, "SLURM_NODEID": "first"})
+    here = environment.read_context({**STEP, "SLURM_NODEID": "first"})
     with pytest.raises(ConfigError, match="SLURM_NODEID is 'first'"):
         start(here)
     assert start(here, rdzv_endpoint="gpu07", nnodes="4")[0].nnodes == "4"
@@ -209,14 +214,14 @@ def test_a_problem_ends_only_a_start_that_relies_on_it() -> None:
 @pytest.mark.parametrize("flags", [{}, {"nnodes": "1"}, {"rdzv_endpoint": "gpu07", "nnodes": "4"}])
 def test_several_agents_on_a_node_are_refused_whatever_the_flags(tasks: str, flags: dict[str, str]) -> None:
     """A task per GPU is a habit; the agents would fight for the node's directory."""
-    here = environment.read({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": tasks})
+    here = environment.read_context({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": tasks})
     with pytest.raises(ConfigError, match="ntasks-per-node=1"):
         start(here, **flags)
 
 
 def test_a_number_of_nodes_that_is_none_does_not_make_each_pod_a_job_of_its_own() -> None:
     """Three trainings would go by side by side, and each be called done."""
-    here = environment.read({**POD, "ELASTIC_RESUME_NODES": "2-4"})
+    here = environment.read_context({**POD, "ELASTIC_RESUME_NODES": "2-4"})
     with pytest.raises(ConfigError, match="ELASTIC_RESUME_NODES is '2-4'"):
         start(here)
     assert start(here, nnodes="1")[0].rdzv_endpoint == ""
@@ -224,13 +229,13 @@ def test_a_number_of_nodes_that_is_none_does_not_make_each_pod_a_job_of_its_own(
 
 def test_pods_wait_for_others_longer_than_dns_keeps_the_address_of_a_dead_one() -> None:
     """Unless somebody says how long; elsewhere names have no such memory."""
-    here = environment.read(POD)
+    here = environment.read_context(POD)
     args, found = start(here)
     assert args.settle == "35"
-    assert "settle" in found.given
+    assert "settle" in found.given_flags
     assert start(here, settle="2")[0].settle == "2"
-    assert "settle" not in start(here, rdzv_conf="settle=1")[1].given
-    assert start(environment.read({**STEP, "SLURM_STEP_NUM_NODES": "1"}))[0].settle is None
+    assert "settle" not in start(here, rdzv_conf="settle=1")[1].given_flags
+    assert start(environment.read_context({**STEP, "SLURM_STEP_NUM_NODES": "1"}))[0].settle is None
 
 
 def test_a_trainers_place_to_meet_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,10 +243,10 @@ def test_a_trainers_place_to_meet_becomes_ours(monkeypatch: pytest.MonkeyPatch) 
     for name, text in TRAINER.items():
         monkeypatch.setenv(name, text)
     names = {"nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port"}
-    here = environment.read(os.environ)
+    here = environment.read_context(os.environ)
     args, found = start(here, *names, nnodes="3")
     assert args.rdzv_endpoint == "job-node-0-0.job:29500"
-    assert not found.given & {"master_addr", "node_rank"}
+    assert not found.given_flags & {"master_addr", "node_rank"}
     args, _ = start(here, *names, nnodes="3", rdzv_backend="c10d")
     assert args.rdzv_endpoint == "job-node-0-0.job:29500"
 
@@ -270,7 +275,7 @@ def test_all_who_make_the_token_at_once_get_the_same_and_nobody_else_reads_it(tm
 def test_a_directory_that_is_not_shared_is_told_of(tmp_path: Path) -> None:
     """Whoever waits for the first node's token in vain hears what to do."""
     with pytest.raises(ConfigError, match="not the same on all nodes"):
-        SharedDir(tmp_path, "slurm-1").token(make=False, patience_s=0.1)
+        SharedDir(tmp_path, "slurm-1").wait_for_token(create=False, timeout_s=0.1)
     with pytest.raises(ConfigError, match=r"there is no .*/elsewhere on this one"):
         SharedDir(tmp_path / "elsewhere", "slurm-1")
     (tmp_path / "file").write_text("")
@@ -283,7 +288,7 @@ def test_a_directory_that_is_not_shared_is_told_of(tmp_path: Path) -> None:
 def test_the_end_of_a_job_takes_its_directory_away(tmp_path: Path) -> None:
     """And not the one above, in which another job may be making its own in this moment."""
     shared = SharedDir(tmp_path, "slurm-1")
-    shared.token(make=True)
-    shared.finish()
+    shared.wait_for_token(create=True)
+    shared.remove()
     assert not shared.path.exists()
     assert shared.path.parent.exists()

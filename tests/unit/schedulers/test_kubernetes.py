@@ -14,8 +14,8 @@ from elastic_resume.schedulers import kubernetes
 
 def test_how_long_a_pod_may_take_to_end_is_read_or_not_known() -> None:
     """In seconds, as terminationGracePeriodSeconds."""
-    assert kubernetes.termination_grace_s({constants.ENV_TERMINATION_GRACE_S: "120"}) == 120
-    assert kubernetes.termination_grace_s({}) is None
+    assert kubernetes.read_termination_grace_s({constants.ENV_TERMINATION_GRACE_S: "120"}) == 120
+    assert kubernetes.read_termination_grace_s({}) is None
 
 
 @pytest.mark.parametrize(
@@ -31,14 +31,14 @@ def test_workers_get_half_of_it_unless_somebody_says_otherwise(
     flag: str | None, environ: dict[str, str], seconds: float | None
 ) -> None:
     """The other half is for the commit. What a user set in the environment stays."""
-    assert validation.grace_s(argparse.Namespace(grace=flag), environ) == seconds
+    assert validation.resolve_grace_s(argparse.Namespace(grace=flag), environ) == seconds
 
 
 @pytest.mark.parametrize("text", ["2 min", "nan", "-1", "inf"])
 def test_a_wrong_grace_is_named(text: str) -> None:
     """And what it holds is shown."""
     with pytest.raises(ConfigError, match=f"{constants.ENV_TERMINATION_GRACE_S} .*is '{text}'"):
-        kubernetes.termination_grace_s({constants.ENV_TERMINATION_GRACE_S: text})
+        kubernetes.read_termination_grace_s({constants.ENV_TERMINATION_GRACE_S: text})
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ def test_a_wrong_grace_is_named(text: str) -> None:
 )
 def test_quantities_are_read_as_kubernetes_reads_them(text: str, found: int) -> None:
     """Binary and decimal units, fractions, exponents."""
-    assert kubernetes.size_bytes(text, "--memory") == found
+    assert kubernetes.parse_quantity_bytes(text, "--memory") == found
 
 
 @pytest.mark.parametrize("text", ["lots", "4GB", "4gi", "-1Gi", "512m", "0", "Gi", "9Ei", "1e99", "٤Gi"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     """512m is a quantity to Kubernetes: half a byte."""
     with pytest.raises(ConfigError, match="--memory"):
-        kubernetes.size_bytes(text, "--memory")
+        kubernetes.parse_quantity_bytes(text, "--memory")

@@ -30,17 +30,17 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.schedulers import preemption as notices
 from elastic_resume.schedulers.preemption import (
     MAX_BYTES,
-    MAX_SHORT,
-    AskError,
-    Notice,
-    Source,
-    ask,
-    boot_time,
-    sources,
+    MAX_QUOTED_CHARS,
+    NoticeQueryError,
+    NoticeSource,
+    PreemptionNotice,
+    parse_sources,
+    read_boot_time,
+    request_metadata,
 )
 from elastic_resume.testing import Cluster
 from tests.support.paths import SCRIPTS
-from tests.support.stations import PATIENCE_S, until
+from tests.support.rendezvous_nodes import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -62,41 +62,45 @@ def azure(*events: Any) -> str:
     ("read", "notice"),
     [
         (
-            lambda: notices.ec2_notice(json.dumps({"action": "terminate", "time": TIME})),
+            lambda: notices.parse_ec2_notice(json.dumps({"action": "terminate", "time": TIME})),
             ("EC2 will terminate this spot instance", AT),
         ),
         (
-            lambda: notices.ec2_notice('{"action": "hibernate"}'),
+            lambda: notices.parse_ec2_notice('{"action": "hibernate"}'),
             ("EC2 will hibernate this spot instance", None),
         ),
         (
-            lambda: notices.ec2_notice('{"action": "stop", "time": 7}'),
+            lambda: notices.parse_ec2_notice('{"action": "stop", "time": 7}'),
             ("EC2 will stop this spot instance", None),
         ),
-        (lambda: notices.gcp_notice("TRUE"), ("Compute Engine preempts this instance", None)),
-        (lambda: notices.gcp_notice("FALSE"), None),
+        (lambda: notices.parse_gcp_notice("TRUE"), ("Compute Engine preempts this instance", None)),
+        (lambda: notices.parse_gcp_notice("FALSE"), None),
         (
-            lambda: notices.azure_notice(azure({**MACHINE, "EventType": "Preempt"}), "vm_3"),
+            lambda: notices.parse_azure_notice(azure({**MACHINE, "EventType": "Preempt"}), "vm_3"),
             ("Azure: Preempt of this machine", AT),
         ),
         (
-            lambda: notices.azure_notice(azure({"EventType": "Terminate", "Resources": ["vm_3"]}), "vm_3"),
+            lambda: notices.parse_azure_notice(
+                azure({"EventType": "Terminate", "Resources": ["vm_3"]}), "vm_3"
+            ),
             ("Azure: Terminate of this machine", None),
         ),
-        (lambda: notices.azure_notice(azure({**MACHINE, "EventType": "Preempt"}), "vm_4"), None),
-        (lambda: notices.azure_notice(azure({**MACHINE, "EventType": "Freeze"}), "vm_3"), None),
+        (lambda: notices.parse_azure_notice(azure({**MACHINE, "EventType": "Preempt"}), "vm_4"), None),
+        (lambda: notices.parse_azure_notice(azure({**MACHINE, "EventType": "Freeze"}), "vm_3"), None),
         (
-            lambda: notices.azure_notice(azure("Preempt", {"EventType": "Preempt", "Resources": 3}), "vm_3"),
+            lambda: notices.parse_azure_notice(
+                azure("Preempt", {"EventType": "Preempt", "Resources": 3}), "vm_3"
+            ),
             None,
         ),
-        (lambda: notices.azure_notice(azure(), "vm_3"), None),
+        (lambda: notices.parse_azure_notice(azure(), "vm_3"), None),
     ],
 )
 def test_what_a_cloud_says_is_read(
-    read: Callable[[], Notice | None], notice: tuple[str, float | None] | None
+    read: Callable[[], PreemptionNotice | None], notice: tuple[str, float | None] | None
 ) -> None:
     """A notice with its moment, or none: another machine's, another kind."""
-    assert read() == (None if notice is None else Notice(*notice))
+    assert read() == (None if notice is None else PreemptionNotice(*notice))
 
 
 @pytest.mark.parametrize(
@@ -104,8 +108,12 @@ def test_what_a_cloud_says_is_read(
 )
 def test_what_is_no_notice_is_never_taken_for_one(text: str) -> None:
     """Not a portal's page, not another type; and the reason can be printed."""
-    for read in (notices.ec2_notice, notices.gcp_notice, lambda said: notices.azure_notice(said, "vm")):
-        with pytest.raises(AskError) as raised:
+    for read in (
+        notices.parse_ec2_notice,
+        notices.parse_gcp_notice,
+        lambda said: notices.parse_azure_notice(said, "vm"),
+    ):
+        with pytest.raises(NoticeQueryError) as raised:
             read(text)
         assert len(str(raised.value)) < 300
 
@@ -149,11 +157,11 @@ EVENT = st.fixed_dictionaries(
 )
 
 
-def answer(read: Callable[[str], Notice | None], told: Any) -> str:
+def answer(read: Callable[[str], PreemptionNotice | None], told: Any) -> str:
     """What becomes of an answer: the notice's reason, or that it is none, or no answer at all."""
     try:
         notice = read(json.dumps(told))
-    except AskError:
+    except NoticeQueryError:
         return "no answer"
     return "none" if notice is None else notice.reason
 
@@ -164,15 +172,15 @@ def test_any_json_is_a_notice_of_ec2_only_where_it_names_an_action(told: Any) ->
     action = told.get("action") if isinstance(told, dict) else None
     is_notice = isinstance(action, str) and action in {"terminate", "stop", "hibernate"}
     expected = f"EC2 will {action} this spot instance" if is_notice else "no answer"
-    assert answer(notices.ec2_notice, told) == expected
-    assert answer(notices.ec2_notice, {"action": "stop", "time": told}).startswith("EC2 will stop")
+    assert answer(notices.parse_ec2_notice, told) == expected
+    assert answer(notices.parse_ec2_notice, {"action": "stop", "time": told}).startswith("EC2 will stop")
 
 
 @given(JSON)
 def test_any_json_is_a_notice_of_compute_engine_only_where_it_is_true(told: Any) -> None:
     """Its word is no JSON: TRUE or FALSE."""
     words = {"TRUE": "Compute Engine preempts this instance", "FALSE": "none"}
-    assert answer(notices.gcp_notice, told) == words.get(json.dumps(told).upper(), "no answer")
+    assert answer(notices.parse_gcp_notice, told) == words.get(json.dumps(told).upper(), "no answer")
 
 
 @given(st.lists(OF_A_MACHINE | EVENT | JSON, max_size=3))
@@ -188,8 +196,8 @@ def test_any_json_is_a_notice_of_azure_only_where_an_event_ends_this_machine(eve
 
     first = next((event["EventType"] for event in events if ends(event)), None)
     expected = "none" if first is None else f"Azure: {first} of this machine"
-    assert answer(lambda text: notices.azure_notice(text, "vm"), {"Events": events}) == expected
-    assert answer(lambda text: notices.azure_notice(text, "vm"), events) == "no answer"
+    assert answer(lambda text: notices.parse_azure_notice(text, "vm"), {"Events": events}) == expected
+    assert answer(lambda text: notices.parse_azure_notice(text, "vm"), events) == "no answer"
 
 
 # ---- where it is said ----------------------------------------------------------------------------------
@@ -198,15 +206,15 @@ def test_any_json_is_a_notice_of_azure_only_where_an_event_ends_this_machine(eve
 def test_forms_of_the_flag() -> None:
     """Commas part forms, and belong to a path or a command otherwise."""
     text = f"aws, gcp:http://[fd00::1]:8080/x/,file:/a,b,command:{sys.executable} -c 'a,b',azure"
-    assert [one.name for one in sources(text)] == [
+    assert [one.name for one in parse_sources(text)] == [
         "aws",
         "gcp:http://[fd00::1]:8080/x/",
         "file:/a,b",
         f"command:{sys.executable} -c 'a,b'",
         "azure",
     ]
-    assert [one.period_s for one in sources(text)] == [5.0, 5.0, 1.0, 5.0, 5.0]
-    assert sources(None) == sources("off") == sources(" ") == []
+    assert [one.poll_interval_s for one in parse_sources(text)] == [5.0, 5.0, 1.0, 5.0, 5.0]
+    assert parse_sources(None) == parse_sources("off") == parse_sources(" ") == []
 
 
 @pytest.mark.parametrize(
@@ -228,7 +236,7 @@ def test_forms_of_the_flag() -> None:
 def test_a_form_that_is_none_is_refused(text: str) -> None:
     """Before anything starts, and by the flag's name."""
     with pytest.raises(ConfigError, match="--preemption-notice"):
-        sources(text)
+        parse_sources(text)
 
 
 def test_the_flag_may_be_given_more_than_once(tmp_path: Path) -> None:
@@ -245,7 +253,7 @@ def test_the_flag_may_be_given_more_than_once(tmp_path: Path) -> None:
         ([*told, f"--config={path}"], "aws,file:/x"),
         ([], None),
     ):
-        args, _ = config.parse_layers(parser, words)
+        args, _ = config.parse_flags_and_file(parser, words)
         parser.set_defaults(preemption_notice=None)
         assert args.preemption_notice == said
 
@@ -281,7 +289,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    monkeypatch.setattr(notices, "ask", partial(ask, timeout_s=PATIENCE_S))
+    monkeypatch.setattr(notices, "ask", partial(request_metadata, timeout_s=TIMEOUT_S))
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -297,15 +305,15 @@ TOKEN, ACTION = "/latest/api/token", "/latest/meta-data/spot/instance-action"
 def test_ec2_is_asked_with_a_token(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token for many questions, another when it is refused; no proxy; 404 is no notice, 200 is one."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    (source,) = sources(f"aws:{metadata.base}")
+    (source,) = parse_sources(f"aws:{metadata.base}")
     metadata.says[TOKEN] = (200, b"first")
-    assert [source.look(), source.look()] == [None, None]
+    assert [source.poll(), source.poll()] == [None, None]
     metadata.says[ACTION] = (401, b"")
     metadata.says[TOKEN] = (200, b"second\n")
-    with pytest.raises(AskError, match="401"):
-        source.look()
+    with pytest.raises(NoticeQueryError, match="401"):
+        source.poll()
     metadata.says[ACTION] = (200, json.dumps({"action": "terminate", "time": TIME}).encode())
-    assert source.look() == Notice("EC2 will terminate this spot instance", AT)
+    assert source.poll() == PreemptionNotice("EC2 will terminate this spot instance", AT)
     tokens = [
         headers.get("X-aws-ec2-metadata-token") for _, path, headers in metadata.asked if path == ACTION
     ]
@@ -319,26 +327,26 @@ def test_ec2_is_asked_with_a_token(metadata: Metadata, monkeypatch: pytest.Monke
 def test_a_token_that_is_refused_or_none(metadata: Metadata, token: tuple[int, bytes]) -> None:
     """Is a failure of the address, and nothing is asked with it."""
     metadata.says[TOKEN] = token
-    (source,) = sources(f"aws:{metadata.base}")
-    with pytest.raises(AskError, match="token"):
-        source.look()
+    (source,) = parse_sources(f"aws:{metadata.base}")
+    with pytest.raises(NoticeQueryError, match="token"):
+        source.poll()
     assert len(metadata.asked) == 1
 
 
 def test_the_other_clouds_are_asked_in_their_own_way(metadata: Metadata) -> None:
     """Their headers, and Azure's name of this machine."""
-    azure_source, gcp = sources(f"azure:{metadata.base}/a,gcp:{metadata.base}")
+    azure_source, gcp = parse_sources(f"azure:{metadata.base}/a,gcp:{metadata.base}")
     metadata.says["/computeMetadata/v1/instance/preempted"] = (200, b"TRUE\n")
-    assert gcp.look() == Notice("Compute Engine preempts this instance")
+    assert gcp.poll() == PreemptionNotice("Compute Engine preempts this instance")
     assert metadata.asked[-1][2]["Metadata-Flavor"] == "Google"
     metadata.says["/a/metadata/instance/compute/name?api-version=2021-02-01&format=text"] = (200, b"vm_3")
     events = azure({**MACHINE, "EventType": "Preempt"}).encode()
     metadata.says["/a/metadata/scheduledevents?api-version=2020-07-01"] = (200, events)
-    assert azure_source.look() == Notice("Azure: Preempt of this machine", AT)
+    assert azure_source.poll() == PreemptionNotice("Azure: Preempt of this machine", AT)
     assert metadata.asked[-1][2]["Metadata"] == "true"
     assert len(metadata.asked) == 3
-    with pytest.raises(AskError, match="404"):
-        sources(f"gcp:{metadata.base}/other")[0].look()
+    with pytest.raises(NoticeQueryError, match="404"):
+        parse_sources(f"gcp:{metadata.base}/other")[0].poll()
 
 
 @contextlib.contextmanager
@@ -385,8 +393,8 @@ HEAD = b"HTTP/1.1 200 OK\r\n"
 )
 def test_whatever_an_address_says_is_an_answer_or_a_clause(parts: tuple[bytes, ...], said: str) -> None:
     """Silence, garbage, floods: few bytes of it are read, and silence ends with the time."""
-    with saying(*parts) as base, pytest.raises(AskError, match=said) as raised:
-        ask(base, timeout_s=0.2 if "no answer" in said else PATIENCE_S)
+    with saying(*parts) as base, pytest.raises(NoticeQueryError, match=said) as raised:
+        request_metadata(base, timeout_s=0.2 if "no answer" in said else TIMEOUT_S)
     assert len(str(raised.value)) < 300
     assert str(raised.value).isprintable()
 
@@ -394,8 +402,8 @@ def test_whatever_an_address_says_is_an_answer_or_a_clause(parts: tuple[bytes, .
 def test_an_answer_that_drips_ends_with_the_time_and_not_with_the_drip() -> None:
     """A time-out of each byte would never pass."""
     drip = [b"X: y\r\n"] * 90
-    with saying(HEAD, *drip, pause_s=0.05) as base, pytest.raises(AskError, match="no answer within"):
-        ask(base, timeout_s=0.2)
+    with saying(HEAD, *drip, pause_s=0.05) as base, pytest.raises(NoticeQueryError, match="no answer within"):
+        request_metadata(base, timeout_s=0.2)
 
 
 def test_where_nobody_listens_is_a_clause() -> None:
@@ -403,11 +411,11 @@ def test_where_nobody_listens_is_a_clause() -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         base = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        with pytest.raises(AskError, match="refused"):
-            ask(base, timeout_s=PATIENCE_S)
+        with pytest.raises(NoticeQueryError, match="refused"):
+            request_metadata(base, timeout_s=TIMEOUT_S)
     for url in (f"{base}/a b", f"{base}/a\r\nX: y", "https://127.0.0.1/", "file:///etc/passwd", "http://"):
-        with pytest.raises(AskError, match=r"no line|no address"):
-            ask(url)
+        with pytest.raises(NoticeQueryError, match=r"no line|no address"):
+            request_metadata(url)
 
 
 # ---- files and commands --------------------------------------------------------------------------------
@@ -416,27 +424,27 @@ def test_where_nobody_listens_is_a_clause() -> None:
 def test_a_file_is_a_notice_and_its_text_the_reason(tmp_path: Path) -> None:
     """An empty one, a directory and a pipe too, and nothing waits for them."""
     path = tmp_path / "notice"
-    (source,) = sources(f"file:{path}")
-    assert source.look() is None
+    (source,) = parse_sources(f"file:{path}")
+    assert source.poll() is None
     path.write_bytes(b"  maintenance\x00 \xff\nat noon " + b"x" * 100000)
-    notice = source.look()
+    notice = source.poll()
     assert notice is not None
     assert notice.reason.startswith("maintenance \ufffd at noon xxx")
-    assert len(notice.reason) == MAX_SHORT
+    assert len(notice.reason) == MAX_QUOTED_CHARS
     path.unlink()
     makers: list[Callable[[], object]] = [path.touch, path.mkdir, lambda: os.mkfifo(path)]
     for make in makers:
         make()
-        assert source.look() == Notice(f"{path} is there")
+        assert source.poll() == PreemptionNotice(f"{path} is there")
         path.rmdir() if path.is_dir() else path.unlink()
     path.touch()
     os.utime(path, (0, time.time() - 185))
-    aged = source.look() if boot_time() < time.time() - 200 else Notice("been there for 3 min")
+    aged = source.poll() if read_boot_time() < time.time() - 200 else PreemptionNotice("been there for 3 min")
     assert aged is not None
     assert "been there for 3 min" in aged.reason
-    os.utime(path, (0, boot_time() - 1))
-    with pytest.raises(AskError, match="older than this machine's start"):
-        source.look()
+    os.utime(path, (0, read_boot_time() - 1))
+    with pytest.raises(NoticeQueryError, match="older than this machine's start"):
+        source.poll()
 
 
 PROGRAM = """
@@ -462,18 +470,18 @@ def program(tmp_path: Path) -> Path:
 
 def test_a_command_is_a_notice_when_it_ends_well(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first line is the reason; no shell reads it."""
-    monkeypatch.setattr(notices, "run_command", partial(notices.run_command, timeout_s=PATIENCE_S))
+    monkeypatch.setattr(notices, "run_command", partial(notices.poll_command, timeout_s=TIMEOUT_S))
     own = f"command:{sys.executable} -I -S {shlex.quote(str(program))} "
-    looked = {word: sources(own + f"'{word}'")[0].look() for word in ("no", "flood", "$HOME", "quiet")}
+    looked = {word: parse_sources(own + f"'{word}'")[0].poll() for word in ("no", "flood", "$HOME", "quiet")}
     assert looked["no"] is None
-    assert looked["flood"] == Notice("soon")
-    assert looked["$HOME"] == Notice("as it stands; no shell")
-    assert looked["quiet"] == Notice(f"{sys.executable} says so")
-    left = sources(own + "leave")[0].look()
+    assert looked["flood"] == PreemptionNotice("soon")
+    assert looked["$HOME"] == PreemptionNotice("as it stands; no shell")
+    assert looked["quiet"] == PreemptionNotice(f"{sys.executable} says so")
+    left = parse_sources(own + "leave")[0].poll()
     assert left is not None
     assert left.reason.startswith("left ")
-    with pytest.raises(AskError, match="cannot be started"):
-        notices.run_command([str(program.parent)])
+    with pytest.raises(NoticeQueryError, match="cannot be started"):
+        notices.poll_command([str(program.parent)])
 
 
 def test_a_command_that_does_not_end_is_killed_with_its_children(
@@ -485,11 +493,11 @@ def test_a_command_that_does_not_end_is_killed_with_its_children(
 
     def monotonic() -> float:
         has_child = child.exists() and child.read_text().endswith("\n")
-        return began + (1.0 if has_child or time.monotonic() > began + PATIENCE_S else 0.0)
+        return began + (1.0 if has_child or time.monotonic() > began + TIMEOUT_S else 0.0)
 
     monkeypatch.setattr(notices, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
-    with pytest.raises(AskError, match="did not end in time"):
-        notices.run_command([sys.executable, "-I", "-S", str(program), "linger", str(child)], timeout_s=0.5)
+    with pytest.raises(NoticeQueryError, match="did not end in time"):
+        notices.poll_command([sys.executable, "-I", "-S", str(program), "linger", str(child)], timeout_s=0.5)
     pid = int(child.read_text())
 
     def is_dead() -> bool:
@@ -498,7 +506,7 @@ def test_a_command_that_does_not_end_is_killed_with_its_children(
         except psutil.NoSuchProcess:
             return True
 
-    until(is_dead, "the command's child has ended")
+    wait_until(is_dead, "the command's child has ended")
 
 
 # ---- what follows --------------------------------------------------------------------------------------
@@ -526,11 +534,17 @@ class Told:
 def test_a_failing_source_is_told_of_once_and_asked_on_until_it_has_a_notice() -> None:
     """Gone, back, gone, a notice: one line about the failure, one drain, whoever else has a notice too."""
     answers = iter(
-        [AskError("refused"), ValueError("of ours"), None, AskError("refused"), Notice("soon", 1e12)]
+        [
+            NoticeQueryError("refused"),
+            ValueError("of ours"),
+            None,
+            NoticeQueryError("refused"),
+            PreemptionNotice("soon", 1e12),
+        ]
     )
     asked = threading.Event()
 
-    def look() -> Notice | None:
+    def look() -> PreemptionNotice | None:
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
@@ -538,14 +552,14 @@ def test_a_failing_source_is_told_of_once_and_asked_on_until_it_has_a_notice() -
             asked.set()
         return answer
 
-    def late() -> Notice | None:
-        asked.wait(PATIENCE_S)
-        return Notice("soon", 1e12)
+    def late() -> PreemptionNotice | None:
+        asked.wait(TIMEOUT_S)
+        return PreemptionNotice("soon", 1e12)
 
     told = Told()
-    both = [Source("aws", look, 0.01), Source("gcp", late, 0.01)]
-    with shutdown.watched(both, say=told.lines.append, tell=told.tell, drain=told.drain):
-        assert told.drained.wait(PATIENCE_S)
+    both = [NoticeSource("aws", look, 0.01), NoticeSource("gcp", late, 0.01)]
+    with shutdown.watch_preemption_notices(both, log=told.lines.append, emit=told.tell, drain=told.drain):
+        assert told.drained.wait(TIMEOUT_S)
     assert told.drains == 1
     assert [line for line in told.lines if "refused" in line] == [
         "--preemption-notice aws: refused. It is asked on; no more is said."
@@ -572,12 +586,12 @@ def test_a_node_with_a_notice_leaves_and_no_step_is_lost(tmp_path: Path) -> None
         written.replace(notice)
         (code,) = cluster.wait_exit(60, only=[1])
         assert code in {75, 128 + signal.SIGTERM}, cluster.output(1)
-        (event,) = cluster.events_of(1, "preemption-notice")
+        (event,) = cluster.node_events(1, "preemption-notice")
         assert event["reason"] == "rack 7 is switched off"
-        last = max(event["step"] for event in cluster.events_of(1, "step"))
-        assert cluster.events_of(1, "commit")[-1]["step"] >= last
+        last = max(event["step"] for event in cluster.node_events(1, "step"))
+        assert cluster.node_events(1, "commit")[-1]["step"] >= last
         resumed = cluster.wait(generation=its + 1)
-        assert resumed["lost_steps"] == 0, resumed
+        assert resumed["recomputed_steps"] == 0, resumed
         cluster.wait(step=resumed["step"] + 3, generation=its + 1)
         assert "rack 7 is switched off" in cluster.output(1)
-        assert not cluster.events_of(0, "preemption-notice")
+        assert not cluster.node_events(0, "preemption-notice")

@@ -21,28 +21,28 @@ def test_a_volumes_limit_counts_what_lies_in_it(tmp_path: Path) -> None:
     (node / "state").write_bytes(b"x" * (4 << 20))
     os.link(node / "state", node / "again")
     (node / "elsewhere").symlink_to("/")
-    assert resources.free(node, environ) == 6 << 20
+    assert resources.free_disk_bytes(node, environ) == 6 << 20
     (node / "more").write_bytes(b"x" * (7 << 20))
-    assert resources.free(node, environ) == 0
-    assert resources.free(Path("/"), environ) > 10 << 20
+    assert resources.free_disk_bytes(node, environ) == 0
+    assert resources.free_disk_bytes(Path("/"), environ) > 10 << 20
 
 
 def test_without_a_limit_the_file_system_tells(tmp_path: Path) -> None:
     """As a memory emptyDir does, which is a tmpfs of its size."""
-    assert abs(resources.free(tmp_path, {}) - shutil.disk_usage(tmp_path).free) < 64 << 20
+    assert abs(resources.free_disk_bytes(tmp_path, {}) - shutil.disk_usage(tmp_path).free) < 64 << 20
 
 
 def test_a_limit_that_is_no_size_is_an_error(tmp_path: Path) -> None:
     """It names the variable."""
     with pytest.raises(ConfigError, match=constants.ENV_CKPT_LIMIT):
-        resources.free(tmp_path, {constants.ENV_CKPT_LIMIT: "lots"})
+        resources.free_disk_bytes(tmp_path, {constants.ENV_CKPT_LIMIT: "lots"})
 
 
 def test_too_little_shared_memory_is_told_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A container's default has 64 MB."""
-    assert resources.why_little_shared_memory(tmp_path) == ""
-    assert "medium: Memory" in resources.why_little_shared_memory(tmp_path / "none")
+    assert resources.check_shared_memory(tmp_path) == ""
+    assert "medium: Memory" in resources.check_shared_memory(tmp_path / "none")
     monkeypatch.setattr(resources, "LITTLE_SHARED_MEMORY", 1 << 62)
-    assert "--shm-size" in resources.why_little_shared_memory(tmp_path)
+    assert "--shm-size" in resources.check_shared_memory(tmp_path)

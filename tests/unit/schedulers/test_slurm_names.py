@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.schedulers.slurm import MAX_NAMES, hostnames
+from elastic_resume.schedulers.slurm import MAX_NAMES, expand_node_list
 
 # All of these Slurm 22.05 itself expands, but for those in BEYOND.
 LISTS = {
@@ -50,14 +50,14 @@ WRONG = [
 @pytest.mark.parametrize(("text", "names"), [*LISTS.items(), *BEYOND.items()])
 def test_a_node_list_is_expanded_in_slurms_order(text: str, names: str) -> None:
     """Ranges, zero padding, several prefixes, several brackets."""
-    assert hostnames(text) == names.split()
+    assert expand_node_list(text) == names.split()
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_what_is_no_node_list_is_refused_and_shown(text: str) -> None:
     """Half of a list would be a world with too few nodes."""
     with pytest.raises(ConfigError) as caught:
-        hostnames(text)
+        expand_node_list(text)
     assert repr(text) in str(caught.value)
 
 
@@ -67,14 +67,14 @@ def test_what_is_no_node_list_is_refused_and_shown(text: str) -> None:
 def test_no_list_makes_us_build_more_names_than_slurm_does(text: str) -> None:
     """The limit is looked at before names are made."""
     with pytest.raises(ConfigError, match="more than 65536"):
-        hostnames(text)
-    assert len(hostnames(f"n[1-{MAX_NAMES}]")) == MAX_NAMES
+        expand_node_list(text)
+    assert len(expand_node_list(f"n[1-{MAX_NAMES}]")) == MAX_NAMES
 
 
 def test_a_long_list_is_not_repeated_in_whole() -> None:
     """An error fits a line or two."""
     with pytest.raises(ConfigError) as caught:
-        hostnames("n1," * 10000)
+        expand_node_list("n1," * 10000)
     assert len(str(caught.value)) < 300
 
 
@@ -109,14 +109,14 @@ def node_lists(draw: st.DrawFn) -> str:
 def test_single_names_come_back_as_they_are(parts: list[tuple[str, int, int]]) -> None:
     """Without brackets a list is its names, in order."""
     names = [f"{prefix}{number:0{width}d}" for prefix, number, width in parts]
-    assert hostnames(",".join(names)) == names
+    assert expand_node_list(",".join(names)) == names
 
 
 @given(st.text("n[]-,0123456789 ", max_size=30))
 def test_any_text_is_a_list_of_sound_names_or_refused(text: str) -> None:
     """No other error, and no name that holds what belongs to the list."""
     try:
-        names = hostnames(text)
+        names = expand_node_list(text)
     except ConfigError:
         return
     assert names
@@ -159,4 +159,4 @@ def test_slurm_itself_expands_the_table_so(slurm_conf: Path) -> None:
 @given(texts=st.lists(node_lists(), min_size=1, max_size=20))
 def test_slurm_and_we_expand_alike(slurm_conf: Path, texts: list[str]) -> None:
     """Lists drawn by chance, twenty to a process."""
-    assert of_slurm(texts, slurm_conf) == [hostnames(text) for text in texts]
+    assert of_slurm(texts, slurm_conf) == [expand_node_list(text) for text in texts]

@@ -22,18 +22,18 @@ from elastic_resume.checkpoint.atomic_io import Disk
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.checkpoint.reader import deep_check, name_of
-from elastic_resume.checkpoint.writer import Terms
+from elastic_resume.checkpoint.reader import checkpoint_name, deep_check
+from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import MachineError
 from elastic_resume.snapshot import committer as keepers
 from elastic_resume.snapshot import slots
-from elastic_resume.snapshot.committer import Keeper
-from elastic_resume.snapshot.ipc import MAX_LINE, Desk, Line
-from elastic_resume.snapshot.slot_pool import Rack
-from elastic_resume.snapshot.slots import Control, Slot, mark_of
+from elastic_resume.snapshot.committer import CheckpointCommitter
+from elastic_resume.snapshot.ipc import MAX_MESSAGE_BYTES, SnapshotClient, SnapshotServer
+from elastic_resume.snapshot.slot_pool import SlotPool
+from elastic_resume.snapshot.slots import ControlBlock, Slot, encode_snapshot_id
 
 LAYOUT = Layout.build([TensorSpec("model/w", "U8", (100_000,))])
-NEEDED = slots.room_for(LAYOUT.total_bytes, 1000, 1000)
+NEEDED = slots.required_slot_bytes(LAYOUT.total_bytes, 1000, 1000)
 
 
 class Moody(Disk):
@@ -61,7 +61,7 @@ class Moody(Disk):
 class Setting:
     """A keeper with what it was given."""
 
-    keeper: Keeper
+    keeper: CheckpointCommitter
     disk: Moody
     node_dir: Path
     said: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Setting:
 
     def slot(self, index: int) -> Slot:
         """That slot, as the keeper has mapped it."""
-        return self.keeper.rack._kept[index].slot
+        return self.keeper.slot_pool._owned[index].slot
 
     def copies(self) -> list[str]:
         """What lies on disk, every byte verified."""
@@ -84,15 +84,15 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     """A keeper of three slots."""
     with NodeDir.claim(tmp_path, "job", "a") as node_dir:
         disk, said, told = Moody(), [], []  # type: ignore[var-annotated]
-        rack = Rack(3 * NEEDED, say=said.append)
+        rack = SlotPool(3 * NEEDED, log=said.append)
         rack.reserve(NEEDED)
-        rack._fill_up(NEEDED)
-        keeper = Keeper(
+        rack._create_slots(NEEDED)
+        keeper = CheckpointCommitter(
             node_dir.path,
             "job",
             rack,
-            say=said.append,
-            tell=lambda kind, **fields: told.append((kind, fields)),
+            log=said.append,
+            emit=lambda kind, **fields: told.append((kind, fields)),
             disk=disk,
         )
         keeper.start()
@@ -102,21 +102,23 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
 
 def snapshot(slot: Slot, step: int, *, generation: int = 1, want: bool = False, parts: int = 1) -> int:
     """Lay a snapshot into the slot, as a lead does; its only rank has copied all."""
-    mark = mark_of(generation, step)
+    mark = encode_snapshot_id(generation, step)
     static = {
         "run_id": "job", "node": "a", "rank": 0, "world_size": 1, "writer": "test",
         "follows_rank0": [], "state": {"model": {"w": {"$": "tensor", "name": "model/w", "kind": "tensor"}}},
     }  # fmt: skip
     position = Position(0, step, step, step)
-    dynamic = slots.moving(generation, position, time.time(), {})
+    dynamic = slots.dynamic_metadata(generation, position, time.time(), {})
     slot.record.set("target", 0)
-    slot.describe(LAYOUT.header, LAYOUT.total_bytes, slots.to_bytes(static), slots.to_bytes(dynamic), 7)
+    slot.write_metadata(
+        LAYOUT.header, LAYOUT.total_bytes, slots.encode_metadata(static), slots.encode_metadata(dynamic), 7
+    )
     start = len(LAYOUT.header)
     slot.memory[start : LAYOUT.total_bytes] = bytes([step % 256]) * 100_000
     slot.record.set("parts", parts)
-    slot.record.set("want", mark if want else 0)
+    slot.record.set("commit_requested", mark if want else 0)
     slot.record.set("target", mark)
-    slot.record.mark(0, mark)
+    slot.record.set_copied(0, mark)
     return mark
 
 
@@ -132,10 +134,10 @@ def test_what_is_wanted_goes_to_disk_and_nothing_else(setting: Setting) -> None:
     """The bytes in memory become a checkpoint that any reader of safetensors opens."""
     snapshot(setting.slot(0), 1)
     mark = snapshot(setting.slot(1), 2, want=True)
-    setting.keeper.wanted(mark)
-    until(lambda: setting.slot(1).record.get("saved") == mark)
-    assert setting.copies() == [name_of(1, 2)]
-    data = (setting.node_dir / name_of(1, 2) / "state.safetensors").read_bytes()
+    setting.keeper.request_commit(mark)
+    until(lambda: setting.slot(1).record.get("committed") == mark)
+    assert setting.copies() == [checkpoint_name(1, 2)]
+    data = (setting.node_dir / checkpoint_name(1, 2) / "state.safetensors").read_bytes()
     assert data == bytes(setting.slot(1).image())
     assert [kind for kind, _ in setting.told] == ["commit"]
 
@@ -144,29 +146,31 @@ def test_an_agent_that_starts_again_takes_memory_before_it_is_asked_to(setting: 
     """What its disk holds tells how large slots have to be; the keeper of an empty node waits to hear it."""
     snapshot(setting.slot(0), 1)
     assert setting.keeper.commit() is not None
-    rack = Rack(1 << 30, say=print)
-    empty = Keeper(setting.node_dir.parent / "b", "job", rack, say=print, tell=lambda *_, **__: None)
+    rack = SlotPool(1 << 30, log=print)
+    empty = CheckpointCommitter(
+        setting.node_dir.parent / "b", "job", rack, log=print, emit=lambda *_, **__: None
+    )
     empty.start()
-    assert rack.control.states() == []
+    assert rack.control_block.read_slots() == []
     empty.close()
-    rack = Rack(1 << 30, say=print)
-    later = Keeper(setting.node_dir, "job", rack, say=print, tell=lambda *_, **__: None)
+    rack = SlotPool(1 << 30, log=print)
+    later = CheckpointCommitter(setting.node_dir, "job", rack, log=print, emit=lambda *_, **__: None)
     later.start()
-    until(lambda: len(rack.control.states()) == 3)
-    serials = [state.serial for state in rack.control.states()]
+    until(lambda: len(rack.control_block.read_slots()) == 3)
+    serials = [state.serial for state in rack.control_block.read_slots()]
     assert rack.reserve(NEEDED) == 3
-    assert [state.serial for state in rack.control.states()] == serials, "they are large enough"
+    assert [state.serial for state in rack.control_block.read_slots()] == serials, "they are large enough"
     later.close()
 
 
 def test_one_that_is_still_being_copied_is_waited_for(setting: Setting) -> None:
     """Other local ranks may be a moment later."""
     mark = snapshot(setting.slot(0), 1, want=True, parts=2)
-    setting.keeper.wanted(mark)
+    setting.keeper.request_commit(mark)
     time.sleep(0.05)
     assert setting.copies() == []
-    setting.slot(0).record.mark(1, mark)
-    until(lambda: setting.copies() == [name_of(1, 1)])
+    setting.slot(0).record.set_copied(1, mark)
+    until(lambda: setting.copies() == [checkpoint_name(1, 1)])
 
 
 def test_one_that_is_overwritten_meanwhile_is_not_committed(setting: Setting) -> None:
@@ -174,8 +178,8 @@ def test_one_that_is_overwritten_meanwhile_is_not_committed(setting: Setting) ->
     slot = setting.slot(0)
     mark = snapshot(slot, 1, want=True)
     setting.disk.before = lambda: slot.record.set("target", 0)
-    setting.keeper.wanted(mark)
-    until(lambda: slot.record.get("target") == 0 and slot.record.get("held") == 0)
+    setting.keeper.request_commit(mark)
+    until(lambda: slot.record.get("target") == 0 and slot.record.get("pinned") == 0)
     assert setting.copies() == []
     assert list(setting.node_dir.glob(".tmp-*")) == []
 
@@ -188,21 +192,21 @@ def test_a_disk_that_refuses_costs_a_copy_and_is_tried_again(
     monkeypatch.setattr(keepers, "FIRST_RETRY_S", 0.05)
     setting.keeper._retry_s = 0.05
     first = snapshot(setting.slot(0), 1, want=True)
-    setting.keeper.wanted(first)
-    until(lambda: setting.copies() == [name_of(1, 1)])
+    setting.keeper.request_commit(first)
+    until(lambda: setting.copies() == [checkpoint_name(1, 1)])
     setting.disk.refuse = operation
     second = snapshot(setting.slot(1), 2, want=True)
-    setting.keeper.wanted(second)
-    until(lambda: setting.slot(1).record.get("saved") == second)
+    setting.keeper.request_commit(second)
+    until(lambda: setting.slot(1).record.get("committed") == second)
     until(lambda: sum(kind == "commit-failed" for kind, _ in setting.told) >= 2)
-    assert setting.copies() == [name_of(1, 1)]
-    assert setting.keeper.problem
+    assert setting.copies() == [checkpoint_name(1, 1)]
+    assert setting.keeper.last_error
     assert len(setting.said) == 2  # the line of the budget, and this
     assert "step 2 was not saved" in setting.said[1]
     snapshot(setting.slot(2), 3)
     setting.disk.refuse = ""
-    until(lambda: setting.copies() == [name_of(1, 1), name_of(1, 3)])
-    until(lambda: not setting.keeper.problem)
+    until(lambda: setting.copies() == [checkpoint_name(1, 1), checkpoint_name(1, 3)])
+    until(lambda: not setting.keeper.last_error)
     assert "saved again" in setting.said[-1]
 
 
@@ -216,9 +220,9 @@ def test_a_fault_of_ours_does_not_end_the_keeper(setting: Setting) -> None:
     setting.disk.before = stumble
     with pytest.raises(MachineError, match="a fault of ours"):
         setting.keeper.commit(snapshot(setting.slot(0), 1))
-    assert [kind for kind, _ in setting.told] == ["keeper-failed"]
-    assert setting.keeper.commit(snapshot(setting.slot(1), 2)) == setting.node_dir / name_of(1, 2)
-    assert setting.copies() == [name_of(1, 2)]
+    assert [kind for kind, _ in setting.told] == ["committer-failed"]
+    assert setting.keeper.commit(snapshot(setting.slot(1), 2)) == setting.node_dir / checkpoint_name(1, 2)
+    assert setting.copies() == [checkpoint_name(1, 2)]
 
 
 def test_who_waits_for_a_commit_hears_of_its_failure(setting: Setting) -> None:
@@ -228,45 +232,45 @@ def test_who_waits_for_a_commit_hears_of_its_failure(setting: Setting) -> None:
     with pytest.raises(MachineError, match="No space left"):
         setting.keeper.commit(mark)
     setting.disk.refuse = ""
-    assert setting.keeper.commit(mark) == setting.node_dir / name_of(1, 1)
-    assert setting.keeper.commit() == setting.node_dir / name_of(1, 1)
+    assert setting.keeper.commit(mark) == setting.node_dir / checkpoint_name(1, 1)
+    assert setting.keeper.commit() == setting.node_dir / checkpoint_name(1, 1)
 
 
 def test_nothing_there_is_no_commit(setting: Setting) -> None:
     """As at the end of a job that has taken no step."""
     assert setting.keeper.commit() is None
-    setting.keeper.between()
+    setting.keeper.commit_newest()
 
 
 def test_words_that_cannot_be_true_are_not_committed(setting: Setting) -> None:
     """A script that scribbles over its memory must not make a checkpoint of it."""
     slot = setting.slot(0)
     mark = snapshot(slot, 1, want=True)
-    slot.memory[slot.record.get("dynamic_at")] = 0
-    setting.keeper.wanted(mark)
+    slot.memory[slot.record.get("dynamic_offset")] = 0
+    setting.keeper.request_commit(mark)
     until(lambda: [kind for kind, _ in setting.told] == ["snapshot-ignored"])
     assert setting.copies() == []
-    assert slot.record.get("saved") == mark  # the slot is free again
+    assert slot.record.get("committed") == mark  # the slot is free again
 
 
 def test_older_copies_go_and_two_stay(setting: Setting) -> None:
     """As the workers agreed."""
-    setting.keeper.enter(Terms(keep=2))
+    setting.keeper.start_generation(RetentionPolicy(keep=2))
     for step in range(1, 6):
         setting.keeper.commit(snapshot(setting.slot(step % 3), step))
     until(lambda: len(list(setting.node_dir.glob("g*-s*"))) == 2)  # after who waited was answered
-    assert setting.copies() == [name_of(1, 4), name_of(1, 5)]
+    assert setting.copies() == [checkpoint_name(1, 4), checkpoint_name(1, 5)]
 
 
 def test_an_older_snapshot_never_takes_the_place_of_a_newer_one(setting: Setting) -> None:
     """Both of an epoch's last step have one name; the first may be wanted when the second is on disk."""
     older, newer = snapshot(setting.slot(0), 4), snapshot(setting.slot(1), 4)
     setting.slot(1).record.set("target", newer + 1)  # the epoch is over
-    setting.slot(1).record.mark(0, newer + 1)
+    setting.slot(1).record.set_copied(0, newer + 1)
     assert setting.keeper.commit(newer + 1) is not None
-    setting.slot(0).record.set("want", older)
-    setting.keeper.wanted(older)
-    until(lambda: setting.slot(0).record.get("saved") == older)
+    setting.slot(0).record.set("commit_requested", older)
+    setting.keeper.request_commit(older)
+    until(lambda: setting.slot(0).record.get("committed") == older)
     assert [kind for kind, _ in setting.told] == ["commit"]
 
 
@@ -274,9 +278,9 @@ def test_a_copy_that_came_from_disk_is_not_written_again(setting: Setting) -> No
     """A slot that a resume has filled from this node's own disk is there already."""
     setting.keeper.commit(snapshot(setting.slot(0), 4))
     setting.told.clear()
-    setting.keeper._saved = {}
-    setting.keeper.enter(Terms(trusted=(1, 4)))
-    assert setting.keeper.commit() == setting.node_dir / name_of(1, 4)
+    setting.keeper._last_commit = {}
+    setting.keeper.start_generation(RetentionPolicy(trusted_version=(1, 4)))
+    assert setting.keeper.commit() == setting.node_dir / checkpoint_name(1, 4)
     assert setting.told == []
 
 
@@ -284,34 +288,34 @@ def test_a_copy_that_came_from_disk_is_not_written_again(setting: Setting) -> No
 
 
 @pytest.fixture
-def desk(setting: Setting) -> Iterator[Desk]:
+def desk(setting: Setting) -> Iterator[SnapshotServer]:
     """The keeper, reachable."""
-    made = Desk(setting.keeper)
-    made.open()
+    made = SnapshotServer(setting.keeper)
+    made.start()
     yield made
     made.close()
 
 
-def test_a_worker_gets_the_very_memory(setting: Setting, desk: Desk) -> None:
+def test_a_worker_gets_the_very_memory(setting: Setting, desk: SnapshotServer) -> None:
     """What it writes, the keeper commits."""
-    line = Line(desk.name)
-    control = Control(line.control)
-    serial = control.record(0).get("serial")
-    answer, descriptor = line.ask("slot", wants_descriptor=True, index=0, serial=serial)
-    mine = Slot(descriptor, answer["capacity"], serial, control.record(0))
+    line = SnapshotClient(desk.socket_name)
+    control = ControlBlock(line.control_descriptor)
+    serial = control.slot_record(0).get("serial")
+    answer, descriptor = line.call("slot", expect_descriptor=True, index=0, serial=serial)
+    mine = Slot(descriptor, answer["capacity"], serial, control.slot_record(0))
     os.close(descriptor)
     mark = snapshot(mine, 3, want=True)
-    line.tell("wanted", mark=mark)
-    until(lambda: setting.copies() == [name_of(1, 3)])
-    answer, _ = line.ask("commit", mark=mark)
-    assert answer == {"path": str(setting.node_dir / name_of(1, 3))}
+    line.send("request_commit", snapshot_id=mark)
+    until(lambda: setting.copies() == [checkpoint_name(1, 3)])
+    answer, _ = line.call("commit", snapshot_id=mark)
+    assert answer == {"path": str(setting.node_dir / checkpoint_name(1, 3))}
     line.close()
 
 
-def test_a_slot_that_is_gone_is_not_handed_over(desk: Desk) -> None:
+def test_a_slot_that_is_gone_is_not_handed_over(desk: SnapshotServer) -> None:
     """Its number may be another slot's by now."""
-    line = Line(desk.name)
-    assert line.ask("slot", wants_descriptor=True, index=0, serial=999) == ({"gone": True}, -1)
+    line = SnapshotClient(desk.socket_name)
+    assert line.call("slot", expect_descriptor=True, index=0, serial=999) == ({"missing": True}, -1)
     line.close()
 
 
@@ -321,40 +325,40 @@ def test_a_slot_that_is_gone_is_not_handed_over(desk: Desk) -> None:
         b"\n",
         b"[]\n",
         b"{}\n",
-        b'{"ask": "slot"}\n',
-        b'{"ask": "slot", "index": -1, "serial": 1}\n',
-        b'{"ask": "reserve", "bytes": 1e400}\n',
-        b'{"ask": "reserve", "bytes": true}\n',
-        b'{"ask": "reserve", "bytes": 99999999999999999999999}\n',
-        b'{"ask": "enter", "floor": 0, "keep": 0}\n',
-        b'{"ask": "enter", "floor": 0, "keep": 2, "trusted": [1]}\n',
-        b'{"ask": "enter", "floor": 0, "keep": 2, "trusted": {"a": 1}}\n',
+        b'{"operation": "slot"}\n',
+        b'{"operation": "slot", "index": -1, "serial": 1}\n',
+        b'{"operation": "reserve", "bytes": 1e400}\n',
+        b'{"operation": "reserve", "bytes": true}\n',
+        b'{"operation": "reserve", "bytes": 99999999999999999999999}\n',
+        b'{"operation": "start_generation", "floor": 0, "keep": 0}\n',
+        b'{"operation": "start_generation", "floor": 0, "keep": 2, "trusted": [1]}\n',
+        b'{"operation": "start_generation", "floor": 0, "keep": 2, "trusted": {"a": 1}}\n',
         b"[" * 50_000 + b"\n",
-        b"x" * (MAX_LINE + 1) + b"\n",
-        b'{"ask": "commit"',
+        b"x" * (MAX_MESSAGE_BYTES + 1) + b"\n",
+        b'{"operation": "commit"',
     ],
 )
-def test_garbage_costs_only_who_sends_it(garbage: bytes, desk: Desk) -> None:
+def test_garbage_costs_only_who_sends_it(garbage: bytes, desk: SnapshotServer) -> None:
     """The line is closed; others are served as before."""
     with socket.socket(socket.AF_UNIX) as rude:
-        rude.connect("\0" + desk.name)
+        rude.connect("\0" + desk.socket_name)
         rude.settimeout(60)
         rude.sendall(garbage)
         rude.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):  # it had sent more than was read
             assert rude.recv(100) == b""
-    line = Line(desk.name)
-    assert json.dumps(line.ask("reserve", bytes=100)[0]) == '{"slots": 3}'
+    line = SnapshotClient(desk.socket_name)
+    assert json.dumps(line.call("reserve", bytes=100)[0]) == '{"slots": 3}'
     line.close()
 
 
-def test_workers_ask_at_once(desk: Desk) -> None:
+def test_workers_ask_at_once(desk: SnapshotServer) -> None:
     """A slow commit of one holds up nobody."""
     answers: list[int] = []
 
     def work() -> None:
-        line = Line(desk.name)
-        answers.extend(int(line.ask("reserve", bytes=100)[0]["slots"]) for _ in range(20))
+        line = SnapshotClient(desk.socket_name)
+        answers.extend(int(line.call("reserve", bytes=100)[0]["slots"]) for _ in range(20))
         line.close()
 
     threads = [threading.Thread(target=work) for _ in range(8)]
@@ -365,20 +369,20 @@ def test_workers_ask_at_once(desk: Desk) -> None:
     assert answers == [3] * 160
 
 
-def test_more_memory_than_there_is_costs_nobody_what_there_is(desk: Desk) -> None:
+def test_more_memory_than_there_is_costs_nobody_what_there_is(desk: SnapshotServer) -> None:
     """Who asks for it hears that there is none."""
-    line = Line(desk.name)
-    before = [state.serial for state in Control(line.control).states()]
-    assert line.ask("reserve", bytes=1 << 53)[0] == {"slots": 0}
-    assert [state.serial for state in Control(line.control).states()] == before
+    line = SnapshotClient(desk.socket_name)
+    before = [state.serial for state in ControlBlock(line.control_descriptor).read_slots()]
+    assert line.call("reserve", bytes=1 << 53)[0] == {"slots": 0}
+    assert [state.serial for state in ControlBlock(line.control_descriptor).read_slots()] == before
     line.close()
 
 
 def test_a_wish_that_cannot_be_granted_holds_up_no_other(setting: Setting) -> None:
     """Somebody waits for a snapshot that does not come; what is there goes to disk meanwhile."""
-    vain = threading.Thread(target=lambda: setting.keeper.commit(mark_of(9, 9)), daemon=True)
+    vain = threading.Thread(target=lambda: setting.keeper.commit(encode_snapshot_id(9, 9)), daemon=True)
     vain.start()
-    until(lambda: bool(setting.keeper._wishes))
+    until(lambda: bool(setting.keeper._requests))
     mark = snapshot(setting.slot(0), 1, want=True)
     assert setting.keeper.commit(mark) is not None
     assert vain.is_alive()
@@ -391,9 +395,9 @@ def test_what_could_not_be_saved_and_is_discarded_is_tried_no_more(setting: Sett
     setting.disk.refuse = "write"
     with pytest.raises(MachineError):
         setting.keeper.commit(snapshot(setting.slot(1), 2))
-    setting.keeper.rack.discard(1)
+    setting.keeper.slot_pool.discard(1)
     until(lambda: setting.keeper._retry_at == 0)
-    assert not setting.keeper._is_due()
+    assert not setting.keeper._has_work()
 
 
 def test_a_log_that_cannot_be_written_ends_no_checkpoints(setting: Setting) -> None:
@@ -402,7 +406,7 @@ def test_a_log_that_cannot_be_written_ends_no_checkpoints(setting: Setting) -> N
     def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    setting.keeper._say = setting.keeper._tell = refuse
+    setting.keeper._log = setting.keeper._emit = refuse
     setting.disk.refuse = "write"
     mark = snapshot(setting.slot(0), 1, want=True)
     with pytest.raises(MachineError):
@@ -447,15 +451,15 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another(
 ) -> None:
     """The keeper is stopped for longer than anybody waits; then it goes on."""
     process, name = other
-    line = Line(name)
-    serials = {state.index: state.serial for state in Control(line.control).states()}
+    line = SnapshotClient(name)
+    serials = {state.index: state.serial for state in ControlBlock(line.control_descriptor).read_slots()}
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     with pytest.raises(OSError, match="timed out"):
-        line.ask("slot", wants_descriptor=True, timeout_s=0.1, index=0, serial=serials[0])
+        line.call("slot", expect_descriptor=True, timeout_s=0.1, index=0, serial=serials[0])
     process.send_signal(signal.SIGCONT)
     for index in (1, 2, 0):
-        _, descriptor = line.ask("slot", wants_descriptor=True, index=index, serial=serials[index])
+        _, descriptor = line.call("slot", expect_descriptor=True, index=index, serial=serials[index])
         assert os.pread(descriptor, 1, 0) == bytes([index + 1])
         os.close(descriptor)
     line.close()
@@ -472,12 +476,12 @@ def test_a_keeper_that_was_out_of_descriptors_answers_again(
     with pytest.raises(OSError, match="timed out"), socket.socket(socket.AF_UNIX) as late:
         late.connect("\0" + name)
         late.settimeout(0.5)
-        late.sendall(b'{"ask": "reserve", "bytes": 1}\n')
+        late.sendall(b'{"operation": "reserve", "bytes": 1}\n')
         late.recv(100)
     for one in crowd:
         one.close()
-    line = Line(name)
-    assert line.ask("reserve", bytes=1)[0] == {"slots": 3}
+    line = SnapshotClient(name)
+    assert line.call("reserve", bytes=1)[0] == {"slots": 3}
     line.close()
 
 
@@ -486,27 +490,27 @@ def test_a_node_that_was_found_wrong_saves_again_when_it_has_resumed(setting: Se
     keeper = setting.keeper
     mark = snapshot(setting.slot(0), 9, want=True)
     assert keeper.commit(mark) is not None
-    keeper.distrust(1, 4)
+    keeper.distrust_after(1, 4)
     assert setting.copies() == []
     snapshot(setting.slot(1), 9, want=True)
-    keeper.wanted(mark)
+    keeper.request_commit(mark)
     time.sleep(0.02)
     assert setting.copies() == []  # nobody has said yet that it is another's
-    keeper.enter(Terms())
-    until(lambda: not any(state.wanted for state in keeper.rack.control.states()))
-    assert setting.copies() == [name_of(1, 9)]
+    keeper.start_generation(RetentionPolicy())
+    until(lambda: not any(state.needs_commit for state in keeper.slot_pool.control_block.read_slots()))
+    assert setting.copies() == [checkpoint_name(1, 9)]
 
 
 def test_what_workers_still_made_of_a_wrong_state_does_not_count_when_they_are_gone(setting: Setting) -> None:
     """They live a moment longer than it takes to hear that this node is wrong."""
     keeper = setting.keeper
-    keeper.distrust(1, 4)
+    keeper.distrust_after(1, 4)
     snapshot(setting.slot(0), 10)
     snapshot(setting.slot(1), 4)
-    keeper.between()
-    newest = slots.newest(keeper.rack.control.states())
+    keeper.commit_newest()
+    newest = slots.newest_complete(keeper.slot_pool.control_block.read_slots())
     assert newest is not None
-    assert slots.order_of(newest.target) == (1, 4)
+    assert slots.decode_snapshot_id(newest.target) == (1, 4)
 
 
 def test_a_copy_that_a_resume_has_set_aside_is_written_again(setting: Setting) -> None:
@@ -516,4 +520,4 @@ def test_a_copy_that_a_resume_has_set_aside_is_written_again(setting: Setting) -
     assert path is not None
     path.rename(path.with_name("quarantined"))
     keeper.commit(snapshot(setting.slot(1), 9))
-    assert setting.copies() == [name_of(1, 9)]
+    assert setting.copies() == [checkpoint_name(1, 9)]

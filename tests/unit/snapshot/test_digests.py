@@ -7,7 +7,7 @@ import pytest
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.policy.divergence import is_digest
 from elastic_resume.snapshot import digests
-from elastic_resume.snapshot.digests import digest_of
+from elastic_resume.snapshot.digests import digest_image
 
 SPECS = (
     TensorSpec("fc.weight", "F32", (5, 7)),
@@ -24,7 +24,7 @@ ZEROS = LAYOUT.header + bytes(LAYOUT.total_bytes - len(LAYOUT.header))
 
 def taken(image: bytes, layout: Layout = LAYOUT) -> str | None:
     """The digest of an image that stays what it is."""
-    return digest_of(memoryview(image), layout, FOLLOWS)
+    return digest_image(memoryview(image), layout, FOLLOWS)
 
 
 def flipped(place: int) -> bytes:
@@ -38,7 +38,7 @@ def test_every_byte_counts_but_of_what_need_not_be_equal(
 ) -> None:
     """However large the pieces are in which it is read."""
     before = taken(ZEROS)
-    monkeypatch.setattr(digests, "PIECE_BYTES", pieces)
+    monkeypatch.setattr(digests, "CHUNK_BYTES", pieces)
     assert is_digest(before)
     assert taken(ZEROS) == before
     for name, extent in LAYOUT.extents.items():
@@ -58,7 +58,7 @@ def test_the_same_bytes_of_another_shape_or_type_are_not_the_same() -> None:
 
 def test_what_is_written_over_meanwhile_gives_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked before every piece."""
-    monkeypatch.setattr(digests, "PIECE_BYTES", 16)
+    monkeypatch.setattr(digests, "CHUNK_BYTES", 16)
     looks = iter([True, True, True, False])
-    assert digest_of(memoryview(ZEROS), LAYOUT, FOLLOWS, still=lambda: next(looks)) is None
+    assert digest_image(memoryview(ZEROS), LAYOUT, FOLLOWS, is_current=lambda: next(looks)) is None
     assert not list(looks)

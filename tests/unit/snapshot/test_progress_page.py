@@ -12,20 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.errors import MachineError, RecordError
-from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS, Board, Worker, read_lines
+from elastic_resume.errors import MachineError, NodeFileError
+from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS, ProgressPage, WorkerProcess, read_records
 
-WORKER = Worker(rank=5, agent_pid=11, round=2, pid=12, start_ticks=13, stacks_fd=4, bell_fd=6)
+WORKER = WorkerProcess(
+    rank=5, agent_pid=11, round=2, pid=12, start_ticks=13, stack_output_fd=4, stack_request_fd=6
+)
 
 
 def test_the_rank_that_came_furthest_in_the_newest_generation_is_told(tmp_path: Path) -> None:
     """Also to a process that opens the page later."""
-    board = Board(tmp_path / "board")
-    assert board.newest(0) == (0, 0, 0)
-    board.begin(0, generation=1, step=90, world_size=8)
-    board.begin(1, generation=2, step=3, world_size=4)
+    board = ProgressPage(tmp_path / "board")
+    assert board.newest_progress(0) == (0, 0, 0)
+    board.start_generation(0, generation=1, step=90, world_size=8)
+    board.start_generation(1, generation=2, step=3, world_size=4)
     board.finish_step(1, 4)
-    assert Board(tmp_path / "board").newest(2) == (2, 4, 4)
+    assert ProgressPage(tmp_path / "board").newest_progress(2) == (2, 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -41,23 +43,23 @@ def test_the_rank_that_came_furthest_in_the_newest_generation_is_told(tmp_path: 
 def test_a_page_that_cannot_be_true_is_refused_and_can_be_cleared(tmp_path: Path, damage: bytes) -> None:
     """No generation or step is taken from it: a generation of 2**64 could never be counted on from."""
     path = tmp_path / "board"
-    Board(path)
+    ProgressPage(path)
     with open(path, "r+b") as file:
         file.write(damage)
-    board = Board(path)
-    with pytest.raises(RecordError, match="board: is damaged: local rank"):
-        board.newest(4)
+    board = ProgressPage(path)
+    with pytest.raises(NodeFileError, match="board: is damaged: local rank"):
+        board.newest_progress(4)
     board.clear()
-    assert Board(path).newest(4) == (0, 0, 0)
+    assert ProgressPage(path).newest_progress(4) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("size", [0, 5, 4096, 10**6])
 def test_a_page_of_another_size_is_made_whole(tmp_path: Path, size: int) -> None:
     """Truncated or grown while nobody used it: a store must not fail."""
     path = tmp_path / "board"
-    Board(path).begin(0, generation=1, step=2, world_size=1)
+    ProgressPage(path).start_generation(0, generation=1, step=2, world_size=1)
     os.truncate(path, size)
-    board = Board(path)
+    board = ProgressPage(path)
     board.finish_step(MAX_LOCAL_RANKS - 1, 7)
     assert path.stat().st_size == MAX_LOCAL_RANKS * 160
 
@@ -65,7 +67,7 @@ def test_a_page_of_another_size_is_made_whole(tmp_path: Path, size: int) -> None
 def test_its_room_is_taken_when_it_is_opened(tmp_path: Path) -> None:
     """A store into a hole of a full disk would be a SIGBUS in the middle of training."""
     path = tmp_path / "board"
-    Board(path)
+    ProgressPage(path)
     assert path.stat().st_blocks * 512 >= MAX_LOCAL_RANKS * 160
 
 
@@ -73,10 +75,10 @@ def test_something_else_in_its_place_is_a_machine_error(tmp_path: Path) -> None:
     """Named, with what to do."""
     (tmp_path / "board").mkdir()
     with pytest.raises(MachineError, match=r"cannot open .*board: Is a directory; .*move it away"):
-        Board(tmp_path / "board")
+        ProgressPage(tmp_path / "board")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(MachineError, match=r"cannot open .*pipe"):
-        Board(tmp_path / "pipe")
+        ProgressPage(tmp_path / "pipe")
 
 
 # ---- lines -----------------------------------------------------------------------------------------------
@@ -84,61 +86,61 @@ def test_something_else_in_its_place_is_a_machine_error(tmp_path: Path) -> None:
 
 def test_a_line_tells_whose_it_is_and_since_when_it_does_what_it_does(tmp_path: Path) -> None:
     """The agent reads what the worker wrote; before its first step there is nothing to judge by."""
-    board = Board(tmp_path / "board")
-    board.begin(1, generation=3, step=40, world_size=8, worker=WORKER)
-    (line,) = read_lines(tmp_path / "board", 4)
+    board = ProgressPage(tmp_path / "board")
+    board.start_generation(1, generation=3, step=40, world_size=8, worker=WORKER)
+    (line,) = read_records(tmp_path / "board", 4)
     assert (line.local_rank, line.worker, line.generation, line.world_size) == (1, WORKER, 3, 8)
-    assert (line.first_step, line.step, line.beat_ns, line.busy) == (40, 40, 0, False)
+    assert (line.first_step, line.step, line.last_progress_ns, line.busy) == (40, 40, 0, False)
     before = time.monotonic_ns()
     board.finish_step(1, 41, collectives=7)
     board.end_epoch(1, 41)
-    (line,) = read_lines(tmp_path / "board", 4)
-    assert (line.first_step, line.step, line.collectives, line.epoch_end) == (40, 41, 7, 41)
-    assert before <= line.beat_ns <= time.monotonic_ns()
+    (line,) = read_records(tmp_path / "board", 4)
+    assert (line.first_step, line.step, line.collectives, line.epoch_end_step) == (40, 41, 7, 41)
+    assert before <= line.last_progress_ns <= time.monotonic_ns()
 
 
 def test_a_rank_is_busy_until_it_says_otherwise_and_its_time_begins_anew_then(tmp_path: Path) -> None:
     """With the limit that it gives; one that has made no step yet has no time that could begin."""
-    board = Board(tmp_path / "board")
-    board.begin(0, generation=1, step=0, world_size=1, worker=WORKER)
+    board = ProgressPage(tmp_path / "board")
+    board.start_generation(0, generation=1, step=0, world_size=1, worker=WORKER)
     board.set_busy(0, True)
     board.set_busy(0, False)
-    assert read_lines(tmp_path / "board", 1)[0].beat_ns == 0
+    assert read_records(tmp_path / "board", 1)[0].last_progress_ns == 0
     board.finish_step(0, 1)
-    (first,) = read_lines(tmp_path / "board", 1)
+    (first,) = read_records(tmp_path / "board", 1)
     board.set_busy(0, True, limit_s=60)
-    (busy,) = read_lines(tmp_path / "board", 1)
+    (busy,) = read_records(tmp_path / "board", 1)
     assert busy.busy
-    assert busy.busy_until_ns - first.beat_ns > 59e9
+    assert busy.busy_until_ns - first.last_progress_ns > 59e9
     board.set_busy(0, False)
-    (after,) = read_lines(tmp_path / "board", 1)
+    (after,) = read_records(tmp_path / "board", 1)
     assert not after.busy
-    assert after.beat_ns > first.beat_ns
+    assert after.last_progress_ns > first.last_progress_ns
 
 
 def test_a_rank_that_rests_has_no_beat_until_its_next_step(tmp_path: Path) -> None:
     """After the last step of a script nothing is a hang."""
-    board = Board(tmp_path / "board")
-    board.begin(0, generation=1, step=0, world_size=1, worker=WORKER)
+    board = ProgressPage(tmp_path / "board")
+    board.start_generation(0, generation=1, step=0, world_size=1, worker=WORKER)
     board.finish_step(0, 1)
-    board.rest(0)
+    board.set_idle(0)
     board.set_busy(0, True)
     board.set_busy(0, False)
-    assert read_lines(tmp_path / "board", 1)[0].beat_ns == 0
+    assert read_records(tmp_path / "board", 1)[0].last_progress_ns == 0
     board.finish_step(0, 2)
-    assert read_lines(tmp_path / "board", 1)[0].beat_ns > 0
+    assert read_records(tmp_path / "board", 1)[0].last_progress_ns > 0
 
 
 def test_a_new_generation_leaves_nothing_of_the_old_one_in_its_line(tmp_path: Path) -> None:
     """Whoever died while it was busy is not busy in the next life."""
-    board = Board(tmp_path / "board")
-    board.begin(0, generation=1, step=0, world_size=1, worker=WORKER)
+    board = ProgressPage(tmp_path / "board")
+    board.start_generation(0, generation=1, step=0, world_size=1, worker=WORKER)
     board.finish_step(0, 1, collectives=9)
     board.end_epoch(0, 1)
     board.set_busy(0, True, limit_s=5)
-    board.begin(0, generation=2, step=1, world_size=1, worker=WORKER)
-    (line,) = read_lines(tmp_path / "board", 1)
-    assert (line.busy, line.beat_ns, line.busy_until_ns, line.collectives, line.epoch_end) == (
+    board.start_generation(0, generation=2, step=1, world_size=1, worker=WORKER)
+    (line,) = read_records(tmp_path / "board", 1)
+    assert (line.busy, line.last_progress_ns, line.busy_until_ns, line.collectives, line.epoch_end_step) == (
         False,
         0,
         0,
@@ -152,22 +154,22 @@ def test_a_page_that_is_missing_or_short_has_no_lines(tmp_path: Path, size: int 
     """The agent reads, so that a page that somebody truncates does not kill it."""
     path = tmp_path / "board"
     if size is not None:
-        Board(path).begin(0, generation=1, step=0, world_size=1, worker=WORKER)
+        ProgressPage(path).start_generation(0, generation=1, step=0, world_size=1, worker=WORKER)
         os.truncate(path, size)
-    assert read_lines(path, 3) == []
+    assert read_records(path, 3) == []
 
 
 def test_a_page_that_is_just_being_made_has_no_lines_yet(tmp_path: Path) -> None:
     """It may grow between two looks of one reading."""
     path = tmp_path / "board"
-    Board(path)
+    ProgressPage(path)
     code = "import os, sys\nwhile 1: os.truncate(sys.argv[1], 0); os.truncate(sys.argv[1], int(sys.argv[2]))"
     words = [str(path), str(path.stat().st_size)]
     with subprocess.Popen([sys.executable, "-IS", "-c", code, *words]) as making:
         try:
             while path.stat().st_size:
                 pass
-            assert not any(read_lines(path, 3) for _ in range(20_000))
+            assert not any(read_records(path, 3) for _ in range(20_000))
         finally:
             making.kill()
 
@@ -178,11 +180,11 @@ def test_a_damaged_line_is_nobodys_or_within_bounds(
 ) -> None:
     """Whatever the page holds, no process number is read from it that is none."""
     path = tmp_path_factory.mktemp("page") / "board"
-    Board(path).begin(0, generation=1, step=0, world_size=1, worker=WORKER)
+    ProgressPage(path).start_generation(0, generation=1, step=0, world_size=1, worker=WORKER)
     with open(path, "r+b") as file:
         file.seek(MAX_LOCAL_RANKS * 32 + at % 640 if at % 2 else at)
         file.write(noise)
-    for line in read_lines(path, 8):
+    for line in read_records(path, 8):
         assert 0 < line.worker.pid < 1 << 22
         assert max(line.generation, line.step, line.worker.rank) <= 1 << 53
-        assert max(line.worker.stacks_fd, line.worker.bell_fd) < 1 << 30
+        assert max(line.worker.stack_output_fd, line.worker.stack_request_fd) < 1 << 30

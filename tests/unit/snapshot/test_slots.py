@@ -19,8 +19,8 @@ from elastic_resume import constants
 from elastic_resume.agent.workers import supervisor
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.snapshot import memory_order, slot_pool, slots
-from elastic_resume.snapshot.slot_pool import Rack
-from elastic_resume.snapshot.slots import Control, SlotState, mark_of, order_of
+from elastic_resume.snapshot.slot_pool import SlotPool
+from elastic_resume.snapshot.slots import ControlBlock, SlotState, decode_snapshot_id, encode_snapshot_id
 
 BYTES = 4096
 PARTS = 2
@@ -29,8 +29,8 @@ PARTS = 2
 @given(st.integers(1, (1 << 23) - 1), st.integers(0, (1 << 40) - 1), st.booleans())
 def test_a_mark_is_its_generation_and_step(generation: int, step: int, over: bool) -> None:
     """One word of eight bytes, and never zero."""
-    mark = mark_of(generation, step, epoch_over=over)
-    assert order_of(mark) == (generation, step)
+    mark = encode_snapshot_id(generation, step, epoch_ended=over)
+    assert decode_snapshot_id(mark) == (generation, step)
     assert 0 < mark < 1 << 64
 
 
@@ -38,7 +38,7 @@ def test_a_mark_is_its_generation_and_step(generation: int, step: int, over: boo
 def test_marks_are_ordered_as_copies_are(pair: list[tuple[int, int, bool]]) -> None:
     """By generation first, then by step, then by whether the epoch was over."""
     (g1, s1, o1), (g2, s2, o2) = pair
-    less = mark_of(g1, s1, epoch_over=o1) < mark_of(g2, s2, epoch_over=o2)
+    less = encode_snapshot_id(g1, s1, epoch_ended=o1) < encode_snapshot_id(g2, s2, epoch_ended=o2)
     assert less == (pair[0] < pair[1])
 
 
@@ -46,7 +46,7 @@ def test_marks_are_ordered_as_copies_are(pair: list[tuple[int, int, bool]]) -> N
 def test_what_does_not_fit_a_mark_is_refused(generation: int, step: int) -> None:
     """Rather than taken for another snapshot."""
     with pytest.raises(ValueError, match="no mark"):
-        mark_of(generation, step)
+        encode_snapshot_id(generation, step)
 
 
 def state(index: int, target: int, **words: int | bool) -> SlotState:
@@ -89,17 +89,17 @@ def state(index: int, target: int, **words: int | bool) -> SlotState:
 )
 def test_which_slot_the_lead_takes(why: str, states: list[SlotState], chosen: int | None) -> None:
     """Never the newest whole one, nor one in use."""
-    found = slots.choose(states)
+    found = slots.choose_overwritable(states)
     assert (found.index if found is not None else None) == chosen, why
 
 
 def test_the_keeper_commits_the_newest_that_is_wanted() -> None:
     """And nothing that is torn, or on disk already."""
     states = [state(0, 5, want=5), state(1, 7, want=7, whole=False), state(2, 6, want=6), state(3, 8)]
-    found = slots.to_commit(states)
+    found = slots.next_to_commit(states)
     assert found is not None
     assert found.index == 2
-    assert slots.to_commit([state(0, 5, want=5, saved=5)]) is None
+    assert slots.next_to_commit([state(0, 5, want=5, saved=5)]) is None
 
 
 # ---- racing --------------------------------------------------------------------------------------------
@@ -134,10 +134,10 @@ class Race(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rack = Rack(3 * BYTES, say=lambda _: None)
+        self.rack = SlotPool(3 * BYTES, log=lambda _: None)
         self.rack.reserve(BYTES)
-        self.rack._fill_up(BYTES)
-        self.by_index = {i: kept.slot for i, kept in self.rack._kept.items()}
+        self.rack._create_slots(BYTES)
+        self.by_index = {i: kept.slot for i, kept in self.rack._owned.items()}
         self.generation, self.step = 1, 0
         self.copying: Copying | None = None
         self.reading: Reading | None = None
@@ -157,14 +157,14 @@ class Race(RuleBasedStateMachine):
     @rule(want=st.booleans())
     def begin(self, want: bool) -> None:
         """The lead takes a slot away."""
-        chosen = slots.choose(self.rack.control.states())
+        chosen = slots.choose_overwritable(self.rack.control_block.read_slots())
         self.step += 1
         assume(chosen is not None)
         assert chosen is not None
         slot = self.by_index[chosen.index]
-        mark = mark_of(self.generation, self.step)
+        mark = encode_snapshot_id(self.generation, self.step)
         slot.record.set("target", 0)
-        slot.record.set("want", mark if want else 0)
+        slot.record.set("commit_requested", mark if want else 0)
         half = self.PLACES // 2
         self.copying = Copying(slot, mark, [list(range(half)), list(range(half, self.PLACES))])
 
@@ -186,8 +186,8 @@ class Race(RuleBasedStateMachine):
         if copying.left[rank]:
             copying.slot.memory[copying.left[rank].pop()] = self.byte(copying.mark)
         else:
-            copying.slot.record.mark(rank, copying.mark)
-        if copying.slot.record.counts() == copying.mark:
+            copying.slot.record.set_copied(rank, copying.mark)
+        if copying.slot.record.complete_snapshot_id() == copying.mark:
             self.finished.append(copying.mark)
             self.copying = None
 
@@ -201,8 +201,8 @@ class Race(RuleBasedStateMachine):
     @rule()
     def hold(self) -> None:
         """The keeper begins to read what is wanted, or the newest."""
-        states = self.rack.control.states()
-        chosen = slots.to_commit(states) or slots.newest(states)
+        states = self.rack.control_block.read_slots()
+        chosen = slots.next_to_commit(states) or slots.newest_complete(states)
         assume(chosen is not None)
         assert chosen is not None
         slot = self.by_index[chosen.index]
@@ -213,7 +213,7 @@ class Race(RuleBasedStateMachine):
     def say_held(self) -> None:
         """It says so: later than it looked, as the race wants it."""
         assert self.reading is not None
-        self.reading.slot.record.set("held", self.reading.mark)
+        self.reading.slot.record.set("pinned", self.reading.mark)
 
     @precondition(lambda self: self.reading is not None)
     @rule()
@@ -224,17 +224,17 @@ class Race(RuleBasedStateMachine):
         if len(reading.seen) < self.PLACES:
             reading.seen += bytes([reading.slot.memory[len(reading.seen)]])
             return
-        if reading.slot.record.counts() == reading.mark:
+        if reading.slot.record.complete_snapshot_id() == reading.mark:
             assert reading.seen == bytes([self.byte(reading.mark)]) * self.PLACES
-            reading.slot.record.set("saved", reading.mark)
-        reading.slot.record.set("held", 0)
+            reading.slot.record.set("committed", reading.mark)
+        reading.slot.record.set("pinned", 0)
         self.reading = None
 
     @invariant()
     def what_counts_is_whole(self) -> None:
         """The bytes of a slot that counts are those of its mark."""
-        for one in self.rack.control.states():
-            if one.whole:
+        for one in self.rack.control_block.read_slots():
+            if one.complete:
                 slot = self.by_index[one.index]
                 assert bytes(slot.memory[: self.PLACES]) == bytes([self.byte(one.target)]) * self.PLACES
 
@@ -242,7 +242,7 @@ class Race(RuleBasedStateMachine):
     def the_newest_is_never_lost(self) -> None:
         """Once a snapshot counts, it or a newer one does."""
         if self.finished:
-            newest = slots.newest(self.rack.control.states())
+            newest = slots.newest_complete(self.rack.control_block.read_slots())
             assert newest is not None
             assert newest.target >= self.finished[-1]
 
@@ -261,72 +261,74 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def rack(said: list[str]) -> Iterator[Rack]:
+def rack(said: list[str]) -> Iterator[SlotPool]:
     """A rack that may take three slots of four pages."""
-    made = Rack(3 * 4 * BYTES, say=said.append)
+    made = SlotPool(3 * 4 * BYTES, log=said.append)
     yield made
     made.close()
 
 
-def fill(rack: Rack, index: int, mark: int) -> None:
+def fill(rack: SlotPool, index: int, mark: int) -> None:
     """Let a snapshot of that mark count in the slot."""
-    record = rack.control.record(index)
+    record = rack.control_block.slot_record(index)
     record.set("parts", 1)
-    record.mark(0, mark)
+    record.set_copied(0, mark)
     record.set("target", mark)
 
 
 @given(st.integers(1, 10**13), st.integers(0, 10**13), st.none() | st.integers(0, 10**13))
 def test_a_budget_is_never_exceeded(size: int, free: int, allowed: int | None) -> None:
     """And what fits is used, up to three."""
-    count = slot_pool.slots_that_fit(size, free_bytes=free, allowed_bytes=allowed)
+    count = slot_pool.count_fitting_slots(size, free_bytes=free, allowed_bytes=allowed)
     limit = free // 2 if allowed is None else allowed
-    assert 0 <= count <= slot_pool.SLOTS
+    assert 0 <= count <= slot_pool.SLOT_COUNT
     assert count * size <= limit
-    assert count == slot_pool.SLOTS or (count + 1) * size > limit
-    assert slot_pool.size(size) in slot_pool.describe(count, size, free_bytes=free, allowed_bytes=allowed)
+    assert count == slot_pool.SLOT_COUNT or (count + 1) * size > limit
+    assert slot_pool.format_size(size) in slot_pool.describe_budget(
+        count, size, free_bytes=free, allowed_bytes=allowed
+    )
 
 
 @pytest.mark.parametrize(("pages", "count"), [(1, 3), (4, 3), (5, 2), (6, 2), (7, 1), (12, 1), (13, 0)])
-def test_as_many_slots_as_fit(pages: int, count: int, said: list[str], rack: Rack) -> None:
+def test_as_many_slots_as_fit(pages: int, count: int, said: list[str], rack: SlotPool) -> None:
     """Three, two, one or none, and it is said which."""
     assert rack.reserve(pages * BYTES) == count
     assert len(said) == 1
     assert ("none" if count == 0 else f"{count} slot") in said[0]
-    rack._fill_up(pages * BYTES)
-    assert len(rack.control.states()) == count
+    rack._create_slots(pages * BYTES)
+    assert len(rack.control_block.read_slots()) == count
     assert len(said) == 1
 
 
-def test_a_larger_layout_keeps_the_newest_snapshot(rack: Rack) -> None:
+def test_a_larger_layout_keeps_the_newest_snapshot(rack: SlotPool) -> None:
     """The others make room at once; that one when something newer counts."""
     rack.reserve(BYTES)
-    rack._fill_up(BYTES)
+    rack._create_slots(BYTES)
     for index in range(3):
-        fill(rack, index, mark_of(1, index + 1))
+        fill(rack, index, encode_snapshot_id(1, index + 1))
     rack.reserve(2 * BYTES)
-    rack._fill_up(2 * BYTES)
-    states = rack.control.states()
+    rack._create_slots(2 * BYTES)
+    states = rack.control_block.read_slots()
     assert sorted(one.capacity for one in states) == [BYTES] + [2 * BYTES] * 3
-    newest = slots.newest(states)
+    newest = slots.newest_complete(states)
     assert newest is not None
-    assert (newest.capacity, order_of(newest.target)) == (BYTES, (1, 3))
+    assert (newest.capacity, decode_snapshot_id(newest.target)) == (BYTES, (1, 3))
     larger = next(one for one in states if one.capacity > BYTES)
-    fill(rack, larger.index, mark_of(1, 4))
-    rack._fill_up(2 * BYTES)
-    assert [one.capacity for one in rack.control.states()] == [2 * BYTES] * 3
+    fill(rack, larger.index, encode_snapshot_id(1, 4))
+    rack._create_slots(2 * BYTES)
+    assert [one.capacity for one in rack.control_block.read_slots()] == [2 * BYTES] * 3
 
 
-def test_a_larger_layout_gets_its_slots_one_after_the_other_where_memory_is_scarce(rack: Rack) -> None:
+def test_a_larger_layout_gets_its_slots_one_after_the_other_where_memory_is_scarce(rack: SlotPool) -> None:
     """Two of five pages fit, but not beside what still counts: the second comes when that is superseded."""
     rack.reserve(3 * BYTES)
-    fill(rack, 0, mark_of(1, 1))
+    fill(rack, 0, encode_snapshot_id(1, 1))
     assert rack.reserve(5 * BYTES) == 2
-    assert sorted(one.capacity // BYTES for one in rack.control.states()) == [3, 5]
-    larger = next(one for one in rack.control.states() if one.capacity == 5 * BYTES)
-    fill(rack, larger.index, mark_of(1, 2))
+    assert sorted(one.capacity // BYTES for one in rack.control_block.read_slots()) == [3, 5]
+    larger = next(one for one in rack.control_block.read_slots() if one.capacity == 5 * BYTES)
+    fill(rack, larger.index, encode_snapshot_id(1, 2))
     assert rack.reserve(5 * BYTES) == 2
-    assert [one.capacity // BYTES for one in rack.control.states()] == [5, 5]
+    assert [one.capacity // BYTES for one in rack.control_block.read_slots()] == [5, 5]
 
 
 def test_memory_comes_from_the_budget_and_goes_back() -> None:
@@ -341,9 +343,9 @@ def test_memory_comes_from_the_budget_and_goes_back() -> None:
         return count
 
     before = files()
-    rack = Rack(3 << 20, say=lambda _: None)
+    rack = SlotPool(3 << 20, log=lambda _: None)
     rack.reserve(1 << 20)
-    rack._fill_up(1 << 20)
+    rack._create_slots(1 << 20)
     assert files() == before + 2 * 4  # a mapping holds a descriptor of its own
     rack.close()
     rack.close()
@@ -353,63 +355,65 @@ def test_memory_comes_from_the_budget_and_goes_back() -> None:
     assert files() == before
 
 
-def test_who_needs_less_than_there_is_hears_nothing_new(rack: Rack, said: list[str]) -> None:
+def test_who_needs_less_than_there_is_hears_nothing_new(rack: SlotPool, said: list[str]) -> None:
     """At each restart a resume asks for what the copy needs, and training for what the state may come to."""
     for pages in (4, 3, 4):
-        rack._fill_up(pages * BYTES)
+        rack._create_slots(pages * BYTES)
     assert len(said) == 1
-    rack._fill_up(5 * BYTES)
+    rack._create_slots(5 * BYTES)
     assert "2 slots" in said[-1]
 
 
 @pytest.mark.parametrize("part", ["header", "static", "dynamic"])
-def test_a_snapshot_that_says_other_than_what_was_written_gives_no_notes(rack: Rack, part: str) -> None:
+def test_a_snapshot_that_says_other_than_what_was_written_gives_no_notes(rack: SlotPool, part: str) -> None:
     """One flipped bit, in what says how to read the image or in the image's own header."""
     rack.reserve(4 * BYTES)
-    slot, layout = rack._kept[0].slot, Layout.build([TensorSpec("model/w", "U8", (9,))])
+    slot, layout = rack._owned[0].slot, Layout.build([TensorSpec("model/w", "U8", (9,))])
     for _ in range(2):  # the second time the layout is there already
-        slot.describe(layout.header, layout.total_bytes, b"static", b"dynamic", 7)
-        assert slot.notes() == (b"static", b"dynamic")
+        slot.write_metadata(layout.header, layout.total_bytes, b"static", b"dynamic", 7)
+        assert slot.read_metadata() == (b"static", b"dynamic")
     slot.memory[20 if part == "header" else slot.record.get(f"{part}_at")] ^= 4
     with pytest.raises(ValueError, match="not what was written"):
-        slot.notes()
+        slot.read_metadata()
 
 
-def test_a_slot_cannot_be_cut_off_under_its_users(rack: Rack) -> None:
+def test_a_slot_cannot_be_cut_off_under_its_users(rack: SlotPool) -> None:
     """That would be a SIGBUS in whoever copies."""
     rack.reserve(BYTES)
-    descriptor = rack.descriptor_of(0, rack.control.record(0).get("serial"))
+    descriptor = rack.slot_descriptor(0, rack.control_block.slot_record(0).get("serial"))
     assert descriptor is not None
     with pytest.raises(PermissionError):
         os.ftruncate(descriptor, 0)
 
 
-def test_words_that_cannot_be_true_reach_nothing(rack: Rack) -> None:
+def test_words_that_cannot_be_true_reach_nothing(rack: SlotPool) -> None:
     """A slot whose words speak of more than there is gives no bytes."""
     rack.reserve(BYTES)
-    slot = rack._kept[0].slot
+    slot = rack._owned[0].slot
     slot.record.set("image_bytes", 1 << 60)
     with pytest.raises(ValueError, match="of a slot of"):
         slot.image()
-    slot.record.set("static_at", (1 << 64) - 1)
+    slot.record.set("static_offset", (1 << 64) - 1)
     with pytest.raises(ValueError, match="of a slot of"):
-        slot.notes()
+        slot.read_metadata()
 
 
 def test_a_guard_waits_for_a_copy_and_not_for_one_that_may_never_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A local rank whose lead is dead waits to hear where to copy: to wait for it would cost two seconds."""
-    descriptor = Control.make()
-    control = Control(descriptor)
+    descriptor = ControlBlock.create()
+    control = ControlBlock(descriptor)
     monkeypatch.setenv(constants.ENV_SLOTS, f"/proc/{os.getpid()}/fd/{descriptor}")
     monkeypatch.setenv(supervisor.ENV_LOCAL_RANK, "1")
-    copying, mark = supervisor.Copying(), slots.mark_of(1, 1)
+    copying, mark = supervisor.SnapshotCopyMonitor(), slots.encode_snapshot_id(1, 1)
     seen = []
     for waits in (None, True, False):
         if waits is not None:
-            control.copying(1, mark, waits=waits)
-        seen.append((copying.holds(0.0, 100.0), control.is_behind([1], slots.mark_of(1, 2))))
+            control.set_copying(1, mark, awaiting_slot=waits)
+        seen.append(
+            (copying.should_wait(0.0, 100.0), control.is_copying_older([1], slots.encode_snapshot_id(1, 2)))
+        )
     assert seen == [(False, False), (False, True), (True, True)]
     control.close()
     os.close(descriptor)
@@ -424,24 +428,24 @@ def test_where_stores_may_be_reordered_a_barrier_lies_between_them(
 ) -> None:
     """Between any two accesses of the words; what each barrier finds stored is told."""
     found: list[int] = []
-    descriptor = Control.make()
-    monkeypatch.setattr(memory_order, "MACHINE", "x86_64")
-    plain = Control(descriptor)
-    monkeypatch.setattr(memory_order, "MACHINE", machine)
-    monkeypatch.setattr(memory_order, "barrier", lambda: found.append(plain.record(0).get("target")))
-    control = Control(descriptor)
+    descriptor = ControlBlock.create()
+    monkeypatch.setattr(memory_order, "ARCHITECTURE", "x86_64")
+    plain = ControlBlock(descriptor)
+    monkeypatch.setattr(memory_order, "ARCHITECTURE", machine)
+    monkeypatch.setattr(memory_order, "barrier", lambda: found.append(plain.slot_record(0).get("target")))
+    control = ControlBlock(descriptor)
     os.close(descriptor)
-    record = control.record(0)
+    record = control.slot_record(0)
     for value in (7, 8):
         record.set("target", value)
         assert record.get("target") == value
     seen = found.copy()
-    control.set("decided", 8)
-    control.copying(0, 8)
-    record.mark(0, 8)
+    control.set("decided_id", 8)
+    control.set_copying(0, 8)
+    record.set_copied(0, 8)
     record.set("parts", 1)
-    assert record.counts() == 8
-    assert not control.is_behind([0], 8)
+    assert record.complete_snapshot_id() == 8
+    assert not control.is_copying_older([0], 8)
     accesses = 10  # `counts` has three
     if machine == "x86_64":
         assert found == []

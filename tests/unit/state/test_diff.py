@@ -13,7 +13,7 @@ import torch
 from elastic_resume import constants
 from elastic_resume.cli import main
 from elastic_resume.state.diff import Comparison, Difference, compare
-from tests.support import store_samples
+from tests.support import checkpoint_samples
 from tests.unit.state.test_export import save
 from tests.unit.state.test_load import trained
 
@@ -87,7 +87,16 @@ def test_every_kind_of_difference(tmp_path: Path, capsys: pytest.CaptureFixture[
     changed = {**plain, "lr": 0.2, "betas": (0.9, 0.95), "names": ["x", "y"]}
     two = saved(tmp_path / "b", model=b, extra=changed)
     found = by_name(compare(one, two))
-    sizes = {name: (d.kind, d.elements, d.of, d.max_abs, round(d.max_rel, 4)) for name, d in found.items()}
+    sizes = {
+        name: (
+            d.kind,
+            d.differing_elements,
+            d.total_elements,
+            d.max_abs_difference,
+            round(d.max_rel_difference, 4),
+        )
+        for name, d in found.items()
+    }
     assert sizes == {
         "model/w": ("values", 1, 3, 0.5, 0.2),
         "model/half": ("dtype", 0, 2, 0.0, 0.0),
@@ -113,7 +122,7 @@ def test_every_kind_of_difference(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["diff", "--json", str(one), str(two)]) == 1
     told = json.loads(capsys.readouterr().out)
     assert not told["same"]
-    assert {d["name"]: d["max_abs"] for d in told["differences"]}["model/number"] == "inf"
+    assert {d["name"]: d["max_abs_difference"] for d in told["differences"]}["model/number"] == "inf"
 
 
 def test_two_steps_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +154,7 @@ def test_what_cannot_be_read_is_trouble(tmp_path: Path, capsys: pytest.CaptureFi
     net, optimizer = trained()
     good = save(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
     bad = save(tmp_path / "job" / "n0", 8, model=net, optimizer=optimizer)
-    store_samples.flip(bad / constants.STATE_FILE, -5)
+    checkpoint_samples.flip_bits(bad / constants.STATE_FILE, -5)
     for words, why in (
         ([str(good), str(bad)], "do not match their digest"),
         ([str(good), str(tmp_path / "none")], "there is nothing here"),

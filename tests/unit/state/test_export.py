@@ -26,8 +26,8 @@ from elastic_resume.cli import main
 from elastic_resume.errors import CorruptError, MachineError, UsageError
 from elastic_resume.state import state_dict
 from elastic_resume.state.export import export
-from tests.support import store_samples
-from tests.support.images import capture
+from tests.support import checkpoint_samples
+from tests.support.state_image import copy_to_image
 
 
 class Net(nn.Module):
@@ -46,11 +46,11 @@ class Net(nn.Module):
 def save(node_dir: Path, step: int, **tracked: Any) -> Path:
     """Commit a checkpoint of real objects."""
     flat = state_dict.flatten(tracked)
-    image = capture(flat)
+    image = copy_to_image(flat)
     position = Position(epoch=0, step_in_epoch=step, step=step, samples=step)
     manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton)
     node_dir.mkdir(parents=True, exist_ok=True)
-    return store_samples.save_image(node_dir, manifest, image.memory)
+    return checkpoint_samples.save_image(node_dir, manifest, image.memory)
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_a_file_that_exists_is_not_replaced(saved: Path, tmp_path: Path) -> None
 
 def test_corrupt_bytes_are_never_exported(saved: Path, tmp_path: Path) -> None:
     """The digest is checked before a byte is written."""
-    store_samples.flip(saved / constants.STATE_FILE, -5)
+    checkpoint_samples.flip_bits(saved / constants.STATE_FILE, -5)
     with pytest.raises(CorruptError, match="digest"):
         out(saved, tmp_path / "m.safetensors")
     assert not (tmp_path / "m.safetensors").exists()
@@ -185,7 +185,7 @@ def test_the_newest_valid_copy_of_a_run_is_taken(
 ) -> None:
     """Which one it was is said, and which ones were not fit."""
     newer = save(saved.parent.parent / "n1", 9, model=Net())
-    store_samples.flip(newer / constants.STATE_FILE, -5)
+    checkpoint_samples.flip_bits(newer / constants.STATE_FILE, -5)
     torn = save(saved.parent, 8, model=Net())
     (torn / constants.STATE_FILE).write_bytes(b"")
     assert main(["export", str(saved.parent.parent), str(tmp_path / "m.pth")]) == 0

@@ -15,7 +15,7 @@ import elastic_resume as er
 from elastic_resume import constants
 from elastic_resume.checkpoint.reader import quick_check
 from elastic_resume.errors import CorruptError, ForeignError, NoValidCheckpointError, UsageError
-from tests.support import store_samples
+from tests.support import checkpoint_samples
 from tests.unit.state.test_export import equal, save
 
 
@@ -73,10 +73,10 @@ def test_a_directory_of_checkpoints_gives_the_newest_valid_one(tmp_path: Path) -
     assert equal(er.load(tmp_path / "job"), newer.state_dict())
     assert equal(er.load(tmp_path), newer.state_dict())
     assert equal(er.load(new / constants.MANIFEST_FILE), newer.state_dict())
-    store_samples.flip(new / constants.STATE_FILE, -5)
+    checkpoint_samples.flip_bits(new / constants.STATE_FILE, -5)
     assert equal(er.load(tmp_path / "job"), model().state_dict())
     assert equal(er.load(old.parent), model().state_dict())
-    store_samples.flip(old / constants.STATE_FILE, -5)
+    checkpoint_samples.flip_bits(old / constants.STATE_FILE, -5)
     with pytest.raises(NoValidCheckpointError, match=r"digest.*; .*digest"):
         er.load(tmp_path / "job")
     save(tmp_path / "other" / "n0", 3, model=model())

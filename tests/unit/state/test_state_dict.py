@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
 from elastic_resume.state import load_state, state_dict
-from elastic_resume.state.tensor_buffer import Image
-from tests.support.images import capture
+from elastic_resume.state.tensor_buffer import TensorBuffer
+from tests.support.state_image import copy_to_image
 
 
 class Box:
@@ -37,11 +37,11 @@ class Box:
         self.value = state["value"]
 
 
-def carry(source: dict[str, Any], target: dict[str, Any]) -> Image:
+def carry(source: dict[str, Any], target: dict[str, Any]) -> TensorBuffer:
     """Save ``source`` into an image and load that into ``target``."""
-    flat = state_dict.flatten(state_dict.collect(source))
-    image = capture(flat)
-    load_state.load(state_dict.collect(target), flat.skeleton, image.tensor)
+    flat = state_dict.flatten(state_dict.collect_objects(source))
+    image = copy_to_image(flat)
+    load_state.load_into(state_dict.collect_objects(target), flat.skeleton, image.tensor)
     return image
 
 
@@ -88,7 +88,7 @@ def test_names_carry_no_wrapper_and_either_form_loads_the_other() -> None:
     """torchtitan#961: checkpoints full of module. and _orig_mod."""
     bare = nn.Sequential(nn.Linear(3, 3))
     wrapped = nn.DataParallel(compiled(nn.Sequential(nn.Linear(3, 3))))
-    names = {leaf.name for leaf in state_dict.flatten(state_dict.collect({"model": wrapped})).leaves}
+    names = {leaf.name for leaf in state_dict.flatten(state_dict.collect_objects({"model": wrapped})).leaves}
     assert names == {"model/0.weight", "model/0.bias"}
     carry({"model": bare}, {"model": wrapped})
     inner = state_dict.unwrap(wrapped)
@@ -127,7 +127,9 @@ def test_tied_weights_are_stored_once() -> None:
 
 def test_parameters_and_optimizer_are_replicated_and_buffers_are_not() -> None:
     """Only what data-parallel training keeps equal must be equal."""
-    kinds = {leaf.name: leaf.kind for leaf in state_dict.flatten(state_dict.collect(trained())).leaves}
+    kinds = {
+        leaf.name: leaf.kind for leaf in state_dict.flatten(state_dict.collect_objects(trained())).leaves
+    }
     assert kinds["model/0.weight"] == kinds["optimizer/state/0/exp_avg"] == state_dict.REPLICATED
     assert kinds["model/1.running_mean"] == state_dict.BUFFER
 
@@ -238,7 +240,7 @@ def alike(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, Tensor):
         prints = [
-            state_dict.fingerprints([state_dict.Leaf("", part, state_dict.OTHER)]) for part in (one, other)
+            state_dict.digest_leaves([state_dict.Leaf("", part, state_dict.OTHER)]) for part in (one, other)
         ]
         return prints[0] == prints[1]
     if isinstance(one, dict):
@@ -352,10 +354,10 @@ def test_every_differing_name_is_listed_with_both_shapes_and_nothing_is_changed(
         nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)),
     )
     flat = state_dict.flatten({"model": big})
-    image = capture(flat)
+    image = copy_to_image(flat)
     before = copy.deepcopy(small.state_dict())
     with pytest.raises(MismatchError) as caught:
-        load_state.load({"model": small}, flat.skeleton, image.tensor)
+        load_state.load_into({"model": small}, flat.skeleton, image.tensor)
     for line in (
         "model/0.weight: float32[6, 4] in the model, float32[8, 4] in the checkpoint",
         "model/0.bias: float32[6] in the model, float32[8] in the checkpoint",
@@ -367,31 +369,33 @@ def test_every_differing_name_is_listed_with_both_shapes_and_nothing_is_changed(
 
 def test_objects_missing_on_either_side_are_told() -> None:
     """One tracked then and not now, and the other way round."""
-    flat = state_dict.flatten(state_dict.collect({"model": nn.Linear(1, 1), "ema": Box(1)}))
+    flat = state_dict.flatten(state_dict.collect_objects({"model": nn.Linear(1, 1), "ema": Box(1)}))
     with pytest.raises(MismatchError, match=r"teacher: tracked now[\s\S]*ema: in the checkpoint"):
-        load_state.load(
-            state_dict.collect({"model": nn.Linear(1, 1), "teacher": Box(1)}),
+        load_state.load_into(
+            state_dict.collect_objects({"model": nn.Linear(1, 1), "teacher": Box(1)}),
             flat.skeleton,
-            capture(flat).tensor,
+            copy_to_image(flat).tensor,
         )
 
 
 def test_dictionaries_give_several_objects_their_names() -> None:
     """A GAN's two models; clashes and objects without state are refused."""
-    tracked = state_dict.collect({"model": {"g": nn.Linear(1, 1), "d": nn.Linear(1, 1)}, "scaler": None})
+    tracked = state_dict.collect_objects(
+        {"model": {"g": nn.Linear(1, 1), "d": nn.Linear(1, 1)}, "scaler": None}
+    )
     assert list(tracked) == ["model.g", "model.d"]
     with pytest.raises(ConfigError, match="two objects"):
-        state_dict.collect({"model": {"g": Box()}, "model.g": Box()})
+        state_dict.collect_objects({"model": {"g": Box()}, "model.g": Box()})
     with pytest.raises(UntrackableError, match=r"rate: float has no state_dict"):
-        state_dict.collect({"rate": 0.5})
+        state_dict.collect_objects({"rate": 0.5})
 
 
 def test_fingerprints_tell_values_shapes_and_dtypes_apart() -> None:
     """Equal bytes under another shape are another state."""
 
     def prints(tensor: Tensor) -> str:
-        return state_dict.combined(
-            state_dict.fingerprints([state_dict.Leaf("t", tensor, state_dict.REPLICATED)])
+        return state_dict.combine_digests(
+            state_dict.digest_leaves([state_dict.Leaf("t", tensor, state_dict.REPLICATED)])
         )
 
     kept = {

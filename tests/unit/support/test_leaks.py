@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.leaks import without_leaks
+from tests.support.leak_reports import without_leaks
 
 REPORT = """\
 nanobind: leaked 1 instances!

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing import fault_plan
-from elastic_resume.testing.fault_plan import Every, Plan, mix
+from elastic_resume.testing.fault_plan import FaultPlan, RandomFaults, default_weights
 from elastic_resume.testing.faults import (
     DISK,
-    KEYS,
     KINDS,
     NETWORK,
     NODES,
     PHASES,
+    PLAN_KEYS,
     ROLES,
-    SETTINGS,
+    SETTING_NAMES,
     WORKER,
     Fault,
-    key_of,
-    point_of,
+    failpoint_for_phase,
+    plan_key,
 )
 from tests.support.paths import ROOT
 
@@ -74,7 +74,7 @@ every: {mtbf: 15s, kinds: [cut, kill-node], until: 10m, count: 40}
     assert (memory.limit_bytes, agent.back_after_s, agent.role) == (300_000_000, 5400, "leader")
     assert (node.back_after_s, node.repeat) == (0.25, True)
     assert (parts.groups, parts.for_s) == (((0,), (1, 2)), KINDS["partition"].settings["for_s"])
-    assert plan.every == Every(15, (("cut", 1), ("kill-node", 1)), until_s=600, count=40)
+    assert plan.every == RandomFaults(15, (("cut", 1), ("kill-node", 1)), until_s=600, count=40)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ every: {mtbf: 15s, kinds: [cut, kill-node], until: 10m, count: 40}
         ("faults: [kill-worker leader at step 2]", ["the leader is an agent", "give a rank"]),
         ("faults: [{what: cut, for: 0s, step: 2}]", ["for is 0", "above 0"]),
         ("faults: [{what: packet-loss, percent: 101, step: 2}]", ["percent is 101"]),
-        ("faults: [{what: corrupt-message, from: friend, step: 2}]", ["peer or stranger"]),
+        ("faults: [{what: corrupt-message, from: friend, step: 2}]", ["peer or unauthenticated"]),
         ("faults: [{what: exit, phase: in comit}]", ["no phase 'in comit'", "Did you mean in commit"]),
         ("faults: [{what: exit, phase: in commit}]", ["in a worker", "in the agent"]),
         ("faults: [{what: partition, groups: [[0, 1]], step: 2}]", ["two groups"]),
@@ -144,48 +144,57 @@ def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (Plan.of("node 3 at step 1"), ["fault 1", "no node 3", "0 to 2"]),
-        (Plan.of("worker 0 at step 1", "worker 6 at step 1"), ["fault 2", "no rank 6", "0 to 5"]),
-        (Plan((Fault("partition", groups=((0,), (1,)), step=1),)), ["fault 1", "each node once", "0 to 2"]),
-        (Plan.of("cut 1 at 3s"), ["fault 1", "a network of their own", "--hosts namespaces"]),
-        (Plan(every=Every(5, (("disk-full", 1),), count=1)), ["every: disk-full", "a disk of their own"]),
+        (FaultPlan.from_faults("node 3 at step 1"), ["fault 1", "no node 3", "0 to 2"]),
+        (
+            FaultPlan.from_faults("worker 0 at step 1", "worker 6 at step 1"),
+            ["fault 2", "no rank 6", "0 to 5"],
+        ),
+        (
+            FaultPlan((Fault("partition", groups=((0,), (1,)), step=1),)),
+            ["fault 1", "each node once", "0 to 2"],
+        ),
+        (FaultPlan.from_faults("cut 1 at 3s"), ["fault 1", "a network of their own", "--hosts namespaces"]),
+        (
+            FaultPlan(every=RandomFaults(5, (("disk-full", 1),), count=1)),
+            ["every: disk-full", "a disk of their own"],
+        ),
     ],
 )
-def test_what_cannot_come_here_is_refused_before_anything_starts(plan: Plan, words: list[str]) -> None:
+def test_what_cannot_come_here_is_refused_before_anything_starts(plan: FaultPlan, words: list[str]) -> None:
     """In a job of three loopback nodes with two workers each."""
     with pytest.raises(ConfigError) as caught:
-        plan.refuse(nodes=3, workers_per_node=2)
+        plan.validate(nodes=3, workers_per_node=2)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_all_kinds_are_named_alike() -> None:
     """Settings are fields, and each kind can be drawn; so can each phase be a failpoint."""
-    assert set(SETTINGS) <= {field.name for field in fields(Fault)} == set(KEYS.values())
+    assert set(SETTING_NAMES) <= {field.name for field in fields(Fault)} == set(PLAN_KEYS.values())
     for what in KINDS:
-        (drawn,) = Plan((Fault(what, step=2),)).schedule(nodes=3, own=ALL)
-        assert not drawn.is_drawn, what
-    assert all(point_of(phase) for phase in PHASES)
+        (drawn,) = FaultPlan((Fault(what, step=2),)).schedule(nodes=3, node_resources=ALL)
+        assert not drawn.has_random_target, what
+    assert all(failpoint_for_phase(phase) for phase in PHASES)
 
 
 def test_the_docs_name_every_kind_role_and_phase() -> None:
     """And what each kind has to be set, by the word that a plan uses."""
     page = (ROOT / "docs" / "chaos.md").read_text()
-    for name in (*KINDS, *ROLES, *PHASES, *map(key_of, SETTINGS)):
+    for name in (*KINDS, *ROLES, *PHASES, *map(plan_key, SETTING_NAMES)):
         assert name in page, name
 
 
 def test_a_mix_that_nobody_wrote_holds_what_the_nodes_can_do_and_a_job_survives() -> None:
     """Without root no link is cut; nothing hangs for ever and no replica is made to differ."""
-    assert {KINDS[what].needs for what in mix([], 3)} == {""}
-    assert "partition" in mix(ALL, 3)
-    assert not {"partition"} & set(mix(ALL, 2))
-    assert not {"skip-collective", "hold-gil", "stop-worker", "out-of-memory"} & set(mix(ALL, 4))
+    assert {KINDS[what].required_resource for what in default_weights([], 3)} == {""}
+    assert "partition" in default_weights(ALL, 3)
+    assert not {"partition"} & set(default_weights(ALL, 2))
+    assert not {"skip-collective", "hold-gil", "stop-worker", "out-of-memory"} & set(default_weights(ALL, 4))
 
 
 def test_faults_are_drawn_as_often_as_was_said_and_within_their_bounds() -> None:
     """Weights are heeded, gaps have their mean, and neither end is overstepped."""
-    every = Every(10, (("kill-node", 3), ("raise", 1)), from_s=5)
-    drawn = Plan(every=every, seed=1).schedule(nodes=4, until_s=20_000)
+    every = RandomFaults(10, (("kill-node", 3), ("raise", 1)), from_s=5)
+    drawn = FaultPlan(every=every, seed=1).schedule(nodes=4, until_s=20_000)
     assert 1800 < len(drawn) < 2200
     assert 0.7 < sum(fault.what == "kill-node" for fault in drawn) / len(drawn) < 0.8
     times = [fault.at_s or 0 for fault in drawn]
@@ -195,9 +204,9 @@ def test_faults_are_drawn_as_often_as_was_said_and_within_their_bounds() -> None
     assert {fault.node for fault in drawn if fault.what == "kill-node"} == {0, 1, 2, 3}
     assert {fault.rank for fault in drawn if fault.what == "raise"} == {0, 1, 2, 3}
     late = Fault("kill-node", node=0, at_s=30_000)  # what is written is not dropped without a word
-    assert late in Plan((late,), every).schedule(nodes=4, until_s=20_000)
+    assert late in FaultPlan((late,), every).schedule(nodes=4, until_s=20_000)
     with pytest.raises(ConfigError, match="without an end"):
-        Plan(every=every).schedule(nodes=4)
+        FaultPlan(every=every).schedule(nodes=4)
 
 
 def faults() -> st.SearchStrategy[Fault]:
@@ -209,7 +218,7 @@ def faults() -> st.SearchStrategy[Fault]:
     )
 
     def of(what: str) -> st.SearchStrategy[Fault]:
-        hits = KINDS[what].hits
+        hits = KINDS[what].target
         wheres: dict[str, st.SearchStrategy[dict[str, Any]]] = {
             WORKER: st.sampled_from([{}, {"rank": 5}, {"node": 1}, {"role": "lead"}, {"role": "rank-0"}]),
             NODES: st.sampled_from([{}, {"groups": ((0,), (1, 2))}, {"groups": ((2, 0), (1,))}]),
@@ -232,21 +241,21 @@ def test_a_plan_reads_as_it_was_written_and_its_seed_says_all(
     listed: list[Fault], seed: int, with_drawn: bool
 ) -> None:
     """YAML and back is the same plan; the same seed is the same schedule, with nothing left open."""
-    plan = Plan(tuple(listed), Every(3.5, (("cut", 2.0),), count=5) if with_drawn else None, seed)
+    plan = FaultPlan(tuple(listed), RandomFaults(3.5, (("cut", 2.0),), count=5) if with_drawn else None, seed)
     assert fault_plan.parse(fault_plan.to_text(plan)) == plan
-    plan.refuse(nodes=3, workers_per_node=2, own=ALL)
-    schedule = plan.schedule(nodes=3, workers_per_node=2, own=ALL)
-    assert schedule == plan.schedule(nodes=3, workers_per_node=2, own=ALL)
+    plan.validate(nodes=3, workers_per_node=2, node_resources=ALL)
+    schedule = plan.schedule(nodes=3, workers_per_node=2, node_resources=ALL)
+    assert schedule == plan.schedule(nodes=3, workers_per_node=2, node_resources=ALL)
     assert len(schedule) == len(listed) + 5 * with_drawn
-    assert not any(fault.is_drawn for fault in schedule)
-    again = fault_plan.parse(fault_plan.to_text(Plan(schedule, seed=seed)))
+    assert not any(fault.has_random_target for fault in schedule)
+    again = fault_plan.parse(fault_plan.to_text(FaultPlan(schedule, seed=seed)))
     assert again.schedule(nodes=3, workers_per_node=2) == schedule
     for fault in listed:  # what was said is not changed
-        assert any(same.what == fault.what and same.when == fault.when for same in schedule)
+        assert any(same.what == fault.what and same.time_text == fault.time_text for same in schedule)
 
 
 def test_another_seed_is_another_schedule() -> None:
     """Else a soak would play one night for ever."""
-    every = Every(5, count=8)
-    found = {Plan(every=every, seed=seed).schedule(nodes=4) for seed in range(20)}
+    every = RandomFaults(5, count=8)
+    found = {FaultPlan(every=every, seed=seed).schedule(nodes=4) for seed in range(20)}
     assert len(found) == 20

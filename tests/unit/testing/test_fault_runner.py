@@ -14,10 +14,10 @@ import pytest
 from elastic_resume import constants, failpoints
 from elastic_resume.errors import UsageError
 from elastic_resume.testing.cluster import Cluster
-from elastic_resume.testing.fault_runner import DONE, Course
+from elastic_resume.testing.fault_runner import DONE, FaultInjector
 from elastic_resume.testing.faults import Fault
-from elastic_resume.testing.triggers import Arming
-from elastic_resume.testing.virtual_network import Pair, Silence
+from elastic_resume.testing.triggers import FailpointController
+from elastic_resume.testing.virtual_network import NodePair, SilencedLinks
 
 
 class Nodes:
@@ -27,9 +27,9 @@ class Nodes:
         self.run_dir = directory
         self.nodes = [SimpleNamespace(name=f"n{index}", alive=True, agent=None) for index in range(3)]
         self.workers_per_node = 1
-        self.arming = Arming(directory / "armed")
+        self.arming = FailpointController(directory / "armed")
         self.done: list[tuple[object, ...]] = []
-        self.silence = Silence([0] * 3)
+        self.silence = SilencedLinks([0] * 3)
         self.hosts = SimpleNamespace(silence=self.hold)
 
     def lines(self) -> list[tuple[int, Any]]:
@@ -54,11 +54,11 @@ class Nodes:
         """Note it."""
         self.done.append(("kill", index))
 
-    def hold(self, pairs: set[Pair]) -> Callable[[], None]:
+    def hold(self, pairs: set[NodePair]) -> Callable[[], None]:
         """Silence links as `Namespaces` does."""
         held = frozenset(pairs)
-        self.silence.held.append(held)
-        return lambda: self.silence.held.remove(held)
+        self.silence.temporary_cuts.append(held)
+        return lambda: self.silence.temporary_cuts.remove(held)
 
     def limit_rate(self, index: int, bytes_per_s: float) -> None:
         """Note it."""
@@ -114,10 +114,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def course_of(nodes: Nodes, *faults: Fault) -> Course:
+def course_of(nodes: Nodes, *faults: Fault) -> FaultInjector:
     """Begin a course of ``faults``."""
-    course = Course(cast("Cluster", nodes), faults, nodes.arming)
-    course.look()
+    course = FaultInjector(cast("Cluster", nodes), faults, nodes.arming)
+    course.poll()
     return course
 
 
@@ -129,18 +129,18 @@ def test_a_slow_rank_is_slow_for_its_time(nodes: Nodes, clock: Clock) -> None:
         began = time.monotonic()
         failpoints.hit("step", step)
         slow.append(time.monotonic() - began >= 0.02)
-        course.look()
+        course.poll()
     assert slow == [True] * 4
-    assert not course.is_quiet
+    assert not course.is_idle
     clock.now += 60
-    course.look()
-    assert course.is_quiet
+    course.poll()
+    assert course.is_idle
 
 
 @pytest.mark.parametrize(
     ("fault", "point"),
     [
-        (Fault("corrupt-message", node=1, sender="peer", step=5), "wire.line"),
+        (Fault("corrupt-message", node=1, sender="peer", step=5), "rendezvous.line"),
         (Fault("raise", node=1, phase="in copy", step=5), "snapshot.copying"),
     ],
 )
@@ -148,28 +148,28 @@ def test_what_has_a_step_comes_at_points_that_know_of_none(nodes: Nodes, fault: 
     """As soon as the job has come so far."""
     course = course_of(nodes, fault)
     try:
-        spoilt = failpoints.passing(point, b"abc") != b"abc"
+        spoilt = failpoints.mutate(point, b"abc") != b"abc"
     except RuntimeError:
         spoilt = True
-    course.look()
+    course.poll()
     assert spoilt
-    assert (course.fates[0].state, course.fates[0].rank) == (DONE, 1)  # whomever the plan names
+    assert (course.outcomes[0].state, course.outcomes[0].rank) == (DONE, 1)  # whomever the plan names
 
 
 def test_all_are_hit_once_but_those_that_are_not_there(nodes: Nodes) -> None:
     """Else the first would be hit again in each look, until the last one is there."""
     course = course_of(nodes, Fault("bit-flip", role="all", step=3))
     for _ in range(5):
-        course.look()
+        course.poll()
     assert [done[:2] for done in nodes.done] == [("flip", 0), ("flip", 2)]
-    assert (course.fates[0].state, course.fates[0].nodes) == (DONE, ("n0", "n2"))
+    assert (course.outcomes[0].state, course.outcomes[0].nodes) == (DONE, ("n0", "n2"))
 
 
 def test_a_fault_that_fails_ends_nothing(nodes: Nodes) -> None:
     """It is told, and the next one comes."""
     course = course_of(nodes, Fault("wipe-disk", node=0, step=1), Fault("kill-agent", node=2, step=1))
-    assert "no disk 0" in course.fates[0].why
-    assert course.fates[1].state == DONE
+    assert "no disk 0" in course.outcomes[0].reason
+    assert course.outcomes[1].state == DONE
 
 
 def at(point: str, meanwhile: Callable[[], object]) -> None:
@@ -185,25 +185,25 @@ def test_who_is_not_meant_is_not_held_at_the_point_of_a_phase(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader in a commit is not somebody else in one; and nobody waits ten seconds for another to be."""
-    monkeypatch.setattr(failpoints, "WAIT_S", 60.0)  # longer than this process may stand still
+    monkeypatch.setattr(failpoints, "MAX_WAIT_S", 60.0)  # longer than this process may stand still
     course = course_of(nodes, Fault("kill-agent", role="leader", phase="in commit"))
     began = time.monotonic()
-    at("commit.after-data", course.look)
-    assert time.monotonic() - began < failpoints.WAIT_S
-    assert (course.pending, nodes.done) == (course.fates, [])  # armed again, where another look came first
+    at("commit.after-data", course.poll)
+    assert time.monotonic() - began < failpoints.MAX_WAIT_S
+    assert (course.pending, nodes.done) == (course.outcomes, [])  # armed again, where another look came first
     course.close()
     course = course_of(nodes, Fault("bit-flip", node=1, phase="in commit"))
-    at("commit.after-data", course.look)
-    assert (course.pending, course.fates[0].why) == (course.fates, "n1 has no checkpoint.")
+    at("commit.after-data", course.poll)
+    assert (course.pending, course.outcomes[0].reason) == (course.outcomes, "n1 has no checkpoint.")
 
 
 def test_a_rank_is_hit_in_its_own_phase(nodes: Nodes) -> None:
     """And not when any other comes by."""
     course = course_of(nodes, Fault("kill-worker", rank=2, phase="in copy"))
     failpoints.hit("snapshot.copying")
-    course.look()
-    assert nodes.arming.fired("f1") is None
-    assert course.fates[0].state != DONE
+    course.poll()
+    assert nodes.arming.read_fired("f1") is None
+    assert course.outcomes[0].state != DONE
 
 
 def test_a_link_works_when_all_that_silences_it_is_over(nodes: Nodes, clock: Clock) -> None:
@@ -215,12 +215,12 @@ def test_a_link_works_when_all_that_silences_it_is_over(nodes: Nodes, clock: Clo
         Fault("cut", node=0, at_s=0, for_s=10),
     )
     cut = {(0, 1), (1, 0), (0, 2), (2, 0)}
-    assert nodes.silence.pairs() == cut | {(1, 2), (2, 1)}
+    assert nodes.silence.silent_pairs() == cut | {(1, 2), (2, 1)}
     clock.now = 4
-    course.look()
-    assert nodes.silence.pairs() == cut
+    course.poll()
+    assert nodes.silence.silent_pairs() == cut
     course.close()
-    assert nodes.silence.pairs() == set()
+    assert nodes.silence.silent_pairs() == set()
 
 
 def test_a_link_stays_slow_for_as_long_as_any_says(nodes: Nodes, clock: Clock) -> None:
@@ -233,7 +233,7 @@ def test_a_link_stays_slow_for_as_long_as_any_says(nodes: Nodes, clock: Clock) -
     )
     nodes.nodes[1].agent = SimpleNamespace(poll=lambda: -9)
     for clock.now in (1, 2, 3, 4):  # since the look at 1 it is known that the node is down
-        course.look()
+        course.poll()
     course.close()
     rates = [("rate", 1, rate) for rate in (5, 7, 5, 5, 0)]
     assert nodes.done == [*rates[:2], ("kill", 1), rates[2], ("start", 1), *rates[3:]]

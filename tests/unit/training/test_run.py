@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 import elastic_resume as er
 from elastic_resume import events, failpoints
 from elastic_resume.checkpoint.catalog import Catalog
-from elastic_resume.checkpoint.writer import Terms
+from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import ConfigError, ElasticResumeError, MismatchError, UsageError
-from elastic_resume.snapshot.committer import Keeper
+from elastic_resume.snapshot.committer import CheckpointCommitter
 
 Begin = Callable[..., "Script"]
 
@@ -72,7 +72,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
 
 def catalog(directory: Path) -> list[int]:
     """Steps of the valid checkpoints, newest first."""
-    return [entry.step for entry in Catalog(directory / "job" / "n", "job").valid(deep=True)]
+    return [entry.step for entry in Catalog(directory / "job" / "n", "job").list_valid(read_data=True)]
 
 
 def test_an_interrupted_epoch_goes_on_with_the_samples_that_are_left(begin: Begin) -> None:
@@ -214,7 +214,7 @@ def test_the_end_state_is_tried_again_when_the_disk_refuses_once(
 ) -> None:
     """One EIO at the end of the job does not lose the result."""
     script = begin(save_every=1000)
-    monkeypatch.setattr(failpoints, "_points", failpoints._parse("commit.before-rename=raise@1"))
+    monkeypatch.setattr(failpoints, "_failpoints_by_name", failpoints._parse("commit.before-rename=raise@1"))
     for _ in script.run.epochs(1):
         for _ in script.loader:
             script.run.step()
@@ -229,7 +229,7 @@ def test_when_the_only_node_cannot_save_the_end_state_the_job_fails(
 ) -> None:
     """Exit code 0 with nothing on disk would be a lie."""
     script = begin(save_every=1000)
-    monkeypatch.setattr(failpoints, "_points", failpoints._parse("commit.before-rename=raise"))
+    monkeypatch.setattr(failpoints, "_failpoints_by_name", failpoints._parse("commit.before-rename=raise"))
     with pytest.raises(ElasticResumeError, match="end state"):
         for _ in script.run.epochs(1):
             for _ in script.loader:
@@ -314,13 +314,13 @@ def test_slots_that_a_resume_has_filled_are_not_made_anew(
     first.run.save()
     capsys.readouterr()
     second = begin()
-    memory = second.run._place.memory
+    memory = second.run._context.slot_client
     assert memory is not None
-    assert memory._preparing is not None
-    memory._preparing.join()
+    assert memory._prepare_thread is not None
+    memory._prepare_thread.join()
     second.step()
     second.run.save()
-    assert len({slot.capacity for slot in memory.control.states()}) == 1
+    assert len({slot.capacity for slot in memory.control_block.read_slots()}) == 1
     assert capsys.readouterr().err.count("slots with") == 1
 
 
@@ -328,14 +328,14 @@ def test_only_a_copy_of_the_own_disk_that_was_read_is_told_to_be_good(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Good ones push others out: the state that came from elsewhere is no word for what this disk has."""
-    told: list[Terms] = []
-    monkeypatch.setattr(Keeper, "enter", lambda _, terms: told.append(terms))
+    told: list[RetentionPolicy] = []
+    monkeypatch.setattr(CheckpointCommitter, "start_generation", lambda _, terms: told.append(terms))
     for _ in range(2):
         script = begin()
         script.step()
         script.run.save()  # waits for an answer, and is answered in order
     begin(node_name="m").run.close()  # which reads that of node n
-    assert [terms.trusted for terms in told] == [None, (1, 1), None]
+    assert [terms.trusted_version for terms in told] == [None, (1, 1), None]
 
 
 def test_the_end_state_is_on_disk_though_its_step_was_saved_before(begin: Begin) -> None:
@@ -359,13 +359,13 @@ def test_what_training_waits_for_copies_is_told(
     script = begin(snapshot_every=1, save_every=1000)
     script.step()
     script.step()
-    commit = Keeper._commit
+    commit = CheckpointCommitter._commit
 
     def late(*args: Any) -> Path | None:
         time.sleep(0.3)
         return commit(*args)
 
-    monkeypatch.setattr(Keeper, "_commit", late)
+    monkeypatch.setattr(CheckpointCommitter, "_commit", late)
     script.run.save()
     script.step()
     told = [e["stalled_s"] for e in events.read_run(tmp_path / "job") if e["event"] == "step"]

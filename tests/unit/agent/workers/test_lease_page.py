@@ -12,37 +12,37 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.agent.workers.lease_page import Fence
+from elastic_resume.agent.workers.lease_page import LeasePage
 
 
 @pytest.fixture
-def fence() -> Iterator[Fence]:
+def fence() -> Iterator[LeasePage]:
     """A fence, closed at the end."""
-    fence = Fence()
+    fence = LeasePage()
     yield fence
     fence.close()
 
 
-def seen(fence: Fence) -> float:
+def seen(fence: LeasePage) -> float:
     """The word, as a process reads it that knows no more than the name."""
     code = "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read(8))"
     return float(struct.unpack("d", subprocess.check_output([sys.executable, "-c", code, fence.path]))[0])
 
 
-def test_no_worker_may_run_at_first(fence: Fence) -> None:
+def test_no_worker_may_run_at_first(fence: LeasePage) -> None:
     """A lease has to be given."""
     assert seen(fence) == -math.inf
 
 
 @pytest.mark.parametrize("until", [math.inf, -math.inf, 12345.678, 0.0])
-def test_another_process_sees_what_was_set(until: float, fence: Fence) -> None:
+def test_another_process_sees_what_was_set(until: float, fence: LeasePage) -> None:
     """By the name alone: torchelastic hands no descriptor on."""
     fence.set(1.0)
     fence.set(until)
     assert seen(fence) == until
 
 
-def test_a_word_is_never_seen_half_written(fence: Fence) -> None:
+def test_a_word_is_never_seen_half_written(fence: LeasePage) -> None:
     """Bytes of one time with bytes of another would be a third, and a worker might die or live of it."""
     times = [struct.unpack("d", bytes([byte] * 8))[0] for byte in (0x11, 0x22)]
     code = """
@@ -64,7 +64,7 @@ print(*{word[0] for _ in range(1_000_000)})
     assert reader.returncode == 0
 
 
-def test_a_closed_fence_lets_no_worker_run(fence: Fence) -> None:
+def test_a_closed_fence_lets_no_worker_run(fence: LeasePage) -> None:
     """Stubs that have it mapped see that; others cannot open it any more."""
     fence.set(math.inf)
     with open(fence.path, "rb") as file:
@@ -76,7 +76,7 @@ def test_a_closed_fence_lets_no_worker_run(fence: Fence) -> None:
     fence.close()
 
 
-def test_the_fence_is_not_inherited(fence: Fence) -> None:
+def test_the_fence_is_not_inherited(fence: LeasePage) -> None:
     """It ends with its owner, so a program that the agent starts must not keep it."""
     assert str(Path(fence.path).readlink()).startswith("/memfd:elastic_resume-fence")
     listed = subprocess.check_output(["ls", "-l", "/proc/self/fd"], close_fds=False, text=True)

@@ -8,29 +8,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge, Rules, World, has_quorum, shortfall
+from elastic_resume.rendezvous.core.quorum import (
+    Incarnation,
+    QuorumState,
+    SafetyRules,
+    View,
+    find_missing_quorum,
+    has_quorum,
+)
 
 A, B, C, D, E = (
-    Incarnation(name, "1", f"{name}:1", candidate=place if place < 3 else None)
+    Incarnation(name, "1", f"{name}:1", candidate_index=place if place < 3 else None)
     for place, name in enumerate("abcde")
 )
-A2 = Incarnation("a", "2", "a:1", candidate=0)
+A2 = Incarnation("a", "2", "a:1", candidate_index=0)
 
 
-def world(generation: int, *members: Incarnation) -> World:
+def world(generation: int, *members: Incarnation) -> View:
     """A world whose rank 0 proposed it."""
-    return World(generation, members, members[0])
+    return View(generation, members, members[0])
 
 
 def knows(
-    begun: World | None = None,
-    *proposals: World,
+    begun: View | None = None,
+    *proposals: View,
     gone: tuple[Incarnation, ...] = (),
     candidates: int = 3,
     forced: int = 0,
-) -> Knowledge:
+) -> QuorumState:
     """Knowledge with three candidates unless told."""
-    return Knowledge(candidates, begun, proposals, frozenset(gone), forced=forced)
+    return QuorumState(candidates, begun, proposals, frozenset(gone), forced_generation=forced)
 
 
 FIVE = world(1, A, B, C, D, E)
@@ -62,7 +69,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("name", "present", "knowledge", "expected"), TABLE, ids=[row[0] for row in TABLE])
-def test_quorum(name: str, present: tuple[Incarnation, ...], knowledge: Knowledge, expected: bool) -> None:
+def test_quorum(name: str, present: tuple[Incarnation, ...], knowledge: QuorumState, expected: bool) -> None:
     """The third rule, one row a case."""
     del name
     assert has_quorum(present, knowledge) is expected
@@ -81,18 +88,20 @@ def test_no_two_disjoint_sets_have_a_quorum_of_the_same_knowledge() -> None:
 
 def test_a_shortfall_names_who_is_waited_for() -> None:
     """The log says how many votes are here and whose are not."""
-    lack = shortfall((A, B), knows(FIVE))
+    lack = find_missing_quorum((A, B), knows(FIVE))
     assert str(lack) == (
         "generation 1 may live on elsewhere: 2 of the 3 votes it takes are here; waiting for c, d, e "
         "(if dead for good: elastic-resume force-quorum)"
     )
-    assert str(shortfall((A,), knows())) == "1 of the 2 candidates that a first world takes are here"
+    assert (
+        str(find_missing_quorum((A,), knows())) == "1 of the 2 candidates that a first world takes are here"
+    )
 
 
 def test_each_broken_rule_lets_somebody_in_who_may_not() -> None:
     """The switches that the simulator's tests use do what their names say."""
-    assert has_quorum((A2, C), knows(world(1, A, B, C)), Rules(incarnations=False))
-    assert has_quorum((A, B, C), knows(FIVE, world(2, C, D, E)), Rules(later_proposals=False))
+    assert has_quorum((A2, C), knows(world(1, A, B, C)), SafetyRules(distinguish_incarnations=False))
+    assert has_quorum((A, B, C), knows(FIVE, world(2, C, D, E)), SafetyRules(count_later_proposals=False))
 
 
 def test_a_void_proposal_asks_for_nobody() -> None:
@@ -100,30 +109,30 @@ def test_a_void_proposal_asks_for_nobody() -> None:
     late = world(2, A, D, E)
     known = knows(world(1, A), late)
     assert not has_quorum((A,), known)
-    assert has_quorum((A,), known.with_void(late))
-    assert has_quorum((A,), known.merge(known.with_void(late)))
+    assert has_quorum((A,), known.with_aborted(late))
+    assert has_quorum((A,), known.merge(known.with_aborted(late)))
 
 
 def test_a_begun_world_ends_what_came_before_it() -> None:
     """Proposals and the gone that no longer matter are forgotten: knowledge stays small."""
-    known = knows(FIVE, world(2, C, D, E), gone=(A, B)).with_begun(world(3, C, D))
+    known = knows(FIVE, world(2, C, D, E), gone=(A, B)).with_installed(world(3, C, D))
     assert known == knows(world(3, C, D))
 
 
 def test_a_forced_generation_counts_until_a_later_world_begins() -> None:
     """It reaches others with all else that is known, and a later world ends it."""
     forced = knows(FIVE, forced=1)
-    assert knows(FIVE).merge(forced) == forced == forced.tidy()
-    assert forced.with_begun(world(2, A)).forced == 0
+    assert knows(FIVE).merge(forced) == forced == forced.prune()
+    assert forced.with_installed(world(2, A)).forced_generation == 0
     assert forced.merge(knows(world(2, C, D, E))) == knows(world(2, C, D, E))
 
 
 def test_a_reborn_agent_is_another_incarnation() -> None:
     """One that was declared gone by mistake comes back as somebody new, at the same address."""
-    again = A.reborn()
+    again = A.next_incarnation()
     assert again not in (A, A2)
-    assert again.reborn() not in (A, again)
-    assert (again.node, again.address, again.candidate) == ("a", "a:1", 0)
+    assert again.next_incarnation() not in (A, again)
+    assert (again.node, again.address, again.candidate_index) == ("a", "a:1", 0)
 
 
 everybody = st.sampled_from((A, B, C, D, E))
@@ -133,16 +142,16 @@ worlds = st.builds(
     st.lists(everybody, min_size=1, max_size=5, unique=True),
 )
 knowledges = st.builds(
-    lambda proposals, gone: knows(None, *proposals, gone=tuple(gone)).tidy(),
+    lambda proposals, gone: knows(None, *proposals, gone=tuple(gone)).prune(),
     st.lists(worlds, max_size=3, unique_by=lambda one: (one.generation, one.leader)),
     st.lists(everybody, unique=True),
 )
 
 
 @given(knowledges, knowledges)
-def test_merging_is_the_same_from_both_sides_and_once_is_enough(one: Knowledge, other: Knowledge) -> None:
+def test_merging_is_the_same_from_both_sides_and_once_is_enough(one: QuorumState, other: QuorumState) -> None:
     """Knowledge may arrive twice and in any order."""
     both = one.merge(other)
     assert set(both.proposals) == set(other.merge(one).proposals)
-    assert both.gone >= (one.gone | other.gone) & {m for w in both.worlds for m in w.members}
+    assert both.dead >= (one.dead | other.dead) & {m for w in both.voting_views for m in w.members}
     assert both.merge(one) == both == both.merge(other)

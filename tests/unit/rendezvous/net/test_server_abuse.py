@@ -20,58 +20,60 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.rendezvous.core.messages import (
-    Acknowledge,
-    Beat,
-    Begin,
-    Claim,
-    Failed,
-    Finished,
-    Goodbye,
+    EndView,
+    FailJob,
+    Header,
+    Heartbeat,
     Hello,
+    InstallView,
     JobEnd,
-    Join,
+    JoinRequest,
+    JoinSpec,
+    LeaderAnnouncement,
+    LeaveNotice,
     Message,
-    Propose,
-    Ready,
+    NodeFinished,
+    ProposalAck,
+    ProposeView,
     Redirect,
     Refused,
-    Restart,
-    Stamp,
-    Waiting,
+    WaitReason,
     Welcome,
 )
-from elastic_resume.rendezvous.core.quorum import Incarnation, Knowledge, World
+from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
 from elastic_resume.rendezvous.net import protocol
-from elastic_resume.rendezvous.net.handshake_limiter import Door, Limits, Notices
-from tests.support.stations import (
+from elastic_resume.rendezvous.net.handshake_limiter import ConnectionLimits, HandshakeLimiter, LogThrottle
+from tests.support.rendezvous_nodes import (
     NODE_TIMEOUT_S,
-    PATIENCE_S,
     RUN,
+    TIMEOUT_S,
     TOKEN,
-    Babbler,
-    Station,
-    Stations,
-    calling,
-    descriptors,
-    dropped,
-    hear,
-    prove,
+    EndlessSender,
+    RendezvousNodes,
+    SocketNode,
+    authenticate,
+    connect,
+    count_open_descriptors,
+    is_disconnected,
     read_line,
-    say,
-    until,
+    receive_message,
+    send_messages,
+    wait_until,
 )
 
 pytestmark = pytest.mark.slow  # after each test somebody waits until all leases are renewed
-LIMITS = Limits(unproven=64, handshake_s=PATIENCE_S, backlog_bytes=1 << 18, notice_s=0.01)
+LIMITS = ConnectionLimits(
+    max_unauthenticated=64, handshake_timeout_s=TIMEOUT_S, max_queued_bytes=1 << 18, log_interval_s=0.01
+)
 NONCE = "0" * 64
-KNOWN = Knowledge(3)
+KNOWN = QuorumState(3)
 MEGABYTE = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Station]]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SocketNode]]:
     """Three nodes in a world."""
-    stations = Stations(tmp_path_factory.mktemp("nodes"), LIMITS)
+    stations = RendezvousNodes(tmp_path_factory.mktemp("nodes"), LIMITS)
     made = stations.build(3)
     for one in made:
         one.worlds.get(timeout=30)
@@ -82,15 +84,15 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Station]]
 
 
 @pytest.fixture(params=["leader", "member"])
-def node(request: pytest.FixtureRequest, running: list[Station]) -> Iterator[Station]:
+def node(request: pytest.FixtureRequest, running: list[SocketNode]) -> Iterator[SocketNode]:
     """One of them, which is to be abused; after it, the world is as it was, and so are the open files."""
-    before, links = descriptors(), [one.links for one in running]
-    chosen = [one for one in running if one.leads == (request.param == "leader")][-1]
+    before, links = count_open_descriptors(), [one.link_count for one in running]
+    chosen = [one for one in running if one.is_leader == (request.param == "leader")][-1]
     yield chosen
     undisturbed(running)
-    until(lambda: descriptors() <= before, "all connections are closed")
+    wait_until(lambda: count_open_descriptors() <= before, "all connections are closed")
     pairs = list(zip(running, links, strict=True))
-    until(lambda: all(one.links <= then for one, then in pairs), "the core has forgotten them")
+    wait_until(lambda: all(one.link_count <= then for one, then in pairs), "the core has forgotten them")
 
 
 def hello(who: Incarnation, node_timeout_s: float = NODE_TIMEOUT_S) -> Hello:
@@ -98,17 +100,22 @@ def hello(who: Incarnation, node_timeout_s: float = NODE_TIMEOUT_S) -> Hello:
     return Hello(who, KNOWN, 0, node_timeout_s=node_timeout_s, min_nodes=1, max_nodes=3)
 
 
-def undisturbed(running: list[Station]) -> None:
+def undisturbed(running: list[SocketNode]) -> None:
     """Leases are renewed on all nodes, and no world has ended or begun."""
-    fences = [one.fence_at for one in running]
-    until(lambda: all(one.fence_at > old for one, old in zip(running, fences, strict=True)), "leases go on")
-    assert not [end for one in running for end in one.ends], "the world was disturbed"
-    assert all(one.worlds.empty() and one.shell.alive for one in running)
+    fences = [one.lease_expires_at for one in running]
+    wait_until(
+        lambda: all(one.lease_expires_at > old for one, old in zip(running, fences, strict=True)),
+        "leases go on",
+    )
+    assert not [end for one in running for end in one.stop_effects], "the world was disturbed"
+    assert all(one.worlds.empty() and one.shell.is_alive for one in running)
 
 
 def recorded() -> bytes:
     """A dialler's side of a handshake that was good once."""
-    return protocol.greeting(RUN, NONCE) + protocol.proof(TOKEN, "dialler", RUN, (NONCE, "1" * 64))
+    return protocol.encode_greeting(RUN, NONCE) + protocol.encode_proof(
+        TOKEN, "dialler", RUN, (NONCE, "1" * 64)
+    )
 
 
 STRANGERS = {
@@ -117,15 +124,15 @@ STRANGERS = {
     "a line without an end": (b"x" * 100_000, "more than 4096 bytes"),
     "a browser": (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "not JSON"),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n", "not JSON"),
-    "another job": (protocol.greeting("another", NONCE), "belongs to job 'another'"),
+    "another job": (protocol.encode_greeting("another", NONCE), "belongs to job 'another'"),
     "another version": (b'{"elastic_resume":99,"run":"job","nonce":"00"}\n', "speaks version '99'"),
-    "a bad nonce": (b'{"elastic_resume":3,"run":"job","nonce":"00","looks":false}\n', "nonce"),
+    "a bad nonce": (b'{"elastic_resume":3,"run":"job","nonce":"00","status_only":false}\n', "nonce"),
     "deep JSON": (b"[" * 4000 + b"\n", "not JSON"),
     "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "a line"),
-    "no proof": (protocol.greeting(RUN, NONCE) + b"{}\n", "fields proof"),
-    "a wrong proof": (protocol.greeting(RUN, NONCE) + b'{"proof":"' + b"0" * 64 + b'"}\n', "token"),
+    "no proof": (protocol.encode_greeting(RUN, NONCE) + b"{}\n", "fields proof"),
+    "a wrong proof": (protocol.encode_greeting(RUN, NONCE) + b'{"proof":"' + b"0" * 64 + b'"}\n', "token"),
     "a replayed handshake": (recorded(), "token"),
-    "escape codes in a name": (protocol.greeting("\x1b[2J\n" * 100, NONCE), r"'\x1b[2J\n"),
+    "escape codes in a name": (protocol.encode_greeting("\x1b[2J\n" * 100, NONCE), r"'\x1b[2J\n"),
 }
 
 
@@ -133,7 +140,7 @@ def test_who_listens_on_or_talks_on_has_dropped_nobody() -> None:
     """What the tests below ask can be answered with no."""
     here, there = socket.socketpair()
     with here, there:
-        assert not dropped(here, patience_s=0.05)
+        assert not is_disconnected(here, timeout_s=0.05)
         talking = threading.Event()
 
         def talk() -> None:
@@ -143,125 +150,131 @@ def test_who_listens_on_or_talks_on_has_dropped_nobody() -> None:
 
         thread = threading.Thread(target=talk)
         thread.start()
-        assert not dropped(here, patience_s=0.05)
+        assert not is_disconnected(here, timeout_s=0.05)
         talking.set()
         there.shutdown(socket.SHUT_RDWR)
         thread.join()
-        assert dropped(here)
+        assert is_disconnected(here)
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_is_dropped_and_told_of(node: Station, kind: str) -> None:
+def test_a_stranger_is_dropped_and_told_of(node: SocketNode, kind: str) -> None:
     """Whatever it says first, the connection is closed, and a line says who it was and why."""
     data, why = STRANGERS[kind]
-    with calling(node.address) as stranger:
+    with connect(node.address) as stranger:
         with contextlib.suppress(ConnectionError):
             stranger.sendall(data)
-        assert dropped(stranger)
+        assert is_disconnected(stranger)
         host = stranger.getsockname()[0]
-    until(lambda: bool(node.told("stranger", why)), f"a line says {why!r}")
-    line = node.told("stranger", why)[-1]
+    wait_until(lambda: bool(node.log_lines("unauthenticated", why)), f"a line says {why!r}")
+    line = node.log_lines("unauthenticated", why)[-1]
     assert host in line
     assert line.isprintable(), "what strangers send does not reach the terminal"
 
 
-def test_a_stranger_hears_a_nonce_and_no_proof(node: Station) -> None:
+def test_a_stranger_hears_a_nonce_and_no_proof(node: SocketNode) -> None:
     """Nothing that is made from the token is said to one who has not proved that it holds it."""
-    with calling(node.address) as stranger:
-        stranger.sendall(protocol.greeting(RUN, NONCE))
+    with connect(node.address) as stranger:
+        stranger.sendall(protocol.encode_greeting(RUN, NONCE))
         answer = json.loads(read_line(stranger))
         assert answer.keys() == {"elastic_resume", "nonce"}
-        stranger.sendall(protocol.proof(b"another", "dialler", RUN, (NONCE, answer["nonce"])))
+        stranger.sendall(protocol.encode_proof(b"another", "dialler", RUN, (NONCE, answer["nonce"])))
         assert read_line(stranger) == b'{"proof":""}'
         assert read_line(stranger) == b""
 
 
-def test_a_peer_with_another_token_is_refused_by_both_sides(node: Station) -> None:
+def test_a_peer_with_another_token_is_refused_by_both_sides(node: SocketNode) -> None:
     """The node sees it first and says so to people, and lets the dialler know why it is dropped."""
-    before = len(node.told("stranger"))
+    before = len(node.log_lines("unauthenticated"))
     with (
-        calling(node.address) as stranger,
-        pytest.raises(protocol.WireError, match="does not hold the run's token"),
+        connect(node.address) as stranger,
+        pytest.raises(protocol.ProtocolError, match="does not hold the run's token"),
     ):
-        prove(stranger, b"another")
-    until(
-        lambda: "does not hold the run's token" in "".join(node.told("stranger")[before:]), "a line says so"
+        authenticate(stranger, b"another")
+    wait_until(
+        lambda: "does not hold the run's token" in "".join(node.log_lines("unauthenticated")[before:]),
+        "a line says so",
     )
 
 
-def test_a_peer_that_changes_its_mind_is_no_stranger(node: Station) -> None:
+def test_a_peer_that_changes_its_mind_is_no_stranger(node: SocketNode) -> None:
     """It proves that it is one; who only says so, and has heard a proof for that, is told of."""
-    before = len(node.told("stranger"))
-    with calling(node.address) as peer:
+    before = len(node.log_lines("unauthenticated"))
+    with connect(node.address) as peer:
         its = "{}:{}: ".format(*peer.getsockname())
-        peer.sendall(protocol.greeting(RUN, NONCE) + protocol.parting(TOKEN, RUN, NONCE))
-        assert dropped(peer)
-    with calling(node.address) as stranger:
-        stranger.sendall(protocol.greeting(RUN, NONCE) + protocol.parting(b"another", RUN, NONCE))
-        assert dropped(stranger)
-    until(lambda: "fields proof" in "".join(node.told("stranger")[before:]), "a line says so of the other")
-    assert its not in "".join(node.told("stranger"))
+        peer.sendall(protocol.encode_greeting(RUN, NONCE) + protocol.encode_abort(TOKEN, RUN, NONCE))
+        assert is_disconnected(peer)
+    with connect(node.address) as stranger:
+        stranger.sendall(protocol.encode_greeting(RUN, NONCE) + protocol.encode_abort(b"another", RUN, NONCE))
+        assert is_disconnected(stranger)
+    wait_until(
+        lambda: "fields proof" in "".join(node.log_lines("unauthenticated")[before:]),
+        "a line says so of the other",
+    )
+    assert its not in "".join(node.log_lines("unauthenticated"))
 
 
-@pytest.mark.parametrize("greeting", [b"", protocol.greeting(RUN, NONCE)], ids=["greeting", "proof"])
+@pytest.mark.parametrize("greeting", [b"", protocol.encode_greeting(RUN, NONCE)], ids=["greeting", "proof"])
 def test_the_handshake_as_a_whole_has_a_time_limit(tmp_path: Path, greeting: bytes) -> None:
     """Whoever sends a byte now and then is dropped before the line is complete."""
-    stations = Stations(tmp_path, Limits(handshake_s=0.5, notice_s=0.01))
+    stations = RendezvousNodes(tmp_path, ConnectionLimits(handshake_timeout_s=0.5, log_interval_s=0.01))
     (alone,) = stations.build(1)
     try:
-        with calling(alone.address) as stranger:
+        with connect(alone.address) as stranger:
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(greeting)
-            babbler = Babbler(stranger, b" ", pause_s=0.05)  # a line of 4096 bytes would take minutes
+            babbler = EndlessSender(stranger, b" ", pause_s=0.05)  # a line of 4096 bytes would take minutes
             babbler.start()
-            assert dropped(stranger)
+            assert is_disconnected(stranger)
         babbler.join()
-        until(lambda: bool(alone.told("stranger", "more than 0.5 s")), "a line says so")
+        wait_until(lambda: bool(alone.log_lines("unauthenticated", "more than 0.5 s")), "a line says so")
     finally:
         stations.stop()
 
 
-def test_half_a_handshake_and_half_a_message(node: Station) -> None:
+def test_half_a_handshake_and_half_a_message(node: SocketNode) -> None:
     """Whoever closes in the middle of a line leaves nothing behind."""
     for size in (1, 20, 90):
-        with calling(node.address) as stranger:
-            stranger.sendall(protocol.greeting(RUN, NONCE)[:size])
-    with calling(node.address) as stranger:
-        prove(stranger)
-        stranger.sendall(b'{"stamp":[1,0,0,0.0],"type":"He')
+        with connect(node.address) as stranger:
+            stranger.sendall(protocol.encode_greeting(RUN, NONCE)[:size])
+    with connect(node.address) as stranger:
+        authenticate(stranger)
+        stranger.sendall(b'{"header":[1,0,0,0.0],"type":"He')
 
 
-def test_idle_connections_do_not_keep_members_out(node: Station) -> None:
+def test_idle_connections_do_not_keep_members_out(node: SocketNode) -> None:
     """Five hundred that say nothing, and as many as may wait that greet and then say nothing."""
     with contextlib.ExitStack() as held:
         for _ in range(500):
-            held.enter_context(calling(node.address))
-        for _ in range(LIMITS.unproven):
-            held.enter_context(calling(node.address)).sendall(protocol.greeting(RUN, NONCE))
-        with calling(node.address) as peer:
-            prove(peer)
-            say(peer, hello(Incarnation("late", "x"), node_timeout_s=1.0))
-            assert isinstance(hear(peer), (Refused, Redirect)), "somebody who holds the token is answered"
+            held.enter_context(connect(node.address))
+        for _ in range(LIMITS.max_unauthenticated):
+            held.enter_context(connect(node.address)).sendall(protocol.encode_greeting(RUN, NONCE))
+        with connect(node.address) as peer:
+            authenticate(peer)
+            send_messages(peer, hello(Incarnation("late", "x"), node_timeout_s=1.0))
+            assert isinstance(receive_message(peer), (Refused, Redirect)), (
+                "somebody who holds the token is answered"
+            )
 
 
-def test_a_flood_of_connections_leaves_nothing(node: Station) -> None:
+def test_a_flood_of_connections_leaves_nothing(node: SocketNode) -> None:
     """A thousand that come and go; the fixture counts open files."""
     for _ in range(1000):
-        with calling(node.address):
+        with connect(node.address):
             pass
 
 
-def test_memory_is_bounded_whatever_strangers_send(node: Station) -> None:
+def test_memory_is_bounded_whatever_strangers_send(node: SocketNode) -> None:
     """Forty connections with as much as an unproven one may send, and forty that send no end."""
     gc.collect()
     tracemalloc.start()
     try:
         with contextlib.ExitStack() as held:
             for _ in range(40):
-                held.enter_context(calling(node.address)).sendall(b"x" * 4000)
+                held.enter_context(connect(node.address)).sendall(b"x" * 4000)
             for _ in range(40):
-                stranger = held.enter_context(calling(node.address))
-                babbler = Babbler(stranger, b"y" * MEGABYTE)
+                stranger = held.enter_context(connect(node.address))
+                babbler = EndlessSender(stranger, b"y" * MEGABYTE)
                 babbler.start()
                 babbler.join()
             assert tracemalloc.get_traced_memory()[1] < 8 * MEGABYTE
@@ -272,31 +285,31 @@ def test_memory_is_bounded_whatever_strangers_send(node: Station) -> None:
 GARBAGE = {
     "no JSON": (b"garbage\n", "not JSON"),
     "another type": (
-        b'{"stamp":[1,0,0,0.0],"type":"Reboot","body":[]}\n',
+        b'{"header":[1,0,0,0.0],"type":"Reboot","body":[]}\n',
         "there is no message 'Reboot'",
     ),
-    "a stamp too short": (b'{"stamp":[1],"type":"Beat","body":[]}\n', "stamp"),
-    "a number out of range": (b'{"stamp":[1,0,0,0.0],"type":"Acknowledge","body":[-1]}\n', "Acknowledge"),
+    "a stamp too short": (b'{"header":[1],"type":"Heartbeat","body":[]}\n', "header"),
+    "a number out of range": (b'{"header":[1,0,0,0.0],"type":"ProposalAck","body":[-1]}\n', "ProposalAck"),
 }
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_a_proven_peer_that_sends_garbage_is_dropped(node: Station, kind: str) -> None:
+def test_a_proven_peer_that_sends_garbage_is_dropped(node: SocketNode, kind: str) -> None:
     """The token does not make up for a line that is no message."""
     data, why = GARBAGE[kind]
-    with calling(node.address) as peer:
-        peer.sendall(prove(peer).sends.sign(data))
-        assert dropped(peer)
-    until(lambda: bool(node.told("stranger", why)), f"a line says {why!r}")
+    with connect(node.address) as peer:
+        peer.sendall(authenticate(peer).signer.sign(data))
+        assert is_disconnected(peer)
+    wait_until(lambda: bool(node.log_lines("unauthenticated", why)), f"a line says {why!r}")
 
 
-HEARTBEAT = protocol.encode(Stamp(1, 0, 7, 0.5), Beat())
-INJECTED: dict[str, Callable[[protocol.Seal], bytes]] = {
+HEARTBEAT = protocol.encode(Header(1, 0, 7, 0.5), Heartbeat())
+INJECTED: dict[str, Callable[[protocol.LineAuthenticator], bytes]] = {
     "binary": lambda _: bytes(range(256)),
     "less than a digest": lambda _: b"\n",
     "no digest": lambda _: HEARTBEAT,
     "a sum that anybody can make": lambda _: b"%b%08x\n" % (HEARTBEAT[:-1], zlib.crc32(HEARTBEAT[:-1])),
-    "a key that anybody can make": lambda _: protocol.Seal(b"another").sign(HEARTBEAT),
+    "a key that anybody can make": lambda _: protocol.LineAuthenticator(b"another").sign(HEARTBEAT),
     "a bit that has flipped": lambda seal: seal.sign(HEARTBEAT).replace(b"7", b"6", 1),
     "a line that was said before": lambda seal: seal.sign(HEARTBEAT) * 2,
     "a line without the one before": lambda seal: (seal.sign(HEARTBEAT), seal.sign(HEARTBEAT))[1],
@@ -304,118 +317,126 @@ INJECTED: dict[str, Callable[[protocol.Seal], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", INJECTED)
-def test_what_is_written_into_a_proven_connection_ends_it(node: Station, kind: str) -> None:
+def test_what_is_written_into_a_proven_connection_ends_it(node: SocketNode, kind: str) -> None:
     """By somebody between two nodes, who has seen the handshake and each line, and has no token."""
-    before = len(node.told("stranger"))
-    with calling(node.address) as peer:
-        peer.sendall(INJECTED[kind](prove(peer).sends))
-        assert dropped(peer)
-    until(lambda: "wrong digest" in "".join(node.told("stranger")[before:]), "a line says so")
+    before = len(node.log_lines("unauthenticated"))
+    with connect(node.address) as peer:
+        peer.sendall(INJECTED[kind](authenticate(peer).signer))
+        assert is_disconnected(peer)
+    wait_until(
+        lambda: "wrong digest" in "".join(node.log_lines("unauthenticated")[before:]), "a line says so"
+    )
 
 
-def test_a_proven_peer_is_held_to_the_longest_line(node: Station) -> None:
+def test_a_proven_peer_is_held_to_the_longest_line(node: SocketNode) -> None:
     """Eight MiB are taken, one byte more is not, and none of it is kept."""
     for _ in range(3):
-        with calling(node.address) as peer:
-            prove(peer)
+        with connect(node.address) as peer:
+            authenticate(peer)
             with contextlib.suppress(ConnectionError):
                 peer.sendall(b"[" + b" " * protocol.MAX_LINE_BYTES)
-            assert dropped(peer)
-    until(lambda: bool(node.told("stranger", f"more than {protocol.MAX_LINE_BYTES} bytes")), "a line says so")
+            assert is_disconnected(peer)
+    wait_until(
+        lambda: bool(node.log_lines("unauthenticated", f"more than {protocol.MAX_LINE_BYTES} bytes")),
+        "a line says so",
+    )
 
 
-def test_what_waits_for_a_peer_that_never_reads_is_bounded(node: Station) -> None:
+def test_what_waits_for_a_peer_that_never_reads_is_bounded(node: SocketNode) -> None:
     """It asks and asks and takes no answer: the backlog's limit ends it."""
     host, _, port = node.address.rpartition(":")
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect((host, int(port)))
-        proof = prove(peer)
+        proof = authenticate(peer)
         question = hello(Incarnation("late", "x"), node_timeout_s=1.0)
-        line = protocol.encode(Stamp(1, 0), question)
-        babbler = Babbler(peer, lambda: b"".join(proof.sends.sign(line) for _ in range(100)))
+        line = protocol.encode(Header(1, 0), question)
+        babbler = EndlessSender(peer, lambda: b"".join(proof.signer.sign(line) for _ in range(100)))
         babbler.start()
-        until(lambda: bool(node.told("stranger", "has not read")), "it is dropped, and a line says so")
+        wait_until(
+            lambda: bool(node.log_lines("unauthenticated", "has not read")),
+            "it is dropped, and a line says so",
+        )
     babbler.join()
 
 
 def messages_of_others() -> list[Message]:
     """Every type of message, as from somebody who holds the token and is neither leader nor member."""
-    who = Incarnation("stranger", "x", "127.0.0.1:1", None)
-    world = World(10**6, (who,), who)
-    known = Knowledge(3, world, (), frozenset())
+    who = Incarnation("unauthenticated", "x", "127.0.0.1:1", None)
+    world = View(10**6, (who,), who)
+    known = QuorumState(3, world, (), frozenset())
     return [
-        Welcome(who, known, resumed=True),
+        Welcome(who, known, resumes_view=True),
         Redirect("127.0.0.1:1"),
-        Refused("gone", final=True),
-        Ready(Join("127.0.0.1:1", 1)),
-        Beat(),
-        Propose(world, known),
-        Acknowledge(1),
-        Begin(10**6, "127.0.0.1:1", (1,)),
-        Restart(1, "says a stranger", known),
-        Waiting("says a stranger"),
-        Failed("says a stranger"),
-        Finished(1),
+        Refused("gone", is_permanent=True),
+        JoinRequest(JoinSpec("127.0.0.1:1", 1)),
+        Heartbeat(),
+        ProposeView(world, known),
+        ProposalAck(1),
+        InstallView(10**6, "127.0.0.1:1", (1,)),
+        EndView(1, "says a stranger", known),
+        WaitReason("says a stranger"),
+        FailJob("says a stranger"),
+        NodeFinished(1),
         JobEnd(10**6, "says a stranger"),
-        Goodbye("says a stranger", known),
-        Claim(who, 0, 0, 9),
+        LeaveNotice("says a stranger", known),
+        LeaderAnnouncement(who, 0, 0, 9),
     ]
 
 
-def test_messages_of_a_role_that_the_peer_does_not_have_change_nothing(node: Station) -> None:
+def test_messages_of_a_role_that_the_peer_does_not_have_change_nothing(node: SocketNode) -> None:
     """Who has not been taken in is neither obeyed nor heeded, whatever it knows to say."""
-    with calling(node.address) as peer:
-        prove(peer)
-        say(peer, *messages_of_others())
-        assert isinstance(hear(peer), (Claim, Redirect)), "a lesser claim is answered"
+    with connect(node.address) as peer:
+        authenticate(peer)
+        send_messages(peer, *messages_of_others())
+        assert isinstance(receive_message(peer), (LeaderAnnouncement, Redirect)), "a lesser claim is answered"
 
 
 @pytest.mark.parametrize(
     "settings", ["another timeout", "another list of candidates", "another number of nodes"]
 )
-def test_a_peer_with_other_settings_is_refused(node: Station, settings: str) -> None:
+def test_a_peer_with_other_settings_is_refused(node: SocketNode, settings: str) -> None:
     """By whoever leads; a member says who does."""
     who = Incarnation("late", "x", "127.0.0.1:1", None)
     ours = hello(who)
     other = {
         "another timeout": replace(ours, node_timeout_s=99.0),
-        "another list of candidates": replace(ours, knowledge=Knowledge(5)),
+        "another list of candidates": replace(ours, quorum_state=QuorumState(5)),
         "another number of nodes": replace(ours, max_nodes=4),
     }
-    with calling(node.address) as peer:
-        prove(peer)
-        say(peer, other[settings])
-        answer = hear(peer)
-    assert isinstance(answer, Refused if node.leads else Redirect)
+    with connect(node.address) as peer:
+        authenticate(peer)
+        send_messages(peer, other[settings])
+        answer = receive_message(peer)
+    assert isinstance(answer, Refused if node.is_leader else Redirect)
 
 
-def test_a_peer_that_takes_the_name_of_a_live_node_is_refused(node: Station) -> None:
+def test_a_peer_that_takes_the_name_of_a_live_node_is_refused(node: SocketNode) -> None:
     """A second agent on one host, or one that pretends: the first keeps its place."""
-    with calling(node.address) as peer:
-        prove(peer)
-        say(peer, hello(Incarnation("n1", "another life", "127.0.0.1:1")))
-        answer = hear(peer)
+    with connect(node.address) as peer:
+        authenticate(peer)
+        send_messages(peer, hello(Incarnation("n1", "another life", "127.0.0.1:1")))
+        answer = receive_message(peer)
     assert isinstance(answer, Redirect) or (isinstance(answer, Refused) and "called n" in answer.reason)
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["after an answer", "after its welcome"])
 def test_a_spare_that_falls_silent_is_lost_and_nobody_else_minds(tmp_path: Path, *, answers: bool) -> None:
     """Its connection stands, half open: heartbeats end it."""
-    stations = Stations(tmp_path, LIMITS)
+    stations = RendezvousNodes(tmp_path, LIMITS)
     (alone,) = stations.build(1, node_timeout_s=1.0)  # whose world no silence ends
     try:
         alone.worlds.get(timeout=30)
-        with calling(alone.address) as peer:
-            prove(peer)
+        with connect(alone.address) as peer:
+            authenticate(peer)
             late = Incarnation("late", "x", "127.0.0.1:1")
-            say(peer, Hello(late, Knowledge(1), 0, node_timeout_s=1.0, min_nodes=1, max_nodes=1))
-            assert isinstance(hear(peer), Welcome)
+            send_messages(peer, Hello(late, QuorumState(1), 0, node_timeout_s=1.0, min_nodes=1, max_nodes=1))
+            assert isinstance(receive_message(peer), Welcome)
             if answers:
-                say(peer, Beat())
-            assert dropped(peer)
+                send_messages(peer, Heartbeat())
+            assert is_disconnected(peer)
         if answers:
-            until(lambda: bool(alone.told("lost", "late is silent")), "the leader says so")
+            wait_until(lambda: bool(alone.log_lines("lost", "late is silent")), "the leader says so")
         undisturbed([alone])
     finally:
         stations.stop()
@@ -423,26 +444,26 @@ def test_a_spare_that_falls_silent_is_lost_and_nobody_else_minds(tmp_path: Path,
 
 def test_a_thief_of_an_identity_costs_one_restart_at_most(tmp_path: Path) -> None:
     """Who holds the token is trusted with the job: it can end a world. The three are in the next one."""
-    stations = Stations(tmp_path, LIMITS)
+    stations = RendezvousNodes(tmp_path, LIMITS)
     made = stations.build(3, node_timeout_s=1.0)
 
     def robs() -> bool:
-        leads = [one.leads for one in made]
+        leads = [one.is_leader for one in made]
         if sum(leads) != 1:  # by the way, a processor was waited for
             return False
         leader, victim = made[leads.index(True)], made[leads.index(False)]
-        with calling(leader.address) as peer:
-            prove(peer)
-            say(peer, hello(victim.me, node_timeout_s=1.0))
-            taken_in = isinstance(hear(peer), Welcome)
-            say(peer, Beat())
+        with connect(leader.address) as peer:
+            authenticate(peer)
+            send_messages(peer, hello(victim.incarnation, node_timeout_s=1.0))
+            taken_in = isinstance(receive_message(peer), Welcome)
+            send_messages(peer, Heartbeat())
             # The one it pretended to be has its place back in the end.
-            return taken_in and dropped(peer)
+            return taken_in and is_disconnected(peer)
 
     try:
         for one in made:
             one.worlds.get(timeout=30)
-        until(robs, "it is taken in, and dropped")
+        wait_until(robs, "it is taken in, and dropped")
         worlds = [one.worlds.get(timeout=30) for one in made]
         while len({world.generation for world in worlds}) > 1 or len(worlds[0].members) < 3:
             oldest = min(range(3), key=lambda index: worlds[index].generation)
@@ -454,34 +475,36 @@ def test_a_thief_of_an_identity_costs_one_restart_at_most(tmp_path: Path) -> Non
 
 def test_a_proven_peer_that_never_says_anything_is_dropped(tmp_path: Path) -> None:
     """Else each crash of a host that called would leave a connection for good."""
-    stations = Stations(tmp_path, Limits(mute_s=1.0, notice_s=0.01))
+    stations = RendezvousNodes(tmp_path, ConnectionLimits(idle_timeout_s=1.0, log_interval_s=0.01))
     made = stations.build(2, node_timeout_s=0.5)
     try:
         for one in made:
             one.worlds.get(timeout=30)
-        with calling(made[0].address) as peer:
-            prove(peer)
-            assert dropped(peer)
-        until(lambda: bool(made[0].told("stranger", "has said nothing")), "a line says so")
+        with connect(made[0].address) as peer:
+            authenticate(peer)
+            assert is_disconnected(peer)
+        wait_until(lambda: bool(made[0].log_lines("unauthenticated", "has said nothing")), "a line says so")
     finally:
         stations.stop()
 
 
 def test_connections_beyond_the_limit_are_dropped_and_the_members_stay(tmp_path: Path) -> None:
     """Who is in is not pushed out by who comes later, even with the token."""
-    stations = Stations(tmp_path, Limits(connections=20, notice_s=0.01))
+    stations = RendezvousNodes(tmp_path, ConnectionLimits(max_connections=20, log_interval_s=0.01))
     made = stations.build(3)
     try:
         for one in made:
             one.worlds.get(timeout=30)
-        leader = next(one for one in made if one.leads)
+        leader = next(one for one in made if one.is_leader)
         with contextlib.ExitStack() as held:
             for _ in range(16):
-                prove(held.enter_context(calling(leader.address)))
+                authenticate(held.enter_context(connect(leader.address)))
             for _ in range(10):
-                with contextlib.suppress(ConnectionError, protocol.WireError):
-                    prove(held.enter_context(calling(leader.address)))
-            until(lambda: bool(leader.told("stranger", "are open already")), "a line says so")
+                with contextlib.suppress(ConnectionError, protocol.ProtocolError):
+                    authenticate(held.enter_context(connect(leader.address)))
+            wait_until(
+                lambda: bool(leader.log_lines("unauthenticated", "are open already")), "a line says so"
+            )
             undisturbed(made)
     finally:
         stations.stop()
@@ -512,22 +535,22 @@ class Clock:
 def test_one_line_tells_of_one_stranger_and_one_of_all_who_follow() -> None:
     """A flood fills no log: the first is told at once, the rest are counted, and the pauses grow."""
     clock = Clock()
-    notices = Notices(10.0, clock.told.append, clock.call_later)
-    notices.note("10.0.0.1:5", "not JSON")
+    notices = LogThrottle(10.0, clock.told.append, clock.call_later)
+    notices.add("10.0.0.1:5", "not JSON")
     assert clock.told == ["10.0.0.1:5: not JSON"]
     for host in range(20):
-        notices.note(f"10.0.0.{host}:5", "no token")
-        notices.note(f"10.0.0.{host}:6", "not JSON")
+        notices.add(f"10.0.0.{host}:5", "no token")
+        notices.add(f"10.0.0.{host}:6", "not JSON")
     assert len(clock.told) == 1
     assert clock.advance() == 10.0
     assert clock.told[1].startswith("40 more in the last 10 s: 10.0.0.0 (2 times, last: not JSON); ")
     assert clock.told[1].endswith("; other hosts (30 times)")
-    notices.note("10.0.0.1:5", "again")
+    notices.add("10.0.0.1:5", "again")
     assert clock.advance() == 20.0
     assert len(clock.told) == 3
     assert clock.advance() == 40.0
     assert (len(clock.told), clock.due) == (3, []), "nobody came: nothing is told, and no timer is left"
-    notices.note("10.0.0.1:5", "much later")
+    notices.add("10.0.0.1:5", "much later")
     assert clock.told[3] == "10.0.0.1:5: much later"
 
 
@@ -545,8 +568,8 @@ class Caller:
 
 def test_the_silent_go_before_those_who_greeted_and_the_oldest_first() -> None:
     """A member greets at once, so a flood of the silent does not push it out; nor is the newest sent away."""
-    door = Door(2)
+    door = HandshakeLimiter(2)
     old, silent, new = Caller(greeted=True), Caller(greeted=False), Caller(greeted=False)
     for one in (old, silent, new):
-        door.enter(one)  # type: ignore[arg-type]
+        door.add(one)  # type: ignore[arg-type]
     assert (old.why, bool(silent.why), new.why) == ("", True, "")

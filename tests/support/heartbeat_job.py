@@ -14,18 +14,18 @@ SCRIPT = SCRIPTS / "heart.py"
 
 
 @dataclass(frozen=True)
-class Life:
+class WorkerLifetime:
     """One worker: first and last beat are CLOCK_MONOTONIC seconds, the same clock for all nodes."""
 
     generation: int
     node: str
     rank: int
     world_size: int
-    first: float
-    last: float
+    first_heartbeat: float
+    last_heartbeat: float
 
 
-class Hearts:
+class HeartbeatJob:
     """The hearts of one cluster's job."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -41,32 +41,32 @@ class Hearts:
         """Let every worker end well."""
         (self.directory / "stop").touch()
 
-    def lives(self) -> list[Life]:
+    def worker_lifetimes(self) -> list[WorkerLifetime]:
         """All workers that ever beat, by generation and rank."""
         found = []
         for path in sorted(self.directory.glob("*.beats")):
             generation, node, rank, world_size = path.stem.split("-")
             beats = [float(line) for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
             if beats:
-                life = Life(int(generation), node, int(rank), int(world_size), beats[0], beats[-1])
+                life = WorkerLifetime(int(generation), node, int(rank), int(world_size), beats[0], beats[-1])
                 found.append(life)
         return sorted(found, key=lambda life: (life.generation, life.rank))
 
-    def world(self, generation: int) -> list[str]:
+    def nodes_in_generation(self, generation: int) -> list[str]:
         """Nodes of that generation that beat, in rank order."""
-        return [life.node for life in self.lives() if life.generation == generation]
+        return [life.node for life in self.worker_lifetimes() if life.generation == generation]
 
-    def newest(self) -> int:
+    def newest_generation(self) -> int:
         """The newest generation in which anybody beat; 0 before any."""
-        return max((life.generation for life in self.lives()), default=0)
+        return max((life.generation for life in self.worker_lifetimes()), default=0)
 
-    def wait(self, nodes: list[int], after: int = 0, timeout_s: float = 60.0) -> int:
+    def wait_for_world(self, nodes: list[int], after: int = 0, timeout_s: float = 60.0) -> int:
         """Wait until a generation after `after` beats on just those nodes; give it."""
         names = {f"n{index}" for index in nodes}
 
         def look() -> int | None:
-            newest = self.newest()
-            lives = [life for life in self.lives() if life.generation == newest]
+            newest = self.newest_generation()
+            lives = [life for life in self.worker_lifetimes() if life.generation == newest]
             whole = {life.node for life in lives} == names and {life.world_size for life in lives} == {
                 len(names)
             }
@@ -74,14 +74,16 @@ class Hearts:
 
         return self.cluster.wait(look, f"a world of {sorted(names)} after {after}", timeout_s)
 
-    def wait_told(self, index: int, what: str) -> None:
+    def wait_for_rendezvous_event(self, index: int, kind: str) -> None:
         """Wait until a node's rendezvous has told that."""
         self.cluster.wait(
-            lambda: [event for event in self.cluster.events_of(index, "rendezvous") if event["what"] == what],
-            f"n{index} to tell of {what}",
+            lambda: [
+                event for event in self.cluster.node_events(index, "rendezvous") if event["what"] == kind
+            ],
+            f"n{index} to tell of {kind}",
         )
 
-    def wait_says(self, index: int, text: str) -> None:
+    def wait_for_output(self, index: int, text: str) -> None:
         """Wait until a node has printed that."""
         self.cluster.wait(lambda: text in self.cluster.output(index), f"n{index} to say {text!r}")
 
@@ -106,7 +108,7 @@ class Hearts:
                     found.append(process)
         return found
 
-    def check_who_went_on_is_first(self) -> None:
+    def check_survivors_keep_first_ranks(self) -> None:
         """Who was in the generation right before leads a world, in its order; it need not have beaten.
 
         Of a world that ended as it began not every node may have told: of such a one nothing is said.
@@ -121,15 +123,15 @@ class Hearts:
                 stayed = [node for node in before if node in world]
                 assert world[: len(stayed)] == stayed, f"generation {generation} of {worlds}"
 
-    def check_no_world_of_one_side(self, after: int, *sides: set[str]) -> None:
+    def check_no_minority_world(self, after: int, *sides: set[str]) -> None:
         """No generation after that one beat on nodes of one of these sides alone."""
-        for generation in {life.generation for life in self.lives() if life.generation > after}:
-            world = set(self.world(generation))
+        for generation in {life.generation for life in self.worker_lifetimes() if life.generation > after}:
+            world = set(self.nodes_in_generation(generation))
             assert not any(world <= side for side in sides), f"generation {generation}: {world}"
 
-    def check_one_world_at_a_time(self) -> None:
+    def check_generations_do_not_overlap(self) -> None:
         """No worker of a generation beats once one of a later generation has begun to."""
-        lives = self.lives()
+        lives = self.worker_lifetimes()
         ranks = [(life.generation, life.rank) for life in lives]
         assert len(set(ranks)) == len(ranks), f"a rank stands twice: {lives}"
         sizes = {life.generation: life.world_size for life in lives}
@@ -137,4 +139,6 @@ class Hearts:
         for life in lives:
             for other in lives:
                 if other.generation > life.generation:
-                    assert life.last < other.first, f"{life} still beat when {other} began"
+                    assert life.last_heartbeat < other.first_heartbeat, (
+                        f"{life} still beat when {other} began"
+                    )

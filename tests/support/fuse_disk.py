@@ -28,39 +28,39 @@ from collections.abc import Callable
 
 SECTOR = 4096  # what a drive of today writes whole or not at all
 CACHE_SECTORS = 16384  # 64 MB: a cache that is full is written out without being asked
-MOST_BYTES = 1 << 20  # of one request
+MAX_REQUEST_BYTES = 1 << 20  # of one request
 BURST_S = 0.02  # a paced disk is ahead of its pace by so much at most
 
 FORGET, GETATTR, SETATTR, OPEN, READ, WRITE, RELEASE = 2, 3, 4, 14, 15, 16, 18
 FSYNC, FLUSH, INIT, ACCESS, INTERRUPT, DESTROY, BATCH_FORGET = 20, 25, 26, 34, 36, 38, 42
 UNANSWERED = {FORGET, BATCH_FORGET, INTERRUPT}
 BIG_WRITES, MAX_PAGES, DIRECT_IO = 1 << 5, 1 << 22, 1 << 0
-IN, OUT = struct.Struct("<IIQQIIII"), struct.Struct("<IiQ")
-IO = struct.Struct("<QQI")  # of a read or write: handle, offset, bytes
-WRITE_HEAD = 40
+REQUEST_HEADER, REPLY_HEADER = struct.Struct("<IIQQIIII"), struct.Struct("<IiQ")
+IO_REQUEST = struct.Struct("<QQI")  # of a read or write: handle, offset, bytes
+WRITE_HEADER_BYTES = 40
 ATTRIBUTES = struct.Struct("<QII6Q10I")
-INIT_OUT = struct.Struct("<IIIIHHIIHH8I")
+INIT_REPLY = struct.Struct("<IIIIHHIIHH8I")
 
 
-class Media:
+class DiskMedia:
     """What is on the disk durably, and the write cache before it."""
 
     def __init__(self, image: int) -> None:
         """``image`` is a descriptor of a file of the disk's size."""
         self.size = os.fstat(image).st_size
         self._image = image
-        self._cached: dict[int, bytes] = {}
+        self._write_cache: dict[int, bytes] = {}
 
     def read(self, offset: int, size: int) -> bytes:
         """What was written last."""
         data = os.pread(self._image, size, offset)
-        if not self._cached:
+        if not self._write_cache:
             return data
         first, last = offset // SECTOR, (offset + size - 1) // SECTOR
         pieces = bytearray(data)
-        for sector in self._cached.keys() & range(first, last + 1):
+        for sector in self._write_cache.keys() & range(first, last + 1):
             start = sector * SECTOR - offset
-            held = self._cached[sector]
+            held = self._write_cache[sector]
             low, high = max(start, 0), min(start + SECTOR, size)
             pieces[low:high] = held[low - start : high - start]
         return bytes(pieces)
@@ -76,41 +76,41 @@ class Media:
                 whole = bytearray(self.read(start, SECTOR))
                 whole[low - start : high - start] = piece
                 piece = bytes(whole)
-            self._cached[sector] = piece
-        if len(self._cached) > CACHE_SECTORS:
+            self._write_cache[sector] = piece
+        if len(self._write_cache) > CACHE_SECTORS:
             self.flush()
 
     def flush(self) -> None:
         """Make all that was written durable."""
-        for sector, data in self._cached.items():
+        for sector, data in self._write_cache.items():
             os.pwrite(self._image, data, sector * SECTOR)
-        self._cached.clear()
+        self._write_cache.clear()
 
-    def lose(self, seed: int) -> int:
+    def lose_power(self, seed: int) -> int:
         """Lose the power: keep some of the cache's sectors, of none to all; give how many were lost."""
         chance = random.Random(seed)
         share = chance.choice((0.0, 0.5, 0.9, 1.0))
-        kept = {sector: data for sector, data in self._cached.items() if chance.random() < share}
-        lost = len(self._cached) - len(kept)
-        self._cached = kept
+        kept = {sector: data for sector, data in self._write_cache.items() if chance.random() < share}
+        lost = len(self._write_cache) - len(kept)
+        self._write_cache = kept
         self.flush()
         return lost
 
 
-class Drive:
+class FuseDisk:
     """Answers the kernel's requests, and the commands of its maker."""
 
-    def __init__(self, fuse: int, media: Media, line: socket.socket) -> None:
+    def __init__(self, fuse: int, media: DiskMedia, connection: socket.socket) -> None:
         """Serve ``media`` on the descriptor ``fuse``; ``line`` brings commands."""
         self._fuse = fuse
         self._media = media
-        self._lines = [line]  # empty when the maker is gone
-        self._handles = 0
-        self._dead = 0  # handles up to this one were open when the power went
-        self._failing: set[int] = set()
+        self._connections = [connection]  # empty when the maker is gone
+        self._last_handle = 0
+        self._last_dead_handle = 0  # handles up to this one were open when the power went
+        self._failing_operations: set[int] = set()
         self._bytes_per_s = 0.0
-        self._free_at = 0.0  # when a paced disk is done with what it was given
-        self._answers: dict[int, Callable[[memoryview], bytes]] = {
+        self._idle_at = 0.0  # when a paced disk is done with what it was given
+        self._handlers: dict[int, Callable[[memoryview], bytes]] = {
             INIT: self._init,
             GETATTR: self._attributes,
             SETATTR: self._attributes,
@@ -122,12 +122,12 @@ class Drive:
 
     def serve(self) -> None:
         """Return when nobody has the disk any more."""
-        room = bytearray(MOST_BYTES + 65536)
+        room = bytearray(MAX_REQUEST_BYTES + 65536)
         while True:
-            waited: list[int | socket.socket] = [self._fuse, *self._lines]
+            waited: list[int | socket.socket] = [self._fuse, *self._connections]
             ready, _, _ = select.select(waited, [], [])
-            if self._lines and self._lines[0] in ready:
-                self._obey()
+            if self._connections and self._connections[0] in ready:
+                self._run_command()
             if self._fuse in ready:
                 try:
                     size = os.readv(self._fuse, [room])
@@ -137,85 +137,87 @@ class Drive:
                     if error.errno == errno.ENOENT:  # it was interrupted meanwhile
                         continue
                     return  # ENODEV: unmounted
-                self._answer(memoryview(room)[:size])
+                self._handle_request(memoryview(room)[:size])
 
-    def _answer(self, message: memoryview) -> None:
-        _, kind, number, *_ = IN.unpack_from(message)
+    def _handle_request(self, message: memoryview) -> None:
+        _, kind, number, *_ = REQUEST_HEADER.unpack_from(message)
         if kind in UNANSWERED:
             return
         code, data = 0, b""
         try:
-            if kind in self._answers:
-                data = self._answers[kind](message[IN.size :])
+            if kind in self._handlers:
+                data = self._handlers[kind](message[REQUEST_HEADER.size :])
             elif kind not in {FLUSH, RELEASE, ACCESS, DESTROY}:
                 code = errno.ENOSYS
         except OSError as error:
             code = error.errno or errno.EIO
         with contextlib.suppress(OSError):  # it was interrupted, or aborted
-            os.writev(self._fuse, [OUT.pack(OUT.size + len(data), -code, number), data])
+            os.writev(self._fuse, [REPLY_HEADER.pack(REPLY_HEADER.size + len(data), -code, number), data])
 
     def _init(self, _: memoryview) -> bytes:
         flags = BIG_WRITES | MAX_PAGES
-        return INIT_OUT.pack(7, 31, 0, flags, 16, 12, MOST_BYTES, 1, MOST_BYTES // 4096, *[0] * 9)
+        return INIT_REPLY.pack(
+            7, 31, 0, flags, 16, 12, MAX_REQUEST_BYTES, 1, MAX_REQUEST_BYTES // 4096, *[0] * 9
+        )
 
     def _attributes(self, _: memoryview) -> bytes:
         size = self._media.size
         return ATTRIBUTES.pack(1, 0, 0, 1, size, size // 512, *[0] * 6, 0o100600, 1, 0, 0, 0, SECTOR, 0)
 
     def _open(self, _: memoryview) -> bytes:
-        self._handles += 1
-        return struct.pack("<QII", self._handles, DIRECT_IO, 0)
+        self._last_handle += 1
+        return struct.pack("<QII", self._last_handle, DIRECT_IO, 0)
 
     def _read(self, body: memoryview) -> bytes:
-        handle, offset, size = IO.unpack_from(body)
-        self._work(READ, handle, size)
+        handle, offset, size = IO_REQUEST.unpack_from(body)
+        self._delay_or_fail(READ, handle, size)
         return self._media.read(offset, min(size, self._media.size - offset))
 
     def _write(self, body: memoryview) -> bytes:
-        handle, offset, size = IO.unpack_from(body)
-        self._work(WRITE, handle, size)
-        self._media.write(offset, body[WRITE_HEAD : WRITE_HEAD + size])
+        handle, offset, size = IO_REQUEST.unpack_from(body)
+        self._delay_or_fail(WRITE, handle, size)
+        self._media.write(offset, body[WRITE_HEADER_BYTES : WRITE_HEADER_BYTES + size])
         return struct.pack("<II", size, 0)
 
     def _sync(self, body: memoryview) -> bytes:
         handle: int = struct.unpack_from("<Q", body)[0]
-        self._work(WRITE, handle, 0)
+        self._delay_or_fail(WRITE, handle, 0)
         self._media.flush()
         return b""
 
-    def _work(self, kind: int, handle: int, size: int) -> None:
+    def _delay_or_fail(self, kind: int, handle: int, size: int) -> None:
         """Take the time that it takes, or fail."""
         now = time.monotonic()
-        self._free_at = max(self._free_at, now - BURST_S)
+        self._idle_at = max(self._idle_at, now - BURST_S)
         if self._bytes_per_s:
-            self._free_at += size / self._bytes_per_s
-        while self._bytes_per_s and self._free_at > time.monotonic():
-            ready, _, _ = select.select(self._lines, [], [], max(0.0, self._free_at - time.monotonic()))
+            self._idle_at += size / self._bytes_per_s
+        while self._bytes_per_s and self._idle_at > time.monotonic():
+            ready, _, _ = select.select(self._connections, [], [], max(0.0, self._idle_at - time.monotonic()))
             if ready:
-                self._obey()
-        if handle <= self._dead or kind in self._failing:
+                self._run_command()
+        if handle <= self._last_dead_handle or kind in self._failing_operations:
             raise OSError(errno.EIO, "the disk does not work")
 
-    def _obey(self) -> None:
+    def _run_command(self) -> None:
         """Do what the maker says. When that is gone, be quick about what is left to do."""
-        line = self._lines[0]
+        line = self._connections[0]
         said = line.recv(256).decode().split()
         if not said:
-            self._lines, self._bytes_per_s = [], 0.0
+            self._connections, self._bytes_per_s = [], 0.0
             return
         verb, value = said[0], said[1] if len(said) > 1 else ""
         answer = 0
         if verb == "fail":
-            self._failing = {{"read": READ, "write": WRITE}[word] for word in said[1:]}
+            self._failing_operations = {{"read": READ, "write": WRITE}[word] for word in said[1:]}
         elif verb == "pace":
             self._bytes_per_s = float(value)
-            self._free_at = 0.0
+            self._idle_at = 0.0
         elif verb == "swap":
-            self._dead = self._handles
-            self._failing = set()
+            self._last_dead_handle = self._last_handle
+            self._failing_operations = set()
         elif verb == "off":
-            self._dead = self._handles
-            answer = self._media.lose(int(value))
+            self._last_dead_handle = self._last_handle
+            answer = self._media.lose_power(int(value))
         with contextlib.suppress(OSError):
             line.sendall(b"%d\n" % answer)
 
@@ -228,7 +230,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(-15)  # hardware does not wait for a processor
     os.set_blocking(fuse, False)
-    Drive(fuse, Media(image), socket.socket(fileno=line)).serve()
+    FuseDisk(fuse, DiskMedia(image), socket.socket(fileno=line)).serve()
 
 
 main()

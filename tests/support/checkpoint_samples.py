@@ -8,7 +8,7 @@ from random import Random
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest, Position
-from elastic_resume.checkpoint.writer import Writer
+from elastic_resume.checkpoint.writer import CheckpointTransaction
 
 RUN = "run-1"
 SPECS = (
@@ -21,13 +21,13 @@ SPECS = (
 SMALL_BLOCK = 2048  # several blocks in a small image
 
 
-def image(seed: int = 0) -> memoryview:
+def make_image(seed: int = 0) -> memoryview:
     """A whole image with reproducible bytes in its tensors."""
     layout = Layout.build(SPECS)
     return memoryview(layout.header + Random(seed).randbytes(layout.total_bytes - len(layout.header)))
 
 
-def manifest(generation: int = 1, step: int = 1, *, run_id: str = RUN, state: object = None) -> Manifest:
+def make_manifest(generation: int = 1, step: int = 1, *, run_id: str = RUN, state: object = None) -> Manifest:
     """A manifest whose blocks the writer will fill in."""
     return Manifest(
         run_id=run_id,
@@ -43,23 +43,23 @@ def manifest(generation: int = 1, step: int = 1, *, run_id: str = RUN, state: ob
     )
 
 
-def save(
+def save_checkpoint(
     node_dir: Path, generation: int = 1, step: int = 1, *, seed: int | None = None, disk: Disk = DISK
 ) -> Path:
     """Commit a small checkpoint of several blocks; its bytes follow from ``seed`` (default: the step)."""
-    with Writer(node_dir, generation, step, disk, block_bytes=SMALL_BLOCK) as writer:
-        writer.write(image(step if seed is None else seed))
-        return writer.commit(manifest(generation, step))
+    with CheckpointTransaction(node_dir, generation, step, disk, block_bytes=SMALL_BLOCK) as writer:
+        writer.write(make_image(step if seed is None else seed))
+        return writer.commit(make_manifest(generation, step))
 
 
 def save_image(node_dir: Path, manifest: Manifest, image: memoryview, disk: Disk = DISK) -> Path:
     """Commit a whole image as a job does; return the checkpoint's directory."""
-    with Writer(node_dir, *manifest.order, disk) as writer:
+    with CheckpointTransaction(node_dir, *manifest.version, disk) as writer:
         writer.write(image)
         return writer.commit(manifest)
 
 
-def flip(path: Path, offset: int, mask: int = 0x10) -> None:
+def flip_bits(path: Path, offset: int, mask: int = 0x10) -> None:
     """Flip bits of one byte of a file; a negative offset counts from the end."""
     data = bytearray(path.read_bytes())
     data[offset] ^= mask

@@ -24,9 +24,9 @@ def train_test_split(images, labels, test_size, **_):
 }
 
 
-def scikit_learn(place: Path) -> str:
+def write_fake_sklearn(directory: Path) -> str:
     """Write it below ``place``; what PYTHONPATH has to say."""
-    package = place / "stand-in" / "sklearn"
+    package = directory / "stand-in" / "sklearn"
     package.mkdir(parents=True)
     for name, text in FILES.items():
         (package / name).write_text(text)

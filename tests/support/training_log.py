@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 
-def samples_by_epoch(diary: Path) -> dict[int, Counter[int]]:
+def samples_by_epoch(log_dir: Path) -> dict[int, Counter[int]]:
     """How often each sample was read in each epoch, in the lineage that counts.
 
     A step that several generations ran counts in the last of them: the others' results were lost.
     """
-    lines = [json.loads(line) for path in diary.glob("g*.jsonl") for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for path in log_dir.glob("g*.jsonl") for line in path.read_text().splitlines()]
     last: dict[int, int] = {}
     for line in lines:
         last[line["step"]] = max(last.get(line["step"], 0), line["generation"])
@@ -24,17 +24,17 @@ def samples_by_epoch(diary: Path) -> dict[int, Counter[int]]:
     return dict(seen)
 
 
-def repeated_steps(diary: Path) -> int:
+def repeated_steps(log_dir: Path) -> int:
     """How many steps were begun by more than one generation."""
     ran: dict[int, set[int]] = defaultdict(set)
-    for path in diary.glob("g*.jsonl"):
+    for path in log_dir.glob("g*.jsonl"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
             ran[entry["step"]].add(entry["generation"])
     return sum(len(generations) - 1 for generations in ran.values())
 
 
-def ends(diary: Path) -> list[dict[str, Any]]:
+def final_states(log_dir: Path) -> list[dict[str, Any]]:
     """What each rank held at the end, by rank."""
-    found = [json.loads(path.read_text()) for path in diary.glob("end-*.json")]
+    found = [json.loads(path.read_text()) for path in log_dir.glob("end-*.json")]
     return sorted(found, key=lambda end: end["rank"])

@@ -16,18 +16,20 @@ if __name__ == "__main__":
 from elastic_resume.testing import fork_server_main
 from tests.support import namespaces
 
-_born = fork_server_main._born
+_set_up_agent = fork_server_main._set_up_agent
 
 
-def move_in(parent: int, asked: dict[str, Any], output: int, imported: dict[str, str]) -> Callable[[], None]:
+def set_up_agent_in_pod(
+    parent: int, request: dict[str, Any], output: int, import_environment: dict[str, str]
+) -> Callable[[], None]:
     """Go to where the pod's first process is, become its child, and be born there."""
     del parent
-    if asked["group"]:
-        Path(asked["group"], "cgroup.procs").write_text("0")  # whoever writes
+    if request["group"]:
+        Path(request["group"], "cgroup.procs").write_text("0")  # whoever writes
     kinds = ("net", "uts", "ipc", "pid", "mnt")
-    spaces = [os.open(f"/proc/{asked['beside']}/ns/{kind}", os.O_RDONLY) for kind in kinds]
+    spaces = [os.open(f"/proc/{request['beside']}/ns/{kind}", os.O_RDONLY) for kind in kinds]
     for space in spaces:
-        namespaces.join(space)
+        namespaces.enter_namespace(space)
         os.close(space)
     inside = fork_server_main._fork()
     if inside:
@@ -38,10 +40,10 @@ def move_in(parent: int, asked: dict[str, Any], output: int, imported: dict[str,
         os._exit(0)
     while os.getppid() != 1:
         time.sleep(0.001)
-    return _born(1, asked, output, imported)
+    return _set_up_agent(1, request, output, import_environment)
 
 
 if __name__ == "__main__":
-    fork_server_main._born = move_in
+    fork_server_main._set_up_agent = set_up_agent_in_pod
     with contextlib.suppress(KeyboardInterrupt):
         fork_server_main.main()

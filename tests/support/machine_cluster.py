@@ -22,24 +22,24 @@ from elastic_resume import constants, events
 from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
 from elastic_resume.testing import fork_server, virtual_network
-from elastic_resume.testing.backends import PORT, Loopback
+from elastic_resume.testing.backends import AGENT_PORT, LoopbackBackend
 from elastic_resume.testing.cluster import Cluster
-from elastic_resume.testing.virtual_network import INTERFACE, Namespaces
+from elastic_resume.testing.virtual_network import INTERFACE, VirtualNetwork
 from tests.support import disks
-from tests.support.disks import Disk
+from tests.support.disks import SimulatedDisk
 from tests.support.machines import MB, Machines
 
 SHM_BYTES = 64 * MB  # of /dev/shm, as containers have it
 DISK_BYTES = 256 * MB
-TEMPORARY = "/node-tmp"
+TEMPORARY_DIR = "/node-tmp"
 
 
-def available() -> str:
+def unavailable_reason() -> str:
     """Why this process cannot have such nodes, in words; empty when it can."""
-    return virtual_network.available() or disks.available()
+    return virtual_network.unavailable_reason() or disks.unavailable_reason()
 
 
-class Housed(Loopback):
+class MachineBackend(LoopbackBackend):
     """The ground of nodes that are machines."""
 
     interface = INTERFACE
@@ -65,15 +65,15 @@ class Housed(Loopback):
             self._machines = stack.enter_context(
                 Machines(
                     names,
-                    disks={"/dev/shm": shm_bytes, TEMPORARY: DISK_BYTES},  # noqa: S108  the machine's own
+                    disks={"/dev/shm": shm_bytes, TEMPORARY_DIR: DISK_BYTES},  # noqa: S108  the machine's own
                     bind={"/tmp": "/tmp", str(directory): directory},  # noqa: S108  where tests lay scripts
                 )
             )
-            self._disks = [stack.enter_context(Disk(directory, disk_bytes)) for _ in names]
-            self._undo = stack.pop_all()
+            self._disks = [stack.enter_context(SimulatedDisk(directory, disk_bytes)) for _ in names]
+            self._exit_stack = stack.pop_all()
         self._memory_bytes = memory_bytes
-        self._places: dict[int, Path] = {}
-        self._agents: dict[int, fork_server.Agent] = {}
+        self._ckpt_dirs: dict[int, Path] = {}
+        self._agents: dict[int, fork_server.AgentProcess] = {}
 
     def address(self, index: int) -> str:
         """The node's IPv4 address, which only other nodes reach."""
@@ -82,18 +82,18 @@ class Housed(Loopback):
     def port(self, index: int) -> int:
         """Where the node's agent may listen."""
         del index
-        return PORT
+        return AGENT_PORT
 
-    def root(self, index: int, ckpt_dir: Path) -> Path:
+    def prepare_disk(self, index: int, ckpt_dir: Path) -> Path:
         """Put the node's disk at ``ckpt_dir`` of its machine, and say where this process finds it."""
         ckpt_dir.mkdir(parents=True, exist_ok=True)
-        self._places[index] = ckpt_dir
+        self._ckpt_dirs[index] = ckpt_dir
         return self._disks[index].path
 
-    def temporary(self, directory: Path) -> str:
+    def temporary_dir(self, directory: Path) -> str:
         """Where nodes keep temporary files: in their machine's memory."""
         del directory
-        return TEMPORARY
+        return TEMPORARY_DIR
 
     def boot(self, indices: Collection[int]) -> None:
         """Start the machines that are down, each with its link and its disk, or not at all."""
@@ -101,15 +101,17 @@ class Housed(Loopback):
         try:
             if down:
                 self._machines.boot(*down, memory_bytes=self._memory_bytes)
-            for index in down if self._places else ():  # else they share a folder of the host
-                self._disks[index].put(self._machines.first(index), str(self._places[index]))
+            for index in down if self._ckpt_dirs else ():  # else they share a folder of the host
+                self._disks[index].mount_in_namespace(
+                    self._machines.init_pid(index), str(self._ckpt_dirs[index])
+                )
         except BaseException:  # older kernels put no disk in place that has failed, and the host's is none
             self._machines.crash(*down)
             raise
 
     def start(
         self, index: int, command: list[str], env: Mapping[str, str], log: IO[bytes], *, fresh: bool
-    ) -> fork_server.Agent:
+    ) -> fork_server.AgentProcess:
         """Start a node's agent, on a machine that boots where it is down."""
         del fresh
         self.boot([index])
@@ -126,7 +128,7 @@ class Housed(Loopback):
             found += [psutil.Process(pid) for pid in roots]
             found += found[0].children(recursive=True) if found else []
         with contextlib.suppress(psutil.NoSuchProcess):  # who has lost a parent there
-            found += psutil.Process(self._machines.first(index)).children(recursive=True)
+            found += psutil.Process(self._machines.init_pid(index)).children(recursive=True)
         return found
 
     def crash(self, indices: Collection[int]) -> None:
@@ -134,27 +136,27 @@ class Housed(Loopback):
         self._machines.crash(*indices)
 
     @property
-    def network(self) -> Namespaces:
+    def network(self) -> VirtualNetwork:
         """Links that can be cut."""
-        return self._machines.hosts
+        return self._machines.network
 
     def poweroff(self, indices: Collection[int]) -> None:
         """Let machines lose their power: links fall silent, processes end, disks lose what was not synced."""
         for index in indices:
             self.network.cut(index)
         for index in indices:
-            self._disks[index].power_loss(secrets.randbelow(1 << 30))
+            self._disks[index].lose_power(secrets.randbelow(1 << 30))
         self.crash(indices)
         for index in indices:
             self._disks[index].mend()  # nobody is there to use it; so it can be read
 
-    def disk(self, index: int) -> Disk:  # type: ignore[override]  # it can do more
+    def disk(self, index: int) -> SimulatedDisk:  # type: ignore[override]  # it can do more
         """The node's disk."""
         return self._disks[index]
 
     def close(self) -> None:
         """End everything. A second call does nothing."""
-        self._undo.close()
+        self._exit_stack.close()
 
 
 class MachineCluster(Cluster):
@@ -173,68 +175,70 @@ class MachineCluster(Cluster):
         """Describe it; ``others`` are arguments of `Cluster`."""
         directory.mkdir(parents=True, exist_ok=True)
         sizes = {"disk_bytes": disk_bytes, "shm_bytes": shm_bytes, "memory_bytes": memory_bytes}
-        self.machines = Housed(directory, nodes, **sizes)
-        super().__init__(directory, nodes=nodes, hosts=self.machines, **others)
-        self._remembered: dict[int, bytes] = {}
-        self._lost: dict[int, list[Event]] = {}
+        self.backend = MachineBackend(directory, nodes, **sizes)
+        super().__init__(directory, nodes=nodes, hosts=self.backend, **others)
+        self._events_before_fault: dict[int, bytes] = {}
+        self._lost_events: dict[int, list[Event]] = {}
 
     def __enter__(self) -> MachineCluster:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
 
-    def events_of(self, index: int, kind: str | None = None) -> list[Event]:
+    def node_events(self, index: int, kind: str | None = None) -> list[Event]:
         """One node's events by time, or those of one kind; with those that its disk has lost."""
-        lost = [event for event in self._lost.get(index, []) if kind in (None, event["event"])]
-        return sorted([*super().events_of(index, kind), *lost], key=lambda event: event["t"])
+        lost = [event for event in self._lost_events.get(index, []) if kind in (None, event["event"])]
+        return sorted([*super().node_events(index, kind), *lost], key=lambda event: event["t"])
 
     def process(self, index: int, pid: int) -> psutil.Process | None:
         """The process of a node that the node itself knows by this id; None: it has ended."""
-        return next((one for one in self.processes(index) if own_pid(one) == pid), None)
+        return next((one for one in self.processes(index) if pid_in_namespace(one) == pid), None)
 
     def poweroff(self, index: int) -> None:
         """Let a node lose its power, and its disk what was not synced; `events` still has that."""
-        self._remember(index)
+        self._read_events_before_fault(index)
         super().poweroff(index)
         self._keep_lost_events(index)
 
     def break_disk(self, index: int) -> None:
         """Let all that a node asks of its disk fail with EIO, until `mend_disk`."""
-        self._remember(index)
-        self.machines.disk(index).fail()
+        self._read_events_before_fault(index)
+        self.backend.disk(index).fail()
 
     def turn_disk_read_only(self, index: int) -> None:
         """Let a node's file system go read-only (EROFS), as after an error, until `mend_disk`."""
-        self._remember(index)
-        self.machines.disk(index).turn_read_only()
+        self._read_events_before_fault(index)
+        self.backend.disk(index).turn_read_only()
 
     def mend_disk(self, index: int) -> None:
         """Let a node's disk work again, with what had been synced; files that are open stay broken."""
-        self.machines.disk(index).mend()
+        self.backend.disk(index).mend()
         self._keep_lost_events(index)
 
-    def pace_disk(self, index: int, bytes_per_s: float) -> None:
+    def limit_disk_rate(self, index: int, bytes_per_s: float) -> None:
         """Let a node's disk read and write no faster than this; 0: as fast as it can."""
-        disk = self.machines.disk(index)
-        disk.slow(bytes_per_s) if bytes_per_s else disk.fast()
+        disk = self.backend.disk(index)
+        disk.limit_rate(bytes_per_s) if bytes_per_s else disk.remove_rate_limit()
 
     def wipe(self, index: int) -> None:
         """Empty a dead node's disk."""
         super().wipe(index)
-        self._lost.pop(index, None)
+        self._lost_events.pop(index, None)
 
     def stop(self) -> None:
         """Put the disks right for what is kept of them, and give all of it back."""
-        self._moments.close()
+        self._triggers.close()
         self.kill_nodes(range(len(self.nodes)))
         for index in range(len(self.nodes)):
             with contextlib.suppress(UsageError):  # stopped before
-                self.pace_disk(index, 0)
+                self.limit_disk_rate(index, 0)
                 self.mend_disk(index)
         super().stop()
 
-    def _remember(self, index: int) -> None:
+    def _read_events_before_fault(self, index: int) -> None:
         """Remember what a node has told so far: a report needs what no node syncs."""
         with contextlib.suppress(OSError):
-            self._remembered[index] = (self.nodes[index].directory / constants.EVENTS_FILE).read_bytes()
+            self._events_before_fault[index] = (
+                self.nodes[index].directory / constants.EVENTS_FILE
+            ).read_bytes()
 
     def _keep_lost_events(self, index: int) -> None:
         """Keep what the disk has lost of it beside the nodes' directories, where no agent reads it."""
@@ -242,15 +246,15 @@ class MachineCluster(Cluster):
         with contextlib.suppress(OSError):
             path = self.nodes[index].directory / constants.EVENTS_FILE
             there = set(path.read_bytes().splitlines(keepends=True))
-        told = self._remembered.pop(index, b"").splitlines(keepends=True)
+        told = self._events_before_fault.pop(index, b"").splitlines(keepends=True)
         lost = [line for line in told if line not in there and line.endswith(b"\n")]
         if lost:
-            self._keep_events(lost)
-        found = map(events.parse, lost)
-        self._lost.setdefault(index, []).extend(event for event in found if event is not None)
+            self._save_peer_events(lost)
+        found = map(events.parse_line, lost)
+        self._lost_events.setdefault(index, []).extend(event for event in found if event is not None)
 
 
-def own_pid(process: psutil.Process) -> int:
+def pid_in_namespace(process: psutil.Process) -> int:
     """The id by which a process knows itself, in its own namespace; 0 when it has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():

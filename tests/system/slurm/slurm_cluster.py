@@ -23,11 +23,11 @@ from typing import TypeVar
 
 import psutil
 
-from elastic_resume.testing.virtual_network import available as hosts_available
+from elastic_resume.testing.virtual_network import unavailable_reason as hosts_available
 from tests.support.machines import Machines
 from tests.support.paths import ROOT
-from tests.system.slurm import hatchery
-from tests.system.slurm.hatchery import FREEZER
+from tests.system.slurm import agent_fork_server
+from tests.system.slurm.agent_fork_server import FREEZER
 
 T = TypeVar("T")
 
@@ -35,8 +35,8 @@ NODES = (1, 2, 3)
 """Indices of the machines that are nodes; machine 0 is the controller's."""
 CONTROLLER = 0
 POLL_S = 0.05
-PATIENCE_S = 60.0
-HATCHERY = "/tmp/hatchery"  # noqa: S108  a node's own
+TIMEOUT_S = 60.0
+AGENT_SERVER_SOCKET = "/tmp/agent-fork-server"  # noqa: S108  a node's own
 TOOLS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
 
 # Times are short, so that what takes minutes on a site takes seconds; nothing else is unlike a usual site.
@@ -87,25 +87,25 @@ ConstrainRAMSpace=no
 """
 
 
-def available() -> str:
+def unavailable_reason() -> str:
     """Why no Slurm can be brought up here, in words; empty when it can."""
-    missing = sorted({package for tool, package in TOOLS.items() if _tool(tool) is None})
+    missing = sorted({package for tool, package in TOOLS.items() if _find_tool(tool) is None})
     if missing:
         return f"no Slurm on this machine: apt-get install {' '.join(missing)}"
     return hosts_available()
 
 
-class TooLateError(AssertionError):
+class SlurmTimeoutError(AssertionError):
     """What was waited for did not happen; the text ends with what the cluster has printed last."""
 
 
-class Slurm:
+class SlurmCluster:
     """Use it as a context manager, or call `close`."""
 
     def __init__(self, directory: Path) -> None:
         """Bring it up; ``directory`` is to be empty, and its path short enough for sockets."""
         self.directory = directory
-        _remove_groups_of_the_dead()
+        _remove_stale_groups()
         self.prefix = f"p{os.getpid()}n"  # Slurm names the nodes' control groups by it
         names = ["controller", *(f"{self.prefix}{index}" for index in NODES)]
         self.machines = Machines(names, bind={str(directory): directory})
@@ -124,13 +124,13 @@ class Slurm:
             self.start_controller()
             for index in NODES:
                 self._start_node(index)
-            self._shorten_starts()
-            self.wait(lambda: self.idle() == len(NODES), "three idle nodes")
+            self._use_forked_agents()
+            self.wait(lambda: self.idle_node_count() == len(NODES), "three idle nodes")
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> Slurm:  # noqa: PYI034  typing.Self needs Python 3.11
+    def __enter__(self) -> SlurmCluster:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
 
     def __exit__(
@@ -166,16 +166,16 @@ class Slurm:
         """Submit a script; give the job's id."""
         return self.command("sbatch", "--parsable", *argv, env=env).split(";")[0]
 
-    def job(self, job: str) -> dict[str, str]:
+    def job_info(self, job: str) -> dict[str, str]:
         """All that the controller says of a job, or of an element in array form."""
         said = self.command("scontrol", "show", "job", "-o", job)
         return dict(re.findall(r"(\S+?)=(\S*)", said))
 
-    def state(self, job: str) -> str:
+    def job_state(self, job: str) -> str:
         """RUNNING, PENDING, COMPLETED, ..."""
-        return self.job(job)["JobState"]
+        return self.job_info(job)["JobState"]
 
-    def idle(self) -> int:
+    def idle_node_count(self) -> int:
         """How many nodes have nothing to do."""
         said = self.command("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D", check=False)
         return int(said) if said.isdigit() else 0
@@ -184,18 +184,18 @@ class Slurm:
         """Which machine a node is."""
         return int(name.removeprefix(self.prefix))
 
-    def wait(self, look: Callable[[], T | None], what: str, timeout_s: float = PATIENCE_S) -> T:
+    def wait(self, condition: Callable[[], T | None], description: str, timeout_s: float = TIMEOUT_S) -> T:
         """Call ``look`` until it gives something true, and return that."""
         deadline = time.monotonic() + timeout_s
         while True:
-            found = look()
+            found = condition()
             if found:
                 return found
             if time.monotonic() > deadline:
-                raise TooLateError(f"{what}: {timeout_s:.0f} s went by.\n{self.tails()}")
+                raise SlurmTimeoutError(f"{description}: {timeout_s:.0f} s went by.\n{self.log_tails()}")
             time.sleep(POLL_S)
 
-    def tails(self) -> str:
+    def log_tails(self) -> str:
         """What daemons and jobs have printed last."""
         logs = sorted(each for end in ("ctld.log", ".out") for each in self.directory.glob(f"*{end}"))
         tails = [f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs]
@@ -219,7 +219,7 @@ class Slurm:
         running = self._daemons.get("slurmctld")
         if running is not None and running.poll() is None:
             return
-        self._daemons["slurmctld"] = self._daemon(CONTROLLER, "slurmctld", "slurmctld", "-D")
+        self._daemons["slurmctld"] = self._start_daemon(CONTROLLER, "slurmctld", "slurmctld", "-D")
 
     def signal_tasks(self, number: int) -> None:
         """Send a signal to every `elastic-resume` that Slurm has started, as the machines' owner might."""
@@ -254,7 +254,7 @@ class Slurm:
         munge = self.directory / "munge"
         files = [f"--{what}-file={munge / what}" for what in ("key", "pid", "log", "seed")]
         socket = munge / "socket"
-        self._daemon(
+        self._start_daemon(
             CONTROLLER,
             "munged",
             "munged",
@@ -268,11 +268,18 @@ class Slurm:
 
     def _start_node(self, index: int) -> None:
         name = self.machines.name(index)
-        self._daemon(index, f"slurmd.{name}", "slurmd", "-D", "-N", name)
+        self._start_daemon(index, f"slurmd.{name}", "slurmd", "-D", "-N", name)
         if FREEZER.is_dir():
-            self._daemon(index, f"hatchery.{name}", sys.executable, "-m", hatchery.__name__, HATCHERY)
+            self._start_daemon(
+                index,
+                f"agent_fork_server.{name}",
+                sys.executable,
+                "-m",
+                agent_fork_server.__name__,
+                AGENT_SERVER_SOCKET,
+            )
 
-    def _shorten_starts(self) -> None:
+    def _use_forked_agents(self) -> None:
         """Have jobs find the `elastic-resume` that is forked, where Slurm can tell whose it is."""
         real = Path(sys.executable).parent
         self.env["PATH"] = f"{real}:{self.env['PATH']}"
@@ -280,15 +287,15 @@ class Slurm:
         if FREEZER.is_dir():
             shim = Path(self.shim)
             shim.parent.mkdir()
-            shim.write_text(hatchery.SHIM.format(python=sys.executable, socket=HATCHERY))
+            shim.write_text(agent_fork_server.SHIM.format(python=sys.executable, socket=AGENT_SERVER_SOCKET))
             shim.chmod(0o755)
             self.env["PATH"] = f"{shim.parent}:{self.env['PATH']}"
 
-    def _daemon(self, index: int, log: str, tool: str, *argv: str) -> subprocess.Popen[bytes]:
+    def _start_daemon(self, index: int, log: str, tool: str, *argv: str) -> subprocess.Popen[bytes]:
         with open(self.directory / f"{log}.log", "ab") as output:
             return self.machines.run(
                 index,
-                [str(_tool(tool)), *argv],
+                [str(_find_tool(tool)), *argv],
                 env={**self.env, "PYTHONPATH": str(ROOT)},
                 cwd=self.directory,
                 stdout=output,
@@ -306,12 +313,12 @@ def _remove_groups(prefix: str) -> None:
             top.rmdir()
 
 
-def _remove_groups_of_the_dead() -> None:
+def _remove_stale_groups() -> None:
     for top in FREEZER.glob("**/slurm_p*n[0-9]"):
         maker = re.fullmatch(r"slurm_(p(\d+)n)\d", top.name)
         if maker and not Path("/proc", maker[2]).exists():
             _remove_groups(maker[1])
 
 
-def _tool(name: str) -> str | None:
+def _find_tool(name: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))

@@ -1,6 +1,6 @@
 """On a simulated node: `elastic-resume` starts in a moment, forked from a process that has imported torch.
 
-Run as ``python -m tests.system.slurm.hatchery SOCKET`` on each node, it serves `SHIM`, to which a job's PATH leads.
+Run as ``python -m tests.system.slurm.agent_fork_server SOCKET`` on each node, it serves `SHIM`, to which a job's PATH leads.
 The task that Slurm starts is the shim; it passes on what Slurm signals, and ends as the agent ends. The
 agent, and all that it starts, is born into the shim's control group, so Slurm finds and kills it as any
 process of the step. What is left out of a real start is ten seconds of importing.
@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from elastic_resume.testing import fork_server_main
-from elastic_resume.testing.fork_server import Nursery
+from elastic_resume.testing.fork_server import AgentForkServer
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 SHIM = """#!{python} -IS
@@ -45,35 +45,37 @@ sys.exit(code)
 """
 
 
-class Hatchery:
+class SlurmAgentServer:
     """Forks agents for shims that ask."""
 
     def __init__(self) -> None:
-        self._nursery = Nursery({**os.environ, "OMP_NUM_THREADS": "1"})
+        self._fork_server = AgentForkServer({**os.environ, "OMP_NUM_THREADS": "1"})
         self._lock = threading.Lock()
 
-    def serve(self, line: socket.socket) -> None:
+    def serve(self, connection: socket.socket) -> None:
         """Serve one shim: fork its agent, tell its process id, and its exit code when it has ended."""
-        with line:
-            told, (output,) = fork_server_main.receive(line, 1)
+        with connection:
+            told, (output,) = fork_server_main.receive(connection, 1)
             command = [sys.executable, "-m", "elastic_resume", *told["argv"]]
             with self._lock:
-                self._move(told["group"])
-                agent = self._nursery.fork(command, told["env"], output, cwd=Path(told["cwd"]), network="")
-                self._move("/")
+                self._move_fork_server(told["group"])
+                agent = self._fork_server.fork(
+                    command, told["env"], output, cwd=Path(told["cwd"]), network=""
+                )
+                self._move_fork_server("/")
             os.close(output)
-            line.sendall(f"{agent.pid}\n".encode())
-            line.sendall(f"{agent.wait()}\n".encode())
+            connection.sendall(f"{agent.pid}\n".encode())
+            connection.sendall(f"{agent.wait()}\n".encode())
 
-    def _move(self, group: str) -> None:
+    def _move_fork_server(self, group: str) -> None:
         """Have what is forked from now on be born there."""
         procs = FREEZER / group.lstrip("/") / "cgroup.procs"
-        procs.write_text(str(self._nursery._process.pid))
+        procs.write_text(str(self._fork_server._process.pid))
 
 
 def main() -> None:
     """Serve for ever."""
-    hatchery = Hatchery()
+    hatchery = SlurmAgentServer()
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(sys.argv[1])
         door.listen()

@@ -16,45 +16,45 @@ from pathlib import Path
 
 from elastic_resume import constants
 from elastic_resume.agent.workers import launcher_shim
-from elastic_resume.agent.workers.forkserver_manager import Warmth
-from elastic_resume.testing.backends import free_port
+from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
+from elastic_resume.testing.backends import find_free_port
 
-THREADS = {"OMP_NUM_THREADS": "1"}  # which only a new process heeds: the zygote has to have it too
+THREAD_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # which only a new process heeds: the zygote has to have it too
 
 
 @functools.cache
-def zygote() -> str:
+def start_fork_server() -> str:
     """Start this process's zygote; give its name."""
     before = dict(os.environ)
-    os.environ.update(THREADS)
-    warmth = Warmth([sys.executable, "-u", "x.py"], [], say=print, tell=lambda *_, **__: None)
+    os.environ.update(THREAD_ENVIRONMENT)
+    warmth = ForkServerManager([sys.executable, "-u", "x.py"], [], log=print, emit=lambda *_, **__: None)
     warmth.start()
     atexit.register(warmth.close)
-    name = os.environ[constants.ENV_ZYGOTE]
+    name = os.environ[constants.ENV_FORK_SERVER]
     os.environ.clear()
     os.environ.update(before)
     return name
 
 
-def environment(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, port: int, **more: str) -> dict[str, str]:
     """What torchrun would set for ``rank`` of ``size``, each on a node of its own."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_RESUME_", "TORCHELASTIC_"))}
     return {
         **kept,
         "RANK": str(rank),
         "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(size),
+        "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
-        **THREADS,
+        **THREAD_ENVIRONMENT,
         "ELASTIC_RESUME_NODE_NAME": f"n{rank}",
         **more,
     }
 
 
-def run(
-    size: int,
+def run_ranks(
+    world_size: int,
     script: Path | str,
     *args: str,
     env: Sequence[Mapping[str, str]] = (),
@@ -65,7 +65,7 @@ def run(
 
     ``env``: more for each rank; ``stderr``: a descriptor in the place of a rank's, which is not read then.
     """
-    port = free_port("")  # where rank 0's store listens, at all addresses
+    port = find_free_port("")  # where rank 0's store listens, at all addresses
     started = [
         subprocess.Popen(
             [
@@ -80,14 +80,14 @@ def run(
                 *args,
             ],
             env={
-                **environment(rank, size, port, **(env[rank] if env else {})),
-                constants.ENV_ZYGOTE: zygote(),
+                **rank_environment(rank, world_size, port, **(env[rank] if env else {})),
+                constants.ENV_FORK_SERVER: start_fork_server(),
             },
             stdout=subprocess.PIPE,
             stderr=(stderr or {}).get(rank, subprocess.PIPE),
             text=True,
         )
-        for rank in range(size)
+        for rank in range(world_size)
     ]
     done = []
     try:

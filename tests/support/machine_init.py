@@ -18,9 +18,9 @@ from typing import Any
 MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 4096, 8192, 16384, 1 << 18
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_STAGE = "/tmp"  # noqa: S108  a folder that every system has; what is mounted there, only this process sees
+_STAGING_DIR = "/tmp"  # noqa: S108  a folder that every system has; what is mounted there, only this process sees
 
-_OURS: set[int] = set()  # devices of the file systems that were made here
+_OWN_DEVICES: set[int] = set()  # devices of the file systems that were made here
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
@@ -36,71 +36,75 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
         raise OSError(number, f"mount: {os.strerror(number)}", target)
 
 
-def make_root(told: dict[str, Any]) -> None:
+def make_root(config: dict[str, Any]) -> None:
     """Stack a root of this machine's own on the host's, and go there."""
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     # Held open: what lies below /tmp is out of sight from here on.
-    held = {target: os.open(source, os.O_PATH) for target, source in told["bind"].items()}
+    held = {target: os.open(source, os.O_PATH) for target, source in config["bind"].items()}
     top = list(os.scandir("/"))
-    _memory(_STAGE, 16 << 20, "755")
+    _mount_tmpfs(_STAGING_DIR, 16 << 20, "755")
     for entry in top:
-        place = _STAGE + entry.path
+        place = _STAGING_DIR + entry.path
         if entry.is_symlink():
             Path(place).symlink_to(Path(entry.path).readlink())
-        elif entry.name == "proc" or entry.path == _STAGE:
+        elif entry.name == "proc" or entry.path == _STAGING_DIR:
             Path(place).mkdir()
         else:
-            _stand_in(place, folder=entry.is_dir())
+            _create_mount_point(place, is_dir=entry.is_dir())
             mount(entry.path, place, flags=MS_BIND | MS_REC)
-    mount("proc", _STAGE + "/proc", "proc")
-    Path(_STAGE + _STAGE).chmod(0o1777)
-    for target, size_bytes in told["disks"].items():
-        _stand_in(_STAGE + target, folder=True)
-        _memory(_STAGE + target, size_bytes, "1777")
-    _write_hosts(told["hosts"])
+    mount("proc", _STAGING_DIR + "/proc", "proc")
+    Path(_STAGING_DIR + _STAGING_DIR).chmod(0o1777)
+    for target, size_bytes in config["disks"].items():
+        _create_mount_point(_STAGING_DIR + target, is_dir=True)
+        _mount_tmpfs(_STAGING_DIR + target, size_bytes, "1777")
+    _write_hosts(config["hosts"])
     for target, descriptor in held.items():
         source = f"/proc/self/fd/{descriptor}"
-        _stand_in(_STAGE + target, folder=Path(source).is_dir())
+        _create_mount_point(_STAGING_DIR + target, is_dir=Path(source).is_dir())
         # With all that is mounted below it, but for this stage itself.
-        mount(source, _STAGE + target, flags=MS_BIND if told["bind"][target] == _STAGE else MS_BIND | MS_REC)
+        mount(
+            source,
+            _STAGING_DIR + target,
+            flags=MS_BIND if config["bind"][target] == _STAGING_DIR else MS_BIND | MS_REC,
+        )
         os.close(descriptor)
-    os.chdir(_STAGE)
+    os.chdir(_STAGING_DIR)
     mount(".", "/", flags=MS_MOVE)
     os.chroot(".")
     os.chdir("/")
 
 
-def _memory(place: str, size_bytes: int, mode: str) -> None:
-    mount("tmpfs", place, "tmpfs", options=f"size={size_bytes},mode={mode}")
-    _OURS.add(Path(place).stat().st_dev)
+def _mount_tmpfs(target: str, size_bytes: int, mode: str) -> None:
+    mount("tmpfs", target, "tmpfs", options=f"size={size_bytes},mode={mode}")
+    _OWN_DEVICES.add(Path(target).stat().st_dev)
 
 
 def _write_hosts(text: str) -> None:
     """Put a file in the place of /etc/hosts that lives in memory, has no other name and can be written."""
-    nursery = _STAGE + "/.hosts"
+    nursery = _STAGING_DIR + "/.hosts"
     Path(nursery).write_text(text)
-    mount(nursery, _STAGE + "/etc/hosts", flags=MS_BIND)
+    mount(nursery, _STAGING_DIR + "/etc/hosts", flags=MS_BIND)
     Path(nursery).unlink()
 
 
-def _stand_in(place: str, *, folder: bool) -> None:
+def _create_mount_point(target: str, *, is_dir: bool) -> None:
     """Make sure that there is something to mount on; never on the host's own disks."""
-    path = Path(place)
+    path = Path(target)
     if path.exists():
         return
     parent = path.parent
     while not parent.exists():
         parent = parent.parent
-    if parent.stat().st_dev not in _OURS:
-        raise OSError(0, "it would have to be made on the host's disk", place.removeprefix(_STAGE))
-    if folder:
+    if parent.stat().st_dev not in _OWN_DEVICES:
+        raise OSError(0, "it would have to be made on the host's disk", target.removeprefix(_STAGING_DIR))
+    if is_dir:
         path.mkdir(parents=True)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
 
-def reap() -> None:
+def reap_orphans() -> None:
     """Wait for whatever ends, for ever."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     while True:
@@ -130,7 +134,7 @@ def main() -> None:
         with contextlib.suppress(OSError):
             os.chdir(told["cwd"])
         os.execvp(told["argv"][0], told["argv"])  # noqa: S606
-    reap()
+    reap_orphans()
 
 
 main()

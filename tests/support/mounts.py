@@ -22,35 +22,35 @@ _CLOEXEC, _SET_FLAG, _SET_STRING, _CREATE, _FROM_EMPTY_PATH = 1, 0, 1, 6, 4
 _AT_FDCWD, _MNT_DETACH = -100, 2
 _LOOP_GET_FREE, _LOOP_CONFIGURE, _LOOP_AUTOCLEAR, _LOOP_MAJOR = 0x4C82, 0x4C0A, 4, 7
 _LOOP_CONFIG_BYTES, _LOOP_FLAGS_AT = 304, 60
-_TRIES = 100
+_MAX_ATTEMPTS = 100
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def detached(kind: str, options: Mapping[str, str]) -> int:
+def make_detached_mount(file_system: str, options: Mapping[str, str]) -> int:
     """Mount a file system in no namespace; give the descriptor that it lives by. An option "" is a flag.
 
     Raises:
         OSError: with what the kernel says about it, where it does.
 
     """
-    context = _call("fsopen", _FSOPEN, kind.encode(), _CLOEXEC)
+    context = _syscall("fsopen", _FSOPEN, file_system.encode(), _CLOEXEC)
     try:
         for name, value in options.items():
             verb = (_SET_STRING, name.encode(), value.encode()) if value else (_SET_FLAG, name.encode(), None)
-            _call(f"option {name} of {kind}", _FSCONFIG, context, *verb, 0)
-        _call(f"mount of {kind}", _FSCONFIG, context, _CREATE, None, None, 0)
-        return _call("fsmount", _FSMOUNT, context, _CLOEXEC, 0)
+            _syscall(f"option {name} of {file_system}", _FSCONFIG, context, *verb, 0)
+        _syscall(f"mount of {file_system}", _FSCONFIG, context, _CREATE, None, None, 0)
+        return _syscall("fsmount", _FSMOUNT, context, _CLOEXEC, 0)
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}{_said(context)}") from None
+        raise OSError(error.errno, f"{error.strerror}{_kernel_messages(context)}") from None
     finally:
         os.close(context)
 
 
-def loop_device(file: int) -> int:
+def make_loop_device(file: int) -> int:
     """Make a block device of an open file; it is given back when neither descriptor nor mount is left."""
     control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
     try:
-        for _ in range(_TRIES):
+        for _ in range(_MAX_ATTEMPTS):
             device = _open_loop(fcntl.ioctl(control, _LOOP_GET_FREE))
             config = bytearray(_LOOP_CONFIG_BYTES)
             struct.pack_into("<I", config, 0, file)
@@ -68,19 +68,19 @@ def loop_device(file: int) -> int:
         os.close(control)
 
 
-def put(namespace: str, target: str, mount: int) -> None:
+def move_mount(namespace: str, target: str, mount: int) -> None:
     """Move a detached mount to ``target`` in the mount namespace at this path, in the place of one of before.
 
     Only in a process without threads, which stays there.
     """
     space = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
     if _LIBC.setns(space, 0):
-        raise _error("setns")
+        raise _last_error("setns")
     os.close(space)
     Path(target).mkdir(parents=True, exist_ok=True)
     if Path(target).is_mount() and _LIBC.umount2(os.fsencode(target), _MNT_DETACH):
-        raise _error(f"umount of {target}")
-    _call("move_mount", _MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(target), _FROM_EMPTY_PATH)
+        raise _last_error(f"umount of {target}")
+    _syscall("move_mount", _MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(target), _FROM_EMPTY_PATH)
 
 
 def _open_loop(number: int) -> int:
@@ -93,7 +93,7 @@ def _open_loop(number: int) -> int:
             return os.open(place, os.O_RDWR | os.O_CLOEXEC)
 
 
-def _said(context: int) -> str:
+def _kernel_messages(context: int) -> str:
     """What the kernel tells of a mount that failed."""
     words = []
     with contextlib.suppress(OSError):  # ENODATA: no more
@@ -102,20 +102,20 @@ def _said(context: int) -> str:
     return f" ({'; '.join(words)})" if words else ""
 
 
-def _call(what: str, number: int, *arguments: object) -> int:
+def _syscall(description: str, number: int, *arguments: object) -> int:
     done: int = _LIBC.syscall(ctypes.c_long(number), *arguments)
     if done < 0:
-        raise _error(what)
+        raise _last_error(description)
     return done
 
 
-def _error(what: str) -> OSError:
+def _last_error(what: str) -> OSError:
     number = ctypes.get_errno()
     return OSError(number, f"{what}: {os.strerror(number)}")
 
 
 if __name__ == "__main__":
     try:
-        put(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+        move_mount(sys.argv[1], sys.argv[2], int(sys.argv[3]))
     except OSError as failed:
         sys.exit(failed.strerror)

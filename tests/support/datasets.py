@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.utils.data import Dataset
 
 
-class Numbers(Dataset[int]):
+class NumberDataset(Dataset[int]):
     """Sample i is the number i."""
 
     def __init__(self, size: int) -> None:
