@@ -280,8 +280,8 @@ def _decide_deterministic_failure(
         return None
     return RestartDecision(
         RestartAction.GIVE_UP,
-        f"step {first.step + 1} fails deterministically: {limits.max_same_failures} times in a row with the same "
-        f"exception. Last: {describe_failure(roots[-1])}. Check what is special about this step, such as its "
+        f"step {first.step + 1} fails deterministically: {limits.max_same_failures} times in a row with the "
+        f"same exception. Last: {describe_failure(roots[-1])}. Check what is special about this step, such as its "
         "samples.",
     )
 

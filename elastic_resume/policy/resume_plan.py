@@ -283,9 +283,9 @@ def _refuse_to_go_back(
     found = [r for r in found if r.version[0] > min_generation and r.version >= newest]
     if found:
         raise NoValidCheckpointError(
-            f"a newer elastic_resume wrote the newest checkpoint ({_list_rejected(found)}). Nothing was changed. "
-            "Upgrade elastic_resume on every node. To go back on purpose, move that checkpoint elsewhere or use "
-            "--resume never."
+            f"a newer elastic_resume wrote the newest checkpoint ({_list_rejected(found)}). Nothing was "
+            "changed. Upgrade elastic_resume on every node. To go back on purpose, move that checkpoint "
+            "elsewhere or use --resume never."
         )
 
 
