@@ -1,16 +1,14 @@
-"""How often state is copied to memory, and how often to disk. Pure: times and costs come in as numbers.
+"""Decide how often to take a snapshot, and how often to commit one to disk.
 
-``auto`` follows Young's first-order optimum (J. W. Young, CACM 17(9), 1974; J. T. Daly, FGCS 22(3), 2006):
-with a copy that costs training w seconds, a mean time between failures of M seconds, and u seconds from a
-failure until training goes on, copies at an interval of x seconds leave a share of the time of
+``auto`` follows Young's first-order optimum (J. W. Young, CACM 17(9), 1974; J. T. Daly, FGCS 22(3), 2006).
+Let a save cost training w seconds, let the mean time between failures be M seconds, and let a recovery take u
+seconds. Saves at an interval of x seconds leave this share of the time:
 
     (1 - (u + x/2) / M) / (1 + w/x)        greatest, to first order, at  x = sqrt(2 w M) - w.
 
-From w = M/2 on that falls again, which only shows that the approximation has ended; there its greatest value,
-M/2, is kept.
-
-Promise: a cost, a step or a failure count that is zero, infinite or not a number gives an answer within the
-bounds below, never an error. Does not know what a copy is, nor where it goes.
+From w = M/2 on the formula decreases again, because the approximation has ended. There its greatest value,
+M/2, is used. A cost, a step time or a failure count that is zero, infinite or NaN gives a result within the
+bounds below, never an error.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _MIN_STEP_S = 1e-9
 
 @dataclass(frozen=True)
 class IntervalSetting:
-    """How often: a number of steps, a number of seconds, ``off``, or (nothing given) ``auto``."""
+    """An interval: a number of steps, a number of seconds, ``off``, or ``auto`` if nothing is given."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -46,16 +44,16 @@ class IntervalSetting:
     def parse(
         cls, text: object, setting: str = "save-every", *, allow_off: bool = False, allow_seconds: bool = True
     ) -> IntervalSetting:
-        """Read ``100`` (steps), ``30s``, ``5m``, ``1.5h``, ``auto`` or ``off``.
+        """Parse ``100`` (steps), ``30s``, ``5m``, ``1.5h``, ``auto`` or ``off``.
 
         Args:
-            text: what was given.
-            setting: its name, for the error.
-            off: whether the setting may be ``off``.
-            seconds: whether it may be a time, which nodes do not count alike.
+            text: the value.
+            setting: name of the setting, for the error.
+            off: whether ``off`` is allowed.
+            seconds: whether a time is allowed; nodes do not measure time alike.
 
         Raises:
-            ConfigError: anything else, zero and negative numbers included.
+            ConfigError: the text has another form, or is not positive.
 
         """
         text = str(text).strip()
@@ -77,7 +75,7 @@ class IntervalSetting:
         raise ConfigError(f"{setting} is {text[:100]!r}: write {', '.join(forms[:-1])} or {forms[-1]}.")
 
     def __str__(self) -> str:
-        """Give back the form that `parse` reads."""
+        """Format it as `parse` reads it."""
         if self.is_off:
             return "off"
         if self.steps is not None:
@@ -90,11 +88,10 @@ AUTO = IntervalSetting()
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What the last save to disk has cost.
+    """The cost of the last save to disk.
 
-    ``stall_s``: seconds that the training thread waited. ``commit_s``: seconds from the first byte written to
-    the commit. ``cpu_s``: processor seconds that digests and writing took beside training, on a node with
-    ``cores`` usable ones.
+    ``stall_s`` is the wait of the training thread. ``commit_s`` is the time from the first byte to the
+    commit. ``cpu_s`` is the processor time of digests and writes, on a node with ``cores`` usable cores.
     """
 
     stall_s: float
@@ -104,26 +101,26 @@ class SaveCost:
 
     @property
     def training_cost_s(self) -> float:
-        """Seconds of training that a save costs: the stall, and its share of the cores."""
+        """Return the seconds of training that a save costs: the stall, and its share of the cores."""
         return _clamp_seconds(self.stall_s) + _clamp_seconds(self.cpu_s) / max(
             _clamp_seconds(self.cores), 1.0
         )
 
 
 def estimate_mtbf_s(failures: int, uptime_s: float) -> float:
-    """Mean time between failures, from what a job has seen.
+    """Estimate the mean time between failures.
 
-    One imagined failure after `ASSUMED_MTBF_S` is counted with the real ones (the posterior mean of a rate
-    whose prior weighs one failure). So a job that has not failed yet is not thought immortal, one that
-    failed in its first minute is not thought doomed, and with every failure what was imagined weighs less.
+    One assumed failure per `ASSUMED_MTBF_S` is added to the observed ones (the posterior mean of a rate whose
+    prior weighs one failure). So a job without failures has a finite estimate, and a first failure in the
+    first minute does not dominate it.
     """
     return (_clamp_seconds(uptime_s) + ASSUMED_MTBF_S) / (max(failures, 0) + 1)
 
 
 def optimal_interval_s(cost_s: float, mtbf_s: float = ASSUMED_MTBF_S) -> float:
-    """Seconds between two copies that cost ``cost_s`` each (see the module's docstring).
+    """Return the seconds between two saves that cost ``cost_s`` each (see the module's docstring).
 
-    More, or as much, the dearer a copy is and the rarer failures are.
+    The interval never shrinks when a save costs more or failures are rarer.
     """
     between = _clamp_seconds(mtbf_s)
     cost = min(_clamp_seconds(cost_s), between / 2)
@@ -133,22 +130,21 @@ def optimal_interval_s(cost_s: float, mtbf_s: float = ASSUMED_MTBF_S) -> float:
 def snapshot_interval_steps(
     setting: IntervalSetting, *, step_s: float | None, cost_s: float | None, mtbf_s: float = ASSUMED_MTBF_S
 ) -> int:
-    """Steps from one snapshot to the next, 1 or more; not for ``off``.
+    """Return the steps between two snapshots, at least 1. The setting must not be ``off``.
 
-    A power of two unless a number of steps was given. So nodes that measure different costs still hold common
-    steps: after a failure they load what they have, and nothing is sent.
+    The result is a power of two, unless a number of steps is given. So nodes that measure different costs
+    still share steps: after a failure they load the same step, and nothing is sent.
 
     Args:
-        every: the setting. A number of steps is given back: it means its multiples. Seconds are an upper
-            bound, except when one step takes longer.
-        step_s: seconds that a step takes without a snapshot; None before one was measured.
-        cost_s: seconds that a snapshot adds to training; None before one was measured.
-        mtbf: of `mtbf_s`.
+        every: the setting. A number of steps is returned as it is and means its multiples. Seconds are an
+            upper bound,
+            except when one step takes longer.
+        step_s: seconds per step without a snapshot; None if not measured yet.
+        cost_s: seconds that a snapshot adds to training; None if not measured yet.
+        mtbf: mean time between failures in seconds, from `estimate_mtbf_s`.
 
-    ``auto`` takes the shorter of the interval at which snapshots cost `LARGEST_SHARE` and Young's optimum, so
-    that of a cost nobody notices none is saved at the price of lost steps. It is never longer than
-    `LONGEST_SNAPSHOT_GAP_S`, or a step that takes longer. So snapshots cost no more than the greatest of
-    1 %, the optimum's own share, and one snapshot a minute.
+    ``auto`` takes the shorter of two intervals: the one at which snapshots cost `LARGEST_SHARE`, and Young's
+    optimum. It never exceeds `LONGEST_SNAPSHOT_GAP_S`, or one step if that takes longer.
 
     """
     if setting.steps is not None:
@@ -167,15 +163,15 @@ def snapshot_interval_steps(
 
 
 def next_snapshot_step(step: int, interval_steps: int) -> int:
-    """The step of the next snapshot after ``step``: the next multiple of the gap of `snapshot_gap`."""
+    """Return the step of the next snapshot after ``step``: the next multiple of the interval."""
     return (step // interval_steps + 1) * interval_steps
 
 
 def save_interval_s(cost: SaveCost, mtbf_s: float = ASSUMED_MTBF_S) -> float:
-    """Seconds between two saves to disk under ``auto``.
+    """Return the seconds between two saves to disk under ``auto``.
 
-    Young's optimum, at most `LONGEST_INTERVAL_S`; but where a commit takes long, so long that the disk works
-    for `COMMIT_DUTY` of the time and no more, which may exceed that bound.
+    It is Young's optimum, at most `LONGEST_INTERVAL_S`. If commits take long, it grows beyond that bound, so
+    that the disk works for `COMMIT_DUTY` of the time at most.
     """
     wanted = min(optimal_interval_s(cost.training_cost_s, mtbf_s), MAX_SAVE_INTERVAL_S)
     return max(wanted, _clamp_seconds(cost.commit_s) / MAX_DISK_DUTY)
@@ -197,11 +193,11 @@ def is_save_due(
         step: steps finished so far.
         saved_step: the step last saved by this process, or resumed from.
         since_s: seconds since that save or resume.
-        cost: what the last save has cost; None before the first one.
-        mtbf: of `mtbf_s`.
+        cost: cost of the last save; None before the first one.
+        mtbf: mean time between failures in seconds.
 
-    A number of steps means multiples of it, on every node the same ones, so that after a failure all
-    nodes hold the same step and nothing is sent. One that passed while the disk was busy is made up for.
+    A number of steps means its multiples, the same on every node. So after a failure all nodes hold the same
+    step and nothing is sent. A multiple that passed while the disk was busy is saved afterwards.
 
     """
     if step <= last_saved_step or setting.is_off:
@@ -215,16 +211,16 @@ def is_save_due(
 
 
 def _clamp_seconds(value: float) -> float:
-    """``value`` as seconds that can be reckoned with: not negative, not infinite; 0 for what is no number."""
+    """Return ``value`` as a finite, non-negative number of seconds; 0 for NaN."""
     return 0.0 if math.isnan(value) else min(max(value, 0.0), _MAX_S)
 
 
 def _power_of_two_steps_within(bound_s: float, step_s: float) -> int:
-    """The greatest power of two of steps that take no longer than ``bound_s``; 1 where one step does."""
+    """Return the greatest power of two of steps that take at most ``bound_s``; 1 if one step takes longer."""
     steps = int(_clamp_seconds(bound_s) / step_s)
     return 1 << max(0, steps.bit_length() - 1)
 
 
 def _round_up_steps(steps: float) -> int:
-    """``steps`` rounded up, but for a hair: as floats 0.9 s by 0.03 s is more than 30."""
+    """Round up, but ignore float errors: 0.9 s / 0.03 s is a little more than 30."""
     return math.ceil(steps * (1 - 1e-9))

@@ -1,14 +1,12 @@
-"""Decide at which steps nodes digest their state, and who is wrong when the digests differ. Pure.
+"""Decide at which steps nodes digest their state, and which nodes are wrong when digests differ.
 
-Nodes have different budgets and heartbeats and must send digests of common steps, so everything prefers
-powers of two: a gap that `gap` gives divides every larger one, and of the steps that wait for one heartbeat
-`rounder` keeps the one that is divisible by the highest power of two. If no heartbeat has to choose among
-steps further apart than 2**k, every node sends the digests of all multiples of 2**k.
+Nodes have different budgets and must send digests of common steps, so intervals are powers of two: an
+interval divides every larger one. If a heartbeat can carry only one of several steps, it carries the one that
+is divisible by the highest power of two (`choose_common_step`).
 
-Copies that differ prove that somebody is wrong, and not who. A strict majority of all members that holds the
-same bytes has not failed alike by chance; whoever differs from it is wrong. Two nodes, or two halves, name
-nobody. What one replica computed wrongly has been in everybody's averaged gradients since: the majority is
-equal and can go on, which does not make it what an undisturbed run would have come to.
+A difference proves that a node is wrong, but not which. A strict majority of all members with equal digests
+is right; every other node is wrong. Without a strict majority nobody is named. The majority can continue, but
+its state is not that of an undisturbed run: the wrong node's gradients have entered everybody's average.
 """
 
 from __future__ import annotations
@@ -42,16 +40,17 @@ _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 def digest_interval_steps(
     setting: IntervalSetting, *, cost_s: float | None, step_s: float | None, cores: float = 1.0
 ) -> int:
-    """Give the steps between two digests; 0: none are made.
+    """Return the steps between two digests; 0 means none.
 
     Args:
-        every: the setting. A number of steps is given back: it means its multiples.
-        cost_s: CPU seconds that one digest takes; None before one was made.
-        step_s: seconds that a step takes; None before one was measured.
-        cores: that this node may use.
+        every: the setting. A number of steps is returned as it is and means its multiples.
+        cost_s: processor seconds per digest; None if not measured yet.
+        step_s: seconds per step; None if not measured yet.
+        cores: cores that this node may use.
 
-    ``auto`` is the smallest power of two with which digesting takes at most `LARGEST_SHARE` of the cores'
-    time. Before anything is measured that is 1: nodes that begin unequal are found at their first step.
+    ``auto`` is the smallest power of two at which digests take at most `LARGEST_SHARE` of the cores' time.
+    Before anything is measured it is 1, so nodes that start with different states are found at their first
+    step.
 
     """
     if setting.is_off:
@@ -67,17 +66,17 @@ def digest_interval_steps(
 
 
 def is_digest_due(step: int, interval_steps: int) -> bool:
-    """Whether the copy of that step is to be digested."""
+    """Whether the snapshot of that step is digested."""
     return interval_steps > 0 and step > 0 and step % interval_steps == 0
 
 
 def choose_common_step(first: int, second: int) -> int:
-    """Of two steps the one that more nodes tell of: the rounder in binary, else the newer."""
+    """Return the step that more nodes send: the one divisible by the higher power of two, else the newer."""
     return max(first, second, key=lambda step: (step & -step, step))
 
 
 def is_digest(value: Any) -> bool:
-    """Whether that is a `Digest`."""
+    """Whether the text is a `Digest`."""
     return isinstance(value, str) and _DIGEST_PATTERN.fullmatch(value) is not None
 
 
@@ -85,9 +84,9 @@ def is_digest(value: Any) -> bool:
 class DivergenceVerdict:
     """How the digests of one step differ.
 
-    ``camps`` are the nodes that hold the same, the largest camp first. ``wrong`` are those outside a strict
-    majority; none where there is no such majority. ``agreed_step`` is the newest step at which all were
-    equal, 0 where none was.
+    Each group holds the nodes with one digest, the largest group first. The diverged nodes are those outside
+    a strict majority; empty without one. The agreed step is the newest at which all were equal, 0 if there
+    was none.
     """
 
     step: int
@@ -99,7 +98,7 @@ class DivergenceVerdict:
 def find_diverged_nodes(
     groups: Collection[Sequence[str]], num_nodes: int, *, step: int, agreed_step: int = 0
 ) -> DivergenceVerdict:
-    """Name who is wrong. ``camps`` hold the same each, and ``members`` is how many nodes there are in all."""
+    """Return the nodes outside the strict majority; the last argument is the number of all members."""
     ordered = sorted(map(tuple, groups), key=len, reverse=True)
     strict = 2 * len(ordered[0]) > num_nodes
     wrong = tuple(name for camp in ordered[1:] for name in camp) if strict else ()
@@ -107,17 +106,18 @@ def find_diverged_nodes(
 
 
 def summarize_divergence(verdict: DivergenceVerdict) -> str:
-    """Say who differs from whom, in one clause."""
+    """Describe in one clause which nodes differ."""
     if verdict.diverged:
         verb = "is" if len(verdict.diverged) == 1 else "are"
-        told = f"{_format_nodes(verdict.diverged)} {verb} not as {_format_nodes(next(iter(verdict.groups), ()))}, the majority"
+        majority = _format_nodes(next(iter(verdict.groups), ()))
+        told = f"{_format_nodes(verdict.diverged)} {verb} not as {majority}, the majority"
     else:
         told = " against ".join(_format_nodes(camp) for camp in verdict.groups[:MAX_NAMED])
     return f"replicas differ at step {verdict.step}: {told}"
 
 
 def describe_divergence(verdict: DivergenceVerdict, *, continues: bool = False) -> str:
-    """Say to people who differs from whom, and what happens next (``goes_on``) or is to be done."""
+    """Describe which nodes differ, and what happens next or what to do."""
     agreed = verdict.agreed_step
     since = f"all were equal at step {agreed}" if agreed else "no step of this generation was seen equal"
     if continues:
@@ -125,7 +125,8 @@ def describe_divergence(verdict: DivergenceVerdict, *, continues: bool = False) 
     elif verdict.diverged:
         then = (
             f"Look at what that machine computes (memory, device), or at what the script does only there "
-            f"({since}). Start again without it. With --on-divergence {RESUME_FROM_MAJORITY} the job goes on by itself. "
+            f"({since}). Start again without it. With --on-divergence {RESUME_FROM_MAJORITY} the job goes on "
+            "by itself. "
             f"{MIXED_HARDWARE_HINT}"
         )
     else:

@@ -1,15 +1,12 @@
-"""What went wrong: failures told apart by kind, and causes told apart from what they drew after them. Pure.
+"""Classify failures by kind, and separate root causes from secondary failures.
 
-Three steps, each a function. `of_round` makes failures of the events that one node wrote in one round. The
-coordinator collects what nodes report, and the nodes that it lost, in the order in which it heard of them
-(`rendezvous.ledger`). `judge` says which of these are causes.
+`classify_round` turns the events that one node wrote in a generation into failures. Each node reports one to
+the leader. The leader adds the nodes that it lost, and sends all of them to every node in the order of
+arrival. `separate_root_causes` decides which of them are root causes.
 
-**Cause or cascade.** A worker that dies breaks the connections of its peers, and they die of that, often
-sooner than anybody hears of the first. So the text of an error that speaks of a lost connection weighs less
-than a death that nothing else explains, whichever was heard of first. But a text alone proves nothing: where
-no other failure is known and no node was lost, the first of them is the cause.
-
-Does not know how a cgroup or a rendezvous is read, nor what is done about a failure (`restart`).
+When a worker dies, its peers' connections break and they fail too, often before the leader has seen the first
+death. So an error that speaks of a lost connection is secondary if any other failure is known, whichever
+arrived first. If there is no other failure, the first of them is the root cause.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ _WAITED_FOR_PEER = (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One observed failure. It travels between nodes: plain fields, bounded texts (`bounded`)."""
+    """One observed failure. It is sent to other nodes, so its fields are plain and its texts are bounded."""
 
     kind: str
     node: str
@@ -76,7 +73,7 @@ class Failure:
 
     @property
     def is_secondary(self) -> bool:
-        """Whether it looks like what the loss of a peer makes of a living worker."""
+        """Whether it looks like the effect of a lost peer on a living worker."""
         if self.kind == SIGNAL:
             return "SIGABRT" in self.text  # NCCL's watchdog aborts the process when a peer is gone
         if self.kind == HANG:
@@ -85,14 +82,14 @@ class Failure:
 
     @property
     def signature(self) -> tuple[str, str, str, str]:
-        """The same for two failures that are alike but for numbers: ranks, addresses, process ids."""
+        """Return a key that ignores numbers: ranks, addresses, process ids."""
         told = self.message or self.text
         return (self.kind, self.type, self.frame, _NUMBER_PATTERN.sub("#", told))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPressure:
-    """What is known of this node's memory in a round: see `agent.pressure`."""
+    """The memory of this node during a generation, as `agent.memory_pressure` measured it."""
 
     oom_kills: int = 0
     """By how much the kernel's count of processes killed for memory rose."""
@@ -102,26 +99,26 @@ class MemoryPressure:
 
 @dataclass(frozen=True, slots=True)
 class FailureVerdict:
-    """Which failures of a world were causes, the first one first, and which followed from them."""
+    """The failures of a generation, separated into root causes and secondary failures."""
 
     root_causes: tuple[Failure, ...] = ()
     secondary_failures: tuple[Failure, ...] = ()
 
     @property
     def root_cause(self) -> Failure | None:
-        """The first cause."""
+        """Return the first root cause, or None."""
         return self.root_causes[0] if self.root_causes else None
 
 
 def looks_secondary(text: str) -> bool:
-    """Whether an error's text is what the loss of a peer makes of a living worker."""
+    """Whether an error's text looks like the effect of a lost peer."""
     return _SECONDARY_PATTERN.search(text) is not None
 
 
 def separate_root_causes(failures: Iterable[Failure]) -> FailureVerdict:
-    """Tell causes from what they drew after them; ``failures`` stand in the order they were heard of.
+    """Separate root causes from secondary failures. ``failures`` are in order of arrival.
 
-    What the job itself is at fault for goes before any other.
+    Deterministic failures come before all others.
     """
     listed = sorted(failures, key=lambda one: not one.is_deterministic)
     causes = [one for one in listed if one.is_deterministic or not one.is_secondary]
@@ -131,12 +128,12 @@ def separate_root_causes(failures: Iterable[Failure]) -> FailureVerdict:
 
 
 def make_node_failure(node: str, reason: str, *, announced: bool = False) -> Failure:
-    """Make the failure that the loss of a node is; ``told``: somebody asked it to leave."""
+    """Make the failure of a lost node; ``announced``: the node had been asked to leave."""
     return truncate_failure(Failure(PREEMPTED if announced else NODE_LOST, node, None, reason))
 
 
 def truncate_failure(failure: Failure) -> Failure:
-    """Cut its texts to what may travel, and let none of them command a terminal."""
+    """Limit the length of its texts and remove control characters."""
     return replace(
         failure,
         kind=to_printable(failure.kind, 32),
@@ -148,7 +145,7 @@ def truncate_failure(failure: Failure) -> Failure:
 
 
 def to_printable(text: str, limit: int = MAX_TEXT_CHARS) -> str:
-    """Give one line of printable text, of at most ``limit`` characters."""
+    """Return one line of printable text with at most ``limit`` characters."""
     text = "".join(char if char.isprintable() else " " for char in text[: limit + 1])
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -157,9 +154,9 @@ def to_printable(text: str, limit: int = MAX_TEXT_CHARS) -> str:
 
 
 def describe_failure(failure: Failure | None, *, with_node: bool = False) -> str:
-    """Say what happened to which rank, without a full stop; ``node``: and on which node."""
+    """Describe what happened to which rank, without a full stop; with ``with_node`` also on which node."""
     if failure is None:
-        return "a worker ended without leaving a word"
+        return "a worker exited without reporting an error"
     if failure.kind in NODE_FAILURE_KINDS:
         return f"node {failure.node} {failure.text}"
     who = "a worker" if failure.rank is None else f"rank {failure.rank}"
@@ -173,7 +170,7 @@ def describe_failure(failure: Failure | None, *, with_node: bool = False) -> str
 
 
 def explain_verdict(verdict: FailureVerdict) -> list[str]:
-    """Say in a few lines what came first, what else failed by itself, and what followed."""
+    """Describe the root causes and the secondary failures in a few lines."""
     if verdict.root_cause is None:
         return []
     lines = [f"first: {describe_failure(verdict.root_cause, with_node=True)}."]
@@ -182,7 +179,8 @@ def explain_verdict(verdict: FailureVerdict) -> list[str]:
     if verdict.secondary_failures:
         count = sum(one.nodes for one in verdict.secondary_failures)
         lines.append(
-            f"as a consequence, on {count} node{'s' * (count > 1)}: {_list_failures(verdict.secondary_failures)}."
+            f"as a consequence, on {count} node{'s' * (count > 1)}: "
+            f"{_list_failures(verdict.secondary_failures)}."
         )
     return lines
 
@@ -199,16 +197,16 @@ def _list_failures(failures: Sequence[Failure]) -> str:
 def classify_round(
     events: Iterable[Event], node: str, memory_pressure: MemoryPressure | None = None
 ) -> tuple[Failure, ...]:
-    """Fold the events of one node's round into its workers' failures, see `dated`."""
+    """Return the failures of one node's workers in a generation; see `classify_with_times`."""
     return tuple(failure for _, failure in classify_with_times(events, node, memory_pressure))
 
 
 def classify_with_times(
     events: Iterable[Event], node: str, memory_pressure: MemoryPressure | None = None
 ) -> tuple[tuple[float, Failure], ...]:
-    """Return the failures of one node's workers with their times, causes first, each group by time.
+    """Return the failures of one node's workers with their times, root causes first, each group by time.
 
-    A worker that was told to stop did not fail, and one that was killed for a hang is told by the hang.
+    A worker that was told to stop did not fail. A worker that was killed for a hang is covered by the hang.
     """
     events = list(events)
     words = [event for event in events if event["event"] == "failure"]
@@ -287,7 +285,7 @@ def _classify_exception(
 
 
 def _refine_kind(failure: Failure, memory_pressure: MemoryPressure) -> Failure:
-    """Give an exception the kind that its text proves."""
+    """Replace the kind of an exception by the one that its text proves."""
     if failure.type == "DivergenceError":
         return replace(failure, kind=DIVERGENCE)
     if failure.type in _OWN_DISK_ERRORS or (
@@ -307,7 +305,7 @@ def _refine_kind(failure: Failure, memory_pressure: MemoryPressure) -> Failure:
 
 
 def _unresolved_hangs(events: Iterable[Event]) -> list[Event]:
-    """The hangs that did not come to an end by themselves."""
+    """Return the hangs that did not end by themselves."""
     hangs: list[Event] = []
     for event in events:
         if event["event"] == "hang":
@@ -359,7 +357,7 @@ def _hang_ranks(event: Event) -> list[int]:
 
 
 def _is_same_worker(word: Event, end: Event) -> bool:
-    """Whether ``end`` is that of the worker that wrote ``word``, maybe before it knew its rank."""
+    """Whether both events are of one worker; it may have written the first before it knew its rank."""
     if word.get("rank") is None:
         return "pid" in word and bool(word["pid"] == end.get("worker_pid"))
     return bool(word["rank"] == end.get("rank"))

@@ -1,28 +1,22 @@
-"""Whether a rank is hung: looks at its line on the board in, a judgement out. Pure.
+"""Decide whether a rank hangs, and which rank causes the hang.
 
-A rank is hung when it has finished no step for max(30 s, 10 x the longest step seen in this generation).
-What is not judged: the first steps of a generation (compilation, warm-up, the first touch of data), a time
-that the script calls busy, what it does after its last step, and any rank while another one of its node is
-in one of these, since it may wait for that one.
+A rank hangs if it has finished no step for max(30 s, 10 x the longest step of this generation). The first
+steps of a generation (compilation, warm-up), a time that the script calls busy, and the time after the last
+step do not count. While one rank of a node is in such a phase, no rank of that node is judged, because the
+others may wait for it.
 
-The agent measures by what it has seen itself: each look adds the time since the last one, and never more
-than `LOOK_S`. So a machine that was suspended, an agent that was stopped, a container that was frozen with
-all that is in it, or a clock that jumped adds one such piece, and not the time that nobody was running.
+Time counts only as far as the agent has observed it: each sample adds the time since the last one, at most
+`MAX_SAMPLE_GAP_S`. So a suspended machine, a stopped agent, a frozen container or a clock that jumps adds one
+gap at most.
 
-Does not know processes or files (`agent/watch.py`), nor who is to blame (`policy/blame.py`).
+A rank that hangs makes all others wait in their next collective. So a rank that waits in a collective is a
+victim, and a rank that stands anywhere else is a suspect. If all wait, but in different collectives, the
+smaller group is suspect: it left one out. If all wait in the same collective, the suspect is on another node,
+whose agent sees it.
 
-Who is to blame for a hang: evidence of each rank of one node in, suspects and victims out. Pure.
-
-In data-parallel training one rank that stands still makes all others wait for it in their next collective.
-So a rank that waits in a collective is a victim, and one that stands anywhere else is a suspect. Where all
-wait, but not in the same collective, one of them has left one out: the few are the suspects. Where all wait
-in the same one, whoever does not come is on another node, which sees it itself.
-
-Two signs tell that a rank waits: torch's flight recorder knows a collective that has begun and not ended, or
-the innermost frames of its main thread are torch.distributed's. Stacks alone are a hint: DDP waits for its
-gradients in C++ under ``backward()``, and a CUDA rank where it first needs a result.
-
-Does not know how evidence is gathered (`agent/stacks.py`).
+Two facts show that a rank waits: torch's flight recorder has a collective that has begun and not ended, or
+the innermost frames of the main thread are in torch.distributed. Stacks alone are weak evidence: DDP waits
+for gradients in C++ under ``backward()``, and a CUDA rank waits where it first needs a result.
 """
 
 from __future__ import annotations
@@ -46,17 +40,17 @@ PEER_WAIT_S = 300.0
 
 @dataclass(frozen=True)
 class HangThreshold:
-    """How long a rank may take. ``threshold_s``: given outright by the user, None for the rule above."""
+    """The time that a rank may take. ``configured_s`` is the user's own limit; None means the rule above."""
 
     configured_s: float | None = None
 
     @property
     def calibration_steps(self) -> int:
-        """How many steps of a generation are not judged."""
+        """Return how many steps at the start of a generation are not judged."""
         return CALIBRATION_STEPS if self.configured_s is None else 1
 
     def limit_s(self, longest_step_s: float, *, between_epochs: bool) -> float:
-        """Seconds without a step after which a rank is hung."""
+        """Return the seconds without a step after which a rank hangs."""
         if self.configured_s is not None:
             return self.configured_s
         return max(MIN_THRESHOLD_S, LONGEST_STEP_FACTOR * longest_step_s) * (
@@ -64,16 +58,16 @@ class HangThreshold:
         )
 
     def peer_wait_s(self, limit_s: float) -> float:
-        """Seconds more that ranks which wait for another node are left alone."""
+        """Return how much longer ranks are left alone that wait for another node."""
         return max(PEER_WAIT_S, limit_s) if self.configured_s is None else self.configured_s
 
 
 @dataclass(frozen=True)
 class ProgressSample:
-    """One look at the line of a living rank.
+    """One sample of a living rank's progress.
 
-    ``life`` names the worker and the generation it is in: with another one all begins anew. ``beat`` changes
-    with each step, and is 0 where there is nothing to judge by.
+    ``incarnation`` names the worker and its generation; a new one starts the observation again.
+    ``progress_counter`` changes with each step and is 0 when the rank cannot be judged.
     """
 
     incarnation: tuple[int, ...]
@@ -86,7 +80,7 @@ class ProgressSample:
 
 @dataclass(frozen=True)
 class RankProgress:
-    """What was seen of one rank: for how long there was no step, and how long the longest took."""
+    """The observed progress of one rank: the time without a step, and the longest step."""
 
     sample: ProgressSample
     no_progress_s: float = 0.0
@@ -94,17 +88,17 @@ class RankProgress:
 
     @property
     def finished_steps(self) -> int:
-        """How many steps of this generation were finished."""
+        """Return the number of steps finished in this generation."""
         return self.sample.step - self.sample.first_step
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has done its last step."""
+        """Whether the rank has finished its last step."""
         return self.sample.progress_counter == 0 and self.finished_steps > 0
 
 
 def update_progress(progress: RankProgress | None, sample: ProgressSample, elapsed_s: float) -> RankProgress:
-    """Take one more look into account; ``since_s`` is the time since the last one."""
+    """Add one sample; ``since_s`` is the time since the last one."""
     if progress is None or progress.sample.incarnation != sample.incarnation:
         return RankProgress(sample)
     quiet_s = progress.no_progress_s + min(max(elapsed_s, 0.0), MAX_SAMPLE_GAP_S)
@@ -123,9 +117,10 @@ def update_progress(progress: RankProgress | None, sample: ProgressSample, elaps
 
 
 def pause_while_peer_busy(progress_by_rank: Mapping[int, RankProgress]) -> dict[int, RankProgress]:
-    """Take into account that ranks of one node wait for one that is busy: nobody's time goes on meanwhile.
+    """Stop the time of all ranks of a node while one of them is busy.
 
-    When it ceases to be busy the others have done no step for as long, until it comes to where they wait.
+    When that rank stops being busy, the others need as long as before until it reaches the collective that
+    they wait in.
     """
     if not any(pulse.sample.is_busy for pulse in progress_by_rank.values()):
         return dict(progress_by_rank)
@@ -134,10 +129,7 @@ def pause_while_peer_busy(progress_by_rank: Mapping[int, RankProgress]) -> dict[
 
 @dataclass(frozen=True)
 class HangDecision:
-    """Which ranks are hung, by local rank, and by which limit.
-
-    ``next_s``: before so many seconds nobody can be found hung.
-    """
+    """The local ranks that hang, and the limit. Before ``next_check_s`` seconds no other rank can hang."""
 
     hung_ranks: tuple[int, ...]
     limit_s: float
@@ -145,7 +137,7 @@ class HangDecision:
 
 
 def find_hung_ranks(progress_by_rank: Mapping[int, RankProgress], threshold: HangThreshold) -> HangDecision:
-    """Say who is hung of the ranks of one node and one generation; ``pulses`` are those of living ones."""
+    """Find the ranks of one node and one generation that hang; ``pulses`` are those of living ranks."""
     judged = {
         rank: pulse
         for rank, pulse in progress_by_rank.items()
@@ -164,9 +156,9 @@ def find_hung_ranks(progress_by_rank: Mapping[int, RankProgress], threshold: Han
 def find_stalled_ranks(
     progress_by_rank: Mapping[int, RankProgress], decision: HangDecision
 ) -> tuple[int, ...]:
-    """Which ranks stand still with those that are hung, if not yet for as long.
+    """Return the ranks that stand still together with those that hang, even if for a shorter time.
 
-    All stop within a step of the first; one that goes on has nothing to do with it.
+    All ranks stop within one step of the first; a rank that continues has nothing to do with the hang.
     """
     return tuple(
         sorted(
@@ -200,20 +192,20 @@ _IDLE_CPU_SHARE = 0.5  # of a core: below it a thread in backward() rather waits
 
 @dataclass(frozen=True)
 class StackFrame:
-    """One level of a Python stack."""
+    """One frame of a Python stack."""
 
     file: str
     line: int
     name: str
 
     def __str__(self) -> str:
-        """For a sentence: the file without its directories."""
+        """Format the frame with the file's name only."""
         return f"{self.file.rpartition('/')[2]}:{self.line} in {self.name}"
 
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """A collective that a rank has begun and that has not ended, as the flight recorder tells it."""
+    """A collective that a rank has begun and not ended, from torch's flight recorder."""
 
     sequence_number: int
     name: str
@@ -221,7 +213,7 @@ class PendingCollective:
     sizes: str = ""
 
     def __str__(self) -> str:
-        """For a sentence."""
+        """Format it for a sentence."""
         group = (
             ""
             if self.process_group.startswith("0") or not self.process_group
@@ -232,12 +224,12 @@ class PendingCollective:
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """What is known of one rank at the moment of the hang.
+    """What is known of one rank at the moment of a hang.
 
-    ``state`` is the kernel's letter, empty where the process has ended. ``answered``: whether its Python did;
-    None where it could not be asked. ``pending`` is None where nobody could tell. ``frames`` are the
-    main thread's, innermost first. ``cpu_share``: of a core, while it was looked at. ``stands``: it has not
-    gone on either; ``rests``: it has done its last step.
+    ``process_state`` is the kernel's letter, empty if the process has ended. ``python_responded`` is None if
+    Python could not be asked. ``pending_collectives`` is None if unknown. ``frames`` are those of the main
+    thread, innermost first. ``cpu_share`` is a fraction of one core. ``is_stalled``: it stands still too.
+    ``is_finished``: it has done its last step.
     """
 
     rank: int
@@ -256,7 +248,7 @@ class RankEvidence:
 
 @dataclass(frozen=True)
 class RankFinding:
-    """A rank with the reason for which it is a suspect or a victim: a clause that follows "rank N"."""
+    """A rank and the reason why it is a suspect or a victim: a clause that follows "rank N"."""
 
     rank: int
     local_rank: int
@@ -265,7 +257,7 @@ class RankFinding:
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """``elsewhere``: all ranks of this node wait for one that is not here."""
+    """Suspects and victims of a hang, or the finding that all ranks of this node wait for another node."""
 
     suspects: tuple[RankFinding, ...] = ()
     victims: tuple[RankFinding, ...] = ()
@@ -273,7 +265,7 @@ class HangDiagnosis:
 
 
 def classify_frames(frames: Sequence[StackFrame]) -> str:
-    """Say what the innermost frames, up to the user's own, are doing; empty where that cannot be told."""
+    """Classify what the innermost library frames do; empty if unknown."""
     for frame in frames:
         for pattern, kind in _FRAME_KINDS:
             if pattern.search(frame.file):
@@ -284,13 +276,13 @@ def classify_frames(frames: Sequence[StackFrame]) -> str:
 
 
 def innermost_user_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
-    """Give the innermost frame of the user's own code."""
+    """Return the innermost frame of the user's own code."""
     own = (frame for frame in frames if not _LIBRARY_PATTERN.search(frame.file))
     return next(own, frames[0] if frames else None)
 
 
 def waits_in_collective(evidence: RankEvidence) -> bool:
-    """Whether a rank waits for others in a collective."""
+    """Whether a rank waits in a collective."""
     kind = classify_frames(evidence.frames)
     if kind in {COLLECTIVE, DATA}:
         return kind == COLLECTIVE
@@ -302,7 +294,7 @@ def waits_in_collective(evidence: RankEvidence) -> bool:
 
 
 def diagnose_hang(evidence: Sequence[RankEvidence], world_size: int) -> HangDiagnosis:
-    """Name suspects and victims among the ranks of one node."""
+    """Find suspects and victims among the ranks of one node."""
     standing = [one for one in evidence if one.is_stalled]
     faults = {one.rank: _describe_own_fault(one, has_no_peers=world_size == 1) for one in standing}
     waiting = [one for one in standing if not faults[one.rank]]
@@ -319,12 +311,13 @@ def diagnose_hang(evidence: Sequence[RankEvidence], world_size: int) -> HangDiag
 
 
 def describe_diagnosis(diagnosis: HangDiagnosis) -> str:
-    """Say it for people: suspects with their reasons, then who waits for them."""
+    """Describe the suspects with their reasons, then the victims."""
     if diagnosis.suspects:
         told = "; ".join(f"rank {one.rank} {one.reason}" for one in diagnosis.suspects)
         return told + (f". {_describe_waiting_ranks(diagnosis.victims)} for it" if diagnosis.victims else "")
     if diagnosis.waits_for_other_node:
-        return f"{_describe_waiting_ranks(diagnosis.victims)} for a rank of another node: {diagnosis.victims[0].reason}"
+        victims = diagnosis.victims
+        return f"{_describe_waiting_ranks(victims)} for a rank of another node: {victims[0].reason}"
     if diagnosis.victims:
         return (
             f"all ranks wait in the same collective, and none is missing ({diagnosis.victims[0].reason}): "
@@ -343,7 +336,7 @@ def _make_finding(one: RankEvidence, reason: str) -> RankFinding:
 
 
 def _describe_own_fault(one: RankEvidence, *, has_no_peers: bool) -> str:
-    """Why a rank cannot be waiting for others; empty where it does. ``alone``: there are none."""
+    """Describe why a rank cannot be waiting for others; empty if it can."""
     at = innermost_user_frame(one.frames)
     where = f" at {at}" if at else ""
     if one.process_state in {"", "Z", "X"}:
@@ -377,7 +370,7 @@ def _describe_wait(one: RankEvidence) -> str:
 
 
 def _group_by_collective(waiting: Sequence[RankEvidence]) -> list[list[RankEvidence]]:
-    """Put those together that wait in the same collective; the largest group first."""
+    """Group ranks that wait in the same collective; the largest group comes first."""
     known = all(one.pending_collectives for one in waiting)
     found: dict[Hashable, list[RankEvidence]] = {}
     for one in waiting:
@@ -392,7 +385,7 @@ def _group_by_collective(waiting: Sequence[RankEvidence]) -> list[list[RankEvide
 
 
 def _diagnose_groups(groups: Sequence[Sequence[RankEvidence]]) -> HangDiagnosis:
-    """Tell those who are right from those who are not, where ranks wait in different collectives."""
+    """Separate suspects from victims among ranks that wait in different collectives."""
     most = [group for group in groups if len(group) == len(groups[0])]
     rest = [group for group in groups if len(group) < len(groups[0])]
     if len(most) > 1:

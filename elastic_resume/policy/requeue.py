@@ -1,11 +1,10 @@
-"""Whether a job that has ended is to be run again, and who asks for it: pure.
+"""Decide whether a job that has ended is queued again, and which node asks the scheduler.
 
-Facts about the end and its surroundings in, one decision with a sentence for people out. Three things must
-not happen: that nobody asks (the job is over, though it was not done), that a job comes back which somebody
-has cancelled or which fails each time, and that a job which still runs on other nodes is torn down.
+Three things must not happen: nobody asks, and an unfinished job stays ended; a job returns that somebody
+cancelled or that fails each time; a job that still runs on other nodes is stopped.
 
-What Slurm does (22.05, seen): a job that ends by itself within the grace of a preemption has failed, and is
-not run again, also where PreemptMode is REQUEUE; to ask for the requeue of a cancelled job brings it back.
+Slurm 22.05 behaves as follows. A job that ends by itself within the grace of a preemption has failed and is
+not queued again, even with PreemptMode=REQUEUE. A requeue request brings a cancelled job back.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SCHEDULER_ENDS_JOB = "the scheduler has been told to end or to requeue it"
 
 
 class AgentEnd(Enum):
-    """How this agent came to its end."""
+    """How this agent ended."""
 
     DONE = "done"
     DETERMINISTIC_FAILURE = "at fault"
@@ -38,7 +37,7 @@ class AgentEnd(Enum):
 
 
 class TerminationReason(Enum):
-    """What the scheduler says of a job whose processes got SIGTERM."""
+    """Why the processes of a job got SIGTERM, according to the scheduler."""
 
     UNKNOWN = "nothing"  # it cannot be asked, or does not answer
     RUNNING = "running"  # and knows of no reason to end it
@@ -49,12 +48,12 @@ class TerminationReason(Enum):
 
 @dataclass(frozen=True)
 class RequeueFacts:
-    """What the decision is made from.
+    """The facts for the decision.
 
-    ``idle`` is how many lives in a row have brought no new step, this one included, as far as this node
-    knows: where it has another disk each time it knows of one. ``only_here``: the scheduler's job is this
-    node alone, others have jobs of their own. ``mine``: of several nodes, this one speaks for all. ``alone``:
-    what ended this node was meant for it alone. ``other`` names another program that requeues.
+    ``starts_without_progress`` counts the starts in a row, this one included, that brought no new step on
+    this node's disk. ``is_single_node``: the scheduler's job is this node alone. ``is_requester``: this node
+    speaks for all nodes. ``only_this_node_ends``: only this node was told to end. ``other_requeuer`` names
+    another program that requeues.
     """
 
     end: AgentEnd
@@ -70,15 +69,15 @@ class RequeueFacts:
 
 
 def drain_margin_s(grace_s: float, commit_s: float, time_to_limit_s: float) -> float:
-    """How long before its time limit a node is drained.
+    """Return how long before its time limit a node is drained.
 
-    All nodes of a job work it out, each for itself, and shall begin together: what a commit takes differs a
-    little between them, and is rounded up to the next of 10, 20, 40, … s.
+    Each node of a job computes it, and all should start together. Commit times differ a little between them,
+    so the result is rounded up to the next of 10, 20, 40, ... seconds.
 
     Args:
-        grace_s: of a worker.
-        commit_s: what a commit has taken; 0 where there has been none.
-        life_s: from this agent's start to the limit; half of it is the job's in any case.
+        grace_s: grace of a worker.
+        commit_s: time of a commit; 0 if there has been none.
+        life_s: time from this agent's start to the limit; training gets at least half of it.
 
     """
     commit = 10.0
@@ -88,11 +87,11 @@ def drain_margin_s(grace_s: float, commit_s: float, time_to_limit_s: float) -> f
 
 
 def count_starts_without_progress(events: Iterable[Event], restarts: int) -> int:
-    """How many lives in a row have finished no new step on this node, the last included.
+    """Count the starts in a row, the last included, that finished no new step on this node.
 
     Args:
-        events: all that the node's log holds.
-        restarts: how often the scheduler has started the job again. Older lives were other jobs'.
+        events: all events of the node's log.
+        restarts: how often the scheduler has restarted the job. Earlier starts belong to other jobs.
 
     """
     idle = 0
@@ -109,7 +108,7 @@ def count_starts_without_progress(events: Iterable[Event], restarts: int) -> int
 
 
 class RequeueAction(Enum):
-    """What is done: ``TELL`` leaves it to who reads the exit code."""
+    """The possible actions; ``TELL`` leaves the requeue to the reader of the exit code."""
 
     REQUEUE = "requeue"
     EXIT_CODE = "exit code"
@@ -119,13 +118,13 @@ class RequeueAction(Enum):
 
 @dataclass(frozen=True)
 class RequeueDecision:
-    """What to do, and why, in words that end a sentence."""
+    """The action and its reason, as the end of a sentence."""
 
     action: RequeueAction
     reason: str
 
     def exit_code(self, default: int) -> int:
-        """Give the exit code of an agent that would end with ``otherwise`` were there no requeue."""
+        """Return the exit code of an agent that would otherwise end with ``otherwise``."""
         if self.action is RequeueAction.NODE_DONE:
             return constants.EXIT_SUCCESS
         return default if self.action is RequeueAction.LEAVE_ALONE else constants.EXIT_REQUEUE
@@ -138,10 +137,11 @@ def decide_requeue(facts: RequeueFacts) -> RequeueDecision:
 
 
 def _decide_for_single_node(facts: RequeueFacts) -> RequeueDecision | None:
-    """Whether this node's end says nothing of the job's.
+    """Decide if this node's end says nothing about the job.
 
-    srun gives the highest exit code of all nodes, however long ago a node left: with 75 a job would be queued
-    again whose other nodes have finished it. Not where this node speaks for all: it may be the last.
+    srun returns the highest exit code of all nodes, even of a node that left long ago. With 75 it would queue
+    a job again that its other nodes have finished. A node that speaks for all is excepted: it may be the last
+    one.
     """
     if facts.scheduler != "slurm" or facts.is_single_node or facts.is_requester:
         return None
@@ -158,7 +158,7 @@ def _decide_for_single_node(facts: RequeueFacts) -> RequeueDecision | None:
 
 
 def _decide_against(facts: RequeueFacts) -> RequeueDecision | None:
-    """Why the job is not to be run again, as far as this node can say."""
+    """Return a decision if the job must not run again, as far as this node knows."""
     plain = {
         AgentEnd.DONE: "the job is done",
         AgentEnd.DETERMINISTIC_FAILURE: "the job is at fault and would end like this again",
@@ -189,7 +189,7 @@ def _decide_against(facts: RequeueFacts) -> RequeueDecision | None:
 
 
 def _decide_left_to_others(facts: RequeueFacts) -> RequeueDecision | None:
-    """Why it is not this node that asks the scheduler."""
+    """Return a decision if another node or program asks the scheduler."""
     if facts.end in {AgentEnd.NO_QUORUM, AgentEnd.NODE_UNFIT} and not facts.is_single_node:
         return RequeueDecision(RequeueAction.EXIT_CODE, "other nodes of the job may go on")
     if facts.other_requeuer:

@@ -1,11 +1,9 @@
-"""What this node is to its scheduler: one value from the environment, with where each part comes from.
+"""Read what Slurm, Kubernetes or Kubeflow (``PET_*``) tells a node through the environment.
 
-Slurm, Kubernetes, the ``PET_*`` variables that Kubeflow's trainers set for torchrun, and a plain host. One
-dict per scheduler says which variable holds what. A node keeps its name when it comes back, so that it finds
-its own checkpoints again; a job keeps its own over requeues.
-
-Promise: reads nothing but ``environ`` and the host's name, and never fails: what is odd is told in
-``problems``, which end a start that has to rely on them. Does not know what anything here is used for.
+One dict per scheduler maps each concept to its variable, and `SchedulerContext.sources` says where each value
+came from. A node keeps its name when it comes back, so it finds its own checkpoints. A job keeps its name
+over requeues. Only the environment and the host's name are read, and reading never fails: an odd value is
+listed in ``problems``, which end a start that has to rely on it.
 """
 
 from __future__ import annotations
@@ -65,27 +63,27 @@ PORT_STRIDE_PER_STEP = 101  # apart from each other: the next jobs' steps are no
 
 @dataclass(frozen=True, slots=True)
 class SchedulerContext:
-    """One node of one job.
+    """One node of one job, as the scheduler describes it.
 
     Attributes:
         scheduler: ``slurm``, ``kubernetes``, ``pet`` or ``host``.
-        name: of the node, safe as the name of a directory.
-        job: the job's name, the same after each requeue; empty where nobody gives it one.
-        order: the node's place among the others.
-        nodes: how many there are, at most.
-        min_nodes: with so few training goes on.
-        peers: names of all nodes in their order, as far as they are told.
-        candidates: ``HOST:PORT`` of those at which newcomers ask; empty where nothing is told.
-        address: at which others reach this node, where that is told.
-        workers: per node; None where nothing is told.
-        restarts: lives of the job before this one.
-        launch: names this start of the whole job where the scheduler has ended all of it before; else empty.
-        requeue: what the scheduler knows the part by that this node's requeue concerns; else empty.
-        deadline: unix seconds at which the scheduler ends the job, where a variable tells.
-        tasks: how many are started on this node, or another; more than one are none of ours.
-        problems: why a start without flags would go wrong.
-        sources: concept -> where it comes from.
-
+        name: name of the node, safe as a directory name.
+        job: name of the job, the same after each requeue; empty if unknown.
+        order: index of the node among the others.
+        nodes: largest number of nodes.
+        min_nodes: smallest number of nodes that train.
+        peers: names of all nodes in order, as far as known.
+        candidates: ``HOST:PORT`` of the nodes that newcomers call; empty if unknown.
+        address: address at which others reach this node, if known.
+        workers: workers per node; None if unknown.
+        restarts: number of earlier starts of the job.
+        launch: name of this start of the whole job, if the scheduler had ended all of it before; else empty.
+        requeue: the scheduler's name for the part of the job that a requeue of this node concerns; else
+            empty.
+        deadline: Unix time at which the scheduler ends the job, if a variable tells.
+        tasks: number of tasks started on one node; more than one is a mistake.
+        problems: why a start without flags would fail.
+        sources: maps each concept to where its value comes from.
     """
 
     scheduler: str
@@ -108,7 +106,7 @@ class SchedulerContext:
 
 
 def read_context(environ: Mapping[str, str]) -> SchedulerContext:
-    """Read what the scheduler tells."""
+    """Read what the scheduler tells this node."""
     found = detect_scheduler(environ)
     told = _VariableReader(environ, VARIABLES_BY_SCHEDULER[found])
     node = _READERS[found](told)
@@ -116,7 +114,7 @@ def read_context(environ: Mapping[str, str]) -> SchedulerContext:
 
 
 def detect_scheduler(environ: Mapping[str, str]) -> str:
-    """``slurm``, ``kubernetes``, ``pet`` or ``host``."""
+    """Return ``slurm``, ``kubernetes``, ``pet`` or ``host``."""
     if "SLURM_JOB_ID" in environ:
         return "slurm"
     if "PET_NNODES" in environ or "PET_MASTER_ADDR" in environ:
@@ -125,18 +123,18 @@ def detect_scheduler(environ: Mapping[str, str]) -> str:
 
 
 def default_node_name(environ: Mapping[str, str]) -> str:
-    """This node's name where the user gives none."""
+    """Return this node's name if the user gives none."""
     return read_context(environ).name
 
 
 def sanitize_name(text: str, fallback: str) -> str:
-    """``text`` with every character that `contract.SAFE_NAME_PATTERN` forbids replaced by a dash."""
+    """Replace every character that `constants.SAFE_NAME_PATTERN` forbids by a dash."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:128].rstrip("-")
     return name or fallback
 
 
 class _VariableReader:
-    """What variables say, and which of them was asked."""
+    """Reads variables and records which of them were read."""
 
     def __init__(self, environ: Mapping[str, str], variables: Mapping[str, tuple[str, ...]]) -> None:
         self.environ = environ
@@ -160,7 +158,7 @@ class _VariableReader:
         return default
 
     def read_range(self, concept: str) -> tuple[int, int]:
-        """Read ``N``, which is any number up to that, or ``MIN:MAX``."""
+        """Parse ``N``, which means 1 to N, or ``MIN:MAX``."""
         text = self.read_text(concept, "1")
         match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text)
         least, most = (int(match[1] or 1), int(match[2])) if match else (0, 0)
@@ -213,7 +211,7 @@ def _read_slurm(reader: _VariableReader) -> SchedulerContext:
 
 
 def derive_slurm_port(job: str, step: str) -> int:
-    """Where the nodes of a job meet: the same for all, and another than most other jobs'."""
+    """Derive the rendezvous port from the job id: equal on all nodes, different from most other jobs."""
     numbers = [int(re.sub(r"\D", "", text)[-9:] or "0") for text in (job, step)]
     return SLURM_PORTS[(numbers[0] + PORT_STRIDE_PER_STEP * numbers[1]) % len(SLURM_PORTS)]
 
@@ -244,7 +242,7 @@ def _find_slurm_problems(environ: Mapping[str, str], nodes: int) -> list[str]:
 
 
 def _count_tasks_per_node(environ: Mapping[str, str]) -> int:
-    """How many tasks the step starts on a node, at most; ``2(x3),1`` are 2."""
+    """Return the largest number of tasks on a node; ``2(x3),1`` gives 2."""
     told = re.findall(r"(?:^|,)(\d{1,6})", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return max(map(int, told), default=1)
 
@@ -257,7 +255,7 @@ def _read_deadline(reader: _VariableReader) -> float | None:
 
 
 def _read_kubernetes(reader: _VariableReader) -> SchedulerContext:
-    """A pod of an Indexed Job, as `deploy/kubernetes` describes it."""
+    """Read the variables of a pod of an Indexed Job, as in deploy/kubernetes."""
     name, index = reader.read_name(), reader.read_number("order", 0)
     least, nodes = reader.read_range("nodes")
     job = reader.read_text("job") or _job_from_pod_name(reader, name)
@@ -293,7 +291,7 @@ def _read_kubernetes(reader: _VariableReader) -> SchedulerContext:
 
 
 def _job_from_pod_name(reader: _VariableReader, name: str) -> str:
-    """Take the index from an Indexed Job's host name."""
+    """Remove the index from an Indexed Job's host name."""
     index = reader.environ.get("JOB_COMPLETION_INDEX", "")
     if index.isdigit() and name.endswith(f"-{index}"):
         reader.sources["job"] = "HOSTNAME and JOB_COMPLETION_INDEX"
@@ -302,7 +300,7 @@ def _job_from_pod_name(reader: _VariableReader, name: str) -> str:
 
 
 def _read_pet(reader: _VariableReader) -> SchedulerContext:
-    """Kubeflow's trainers: node 0 is where all meet. What else they set torchrun's own parser reads."""
+    """Read Kubeflow's variables: node 0 is the candidate. torchrun's own parser reads the others."""
     host, port = reader.read_text("peers"), reader.read_number("port", DEFAULT_PORT)
     least, nodes = reader.read_range("nodes")
     job = reader.read_text("job")

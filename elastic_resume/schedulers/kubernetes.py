@@ -1,4 +1,4 @@
-"""How Kubernetes writes sizes, and how long it lets a pod end. What else a pod is told, `node` reads."""
+"""Parse Kubernetes' quantities and the time that a pod has to end."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _UNITS = {
 
 
 def read_termination_grace_s(environ: Mapping[str, str]) -> float | None:
-    """Seconds between SIGTERM and SIGKILL for this pod; None where it is not told.
+    """Return the seconds between SIGTERM and SIGKILL for this pod; None if unknown.
 
     Raises:
-        ConfigError: it is no duration.
+        ConfigError: the value is no duration.
 
     """
     text = environ.get(constants.ENV_TERMINATION_GRACE_S, "").strip()
@@ -37,10 +37,10 @@ def read_termination_grace_s(environ: Mapping[str, str]) -> float | None:
 
 
 def parse_quantity_bytes(text: str, setting: str) -> int:
-    """Bytes of a Kubernetes quantity, such as 4Gi or 500M.
+    """Parse a Kubernetes quantity, such as 4Gi or 500M, to bytes.
 
     Raises:
-        ConfigError: it is none, or less than a byte.
+        ConfigError: it is no quantity, or less than one byte.
 
     """
     match = _QUANTITY_PATTERN.fullmatch(text)

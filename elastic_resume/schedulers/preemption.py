@@ -1,20 +1,13 @@
-"""Who says ahead of time that this node will be taken away: a cloud's metadata address, a file, a command.
+"""Poll for preemption notices: a cloud's metadata server, a file, or a command.
 
-Each `Source` is looked at every few seconds and answers with a `Notice`, or None while there is none.
-What cannot be asked or understood raises `AskError` and is never taken for a notice: to leave for nothing
-costs a node, and an address that answers everything with a page of HTML is not rare. Advice to move (EC2's
-rebalance recommendation) is not a notice either.
+Each `NoticeSource` is polled every few seconds and returns a `PreemptionNotice` or None. A source that cannot
+be asked or understood raises `NoticeQueryError`; it is never taken for a notice, because some addresses
+answer everything with HTML. Advice to move, such as EC2's rebalance recommendation, is no notice either.
 
-The forms are those of the clouds' own documentation: EC2's instance metadata service with session tokens
-(IMDSv2, ``spot/instance-action``), Compute Engine's ``instance/preempted``, Azure's scheduled events. Knows
-no signals and no agent: what follows from a notice is `agent.preemption`'s.
-
-One question over HTTP to the metadata address of a cloud machine.
-
-Promise: an answer comes within the time given, headers and body together, and of at most `MAX_BYTES`, or
-`AskError` says in one clause why not. No proxy of the environment is used (it would answer for another
-machine), no redirect is followed, nothing is kept open. What is not bounded is the resolver's time to look up
-a name. Does not know what is asked.
+The formats are those of the clouds' documentation: EC2's instance metadata service with session tokens
+(IMDSv2, ``spot/instance-action``), Compute Engine's ``instance/preempted``, Azure's scheduled events. A
+request has a time limit and at most `MAX_BYTES` for headers and body together, uses no proxy, and follows no
+redirect. Only the resolver's time to look up a name is not bounded. `agent.shutdown` acts on a notice.
 """
 
 from __future__ import annotations
@@ -52,30 +45,30 @@ _REQUEST_TARGET_PATTERN = re.compile(r"[!-~]+")
 
 
 class NoticeQueryError(Exception):
-    """There is no answer; the text is a clause for people."""
+    """A source gave no answer; the text is a clause for the log."""
 
 
 @dataclass(frozen=True)
 class HttpResponse:
-    """A whole answer, whatever its status."""
+    """A complete response, whatever its status."""
 
     status: int
     body: bytes
 
     @property
     def text(self) -> str:
-        """The body, of whatever bytes."""
+        """Return the body as text; undecodable bytes are replaced."""
         return self.body.decode(errors="replace").strip()
 
 
 def quote_briefly(text: str) -> str:
-    """The beginning of what somebody else says, as one line of what can be printed."""
+    """Return the beginning of a foreign text as one printable line."""
     line = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * MAX_QUOTED_CHARS])
     return " ".join(line.split())[:MAX_QUOTED_CHARS]
 
 
 class _BoundedStream(io.RawIOBase):
-    """What a socket says until a moment, and up to so many bytes: a slow drip would outlast any time-out."""
+    """Reads a socket up to a deadline and a number of bytes; a slow drip outlasts any socket timeout."""
 
     def __init__(self, connection: socket.socket, until: float, budget: int) -> None:
         self._connection = connection
@@ -94,7 +87,7 @@ class _BoundedStream(io.RawIOBase):
         return count
 
     def makefile(self, _mode: str) -> io.BufferedReader:
-        """What `http.client` asks of a socket."""
+        """Return itself, as `http.client` expects of a socket."""
         return io.BufferedReader(self, 8192)
 
 
@@ -112,10 +105,10 @@ def request_metadata(
     headers: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> HttpResponse:
-    """Ask ``url``, which is plain http, and return the whole answer.
+    """Request ``url`` over plain HTTP and return the complete response.
 
     Raises:
-        AskError: nobody answers in time, or what comes is no answer.
+        NoticeQueryError: there is no answer in time, or no valid one.
 
     """
     until = time.monotonic() + timeout_s
@@ -177,7 +170,7 @@ _SOURCE_SEPARATOR = re.compile(r",\s*(?=(?:aws|gcp|azure)\s*(?:$|[,:])|file:|com
 
 @dataclass(frozen=True)
 class PreemptionNotice:
-    """This node will be taken away. ``deadline``: when (seconds since the epoch), where that is told."""
+    """This node will be taken away; ``deadline`` is the Unix time, if known."""
 
     reason: str
     deadline: float | None = None
@@ -185,7 +178,7 @@ class PreemptionNotice:
 
 @dataclass(frozen=True)
 class NoticeSource:
-    """One place where notices are given: ``look`` raises AskError where it cannot be asked."""
+    """One source of notices; its ``poll`` raises NoticeQueryError if the source cannot be asked."""
 
     name: str
     poll: Callable[[], PreemptionNotice | None]
@@ -193,10 +186,10 @@ class NoticeSource:
 
 
 def parse_sources(text: str | None) -> list[NoticeSource]:
-    """Read ``--preemption-notice``: forms with commas between them; none for ``off`` and for nothing.
+    """Parse ``--preemption-notice``: sources separated by commas; none for ``off`` and for an empty text.
 
     Raises:
-        ConfigError: a form is unknown, or its address, path or command cannot be one.
+        ConfigError: a source is unknown, or its address, path or command is malformed.
 
     """
     if text is None or text.strip() in {"", "off"}:
@@ -212,8 +205,8 @@ def _parse_source(word: str) -> NoticeSource:
     rest = rest.strip()
     if kind in METADATA_URLS and bool(colon) == bool(rest):
         base = _parse_base_url(word, rest) if rest else METADATA_URLS[kind]
-        look = {"aws": Ec2Metadata, "gcp": ComputeEngineMetadata, "azure": AzureMetadata}[kind](base).look
-        return NoticeSource(word, look)
+        poll = {"aws": Ec2Metadata, "gcp": ComputeEngineMetadata, "azure": AzureMetadata}[kind](base).poll
+        return NoticeSource(word, poll)
     if kind == "file" and rest:
         path = Path(rest).expanduser().absolute()
         return NoticeSource(word, lambda: poll_file(path), FILE_POLL_S)
@@ -245,13 +238,13 @@ def _parse_base_url(word: str, text: str) -> str:
 
 @dataclass
 class Ec2Metadata:
-    """EC2's spot interruption notice, by a session's token that is renewed when it is refused."""
+    """EC2's spot interruption notice. The session token is renewed when it is refused."""
 
     base_url: str
     _token: str = field(default="", repr=False)
 
     def poll(self) -> PreemptionNotice | None:
-        """Ask; two minutes ahead of the interruption there is something."""
+        """Ask for a notice; EC2 gives it two minutes ahead."""
         answer = self._request_action()
         if answer.status == 401:
             self._token = ""
@@ -275,7 +268,7 @@ class Ec2Metadata:
 
 
 def parse_ec2_notice(text: str) -> PreemptionNotice:
-    """Read ``{"action": "terminate", "time": "2017-09-18T08:22:00Z"}``."""
+    """Parse ``{"action": "terminate", "time": "2017-09-18T08:22:00Z"}``."""
     told = _parse_object(text)
     action = str(told.get("action"))
     if action not in {"terminate", "stop", "hibernate"}:
@@ -290,12 +283,12 @@ def parse_ec2_notice(text: str) -> PreemptionNotice:
 
 @dataclass
 class ComputeEngineMetadata:
-    """Compute Engine's word that a spot instance is being preempted: 30 s ahead of its end."""
+    """Compute Engine's notice that a spot instance is being preempted."""
 
     base_url: str
 
     def poll(self) -> PreemptionNotice | None:
-        """Ask."""
+        """Ask for a notice; Compute Engine gives it 30 s ahead."""
         url = f"{self.base_url}/computeMetadata/v1/instance/preempted"
         return parse_gcp_notice(
             _require_ok(
@@ -305,7 +298,7 @@ class ComputeEngineMetadata:
 
 
 def parse_gcp_notice(text: str) -> PreemptionNotice | None:
-    """Read ``TRUE`` or ``FALSE``."""
+    """Parse ``TRUE`` or ``FALSE``."""
     word = text.upper()
     if word not in {"TRUE", "FALSE"}:
         raise NoticeQueryError(f"instance/preempted says {quote_briefly(text)!r}")
@@ -314,13 +307,13 @@ def parse_gcp_notice(text: str) -> PreemptionNotice | None:
 
 @dataclass
 class AzureMetadata:
-    """Azure's scheduled events: those that take this machine away, out of all of its scale set's."""
+    """Azure's scheduled events that take this machine away. Azure lists the events of the whole scale set."""
 
     base_url: str
     _name: str = ""
 
     def poll(self) -> PreemptionNotice | None:
-        """Ask; events are told 30 s and more ahead."""
+        """Ask for events; Azure gives them 30 s or more ahead."""
         headers = {"Metadata": "true"}
         if not self._name:
             url = f"{self.base_url}/metadata/instance/compute/name?api-version=2021-02-01&format=text"
@@ -332,7 +325,7 @@ class AzureMetadata:
 
 
 def parse_azure_notice(text: str, name: str) -> PreemptionNotice | None:
-    """Read the list of events; of those that name this machine Preempt and Terminate end it."""
+    """Parse the list of events; Preempt and Terminate of this machine are notices."""
     told = _parse_object(text).get("Events")
     if not isinstance(told, list):
         raise NoticeQueryError(f"scheduledevents says {quote_briefly(text)!r}")
@@ -370,7 +363,7 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 
 def read_boot_time(proc: Path = Path("/proc")) -> int:
-    """Return when this machine was booted, in unix seconds by its own clock; 0 where nothing tells."""
+    """Return the Unix time at which this machine booted; 0 if unknown."""
     try:
         match = re.search(r"^btime ([0-9]{1,12})$", (proc / "stat").read_text(), re.MULTILINE)
     except OSError:
@@ -379,9 +372,9 @@ def read_boot_time(proc: Path = Path("/proc")) -> int:
 
 
 def poll_file(path: Path) -> PreemptionNotice | None:
-    """A notice if there is such a file, whatever it is; its text, if it has any, is the reason.
+    """Return a notice if the file exists; its text is the reason.
 
-    One from before this machine was booted is left over from its life before: each start would end by it.
+    A file from before this machine booted is left over from an earlier notice and is ignored.
     """
     try:
         told = path.stat()
@@ -401,7 +394,7 @@ def poll_file(path: Path) -> PreemptionNotice | None:
 
 
 def poll_command(argv: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> PreemptionNotice | None:
-    """A notice if the command ends with 0; its first line is the reason. Its process group ends with it."""
+    """Return a notice if the command exits with 0; its first line is the reason."""
     try:
         process = subprocess.Popen(
             argv,
@@ -429,10 +422,10 @@ def poll_command(argv: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> P
 
 
 def _read_output(process: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]:
-    """Give what it prints until it has ended: a child that it leaves behind may keep the pipe open.
+    """Read the output until the command has ended; a child that it leaves behind may keep the pipe open.
 
     Raises:
-        AskError: it has not ended in time.
+        NoticeQueryError: it has not ended in time.
 
     """
     if process.stdout is None:

@@ -1,16 +1,12 @@
-"""The memory of this machine that a job may use: what its control groups leave, or all of it.
+"""Measure the memory and the disk space that a job may use.
 
-A limit of any ancestor counts: Slurm sets it on the job or the step, and the task's own group has none.
+Memory is what the control groups of this process leave, or the whole machine. The limit of any ancestor group
+counts: Slurm sets it on the job or the step, and the task's own group has none.
 
-Promise: what cannot be read is no limit, and never an error. Changes nothing.
-
-How much a folder may still take, where its file system does not tell: /dev/shm, and volumes of a pod.
-
-An emptyDir in memory is a tmpfs of its ``sizeLimit``, which statvfs tells. One on the node's disk shows the
-whole disk, and a pod that exceeds the limit is evicted by kubelet: so the limit has to be told, as
+Disk space is what the file system tells, with one exception. A pod's emptyDir on the node's disk shows the
+whole disk, and kubelet evicts a pod that exceeds the volume's limit. So ``ELASTIC_RESUME_CKPT_LIMIT`` tells
+that limit. A value that cannot be read is no limit and no error, except for a malformed
 ``ELASTIC_RESUME_CKPT_LIMIT``.
-
-Promise: what cannot be read is no limit and never an error, but for a limit that is no size. Changes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from elastic_resume.schedulers import kubernetes
 
 @dataclass(frozen=True)
 class MemoryCgroup:
-    """The control group of this process, as far as memory goes: where its files are, and their names."""
+    """The memory control group of this process: the paths and names of its files."""
 
     directory: Path
     events_file: str
@@ -42,7 +38,7 @@ class MemoryCgroup:
 
     @classmethod
     def find_own(cls, proc: Path = Path("/proc")) -> MemoryCgroup | None:
-        """Find it; None where this process is in none, or cannot see it."""
+        """Find the group of this process; None if there is none or it is not visible."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             mounts = [_parse_mount(line) for line in (proc / "self/mountinfo").read_text().splitlines()]
             for line in (proc / "self/cgroup").read_text().splitlines():
@@ -66,7 +62,7 @@ class MemoryCgroup:
     def from_directory(
         cls, directory: Path, *, version: int, mount_point: Path | None = None
     ) -> MemoryCgroup:
-        """Give the group whose files lie there; ``top``: the directory in which its hierarchy is mounted."""
+        """Return the group with its files in this directory; ``top`` is the mount point of its hierarchy."""
         if version == 1:
             names = ("memory.oom_control", "memory.usage_in_bytes", "memory.limit_in_bytes")
             return cls(
@@ -76,13 +72,13 @@ class MemoryCgroup:
         return cls(directory, *names, cache_fields=("file", "shmem"), mount_point=mount_point)
 
     def read_oom_kills(self) -> int:
-        """How many of its processes the kernel has killed for want of memory; 0 where that is not told."""
+        """Return how many of its processes the kernel's OOM killer has killed; 0 if unknown."""
         return read_fields(self.directory / self.events_file).get("oom_kill", 0)
 
     def read_usage(self) -> tuple[int, int] | None:
-        """Bytes in use that cannot be taken back, and their limit; None where there is none.
+        """Return the unreclaimable bytes in use and their limit, None if there is no limit.
 
-        Of the group and its ancestors, those of the one that leaves least.
+        It is that of the group or ancestor that leaves the least.
         """
         found = (
             self._read_usage_in(directory) for directory in _list_ancestors(self.directory, self.mount_point)
@@ -103,7 +99,7 @@ class MemoryCgroup:
 
 
 def available_memory_bytes(proc: Path = Path("/proc"), group: MemoryCgroup | None = None) -> int:
-    """Bytes that can still be taken without swapping or being killed; 0 where nothing can be told."""
+    """Return the bytes that can be used without swapping or an OOM kill; 0 if unknown."""
     group = group or MemoryCgroup.find_own(proc)
     free = read_fields(proc / "meminfo").get("MemAvailable:", 0) << 10
     used = group.read_usage() if group else None
@@ -111,7 +107,7 @@ def available_memory_bytes(proc: Path = Path("/proc"), group: MemoryCgroup | Non
 
 
 def _parse_mount(line: str) -> tuple[str, str, str, str]:
-    """Root, mount point, file system and its options: see proc(5), mountinfo."""
+    """Parse a line of mountinfo (proc(5)): root, mount point, file system and its options."""
     before, _, after = line.partition(" - ")
     words, kind = before.split(), after.split()
     return words[3], words[4], kind[0], kind[2]
@@ -120,7 +116,7 @@ def _parse_mount(line: str) -> tuple[str, str, str, str]:
 def _find_group_dir(
     mounts: list[tuple[str, str, str, str]], path: str, kind: str, option: str
 ) -> tuple[Path, Path] | None:
-    """Where the group of that path is, and its mount point; in a container the path may be the host's."""
+    """Return the directory of a group and its mount point; in a container the path may be the host's."""
     for root, point, system, options in mounts:
         if system != kind or (option and option not in options.split(",")):
             continue
@@ -132,14 +128,14 @@ def _find_group_dir(
 
 
 def _list_ancestors(directory: Path, mount_point: Path | None) -> list[Path]:
-    """That directory and those above it, up to ``top``; it alone where it is not below that."""
+    """List the directory and its parents up to ``top``; only itself if it is not below ``top``."""
     if mount_point is None or not directory.is_relative_to(mount_point):
         return [directory]
     return [directory, *(above for above in directory.parents if above.is_relative_to(mount_point))]
 
 
 def read_fields(path: Path) -> dict[str, int]:
-    """Lines of a name and a number; empty where it cannot be read."""
+    """Read lines of a name and a number; empty if unreadable."""
     found = {}
     with contextlib.suppress(OSError, UnicodeDecodeError):
         for line in path.read_text().splitlines():
@@ -155,7 +151,7 @@ MAX_ENTRIES = 1_000_000  # looked at; a folder of checkpoints has hundreds
 
 
 def check_shared_memory(path: Path = SHARED_MEMORY_DIR) -> str:
-    """Say what is wrong with /dev/shm and what to do; empty where nothing is."""
+    """Describe what is wrong with /dev/shm and what to do; empty if it is large enough."""
     what_to_do = (
         "make it larger (in Kubernetes an emptyDir with medium: Memory, docker run --shm-size 1g), or "
         "DataLoader workers and NCCL die of SIGBUS when it is full"
@@ -170,10 +166,10 @@ def check_shared_memory(path: Path = SHARED_MEMORY_DIR) -> str:
 
 
 def read_checkpoint_limit(environ: Mapping[str, str]) -> int | None:
-    """Bytes that the volume of ``ELASTIC_RESUME_CKPT_DIR`` may hold; None where nobody says.
+    """Return the bytes that the checkpoint volume may hold; None if no limit is set.
 
     Raises:
-        ConfigError: it is no size.
+        ConfigError: ``ELASTIC_RESUME_CKPT_LIMIT`` is no size.
 
     """
     text = environ.get(constants.ENV_CKPT_LIMIT, "").strip()
@@ -181,11 +177,11 @@ def read_checkpoint_limit(environ: Mapping[str, str]) -> int | None:
 
 
 def free_disk_bytes(path: Path, environ: Mapping[str, str]) -> int:
-    """Bytes that may still be written below ``path``.
+    """Return the bytes that may still be written below ``path``.
 
     Raises:
-        OSError: ``path`` cannot be looked at.
-        ConfigError: the limit that the environment tells is no size.
+        OSError: ``path`` cannot be read.
+        ConfigError: ``ELASTIC_RESUME_CKPT_LIMIT`` is no size.
 
     """
     left = shutil.disk_usage(path).free
@@ -198,7 +194,7 @@ def free_disk_bytes(path: Path, environ: Mapping[str, str]) -> int:
 
 
 def used_disk_bytes(path: Path) -> int:
-    """Bytes that files below ``path`` take on the disk, each once."""
+    """Return the bytes that files below ``path`` take on the disk; hard links count once."""
     total, seen, entries = 0, set(), 0
     for folder, _, files in os.walk(path):
         for name in files:

@@ -1,10 +1,8 @@
-"""A directory that all nodes of one Slurm job see, with the job's token: Slurm itself gives a job no secret.
+"""Share the job's token between the nodes of a Slurm job, in a directory that all of them see.
 
-``ROOT/.elastic_resume/JOB.STEP/`` holds ``token`` (mode 0600).
-
-Promise: whoever creates the token creates it whole, and nobody changes it; no error text shows it. A file
-system that keeps what it knows for a while (NFS) delays an answer and never makes it wrong: files are opened
-in ways that ask the server. Does not know what the token is for.
+Slurm gives a job no secret of its own. ``ROOT/.elastic_resume/JOB.STEP/token`` (mode 0600) holds one. It is
+created whole and never changes, and no error shows it. Files are opened in ways that make an NFS client ask
+its server.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ _POLL_S = 0.25
 
 
 class SharedDir:
-    """The directory of one job."""
+    """The shared directory of one job."""
 
     def __init__(self, root: Path, job: str) -> None:
-        """Make it.
+        """Create the directory.
 
         Raises:
-            ConfigError: that is not possible, or it belongs to another user.
+            ConfigError: it cannot be created, or belongs to another user.
 
         """
         self.path = root / DIRECTORY_NAME / job
@@ -54,14 +52,15 @@ class SharedDir:
             )
 
     def wait_for_token(self, *, create: bool, timeout_s: float = TOKEN_TIMEOUT_S) -> Path:
-        """Give the file of the job's token.
+        """Return the path of the token's file.
 
         Args:
-            make: create it where there is none. Several may do so at once: all get the same.
-            patience_s: how long another's is waited for.
+            create: create the token if there is none. Several nodes may do so at once; all get the same
+                token.
+            timeout_s: how long to wait for another node's token.
 
         Raises:
-            ConfigError: it cannot be made, or does not come.
+            ConfigError: it cannot be created, or does not appear in time.
 
         """
         path = self.path / TOKEN_FILE_NAME
@@ -85,7 +84,7 @@ class SharedDir:
         return path
 
     def _create_token(self, path: Path) -> None:
-        """Whole under its name or not there: others read it while it is made."""
+        """Create the token's file whole under its name: others may read it at any moment."""
         mine = path.with_name(f"{TOKEN_FILE_NAME}.{secrets.token_hex(8)}")
         descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -97,7 +96,7 @@ class SharedDir:
             mine.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the directory: the job is done. Others may do so at the same time."""
+        """Remove the directory when the job is done. Other nodes may do so at the same time."""
         with contextlib.suppress(OSError):
             for path in self.path.iterdir():
                 path.unlink(missing_ok=True)
@@ -105,7 +104,7 @@ class SharedDir:
 
 
 def _exists_on_server(path: Path) -> bool:
-    """Look with an open, which makes an NFS client ask the server."""
+    """Check existence by opening the file, which makes an NFS client ask the server."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
     except FileNotFoundError:

@@ -1,16 +1,11 @@
-"""The names in a node list of Slurm.
+"""Talk to Slurm: expand node lists, ask about the running job, request a requeue.
 
-Promise: a list that is not understood is a ConfigError that shows it, never a guess, and no list makes us
-build more than `MAX_NAMES` names. Does not need ``scontrol``, which containers often lack: what only Slurm's
-own commands can tell is in `slurm_job`.
+A node list that is not understood is a ConfigError that shows it, and no list expands to more than
+`MAX_NAMES` names. That part needs no ``scontrol``, which containers often lack.
 
-What Slurm's own commands say of a running job, and the one thing that is asked of them: its requeue.
-
-Promise: an answer to a question takes `ASK_S` at most, or there is none; a request takes `REQUEST_S`. Nothing
-here raises for a command that is missing, refuses, or cannot reach the controller. Texts of commands are
-looked at, not trusted: what is not understood is no answer.
-
-Does not decide anything (`policy.requeue`). Fields and texts are those of Slurm 22.05, seen there.
+Questions and requests have time limits. A command that is missing, refuses, or cannot reach the controller
+raises nothing: there is no answer then. Fields and texts are those of Slurm 22.05. `policy.requeue` decides;
+this module only asks.
 """
 
 from __future__ import annotations
@@ -38,14 +33,14 @@ _PIECE_PATTERN = re.compile(r"([A-Za-z0-9._-]*)(?:\[([^][]*)\])?")
 def expand_node_list(text: str) -> list[str]:
     """Expand a node list as ``scontrol show hostnames`` does, in its order: ``n[1-2,07],gpu3``.
 
-    Several brackets in a name (``r[1-2]n[01-10]``) and what follows one are understood too; Slurm 22.05
-    itself refuses the latter. A name that is listed twice is given twice.
+    Several brackets in a name (``r[1-2]n[01-10]``) are understood. A name that is listed twice is returned
+    twice.
 
     Args:
-        text: SLURM_JOB_NODELIST or its like.
+        text: SLURM_JOB_NODELIST or a similar variable.
 
     Raises:
-        ConfigError: it is no node list, or one of more than `MAX_NAMES` names.
+        ConfigError: it is no node list, or has more than `MAX_NAMES` names.
 
     """
     names: list[str] = []
@@ -61,7 +56,7 @@ def expand_node_list(text: str) -> list[str]:
 
 
 def _split_node_list(text: str) -> Iterator[str]:
-    """Split at the commas that stand outside of brackets."""
+    """Split at the commas outside of brackets."""
     start = depth = 0
     for at, letter in enumerate(text):
         depth += (letter == "[") - (letter == "]")
@@ -72,7 +67,7 @@ def _split_node_list(text: str) -> Iterator[str]:
 
 
 def _split_brackets(word: str, text: str) -> tuple[list[str], list[list[tuple[int, int, int]]]]:
-    """Take a word apart: what stands before, between and behind its brackets, and the ranges in each."""
+    """Split a word into the texts around its brackets and the ranges in each."""
     literals, ranges, at = [""], [], 0
     while at < len(word):
         match = _PIECE_PATTERN.match(word, at)
@@ -89,7 +84,7 @@ def _split_brackets(word: str, text: str) -> tuple[list[str], list[list[tuple[in
 
 
 def _parse_range(part: str, text: str) -> tuple[int, int, int]:
-    """Read ``3``, ``3-5`` or ``08-11``: first, last, and how many digits each has at least."""
+    """Parse ``3``, ``3-5`` or ``08-11`` to first, last, and the least number of digits."""
     match = _RANGE_PATTERN.fullmatch(part)
     if match is None:
         raise _node_list_error(text, f"[{part[:100]}] holds no range of numbers")
@@ -106,7 +101,7 @@ def _expand_ranges(ranges: list[tuple[int, int, int]]) -> Iterator[str]:
 
 
 def _expand_names(literals: list[str], brackets: list[list[str]]) -> Iterator[str]:
-    """All names of one word. Slurm's order: the last bracket runs fastest, then the first, the second, …."""
+    """List all names of one word in Slurm's order: the last bracket fastest, then the first, ..."""
     *earlier, last = brackets or [[""]]
     for slow_to_fast in product(*reversed(earlier), last):
         *others, fastest = slow_to_fast
@@ -140,7 +135,7 @@ _REQUEUED_PATTERN = re.compile(r"is pending execution", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command answered; ``code`` is None where there is none, or it did not end in time."""
+    """The output of a command; ``code`` is None if it did not start or did not end in time."""
 
     exit_code: int | None
     output: str
@@ -150,10 +145,10 @@ CommandRunner = Callable[[Sequence[str], float], CommandResult]
 
 
 def run_command(argv: Sequence[str], timeout_s: float) -> CommandResult:
-    """Run a command of Slurm's. Its errors come with its output.
+    """Run a Slurm command; its errors are part of the output.
 
-    It starts with the signals ignored that this process ignores. A requeue sends SIGTERM to every process of
-    the step, and so to the command that asks for it.
+    It inherits the ignored signals. A requeue sends SIGTERM to every process of the step, and so to the
+    command itself.
     """
     try:
         # In memory: disks may be full when a job ends.
@@ -184,7 +179,7 @@ def _run_with_timeout(argv: Sequence[str], output: int, timeout_s: float) -> int
 
 
 def _without_user_formats(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a user has set for people: SQUEUE_STATES=PENDING hides a job that runs."""
+    """Remove variables that a user sets for display: SQUEUE_STATES=PENDING hides a running job."""
     return {name: text for name, text in environ.items() if not name.startswith(("SQUEUE_", "SCONTROL_"))}
 
 
@@ -192,7 +187,7 @@ def _without_user_formats(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def query_end_time(job: str, runner: CommandRunner = run_command) -> float | None:
-    """Ask when Slurm ends a job, in unix seconds: infinite without a limit, None where nobody answers.
+    """Ask for the Unix time at which Slurm ends a job: infinite without a limit, None without an answer.
 
     Args:
         job: its number, or ``ARRAY_ELEMENT``.
@@ -212,10 +207,10 @@ def query_end_time(job: str, runner: CommandRunner = run_command) -> float | Non
 def find_deadline(
     job: str, runner: CommandRunner = run_command, environ: Mapping[str, str] = os.environ
 ) -> float | None:
-    """When Slurm ends a job, in unix seconds; None where there is no limit, or nothing tells.
+    """Return the Unix time at which Slurm ends a job; None without a limit or an answer.
 
-    SLURM_JOB_END_TIME, which later versions set, counts where ``squeue`` does not answer: a limit may be
-    changed while the job runs.
+    If ``squeue`` does not answer, SLURM_JOB_END_TIME of later versions counts. A limit may change while the
+    job runs.
     """
     asked = query_end_time(job, runner)
     if asked is None and re.fullmatch(r"[0-9]{1,12}", environ.get("SLURM_JOB_END_TIME", "")):
@@ -224,7 +219,7 @@ def find_deadline(
 
 
 def parse_utc_time(text: str) -> float | None:
-    """Read a time in UTC, as Slurm writes it; None for NONE, Unknown, N/A."""
+    """Parse a time in UTC as Slurm writes it; None for NONE, Unknown and N/A."""
     if not _TIME_PATTERN.fullmatch(text.strip()):
         return None
     try:
@@ -239,11 +234,11 @@ def parse_utc_time(text: str) -> float | None:
 def query_termination_reason(
     job: str, runner: CommandRunner = run_command, *, sleep: Callable[[float], None] = time.sleep
 ) -> TerminationReason:
-    """Ask why the processes of a job have got SIGTERM.
+    """Ask why the processes of a job got SIGTERM.
 
-    A job that is preempted with a grace still runs, and has a PreemptTime; one that is preempted without ends
-    in the second of its PreemptTime. One that is cancelled or requeued is completing, also within such a
-    grace, and its end is another. At its time limit that is the Reason.
+    A job that is preempted with a grace still runs and has a PreemptTime. Without a grace it ends in the
+    second of its PreemptTime. A job that is cancelled or requeued is completing, even within such a grace. At
+    its time limit the Reason says so.
     """
     for attempt in range(MAX_QUERY_ATTEMPTS):
         answer = runner(_show_job_argv(job), QUERY_TIMEOUT_S)
@@ -277,9 +272,9 @@ def _parse_termination_reason(result: CommandResult) -> TerminationReason:
 
 @dataclass(frozen=True)
 class RequeueResult:
-    """What became of a request: ``done`` or not, and what Slurm said last.
+    """The result of a request, and Slurm's last answer.
 
-    ``ending``: it was not made, since the job is being cancelled, or requeued by somebody else.
+    ``is_ending``: the request was not made, because the job is being cancelled or requeued by somebody else.
     """
 
     succeeded: bool
@@ -295,16 +290,17 @@ def request_requeue(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> RequeueResult:
-    """Ask for the requeue of a job, for `REQUEST_S` at most while the controller is away.
+    """Request the requeue of a job; retry for `REQUEST_S` seconds while the controller is away.
 
-    Right before each try Slurm's word is heard: to ask for the requeue of a job that is being cancelled
-    brings it back, and a drain gives people the time to cancel it.
+    Before each try the job's state is checked: a requeue request brings a cancelled job back, and a drain
+    gives people the time to cancel it.
 
     Args:
-        job: its number; of an array's element ``ARRAY_ELEMENT``: the bare number means all its siblings too.
+        job: its number; for an element of an array ``ARRAY_ELEMENT``, since the bare number means all
+            elements.
         run: runs a command.
-        clock: seconds that only grow.
-        sleep: waits for so many.
+        clock: a monotonic clock in seconds.
+        sleep: sleeps for so many seconds.
 
     """
     until, tries = clock() + REQUEUE_TIMEOUT_S, 0
