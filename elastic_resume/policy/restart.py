@@ -281,7 +281,7 @@ def _decide_deterministic_failure(
     return RestartDecision(
         RestartAction.GIVE_UP,
         f"step {first.step + 1} fails deterministically: {limits.max_same_failures} times in a row with the "
-        f"same exception. Last: {describe_failure(roots[-1])}. Check what is special about this step, such as "
+        f"same exception. Last: {describe_failure(roots[-1])}. Check what is special about it, such as "
         "its samples.",
     )
 
