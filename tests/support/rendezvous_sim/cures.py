@@ -39,10 +39,10 @@ def _include_spares(self: NodeState, link: Link) -> float:
 def _no_grace_when_turning_early() -> list[Patch]:
     over = Follower._end_following
 
-    def leave(self: Follower, reason: str, *, gone: bool = False, silent: bool = False) -> None:
+    def leave(self: Follower, reason: str, *, dead: bool = False, unreachable: bool = False) -> None:
         before = self.state.grace_until
-        over(self, reason, dead=gone, unreachable=silent)
-        if not gone:
+        over(self, reason, dead=dead, unreachable=unreachable)
+        if not dead:
             self.state.grace_until = before
 
     return [(Follower, "_end_following", leave), *_no_grace_when_stepping_down()]

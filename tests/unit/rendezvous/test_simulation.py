@@ -94,7 +94,7 @@ def test_numbers_that_the_dead_may_have_used_are_left_out(monkeypatch: pytest.Mo
         ONE_VIEW_PER_GENERATION in {violation.invariant for violation in run_schedule(one).violations}
         for one in schedules
     ]
-    monkeypatch.setattr(state, "LEFT_OUT", 0)
+    monkeypatch.setattr(state, "FORCED_GENERATION_GAP", 0)
     again = [
         ONE_VIEW_PER_GENERATION in {violation.invariant for violation in run_schedule(one).violations}
         for one in schedules
@@ -147,9 +147,9 @@ def test_the_checkers_see_what_they_are_named_for() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "instead", "checker"),
     [
-        (ViewChange, "_joiners", lambda _: {}, EVENTUAL_VIEW),
-        (Leader, "_is_end", lambda _: False, JOB_ENDS_EVERYWHERE),
-        (RendezvousNode, "_deadline", lambda self: self.body.now, QUIESCENCE),
+        (ViewChange, "_collect_joins", lambda _: {}, EVENTUAL_VIEW),
+        (Leader, "_is_job_finished", lambda _: False, JOB_ENDS_EVERYWHERE),
+        (RendezvousNode, "_compute_deadline", lambda self: self.state.now, QUIESCENCE),
     ],
     ids=[EVENTUAL_VIEW, JOB_ENDS_EVERYWHERE, QUIESCENCE],
 )
@@ -225,7 +225,7 @@ def test_a_schedule_is_plain_data() -> None:
         Fault(Trigger(0.0, "InstallView", 1, after_previous=True), "repartition", ("a", "b"), 60.0),
     )
     schedules = [Schedule(seed, kinds.VIEW_CHANGES, job, faults) for seed in range(20)]
-    assert "then Begin 1 + 0.000 s  shift a b for 60.00 s" in str(schedules[0])
+    assert "then InstallView 1 + 0.000 s  repartition a b for 60.00 s" in str(schedules[0])
     assert not [violation for one in schedules for violation in run_schedule(one).violations]
     found = (run_schedule(one, BROKEN_RULES["later-proposals"]).violations for one in schedules)
     assert any(
