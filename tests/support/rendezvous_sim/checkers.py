@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.rendezvous.core.events import StartWorkers
-from elastic_resume.rendezvous.core.failure_log import MAX_FAILURES
+from elastic_resume.rendezvous.core.state import MAX_FAILURES
 from elastic_resume.rendezvous.core.quorum import Incarnation
 
 ONE_VIEW_PER_GENERATION = "one world per generation"

@@ -14,7 +14,8 @@ from unittest import mock
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import LeaderAnnouncement
-from elastic_resume.rendezvous.core.state import Link, NodeState
+from elastic_resume.rendezvous.core.peers import Link
+from elastic_resume.rendezvous.core.state import NodeState
 from tests.support.rendezvous_sim.node import SimulatedNode
 
 Patch = tuple[type, str, Any]
@@ -23,17 +24,17 @@ HASTY_TIMEOUT_S = 0.2
 """A broken connection that was not made again for so long used to count as a death."""
 
 
-def _count_from_reading(self: NodeState, link: Link) -> float:
-    late_s = link.last_received_at - link.acked_sent_at
-    return min(link.leader_lease_until, link.acked_sent_at + self.settings.lease_s) + late_s
+def _count_from_reading(self: Follower) -> float:
+    delay_s = self.link.last_received_at - self.link.acked_sent_at
+    return _include_spares(self) + delay_s
 
 
-def _trust_any_leader(self: NodeState, link: Link) -> float:
-    return link.acked_sent_at + self.settings.lease_s
+def _trust_any_leader(self: Follower) -> float:
+    return self.link.acked_sent_at + self.state.settings.lease_s
 
 
-def _include_spares(self: NodeState, link: Link) -> float:
-    return min(link.leader_lease_until, link.acked_sent_at + self.settings.lease_s)
+def _include_spares(self: Follower) -> float:
+    return min(self.link.leader_lease_until, self.link.acked_sent_at + self.state.settings.lease_s)
 
 
 def _no_grace_when_turning_early() -> list[Patch]:
@@ -106,11 +107,11 @@ def _no_grace_when_stepping_down() -> list[Patch]:
 
 MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
     # A late reader counts `current_until` from when it read the leader's message, not from sending.
-    "sent-not-read": lambda: [(NodeState, "compute_view_current_until", _count_from_reading)],
+    "sent-not-read": lambda: [(Follower, "compute_view_current_until", _count_from_reading)],
     # `current_until` ignores whether the dead leader had a quorum.
-    "leader-had-a-quorum": lambda: [(NodeState, "compute_view_current_until", _trust_any_leader)],
+    "leader-had-a-quorum": lambda: [(Follower, "compute_view_current_until", _trust_any_leader)],
     # A spare concludes that no world began without it, though nobody waits for a spare.
-    "a-spare-is-not-asked": lambda: [(NodeState, "compute_view_current_until", _include_spares)],
+    "a-spare-is-not-asked": lambda: [(Follower, "compute_view_current_until", _include_spares)],
     # A node that leaves its leader early does not wait for the leases of the nodes it left.
     "grace-for-those-left-behind": _no_grace_when_turning_early,
     # A node does not note the generations in a leader's claim, and uses such a number again.

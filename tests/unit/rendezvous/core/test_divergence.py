@@ -18,7 +18,8 @@ from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import Heartbeat, Message, ReplicasDiverged, StateDigest
 from elastic_resume.rendezvous.core.peers import Peer, PeerTable
 from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
-from elastic_resume.rendezvous.core.state import Link, NodeState
+from elastic_resume.rendezvous.core.peers import Link
+from elastic_resume.rendezvous.core.state import NodeState
 from tests.support.rendezvous_sim.checkers import InvariantChecker
 from tests.support.rendezvous_sim.net import Clock, Network
 from tests.support.rendezvous_sim.node import SimulatedNode

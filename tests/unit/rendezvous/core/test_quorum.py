@@ -90,12 +90,10 @@ def test_a_shortfall_names_who_is_waited_for() -> None:
     """The log says how many votes are here and whose are not."""
     lack = find_missing_quorum((A, B), knows(FIVE))
     assert str(lack) == (
-        "generation 1 may live on elsewhere: 2 of the 3 votes it takes are here; waiting for c, d, e "
+        "generation 1 may still run elsewhere: 2 of the 3 required votes are here; waiting for c, d, e "
         "(if dead for good: elastic-resume force-quorum)"
     )
-    assert (
-        str(find_missing_quorum((A,), knows())) == "1 of the 2 candidates that a first world takes are here"
-    )
+    assert str(find_missing_quorum((A,), knows())) == "1 of the 2 candidates required to start are here"
 
 
 def test_each_broken_rule_lets_somebody_in_who_may_not() -> None:

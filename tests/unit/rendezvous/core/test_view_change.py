@@ -7,7 +7,8 @@ from elastic_resume.rendezvous.core.leader import Admission
 from elastic_resume.rendezvous.core.messages import Hello, JoinSpec
 from elastic_resume.rendezvous.core.peers import Peer, PeerTable
 from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
-from elastic_resume.rendezvous.core.state import Link, NodeState
+from elastic_resume.rendezvous.core.peers import Link
+from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.view_change import ViewChange
 
 A, B, C, D = (Incarnation(name, "1", f"{name}:1", candidate_index=at) for at, name in enumerate("abcd"))
@@ -18,9 +19,9 @@ def test_a_death_that_a_refused_call_proves_wakes_a_leader_that_waits() -> None:
     body = NodeState(Settings(("a:1", "b:1", "c:1"), max_nodes=4), D, None, 100.0)
     body.set_quorum_state(QuorumState(3, View(1, (A, B, C, D), A), (), frozenset({A})))
     body.join = JoinSpec("d:2", 1)
-    former = ViewChange(body, PeerTable())
+    former = ViewChange(body, PeerTable(), {})
     former.advance()
-    assert "1 of the 2 votes" in former.wait_reason
+    assert "1 of the 2 required votes" in former.wait_reason
     body.view_current_until = body.now + 1
     body.mark_dead_at("b:1", body.quorum_state)
     body.mark_dead_at("c:1", body.quorum_state)
