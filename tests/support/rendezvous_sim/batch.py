@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from elastic_resume.rendezvous.core.quorum import ALL_RULES, SafetyRules
 from tests.support.rendezvous_sim.checkers import INVARIANTS
-from tests.support.rendezvous_sim.cures import MUTATIONS, undo_fix
+from tests.support.rendezvous_sim.mutations import MUTATIONS, apply_mutation
 from tests.support.rendezvous_sim.schedule import WAIVED_INVARIANTS, Fault
 from tests.support.rendezvous_sim.simulate import Result, run_schedule, run_seed
 
@@ -63,7 +63,7 @@ class BatchResult:
 @contextlib.contextmanager
 def break_rule(name: str) -> Iterator[SafetyRules]:
     """Break one rule or take one cure out, and give the rules that hold; an empty name breaks nothing."""
-    with undo_fix("" if name in BROKEN_RULES else name):
+    with apply_mutation("" if name in BROKEN_RULES else name):
         yield BROKEN_RULES.get(name, ALL_RULES)
 
 

@@ -28,7 +28,7 @@ from tests.support.rendezvous_sim.checkers import (
     STABLE_RANKS,
     InvariantChecker,
 )
-from tests.support.rendezvous_sim.cures import MUTATIONS, undo_fix
+from tests.support.rendezvous_sim.mutations import MUTATIONS, apply_mutation
 from tests.support.rendezvous_sim.draw import FAMILY_WEIGHTS, draw_schedule
 from tests.support.rendezvous_sim.schedule import Fault, JobSpec, NodeSpec, Schedule, Trigger
 from tests.support.rendezvous_sim.simulate import Result, run_schedule, run_seed
@@ -67,7 +67,7 @@ TOLD = {"a-spare-is-not-asked", "grace-for-those-left-behind", "claims-tell-gene
 @pytest.mark.parametrize("cure", sorted(MUTATIONS.keys() - TOLD))
 def test_a_cure_taken_out_is_found(cure: str) -> None:
     """Each defect that was cured in the core comes back within 2,000 schedules when its cure is taken out."""
-    with undo_fix(cure):
+    with apply_mutation(cure):
         assert any(run_seed(seed).violations for seed in range(2000))
 
 
