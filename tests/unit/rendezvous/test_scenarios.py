@@ -35,6 +35,7 @@ from tests.support.rendezvous_sim.checkers import InvariantChecker
 from tests.support.rendezvous_sim.mutations import apply_mutation
 from tests.support.rendezvous_sim.net import Clock, ConnectionEnd, Network
 from tests.support.rendezvous_sim.node import SimulatedNode
+from tests.support.rendezvous_sim.simulate import links_between
 
 FILES = sorted(SCENARIOS.glob("*.txt"))
 REWRITE = os.environ.get("ELASTIC_RESUME_REWRITE") == "1"
@@ -104,7 +105,8 @@ class Scenario:
             self.clock.run_until(self.clock.now + float(words[0]))
         elif verb == "partition":
             groups = [group.split() for group in " ".join(words).split("|")]
-            self.net.set_blocked_links(links_between_groups(groups))
+            names = [name for group in groups for name in group]
+            self.net.set_blocked_links(links_between(groups, names))
         elif verb == "drop-messages":  # from the first node to the others
             self.net.set_blocked_links({(words[0], target) for target in words[1:]})
         elif verb == "block-links":
@@ -170,11 +172,6 @@ def parse_link(link: str) -> set[tuple[str, str]]:
     """Parse `a-b`, both directions between two nodes, or `a>b`, one direction."""
     first, second = link[0], link[-1]
     return {(first, second)} if link[1] == ">" else {(first, second), (second, first)}
-
-
-def links_between_groups(groups: list[list[str]]) -> set[tuple[str, str]]:
-    """Return every direction between nodes of different groups."""
-    return {(a, b) for group in groups for other in groups if group is not other for a in group for b in other}
 
 
 def play(text: str) -> str:

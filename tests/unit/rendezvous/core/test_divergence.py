@@ -16,9 +16,8 @@ from elastic_resume.rendezvous.core.divergence import (
 from elastic_resume.rendezvous.core.events import ReportDivergence, Send, Settings
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import Heartbeat, Message, ReplicasDiverged, StateDigest
-from elastic_resume.rendezvous.core.peers import Peer, PeerTable
+from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
-from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.state import NodeState
 from tests.support.rendezvous_sim.checkers import InvariantChecker
 from tests.support.rendezvous_sim.net import Clock, Network

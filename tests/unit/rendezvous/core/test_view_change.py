@@ -5,9 +5,8 @@ from __future__ import annotations
 from elastic_resume.rendezvous.core.events import Settings
 from elastic_resume.rendezvous.core.leader import Admission
 from elastic_resume.rendezvous.core.messages import Hello, JoinSpec
-from elastic_resume.rendezvous.core.peers import Peer, PeerTable
+from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
-from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.view_change import ViewChange
 

@@ -1,8 +1,8 @@
-"""Faults that follow each world as it forms: partitions that shift between the steps of forming, and deaths.
+"""Faults that follow each view change: partitions that shift between its steps, crashes and late messages.
 
-Most plots say what they guard. Some guard a rule of the quorum (`quorum`), and make two worlds
-when that rule is broken; others guard what the core concludes from resets, late messages and suspended
-machines. Nodes go by rank in the newest world, so that a plot holds for whatever has formed.
+Each attack says what it guards: a quorum rule (`quorum`), or what the core concludes from resets, late
+messages and suspended machines. Without the guarded rule an attack forms two views. Attacks name nodes by
+rank in the newest view, so they work whatever view has formed.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from tests.support.rendezvous_sim.schedule import (
 )
 
 DURING_VIEW_CHANGE_S = (0.0, 0.0, 0.005, 0.01, 0.02, 0.05)
-"""Within the steps of forming, each of which takes some 20 ms."""
+"""Within the steps of a view change, each of which takes some 20 ms."""
 SOON_S = (0.02, 0.2, 0.5, 1.0)
 AFTER_TIMEOUT_S = (3.5, 4.5, 6.0, 8.0)
-"""Longer than a node timeout: whoever was cut off has turned elsewhere."""
+"""Longer than a node timeout: a node that was cut off follows another leader by then."""
 LONG_S = 60.0
 
 
 def draw_faults(rng: random.Random, family: str, count: int) -> list[Fault]:
-    """Draw one plot or two of a family against a job of so many nodes."""
+    """Draw one or two attacks of a family against a job of `count` nodes."""
     faults: list[Fault] = []
     for _ in range(rng.choice((1, 1, 2))):
-        start = Trigger(rng.choice(SOON_S), "world", 1, after_previous=bool(faults))
-        plot = rng.choice(PLOTS_BY_FAMILY[family])
-        faults += plot(rng, start, count)
+        start = Trigger(rng.choice(SOON_S), "view", 1, after_previous=bool(faults))
+        attack = rng.choice(ATTACKS_BY_FAMILY[family])
+        faults += attack(rng, start, count)
         if rng.random() < 0.4:
             faults.append(heal(rng))
     return faults
 
 
 def make_followup_trigger(delay_s: float, event: str = "", count: int = 1) -> Trigger:
-    """So long after the fault before, or after that event counted from there."""
+    """Trigger after the fault before, or after an event counted from there."""
     return Trigger(delay_s, event, count if event else 0, after_previous=True)
 
 
@@ -50,25 +50,26 @@ def name_ranks(*numbers: int) -> tuple[str, ...]:
 
 
 def repartition(trigger: Trigger, *numbers: int) -> Fault:
-    """Cut those ranks off from all others, in place of earlier cuts."""
+    """Cut these ranks off from all others, in place of earlier cuts."""
     return Fault(trigger, "repartition", name_ranks(*numbers), LONG_S)
 
 
 def heal(rng: random.Random) -> Fault:
-    """Let everybody reach everybody again."""
+    """Remove all cuts."""
     return Fault(make_followup_trigger(rng.choice((*SOON_S, *AFTER_TIMEOUT_S))), "repartition", (), 0.0)
 
 
 def draw_majority(rng: random.Random, count: int) -> list[int]:
-    """Draw the smallest majority of so many ranks, its lowest first; more often than not with rank 0."""
+    """Draw the smallest majority of `count` ranks, its lowest first; mostly with rank 0."""
     low = 0 if rng.random() < 0.7 else 1
     return [low, *sorted(rng.sample(range(low + 1, count), min(count // 2, count - low - 1)))]
 
 
 def defecting_followers(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
-    """Of a majority that forms the next world some turn to those who were left out, as it begins.
+    """Some members of the next view join the nodes that were left out, as it is installed.
 
-    Against rule 3: the newest world begun is not enough, a later proposal may have begun elsewhere.
+    Guards rule 3: the newest installed view is not enough, since a later proposal may have been installed
+    elsewhere.
     """
     ours = draw_majority(rng, count)
     stay = ours[: (len(ours) + 1) // 2]
@@ -83,28 +84,26 @@ def defecting_followers(rng: random.Random, start: Trigger, count: int) -> list[
 
 
 def member_changes_side(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
-    """One of the next world, begun and settled, wanders to those who were left out and know nothing of it.
+    """A member of the next view, when it runs, joins the nodes that were left out and do not know it.
 
-    Against rule 4: whoever comes brings all that it knows, or does not tell who is gone either.
+    Guards rule 4: the member must bring all that it knows, or not tell of deaths either.
     """
     ours = draw_majority(rng, count)
     faults = [repartition(start, *ours)]
     if rng.random() < 0.5:
-        faults.append(
-            Fault(make_followup_trigger(rng.choice(SOON_S), "world"), "kill", name_ranks(0), LONG_S)
-        )
-    # From here on ranks are those of the world that the majority has formed.
+        faults.append(Fault(make_followup_trigger(rng.choice(SOON_S), "view"), "kill", name_ranks(0), LONG_S))
+    # From here on ranks are those of the view of the majority.
     faults.append(
-        repartition(make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "world"), *range((len(ours) + 1) // 2))
+        repartition(make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "view"), *range((len(ours) + 1) // 2))
     )
     return faults
 
 
 def restarted_member_changes_side(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
-    """A node dies, and comes back on the other side of a partition from those who saw it die.
+    """A node dies and restarts on the other side of a partition from the nodes that saw it die.
 
-    Against rule 1: to them it is gone and has no vote, so it may not vote there for its former self. The
-    leader sees the link break at once, and counts it dead when a call is refused: the cut comes between.
+    Guards rule 1: to these it is dead, so it must not vote for its former process there. The leader sees the
+    link break at once and counts it dead when a call is refused; the cut comes between.
     """
     victim = rng.randrange(1, count) if rng.random() < 0.9 else 0
     others = [one for one in range(1, count) if one != victim]
@@ -116,9 +115,9 @@ def restarted_member_changes_side(rng: random.Random, start: Trigger, count: int
 
 
 def interrupted_proposal(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
-    """A partition, a pause or a crash between the proposal of a world and its beginning.
+    """A partition, a pause or a crash between the proposal and the installation of a view.
 
-    Against rule 2: who has not made the proposal durable may take part in another world.
+    Guards rule 2: a node without the durable proposal may take part in another view.
     """
     ours = draw_majority(rng, count)
     first = repartition(start, *ours)
@@ -142,13 +141,13 @@ def interrupted_proposal(rng: random.Random, start: Trigger, count: int) -> list
 
 
 def forced_quorum_after_deaths(rng: random.Random, count: int) -> list[Fault]:
-    """A majority goes on without the others, takes in who comes, and all of it or most of it loses its power.
+    """A majority continues without the others, admits newcomers, and loses power, wholly or mostly.
 
-    Against a forced quorum: what the dead knew is lost, and who of them lives is its only heir.
+    Guards a forced quorum: what the dead knew is lost, or only one live node knows it.
     """
     ours = draw_majority(rng, count)
-    faults = [repartition(Trigger(rng.choice(SOON_S), "world", 1), *ours)]
-    settled = make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "world")
+    faults = [repartition(Trigger(rng.choice(SOON_S), "view", 1), *ours)]
+    settled = make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "view")
     if rng.random() < 0.3:
         newcomer = rng.choice([one for one in range(count) if one not in ours] or [0])
         faults += [repartition(settled, *range(len(ours)), newcomer)]
@@ -167,13 +166,13 @@ def forced_quorum_after_deaths(rng: random.Random, count: int) -> list[Fault]:
     )
     if rng.random() < 0.2:
         faults.append(heal(rng))
-    # The operator looks when the dead have been missed, and the word has to arrive.
+    # The operator acts when the dead are missing, and the command takes time.
     faults.append(Fault(make_followup_trigger(rng.uniform(6.0, 12.0)), "worker", name_ranks(0)))
     return [one for one in faults if one.nodes or one.kind == "repartition"]
 
 
 def staggered_merge(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
-    """Three parts find together one after the other, in another order than they fell apart."""
+    """Three parts merge one after the other, in another order than they fell apart."""
     order = list(range(count))
     rng.shuffle(order)
     low, high = sorted(rng.sample(range(1, count), 2))
@@ -185,18 +184,18 @@ def staggered_merge(rng: random.Random, start: Trigger, count: int) -> list[Faul
             make_followup_trigger(rng.choice(AFTER_TIMEOUT_S)),
             make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S), "InstallView"),
         )
-        when = rng.choice((settled, torn, make_followup_trigger(0.2, "world")))
+        when = rng.choice((settled, torn, make_followup_trigger(0.2, "view")))
         faults.append(repartition(when, *rng.sample(range(count), rng.randint(1, count - 1))))
     return faults
 
 
 def partition_at_job_end(rng: random.Random, count: int) -> list[Fault]:
-    """Workers finish, and a cut parts those who tell of the end from those who did not hear; some come back.
+    """Workers finish, and a cut separates nodes that know the end from the others; some restart.
 
-    Against the end of a job: who forgets its worlds must know that nobody goes on with them. The leader waits
-    for one that is silent, and when it tells the others of the end they may be out of its reach.
+    Guards the end of a job: a node that forgets its views must know that no node continues them. The leader
+    waits for an unreachable node, and may not reach the others when it ends the job.
     """
-    start = Trigger(rng.choice(SOON_S), "world", 1)
+    start = Trigger(rng.choice(SOON_S), "view", 1)
     if rng.random() < 0.5:
         finished = rng.sample(range(count), rng.choice((count, count, count - 1, rng.randint(1, count))))
         faults = [Fault(start, "finish", name_ranks(*finished))]
@@ -223,9 +222,9 @@ def partition_at_job_end(rng: random.Random, count: int) -> list[Fault]:
 
 
 def reset_and_cut(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
-    """Reset a connection at one end or both, while one of the two is cut off or before it is made again.
+    """Reset a connection at one end or both, while one of the two is cut off or before it is reopened.
 
-    Against the rule that only a refused call proves a death: neither end may take the other for dead.
+    Guards the rule that only a refused call proves a death.
     """
     victim = rng.randrange(1, count)
     pair = [LEADER, f"#{victim}"]
@@ -273,9 +272,9 @@ def resets(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
 
 
 def late_reader(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
-    """Pause one node until the leader has gone and the others have gone on and died: it reads old messages.
+    """Pause a node until the leader has left and the others have continued and died; it reads old messages.
 
-    Against times that count from the reading of a message, and not from the sending of what it answers.
+    Guards times that count from the sending of an acknowledged message, not from the reading of its answer.
     """
     victim = rng.choice((f"#{rng.randrange(1, count)}", "!0"))
     kind = rng.choice(("pause", "pause", "pause", "suspend"))
@@ -284,13 +283,13 @@ def late_reader(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     faults.append(
         Fault(make_followup_trigger(rng.choice((*DURING_VIEW_CHANGE_S, 0.2))), going, (LEADER,), LONG_S)
     )
-    # From here on ranks are those of the world that the others have formed.
+    # From here on ranks are those of the view of the others.
     dead = list(range(count - 2))
     if rng.random() < 0.3:
         dead = rng.sample(dead, rng.randint(1, len(dead))) if dead else dead
     faults.append(
         Fault(
-            make_followup_trigger(rng.choice((0.02, *SOON_S, *AFTER_TIMEOUT_S[:2])), "world"),
+            make_followup_trigger(rng.choice((0.02, *SOON_S, *AFTER_TIMEOUT_S[:2])), "view"),
             "kill",
             name_ranks(*dead),
             LONG_S,
@@ -300,7 +299,7 @@ def late_reader(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
 
 
 def suspended_nodes(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
-    """Suspend one or two machines for longer than a lease; they wake up when the others have gone on."""
+    """Suspend one or two machines for longer than a lease; they wake up when the others have continued."""
     asleep = rng.sample(range(count), rng.choice((1, 1, 2)) if count > 3 else 1)
     faults = [Fault(start, "suspend", name_ranks(*asleep), rng.uniform(3.0, 14.0))]
     if rng.random() < 0.5:
@@ -311,9 +310,9 @@ def suspended_nodes(rng: random.Random, start: Trigger, count: int) -> list[Faul
 
 
 def second_leader(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
-    """Let one node lead elsewhere for long, and meet the others while one of theirs is cut off but runs.
+    """Let a second leader lead for long, and meet the others while one of theirs is cut off but runs.
 
-    Against worlds that do not wait for leases: the second leader has waited long enough for all it knows of.
+    Guards the wait for leases: the second leader has waited long enough for all that it knows.
     """
     faults = [
         Fault(start, "worker", name_ranks(2)),
@@ -321,10 +320,10 @@ def second_leader(rng: random.Random, start: Trigger, count: int) -> list[Fault]
         Fault(make_followup_trigger(rng.choice((0.1, 0.2, 0.5))), "kill", (LEADER,), LONG_S),
         repartition(make_followup_trigger(0.0), 1),
     ]
-    # From here on ranks are those of the world that the others have formed.
+    # From here on ranks are those of the view of the others.
     last = count - 3
     apart = Fault(
-        make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "world"),
+        make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "view"),
         "repartition",
         (f"#{last}", "|", "!0"),
         LONG_S,
@@ -348,16 +347,16 @@ def second_leader(rng: random.Random, start: Trigger, count: int) -> list[Fault]
 
 
 def leader_without_quorum(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
-    """Partition a majority, kill it after it forms a world, kill the other leader, then heal.
+    """Partition a majority, kill it after it forms a view, kill the other leader, then heal.
 
     Guards against trusting a leader without a quorum.
     """
     ours = draw_majority(rng, count)
     rest = [one for one in range(count) if one not in ours]
     faults = [repartition(start, *ours)]
-    dead = range(len(ours))  # in the world that they have formed
+    dead = range(len(ours))  # in the view of the majority
     faults.append(
-        Fault(make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "world"), "kill", name_ranks(*dead), LONG_S)
+        Fault(make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "view"), "kill", name_ranks(*dead), LONG_S)
     )
     faults.append(Fault(make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S)), "repartition", (), 0.0))
     if rest:
@@ -367,7 +366,7 @@ def leader_without_quorum(rng: random.Random, start: Trigger, count: int) -> lis
     return faults
 
 
-VIEW_CHANGE_PLOTS = (
+VIEW_CHANGE_ATTACKS = (
     defecting_followers,
     defecting_followers,
     restarted_member_changes_side,
@@ -380,8 +379,8 @@ VIEW_CHANGE_PLOTS = (
     leader_without_quorum,
     second_leader,
 )
-PLOTS_BY_FAMILY = {
-    VIEW_CHANGES: VIEW_CHANGE_PLOTS,
+ATTACKS_BY_FAMILY = {
+    VIEW_CHANGES: VIEW_CHANGE_ATTACKS,
     RESETS: (
         reset_and_cut,
         reset_and_cut,
@@ -401,4 +400,4 @@ PLOTS_BY_FAMILY = {
         member_changes_side,
     ),
 }
-"""The plots of each family that follows worlds as they form."""
+"""The attacks of each family; repeated entries are drawn more often."""
