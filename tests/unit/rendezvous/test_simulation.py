@@ -92,16 +92,7 @@ def test_broken_rule_is_found_three_times_in_600_schedules(rule: str) -> None:
 @pytest.mark.slow
 def test_forced_quorum_without_gap_reuses_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forced quorum does not know the views of the dead; only the gap keeps their generations unused."""
-    schedules = list(
-        islice(
-            (
-                schedule
-                for schedule in map(draw_schedule, range(3000))
-                if schedule.family == kinds.FORCED_QUORUM
-            ),
-            40,
-        )
-    )
+    schedules = list(islice(draw_family(kinds.FORCED_QUORUM, range(3000)), 40))
     found = [
         ONE_VIEW_PER_GENERATION in {violation.invariant for violation in run_schedule(schedule).violations}
         for schedule in schedules
@@ -119,9 +110,7 @@ def test_forced_quorum_without_gap_reuses_generations(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("family", [kinds.LOST_DISKS_AND_PARTITIONS, kinds.REJECTING_FIREWALL])
 def test_waived_invariants_are_violated_without_the_waiver(family: str) -> None:
     """The known limits are real."""
-    schedules = islice(
-        (schedule for schedule in map(draw_schedule, range(30_000)) if schedule.family == family), 600
-    )
+    schedules = islice(draw_family(family, range(30_000)), 600)
     found = (run_schedule(schedule, strict=True).violations for schedule in schedules)
     assert any(
         violation.invariant in {ONE_RUNNING_VIEW, ONE_VIEW_PER_GENERATION}
