@@ -297,9 +297,6 @@ class Follower:
         if not self.is_disconnected:
             self.state.send(self.link, LeaveNotice(reason, self.state.quorum_state))
 
-    def close(self) -> None:
-        """End the role; a follower holds nothing that outlives it."""
-
     def next_deadline(self) -> float:
         """Return when to advance next."""
         state = self.state

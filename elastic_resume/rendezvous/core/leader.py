@@ -8,6 +8,7 @@ two leaders learn of each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from elastic_resume.rendezvous.core.divergence import DivergenceDetector
 from elastic_resume.rendezvous.core.events import DeliverPeerStatus
@@ -132,7 +133,7 @@ class Admission:
             for view in self._indexed_state.voting_views:
                 for member in view.members:
                     self._incarnations_by_node.setdefault(member.node, set()).add(member)
-        peer = self.peers.find_by_node(node)
+        peer = self.peers.by_node.get(node)
         return self._incarnations_by_node.get(node, set()) | ({peer.incarnation} if peer else set())
 
 
@@ -268,7 +269,7 @@ class Leader:
         self.view_change = ViewChange(state, self.peers, self.pending_welcomes)
         self.discovery = LeaderDiscovery(state, self.make_announcement, self.peers.addresses)
         self.divergence = DivergenceDetector(state, self.peers, self._send)
-        self.admission = Admission(state, self.peers, self._remove_replaced_peer)
+        self.admission = Admission(state, self.peers, partial(self._remove_peer, dead=True))
         self.next_scan_at = state.now
         self.next_probe_at = state.now
         self.lease_until = NEVER
@@ -282,7 +283,7 @@ class Leader:
     # Sending.
 
     def make_announcement(self) -> LeaderAnnouncement:
-        """State what this leader's priority depends on."""
+        """Return an announcement of this leader with its priority."""
         state, installed = self.state, self.state.quorum_state.installed
         active = self.view.generation if self.view and self.lease_until > state.now else 0
         rank = installed.rank(state.incarnation) if installed else None
@@ -493,9 +494,6 @@ class Leader:
             # The remaining workers would wait for the lost ones in their next collective.
             self.end_view(reason)
 
-    def _remove_replaced_peer(self, peer: Peer, reason: str) -> None:
-        self._remove_peer(peer, reason, dead=True)
-
     def has_finished_node(self) -> bool:
         """Return whether a node of the newest view has finished; then no other view is needed."""
         newest = self.state.quorum_state.installed
@@ -580,7 +578,7 @@ class Leader:
                 state.disconnect(link)
 
     def _handle_missing_reply(self, link: Link) -> None:
-        """Record that a node did not reply to its welcome; no view waits for it again."""
+        """Note that a node did not reply to its welcome, so no view waits for it again."""
         self.unresponsive.add(self.pending_welcomes.pop(link.conn_id).hello.sender)
         self.view_change.reevaluate()
 

@@ -167,7 +167,7 @@ class EndView:
 
 @dataclass(frozen=True, slots=True)
 class WaitReason:
-    """Tell followers why no view is formed yet."""
+    """Inform followers why no view is formed yet."""
 
     reason: str
 

@@ -77,16 +77,16 @@ class RendezvousNode:
         return state.effects
 
     def _advance_clock(self, now: float) -> None:
-        """Set the time. After a pause of this process, extend every link's timeout by the pause.
+        """Set the time; after a pause of this process, extend the timeouts of its links by the pause.
 
         Messages that arrived meanwhile still have to be read, and waiting longer is always safe.
         """
         state = self.state
-        late = now - max(state.now, self.next_deadline)
+        late_s = now - max(state.now, self.next_deadline)
         state.now = max(now, state.now)
-        if late > state.settings.heartbeat_interval_s:
+        if late_s > state.settings.heartbeat_interval_s:
             for link in state.links.values():
-                link.last_received_at += late
+                link.last_received_at += late_s
 
     def _dispatch(self, event: Event) -> None:
         state, role = self.state, self.role
@@ -155,9 +155,8 @@ class RendezvousNode:
     def _handle_worker_failed(self, event: WorkerFailed) -> None:
         state = self.state
         state.failure_report = FailureReport(event.generation, event.failure)
-        state.record_failure_report(
-            state.incarnation, state.failure_report
-        )  # for this node as leader, now or later
+        # This node may be the leader, now or later.
+        state.record_failure_report(state.incarnation, state.failure_report)
         if isinstance(self.role, Follower):
             self.role.send_reports()
 
@@ -228,7 +227,8 @@ class RendezvousNode:
             self.role = Follower(state, role.link, role.welcome.leader)
             self.role.send_reports()
             for conn_id, hello in role.waiting_peers.items():
-                self._forward_hello(conn_id, hello)
+                if conn_id in state.links:
+                    self.role.handle_message(state.links[conn_id], EMPTY_HEADER, hello)
         elif role.result is SearchResult.LEAD:
             role.close()
             self.role = Leader(state, role.waiting_peers)
@@ -238,17 +238,11 @@ class RendezvousNode:
         elif is_alone:
             self._end_job(JobEnd(state.finished_generation))
 
-    def _forward_hello(self, conn_id: int, hello: Hello) -> None:
-        """Redirect a node that waited for the result of the search."""
-        link = self.state.links.get(conn_id)
-        if link and self.role:
-            self.role.handle_message(link, EMPTY_HEADER, hello)
-
     def _close(self, reason: str) -> None:
         """Leave the rendezvous."""
         self.state.stop_workers(reason)
         self.end_reason = reason
-        if self.role:
+        if isinstance(self.role, (Candidate, Leader)):
             self.role.close()
         self.role = None
 

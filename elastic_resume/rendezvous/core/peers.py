@@ -96,10 +96,6 @@ class PeerTable:
         peer = self.by_incarnation.get(link.peer) if link.peer else None
         return peer if peer and peer.link is link else None
 
-    def find_by_node(self, node: str) -> Peer | None:
-        """Return the follower on the node of that name."""
-        return self.by_node.get(node)
-
     def add(self, peer: Peer) -> None:
         """Add a follower."""
         self.by_incarnation[peer.incarnation] = peer

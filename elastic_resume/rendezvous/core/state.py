@@ -1,7 +1,7 @@
 """The state of a node that outlives its role: what it knows, its links, its workers and its lease.
 
 The roles `candidate`, `follower` and `leader` read and change it, and it collects their effects. Whenever its
-knowledge changes it asks for one `Persist`; `durable_version` tells which change is on disk.
+knowledge changes it asks for one `Persist`; `durable_version` is the newest change on disk.
 """
 
 from __future__ import annotations
