@@ -2,14 +2,14 @@
 
 ::
 
-    waiting ── enough nodes joined, quorum, nothing worth waiting for ──▶ proposed
-       ▲                                                                  │      │
-       └── abort: a follower was lost, did not acknowledge, or a new ─────┘      │
-           leader has priority                                                   │
-       ◀── ended ── running ◀── all acknowledged, own write durable: install ────┘
+    waiting ── joined, quorum, no lease elsewhere ──▶ proposed ── all acknowledged, durable ──▶ running
+      ▲  ▲                                               │                                        │
+      │  └── abort: a follower is lost or does not ack ──┘                                        │
+      └── end_view: a member is lost, its workers failed, or newcomers are here ──────────────────┘
 
-A view is worth waiting for: followers of the last view until they have stopped their workers, newcomers at
-the first start until none came for the last-call time, and absent members until their leases have expired.
+A view change waits for followers of the last view until they have stopped their workers, and for absent
+members until their leases have expired. At the first start it waits until no newcomer has joined for the
+last-call timeout.
 """
 
 from __future__ import annotations
