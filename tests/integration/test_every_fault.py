@@ -54,7 +54,7 @@ def case(what: str, ended: str = "", trouble: str = "", **more: object) -> Case:
     return Case(Fault(what, at_s=0.0, **more), ended, trouble)  # type: ignore[arg-type]
 
 
-LOST = "(was lost|died|is silent|cannot be reached|is back as a new process)"
+LOST = "(was lost|died|is unreachable|is back as a new process)"
 OF_PROCESSES = [
     case("kill-worker", r"rank 1 on node n1 was killed by SIGKILL", rank=1),
     case("raise", r"rank 2 on node n2.*RuntimeError: failpoint step", rank=2),
@@ -77,7 +77,7 @@ OF_PROCESSES = [
     case("kill-agent", rf"node n\d {LOST}", role="leader", phase="in commit", back_after_s=0.2),
     case("kill-node", rf"node n2 {LOST}", node=2, back_after_s=0.2),
     case("preemption", r"node n1 left: stopped by a preemption notice", node=1, back_after_s=0.2),
-    case("stop-agent", r"node n0 is silent", node=0, for_s=UNTIL_SEEN_S),
+    case("stop-agent", r"node n0 is unreachable", node=0, for_s=UNTIL_SEEN_S),
 ]
 
 

@@ -387,7 +387,7 @@ def test_a_world_that_does_not_form_in_time_is_said_and_asks_for_a_requeue(agent
     log = agents.log("b")
     assert code == 75, log
     last = log.strip().splitlines()[-1]
-    assert "no world within 3 s: 1 of at least 2 nodes have joined" in last
+    assert "no rendezvous within 3 s: 1 of at least 2 nodes have joined" in last
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_a_moment_needs_whom_it_befalls(tmp_path: Path) -> None:
 
 BEFALLEN = [
     *(r"rank 1 on node n\d was killed by SIGKILL", r"rank \d on node n0 was killed by SIGKILL"),
-    r"node n2 (was lost|died|is silent|cannot be reached).*",
+    r"node n2 (was lost|died|is unreachable).*",
 ]
 
 

@@ -1,8 +1,8 @@
-"""What goes into the core and what comes out of it, and its settings. Plain frozen data.
+"""The core's settings, its inputs (`Event`) and its outputs (`Effect`): plain frozen data.
 
-The shell of an agent turns what happens into `Event`s, hands each to `core.Agent.handle` with the time since
-boot, carries out the `Effect`s in order, and calls again with a `Tick` at `Agent.next_deadline`. Connections
-are numbered: the core numbers those it asks for (positive), the shell those it accepts (negative).
+The shell in `rendezvous/net` turns each occurrence into an event and hands it to `node.RendezvousNode.handle`
+with the time since boot. It carries out the returned effects in order, and sends a `Tick` at `next_deadline`.
+The core numbers the connections that it requests (positive); the shell numbers those it accepts (negative).
 """
 
 from __future__ import annotations
@@ -15,50 +15,51 @@ from elastic_resume.rendezvous.core.quorum import ALL_RULES, Incarnation, Quorum
 from elastic_resume.rendezvous.core.status import NodeStatus, StatusUpdate
 
 UNCROWDED_NODES = 64
-"""So many members are answered before any of them could get impatient."""
+"""A leader answers so many nodes before any call times out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the core needs to know of the job; seconds are of this node's CLOCK_BOOTTIME."""
+    """Settings of the job; seconds are of this node's CLOCK_BOOTTIME."""
 
     candidates: tuple[str, ...]
-    """Addresses that newcomers know, in order."""
+    """Addresses that newcomers know, in order of priority."""
     min_nodes: int = 1
     max_nodes: int = 1
     node_timeout_s: float = 3.0
     last_call_s: float = 3.0
+    """The first view waits until no newcomer has joined for so long."""
     join_timeout_s: float = 600.0
     single_node: bool = False
-    """There is no other node: worlds that this node took part in with others need not consent."""
+    """There is no other node, so earlier views with other nodes need not vote."""
     dial_stagger_s: float = 0.2
-    """A search waits so long for an answer before it calls the next address too."""
+    """How long a candidate waits for an answer before it also calls the next address."""
     probe_interval_s: float = 0.05
     """Between two calls to a peer whose connection broke."""
     scale_up_delay_s: float = 1.0
-    """A newcomer to a running world waits so long for others, for one restart instead of several."""
+    """How long a newcomer to a running view waits for others, so that one restart admits all."""
     heartbeats_per_timeout: int = 10
     announce_interval_s: float = 0.5
-    """How often a leader calls at the candidates' addresses."""
+    """Between two rounds of a leader's announcements."""
     clock_drift: float = 0.05
-    """Share of a lease kept back for clocks of different rates and the time it takes to kill workers."""
+    """Share of a lease kept back for different clock rates and the time it takes to kill workers."""
     resume_from_majority: bool = False
-    """Where replicas differ and a majority is equal, the world restarts from that; else the job ends."""
+    """If replicas diverge and a majority agrees, restart from its state; else end the job."""
     rules: SafetyRules = ALL_RULES
 
     @property
     def heartbeat_interval_s(self) -> float:
-        """Time between heartbeats."""
+        """The time between heartbeats."""
         return self.node_timeout_s / self.heartbeats_per_timeout
 
     @property
     def lease_s(self) -> float:
-        """How long workers may run on the strength of one acknowledged message, from its sending."""
+        """How long workers may run after the sending of an acknowledged message."""
         return self.node_timeout_s * (1 - self.clock_drift)
 
     @property
     def dial_timeout_s(self) -> float:
-        """How long a call may take to be answered before the next address counts as the next best."""
+        """How long a call may stay unanswered before the next address has priority."""
         return self.node_timeout_s / 3 + self.crowd_delay_s
 
     @property
@@ -68,10 +69,10 @@ class Settings:
 
     @property
     def crowd_delay_s(self) -> float:
-        """How much longer a leader may take to answer when all members of a large job call it at once.
+        """How much longer a leader of a large job may take to answer when all members call at once.
 
-        It needs up to a millisecond for each. Those who went on to others meanwhile would call all of
-        them, and a thousand members with a thousand calls each never come to an end.
+        A leader needs up to a millisecond for each. Without this delay members would go on to call each
+        other, and a thousand members with a thousand calls each never finish.
         """
         return max(0, self.max_nodes - UNCROWDED_NODES) * 2e-3
 
@@ -81,9 +82,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """A connection stands and both sides have proved that they hold the token.
+    """A connection is open and both sides have proved that they hold the token.
 
-    `host`: the IP address that answered, where this side dialled.
+    `ip_address` is the address that answered, if this side dialled.
     """
 
     conn_id: int
@@ -92,10 +93,10 @@ class PeerConnected:
 
 @dataclass(frozen=True, slots=True)
 class PeerDisconnected:
-    """A connection is over, or could not be made.
+    """A connection has ended, or could not be opened.
 
-    `refused`: the host at the address that we dialled answered that nobody listens there, which proves that
-    the process has ended. Everything else, a reset too, says only that the peer cannot be reached this way.
+    `refused`: the dialled host answered that no process listens there, which proves that the process has
+    ended. Any other end, a reset too, only means that the peer cannot be reached this way.
     """
 
     conn_id: int
@@ -105,7 +106,7 @@ class PeerDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """One message, in the order in which the other side sent them on this connection."""
+    """A message has arrived; messages of one connection arrive in order."""
 
     conn_id: int
     header: Header
@@ -119,19 +120,19 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequested:
-    """This node's workers are stopped and torchelastic asks for the next world."""
+    """This node's workers are stopped and torchelastic requests the next view."""
 
     join: JoinSpec
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersFinished:
-    """Every worker of this node succeeded."""
+    """Every worker of this node has succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """A worker of this node failed in that generation. To be told before this node asks to join again."""
+    """A worker of this node failed in that generation; precedes `JoinRequested`."""
 
     generation: int
     failure: Failure
@@ -139,21 +140,21 @@ class WorkerFailed:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """This node gives the job up for all nodes: a restart would meet the same again."""
+    """This node ends the job for all nodes, because a restart would fail again."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StateDigested:
-    """How this node's state looked after a step of the running world."""
+    """The digest of this node's state after a step is ready."""
 
     state_digest: StateDigest
 
 
 @dataclass(frozen=True, slots=True)
 class StatusPublished:
-    """What this node has to tell people, through whoever leads."""
+    """This node has a new status or new event lines for people."""
 
     status: NodeStatus | None
     event_lines: tuple[str, ...] = ()
@@ -161,17 +162,17 @@ class StatusPublished:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """This node drains or fails for good; its workers are stopped."""
+    """This node shuts down or fails for good; its workers are stopped."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ForceQuorum:
-    """An operator declares the missing members of the newest world, of this generation, dead for good.
+    """An operator declares the missing members of the newest view, of this generation, dead for good.
 
-    Whoever leads judges it. It is ignored where a world runs, or where a later generation is known: other
-    members may be missing by now.
+    The leader ignores it while a view runs, or if it knows a later generation, whose missing members may be
+    others.
     """
 
     generation: int
@@ -179,7 +180,7 @@ class ForceQuorum:
 
 @dataclass(frozen=True, slots=True)
 class Persisted:
-    """What `Persist` of that number held is on disk, fsynced."""
+    """The state of the `Persist` effect with that version is on disk, fsynced."""
 
     version: int
 
@@ -206,9 +207,9 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Dial that address; report `PeerConnected` or `PeerLost`. Nothing may be sent before.
+    """Dial the address; answer with `PeerConnected` or `PeerDisconnected`. Nothing is sent before.
 
-    `host`: the IP address at which the same peer answered before; its name is not looked up again.
+    `ip_address` answered for the same peer before; with it, do not look the name up.
     """
 
     conn_id: int
@@ -218,14 +219,14 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Send what is queued and close; report nothing more of it."""
+    """Send what is queued and close the connection; report nothing more about it."""
 
     conn_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Queue a message; in order, never blocking."""
+    """Queue a message, in order and without blocking."""
 
     conn_id: int
     header: Header
@@ -234,17 +235,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class PersistentState:
-    """What an agent keeps on disk across its lives."""
+    """What an agent keeps on disk for its next process."""
 
     incarnation: Incarnation
     quorum_state: QuorumState
     max_generation: int
-    """Greatest generation this node has heard of."""
+    """The greatest generation known to this node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Write this durably in place of the last, then report `Persisted`. At most one is under way."""
+    """Replace the state on disk durably, then answer with `Persisted`. At most one write is in progress."""
 
     version: int
     persistent_state: PersistentState
@@ -252,7 +253,7 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class StartWorkers:
-    """Start workers: the answer to `JoinRequested`. `step` and `failures` are those of `Begin`."""
+    """Start workers, as `JoinRequested` asked; `newest_step` and `failures` are those of `InstallView`."""
 
     generation: int
     rank: int
@@ -265,7 +266,7 @@ class StartWorkers:
 
 @dataclass(frozen=True, slots=True)
 class RestartWorkers:
-    """The world is over: stop workers at once and ask to join again."""
+    """The view has ended: stop the workers, then join again."""
 
     generation: int
     reason: str
@@ -273,7 +274,7 @@ class RestartWorkers:
 
 @dataclass(frozen=True, slots=True)
 class KillWorkers:
-    """The lease ran out: kill workers at once, before anything else. Then as `RestartWorkers`."""
+    """The lease has expired: kill the workers before anything else, then join again."""
 
     generation: int
     reason: str
@@ -281,14 +282,14 @@ class KillWorkers:
 
 @dataclass(frozen=True, slots=True)
 class ReportDivergence:
-    """All members are told so. What follows for the world comes by itself."""
+    """Report that replicas differ. Other effects end the view or the job."""
 
     divergence: ReplicasDiverged
 
 
 @dataclass(frozen=True, slots=True)
 class DeliverPeerStatus:
-    """What another node tells people: hand it on. ``newest``: generation that is known to have begun."""
+    """Pass on what another node reports for people."""
 
     sender: Incarnation
     status_update: StatusUpdate
@@ -297,7 +298,7 @@ class DeliverPeerStatus:
 
 @dataclass(frozen=True, slots=True)
 class EndJob:
-    """The job is over on every node: done, or `failed`."""
+    """The job has ended on every node: done, or `failed`."""
 
     reason: str
     failed: bool = False
@@ -306,9 +307,9 @@ class EndJob:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """No world within the join timeout, or no place for this node.
+    """This node found no view within the join timeout, or was refused.
 
-    `final`: this node's settings are wrong, and to start it again will not help.
+    If `is_permanent`, its settings are wrong and starting it again will not help.
     """
 
     reason: str
@@ -317,7 +318,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class EmitEvent:
-    """A fact for the event log. `fields` are plain data."""
+    """Write an event to the event log."""
 
     kind: str
     text: str

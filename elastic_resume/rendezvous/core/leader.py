@@ -1,20 +1,14 @@
-"""Being the leader: taking members in, noticing losses, restarting worlds and settling the end of the job.
+"""The leader's role: admit followers, notice losses, end views, and settle the end of the job.
 
-How a world forms is `forming`'s; who else leads is `calling`'s.
-
-Whom a leader takes in: settings that must agree, names that must be unique, former lives that are gone.
-
-A leader's calls to those who may not know it, and the settling of two who lead.
-
-Every few seconds a leader calls at the candidates' addresses and at members of the last worlds that are not
-its followers, and tells whoever answers who leads. So newcomers find the job even when no candidate is left
-in it, and two leaders learn of each other: the one with the lesser claim (`messages.Claim.weight`) steps
-down.
+`view_change` decides when a view is proposed and installed, `divergence` compares replicas. `Admission`
+decides who may follow. `LeaderDiscovery` calls nodes that do not follow, so that newcomers find the job and
+two leaders learn of each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from elastic_resume.rendezvous.core.divergence import DivergenceDetector
 from elastic_resume.rendezvous.core.events import DeliverPeerStatus
@@ -26,6 +20,7 @@ from elastic_resume.rendezvous.core.messages import (
     Header,
     Heartbeat,
     Hello,
+    JobEnd,
     JoinRequest,
     LeaderAnnouncement,
     LeaveNotice,
@@ -37,17 +32,22 @@ from elastic_resume.rendezvous.core.messages import (
     WaitReason,
     Welcome,
 )
-from elastic_resume.rendezvous.core.peers import Peer, PeerTable
+from elastic_resume.rendezvous.core.peers import NEVER, Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
-from elastic_resume.rendezvous.core.state import NEVER, Link, NodeState
-from elastic_resume.rendezvous.core.view_change import ViewChange
+from elastic_resume.rendezvous.core.state import MAX_CANDIDATES_NAMED, NodeState
+from elastic_resume.rendezvous.core.status import find_deputy
+from elastic_resume.rendezvous.core.view_change import PendingWelcome, ViewChange
+
+MAX_PARALLEL_CALLS = 16
+"""A job that lost 500 of 1,000 nodes must not dial 500 addresses every round."""
+EMPTY_HEARTBEAT = Heartbeat()
 
 
 class Admission:
-    """The gate of one leader."""
+    """Decides which nodes may follow: settings must agree, names be unique, former processes be dead."""
 
     def __init__(self, state: NodeState, peers: PeerTable, remove_peer: Callable[[Peer, str], None]) -> None:
-        """``lose`` is called for followers whose node is back as a new process."""
+        """`remove_peer` is called for a follower whose node is back as a new process."""
         self.state = state
         self.peers = peers
         self.remove_peer = remove_peer
@@ -55,91 +55,90 @@ class Admission:
         self._incarnations_by_node: dict[str, set[Incarnation]] = {}
 
     def check_hello(self, hello: Hello) -> Refused | None:
-        """Take over what the other knows; return why it may not join, or None."""
-        body = self.state
-        at_odds = self._find_setting_mismatch(hello)
-        if at_odds:
-            return Refused(at_odds, is_permanent=True)
-        before = body.quorum_state
-        body.merge_quorum_state(hello.quorum_state, hello.max_generation)
-        if body.quorum_state != before:
+        """Merge what the node knows; return why it may not join, or None."""
+        state = self.state
+        mismatch = self._find_setting_mismatch(hello)
+        if mismatch:
+            return Refused(mismatch, is_permanent=True)
+        before = state.quorum_state
+        state.merge_quorum_state(hello.quorum_state, hello.max_generation)
+        if state.quorum_state != before:
             self._mark_former_incarnations_dead()
-        body.extend_grace(hello.remaining_grace_s)
-        if hello.sender in body.quorum_state.dead:
+        state.extend_grace(hello.remaining_grace_s)
+        if hello.sender in state.quorum_state.dead:
             return Refused("dead")
         if self._is_name_taken(hello):
             return Refused(f"another live agent is called {hello.sender.node}: give one another --node-name")
         return None
 
     def _find_setting_mismatch(self, hello: Hello) -> str:
-        """Say which setting that safety rests on differs between us; empty when none does."""
-        ours, theirs = self.state.settings.node_timeout_s, hello.node_timeout_s
-        if theirs != ours:
-            return (
-                f"--node-timeout is {theirs:g} s there and {ours:g} s at the leader: give all nodes the same"
-            )
+        """Name a setting that must be equal on all nodes and is not; empty if there is none."""
         settings = self.state.settings
-        shape, said = (settings.min_nodes, settings.max_nodes), (hello.min_nodes, hello.max_nodes)
-        if said != shape:
-            ours_and_theirs = f"{said[0]}:{said[1]} here and {shape[0]}:{shape[1]} there"
-            return f"--nnodes is {ours_and_theirs}: give all nodes the same"
-        count, told = self.state.quorum_state.candidate_count, hello.quorum_state.candidate_count
-        if told != count:
+        if hello.node_timeout_s != settings.node_timeout_s:
             return (
-                f"--rdzv-endpoint lists {told} nodes there and {count} at the leader: give all the same list"
+                f"--node-timeout is {hello.node_timeout_s:g} s on this node and "
+                f"{settings.node_timeout_s:g} s at the leader: give all nodes the same"
+            )
+        if (hello.min_nodes, hello.max_nodes) != (settings.min_nodes, settings.max_nodes):
+            return (
+                f"--nnodes is {hello.min_nodes}:{hello.max_nodes} on this node and "
+                f"{settings.min_nodes}:{settings.max_nodes} at the leader: give all nodes the same"
+            )
+        own_count, count = self.state.quorum_state.candidate_count, hello.quorum_state.candidate_count
+        if count != own_count:
+            return (
+                f"--rdzv-endpoint lists {count} nodes on this node and {own_count} at the leader: "
+                "give all the same list"
             )
         return ""
 
     def _mark_former_incarnations_dead(self) -> None:
-        """Count former lives of those who follow us gone, in whatever world we just heard of.
+        """Mark former processes of the followers' nodes dead in the views that were just merged.
 
-        A follower that was not heard lately, or is known gone, may itself be the former life.
+        A follower without a recent acknowledgement, or known dead, may itself be the former process.
         """
-        body = self.state
-        lives = {
-            part.incarnation.node: part.incarnation
-            for part in self.peers
-            if body.has_recent_ack(part.link) and part.incarnation not in body.quorum_state.dead
+        state = self.state
+        live = {
+            peer.incarnation.node: peer.incarnation
+            for peer in self.peers
+            if state.has_recent_ack(peer.link) and peer.incarnation not in state.quorum_state.dead
         }
-        members = {m for w in body.quorum_state.voting_views for m in body.quorum_state.live_members(w)}
-        former = [one for one in members if lives.get(one.node, one) != one]
-        if former and body.settings.rules.distinguish_incarnations:
-            body.set_quorum_state(body.quorum_state.with_dead(former))
+        former = [
+            member for member in state.find_absent_members([]) if live.get(member.node, member) != member
+        ]
+        if former and state.settings.rules.distinguish_incarnations:
+            state.set_quorum_state(state.quorum_state.with_dead(former))
 
     def _is_name_taken(self, hello: Hello) -> bool:
-        """Count the former lives of a node gone when it is back as a new process; refuse a namesake."""
-        body, who = self.state, hello.sender
-        if who.node == body.incarnation.node:
+        """Return whether a live agent has the sender's name; else mark its former processes dead."""
+        state, sender = self.state, hello.sender
+        if sender.node == state.incarnation.node:
             return True
-        former = {one for one in self._find_incarnations(who.node) if one != who}
-        for one in former:
-            part = self.peers.by_incarnation.get(one)
-            if part and part.disconnected_at is None and one not in hello.quorum_state.dead:
+        former = {known for known in self._find_incarnations(sender.node) if known != sender}
+        for incarnation in former:
+            peer = self.peers.by_incarnation.get(incarnation)
+            if peer and peer.disconnected_at is None and incarnation not in hello.quorum_state.dead:
                 return True
-        if body.settings.rules.distinguish_incarnations:
-            body.set_quorum_state(body.quorum_state.with_dead(former))
-        for one in former & set(self.peers.by_incarnation):
-            self.remove_peer(self.peers.by_incarnation[one], f"{who} is back as a new process")
+        if state.settings.rules.distinguish_incarnations:
+            state.set_quorum_state(state.quorum_state.with_dead(former))
+        for incarnation in former & set(self.peers.by_incarnation):
+            self.remove_peer(self.peers.by_incarnation[incarnation], f"{sender} is back as a new process")
         return False
 
     def _find_incarnations(self, node: str) -> set[Incarnation]:
-        """Every incarnation of a node that we have heard of."""
+        """Return every known incarnation of a node."""
         if self._indexed_state is not self.state.quorum_state:
             self._indexed_state = self.state.quorum_state
             self._incarnations_by_node = {}
-            for world in self._indexed_state.voting_views:
-                for member in world.members:
+            for view in self._indexed_state.voting_views:
+                for member in view.members:
                     self._incarnations_by_node.setdefault(member.node, set()).add(member)
-        part = self.peers.find_by_node(node)
-        return self._incarnations_by_node.get(node, set()) | ({part.incarnation} if part else set())
-
-
-MAX_PARALLEL_CALLS = 16
-"""A job of a thousand nodes that lost half of them does not dial five hundred addresses every two seconds."""
+        peer = self.peers.by_node.get(node)
+        return self._incarnations_by_node.get(node, set()) | ({peer.incarnation} if peer else set())
 
 
 class LeaderDiscovery:
-    """The calls of one leader."""
+    """Announces the leader to candidates and members that do not follow it."""
 
     def __init__(
         self,
@@ -152,25 +151,29 @@ class LeaderDiscovery:
         self.list_follower_addresses = list_follower_addresses
         self.next_round_at = state.now
         self.pending_calls: dict[int, float] = {}
+        """When each call was made, by connection, the oldest first."""
         self._calls_by_address: dict[str, int] = {}
-        """The number of the call at an address."""
         self._next_target = 0
 
     def list_targets(self) -> list[str]:
-        """Addresses at which somebody may be who does not know that we lead."""
+        """Return the addresses of nodes that may not know the leader."""
         known = self.state.quorum_state
-        members = [m.address for w in known.voting_views for m in known.live_members(w)]
+        members = [member.address for view in known.voting_views for member in known.live_members(view)]
         own = self.list_follower_addresses() | {self.state.incarnation.address}
-        return [one for one in dict.fromkeys([*self.state.settings.candidates, *members]) if one not in own]
+        return [
+            address
+            for address in dict.fromkeys([*self.state.settings.candidates, *members])
+            if address not in own
+        ]
 
     def advance(self) -> None:
-        """Make the calls that are due and end those that were not answered."""
-        body = self.state
-        while self.pending_calls and body.now >= self._first_timeout_at():
+        """End the calls that timed out and make those that are due."""
+        state = self.state
+        while self.pending_calls and state.now >= self._first_timeout_at():
             self.end_call(next(iter(self.pending_calls)))
-        if body.now < self.next_round_at:
+        if state.now < self.next_round_at:
             return
-        self.next_round_at = body.now + body.settings.announce_interval_s
+        self.next_round_at = state.now + state.settings.announce_interval_s
         targets = self.list_targets()
         if len(targets) > MAX_PARALLEL_CALLS:
             start = self._next_target % len(targets)
@@ -180,22 +183,21 @@ class LeaderDiscovery:
             self.call(address)
 
     def call(self, address: str) -> None:
-        """Call one address, unless a call there is under way."""
+        """Call an address, unless a call to it is in progress."""
         if address not in self._calls_by_address:
-            conn = self.state.dial(address).conn_id
-            self.pending_calls[conn], self._calls_by_address[address] = self.state.now, conn
+            conn_id = self.state.dial(address).conn_id
+            self.pending_calls[conn_id], self._calls_by_address[address] = self.state.now, conn_id
 
     def probe(self, addresses: Iterable[str]) -> None:
-        """Probe addresses round-robin, at most `CALLS_AT_ONCE` at a time.
+        """Call addresses round-robin, at most `MAX_PARALLEL_CALLS` at a time.
 
         A switch failure breaks many links at once.
         """
-        turn = list(addresses)
-        room = MAX_PARALLEL_CALLS - sum(address in self._calls_by_address for address in turn)
-        start = self._next_target % len(turn)
-        for address in [one for one in turn[start:] + turn[:start] if one not in self._calls_by_address][
-            : max(0, room)
-        ]:
+        targets = list(addresses)
+        room = MAX_PARALLEL_CALLS - sum(address in self._calls_by_address for address in targets)
+        start = self._next_target % len(targets)
+        rotated = targets[start:] + targets[:start]
+        for address in [target for target in rotated if target not in self._calls_by_address][: max(0, room)]:
             self.call(address)
             self._next_target += 1
 
@@ -206,28 +208,28 @@ class LeaderDiscovery:
             del self._calls_by_address[link.address]
 
     def handle_connected(self, link: Link) -> None:
-        """Tell who leads."""
+        """Send the announcement on a call that was answered."""
         if link.conn_id in self.pending_calls:
             self.state.send(link, self.make_announcement())
 
-    def handle_redirect(self, link: Link, message: Message) -> None:
-        """Follow a redirect to the other leader; its claim is for the leader to weigh."""
-        if link.conn_id in self.pending_calls and isinstance(message, Redirect):
+    def handle_redirect(self, link: Link, message: Redirect) -> None:
+        """Call the other leader, whose address a node gave."""
+        if link.conn_id in self.pending_calls:
             self.end_call(link.conn_id)
             if message.address not in {"", self.state.incarnation.address} | self.list_follower_addresses():
                 self.call(message.address)
 
     def handle_leave_notice(self, link: Link, sender: Incarnation, message: LeaveNotice) -> bool:
-        """One that we called wants to be counted gone: it cannot take part, and nobody should wait for it."""
-        body = self.state
+        """Mark a called node dead that takes no part; return whether a view may depend on that."""
+        state = self.state
         self.end_call(link.conn_id)
         if sender.address != link.address:
             return False
-        body.merge_quorum_state(message.quorum_state)
-        if sender not in body.find_absent_members([]):
+        state.merge_quorum_state(message.quorum_state)
+        if sender not in state.find_absent_members([]):
             return False
-        body.set_quorum_state(body.quorum_state.with_dead([sender]))
-        body.emit_event("lost", f"{sender} takes no part ({message.reason})")
+        state.set_quorum_state(state.quorum_state.with_dead([sender]))
+        state.emit_event("lost", f"{sender} takes no part ({message.reason})")
         return True
 
     def end_call(self, conn_id: int) -> None:
@@ -240,20 +242,19 @@ class LeaderDiscovery:
 
     def close(self) -> None:
         """End all calls."""
-        for conn in list(self.pending_calls):
-            self.end_call(conn)
+        for conn_id in list(self.pending_calls):
+            self.end_call(conn_id)
 
     def next_deadline(self) -> float:
-        """When to look again."""
+        """Return when to advance next."""
         return min(self.next_round_at, self._first_timeout_at()) if self.pending_calls else self.next_round_at
 
     def _first_timeout_at(self) -> float:
-        """When the call that was made first has waited long enough: they are kept in that order."""
         return next(iter(self.pending_calls.values())) + self.state.settings.dial_timeout_s
 
 
 class Leader:
-    """The role of the agent that leads. It is a member too, without a link to itself."""
+    """The role of a node that leads. It is a member too, without a link to itself."""
 
     def __init__(self, state: NodeState, waiting_peers: dict[int, Hello]) -> None:
         self.state = state
@@ -261,55 +262,54 @@ class Leader:
         self.view: View | None = None
         self.has_stepped_down = False
         self.new_leader_address = ""
-        self.view_change = ViewChange(state, self.peers)
+        self.pending_welcomes: dict[int, PendingWelcome] = {}
+        """Nodes that were welcomed on a connection and have not replied on it."""
+        self.unresponsive: set[Incarnation] = set()
+        """Nodes that did not reply to their last welcome; no view waits for them again."""
+        self.view_change = ViewChange(state, self.peers, self.pending_welcomes)
         self.discovery = LeaderDiscovery(state, self.make_announcement, self.peers.addresses)
         self.divergence = DivergenceDetector(state, self.peers, self._send)
+        self.admission = Admission(state, self.peers, partial(self._remove_peer, dead=True))
         self.next_scan_at = state.now
+        self.next_probe_at = state.now
         self.lease_until = NEVER
         self.finished_generation = 0
         """The newest generation in which a node has finished."""
-        self.admission = Admission(state, self.peers, self._remove_replaced_peer)
-        self.pending_welcomes: dict[int, tuple[Hello, bool]] = {}
-        """Who was welcomed on a connection and has not answered there, and whether it was told to go on."""
-        self.unresponsive: set[Incarnation] = set()
-        """Who did not answer its last welcome: nobody waits for it again."""
-        self.next_probe_at = state.now
         state.emit_event("leading", f"{state.incarnation} leads")
-        for conn, hello in waiting_peers.items():
-            if conn in state.links:
-                self._handle_hello(state.links[conn], hello)
+        for conn_id, hello in waiting_peers.items():
+            if conn_id in state.links:
+                self._handle_hello(state.links[conn_id], hello)
 
-    # What the others hear.
+    # Sending.
 
     def make_announcement(self) -> LeaderAnnouncement:
-        """Say how much weight our lead has."""
-        body, begun = self.state, self.state.quorum_state.installed
-        active = self.view.generation if self.view and self.lease_until > body.now else 0
-        rank = begun.rank(body.incarnation) if begun else None
-        seats = len(begun.members) if begun else 0
-        return LeaderAnnouncement(
-            body.incarnation, active, body.quorum_state.newest_generation, seats if rank is None else rank
-        )
+        """Return an announcement of this leader with its priority."""
+        state, installed = self.state, self.state.quorum_state.installed
+        active = self.view.generation if self.view and self.lease_until > state.now else 0
+        rank = installed.rank(state.incarnation) if installed else None
+        if rank is None:
+            rank = len(installed.members) if installed else 0
+        return LeaderAnnouncement(state.incarnation, active, state.quorum_state.newest_generation, rank)
 
     def _send(self, peer: Peer, message: Message) -> None:
-        body = self.state
+        state = self.state
         if self.view is None:
-            body.send(peer.link, message)
+            state.send(peer.link, message)
             return
-        left = max(0.0, min(body.settings.lease_s, self.lease_until - body.now))
-        body.send(peer.link, message, self.view.generation, left)
+        lease_s = max(0.0, min(state.settings.lease_s, self.lease_until - state.now))
+        state.send(peer.link, message, self.view.generation, lease_s)
 
     def _broadcast(self, message: Message) -> None:
-        for part in self.peers:
-            if part.disconnected_at is None:
-                self._send(part, message)
-        for conn in self.pending_welcomes:
-            self.state.send(self.state.links[conn], message)
+        for peer in self.peers:
+            if peer.disconnected_at is None:
+                self._send(peer, message)
+        for conn_id in self.pending_welcomes:
+            self.state.send(self.state.links[conn_id], message)
 
-    # What the leader hears.
+    # Receiving.
 
     def handle_message(self, link: Link, header: Header, message: Message) -> None:
-        """Take in a message."""
+        """Handle one message."""
         del header
         if isinstance(message, Hello):
             self._handle_hello(link, message)
@@ -327,23 +327,19 @@ class Leader:
         else:
             if link.conn_id in self.pending_welcomes:
                 self._admit(link)
-            part = self.peers.find_by_link(link)
-            if part and part.disconnected_at is None:
-                self._handle_follower_message(part, message)
+            peer = self.peers.find_by_link(link)
+            if peer and peer.disconnected_at is None:
+                self._handle_follower_message(peer, message)
 
     def _handle_follower_message(self, peer: Peer, message: Message) -> None:
-        body = self.state
+        state = self.state
         if isinstance(message, Heartbeat):
-            self._send(
-                peer, body.make_heartbeat_reply(peer.incarnation, self.view, self.peers.by_incarnation)
-            )
-            self.divergence.add_digest(peer.incarnation, message.state_digest)
-            if message.status_update:
-                body.effects.append(
-                    DeliverPeerStatus(peer.incarnation, message.status_update, body.installed_generation)
-                )
+            self._handle_heartbeat(peer, message)
         elif isinstance(message, JoinRequest):
-            self._handle_join_request(peer, message)
+            peer.join, peer.running_generation = message.join, 0
+            if self.view and peer.incarnation in self.view.members:
+                self.end_view(f"the workers of {peer.incarnation} stopped")
+            self.view_change.handle_join(peer.incarnation, self.view)
         elif isinstance(message, ProposalAck):
             self.view_change.handle_ack(peer.incarnation, message.generation)
         elif isinstance(message, NodeFinished):
@@ -351,20 +347,26 @@ class Leader:
             self.finished_generation = max(self.finished_generation, message.generation)
             self.view_change.reevaluate()
         elif isinstance(message, FailureReport):
-            body.record_failure_report(peer.incarnation, message)
+            state.record_failure_report(peer.incarnation, message)
         elif isinstance(message, FailJob):
-            body.job_failure = message.reason
+            state.job_failure = message.reason
         elif isinstance(message, ForceQuorumRequest):
-            body.force_quorum(message.generation, running=self.view is not None)
+            state.force_quorum(message.generation, running=self.view is not None)
         elif isinstance(message, LeaveNotice):
-            body.merge_quorum_state(message.quorum_state)
+            state.merge_quorum_state(message.quorum_state)
             self._remove_peer(peer, f"{peer.incarnation} left ({message.reason})", dead=True)
 
-    def _handle_join_request(self, peer: Peer, message: JoinRequest) -> None:
-        peer.join, peer.running_generation = message.join, 0
-        if self.view and peer.incarnation in self.view.members:
-            self.end_view(f"the workers of {peer.incarnation} stopped")
-        self.view_change.handle_join(peer.incarnation, self.view)
+    def _handle_heartbeat(self, peer: Peer, message: Heartbeat) -> None:
+        state = self.state
+        update = None
+        if peer.incarnation == find_deputy(self.view, state.incarnation, self.peers.by_incarnation):
+            update = state.status_outbox.take(peer.incarnation)
+        self._send(peer, Heartbeat(None, update) if update else EMPTY_HEARTBEAT)
+        self.divergence.add_digest(peer.incarnation, message.state_digest)
+        if message.status_update:
+            state.effects.append(
+                DeliverPeerStatus(peer.incarnation, message.status_update, state.installed_generation)
+            )
 
     def _handle_hello(self, link: Link, hello: Hello) -> None:
         refused = self.admission.check_hello(hello)
@@ -375,66 +377,62 @@ class Leader:
             self._send_welcome(link, hello)
         newest = self.state.quorum_state.installed
         if self.view and newest and newest.generation > self.view.generation:
-            self.end_view(f"generation {newest.generation} has begun elsewhere")
+            self.end_view(f"generation {newest.generation} was started elsewhere")
 
     def _send_welcome(self, link: Link, hello: Hello) -> None:
-        """Send Welcome. The node counts as a follower after its first reply.
+        """Welcome a node; its first reply makes it a follower and proves that the link works both ways.
 
-        The reply proves that the link works both ways. A one-way link would otherwise delay every world:
-        forming waits for the first reply once, and not long.
+        Over a one-way link it would otherwise delay every view. A view change waits once for that reply.
         """
-        body, part = self.state, self.peers.by_incarnation.get(hello.sender)
-        if part and part.link is not link and part.disconnected_at is None:
-            body.disconnect(part.link)
-            self._mark_disconnected(part)
+        state, peer = self.state, self.peers.by_incarnation.get(hello.sender)
+        if peer and peer.link is not link and peer.disconnected_at is None:
+            state.disconnect(peer.link)
+            self._mark_disconnected(peer)
         resumed = bool(
-            self.view and part and hello.running_generation == part.running_generation == self.view.generation
+            self.view and peer and hello.running_generation == peer.running_generation == self.view.generation
         )
-        self.pending_welcomes[link.conn_id] = hello, resumed
-        if hello.sender not in self.unresponsive:
-            self.view_change.reply_deadlines[link.conn_id] = body.now + body.settings.dial_timeout_s
-        body.send(link, Welcome(body.incarnation, body.quorum_state, resumed))
+        is_responsive = hello.sender not in self.unresponsive
+        reply_until = state.now + state.settings.dial_timeout_s if is_responsive else NEVER
+        self.pending_welcomes[link.conn_id] = PendingWelcome(hello, resumed, reply_until)
+        state.send(link, Welcome(state.incarnation, state.quorum_state, resumed))
 
     def _admit(self, link: Link) -> None:
-        """Count a node that has answered our welcome among the followers."""
-        hello, resumed = self.pending_welcomes.pop(link.conn_id)
-        self.view_change.reply_deadlines.pop(link.conn_id, None)
+        """Add a node that has replied to its welcome to the followers."""
+        welcome = self.pending_welcomes.pop(link.conn_id)
         self.view_change.reevaluate()
-        body, who = self.state, hello.sender
-        self.unresponsive.discard(who)
+        state, hello, sender = self.state, welcome.hello, welcome.hello.sender
+        self.unresponsive.discard(sender)
         refused = self.admission.check_hello(hello)
         if refused:
-            body.send(link, refused)
+            state.send(link, refused)
             return
-        body.unreachable.discard(who)
-        part = self.peers.by_incarnation.get(who)
-        if part:
-            self.peers.mark_reconnected(part, link)
+        state.unreachable.discard(sender)
+        peer = self.peers.by_incarnation.get(sender)
+        if peer:
+            self.peers.mark_reconnected(peer, link)
         else:
-            part = Peer(who, link)
-            self.peers.add(part)
-        part.join, part.finished_generation = hello.join, hello.finished_generation
+            peer = Peer(sender, link)
+            self.peers.add(peer)
+        peer.join, peer.finished_generation = hello.join, hello.finished_generation
         self.finished_generation = max(self.finished_generation, hello.finished_generation)
-        if not (resumed and self.view and self.view.generation == hello.running_generation):
-            ran, part.running_generation = part.running_generation, hello.running_generation
-            if resumed:  # its world ended while our welcome was under way
-                self._send(
-                    part,
-                    EndView(
-                        hello.running_generation,
-                        f"generation {hello.running_generation} ended while this node was reconnecting",
-                        body.quorum_state,
-                    ),
-                )
-            # Of our world, and neither in it nor through: its workers failed, or it never heard of it.
-            idle = self.view and not hello.finished_generation and (ran == self.view.generation or hello.join)
-            if idle and self.view and who in self.view.members:
-                self.end_view(f"the workers of {who} stopped")
-        self.divergence.resend_divergence(part)
+        if not (welcome.resumed and self.view and self.view.generation == hello.running_generation):
+            former_generation, peer.running_generation = peer.running_generation, hello.running_generation
+            if welcome.resumed:
+                reason = f"generation {hello.running_generation} ended while this node was reconnecting"
+                self._send(peer, EndView(hello.running_generation, reason, state.quorum_state))
+            # Neither running nor finished: its workers failed, or it never received InstallView.
+            idle = (
+                self.view
+                and not hello.finished_generation
+                and (former_generation == self.view.generation or hello.join)
+            )
+            if idle and self.view and sender in self.view.members:
+                self.end_view(f"the workers of {sender} stopped")
+        self.divergence.resend_divergence(peer)
         if self.view is None and self.view_change.reported_reason:
-            self._send(part, WaitReason(self.view_change.reported_reason))
-        if part.join:
-            self.view_change.handle_join(who, self.view)
+            self._send(peer, WaitReason(self.view_change.reported_reason))
+        if peer.join:
+            self.view_change.handle_join(sender, self.view)
         self.view_change.reevaluate()
 
     def _handle_announcement(self, link: Link, announcement: LeaderAnnouncement) -> None:
@@ -450,25 +448,24 @@ class Leader:
             self.state.send(link, own)
 
     def handle_connected(self, link: Link) -> None:
-        """One of our calls was answered."""
+        """Announce this leader on a call that was answered."""
         self.discovery.handle_connected(link)
 
     def handle_disconnected(self, link: Link, *, refused: bool) -> None:
-        """A follower's link broke, or a call failed: only a refused call proves a death."""
+        """Handle a broken link or a failed call; only a refused call proves a death."""
         self.discovery.forget_call(link)
         if link.conn_id in self.pending_welcomes:
             self._handle_missing_reply(link)
-        part = self.peers.find_by_link(link)
-        if part and part.disconnected_at is None:
-            self._mark_disconnected(part)
+        peer = self.peers.find_by_link(link)
+        if peer and peer.disconnected_at is None:
+            self._mark_disconnected(peer)
         elif refused:
-            for one in list(self.peers.disconnected.values()):
-                if one.incarnation.address == link.address and link.dialled_at >= (
-                    one.disconnected_at or 0.0
+            for absent in list(self.peers.disconnected.values()):
+                if absent.incarnation.address == link.address and link.dialled_at >= (
+                    absent.disconnected_at or 0.0
                 ):
-                    self._remove_peer(
-                        one, f"{one.incarnation} died", dead=self.state.proves_death(one.link, refused=True)
-                    )
+                    dead = self.state.proves_death(absent.link, refused=True)
+                    self._remove_peer(absent, f"{absent.incarnation} died", dead=dead)
 
     def _mark_disconnected(self, peer: Peer) -> None:
         self.peers.mark_disconnected(peer, self.state.now)
@@ -476,91 +473,84 @@ class Leader:
         self.next_probe_at = self.state.now
 
     def _remove_peer(self, peer: Peer, reason: str, *, dead: bool) -> None:
-        body = self.state
+        state = self.state
         self.peers.remove(peer.incarnation)
         if dead:
-            body.set_quorum_state(body.quorum_state.with_dead([peer.incarnation]))
+            state.set_quorum_state(state.quorum_state.with_dead([peer.incarnation]))
         else:
-            body.unreachable.add(peer.incarnation)
-        if peer.link.conn_id in body.links:
-            body.disconnect(peer.link)
-        body.emit_event("lost", reason)
-        body.record_lost_member(peer.incarnation, reason.removeprefix(f"{peer.incarnation} "))
+            state.unreachable.add(peer.incarnation)
+        if peer.link.conn_id in state.links:
+            state.disconnect(peer.link)
+        state.emit_event("lost", reason)
+        state.record_lost_member(peer.incarnation, reason.removeprefix(f"{peer.incarnation} "))
         self.view_change.handle_disconnected(peer.incarnation)
-        world = self.view
-        if world is None or peer.incarnation not in world.members:
+        view = self.view
+        if view is None or peer.incarnation not in view.members:
             return
-        runs = body.running_view or any(one.running_generation == world.generation for one in self.peers)
-        if not self.has_finished_node() or (peer.finished_generation != world.generation and runs):
-            # Those who still run would wait for it in their next collective.
+        runs = state.running_view or any(
+            follower.running_generation == view.generation for follower in self.peers
+        )
+        if not self.has_finished_node() or (peer.finished_generation != view.generation and runs):
+            # The remaining workers would wait for the lost ones in their next collective.
             self.end_view(reason)
 
-    def _remove_replaced_peer(self, peer: Peer, reason: str) -> None:
-        self._remove_peer(peer, reason, dead=True)
-
     def has_finished_node(self) -> bool:
-        """Whether a node of the newest world is through: the others have no more than their end to reach."""
+        """Return whether a node of the newest view has finished; then no other view is needed."""
         newest = self.state.quorum_state.installed
         return newest is not None and newest.generation in {
             self.finished_generation,
             self.state.finished_generation,
         }
 
-    # What the leader does.
+    # Acting.
 
     def end_view(self, reason: str, *, immediately: bool = False) -> None:
-        """End the running world; those who were in it join again."""
-        world = self.view
-        if world is None:
+        """End the running view; its members join again."""
+        view = self.view
+        if view is None:
             return
-        message = EndView(
-            world.generation, reason, self.state.quorum_state
-        )  # one, so it is put into words once
-        for part in self.peers:
-            if part.running_generation == world.generation and part.disconnected_at is None:
-                self._send(part, message)
+        message = EndView(view.generation, reason, self.state.quorum_state)  # one, so that it is encoded once
+        for peer in self.peers:
+            if peer.running_generation == view.generation and peer.disconnected_at is None:
+                self._send(peer, message)
         self.view, self.lease_until = None, NEVER
         self.divergence.reset()
         self.state.stop_workers(reason, immediately=immediately)
         self.view_change.started_at = self.state.now
         self.view_change.reevaluate()
-        self.state.emit_event("restart", f"generation {world.generation} is over: {reason}")
+        self.state.emit_event("restart", f"generation {view.generation} is over: {reason}")
 
     def advance(self) -> None:
-        """Fence ourselves before anything else; then look for losses, and for a world to form."""
-        body = self.state
-        if self.new_leader_address or (self.view is None and body.is_disk_stalled):
+        """Check the own lease first; then look for losses, the end of the job, and the next view."""
+        state = self.state
+        if self.new_leader_address or (self.view is None and state.is_disk_stalled):
             self._step_down()
             return
         if self.view:
-            self._extend_join_timeout()
+            if state.join:  # a spare may wait for as long as a view runs without it
+                state.join_since = state.now
             self._renew_lease()
-            if body.now >= self.lease_until:
+            if state.now >= self.lease_until:
                 self.end_view("the leader has lost its quorum", immediately=True)
-        if body.now >= self.next_scan_at:
-            self.next_scan_at = body.now + body.settings.heartbeat_interval_s / 2
+        if state.now >= self.next_scan_at:
+            self.next_scan_at = state.now + state.settings.heartbeat_interval_s / 2
             self._remove_unreachable_peers()
-            self.divergence.add_digest(body.incarnation, body.take_digest())
-        unequal = self.divergence.advance()
-        if unequal and not self.has_finished_node():
-            self.end_view(unequal)
+            self.divergence.add_digest(state.incarnation, state.take_digest())
+        divergence = self.divergence.advance()
+        if divergence and not self.has_finished_node():
+            self.end_view(divergence)
         self._probe_disconnected()
         self.discovery.advance()
-        if body.job_failure or self._is_job_finished():
+        if state.job_failure or self._is_job_finished():
             self._end_job()
             return
         if self.view is None:
             self._advance_view_change()
             self._broadcast_wait_reason()
-        elif body.now >= self.view_change.scale_up_at:
+        elif state.now >= self.view_change.scale_up_at:
             self.view_change.scale_up_at = float("inf")
             if not self.has_finished_node():
                 self.end_view("newcomers are here")
-
-    def _extend_join_timeout(self) -> None:
-        """A world that runs without this node is no reason to give up waiting: a spare waits for long."""
-        if self.state.join:
-            self.state.join_since = self.state.now
 
     def _broadcast_wait_reason(self) -> None:
         reason = self.view_change.take_wait_reason() if self.view is None else ""
@@ -569,153 +559,147 @@ class Leader:
             self._broadcast(WaitReason(reason))
 
     def _renew_lease(self, *, force: bool = False) -> None:
-        """Count how long enough of our members surely still follow us; that bounds every lease we grant."""
-        body = self.state
-        if self.view is None or not (force or body.now >= self.next_scan_at):
+        """Compute for how long a quorum surely follows; no lease that is granted lasts longer."""
+        state = self.state
+        if self.view is None or not (force or state.now >= self.next_scan_at):
             return
         self.lease_until = self.view_change.compute_lease_until()
-        if self.view.rank(body.incarnation) is not None and body.running_view:
-            body.lease_until = self.lease_until
+        if self.view.rank(state.incarnation) is not None and state.running_view:
+            state.lease_until = self.lease_until
 
     def _remove_unreachable_peers(self) -> None:
-        body = self.state
-        for part in self.peers:
-            if body.now >= part.link.last_received_at + body.settings.node_timeout_s:
-                what = "is silent" if part.disconnected_at is None else "cannot be reached"
-                self._remove_peer(part, f"{part.incarnation} {what}", dead=False)
-        for link in [body.links[conn] for conn in self.pending_welcomes]:
-            if body.now >= link.last_received_at + body.settings.node_timeout_s:
+        state = self.state
+        for peer in self.peers:
+            if state.now >= peer.link.last_received_at + state.settings.node_timeout_s:
+                self._remove_peer(peer, f"{peer.incarnation} is unreachable", dead=False)
+        for link in [state.links[conn_id] for conn_id in self.pending_welcomes]:
+            if state.now >= link.last_received_at + state.settings.node_timeout_s:
                 self._handle_missing_reply(link)
-                body.disconnect(link)
+                state.disconnect(link)
 
     def _handle_missing_reply(self, link: Link) -> None:
-        """Record that the node ignored a Welcome; forming waits for it only once."""
-        hello, _ = self.pending_welcomes.pop(link.conn_id)
-        self.unresponsive.add(hello.sender)
-        self.view_change.reply_deadlines.pop(link.conn_id, None)
+        """Note that a node did not reply to its welcome, so no view waits for it again."""
+        self.unresponsive.add(self.pending_welcomes.pop(link.conn_id).hello.sender)
         self.view_change.reevaluate()
 
     def _probe_disconnected(self) -> None:
-        """Probe members with broken links. A live member also calls us; a refused call proves a death."""
-        body = self.state
-        if not self.peers.disconnected or body.now < self.next_probe_at:
+        """Dial followers whose links broke. A live one also dials this node; a refusal proves a death."""
+        state = self.state
+        if not self.peers.disconnected or state.now < self.next_probe_at:
             return
-        self.next_probe_at = body.now + body.settings.probe_interval_s
-        self.discovery.probe(part.incarnation.address for part in self.peers.disconnected.values())
+        self.next_probe_at = state.now + state.settings.probe_interval_s
+        self.discovery.probe(peer.incarnation.address for peer in self.peers.disconnected.values())
 
     def _advance_view_change(self) -> None:
-        begun = self.view_change.advance()
-        if begun is None:
+        installed = self.view_change.advance()
+        if installed is None:
             return
-        body = self.state
-        world, message = begun
-        body.set_quorum_state(body.quorum_state.with_installed(world))
-        self.view = world
-        self.view_change.handle_view_installed(world)
-        self.divergence.handle_view_installed(world)
+        state = self.state
+        view, message = installed
+        state.set_quorum_state(state.quorum_state.with_installed(view))
+        self.view = view
+        self.view_change.handle_view_installed(view)
+        self.divergence.handle_view_installed(view)
         self._renew_lease(force=True)
-        members = frozenset(world.members)
-        for part in self.peers:
-            if part.incarnation in members:
-                part.join, part.running_generation, part.finished_generation = None, world.generation, 0
-            self._send(part, message)
-        body.start_workers(world, message, self.lease_until)
+        members = frozenset(view.members)
+        for peer in self.peers:
+            if peer.incarnation in members:
+                peer.join, peer.running_generation, peer.finished_generation = None, view.generation, 0
+            self._send(peer, message)
+        state.start_workers(view, message, self.lease_until)
 
     def _is_job_finished(self) -> bool:
-        """Whether some have finished and nobody who could is left."""
-        body, newest = self.state, self.state.quorum_state.installed
+        """Return whether every present node has finished and no absent one is worth waiting for.
+
+        If no member of the newest view has finished, the job has ended for nodes that finished an earlier
+        view in another part of a partition, once the members of the newest view are lost.
+        """
+        state, newest = self.state, self.state.quorum_state.installed
         if newest is None or self.view_change.pending:
             return False
-        if not self.has_finished_node():
-            return self._are_all_present_finished()
-        if body.incarnation in newest.members and body.finished_generation != newest.generation:
+        finished = {peer.incarnation: peer.finished_generation for peer in self.peers}
+        finished[state.incarnation] = state.finished_generation
+        if any(finished.get(member, newest.generation) != newest.generation for member in newest.members):
             return False
-        present = {part.incarnation for part in self.peers} | {body.incarnation}
-        if any(
-            p.incarnation in newest.members and p.finished_generation != newest.generation for p in self.peers
-        ):
-            return False
-        absent = body.find_absent_members(present) - body.unreachable
-        return not absent or body.now >= self.view_change.started_at + body.settings.node_timeout_s
-
-    def _are_all_present_finished(self) -> bool:
-        """Whether all who are here have finished, and the newest world was of others, who have been lost.
-
-        A node that was cut off while the others finished goes on alone; should it die, nobody waits for it.
-        """
-        body, newest = self.state, self.state.quorum_state.installed
-        present = {part.incarnation for part in self.peers} | {body.incarnation}
-        through = body.finished_generation and all(
-            part.finished_generation and not part.join for part in self.peers
-        )
-        if not through or body.join or newest is None or present.intersection(newest.members):
-            return False
-        return (
-            not self.peers.disconnected
-            and body.now >= self.view_change.started_at + body.settings.node_timeout_s
-        )
+        timed_out = state.now >= self.view_change.started_at + state.settings.node_timeout_s
+        if self.has_finished_node():
+            return timed_out or not state.find_absent_members(finished) - state.unreachable
+        wants_view = state.join or self.peers.disconnected or any(peer.join for peer in self.peers)
+        return timed_out and all(finished.values()) and not wants_view
 
     def _end_job(self) -> None:
-        here = {part.incarnation for part in self.peers if part.disconnected_at is None}
-        self.state.job_end = self.state.make_job_end(
-            here, {part.incarnation: part.finished_generation for part in self.peers}
-        )
+        connected = {peer.incarnation for peer in self.peers if peer.disconnected_at is None}
+        self.state.job_end = self._make_job_end(connected)
         self._broadcast(self.state.job_end)
 
+    def _make_job_end(self, connected: set[Incarnation]) -> JobEnd:
+        """Describe the end of the job; it is final if no node outside `connected` can still run workers."""
+        state, newest = self.state, self.state.quorum_state.installed
+        absent = state.find_absent_members(connected | {state.incarnation})
+        is_final = not absent and not state.job_failure
+        generation, members = (newest.generation, newest.members) if newest else (0, ())
+        finished = {peer.incarnation for peer in self.peers if peer.finished_generation == generation}
+        unfinished = [str(member) for member in members if member not in finished | {state.incarnation}]
+        return JobEnd(
+            generation,
+            state.job_failure,
+            is_final,
+            tuple(unfinished[:MAX_CANDIDATES_NAMED]),
+            state.failure_log.get_failures(generation),
+        )
+
     def _step_down(self) -> None:
-        body = self.state
-        if self.view or body.now < self.view_change.started_at + body.settings.node_timeout_s:
-            body.extend_grace(
-                body.settings.node_timeout_s
-            )  # who does not hear this may run until its lease ends
-        why = (
+        state, timeout_s = self.state, self.state.settings.node_timeout_s
+        if self.view or state.now < self.view_change.started_at + timeout_s:
+            state.extend_grace(timeout_s)  # followers that miss the redirect run until their leases expire
+        reason = (
             f"{self.new_leader_address} leads"
             if self.new_leader_address
-            else "the leader's disk takes no writes"
+            else "the leader's disk does not complete writes"
         )
         self.has_stepped_down = True
-        self.end_view(why, immediately=True)
-        self.view_change.abort(why)
-        for part in self.peers:
-            if part.disconnected_at is None:
-                body.redirect(part.link, self.new_leader_address)
+        self.end_view(reason, immediately=True)
+        self.view_change.abort(reason)
+        for peer in self.peers:
+            if peer.disconnected_at is None:
+                state.redirect(peer.link, self.new_leader_address)
             else:
-                body.defer_close(part.link)
-        for conn in self.pending_welcomes:
-            body.send(body.links[conn], Redirect(self.new_leader_address))
-        body.emit_event("step-down", f"{body.incarnation} leads no more: {why}")
+                state.defer_close(peer.link)
+        for conn_id in self.pending_welcomes:
+            state.send(state.links[conn_id], Redirect(self.new_leader_address))
+        state.emit_event("step-down", f"{state.incarnation} steps down: {reason}")
 
     def close(self) -> None:
-        """End what only a leader does."""
+        """End the calls to nodes that do not follow."""
         self.discovery.close()
 
     def handle_join_requested(self) -> None:
-        """Our own node's workers are stopped."""
+        """Count this node's own workers as stopped and the node as joined."""
         if self.view and self.view.rank(self.state.incarnation) is not None:
             self.end_view("the workers of the leader stopped")
         self.view_change.handle_join(self.state.incarnation, self.view)
 
     def handle_workers_finished(self) -> None:
-        """Our own node's workers have succeeded."""
+        """Check for the next view, since this node's own workers have finished."""
         self.view_change.reevaluate()
 
     def leave(self, reason: str) -> None:
-        """Say goodbye to all: they turn to another leader at once."""
+        """Send all followers a leave notice; they look for another leader at once."""
         self.view_change.abort("the leader leaves")
         self._broadcast(LeaveNotice(reason, self.state.quorum_state))
 
     def next_deadline(self) -> float:
-        """When to look again."""
-        body = self.state
-        waits = [self.next_scan_at, self.discovery.next_deadline()]
+        """Return when to advance next."""
+        state = self.state
+        deadlines = [self.next_scan_at, self.discovery.next_deadline()]
         if self.peers.disconnected:
-            waits.append(self.next_probe_at)
+            deadlines.append(self.next_probe_at)
         if self.view:
-            waits += [self.lease_until, self.view_change.scale_up_at]
+            deadlines += [self.lease_until, self.view_change.scale_up_at]
         else:
-            waits += [self.view_change.next_deadline(), body.disk_stalls_at]
-        return min(waits)
+            deadlines += [self.view_change.next_deadline(), state.disk_stalls_at]
+        return min(deadlines)
 
     def explain_wait(self) -> str:
-        """One clause for the error after the join timeout."""
+        """Return one clause for the error after the join timeout."""
         return self.view_change.wait_reason

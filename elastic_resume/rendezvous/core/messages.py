@@ -1,14 +1,6 @@
-"""What agents say to each other. Every message that could make somebody gone carries what that one knew.
+"""The messages that nodes exchange. The package's docstring says which role sends which.
 
-A connection is dialled by one agent and accepted by another; once the dialler is welcomed it is a member and
-the other its leader. `Stamp` rides on every message, both ways: with it each side knows which of its own
-messages the other has seen, and counts its lease from when it *sent* that one.
-
-    searching → anyone     Hello                        and back    Welcome | Redirect | Refused
-    member    → leader     Ready Acknowledge Finished Report Failed Force Beat Goodbye
-    leader    → member     Propose Begin Restart Waiting JobEnd Beat Diverged Redirect Refused Goodbye
-    ended     → anyone     JobEnd
-    leader    → anyone     Claim                        and back    Claim | Redirect
+Every message that can make a node count as dead also carries what that node knew (rule 4).
 """
 
 from __future__ import annotations
@@ -23,10 +15,11 @@ from elastic_resume.rendezvous.core.status import StatusUpdate
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """On every message: its number on this connection, the newest number seen of the other side.
+    """Sequence numbers and lease on every message.
 
-    `lease_s` is how long, from the sending of message `echo`, the receiver may keep its workers of
-    `generation` running without hearing more; 0 when the sender grants none.
+    `seq` is the message's number on this connection, `ack` the newest number received from the other side.
+    The receiver may keep its workers of `generation` running for `lease_s` seconds from when it sent message
+    `ack`; 0 grants no lease.
     """
 
     seq: int
@@ -37,24 +30,25 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class JoinSpec:
-    """A node whose workers are stopped and that wants to be in the next world."""
+    """What a node brings to the next view; its workers are stopped."""
 
     store_address: str
-    """host:port where this node serves the store, should it get rank 0."""
+    """host:port at which this node serves the store if it gets rank 0."""
     num_workers: int
     scheduler_order: int = 0
-    """Place in the scheduler's own order of nodes."""
+    """Place in the scheduler's order of nodes."""
     newest_step: int = 0
     """The newest step that workers of this node have finished since its agent started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """I look for the leader; this is all I know.
+    """Ask a node to lead, and describe the sender.
 
-    `running` is the generation whose workers run here, `finished` the one whose workers all succeeded.
-    `others_s`: worlds in which I had a part may run elsewhere for that long. What stands after it must be the
-    same on all nodes: leases rest on the one, and what a leader does on the others.
+    `running_generation` is the generation whose workers run at the sender, `finished_generation` the one
+    whose workers have all finished. Views with the sender may run elsewhere for `remaining_grace_s`. The last
+    three members must be equal on all nodes: leases depend on the first, the leader's decisions on the
+    others.
     """
 
     sender: Incarnation
@@ -71,7 +65,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """I lead; you are one of mine. `resumed`: your running world is mine too, go on."""
+    """Accept the receiver as a follower; with `resumes_view` its workers keep running."""
 
     leader: Incarnation
     quorum_state: QuorumState
@@ -80,16 +74,16 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """I do not lead (any more). Ask at that address; none: I am searching too, stay and hear more."""
+    """Send the receiver to the leader's address; without one, the sender is still searching: wait."""
 
     address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """You may not join: known `gone` (come back as a new incarnation), or what the reason says in words.
+    """Refuse a node. The reason "dead" asks it to come back as a new incarnation; others are for people.
 
-    `final`: asking again will not help.
+    If `is_permanent`, asking again will not help.
     """
 
     reason: str
@@ -98,14 +92,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """My workers are stopped; take me into the next world."""
+    """Report that the sender's workers are stopped and that it wants to be in the next view."""
 
     join: JoinSpec
 
 
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """The state of one node after that step, in short."""
+    """The digest of one node's state after a step."""
 
     generation: int
     step: int
@@ -114,10 +108,7 @@ class StateDigest:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """I am alive. The stamp says the rest, and from a member `told` how its state looks.
-
-    `tidings` are for people: see `tidings.py`.
-    """
+    """Renew leases by the header. A follower adds a digest; `status_update` is for people."""
 
     state_digest: StateDigest | None = None
     status_update: StatusUpdate | None = None
@@ -125,10 +116,10 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasDiverged:
-    """The replicas of that generation differ.
+    """Report that the replicas of a generation differ.
 
-    `goes_on`: those that are `wrong` take the majority's state; their own copies of that generation count no
-    later than `agreed_step`.
+    If `continues_from_majority`, the wrong nodes take the majority's state. Their own copies of that
+    generation are valid up to the verdict's `agreed_step` only.
     """
 
     generation: int
@@ -138,7 +129,7 @@ class ReplicasDiverged:
 
 @dataclass(frozen=True, slots=True)
 class ProposeView:
-    """First step of forming: make this durable, with all I know, and acknowledge it."""
+    """First step of a view change: store this view and all that the leader knows, then acknowledge."""
 
     view: View
     quorum_state: QuorumState
@@ -146,28 +137,28 @@ class ProposeView:
 
 @dataclass(frozen=True, slots=True)
 class ProposalAck:
-    """The proposal of that generation is durable here."""
+    """Acknowledge the proposal of that generation, which is durable at the sender."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class InstallView:
-    """Second step: everybody has acknowledged; start workers. A spare is told too."""
+    """Second step of a view change: start workers. Spares receive it too."""
 
     generation: int
     store_address: str
     workers_per_node: tuple[int, ...]
-    """Workers of each node, in rank order."""
+    """In rank order."""
     newest_step: int = 0
-    """The greatest of what those who joined have said of theirs."""
+    """The greatest `JoinSpec.newest_step` of all joined nodes."""
     failures: tuple[Failure, ...] = ()
-    """What ended the world before, as far as the leader heard, in the order in which it did: a few."""
+    """What ended the last view, in order of arrival at the leader; at most `state.MAX_FAILURES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndView:
-    """The world of that generation is over: stop your workers and join again."""
+    """End the view of that generation: stop the workers and join again."""
 
     generation: int
     reason: str
@@ -176,14 +167,14 @@ class EndView:
 
 @dataclass(frozen=True, slots=True)
 class WaitReason:
-    """No world forms yet, for that reason."""
+    """Inform followers why no view is formed yet."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """A worker of mine failed in that generation, in this way; one is told of each node."""
+    """Report the failure of a worker of the sender; each node reports one for each generation."""
 
     generation: int
     failure: Failure
@@ -191,31 +182,31 @@ class FailureReport:
 
 @dataclass(frozen=True, slots=True)
 class FailJob:
-    """The job is at fault, says my node: end it everywhere."""
+    """Demand the end of the job on all nodes, because a restart would fail again."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ForceQuorumRequest:
-    """An operator declares the missing members of that generation, the newest, dead for good."""
+    """Declare the missing members of that generation, the newest, dead for good, for an operator."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFinished:
-    """My workers of that generation have all succeeded."""
+    """Report that the sender's workers of that generation have all succeeded."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """The job is over: every node's workers have succeeded, or it failed for that reason.
+    """End the job: the workers of every node have succeeded, or it failed for `failure_reason`.
 
-    `settled`: nobody who is not told can still run workers. So this job's worlds need not be asked when it
-    is started again, with whatever nodes there are then. `missing` are members whose workers did not succeed.
+    If `is_final`, no node outside the receivers can still run workers. So a new start of the job needs no
+    vote of these views, whatever nodes it has. `unfinished_nodes` are members whose workers did not succeed.
     """
 
     generation: int
@@ -223,12 +214,12 @@ class JobEnd:
     is_final: bool = False
     unfinished_nodes: tuple[str, ...] = ()
     failures: tuple[Failure, ...] = ()
-    """As in `Begin`."""
+    """As in `InstallView`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveNotice:
-    """I leave for good: count me gone. `who` says so to a leader that I do not follow."""
+    """Leave for good and count as dead; `sender` is set if the receiver does not know the link's peer."""
 
     reason: str
     quorum_state: QuorumState
@@ -237,27 +228,27 @@ class LeaveNotice:
 
 @dataclass(frozen=True, slots=True)
 class LeaderAnnouncement:
-    """I lead. Of two that do, the one with the lesser claim steps down.
+    """Announce a leader. Of two leaders, the one with the lower `priority` steps down.
 
-    `active` is the generation of its running world (0: none), `known` the newest world or proposal it knows.
+    `active_generation` is that of its running view (0: none), `known_generation` the newest view or proposal
+    that it knows.
     """
 
     leader: Incarnation
     active_generation: int
     known_generation: int
     rank: int
-    """Rank in the newest begun world; one past the end for others."""
+    """Rank in the newest installed view; for other nodes, the number of its members."""
 
     @property
     def priority(self) -> tuple[int, int, int, int, str, str]:
-        """What "greater claim" means; total over all agents."""
-        place = self.leader.candidate_index
-        seat = -place if place is not None else -(1 << 30)
+        """Return a key that orders all leaders; the greatest leads."""
+        index = self.leader.candidate_index
         return (
             self.active_generation,
             self.known_generation,
             -self.rank,
-            seat,
+            -index if index is not None else -(1 << 30),
             self.leader.node,
             self.leader.incarnation_id,
         )

@@ -1,36 +1,8 @@
-"""One agent's part in the rendezvous, as a pure state machine: events and the time in, effects out.
+"""One node's part in the rendezvous: a pure state machine that turns events into effects.
 
-Theory. Worlds follow one another by dynamic voting (Yeger Lotem, Keidar, Dolev: "Dynamic voting for
-consistent primary components", PODC 1997), extended by knowledge of the gone (`quorum`). Two quorums of what
-anybody present knows share a live member, so of two sides of a partition one at most forms a world. That a
-cut-off side has *stopped* before the other starts is the business of leases (`link`, `following`, `forming`).
-
-An agent plays one role at a time; each role is a module::
-
-                         everybody before us fails to answer
-              ┌────────────────────────────────────────────────────┐
-              │                                                    ▼
-    start ─▶ SEEKING ── Welcome ──▶ FOLLOWING                   LEADING ── JobEnd told ──▶ over
-              ▲  ▲                    │  │                         │
-              │  └ leader lost, left, ┘  └── JobEnd ──▶ over       │
-              │    or stepped down                                 │
-              └──────────── a greater claim (`calling`) ───────────┘
-
-and its node's workers are in one state::
-
-    stopped ── JoinRequested ──▶ joined ── proposed, durable, acknowledged, begun ──▶ running
-       ▲                                                                                │
-       └── Restart, or the leader lost (RestartWorkers), or the lease out (StopWorkers) ┘
-
-A broken link proves nothing: both sides call the other's address again. The peer is dead if its host refuses
-the call, and gone if that happens while the peer could have done nothing that we do not know of
-(`Body.proves_end`): every follower acknowledges a proposal before it begins, spares too, and one that we sent
-away must first have let go (`Body.part`). A peer that does not answer is unreachable, and is lost after the
-node timeout. A dead leader's other followers may run until their leases end: `Body.grace` has the next world
-wait for those it can neither see nor count gone.
-
-After a crash an agent is a new incarnation that recalls `Memory`, and all it acknowledged is in there. This
-module knows no clock, socket, disk, random number or torch; `simulate` plays it through faults.
+`RendezvousNode` dispatches events to the node's current role and changes the role; the package's docstring
+describes the protocol. The state that outlives a role is `state.NodeState`. After a crash the node is a new
+incarnation that starts from its `PersistentState`, which holds all that it ever acknowledged.
 """
 
 from __future__ import annotations
@@ -56,18 +28,18 @@ from elastic_resume.rendezvous.core.events import (
     WorkerFailed,
     WorkersFinished,
 )
-from elastic_resume.rendezvous.core.failure_log import bound_failures
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import FailureReport, Header, Hello, JobEnd
+from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.quorum import Incarnation, View
-from elastic_resume.rendezvous.core.state import Link, NodeState
+from elastic_resume.rendezvous.core.state import NodeState, bound_failures
 
 EMPTY_HEADER = Header(0, 0)
 
 
 class RendezvousNode:
-    """The state machine. `handle` takes one event; call it with a `Tick` no later than `next_deadline`."""
+    """The state machine of one node. Call `handle` with a `Tick` no later than `next_deadline`."""
 
     def __init__(
         self,
@@ -77,62 +49,65 @@ class RendezvousNode:
         now: float,
         max_generation: int = 0,
     ) -> None:
-        """``memory``: what a former life left. ``seen``: a generation that this node knows from elsewhere."""
+        """Start as a candidate.
+
+        `persistent_state` is that of the former process, `max_generation` a generation known from elsewhere.
+        """
         self.state = NodeState(settings, incarnation, persistent_state, now, max_generation)
         self.role: Candidate | Follower | Leader | None = Candidate(self.state)
         self.next_deadline = now
-        """When to call `handle` with a `Tick` at the latest."""
+        """When to call `handle` next, at the latest."""
         self.end_reason = ""
-        """Why this agent takes no part any more; empty while it does."""
+        """Why this node has left the rendezvous; empty before."""
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take in one event at the time `now`, in seconds since boot; return what is to be done, in order."""
-        body = self.state
+        """Handle one event at the time `now`, in seconds since boot; return effects to carry out in order."""
+        state = self.state
         self._advance_clock(now)
-        body.effects = []
+        state.effects = []
         if self.end_reason:
             self._handle_after_end(event)
             self.next_deadline = float("inf")
-            return body.effects
+            return state.effects
         self._dispatch(event)
         if not self.end_reason:
             self._advance_role()
-        body.request_persist()
+        state.request_persist()
         self.next_deadline = self._compute_deadline()
-        return body.effects
+        return state.effects
 
     def _advance_clock(self, now: float) -> None:
-        """Take the time. After a pause of this process, what others sent meanwhile still waits to be read.
+        """Set the time; after a pause of this process, extend the timeouts of its links by the pause.
 
-        To wait longer before we count somebody silent is always safe.
+        Messages that arrived meanwhile still have to be read, and waiting longer is always safe.
         """
-        body = self.state
-        late = now - max(body.now, self.next_deadline)
-        body.now = max(now, body.now)
-        if late > body.settings.heartbeat_interval_s:
-            for link in body.links.values():
-                link.last_received_at += late
+        state = self.state
+        late_s = now - max(state.now, self.next_deadline)
+        state.now = max(now, state.now)
+        if late_s > state.settings.heartbeat_interval_s:
+            for link in state.links.values():
+                link.last_received_at += late_s
 
     def _dispatch(self, event: Event) -> None:
-        body, role = self.state, self.role
+        state, role = self.state, self.role
         if isinstance(event, MessageReceived):
             self._handle_message(event)
         elif isinstance(event, PeerConnected):
             self._handle_connected(event)
         elif isinstance(event, PeerDisconnected):
-            link = body.links.pop(event.conn_id, None)
-            body.pending_closes.pop(event.conn_id, None)
-            if link and link.address in body.settings.candidates:
-                body.unreachable_reasons[link.address] = event.reason[:120]
+            link = state.links.pop(event.conn_id, None)
+            state.pending_closes.pop(event.conn_id, None)
+            if link and link.address in state.settings.candidates:
+                state.unreachable_reasons[link.address] = event.reason[:120]
             if event.refused and link and link.state_at_dial:
-                body.mark_dead_at(link.address, link.state_at_dial)
+                state.mark_dead_at(link.address, link.state_at_dial)
             if link and role:
                 role.handle_disconnected(link, refused=event.refused)
         elif isinstance(event, Persisted):
-            body.durable_version = max(body.durable_version, event.version)
+            state.durable_version = max(state.durable_version, event.version)
         elif isinstance(event, JoinRequested):
-            body.stop_workers("torchelastic stopped its workers")
-            body.join, body.join_since = event.join, body.now
+            state.stop_workers("torchelastic stopped its workers")
+            state.join, state.join_since = event.join, state.now
             if isinstance(role, (Follower, Leader)):
                 role.handle_join_requested()
         elif isinstance(event, WorkersFinished):
@@ -140,13 +115,13 @@ class RendezvousNode:
         elif isinstance(event, WorkerFailed):
             self._handle_worker_failed(event)
         elif isinstance(event, JobFailed):
-            body.job_failure = event.reason
+            state.job_failure = event.reason
             if isinstance(role, Follower):
                 role.send_reports()
         elif isinstance(event, StateDigested):
-            body.queue_digest(event.state_digest)
+            state.queue_digest(event.state_digest)
         elif isinstance(event, StatusPublished):
-            body.status_outbox.add(event.status, event.event_lines)
+            state.status_outbox.add(event.status, event.event_lines)
         elif isinstance(event, ForceQuorum):
             self._force_quorum(event.generation)
         elif isinstance(event, Leave):
@@ -159,28 +134,29 @@ class RendezvousNode:
             self.role.handle_message(link, event.header, event.message)
 
     def _handle_connected(self, event: PeerConnected) -> None:
-        body = self.state
-        link = body.links.get(event.conn_id)
+        state = self.state
+        link = state.links.get(event.conn_id)
         if link is None and event.conn_id < 0:
-            body.links[event.conn_id] = Link(event.conn_id)
+            state.links[event.conn_id] = Link(event.conn_id)
         elif link and self.role:
             link.ip_address = event.ip_address
             self.role.handle_connected(link)
 
     def _handle_workers_finished(self) -> None:
-        body = self.state
-        # They may have ended just before a restart of their world was heard of.
-        world = body.running_view or body.last_view
-        if world is None or body.join is not None:
+        state = self.state
+        # They may have finished just before EndView arrived.
+        view = state.running_view or state.last_view
+        if view is None or state.join is not None:
             return
-        body.finished_generation, body.running_view = world.generation, None
+        state.finished_generation, state.running_view = view.generation, None
         if isinstance(self.role, (Follower, Leader)):
             self.role.handle_workers_finished()
 
     def _handle_worker_failed(self, event: WorkerFailed) -> None:
-        body = self.state
-        body.failure_report = FailureReport(event.generation, event.failure)
-        body.record_failure_report(body.incarnation, body.failure_report)  # should we lead, now or next
+        state = self.state
+        state.failure_report = FailureReport(event.generation, event.failure)
+        # This node may be the leader, now or later.
+        state.record_failure_report(state.incarnation, state.failure_report)
         if isinstance(self.role, Follower):
             self.role.send_reports()
 
@@ -197,34 +173,34 @@ class RendezvousNode:
         self._close(f"left: {event.reason}")
 
     def _advance_role(self) -> None:
-        """Let the role act; change roles until one stays."""
-        body = self.state
-        body.expire_pending_closes()
+        """Advance the role, and each new role after it."""
+        state = self.state
+        state.expire_pending_closes()
         before = None
         while self.role is not before and not self.end_reason:
             before = self.role
             if self.role:
                 self.role.advance()
             self._change_role()
-        waited = body.now - body.join_since
-        if body.join and not self.end_reason and waited >= body.settings.join_timeout_s and self.role:
-            reason = f"no world within {body.settings.join_timeout_s:g} s: {self.role.explain_wait()}"
+        waited_s = state.now - state.join_since
+        if state.join and waited_s >= state.settings.join_timeout_s and self.role:
+            reason = f"no rendezvous within {state.settings.join_timeout_s:g} s: {self.role.explain_wait()}"
             if isinstance(self.role, (Follower, Leader)):
                 self.role.leave(reason)
-            body.effects.append(GiveUp(reason))
+            state.effects.append(GiveUp(reason))
             self._close(reason)
 
     def _change_role(self) -> None:
-        body, role = self.state, self.role
-        if body.job_end:
-            self._end_job(body.job_end)
+        state, role = self.state, self.role
+        if state.job_end:
+            self._end_job(state.job_end)
         elif isinstance(role, Candidate):
             self._finish_search(role)
         elif isinstance(role, Follower) and role.has_ended:
-            self.role = Candidate(body, role.next_leader_address)
+            self.role = Candidate(state, role.next_leader_address)
         elif isinstance(role, Leader) and role.has_stepped_down:
             role.close()
-            self.role = Candidate(body, role.new_leader_address)
+            self.role = Candidate(state, role.new_leader_address)
 
     def _end_job(self, end: JobEnd) -> None:
         self.state.job_end = end
@@ -232,91 +208,86 @@ class RendezvousNode:
             self.state.drop_all_views()
         done = "every node has finished"
         if end.unfinished_nodes:
-            done = f"all that are left have finished; not there at the end: {', '.join(end.unfinished_nodes)}"
+            done = f"all remaining nodes have finished; absent at the end: {', '.join(end.unfinished_nodes)}"
         self.state.effects.append(
             EndJob(end.failure_reason or done, bool(end.failure_reason), bound_failures(end.failures))
         )
         self._close("ended")
 
     def _finish_search(self, role: Candidate) -> None:
-        body = self.state
-        alone = body.finished_generation and body.now >= role.started_at + body.settings.node_timeout_s
+        state = self.state
+        is_alone = state.finished_generation and state.now >= role.started_at + state.settings.node_timeout_s
         if role.result is SearchResult.FOLLOW and role.link and role.welcome:
             role.close()
-            body.merge_quorum_state(role.welcome.quorum_state)
+            state.merge_quorum_state(role.welcome.quorum_state)
             role.link.peer = role.welcome.leader
-            if body.quorum_state != role.welcome.quorum_state:
-                # A call was refused after we had said hello: the leader may wait for somebody who is dead.
-                body.send(role.link, body.make_hello())
-            self.role = Follower(body, role.link, role.welcome.leader)
+            if state.quorum_state != role.welcome.quorum_state:
+                # A refused call proved a death after our hello: the leader may wait for the dead node.
+                state.send(role.link, state.make_hello())
+            self.role = Follower(state, role.link, role.welcome.leader)
             self.role.send_reports()
-            for conn, hello in role.waiting_peers.items():
-                self._forward_hello(conn, hello)
+            for conn_id, hello in role.waiting_peers.items():
+                if conn_id in state.links:
+                    self.role.handle_message(state.links[conn_id], EMPTY_HEADER, hello)
         elif role.result is SearchResult.LEAD:
             role.close()
-            self.role = Leader(body, role.waiting_peers)
+            self.role = Leader(state, role.waiting_peers)
         elif role.result is SearchResult.REFUSED:
-            body.effects.append(GiveUp(role.refusal_reason, is_permanent=True))
+            state.effects.append(GiveUp(role.refusal_reason, is_permanent=True))
             self._close(role.refusal_reason)
-        elif alone:
-            self._end_job(JobEnd(body.finished_generation))
-
-    def _forward_hello(self, conn_id: int, hello: Hello) -> None:
-        """Tell one that waited for us who leads."""
-        link = self.state.links.get(conn_id)
-        if link and self.role:
-            self.role.handle_message(link, EMPTY_HEADER, hello)
+        elif is_alone:
+            self._end_job(JobEnd(state.finished_generation))
 
     def _close(self, reason: str) -> None:
-        """Take no part any more."""
+        """Leave the rendezvous."""
         self.state.stop_workers(reason)
         self.end_reason = reason
-        if self.role:
+        if isinstance(self.role, (Candidate, Leader)):
             self.role.close()
         self.role = None
 
     def _handle_after_end(self, event: Event) -> None:
-        """Tell those who still ask that the job has ended; close what else comes."""
-        body = self.state
+        """Answer each hello with the end of the job, and close all connections."""
+        state = self.state
         if isinstance(event, Persisted):
-            body.durable_version = max(body.durable_version, event.version)
-            body.request_persist()
+            state.durable_version = max(state.durable_version, event.version)
+            state.request_persist()
         elif isinstance(event, PeerConnected):
-            body.links[event.conn_id] = Link(event.conn_id)
+            state.links[event.conn_id] = Link(event.conn_id)
         elif isinstance(event, PeerDisconnected):
-            body.links.pop(event.conn_id, None)
-        elif isinstance(event, MessageReceived) and event.conn_id in body.links:
-            link = body.links[event.conn_id]
-            if isinstance(event.message, Hello) and body.job_end:
-                body.send(link, body.job_end)
-            body.disconnect(link)
+            state.links.pop(event.conn_id, None)
+        elif isinstance(event, MessageReceived) and event.conn_id in state.links:
+            link = state.links[event.conn_id]
+            if isinstance(event.message, Hello) and state.job_end:
+                state.send(link, state.job_end)
+            state.disconnect(link)
 
     def _compute_deadline(self) -> float:
-        body = self.state
+        state = self.state
         if self.role is None:
             return float("inf")
-        waits = [self.role.next_deadline(), *body.pending_closes.values()]
-        if body.join:
-            waits.append(body.join_since + body.settings.join_timeout_s)
-        if isinstance(self.role, Candidate) and body.finished_generation:
-            waits.append(self.role.started_at + body.settings.node_timeout_s)
-        return min(waits)
+        deadlines = [self.role.next_deadline(), *state.pending_closes.values()]
+        if state.join:
+            deadlines.append(state.join_since + state.settings.join_timeout_s)
+        if isinstance(self.role, Candidate) and state.finished_generation:
+            deadlines.append(self.role.started_at + state.settings.node_timeout_s)
+        return min(deadlines)
 
-    # What the shell reads after every event.
+    # Read by the shell after every event.
 
     @property
     def lease_until(self) -> float:
-        """Until when workers may run without another word from here; for their own watch as well."""
+        """Until when workers may run unless the lease is renewed; their supervisors watch it too."""
         return self.state.lease_until
 
     @property
     def running_view(self) -> View | None:
-        """The world whose workers run on this node."""
+        """The view whose workers run on this node."""
         return self.state.running_view
 
     @property
     def can_announce_leave(self) -> bool:
-        """Whether a goodbye would reach those who might wait for this agent: its leader, or its followers."""
+        """Whether a leave notice would reach every node that might wait for this one."""
         role, present = self.role, {self.state.incarnation}
         if isinstance(role, Follower):
             return not role.is_disconnected
@@ -326,10 +297,10 @@ class RendezvousNode:
 
     @property
     def can_force_quorum(self) -> bool:
-        """Whether to hand in `ForceQuorum` now: not while a search goes on that will end soon."""
+        """Whether to send `ForceQuorum` now: not during a search that will end soon."""
         return not isinstance(self.role, Candidate) or self.role.find_higher_priority() is None
 
     @property
     def is_leader(self) -> bool:
-        """Whether this agent leads."""
+        """Whether this node leads."""
         return isinstance(self.role, Leader)

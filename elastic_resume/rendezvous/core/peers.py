@@ -1,13 +1,64 @@
-"""Who follows a leader, and what each of them is doing."""
+"""Connections to other nodes, and the leader's table of its followers.
+
+A `Link` is one connection as this node sees it. It numbers messages and remembers when each was sent, because
+a lease counts from the sending of the newest message that the other side acknowledged.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from elastic_resume.rendezvous.core.messages import JoinSpec
-from elastic_resume.rendezvous.core.quorum import Incarnation, View
-from elastic_resume.rendezvous.core.state import Link
+from elastic_resume.rendezvous.core.messages import Header, JoinSpec
+from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState
+
+NEVER = float("-inf")
+MAX_UNACKED = 64
+"""Messages remembered until they are acknowledged. Forgetting one only shortens a lease."""
+
+
+@dataclass(slots=True)
+class Link:
+    """A connection, dialled (`address` set) or accepted."""
+
+    conn_id: int
+    address: str = ""
+    peer: Incarnation | None = None
+    state_at_dial: QuorumState | None = None
+    """What this node knew when it dialled. A refusal proves nothing about processes that started later."""
+    dialled_at: float = NEVER
+    ip_address: str = ""
+    """The IP address that answered, if this node dialled."""
+    last_received_at: float = NEVER
+    acked_sent_at: float = NEVER
+    """When this node sent the newest message that the other side has acknowledged."""
+    leader_lease_until: float = NEVER
+    """Until when the other side, if it leads, was sure of a quorum."""
+    last_sent_seq: int = 0
+    last_received_seq: int = 0
+    unacked: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_UNACKED))
+
+    def next_header(self, now: float, generation: int, lease_s: float) -> Header:
+        """Number the next message to be sent."""
+        self.last_sent_seq += 1
+        self.unacked.append((self.last_sent_seq, now))
+        return Header(self.last_sent_seq, self.last_received_seq, generation, lease_s)
+
+    def record_header(self, header: Header, now: float) -> None:
+        """Note the acknowledgement and the lease in a received header."""
+        self.last_received_seq = header.seq
+        self.last_received_at = now
+        while self.unacked and self.unacked[0][0] <= header.ack:
+            seq, sent_at = self.unacked.popleft()
+            if seq == header.ack:
+                self.acked_sent_at = sent_at
+        if header.lease_s > 0:
+            self.leader_lease_until = max(self.leader_lease_until, self.acked_sent_at + header.lease_s)
+
+    def inherit_lease(self, broken: Link) -> None:
+        """Take over the lease times of a broken link to the same process."""
+        self.acked_sent_at, self.leader_lease_until = broken.acked_sent_at, broken.leader_lease_until
 
 
 @dataclass(slots=True)
@@ -20,16 +71,16 @@ class Peer:
     running_generation: int = 0
     finished_generation: int = 0
     disconnected_at: float | None = None
-    """When its link broke; it is called at its address until it answers, is dead, or is given up."""
+    """When its link broke. The leader dials it until it answers, is dead, or is given up."""
 
     @property
     def has_stopped_workers(self) -> bool:
-        """Its workers are stopped: it has joined, or has nothing left to do."""
+        """Whether it has joined, or its workers have finished."""
         return self.join is not None or (self.finished_generation > 0 and self.running_generation == 0)
 
 
 class PeerTable:
-    """The followers of a leader by incarnation; those whose link broke are kept until that is settled."""
+    """The followers of a leader. A follower whose link broke stays until it is back or lost."""
 
     def __init__(self) -> None:
         self.by_incarnation: dict[Incarnation, Peer] = {}
@@ -37,55 +88,38 @@ class PeerTable:
         self.by_node: dict[str, Peer] = {}
 
     def __iter__(self) -> Iterator[Peer]:
-        """All followers, the broken ones too."""
+        """Iterate over a copy of all followers, the disconnected ones included."""
         return iter(list(self.by_incarnation.values()))
 
     def find_by_link(self, link: Link) -> Peer | None:
-        """Return the follower that speaks on that link."""
-        part = self.by_incarnation.get(link.peer) if link.peer else None
-        return part if part and part.link is link else None
-
-    def find_by_node(self, node: str) -> Peer | None:
-        """Return the follower on the node of that name."""
-        return self.by_node.get(node)
+        """Return the follower that uses this link."""
+        peer = self.by_incarnation.get(link.peer) if link.peer else None
+        return peer if peer and peer.link is link else None
 
     def add(self, peer: Peer) -> None:
-        """Take one in."""
+        """Add a follower."""
         self.by_incarnation[peer.incarnation] = peer
         self.by_node[peer.incarnation.node] = peer
 
     def remove(self, incarnation: Incarnation) -> Peer | None:
-        """Let one go."""
+        """Remove a follower."""
         self.disconnected.pop(incarnation, None)
-        part = self.by_incarnation.pop(incarnation, None)
-        if part and self.by_node.get(incarnation.node) is part:
+        peer = self.by_incarnation.pop(incarnation, None)
+        if peer and self.by_node.get(incarnation.node) is peer:
             del self.by_node[incarnation.node]
-        return part
+        return peer
 
     def mark_disconnected(self, peer: Peer, now: float) -> None:
-        """Remember that its link broke."""
+        """Note that a follower's link broke."""
         peer.disconnected_at = now
         self.disconnected[peer.incarnation] = peer
 
     def mark_reconnected(self, peer: Peer, link: Link) -> None:
-        """Its link was made again."""
+        """Give a follower its new link."""
         link.inherit_lease(peer.link)
         peer.link, peer.disconnected_at = link, None
         self.disconnected.pop(peer.incarnation, None)
 
     def addresses(self) -> set[str]:
-        """Where the followers listen."""
-        return {part.incarnation.address for part in self.by_incarnation.values()}
-
-
-def rank_members(
-    views: tuple[View, ...], joins: dict[Incarnation, JoinSpec], max_members: int
-) -> tuple[Incarnation, ...]:
-    """Put those who joined in rank order: survivors as they were, then newcomers by the scheduler's order.
-
-    `worlds` are the newest begun and later proposals, of which one may have begun. Beyond `limit` are spares.
-    """
-    survivors = dict.fromkeys(one for world in views for one in world.members if one in joins)
-    newcomers = [one for one in joins if one not in survivors]
-    newcomers.sort(key=lambda one: (joins[one].scheduler_order, one.node, one.incarnation_id))
-    return tuple([*survivors, *newcomers][:max_members])
+        """Return the addresses at which followers listen."""
+        return {peer.incarnation.address for peer in self.by_incarnation.values()}

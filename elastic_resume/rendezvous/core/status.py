@@ -1,11 +1,12 @@
-"""What a node tells for people to see: how it does, and lines of its event log. Nothing is decided by it.
+"""What nodes report for people: a status and lines of the event log. No decision depends on them.
 
-It rides on heartbeats, to the leader; and from the leader to one other member, its *deputy*, so that what a
-leader saw is not lost with it. A `Pulse` replaces the one before. Lines are numbered through an agent's life:
-a receiver knows what it has already and what it missed. A new receiver is told again what is still kept.
+Followers send status updates to the leader with heartbeats. The leader sends its own to one member, the
+*deputy*, so that they survive the leader. A new status replaces the last. Event lines are numbered for the
+life of an agent, so a receiver notices repeated and missing lines. A new receiver gets the lines that are
+still kept.
 
-It promises that a heartbeat carries at most `MAX_NEWS_BYTES` of them, and that no more than `MAX_KEPT_BYTES`
-are kept, told or not; of what has to go unsaid the oldest goes first. Does not know what a line says.
+A heartbeat carries at most `MAX_UPDATE_BYTES` of lines, and at most `MAX_QUEUED_BYTES` are kept; beyond that
+the oldest lines are dropped.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ MAX_UPDATE_LINES = 1024
 MAX_QUEUED_BYTES = 1 << 20
 
 EventLines = NewType("EventLines", tuple[str, ...])
-"""Whole lines without their ends, `is_news`."""
+"""Lines without line ends, as `are_event_lines` accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """How one node does. Ages count from when it was taken; counts and sums from its agent's start."""
+    """The status of one node. Ages count from its creation; counts and sums from the start of its agent."""
 
     generation: int = 0
-    """Of the workers that run; 0 where none do."""
+    """The generation whose workers run; 0 for none."""
     step: int = 0
-    """The newest that they have finished."""
+    """The newest step that they have finished."""
     steps_per_s: float = 0.0
     world_size: int = 0
     workers: int = 0
@@ -45,14 +46,14 @@ class NodeStatus:
     commit_bytes: int = 0
     commit_failures: int = 0
     incidents: int = 0
-    """Of the job, as far as this node knows; before its agent's start too."""
+    """Incidents of the whole job known to this node, from before its agent's start too."""
     problem: str = ""
-    """What is wrong with its disk or memory; empty while nothing is."""
+    """A problem of its disk or memory; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatusUpdate:
-    """One heartbeat's part: a pulse, where there is a new one, and the lines from number ``first`` on."""
+    """One heartbeat's share: the status if it is new, and event lines from `first_line_number` on."""
 
     status: NodeStatus | None = None
     first_line_number: int = 0
@@ -60,15 +61,15 @@ class StatusUpdate:
 
 
 def are_event_lines(lines: Collection[object]) -> bool:
-    """Whether these are few enough, and texts without line ends."""
+    """Return whether these are texts without line ends and within the limits."""
     if len(lines) > MAX_UPDATE_LINES:
         return False
-    texts = [one for one in lines if isinstance(one, str) and "\n" not in one]
+    texts = [line for line in lines if isinstance(line, str) and "\n" not in line]
     return len(texts) == len(lines) and sum(map(len, texts)) <= MAX_UPDATE_BYTES
 
 
 class StatusOutbox:
-    """What one node has to tell."""
+    """The status and event lines to be delivered, and recent lines for a new receiver."""
 
     def __init__(self) -> None:
         self._status: NodeStatus | None = None
@@ -76,11 +77,11 @@ class StatusOutbox:
         self._queued: deque[str] = deque()
         self._queued_bytes = 0
         self._next_line_number = 0
-        """Number of the first line that waits."""
+        """Number of the first queued line."""
         self._receiver: Incarnation | None = None
 
     def add(self, status: NodeStatus | None, event_lines: Iterable[str]) -> None:
-        """Take in what there is to tell; a line that no heartbeat can carry counts as one that was missed."""
+        """Add a status and lines; a line too long for a heartbeat becomes an empty line."""
         self._status = status or self._status
         for line in event_lines:
             fits = line if are_event_lines([line]) and _max_encoded_bytes(line) <= MAX_UPDATE_BYTES else ""
@@ -95,7 +96,7 @@ class StatusOutbox:
                 self._next_line_number += 1
 
     def take(self, receiver: Incarnation) -> StatusUpdate | None:
-        """Give what goes with this heartbeat to ``reader``; None where there is nothing to tell."""
+        """Return the update for the next heartbeat to `receiver`; None if there is nothing new."""
         if receiver != self._receiver:
             self._receiver = receiver
             self._next_line_number -= len(self._sent)
@@ -111,18 +112,18 @@ class StatusOutbox:
             lines.append(line)
         self._sent.extend(lines)
         self._next_line_number += len(lines)
-        pulse, self._status = self._status, None
-        return StatusUpdate(pulse, first, EventLines(tuple(lines)))
+        status, self._status = self._status, None
+        return StatusUpdate(status, first, EventLines(tuple(lines)))
 
 
 def find_deputy(
     view: View | None, leader: Incarnation, present: Collection[Incarnation]
 ) -> Incarnation | None:
-    """Who is told what this leader saw: the lowest rank besides it, who leads next if it dies."""
+    """Return the present member of lowest rank besides the leader; it leads next if the leader dies."""
     members = view.members if view else ()
-    return next((one for one in members if one != leader and one in present), None)
+    return next((member for member in members if member != leader and member in present), None)
 
 
 def _max_encoded_bytes(line: str) -> int:
-    """A bound of what a line takes on the wire and in memory, JSON's escapes of quotes included."""
+    """Return an upper bound of a line's size on the wire, JSON's escapes of quotes included."""
     return len(line.encode("utf-8", "surrogatepass")) + line.count('"') + line.count("\\") + 4

@@ -1,16 +1,24 @@
-"""How a leader makes a world: who is waited for, the proposal, its acknowledgements, the beginning.
+"""The leader's view change: decide when to propose a view, collect acknowledgements, and install it.
 
-A world forms when every live follower has joined, they are enough and have a quorum, and nobody is worth
-waiting for: newcomers at a first start for the settle time, survivors at a restart until they are back or
-silent, and worlds elsewhere until their last lease has surely ended.
+::
+
+    waiting ── joined, quorum, no lease elsewhere ──▶ proposed ── all acknowledged, durable ──▶ running
+      ▲  ▲                                               │                                        │
+      │  └── abort: a follower is lost or does not ack ──┘                                        │
+      └── end_view: a member is lost, its workers failed, or newcomers are here ──────────────────┘
+
+A view change waits for followers of the last view until they have stopped their workers, and for absent
+members until their leases have expired. At the first start it waits until no newcomer has joined for the
+last-call timeout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elastic_resume.rendezvous.core.messages import InstallView, JoinSpec, ProposeView
-from elastic_resume.rendezvous.core.peers import PeerTable, rank_members
+from elastic_resume.rendezvous.core.messages import Hello, InstallView, JoinSpec, ProposeView
+from elastic_resume.rendezvous.core.peers import NEVER, PeerTable
 from elastic_resume.rendezvous.core.quorum import (
     Incarnation,
     View,
@@ -18,20 +26,31 @@ from elastic_resume.rendezvous.core.quorum import (
     format_node_names,
     has_quorum,
 )
-from elastic_resume.rendezvous.core.state import NEVER, NodeState
+from elastic_resume.rendezvous.core.state import NodeState
 
 REPORT_WAIT_AFTER_S = 1.0
-"""A wait is worth telling when it lasts so long; most last for milliseconds."""
+"""A wait is reported when it lasts so long; most waits last milliseconds."""
 MANY_FOLLOWERS = 64
 EVALUATION_S_PER_FOLLOWER = 2e-5
-"""With a thousand followers, look every 20 ms at most: each look takes a millisecond."""
+"""With 1,000 followers, evaluate every 20 ms at most, because each evaluation takes a millisecond."""
 MAX_ACK_NODE_TIMEOUTS = 2
-"""A live follower that has not acknowledged for so many node timeouts (a stuck disk) is sent away."""
+"""A follower that has not acknowledged for so many node timeouts (a stuck disk) is detached."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingWelcome:
+    """A node that was welcomed and has not replied yet."""
+
+    hello: Hello
+    resumed: bool
+    """The welcome told it to keep its workers running."""
+    reply_until: float
+    """Until when a view change waits for the reply."""
 
 
 @dataclass(slots=True)
 class PendingProposal:
-    """A proposal under way."""
+    """A proposal that is not installed yet."""
 
     view: View
     joins: dict[Incarnation, JoinSpec]
@@ -42,33 +61,37 @@ class PendingProposal:
 
 
 class ViewChange:
-    """Forms one world after another for a leader."""
+    """Forms one view after another for a leader."""
 
-    def __init__(self, state: NodeState, peers: PeerTable) -> None:
+    def __init__(
+        self, state: NodeState, peers: PeerTable, pending_welcomes: Mapping[int, PendingWelcome]
+    ) -> None:
         self.state = state
         self.peers = peers
+        self.pending_welcomes = pending_welcomes
         self.pending: PendingProposal | None = None
         self.started_at = state.now
         self.last_arrival_at = state.now
         self.evaluate_at = state.now
         self._evaluated_state = state.quorum_state
-        self.wait_reason = "nobody has joined yet"
+        self.wait_reason = "no node has joined yet"
         self.scale_up_at = float("inf")
-        """When newcomers to the running world are due to be taken in."""
-        self.reply_deadlines: dict[int, float] = {}
-        """Until when to wait for the first reply of a node that was welcomed on a connection."""
+        """When to end the running view to admit newcomers."""
         self.waiting_since = state.now
         self.reported_reason = ""
-        """What all followers were told that we wait for."""
+        """The wait reason that all followers have received."""
 
     def reevaluate(self) -> None:
-        """Something changed: look again. A look at many takes long, so at first more of them may come."""
-        members = len(self.peers.by_incarnation)
-        pause_s = members * EVALUATION_S_PER_FOLLOWER if members >= MANY_FOLLOWERS else 0.0
-        self.evaluate_at = min(self.evaluate_at, self.state.now + pause_s) if pause_s else self.state.now
+        """Schedule an evaluation; with many followers wait a moment for further changes."""
+        followers = len(self.peers.by_incarnation)
+        if followers >= MANY_FOLLOWERS:
+            delay_s = followers * EVALUATION_S_PER_FOLLOWER
+            self.evaluate_at = min(self.evaluate_at, self.state.now + delay_s)
+        else:
+            self.evaluate_at = self.state.now
 
     def handle_join(self, incarnation: Incarnation, running_view: View | None) -> None:
-        """Somebody joined; another newcomer may follow."""
+        """Note that a node has joined; another newcomer may follow it."""
         last = self.state.quorum_state.installed
         if last is None or last.rank(incarnation) is None:
             self.last_arrival_at = self.state.now
@@ -81,33 +104,31 @@ class ViewChange:
         self.reevaluate()
 
     def handle_disconnected(self, incarnation: Incarnation) -> None:
-        """A link broke: what was proposed to its peer will not be acknowledged by all."""
+        """Abort the proposal that a disconnected follower can no longer acknowledge."""
         if self.pending and incarnation in self.pending.present:
             self.abort(f"{incarnation} was lost before it acknowledged")
         self.reevaluate()
 
     def handle_ack(self, incarnation: Incarnation, generation: int) -> None:
-        """The proposal is durable there."""
+        """Note that a follower has stored the proposal."""
         if self.pending and self.pending.view.generation == generation:
             self.pending.awaiting_ack.discard(incarnation)
 
     def abort(self, reason: str) -> None:
-        """Drop the proposal: it can never begin now, and whoever hears that need not ask its members."""
+        """Abort the proposal. It can never be installed, so its members' votes are no longer needed."""
         if self.pending is None:
             return
-        body, world = self.state, self.pending.view
-        body.emit_event(
-            "proposal-aborted", f"generation {world.generation} was proposed and dropped: {reason}"
+        state, view = self.state, self.pending.view
+        state.emit_event(
+            "proposal-aborted", f"the proposal of generation {view.generation} is aborted: {reason}"
         )
         self.pending = None
-        body.set_quorum_state(body.quorum_state.with_aborted(world))
+        state.set_quorum_state(state.quorum_state.with_aborted(view))
         self.reevaluate()
 
     def advance(self) -> tuple[View, InstallView] | None:
-        """Propose a world when it is time; return one that begins now."""
-        if (
-            self.state.quorum_state is not self._evaluated_state
-        ):  # whoever learnt it: a refused call proves a death, say
+        """Propose a view when it is time; return a view to be installed now."""
+        if self.state.quorum_state is not self._evaluated_state:  # a refused connection may prove a death
             self._evaluated_state = self.state.quorum_state
             self.reevaluate()
         if self.pending is None and self.state.now >= self.evaluate_at:
@@ -117,15 +138,17 @@ class ViewChange:
                 self._propose(joins)
         return self._install() if self.pending else None
 
+    # Waiting.
+
     def _set_wait_reason(self, reason: str, until: float = float("inf")) -> dict[Incarnation, JoinSpec]:
-        """Say whom or what we wait for; so far nobody forms a world."""
+        """Note why no view can be proposed; return no joins."""
         self.evaluate_at = until
         if reason != self.wait_reason:
             self.wait_reason, self.waiting_since = reason, self.state.now
         return {}
 
     def take_wait_reason(self) -> str:
-        """Return what we wait for if that lasts and has not been told."""
+        """Return a wait reason that lasts and was not reported yet; else an empty text."""
         if self.pending or self.reported_reason == self.wait_reason or self.state.now < self._report_due_at():
             return ""
         self.reported_reason = self.wait_reason
@@ -135,168 +158,191 @@ class ViewChange:
         return self.waiting_since + REPORT_WAIT_AFTER_S
 
     def _collect_joins(self) -> dict[Incarnation, JoinSpec]:
-        """Return those who want to be in the next world; nobody when it cannot form yet."""
-        body, settings = self.state, self.state.settings
-        if body.join is None and not body.finished_generation:
+        """Return the nodes that want to be in the next view; none if it cannot be proposed yet."""
+        state, settings = self.state, self.state.settings
+        if state.join is None and not state.finished_generation:
             return self._set_wait_reason("this node's workers have not stopped")
         if self.peers.disconnected:
-            return self._set_wait_reason("a link has just broken")
-        answer_by = max(self.reply_deadlines.values(), default=NEVER)
-        if body.now < answer_by:
-            return self._set_wait_reason("waiting for the first reply of a node that was welcomed", answer_by)
-        for part in self.peers.by_incarnation.values():
-            if not part.has_stopped_workers:
-                return self._set_wait_reason(f"the workers of {part.incarnation} have not stopped")
-        joins = {part.incarnation: part.join for part in self.peers.by_incarnation.values() if part.join}
-        if body.join:
-            joins[body.incarnation] = body.join
-        through = len(self.peers.by_incarnation) + 1 - len(joins)
-        if not joins or (len(joins) < settings.min_nodes and not through):
+            return self._set_wait_reason("a connection has just broken")
+        reply_until = max((welcome.reply_until for welcome in self.pending_welcomes.values()), default=NEVER)
+        if state.now < reply_until:
+            return self._set_wait_reason("a welcomed node has not replied yet", reply_until)
+        for peer in self.peers.by_incarnation.values():
+            if not peer.has_stopped_workers:
+                return self._set_wait_reason(f"the workers of {peer.incarnation} have not stopped")
+        joins = {peer.incarnation: peer.join for peer in self.peers.by_incarnation.values() if peer.join}
+        if state.join:
+            joins[state.incarnation] = state.join
+        present = {state.incarnation, *self.peers.by_incarnation}
+        has_finished_nodes = len(present) > len(joins)
+        if not joins or (len(joins) < settings.min_nodes and not has_finished_nodes):
             return self._set_wait_reason(f"{len(joins)} of at least {settings.min_nodes} nodes have joined")
-        present = {body.incarnation, *self.peers.by_incarnation}
-        lack = find_missing_quorum(present, body.quorum_state, settings.rules)
-        if lack:
-            absent = "" if lack.generation else f"; not here: {body.format_absent_candidates(present)}"
-            return self._set_wait_reason(f"{lack}{absent}")
+        missing = find_missing_quorum(present, state.quorum_state, settings.rules)
+        if missing:
+            absent = "" if missing.generation else f"; not here: {state.format_absent_candidates(present)}"
+            return self._set_wait_reason(f"{missing}{absent}")
         until = self._compute_wait_deadline(present, full=len(joins) >= settings.max_nodes)
-        if body.now < until:
+        if state.now < until:
             return self._set_wait_reason(self._describe_wait(joins, present), until)
         return joins
 
     def _describe_wait(self, joins: dict[Incarnation, JoinSpec], present: set[Incarnation]) -> str:
-        rivals = self.state.find_absent_members(present)
-        if rivals:
-            return f"{format_node_names(rivals)} may be running yet: waiting until their leases have surely ended"
+        absent = self.state.find_absent_members(present)
+        if absent:
+            return (
+                f"{format_node_names(absent)} may still run workers: waiting until their leases have expired"
+            )
         settings = self.state.settings
         return (
-            f"{len(joins)} of at most {settings.max_nodes} nodes have joined: waiting until nobody new has "
-            f"come for {settings.last_call_s:g} s"
+            f"{len(joins)} of at most {settings.max_nodes} nodes have joined: waiting until no new node has "
+            f"joined for {settings.last_call_s:g} s"
         )
 
     def _compute_wait_deadline(self, present: set[Incarnation], *, full: bool) -> float:
-        """Return until when somebody may come, or run workers, whom we do not see."""
-        body, settings, last = self.state, self.state.settings, self.state.quorum_state.installed
+        """Return until when absent nodes may come or may run workers."""
+        state, settings, last = self.state, self.state.settings, self.state.quorum_state.installed
         until = NEVER
-        rivals = body.find_absent_members(present)
-        if rivals:
-            until = body.grace_until
-            if not rivals <= body.unreachable:
+        absent = state.find_absent_members(present)
+        if absent:
+            until = state.grace_until
+            if not absent <= state.unreachable:
                 until = max(until, self.started_at + settings.node_timeout_s)
-        if last is None and not body.quorum_state.proposals and settings.max_nodes > 1:
-            # Where disks were lost a world may run of which nobody here knows. Its leader calls soon.
+        if last is None and not state.quorum_state.proposals and settings.max_nodes > 1:
+            # If disks were lost, a view may run that no present node knows. Its leader calls soon.
             until = max(until, self.started_at + 2 * settings.announce_interval_s)
-        survivors = last is not None and any(one in present for one in body.quorum_state.live_members(last))
-        if not survivors and not full:
+        has_survivors = last is not None and any(
+            member in present for member in state.quorum_state.live_members(last)
+        )
+        if not has_survivors and not full:
             until = max(until, self.last_arrival_at + settings.last_call_s)
         return until
 
+    # Proposing and installing.
+
     def _propose(self, joins: dict[Incarnation, JoinSpec]) -> None:
-        body = self.state
-        generation = 1 + max(body.max_generation, body.quorum_state.newest_generation)
-        members = rank_members(body.quorum_state.voting_views, joins, body.settings.max_nodes)
-        world = View(generation, members, body.incarnation)
-        before = body.quorum_state
-        body.set_quorum_state(before.with_proposal(world))
-        others = {part.incarnation for part in self.peers.by_incarnation.values()}
+        state = self.state
+        generation = 1 + max(state.max_generation, state.quorum_state.newest_generation)
+        members = rank_members(state.quorum_state.voting_views, joins, state.settings.max_nodes)
+        view = View(generation, members, state.incarnation)
+        before = state.quorum_state
+        state.set_quorum_state(before.with_proposal(view))
+        followers = set(self.peers.by_incarnation)
         self.pending = PendingProposal(
-            world,
-            joins,
-            body.now,
-            body.version,
-            set(others),
-            frozenset({body.incarnation, *others}),
+            view, joins, state.now, state.version, followers, frozenset({state.incarnation, *followers})
         )
-        message = ProposeView(world, before)
-        for part in self.peers.by_incarnation.values():
-            body.send(part.link, message)
+        message = ProposeView(view, before)
+        for peer in self.peers.by_incarnation.values():
+            state.send(peer.link, message)
 
     def _install(self) -> tuple[View, InstallView] | None:
-        body, forming = self.state, self.pending
-        if forming is None:
+        state, proposal = self.state, self.pending
+        if proposal is None:
             return None
         ready = (
-            not forming.awaiting_ack and body.durable_version >= forming.version and not body.pending_closes
+            not proposal.awaiting_ack
+            and state.durable_version >= proposal.version
+            and not state.pending_closes
         )
-        if not ready and body.settings.rules.two_phase:
-            self._detach_stalled_members(forming)
+        if not ready and state.settings.rules.two_phase:
+            self._detach_stalled_members(proposal)
             return None
-        if not self._still_has_quorum(forming):
-            self.abort("its members may have turned to another leader")
+        if not self._still_has_quorum(proposal):
+            self.abort("its members may follow another leader")
             return None
         self.pending = None
         self.reported_reason = self.wait_reason = ""
-        stores = tuple(forming.joins[member].num_workers for member in forming.view.members)
-        store = forming.joins[forming.view.members[0]].store_address
-        before = body.quorum_state.installed
-        return forming.view, InstallView(
-            forming.view.generation,
-            store,
-            stores,
-            max(join.newest_step for join in forming.joins.values()),
-            body.failure_log.get_failures(before.generation) if before else (),
+        before = state.quorum_state.installed
+        return proposal.view, InstallView(
+            proposal.view.generation,
+            proposal.joins[proposal.view.members[0]].store_address,
+            tuple(proposal.joins[member].num_workers for member in proposal.view.members),
+            max(join.newest_step for join in proposal.joins.values()),
+            state.failure_log.get_failures(before.generation) if before else (),
         )
 
-    def _still_has_quorum(self, pending: PendingProposal) -> bool:
-        """Whether those who acknowledged surely follow us still, and know of nothing that forbids this."""
+    def _still_has_quorum(self, proposal: PendingProposal) -> bool:
+        """Return whether followers with a recent acknowledgement have a quorum by all that is known now."""
         if not self.state.settings.rules.two_phase:
             return True
-        fresh = {self.state.incarnation} | {
-            part.incarnation
-            for part in self.peers.by_incarnation.values()
-            if part.incarnation in pending.present and self.state.has_recent_ack(part.link)
+        following = {self.state.incarnation} | {
+            peer.incarnation
+            for peer in self.peers.by_incarnation.values()
+            if peer.incarnation in proposal.present and self.state.has_recent_ack(peer.link)
         }
-        return has_quorum(fresh, self.state.quorum_state, self.state.settings.rules)
+        return has_quorum(following, self.state.quorum_state, self.state.settings.rules)
 
-    def _detach_stalled_members(self, pending: PendingProposal) -> None:
-        limit = MAX_ACK_NODE_TIMEOUTS * self.state.settings.node_timeout_s
-        if self.state.now < pending.proposed_at + limit:
+    def _detach_stalled_members(self, proposal: PendingProposal) -> None:
+        limit_s = MAX_ACK_NODE_TIMEOUTS * self.state.settings.node_timeout_s
+        if self.state.now < proposal.proposed_at + limit_s:
             return
-        self.abort(f"{len(pending.awaiting_ack)} did not acknowledge within {limit:g} s")
-        for part in self.peers:  # in its order: that of a set differs from process to process
-            if part.incarnation in pending.awaiting_ack:
-                self.peers.remove(part.incarnation)
-                self.state.redirect(part.link, "")
+        self.abort(f"{format_node_names(proposal.awaiting_ack)} did not acknowledge within {limit_s:g} s")
+        for peer in self.peers:  # in table order: the order of a set differs from process to process
+            if peer.incarnation in proposal.awaiting_ack:
+                self.peers.remove(peer.incarnation)
+                self.state.redirect(peer.link, "")
 
-    # The running world.
+    # The running view.
 
     def compute_lease_until(self) -> float:
-        """Return until when enough members surely follow us for no other world to have a quorum.
+        """Return until when so many members surely follow this leader that no other view can have a quorum.
 
-        A member turns away a node timeout after it *received* our last message, also if its link breaks. We
-        count from when we *sent* the last message that it has seen, and keep `drift` back.
+        A follower turns away a node timeout after it *received* our last message. We count from when we
+        *sent* the last message that it acknowledged, less `clock_drift`.
         """
-        body = self.state
-        ends = sorted(
-            ((part.link.acked_sent_at + body.settings.lease_s, part.incarnation) for part in self.peers),
-            key=lambda end: -end[0],
+        state = self.state
+        leases = sorted(
+            ((peer.link.acked_sent_at + state.settings.lease_s, peer.incarnation) for peer in self.peers),
+            key=lambda lease: -lease[0],
         )
-        low, high = 0, len(ends)
-        here = [who for _, who in ends]
-        if not has_quorum({body.incarnation, *here}, body.quorum_state, body.settings.rules):
+        followers = [incarnation for _, incarnation in leases]
+
+        def suffices(count: int) -> bool:
+            return has_quorum(
+                {state.incarnation, *followers[:count]}, state.quorum_state, state.settings.rules
+            )
+
+        if not suffices(len(followers)):
             return NEVER
+        low, high = 0, len(leases)
         while low < high:
             middle = (low + high) // 2
-            if has_quorum({body.incarnation, *here[:middle]}, body.quorum_state, body.settings.rules):
+            if suffices(middle):
                 high = middle
             else:
                 low = middle + 1
-        return ends[low - 1][0] if low else body.now + body.settings.lease_s
+        return leases[low - 1][0] if low else state.now + state.settings.lease_s
 
     def handle_view_installed(self, view: View) -> None:
-        """A world runs: those who joined too late for it want another, if it has room."""
-        room = len(view.members) < self.state.settings.max_nodes
+        """Schedule the next view if it has room for nodes that joined too late for this one."""
+        has_room = len(view.members) < self.state.settings.max_nodes
         members = frozenset(view.members)
-        late = any(part.join and part.incarnation not in members for part in self.peers)
+        has_late_joins = any(peer.join and peer.incarnation not in members for peer in self.peers)
         self.scale_up_at = (
-            self.last_arrival_at + self.state.settings.scale_up_delay_s if late and room else float("inf")
+            self.last_arrival_at + self.state.settings.scale_up_delay_s
+            if has_late_joins and has_room
+            else float("inf")
         )
 
     def next_deadline(self) -> float:
-        """When to look again."""
+        """Return when to advance next."""
         if self.pending:
             return self.pending.proposed_at + MAX_ACK_NODE_TIMEOUTS * self.state.settings.node_timeout_s
-        return (
-            self.evaluate_at
-            if self.reported_reason == self.wait_reason
-            else min(self.evaluate_at, self._report_due_at())
-        )
+        if self.reported_reason == self.wait_reason:
+            return self.evaluate_at
+        return min(self.evaluate_at, self._report_due_at())
+
+
+def rank_members(
+    views: tuple[View, ...], joins: dict[Incarnation, JoinSpec], max_members: int
+) -> tuple[Incarnation, ...]:
+    """Order the joined nodes by rank: members of `views` as before, then newcomers in the scheduler's order.
+
+    `views` are the newest installed view and later proposals, of which one may have been installed elsewhere.
+    Nodes beyond `max_members` are spares.
+    """
+    survivors = dict.fromkeys(member for view in views for member in view.members if member in joins)
+    newcomers = [incarnation for incarnation in joins if incarnation not in survivors]
+    newcomers.sort(
+        key=lambda newcomer: (joins[newcomer].scheduler_order, newcomer.node, newcomer.incarnation_id)
+    )
+    return tuple([*survivors, *newcomers][:max_members])

@@ -10,13 +10,13 @@ from tests.support.rendezvous_sim import batch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Play the schedules; return 1 if a promise was broken."""
+    """Play the schedules; return 1 if an invariant was violated."""
     parser = argparse.ArgumentParser(prog=batch.COMMAND, description=__doc__)
     parser.add_argument(
         "--seeds", type=_parse_count, default=2000, metavar="N", help="how many (%(default)s)"
     )
     parser.add_argument("--first", type=int, default=0, metavar="F", help="the first seed (%(default)s)")
-    parser.add_argument("--seed", type=int, metavar="S", help="play this one only and tell all that happens")
+    parser.add_argument("--seed", type=int, metavar="S", help="play this seed only, with a trace")
     parser.add_argument(
         "--jobs", type=_parse_count, metavar="J", help="processes (default: one for each core)"
     )

@@ -1,7 +1,7 @@
-"""Many schedules on every core, and what there is to say of them.
+"""Play many schedules on every core and report the result.
 
-A failing schedule is printed whole, with the command that plays it again. Nothing here decides whether one
-fails; `simulate` plays them and `checkers` judge.
+A failing schedule is printed whole, with the command that plays it again. `simulate` plays the schedules and
+`checkers` judge them.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from dataclasses import dataclass, field, replace
 
 from elastic_resume.rendezvous.core.quorum import ALL_RULES, SafetyRules
 from tests.support.rendezvous_sim.checkers import INVARIANTS
-from tests.support.rendezvous_sim.cures import MUTATIONS, undo_fix
+from tests.support.rendezvous_sim.mutations import MUTATIONS, apply_mutation
 from tests.support.rendezvous_sim.schedule import WAIVED_INVARIANTS, Fault
 from tests.support.rendezvous_sim.simulate import Result, run_schedule, run_seed
 
 COMMAND = "python -m tests.support.rendezvous_sim"
 BROKEN_RULES = {
     "incarnations": SafetyRules(distinguish_incarnations=False),
-    "two-steps": SafetyRules(two_phase=False),
+    "two-phase": SafetyRules(two_phase=False),
     "later-proposals": SafetyRules(count_later_proposals=False),
-    "gone-brings-knowledge": SafetyRules(merge_state_with_deaths=False),
+    "deaths-carry-state": SafetyRules(merge_state_with_deaths=False),
 }
-"""One rule of the quorum broken on purpose, by the name that `--break` takes."""
+"""One quorum rule broken on purpose, by the name that `--break` takes."""
 BREAKABLE = (*BROKEN_RULES, *MUTATIONS)
-"""Everything that can be broken by name: the rules, and the cures of `cures`."""
+"""All that can be broken by name: the quorum rules and the bug fixes of `mutations`."""
 CHUNK_SIZE = 50
-"""Schedules to a task: a quarter of a second of work, so that all cores finish together."""
+"""Schedules of one task: a quarter of a second of work, so that all cores finish together."""
 MAX_SHOWN = 3
-"""So many failing schedules are printed in full; one is enough to work on."""
+"""Failing schedules printed in full."""
 PROGRESS_INTERVAL_S = 30.0
-"""How often a long run says where it is: some places end what is silent for minutes."""
+"""How often a long run prints progress: some systems end a command that is silent for minutes."""
 
 
 @dataclass(slots=True)
 class BatchResult:
-    """What became of some schedules."""
+    """The result of several schedules."""
 
     schedules: int = 0
     views: int = 0
@@ -52,7 +52,7 @@ class BatchResult:
     failed: list[Result] = field(default_factory=list)
 
     def add(self, other: BatchResult) -> None:
-        """Count others in."""
+        """Add another result."""
         self.schedules += other.schedules
         self.views += other.views
         self.events += other.events
@@ -62,13 +62,13 @@ class BatchResult:
 
 @contextlib.contextmanager
 def break_rule(name: str) -> Iterator[SafetyRules]:
-    """Break one rule or take one cure out, and give the rules that hold; an empty name breaks nothing."""
-    with undo_fix("" if name in BROKEN_RULES else name):
+    """Break a rule or undo a bug fix, and return the rules that hold; an empty name breaks nothing."""
+    with apply_mutation("" if name in BROKEN_RULES else name):
         yield BROKEN_RULES.get(name, ALL_RULES)
 
 
 def run_chunk(seeds: range, broken_rule: str = "") -> BatchResult:
-    """Play a few schedules one after the other, with one rule broken."""
+    """Play several schedules in turn, with one rule broken."""
     tally = BatchResult()
     with break_rule(broken_rule) as rules:
         for seed in seeds:
@@ -83,13 +83,13 @@ def run_chunk(seeds: range, broken_rule: str = "") -> BatchResult:
 
 
 def run_parallel(seeds: range, broken_rule: str = "", jobs: int | None = None) -> Iterator[BatchResult]:
-    """Play schedules in `jobs` processes (one for each core); yield tallies in the order of seeds."""
+    """Play schedules in `jobs` processes (one for each core); yield results in the order of seeds."""
     chunks = [seeds[start : start + CHUNK_SIZE] for start in range(0, len(seeds), CHUNK_SIZE)]
     jobs = min(jobs or count_cores(), len(chunks))
     if jobs <= 1:
         yield from (run_chunk(chunk, broken_rule) for chunk in chunks)
         return
-    # Spawned, not forked: whoever calls may have threads.
+    # Spawned, not forked: the caller may have threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=_ignore_sigint) as pool:
         try:
@@ -100,7 +100,7 @@ def run_parallel(seeds: range, broken_rule: str = "", jobs: int | None = None) -
 
 
 def count_cores() -> int:
-    """How many cores this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -108,33 +108,33 @@ def _ignore_sigint() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-# ---- for people ----------------------------------------------------------------------------------------
+# Output.
 
 
 def run_one(seed: int, broken_rule: str = "") -> int:
-    """Play one schedule and print all that happened; 1 if a promise was broken."""
+    """Play one schedule and print all that happens; return 1 if an invariant was violated."""
     with break_rule(broken_rule) as rules:
         result = run_seed(seed, rules, with_trace=True)
     print(result)
     failed = [result] if result.violations else []
-    print(f"\n{result.view_count} worlds began in {result.event_count:,} events; {format_verdict(failed)}")
+    print(f"\n{result.view_count} views started in {result.event_count:,} events; {format_verdict(failed)}")
     return 1 if result.violations else 0
 
 
 def run_many(seeds: range, broken_rule: str = "", jobs: int | None = None) -> int:
-    """Play schedules, print those that fail and a summary; 1 if a promise was broken."""
+    """Play schedules, print failing ones and a summary; return 1 if an invariant was violated."""
     jobs = jobs or count_cores()
     rule = f", with the rule {broken_rule} broken on purpose" if broken_rule else ""
     span = f"{len(seeds):,} schedules, seeds {seeds.start} to {seeds.stop - 1}"
     print(f"{span}, processes: {jobs}{rule}", flush=True)
-    start = told_at = time.monotonic()
+    start = printed_at = time.monotonic()
     total = BatchResult()
     for tally in run_parallel(seeds, broken_rule, jobs):
         for result in tally.failed[: max(0, MAX_SHOWN - len(total.failed))]:
             print(f"\n{format_failure(result, broken_rule)}\n", flush=True)
         total.add(tally)
-        if time.monotonic() >= told_at + PROGRESS_INTERVAL_S:
-            told_at = time.monotonic()
+        if time.monotonic() >= printed_at + PROGRESS_INTERVAL_S:
+            printed_at = time.monotonic()
             print(f"{total.schedules:,} played, {len(total.failed):,} failed", file=sys.stderr, flush=True)
     print(format_summary(total, time.monotonic() - start))
     print(format_verdict(total.failed))
@@ -145,18 +145,18 @@ def run_many(seeds: range, broken_rule: str = "", jobs: int | None = None) -> in
 
 
 def format_failure(result: Result, broken_rule: str = "") -> str:
-    """Show a failing schedule, which of its faults are enough, and the command that plays it again."""
+    """Format a failing schedule, the faults that suffice to fail, and the command that plays it again."""
     lines = [str(result)]
     with break_rule(broken_rule) as rules:
         needed = minimize_faults(result, rules)
     if len(needed) < len(result.schedule.faults):
-        lines += ["  without the other faults it fails too:", *map(str, needed)]
+        lines += ["  these faults suffice:", *map(str, needed)]
     rule = f" --break {broken_rule}" if broken_rule else ""
     return "\n".join([*lines, f"  again: {COMMAND} --seed {result.schedule.seed}{rule}"])
 
 
 def minimize_faults(result: Result, rules: SafetyRules) -> tuple[Fault, ...]:
-    """Leave faults out, one after the other, as long as the first promise that was broken is broken still."""
+    """Leave out faults one by one, as long as the first violated invariant stays violated."""
     checker = result.violations[0].invariant
     faults = result.schedule.faults
     for fault in faults:
@@ -168,22 +168,22 @@ def minimize_faults(result: Result, rules: SafetyRules) -> tuple[Fault, ...]:
 
 
 def format_summary(total: BatchResult, took_s: float) -> str:
-    """Say what was played, and how fast."""
+    """Format what was played, and how fast."""
     lines = []
     for family, count in total.families.most_common():
         waived = "; ".join(one for one in INVARIANTS if one in WAIVED_INVARIANTS.get(family, ()))
-        lines.append(f"{count:>9,}  {family}" + (f"  (may defeat: {waived})" if waived else ""))
+        lines.append(f"{count:>9,}  {family}" + (f"  (may violate: {waived})" if waived else ""))
     rate = total.schedules / max(took_s, 1e-9)
     lines.append(
-        f"{total.views:,} worlds and {total.events:,} events in {took_s:.1f} s, {rate:.0f} schedules/s"
+        f"{total.views:,} views and {total.events:,} events in {took_s:.1f} s, {rate:.0f} schedules/s"
     )
     return "\n".join(lines)
 
 
 def format_verdict(failed: list[Result]) -> str:
-    """Say which promises were broken in how many schedules, or that all were kept."""
+    """Format which invariants were violated in how many schedules, or that all hold."""
     if not failed:
-        return "all promises were kept: " + "; ".join(INVARIANTS)
+        return "all invariants hold: " + "; ".join(INVARIANTS)
     counts = Counter(checker for result in failed for checker in {one.invariant for one in result.violations})
     kinds = "; ".join(f"{checker} ({count})" for checker, count in counts.most_common())
-    return f"PROMISES WERE BROKEN in {len(failed):,} of the schedules: {kinds}"
+    return f"INVARIANTS WERE VIOLATED in {len(failed):,} of the schedules: {kinds}"

@@ -1,4 +1,4 @@
-"""What must hold in every simulated schedule, by name. They see what nodes do, not what they know."""
+"""Named invariants of every simulated schedule. Checkers see what nodes do, not what they know."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.rendezvous.core.events import StartWorkers
-from elastic_resume.rendezvous.core.failure_log import MAX_FAILURES
 from elastic_resume.rendezvous.core.quorum import Incarnation
+from elastic_resume.rendezvous.core.state import MAX_FAILURES
 
-ONE_VIEW_PER_GENERATION = "one world per generation"
-ONE_RUNNING_VIEW = "never two live worlds"
-STABLE_RANKS = "ranks are a permutation, survivors in order"
-MONOTONIC_GENERATION = "generation never goes back"
-EVENTUAL_VIEW = "a lasting connected quorum forms a world"
-JOB_ENDS_EVERYWHERE = "a job that is through ends on every node"
+ONE_VIEW_PER_GENERATION = "one view per generation"
+ONE_RUNNING_VIEW = "at most one running view"
+STABLE_RANKS = "survivors keep the order of their ranks"
+MONOTONIC_GENERATION = "generations never decrease"
+EVENTUAL_VIEW = "a lasting connected quorum forms a view"
+JOB_ENDS_EVERYWHERE = "a finished job ends on every node"
 QUIESCENCE = "agents come to rest"
-SAME_FAILURES = "all members hear the same of the last world's end, and little"
-NO_FALSE_DEATH = "nobody who lives is counted gone"
-UNUSED_GENERATION = "no generation that its leader has heard of is given again"
+SAME_FAILURES = "all members get the same few causes of the last restart"
+NO_FALSE_DEATH = "no live node counts as dead"
+UNUSED_GENERATION = "no announced generation is reused"
 INVARIANTS = (
     ONE_VIEW_PER_GENERATION,
     ONE_RUNNING_VIEW,
@@ -35,46 +35,44 @@ INVARIANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A promise that was broken, when and how."""
+    """One violated invariant, with time and details."""
 
     invariant: str
     at_s: float
     text: str
 
     def __str__(self) -> str:
-        """One line."""
+        """Return one line."""
         return f"{self.at_s:9.3f}  VIOLATED: {self.invariant}: {self.text}"
 
 
 class InvariantChecker:
-    """Follow every start and stop of workers anywhere.
-
-    `waived` are the promises that the schedule may defeat (`schedule.WAIVED`).
-    """
+    """Follows every start and stop of workers. `waived` are invariants that the schedule may violate."""
 
     def __init__(self, waived: frozenset[str] = frozenset()) -> None:
         self.waived = waived
         self.violations: list[Violation] = []
         self.views: dict[int, tuple[Incarnation, ...]] = {}
         self.starters: dict[int, set[Incarnation]] = {}
-        """Which members of a generation have started workers in it: the others may not know that it began."""
+        """The members of a generation that have started workers; others may not know that it was installed.
+        """
         self.proposed: set[tuple[int, tuple[Incarnation, ...]]] = set()
         self.start_info: dict[int, tuple[int, tuple[Failure, ...]]] = {}
         self.last_generation: dict[str, int] = {}
         self.running: dict[str, StartWorkers] = {}
         self.suspended_runs: dict[str, StartWorkers] = {}
-        """What runs on machines that are suspended."""
+        """Workers on suspended machines."""
         self.finished_generations: set[int] = set()
-        """Generations whose workers have succeeded on some node: nobody new is taken in any more."""
+        """Generations whose workers have succeeded on some node, so that no newcomer is admitted."""
 
     def add_violation(self, invariant: str, at_s: float, text: str) -> None:
-        """Note a violation, unless this promise is waived."""
+        """Record a violation, unless the invariant is waived."""
         if invariant in self.waived:
             return
         self.violations.append(Violation(invariant, at_s, text))
 
     def on_start(self, node: str, incarnation: Incarnation, begin: StartWorkers, at_s: float) -> None:
-        """Workers of that world start on that node."""
+        """Check a start of workers on a node."""
         generation, members = begin.generation, begin.members
         known = self.views.get(generation)
         if known is None:
@@ -85,10 +83,10 @@ class InvariantChecker:
                 at_s,
                 f"generation {generation} is {format_members(known)} and {format_members(members)}",
             )
-        news = (begin.newest_step, begin.failures)
-        if news != self.start_info.setdefault(generation, news) or len(begin.failures) > MAX_FAILURES:
+        causes = (begin.newest_step, begin.failures)
+        if causes != self.start_info.setdefault(generation, causes) or len(begin.failures) > MAX_FAILURES:
             self.add_violation(
-                SAME_FAILURES, at_s, f"{node} hears {news} and another {self.start_info[generation]}"
+                SAME_FAILURES, at_s, f"{node} gets {causes} and another node {self.start_info[generation]}"
             )
         if len(set(members)) != len(members) or members[begin.rank] != incarnation:
             self.add_violation(
@@ -117,13 +115,13 @@ class InvariantChecker:
         self.running[node] = begin
 
     def on_suspend(self, node: str) -> None:
-        """The machine stands still, its workers too: they run no step until it goes on."""
+        """Note that the machine and its workers stand still."""
         begin = self.running.pop(node, None)
         if begin:
             self.suspended_runs[node] = begin
 
     def on_wake(self, node: str, at_s: float, *, lease_expired: bool) -> None:
-        """The machine goes on, and its workers with it unless their lease has run out."""
+        """Note that a suspended machine continues."""
         begin = self.suspended_runs.pop(node, None)
         if begin and not lease_expired:
             self._add_running(node, begin, at_s)
@@ -138,7 +136,7 @@ class InvariantChecker:
             befores = [
                 self.views.get(number, ()) for number in (newest, *self._find_known_generations(members))
             ]
-            # One that was proposed later may have begun at its leader, whose Begin reached nobody in time.
+            # A later proposal may be installed at its leader only, if its InstallView arrived late.
             befores += [one for number, one in self.proposed if newest < number < generation]
             if not any(keeps_order(before, members) for before in befores):
                 self.add_violation(
@@ -149,37 +147,43 @@ class InvariantChecker:
         self.views[generation] = members
 
     def _find_known_generations(self, members: tuple[Incarnation, ...]) -> tuple[int, int]:
-        """Return the newest world that one of these has begun, and that one of their nodes has; 0 for none.
+        """Return the newest generation that a member has started, and that any process of their nodes has.
 
-        Ranks follow the newest of which somebody here knows that it began; that may be the newest of all,
-        though none of these has begun it. A node that came back knows of it if its disk was quick enough.
+        Ranks follow the newest view that a present node knows to be installed. A node that restarted knows it
+        if its disk was fast enough.
         """
         nodes = {one.node for one in members}
-        lives = [number for number, who in self.starters.items() if who.intersection(members)]
-        disks = [number for number, who in self.starters.items() if nodes & {one.node for one in who}]
-        return max(lives, default=0), max(disks, default=0)
+        by_member = [
+            generation for generation, starters in self.starters.items() if starters.intersection(members)
+        ]
+        by_node = [
+            generation
+            for generation, starters in self.starters.items()
+            if nodes & {starter.node for starter in starters}
+        ]
+        return max(by_member, default=0), max(by_node, default=0)
 
     def on_disk_lost(self, node: str) -> None:
-        """That node has lost its disk: it may be given a generation again."""
+        """Note that a node has lost its disk, so it may start a generation again."""
         self.last_generation.pop(node, None)
 
     def on_finish(self, node: str) -> None:
-        """The workers of that node have succeeded."""
+        """Note that the workers of a node have succeeded."""
         begin = self.running.pop(node, None)
         if begin:
             self.finished_generations.add(begin.generation)
 
     def on_stop(self, node: str) -> None:
-        """No worker runs on that node any more."""
+        """Note that no worker runs on a node."""
         self.running.pop(node, None)
         self.suspended_runs.pop(node, None)
 
 
 def keeps_order(before: tuple[Incarnation, ...], members: tuple[Incarnation, ...]) -> bool:
-    """Whether those who were there before have the same order as then."""
+    """Return whether the members that were there before keep their order."""
     return [one for one in before if one in members] == [one for one in members if one in before]
 
 
 def format_members(members: tuple[Incarnation, ...]) -> str:
-    """Name members shortly, with their lives."""
+    """Format members with their incarnations."""
     return "{" + " ".join(f"{one.node}{one.incarnation_id}" for one in members) + "}"

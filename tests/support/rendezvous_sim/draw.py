@@ -1,6 +1,6 @@
-"""From a seed to a schedule. The same seed gives the same schedule, on every machine.
+"""Draw a schedule from a seed. A seed gives the same schedule on every machine.
 
-Families differ in what they draw from; `chase` writes those that follow worlds as they form.
+Families differ in what they draw; `adversarial` draws the faults that follow view changes.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import random
 from dataclasses import replace
 
 from elastic_resume.rendezvous.core.events import Settings
-from tests.support.rendezvous_sim import chase
+from tests.support.rendezvous_sim import adversarial
 from tests.support.rendezvous_sim import schedule as kinds
 from tests.support.rendezvous_sim.schedule import PARTITION_KINDS, Fault, JobSpec, NodeSpec, Schedule, Trigger
 
 NODE_NAMES = "abcdefghi"
 MAX_CLOCK_DRIFT = 0.02
-"""Clocks run at rates up to this far from true; leases keep 0.05 back for two of them."""
+"""Clock rates differ from true by up to this share; leases keep 0.05 back for two clocks."""
 FAMILY_WEIGHTS = {
     kinds.VIEW_CHANGES: 33,
     kinds.ANY_FAULT: 18,
@@ -29,7 +29,7 @@ FAMILY_WEIGHTS = {
     kinds.REJECTING_FIREWALL: 3,
     kinds.FORCED_QUORUM: 4,
 }
-"""How many of a hundred schedules belong to each family."""
+"""Schedules of each family in a hundred."""
 
 CRASHES = ("kill", "kill", "crash-before-send", "written")
 UNREACHABLE_KINDS = ("power", "pause", "suspend", "partition", "repartition", "repartition", "one-way")
@@ -63,28 +63,28 @@ KINDS_BY_FAMILY = {
     kinds.REJECTING_FIREWALL: (*CRASHES, "reject", "reject", "reject", "pause", "worker", "leave"),
 }
 MAX_DURATION_S = {"slow": 8.0, "slowish": 12.0, "disk": 8.0, "pause": 8.0, "suspend": 12.0, "stuck": 12.0}
-"""What lasts too long hides everything else."""
+"""The longest duration of faults that would hide all others."""
 SPARE_PROBABILITY = 0.2
-"""How many of the plots are played against a job with a node more than it takes."""
+"""Share of the attacks that are played with one node more than the job takes."""
 LATEST_START_S = 15.0
-"""When the latest nodes come."""
+"""When the latest nodes start."""
 
 
 def draw_schedule(seed: int) -> Schedule:
-    """Return the schedule of that seed."""
+    """Return the schedule of a seed."""
     rng = random.Random(2 * seed)
     (family,) = rng.choices(list(FAMILY_WEIGHTS), list(FAMILY_WEIGHTS.values()))
-    if family in chase.PLOTS_BY_FAMILY:
+    if family in adversarial.ATTACKS_BY_FAMILY:
         job = draw_job(rng, family, rng.choice((3, 3, 3, 4, 5, 5, 5, 5, 6, 7)))
         if rng.random() < SPARE_PROBABILITY:
             job = replace(job, settings=replace(job.settings, max_nodes=len(job.nodes) - 1))
-        return Schedule(seed, family, job, tuple(chase.draw_faults(rng, family, len(job.nodes))))
+        return Schedule(seed, family, job, tuple(adversarial.draw_faults(rng, family, len(job.nodes))))
     job = draw_job(rng, family, rng.choice((3, 3, 4, 5, 5, 6, 7, 9)))
     if family == kinds.FORCED_QUORUM and rng.random() < 0.7:
         job = replace(job, settings=replace(job.settings, max_nodes=len(job.nodes)))
-        return Schedule(seed, family, job, tuple(chase.forced_quorum_after_deaths(rng, len(job.nodes))))
+        return Schedule(seed, family, job, tuple(adversarial.forced_quorum_after_deaths(rng, len(job.nodes))))
     if family == kinds.JOB_END and rng.random() < 0.5:
-        return Schedule(seed, family, job, tuple(chase.partition_at_job_end(rng, len(job.nodes))))
+        return Schedule(seed, family, job, tuple(adversarial.partition_at_job_end(rng, len(job.nodes))))
     faults = draw_faults(rng, family, job.node_names)
     if family == kinds.LOST_DISKS:
         faults = keep_candidate_disks(rng, job, faults)
@@ -92,17 +92,21 @@ def draw_schedule(seed: int) -> Schedule:
 
 
 def draw_job(rng: random.Random, family: str, count: int) -> JobSpec:
-    """Draw the job: nodes, candidates, limits, clocks."""
+    """Draw nodes, candidates, limits and clocks."""
     names = tuple(NODE_NAMES[:count])
     candidates = names[: rng.choice((1, 2, 3, 3, count))]
     settings = Settings(
         candidates,
         min_nodes=rng.choice((1, 1, 1, 2)),
-        max_nodes=count if family in chase.PLOTS_BY_FAMILY else rng.choice((count, count, count - 1, 2)),
+        max_nodes=count
+        if family in adversarial.ATTACKS_BY_FAMILY
+        else rng.choice((count, count, count - 1, 2)),
         heartbeats_per_timeout=4,
         join_timeout_s=rng.choice((10.0, 15.0, 20.0)) if family == kinds.SHORT_JOIN_TIMEOUT else 600.0,
     )
-    late = {kinds.SHORT_JOIN_TIMEOUT: 0.4, **dict.fromkeys(chase.PLOTS_BY_FAMILY, 0.0)}.get(family, 0.05)
+    late = {kinds.SHORT_JOIN_TIMEOUT: 0.4, **dict.fromkeys(adversarial.ATTACKS_BY_FAMILY, 0.0)}.get(
+        family, 0.05
+    )
     sites = tuple(
         NodeSpec(
             name,
@@ -123,14 +127,14 @@ def draw_job(rng: random.Random, family: str, count: int) -> JobSpec:
 
 
 def _draw_start(rng: random.Random, late_probability: float) -> float:
-    """Draw when a node comes: soon; else late, or never."""
+    """Draw when a node starts: soon, late or never."""
     if rng.random() >= late_probability:
         return rng.uniform(0.0, 2.0)
     return rng.choice((rng.uniform(2.0, LATEST_START_S), rng.uniform(2.0, LATEST_START_S), float("inf")))
 
 
 def draw_faults(rng: random.Random, family: str, names: tuple[str, ...]) -> list[Fault]:
-    """Draw faults at times, and at messages that form worlds."""
+    """Draw faults at times and at view change messages."""
     aimed = rng.choice((0.0, 0.4, 0.8))
     faults = []
     at, message = rng.uniform(0.0, 7.0), rng.randint(0, 3 * len(names))
@@ -159,7 +163,7 @@ def _draw_node_count(rng: random.Random, kind: str, count: int) -> int:
 
 
 def keep_candidate_disks(rng: random.Random, job: JobSpec, faults: list[Fault]) -> list[Fault]:
-    """Have most candidates keep their disks: those who forgot everything may not make a first world alone."""
+    """Let most candidates keep their disks, so that nodes without knowledge cannot form a first view."""
     few = rng.sample(job.settings.candidates, (len(job.settings.candidates) - 1) // 2)
     forgetful = [*few, *(name for name in job.node_names if name not in job.settings.candidates)]
     kept = []

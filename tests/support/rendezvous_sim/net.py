@@ -1,8 +1,8 @@
-"""A network that delays, cuts and reorders connections, and the clock it runs by. Seeded; nothing is real.
+"""A simulated network that delays, cuts and resets connections, with the clock that it runs by.
 
-Messages of one connection arrive in the order in which they were sent, or not at all: TCP. While a direction
-is cut they wait, as the kernel would send them again. A process that dies closes its connections; a machine
-that loses power says nothing until it is back and answers with a reset.
+All chance is seeded. As in TCP, messages of one connection arrive in order or not at all. While a direction
+is blocked they wait, as the kernel would retransmit them. A dying process closes its connections. A machine
+without power is silent until it is back, and then answers with a reset.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_STEPS = 40_000
-"""Ten times what the busiest schedule takes."""
+"""Ten times the steps of the busiest schedule."""
 
 MAX_DELAY_S = 0.02
-"""The longest that a packet takes between nodes that nothing slows down."""
+"""The longest time that a packet takes between nodes that are not slowed down."""
 RETRANSMIT_S = 0.4
 """When a lost first packet, or its answer, is sent again."""
 
 
 class LivelockError(RuntimeError):
-    """Agents keep each other busy without end."""
+    """The agents keep each other busy without end."""
 
 
 class Clock:
-    """Simulated time and what is due."""
+    """The simulated time and a queue of callbacks."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -38,11 +38,11 @@ class Clock:
         self._numbers = itertools.count()
 
     def call_at(self, time_s: float, callback: Callable[..., None], *args: Any) -> None:
-        """Do something at a time, in the order of times and then of calls."""
+        """Schedule a callback; callbacks of one time run in the order of scheduling."""
         heapq.heappush(self._queue, (max(time_s, self.now), next(self._numbers), callback, args))
 
     def run_until(self, time_s: float) -> None:
-        """Let time pass."""
+        """Advance the time and run what is due."""
         due = self._queue
         while due and due[0][0] <= time_s:
             self.now, _, do, args = heapq.heappop(due)
@@ -55,7 +55,7 @@ class Clock:
 
 @dataclass(slots=True)
 class ConnectionEnd:
-    """One end of a connection: whose, by which number, and whether that process still holds it."""
+    """One end of a connection: its host, its number there, and whether that process still holds it."""
 
     host: str
     incarnation_id: int
@@ -63,10 +63,10 @@ class ConnectionEnd:
     is_open: bool = True
     peer: ConnectionEnd | None = None
     next_arrival_s: float = 0.0
-    """Nothing sent to here arrives before what was sent earlier."""
+    """No message arrives before one that was sent earlier."""
     in_flight: deque[tuple[str, Any]] = field(default_factory=deque)
     blocked_count: int = 0
-    """So many of those that wait were due while the direction was cut."""
+    """Messages that were due while the direction was blocked."""
 
 
 class Host:
@@ -79,11 +79,11 @@ class Host:
     is_suspended: bool
 
     def on_accepted(self, end: ConnectionEnd) -> None:
-        """A connection from elsewhere stands."""
+        """Accept a connection."""
         raise NotImplementedError
 
     def on_network_event(self, end: ConnectionEnd, kind: str, payload: Any) -> None:
-        """`connected`, `message` or `closed` on a connection of this host."""
+        """Handle `connected`, `message`, `closed` or `refused` on a connection."""
         raise NotImplementedError
 
 
@@ -96,13 +96,13 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self.blocked_links: set[tuple[str, str]] = set()
         self.rejects_dials = False
-        """What is cut answers calls with a refusal, as a firewall does that rejects; else with silence."""
+        """Answer calls over blocked links with a refusal, as a rejecting firewall does; else drop them."""
         self.slow_delay_s: dict[str, float] = {}
-        """The nodes whose packets take up to so long."""
+        """The longest delay of packets to and from slow nodes, by name."""
         self.ends: list[ConnectionEnd] = []
 
     def draw_delay(self, source: str, target: str) -> float:
-        """How long a packet takes."""
+        """Draw the time that a packet takes."""
         slow = self.slow_delay_s
         longest = max(slow.get(source, MAX_DELAY_S), slow.get(target, MAX_DELAY_S)) if slow else MAX_DELAY_S
         return self.rng.random() * longest
@@ -144,7 +144,7 @@ class Network:
         return (source, target) in self.blocked_links
 
     def _deliver(self, end: ConnectionEnd, source: str, kind: str, payload: Any) -> None:
-        """Deliver what is not part of the stream; a lost packet is sent again."""
+        """Deliver an event outside the stream; a lost packet is sent again."""
         if self._is_blocked(source, end.host):
             self.clock.call_at(self.clock.now + RETRANSMIT_S, self._deliver, end, source, kind, payload)
         elif end.is_open:
@@ -155,7 +155,7 @@ class Network:
         self._enqueue(end, "message", payload)
 
     def close(self, end: ConnectionEnd) -> None:
-        """End a connection from this side, behind what was sent."""
+        """Close this end after what was sent."""
         if end.is_open:
             end.is_open = False
             self._enqueue(end, "closed", None)
@@ -172,7 +172,7 @@ class Network:
         self.clock.call_at(end.next_arrival_s, self._arrive, source, end)
 
     def _arrive(self, source: str, end: ConnectionEnd) -> None:
-        """Deliver the oldest that waits."""
+        """Deliver the oldest message in flight."""
         if self._is_blocked(source, end.host):
             end.blocked_count += 1
             return
@@ -184,7 +184,7 @@ class Network:
             self.clock.call_at(back_at, self._deliver, end.peer, end.host, "closed", None)
 
     def set_blocked_links(self, links: set[tuple[str, str]]) -> None:
-        """Cut these directions and no others; what waited on the others arrives."""
+        """Block these directions and no others; messages that waited on the others arrive."""
         self.blocked_links = links
         for end in self.ends:
             if end.blocked_count and end.peer and (end.peer.host, end.host) not in links:
@@ -194,19 +194,19 @@ class Network:
         self.ends = [e for e in self.ends if e.is_open or (e.peer and e.peer.is_open)]
 
     def close_process(self, name: str) -> None:
-        """Close what a dead process held, as its kernel does."""
+        """Close the connections of a dead process, as its kernel does."""
         for end in self.ends:
             if end.host == name:
                 self.close(end)
 
     def lose_power(self, name: str) -> None:
-        """Forget what a machine held, without a word."""
+        """Drop the connections of a machine without closing them."""
         for end in self.ends:
             if end.host == name:
                 end.is_open = False
 
     def reset_connections(self, name: str, other: str, *, both: bool = True) -> None:
-        """Break the connections between two hosts at both ends, or only at the first's."""
+        """Break the connections between two hosts at both ends, or only at the first one's."""
         for end in list(self.ends):
             peer = end.peer
             if peer and (end.host, peer.host) == (name, other) and end.is_open and peer.is_open:

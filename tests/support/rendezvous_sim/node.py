@@ -1,8 +1,7 @@
-"""A simulated node: the real core on a clock of its own, a disk, workers that start and stop, faults.
+"""A simulated node: the real core on its own clock, a disk, workers that start and stop, and faults.
 
-Local time runs at its own rate from its own origin. Workers watch the lease by themselves, as real ones do:
-when the agent is stopped they end at `fence_at`. An agent whose part is over answers for `linger_s` and
-exits; one that gave up is started again.
+Local time has its own rate and origin. Workers end at `lease_until` even if the agent is paused, as real ones
+do. An agent that has left the rendezvous answers for `linger_s` and exits; one that gave up is started again.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ RESTART_DELAY_S = 1.0
 """When an agent that gave up is started again."""
 VIEW_CHANGE_MESSAGES = (ProposeView, ProposalAck, InstallView)
 WRITE_BOUND_S = 0.5
-"""A disk that is not slowed down has written what it was given so long ago."""
+"""A disk that is not slowed down completes a write within this time."""
 
 TraceFunction = Callable[[str, object], None]
 
@@ -86,50 +85,50 @@ class SimulatedNode(Host):
         self.has_process = False
         self.is_paused = False
         self.is_suspended = False
-        """The whole machine is, not only the agent."""
+        """The whole machine is suspended, not only the agent."""
         self.suspended_s = 0.0
-        """How long it has been suspended in all: seen by a clock that stands still meanwhile."""
+        """Total time suspended; a clock that stops in suspend does not count it."""
         self._suspended_since = 0.0
         self.announced_generation = 0
-        """The greatest generation that a leader's claim has told this node of, while its disk took writes."""
+        """The greatest generation that a leader has announced to this node while its disk worked."""
         self.announced_at = 0.0
         self._writing_incarnation_id = 0
-        """The life whose write is under way; 0 while none is."""
+        """The incarnation whose write is in progress; 0 for none."""
         self.saved_generation = 0
-        """What of that is surely on its disk."""
+        """The part of `announced_generation` that is surely on disk."""
         self._known_dead: frozenset[Incarnation] = frozenset()
         self.workers_lost_lease = False
         """Its workers ended by themselves while it was paused."""
-        self.declared_dead = False  # by the operator of `word`
+        self.declared_dead = False  # by the operator
         self.agent: RendezvousNode | None = None
         self.ends: dict[int, ConnectionEnd] = {}
         self.queued_events: list[tuple[Event, int]] = []
         self.trace: TraceFunction | None = None
         self.on_event: Callable[[str], None] | None = None
-        """Told of messages that form worlds, and of each new `world`: where faults hurt most."""
+        """Called with the name of each view change message and with each new `view`."""
         self.end_text = ""
-        """What the agent said at the end of its part."""
+        """The agent's last effect, `EndJob` or `GiveUp`."""
         self.stays_ended = False
-        """Once the job has ended here, nobody starts it again."""
-        """What it can still tell of its state, by step, and the names of its tensors."""
+        """Do not start an agent again once the job has ended here."""
         self.divergences: list[ReplicasDiverged] = []
         self.exited_at = float("-inf")
         self.linger_s = float("inf")
         self.planned_crash = ""
-        """How it will die: `unsent`, before it sends a message that forms a world, or `written`, before it
-        hears that its write is on disk."""
+        """How it will crash: `crash-before-send` of a view change message, or `written`, after its next
+        write.
+        """
         self.restart_after_s = 0.0
-        """Who dies of a doom comes back after so long."""
+        """When it restarts after a planned crash."""
         self._last_accepted_id = 0
         self._timer_due_s = float("inf")
         self._fence = 0
         net.hosts[name] = self
 
     clock_stops_in_suspend = False
-    """Whether its clock stands still while it is suspended: CLOCK_MONOTONIC does, CLOCK_BOOTTIME does not."""
+    """Whether its clock stops while it is suspended: CLOCK_MONOTONIC does, CLOCK_BOOTTIME does not."""
 
     def local_time(self) -> float:
-        """The clock that this node's leases count in."""
+        """Return the clock of this node's leases."""
         return self.clock_origin_s + (self.clock.now - self._uncounted_s()) * self.clock_rate
 
     def _to_simulated_time(self, local: float) -> float:
@@ -141,7 +140,7 @@ class SimulatedNode(Host):
     # Lives.
 
     def boot(self) -> None:
-        """Start an agent, with what the disk holds."""
+        """Start an agent with the state on disk."""
         if self.has_process or self.declared_dead or (self.stays_ended and self.has_ended):
             return
         self.incarnation_id += 1
@@ -172,11 +171,11 @@ class SimulatedNode(Host):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its part in the job has ended for good."""
+        """Whether the job has ended for its agent."""
         return self.end_text.startswith(EndJob.__name__)
 
     def known_addresses(self) -> set[str]:
-        """Where its agent may call."""
+        """Return the addresses that its agent may call."""
         if self.agent is None:
             return set()
         known = self.agent.state.quorum_state
@@ -185,7 +184,7 @@ class SimulatedNode(Host):
         )
 
     def __str__(self) -> str:
-        """What it is doing, for a violation's text."""
+        """Describe what it does, for a violation's text."""
         agent = self.agent
         if agent is None:
             return f"{self.name} is down"
@@ -195,7 +194,7 @@ class SimulatedNode(Host):
         return f"{self.name}{agent.state.incarnation.incarnation_id} {role}{runs}{why}"
 
     def die(self, *, power: bool = False) -> None:
-        """Kill the agent and its workers with it; with the power, silently."""
+        """Kill the agent with its workers; with `power`, without closing connections."""
         if self.has_process and not power:
             self.net.close_process(self.name)
         if power:
@@ -211,11 +210,11 @@ class SimulatedNode(Host):
         self.checkers.on_stop(self.name)
 
     def lose_power(self) -> None:
-        """Die without a word."""
+        """Kill the agent without closing connections."""
         self.die(power=True)
 
     def wipe(self) -> None:
-        """Kill the agent and lose its disk."""
+        """Kill the agent and clear its disk."""
         self.die()
         self.saved_state, self.saved_generation = None, 0
         self.checkers.on_disk_lost(self.name)
@@ -225,14 +224,14 @@ class SimulatedNode(Host):
         self.clock.call_at(self.clock.now + self.restart_after_s, self.boot)
 
     def _exit_process(self, incarnation_id: int, *, restart: bool) -> None:
-        """The process of an agent whose part is over ends."""
+        """End the process of an agent that has left the rendezvous."""
         if incarnation_id == self.incarnation_id and self.has_process:
             self.die()
             if restart:
                 self.clock.call_at(self.clock.now + RESTART_DELAY_S, self.boot)
 
     def pause(self) -> None:
-        """Stop the agent in its tracks (SIGSTOP); its workers watch their lease."""
+        """Stop the agent (SIGSTOP); its workers watch the lease."""
         if self.agent is None or self.is_paused:
             return
         self.is_paused = True
@@ -245,7 +244,7 @@ class SimulatedNode(Host):
             )
 
     def suspend(self) -> None:
-        """Stop the whole machine, workers and all; calls from elsewhere are not answered."""
+        """Suspend the whole machine with its workers; it answers no calls."""
         if self.agent is None or self.is_paused:
             return
         self.is_paused = self.is_suspended = True
@@ -253,7 +252,7 @@ class SimulatedNode(Host):
         self.checkers.on_suspend(self.name)
 
     def _wake(self) -> None:
-        """Go on after a suspend: first of all the guards look whether the lease has run out."""
+        """Continue after a suspend; supervisors check the lease first."""
         self.is_suspended = False
         self.suspended_s += self.clock.now - self._suspended_since
         if self.agent and self.running:
@@ -271,7 +270,7 @@ class SimulatedNode(Host):
             self.workers_lost_lease = True
 
     def resume(self) -> None:
-        """Let the agent go on: it reads what came meanwhile."""
+        """Let the agent continue; it handles the events that were queued."""
         if self.agent is None or not self.is_paused:
             return
         if self.is_suspended:
@@ -287,7 +286,7 @@ class SimulatedNode(Host):
         self.workers_lost_lease = False
 
     def fail_worker(self, text: str = "was killed by SIGKILL") -> None:
-        """One of its workers fails: its agent tells of that, and asks for another world."""
+        """Fail a worker: the agent reports it and joins again."""
         if self.agent and self.agent.state.last_view:
             failure = Failure(
                 SIGNAL, self.name, self.agent.state.last_view.rank(self.agent.state.incarnation), text
@@ -296,7 +295,7 @@ class SimulatedNode(Host):
         self.request_join(self.incarnation_id)
 
     def request_join(self, incarnation_id: int) -> None:
-        """Workers are stopped and torchelastic asks for a world; also when a worker failed."""
+        """Stop the workers and request the next view, as torchelastic does."""
         if incarnation_id == self.incarnation_id and self.agent:
             self.checkers.on_stop(self.name)
             self._handle_event(JoinRequested(JoinSpec(f"{self.name}:store", 1, self.order)))
@@ -307,44 +306,44 @@ class SimulatedNode(Host):
         )
 
     def _join_unless_finished(self, incarnation_id: int) -> None:
-        """Workers may have succeeded in the moment in which they were to be stopped."""
+        """Join, unless the workers succeeded just before they were to be stopped."""
         if self.agent and not (
             self.agent.state.finished_generation and incarnation_id == self.incarnation_id
         ):
             self.request_join(incarnation_id)
 
     def send_digest(self, step: int, state: str) -> None:
-        """Its state after that step is digested."""
+        """Deliver the digest of its state after a step."""
         if self.agent and self.agent.state.last_view:
             generation = self.agent.state.last_view.generation
             self._handle_event(StateDigested(StateDigest(generation, step, Digest(_hash_text(state)))))
 
     def finish(self) -> None:
-        """Every worker of this node succeeds."""
+        """Let every worker of this node succeed."""
         self.checkers.on_finish(self.name)
         self._handle_event(WorkersFinished())
 
     def fail_job(self, reason: str) -> None:
-        """Give the job up for all."""
+        """Fail the job for all nodes."""
         self.checkers.on_stop(self.name)
         self._handle_event(JobFailed(reason))
 
     def leave(self) -> None:
-        """Drain this node."""
+        """Shut this node down in order."""
         self.checkers.on_stop(self.name)
         self._handle_event(Leave("drained"))
 
     # The network's side.
 
     def on_accepted(self, end: ConnectionEnd) -> None:
-        """Number a connection that somebody else dialled."""
+        """Number a connection that another node dialled."""
         self._last_accepted_id -= 1
         end.conn = self._last_accepted_id
         self.ends[end.conn] = end
         self._handle_event(PeerConnected(end.conn))
 
     def on_network_event(self, end: ConnectionEnd, kind: str, payload: Any) -> None:
-        """Turn what the network says into an event of the process that holds that end."""
+        """Turn a network event into an event of the process that owns that end."""
         if end.incarnation_id != self.incarnation_id or self.agent is None:
             return
         if kind == "message":
@@ -361,7 +360,7 @@ class SimulatedNode(Host):
         self.deliver_event(event, self.incarnation_id)
 
     def deliver_event(self, event: Event, incarnation_id: int) -> None:
-        """Hand an event to the agent of that life."""
+        """Hand an event to the agent of that incarnation."""
         if self.agent is None or incarnation_id != self.incarnation_id:
             return
         if self.is_paused:
@@ -378,7 +377,7 @@ class SimulatedNode(Host):
                 self.trace(self.name, effect)
             self._carry_out(effect)
             if not self.has_process:
-                return  # it met its doom: the other effects never were
+                return  # it crashed before the other effects
         due = self._to_simulated_time(self.agent.next_deadline)
         due = max(due, self.clock.now) + 1e-6  # not a rounding error too early
         if due < self._timer_due_s:
@@ -393,11 +392,11 @@ class SimulatedNode(Host):
         known = self.agent.state.quorum_state.dead if self.agent else frozenset()
         if known is self._known_dead:
             return
-        for one in known - self._known_dead:
-            node = self.net.hosts[one.node]
+        for member in known - self._known_dead:
+            node = self.net.hosts[member.node]
             agent = node.agent if isinstance(node, SimulatedNode) else None
-            if agent and agent.state.incarnation == one and not agent.end_reason:
-                text = f"{self.name} counts {one.node}{one.incarnation_id} gone, which lives"
+            if agent and agent.state.incarnation == member and not agent.end_reason:
+                text = f"{self.name} counts {member.node}{member.incarnation_id} as dead, which is alive"
                 self.checkers.add_violation(NO_FALSE_DEATH, self.clock.now, text)
         self._known_dead = known
 
@@ -470,7 +469,7 @@ class SimulatedNode(Host):
         first = effect.generation not in self.checkers.views
         self.checkers.on_start(self.name, self.agent.state.incarnation, effect, self.clock.now)
         if first and self.on_event:
-            self.on_event("world")
+            self.on_event("view")
 
     def _end_participation(self, effect: EndJob | GiveUp) -> None:
         self.end_text = f"{type(effect).__name__}: {effect.reason}"

@@ -1,7 +1,7 @@
-"""A schedule: one job and what befalls it, as plain data that prints the way it is read.
+"""A schedule: one job and the faults that befall it, as plain data that prints readably.
 
-It is drawn from a seed (`draw`) and played by `simulate`; nothing in here happens. A schedule belongs to a
-family, and the family says which promises it may defeat: the known limits of the rendezvous, each by name.
+`draw` makes it from a seed and `simulate` plays it. A schedule belongs to a family, and the family says which
+invariants it may violate: the known limits of the rendezvous, by name.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from tests.support.rendezvous_sim.checkers import (
 )
 
 ANY_FAULT = "any fault"
-"""Whatever may happen to nodes, disks and the network, at any time."""
+"""Any fault of nodes, disks and the network, at any time."""
 MILD_FAULTS = "mild faults"
 """Middleboxes reset connections at one end or both, some nodes are slow, workers fail."""
 RESETS = "resets"
-"""Connections are reset while links are cut or slow: faults aimed at whoever takes a reset for a death."""
+"""Connections are reset while links are cut or slow, so that a reset may be mistaken for a death."""
 LATE_READERS = "late readers"
-"""Nodes paused or suspended for longer than the node timeout read messages that are long out of date."""
+"""Nodes that were paused or suspended for longer than the node timeout read outdated messages."""
 VIEW_CHANGES = "view changes"
-"""Faults that follow each world as it forms: where the four rules of the quorum are needed."""
+"""Faults during view changes, for which the quorum rules are needed."""
 JOB_END = "job end"
-"""Workers that finish and nodes that give the job up, among other faults: the job must end everywhere."""
-SHORT_JOIN_TIMEOUT = "impatience"
+"""Workers finish and nodes fail the job, among other faults; the job must end everywhere."""
+SHORT_JOIN_TIMEOUT = "short join timeouts"
 """Short join timeouts, late nodes and some that never come."""
 LOST_DISKS = "lost disks"
-"""Disks are lost, but most candidates keep theirs and nobody falls silent."""
+"""Disks are lost, but most candidates keep theirs and no node is unreachable."""
 LOST_DISKS_AND_PARTITIONS = "lost disks and partitions"
-"""Any nodes lose their disks, while others are cut off, paused or without power."""
+"""Any node loses its disk while others are cut off, paused or without power."""
 FORCED_QUORUM = "forced quorum"
-"""An operator forces the quorum of the last who live, whatever happened before: see `word`."""
+"""An operator forces the quorum of the last live nodes: see `simulate.Operator`."""
 REJECTING_FIREWALL = "rejecting firewall"
-"""Partitions in which every connection is reset and every call refused, as if all over there had died."""
+"""Partitions in which every connection is reset and every call refused, as if all nodes there were dead."""
 
 SPLIT_BRAIN = frozenset({ONE_RUNNING_VIEW, ONE_VIEW_PER_GENERATION, MONOTONIC_GENERATION, SAME_FAILURES})
 WAIVED_INVARIANTS = {
-    # Who knew the newest generation has forgotten it: its number may be given again.
+    # A node that knew the newest generation has forgotten it, so its number may be reused.
     LOST_DISKS: frozenset({ONE_VIEW_PER_GENERATION, MONOTONIC_GENERATION, SAME_FAILURES}),
-    # Rule 2 rests on disks that keep what was acknowledged.
+    # Rule 2 requires disks that keep what was acknowledged.
     LOST_DISKS_AND_PARTITIONS: SPLIT_BRAIN,
-    # Rule 4 takes a closed connection and a refused call for knowledge of an end.
+    # A refused call counts as proof of a death.
     REJECTING_FIREWALL: SPLIT_BRAIN | {NO_FALSE_DEATH},
 }
-"""What a family may defeat, and why."""
+"""The invariants that a family may violate, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +58,29 @@ class NodeSpec:
 
     name: str
     start_s: float = 0.0
-    """`inf`: never."""
+    """Infinity: never."""
     order: int = 0
     clock_origin_s: float = 0.0
     clock_rate: float = 1.0
 
     def __str__(self) -> str:
-        """One word or two."""
+        """Describe the node in one line."""
         comes = "never comes" if self.start_s == float("inf") else f"comes at {self.start_s:.2f} s"
         return f"{self.name} {comes}, order {self.order}, clock {self.clock_rate:.4f}"
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """The job that is played."""
+    """The job of a schedule."""
 
     nodes: tuple[NodeSpec, ...]
     settings: Settings
     linger_s: float = 1.0
-    """How long an agent still answers after the end of the job, or its own."""
+    """How long an agent answers after the end of the job, or after it has left."""
     finishes_at_end: bool = False
-    """At last all workers finish."""
+    """All workers finish at the end."""
     has_operator: bool = False
-    """An operator forces the quorum where all who are missing are dead."""
+    """An operator forces the quorum when all missing nodes are dead."""
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ class JobSpec:
         return tuple(site.name for site in self.nodes)
 
     def __str__(self) -> str:
-        """The job's settings in one line, then a line for each node."""
+        """Describe the settings in one line, then each node in one."""
         s = self.settings
         words = [f"{len(self.nodes)} nodes", f"candidates {' '.join(s.candidates)}"]
         words.append(f"nnodes {s.min_nodes}:{s.max_nodes}")
@@ -97,17 +97,17 @@ class JobSpec:
         if self.has_operator:
             words.append("an operator forces the quorum")
         if self.finishes_at_end:
-            words.append("finishes at last")
+            words.append("finishes at the end")
         return "\n".join([", ".join(words), *(f"    {site}" for site in self.nodes)])
 
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """When something happens: `after_s` after the start or after the `number`-th `event`.
+    """When a fault occurs: `delay_s` after the start or after the `count`-th `event`.
 
-    Events are `world` (one begins that never did before), `Propose`, `Acknowledge` and `Begin` (such a
-    message is sent), `message` (any of the three) and `Claim` (a leader tells somebody that it leads). With
-    `then`, time and events count from the fault before.
+    Events are `view` (a new view starts anywhere), `ProposeView`, `ProposalAck` and `InstallView` (such a
+    message is sent), `message` (any of the three) and `LeaderAnnouncement`. With `after_previous`, time and
+    events count from the fault before.
     """
 
     delay_s: float
@@ -116,7 +116,7 @@ class Trigger:
     after_previous: bool = False
 
     def __str__(self) -> str:
-        """Such as `then Begin 2 + 0.010 s`."""
+        """Format it, such as `then InstallView 2 + 0.010 s`."""
         words = ["then"] if self.after_previous else []
         if self.event:
             words += [self.event, str(self.count)]
@@ -126,28 +126,28 @@ class Trigger:
 
 
 LEADER = "@"
-"""Stands for the node that leads the newest world."""
+"""Stands for the leader of the newest view."""
 OTHER_LEADER = "%"
-"""Stands for a node that leads elsewhere, behind a cut, or for that leader where there is no other."""
+"""Stands for a leader in another part of a partition; without one, for the leader."""
 PARTITION_KINDS = ("partition", "repartition", "one-way", "reject")
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that happens, and is over (if it ever is) after `for_s`.
+    """A fault, undone (if it can be) after `duration_s`.
 
-    `nodes` are names; `#2` is whoever has rank 2 in the newest world then, `@` whoever leads it, `%` who
-    leads elsewhere, `!0` a living node that is not in it. Kinds:
+    `nodes` are names; `#2` stands for rank 2 of the newest view at that time, `@` for its leader, `%` for
+    another leader, `!0` for a live node outside that view. Kinds:
 
-    - of nodes: `kill`, `power` (dies silently), `wipe` (dies and loses its disk), `pause` (the agent),
-      `suspend` (the whole machine), `leave`; `unsent` and `written`: dies before it sends its next message
-      that forms a world, or before it hears that its next write is on disk. All come back after `for_s`.
-    - of disks: `disk` (slow), `stuck` (no write ends).
-    - of workers: `worker` (one fails), `finish`, `fail` (the node gives the job up for all).
+    - of nodes: `kill`, `power` (dies without closing connections), `wipe` (dies and loses its disk), `pause`
+      (the agent), `suspend` (the machine), `leave`; `crash-before-send` (of its next view change message) and
+      `written` (crashes when its next write is on disk). All restart after `duration_s`.
+    - of disks: `disk` (slow), `stuck` (no write completes).
+    - of workers: `worker` (one fails), `finish`, `fail` (the node fails the job for all).
     - of the network: `slow` (each way takes up to 0.6 s), `slowish` (0.3 s), `reset` (the connections between
-      two nodes), `half-reset` (only at the first's end); and cuts between the groups that
-      `|` separates and all others: `partition`, `shift` (in place of every earlier cut; of nobody: all
-      heals), `one-way` (what the named send is lost), `reject` (connections are reset, calls refused).
+      two nodes), `half-reset` (only at the first node's end); and cuts between the groups that `|` separates
+      and all others: `partition`, `repartition` (replaces every earlier cut; without nodes all heals),
+      `one-way` (messages of the named nodes are lost), `reject` (connections are reset and calls refused).
     """
 
     trigger: Trigger
@@ -156,13 +156,14 @@ class Fault:
     duration_s: float = 0.0
 
     def __str__(self) -> str:
-        """One line of a schedule."""
-        return f"{self.trigger!s:>28}  {self.kind} {' '.join(self.nodes) or 'nobody'} for {self.duration_s:.2f} s"
+        """Return one line of a schedule."""
+        nodes = " ".join(self.nodes) or "no node"
+        return f"{self.trigger!s:>28}  {self.kind} {nodes} for {self.duration_s:.2f} s"
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One job and what befalls it."""
+    """One job and its faults."""
 
     seed: int
     family: str
@@ -171,9 +172,9 @@ class Schedule:
 
     @property
     def waived(self) -> frozenset[str]:
-        """The promises that such a schedule may defeat."""
+        """The invariants that this schedule may violate."""
         return WAIVED_INVARIANTS.get(self.family, frozenset())
 
     def __str__(self) -> str:
-        """Everything that is decided before the first step."""
+        """Format all that is decided before the first step."""
         return "\n".join([f"seed {self.seed} ({self.family}): {self.job}", *map(str, self.faults)])

@@ -1,8 +1,7 @@
-"""A schedule of faults, played against the real core in simulated time, with named checkers.
+"""Play one schedule of faults against the real core in simulated time, with named checkers.
 
-`run(seed)` draws the schedule of that seed (`draw`) and lets it all happen. At the end the network heals,
-whole or in two clean parts, and what then has a quorum must form a world; a job that is through must end.
-`batch` plays many. Nothing here is real but the core.
+`run_seed` draws the schedule of a seed and plays it. At the end the network heals, whole or in two parts.
+Then every part with a quorum must form a view, and a finished job must end. Only the core is real.
 """
 
 from __future__ import annotations
@@ -10,11 +9,22 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 
-from elastic_resume.rendezvous.core.messages import Heartbeat
-from elastic_resume.rendezvous.core.quorum import ALL_RULES, QuorumState, SafetyRules, has_quorum
+from elastic_resume.rendezvous.core.events import ForceQuorum
+from elastic_resume.rendezvous.core.leader import Leader
+from elastic_resume.rendezvous.core.messages import Header, Heartbeat
+from elastic_resume.rendezvous.core.node import RendezvousNode
+from elastic_resume.rendezvous.core.quorum import (
+    ALL_RULES,
+    Incarnation,
+    QuorumState,
+    SafetyRules,
+    View,
+    has_quorum,
+)
+from elastic_resume.rendezvous.status_view import build_status
 from tests.support.rendezvous_sim.checkers import (
     EVENTUAL_VIEW,
     JOB_ENDS_EVERYWHERE,
@@ -26,25 +36,78 @@ from tests.support.rendezvous_sim.draw import draw_schedule
 from tests.support.rendezvous_sim.net import MAX_DELAY_S, Clock, LivelockError, Network
 from tests.support.rendezvous_sim.node import SimulatedNode, TraceFunction
 from tests.support.rendezvous_sim.schedule import LEADER, OTHER_LEADER, PARTITION_KINDS, Fault, Schedule
-from tests.support.rendezvous_sim.tell import describe
-from tests.support.rendezvous_sim.word import Operator
 
 VIEW_BOUND_S = 25.0
-"""From the last fault to a world: a node timeout to notice, one of grace, the settle time, some calls."""
+"""From the last fault to a view: a node timeout, a grace period, the last-call timeout and some calls."""
 STABLE_S = 5.0
-"""A world that lasts so long has formed: a node timeout, a lease or newcomers would have ended it."""
+"""A view that lasts so long is stable: a node timeout, a lease or newcomers would have ended it."""
 TRIGGER_WAIT_S = 15.0
-"""Faults that wait for events which do not come are waited for so long after those at times."""
+"""How long to wait, after the last timed fault, for faults whose trigger may never occur."""
 SLOW_DELAY_S = {"slow": 0.6, "slowish": 0.3}
-"""The longest that a packet takes to or from a slow node."""
+"""The longest time that a packet takes to or from a slow node."""
 POLL_INTERVAL_S = 0.5
 MAX_SHOWN = 4
-"""The first violations tell the story; others follow from them."""
+"""Violations shown of one schedule; later ones follow from the first."""
+OPERATOR_INTERVAL_S = (0.3, 3.0)
+"""Range of the time between two looks of the operator at the job."""
+MAX_COMMAND_DELAY_S = 2.0
+"""The longest delay of the operator's command. No agent starts on a node declared dead within it."""
+
+
+class Operator:
+    """An operator who forces the quorum of simulated nodes at random moments.
+
+    The operator does so only when every missing node is dead, and keeps the dead down until the network is
+    whole.
+    """
+
+    def __init__(self, nodes: Mapping[str, SimulatedNode], clock: Clock, rng: random.Random) -> None:
+        self.nodes = nodes
+        self.clock = clock
+        self.rng = rng
+
+    def start(self) -> None:
+        """Schedule the next look at the job."""
+        self.clock.call_at(self.clock.now + self.rng.uniform(*OPERATOR_INTERVAL_S), self._poll)
+
+    def allow_restarts(self) -> None:
+        """Let nodes that were declared dead restart, because the network is whole."""
+        for node in self.nodes.values():
+            if node.declared_dead:
+                self.clock.call_at(self.clock.now + MAX_COMMAND_DELAY_S, self._restart_node, node)
+
+    @staticmethod
+    def _restart_node(node: SimulatedNode) -> None:
+        node.declared_dead = False
+        node.boot()
+
+    def _poll(self) -> None:
+        for node in self.nodes.values():
+            agent = None if node.is_paused else node.agent
+            if agent and isinstance(agent.role, Leader) and build_status(agent).missing:
+                self._force_quorum(agent, {node.name, *agent.role.peers.by_node})
+        self.start()
+
+    def _force_quorum(self, leader: RendezvousNode, present: set[str]) -> None:
+        """Send the command to a random present node, which passes it to its leader."""
+        others = [one for one in self.nodes.values() if one.name not in present]
+        if any(one.has_process for one in others):
+            return
+        for other in others:
+            other.declared_dead = other.incarnation_id > 0
+        lines = self.nodes[self.rng.choice(sorted(present))]
+        force = ForceQuorum(leader.state.quorum_state.newest_generation)
+        self.clock.call_at(
+            self.clock.now + self.rng.random() * MAX_COMMAND_DELAY_S,
+            lines.deliver_event,
+            force,
+            lines.incarnation_id,
+        )
 
 
 @dataclass(slots=True)
 class Result:
-    """What became of a schedule."""
+    """The result of playing a schedule."""
 
     schedule: Schedule
     violations: list[Violation]
@@ -53,10 +116,10 @@ class Result:
     trace: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """The schedule, what happened if it was recorded, and what was violated."""
+        """Format the schedule, the trace if recorded, and the violations."""
         more = len(self.violations) - MAX_SHOWN
-        told = [*map(str, self.violations[:MAX_SHOWN]), *([f"{more:>9} more"] if more > 0 else [])]
-        return "\n".join([str(self.schedule), *self.trace, *told])
+        lines = [*map(str, self.violations[:MAX_SHOWN]), *([f"{more:>9} more"] if more > 0 else [])]
+        return "\n".join([str(self.schedule), *self.trace, *lines])
 
 
 class Simulation:
@@ -71,14 +134,14 @@ class Simulation:
         job = schedule.job
         self.settings = replace(job.settings, rules=rules)
         self.nodes = {
-            site.name: SimulatedNode(site.name, self.settings, self.net, self.checkers) for site in job.nodes
+            spec.name: SimulatedNode(spec.name, self.settings, self.net, self.checkers) for spec in job.nodes
         }
-        for site in job.nodes:
-            node = self.nodes[site.name]
+        for spec in job.nodes:
+            node = self.nodes[spec.name]
             node.order, node.clock_origin_s, node.clock_rate = (
-                site.order,
-                site.clock_origin_s,
-                site.clock_rate,
+                spec.order,
+                spec.clock_origin_s,
+                spec.clock_rate,
             )
             node.linger_s = job.linger_s
             node.on_event = self._on_event
@@ -92,7 +155,7 @@ class Simulation:
         self.trace: TraceFunction | None = None
 
     def record_trace(self, lines: list[str]) -> None:
-        """Note every event, effect and fault as a line, all but heartbeats."""
+        """Record every event, effect and fault as a line, except heartbeats."""
 
         def note(name: str, what: object) -> None:
             if not isinstance(getattr(what, "message", None), Heartbeat):
@@ -105,10 +168,10 @@ class Simulation:
     # What happens, and when.
 
     def run(self) -> None:
-        """Let the schedule happen, then heal and see."""
-        for site in self.schedule.job.nodes:
-            if site.start_s < float("inf"):
-                self.clock.call_at(site.start_s, self.nodes[site.name].boot)
+        """Play the schedule, then heal the network and check."""
+        for spec in self.schedule.job.nodes:
+            if spec.start_s < float("inf"):
+                self.clock.call_at(spec.start_s, self.nodes[spec.name].boot)
         if self.operator:
             self.operator.start()
         faults = self.schedule.faults
@@ -129,7 +192,7 @@ class Simulation:
         self._heal_and_check()
 
     def _arm(self, number: int) -> None:
-        """Have a fault strike when its moment comes."""
+        """Schedule a fault for its trigger."""
         when = self.schedule.faults[number].trigger
         if when.event:
             count = when.count + (self.event_counts[when.event] if when.after_previous else 0)
@@ -139,8 +202,8 @@ class Simulation:
             self.clock.call_at(start + when.delay_s, self._inject, number)
 
     def _on_event(self, event: str) -> None:
-        """Something that faults may wait for has happened."""
-        for one in (event,) if event in ("world", "LeaderAnnouncement") else (event, "message"):
+        """Count an event and schedule the faults that it triggers."""
+        for one in (event,) if event in ("view", "LeaderAnnouncement") else (event, "message"):
             self.event_counts[one] += 1
             for number in self.faults_by_event.pop((one, self.event_counts[one]), ()):
                 after_s = self.schedule.faults[number].trigger.delay_s
@@ -175,9 +238,9 @@ class Simulation:
             self._arm(number + 1)
 
     def _resolve_names(self, nodes: Iterable[str]) -> list[str]:
-        """Turn ranks in the newest world, and its leader, into names."""
-        worlds = self.checkers.views
-        members = [one.node for one in worlds[max(worlds)]] if worlds else list(self.nodes)
+        """Replace ranks in the newest view, and leaders, by node names."""
+        views = self.checkers.views
+        members = [one.node for one in views[max(views)]] if views else list(self.nodes)
         outside = [node.name for node in self.nodes.values() if node.has_process and node.name not in members]
         leaders = [node.name for node in self.nodes.values() if node.is_leader]
         leaders.sort(key=lambda one: not self.nodes[one].running)
@@ -241,7 +304,7 @@ class Simulation:
             node.die()
             self.clock.call_at(end_s, node.boot)
 
-    # The end: no more faults, and whoever may must go on.
+    # The end: no more faults, and every quorum must continue.
 
     def _heal_and_check(self) -> None:
         rng, names = self.rng, set(self.nodes)
@@ -253,30 +316,30 @@ class Simulation:
         self._set_blocked(-1, links_between([sorted(ours)], names))
         if self.trace:
             self.trace("*", f"no more faults; {' '.join(sorted(ours))} | {' '.join(sorted(names - ours))}")
-        for site in self.schedule.job.nodes:
-            node = self.nodes[site.name]
+        for spec in self.schedule.job.nodes:
+            node = self.nodes[spec.name]
             node.max_write_s, node.planned_crash, node.stays_ended = 0.01, "", True
             node.resume()
-            if site.start_s < float("inf") and (ours == names or rng.random() < 0.5):
+            if spec.start_s < float("inf") and (ours == names or rng.random() < 0.5):
                 node.boot()
         if self.operator and ours == names:
             self.operator.allow_restarts()
         self.clock.run_until(self.clock.now + 1)
         parts = [part for part in (ours, names - ours) if part]
-        may = [part for part in parts if self._must_form_view(part)]
-        self._wait_until(lambda: not any(map(self._describe_shortfall, may)))
-        for part in may:
-            # Who gives up takes its vote along: only a quorum that lasts must form a world. (With a join
-            # timeout of less than the settle time for each node, nodes may come and go without end.)
+        quorums = [part for part in parts if self._must_form_view(part)]
+        self._wait_until(lambda: not any(map(self._describe_shortfall, quorums)))
+        for part in quorums:
+            # A node that gives up no longer votes, so only a lasting quorum must form a view. (With a join
+            # timeout below the last-call timeout, nodes may come and go without end.)
             lasted = self._must_form_view(part) and self.clock.now >= self._last_exit_s() + VIEW_BOUND_S
-            lack = self._describe_shortfall(part)
-            if lack and lasted:
-                self.checkers.add_violation(EVENTUAL_VIEW, self.clock.now, lack)
+            shortfall = self._describe_shortfall(part)
+            if shortfall and lasted:
+                self.checkers.add_violation(EVENTUAL_VIEW, self.clock.now, shortfall)
         if self.schedule.job.finishes_at_end:
-            self._finish_job(may)
+            self._finish_job(quorums)
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
-        """Let the time pass in which it must have come true, but no more once it has lasted."""
+        """Wait until `done` has held for `STABLE_S`, but no longer than it may take."""
         start = since = self.clock.now
         while self.clock.now < min(max(start, self._last_exit_s()) + VIEW_BOUND_S, start + 3 * VIEW_BOUND_S):
             self.clock.run_until(self.clock.now + POLL_INTERVAL_S)
@@ -289,9 +352,9 @@ class Simulation:
         return max(node.exited_at for node in self.nodes.values())
 
     def _list_connected(self, part: set[str]) -> list[SimulatedNode]:
-        """Agents of a part that can hear of each other: the largest such set.
+        """Return the largest set of agents of a part that can find each other.
 
-        Newcomers find a job through addresses, and two worlds that share none never meet.
+        Newcomers find a job by addresses; two views that share no address never meet.
         """
         up = {name for name in sorted(part) if (agent := self.nodes[name].agent) and not agent.end_reason}
         knows = {name: self.nodes[name].known_addresses() & up for name in up}
@@ -307,33 +370,33 @@ class Simulation:
         return [self.nodes[name] for name in sorted(largest)]
 
     def _must_form_view(self, part: set[str]) -> bool:
-        """Whether those must form a world: they all are there, or have a quorum by what they know."""
+        """Return whether all nodes are present in a part, or a quorum by what they know."""
         if any(node.has_ended for node in self.nodes.values()):
-            return False  # those who ended are gone for good, and nobody may have seen it
+            return False  # ended nodes are dead, which the others may not know
         agents = [node.agent for node in self._list_connected(part) if node.agent]
         here = {agent.state.incarnation for agent in agents}
         if len(here) == len(self.nodes):
             return True
         if len(here) < self.settings.min_nodes:
             return False
-        # Of two worlds of one generation (their family waives that) each agent keeps the one that it knows.
+        # Of two views of one generation, which a family may waive, each agent keeps the one that it knows.
         for agent in agents:
             known = functools.reduce(
                 QuorumState.merge, (one.state.quorum_state for one in agents), agent.state.quorum_state
             )
-            members = {one for world in known.voting_views for one in known.live_members(world)}
+            members = {one for view in known.voting_views for one in known.live_members(view)}
             reachable = any(one.candidate_index is not None or one in members for one in here)
             if not (reachable and has_quorum(here, known)):
                 return False
         return bool(agents)
 
     def _describe_shortfall(self, part: set[str]) -> str:
-        """Say what is not as it must become; empty when all is well."""
+        """Describe what is missing for the required view; empty if nothing is."""
         alive = self._list_connected(part)
         if any(
             node.has_ended or (node.agent and node.agent.state.job_failure) for node in self.nodes.values()
         ):
-            return ""  # `_finish` looks at that
+            return ""  # `_finish_job` checks that
         live = [self.checkers.running[node.name] for node in alive if node.name in self.checkers.running]
         unfinished = [node for node in alive if node.agent and not node.agent.state.finished_generation]
         wanted = min(len(unfinished), self.settings.max_nodes)
@@ -343,7 +406,7 @@ class Simulation:
         return f"{len(live)} of {wanted} run: {', '.join(map(str, alive))}"
 
     def _finish_job(self, parts: list[set[str]]) -> None:
-        """Have all workers finish, again when they are started again; then the job must end everywhere."""
+        """Let all workers finish, and again after each restart; then check that the job ends everywhere."""
         nodes = [node for part in parts for node in self._list_connected(part)]
 
         def left() -> list[SimulatedNode]:
@@ -361,20 +424,20 @@ class Simulation:
 
 
 def links_between(groups: list[list[str]], names: Iterable[str]) -> set[tuple[str, str]]:
-    """Every direction between nodes of different groups; who is in none belongs to one more."""
+    """Return every direction between nodes of different groups; nodes in no group form one more."""
     place = {name: number for number, group in enumerate(groups) for name in group}
     return {(a, b) for a in names for b in names if place.get(a, -1) != place.get(b, -1)}
 
 
 def run_seed(seed: int, rules: SafetyRules = ALL_RULES, *, with_trace: bool = False) -> Result:
-    """Play the schedule of a seed; with `told`, record every event and effect."""
+    """Play the schedule of a seed; with `with_trace`, record every event and effect."""
     return run_schedule(draw_schedule(seed), rules, with_trace=with_trace)
 
 
 def run_schedule(
     schedule: Schedule, rules: SafetyRules = ALL_RULES, *, with_trace: bool = False, strict: bool = False
 ) -> Result:
-    """Play a schedule; `strict`, with no promise waived."""
+    """Play a schedule; if `strict`, without waived invariants."""
     simulation = Simulation(schedule, rules)
     checkers = simulation.checkers
     if strict:
@@ -387,3 +450,40 @@ def run_schedule(
     except LivelockError as error:
         checkers.add_violation(QUIESCENCE, simulation.clock.now, str(error))
     return Result(schedule, checkers.violations, len(checkers.views), simulation.clock.steps, story)
+
+
+def describe(item: object) -> str:
+    """Describe an event, effect or message in a few words for a trace."""
+    if isinstance(item, Incarnation):
+        return f"{item.node}{item.incarnation_id}"
+    if isinstance(item, View):
+        return f"{item.generation}{_describe_set(item.members)} of {describe(item.leader)}"
+    if isinstance(item, QuorumState):
+        return _describe_quorum_state(item)
+    if isinstance(item, Header):
+        lease = f" lease {item.lease_s:.2f} of {item.generation}" if item.generation else ""
+        return f"{item.seq}/{item.ack}{lease}"
+    if is_dataclass(item):
+        values = [(one.name, getattr(item, one.name)) for one in fields(item)]
+        lines = [f"{name}={describe(value)}" for name, value in values if value or value == 0]
+        return f"{type(item).__name__}({' '.join(lines)})"
+    if isinstance(item, (tuple, frozenset, set)):
+        return _describe_set(item)
+    return f"{item:.3f}" if isinstance(item, float) else str(item)
+
+
+def _describe_quorum_state(state: QuorumState) -> str:
+    words = [f"installed {describe(state.installed)}" if state.installed else "none installed"]
+    words += [f"proposed {describe(view)}" for view in state.proposals]
+    words += [f"dead {_describe_set(state.dead)}"] if state.dead else []
+    words += (
+        [f"aborted {_describe_set(f'{number}{describe(leader)}' for number, leader in state.aborted)}"]
+        if state.aborted
+        else []
+    )
+    return f"<{', '.join(words)}>"
+
+
+def _describe_set(items: object) -> str:
+    lines = [describe(one) for one in items] if not isinstance(items, str) else [items]  # type: ignore[attr-defined]
+    return "{" + " ".join(lines) + "}"

@@ -32,7 +32,7 @@ from elastic_resume.policy.failure_classification import (
     separate_root_causes,
     truncate_failure,
 )
-from elastic_resume.rendezvous.core.failure_log import MAX_FAILURES, FailureLog, bound_failures
+from elastic_resume.rendezvous.core.state import MAX_FAILURES, FailureLog, bound_failures
 
 Events = list[dict[str, Any]]
 NO_STRAIN = MemoryPressure()

@@ -1,4 +1,4 @@
-"""Who may form the next world: the third rule by table, and what merging knowledge may not lose."""
+"""The quorum rules by table, and what merging quorum states must not lose."""
 
 from __future__ import annotations
 
@@ -24,134 +24,141 @@ A, B, C, D, E = (
 A2 = Incarnation("a", "2", "a:1", candidate_index=0)
 
 
-def world(generation: int, *members: Incarnation) -> View:
-    """A world whose rank 0 proposed it."""
+def view(generation: int, *members: Incarnation) -> View:
+    """Return a view that its rank 0 proposed."""
     return View(generation, members, members[0])
 
 
-def knows(
-    begun: View | None = None,
+def make_state(
+    installed: View | None = None,
     *proposals: View,
-    gone: tuple[Incarnation, ...] = (),
+    dead: tuple[Incarnation, ...] = (),
     candidates: int = 3,
     forced: int = 0,
 ) -> QuorumState:
-    """Knowledge with three candidates unless told."""
-    return QuorumState(candidates, begun, proposals, frozenset(gone), forced_generation=forced)
+    """Return a quorum state, with three candidates by default."""
+    return QuorumState(candidates, installed, proposals, frozenset(dead), forced_generation=forced)
 
 
-FIVE = world(1, A, B, C, D, E)
+FIVE = view(1, A, B, C, D, E)
 TABLE = [
-    ("two of three candidates make the first world", (A, C), knows(), True),
-    ("one of three candidates does not", (A, D, E), knows(), False),
-    ("one candidate is enough where there is one", (A,), knows(candidates=1), True),
-    ("a crowd without a candidate is not enough", (D, E), knows(candidates=1), False),
-    ("a restarted candidate is a candidate", (A2, B), knows(), True),
-    ("one node at two addresses is counted by address", (A, A2), knows(), False),
-    ("more than half of the last world", (C, D, E), knows(FIVE), True),
-    ("less than half of it", (A, B), knows(FIVE), False),
-    ("an exact half with the lowest rank", (A, D), knows(world(1, A, B, C, D)), True),
-    ("an exact half without it", (C, D), knows(world(1, A, B, C, D)), False),
-    ("the lowest rank that is not gone", (B, C), knows(FIVE, gone=(A,)), True),
-    ("the gone do not count", (E,), knows(FIVE, gone=(A, B, C, D)), True),
-    ("the gone do not vote", (A, B, C), knows(FIVE, gone=(A, B)), False),
-    ("a new process does not vote for its former self", (A2, C), knows(world(1, A, B, C)), False),
-    ("where all are gone the candidates decide", (A2, B), knows(world(1, A), gone=(A,)), True),
-    ("where all are gone one candidate is too few", (A2,), knows(world(1, A), gone=(A,)), False),
-    ("a later proposal must consent too", (A, B, C), knows(FIVE, world(2, C, D, E)), False),
-    ("and may", (B, C, D), knows(FIVE, world(2, C, D, E)), True),
-    ("a forced world need not consent", (E,), knows(FIVE, forced=1), True),
-    ("nor need its restarted members", (A2,), knows(FIVE, gone=(A,), forced=1), True),
-    ("a later proposal must consent", (A,), knows(FIVE, world(2, C, D, E), forced=1), False),
-    ("a proposal for the first world must consent", (B, C), knows(None, world(1, A, B)), False),
-    ("a proposal of the first world does not waive its rule", (B,), knows(None, world(1, B)), False),
+    ("two of three candidates form the first view", (A, C), make_state(), True),
+    ("one of three candidates does not", (A, D, E), make_state(), False),
+    ("one candidate is enough where there is one", (A,), make_state(candidates=1), True),
+    ("nodes that are no candidates are not enough", (D, E), make_state(candidates=1), False),
+    ("a restarted candidate is a candidate", (A2, B), make_state(), True),
+    ("one node at two addresses is counted by address", (A, A2), make_state(), False),
+    ("more than half of the last view", (C, D, E), make_state(FIVE), True),
+    ("less than half of it", (A, B), make_state(FIVE), False),
+    ("an exact half with the lowest rank", (A, D), make_state(view(1, A, B, C, D)), True),
+    ("an exact half without it", (C, D), make_state(view(1, A, B, C, D)), False),
+    ("the lowest rank that is not dead", (B, C), make_state(FIVE, dead=(A,)), True),
+    ("the dead do not count", (E,), make_state(FIVE, dead=(A, B, C, D)), True),
+    ("the dead do not vote", (A, B, C), make_state(FIVE, dead=(A, B)), False),
+    ("a new process does not vote for the former one", (A2, C), make_state(view(1, A, B, C)), False),
+    ("if all are dead the candidates decide", (A2, B), make_state(view(1, A), dead=(A,)), True),
+    ("if all are dead one candidate is too few", (A2,), make_state(view(1, A), dead=(A,)), False),
+    ("a later proposal must agree too", (A, B, C), make_state(FIVE, view(2, C, D, E)), False),
+    ("a later proposal may agree", (B, C, D), make_state(FIVE, view(2, C, D, E)), True),
+    ("a forced view need not agree", (E,), make_state(FIVE, forced=1), True),
+    ("nor need its restarted members", (A2,), make_state(FIVE, dead=(A,), forced=1), True),
+    (
+        "a proposal after the forced view must agree",
+        (A,),
+        make_state(FIVE, view(2, C, D, E), forced=1),
+        False,
+    ),
+    ("a proposal for the first view must agree", (B, C), make_state(None, view(1, A, B)), False),
+    ("a proposal of the first view does not waive its rule", (B,), make_state(None, view(1, B)), False),
 ]
 
 
-@pytest.mark.parametrize(("name", "present", "knowledge", "expected"), TABLE, ids=[row[0] for row in TABLE])
-def test_quorum(name: str, present: tuple[Incarnation, ...], knowledge: QuorumState, expected: bool) -> None:
-    """The third rule, one row a case."""
+@pytest.mark.parametrize(
+    ("name", "present", "quorum_state", "expected"), TABLE, ids=[row[0] for row in TABLE]
+)
+def test_quorum(
+    name: str, present: tuple[Incarnation, ...], quorum_state: QuorumState, expected: bool
+) -> None:
+    """Rule 3, one case a row."""
     del name
-    assert has_quorum(present, knowledge) is expected
+    assert has_quorum(present, quorum_state) is expected
 
 
-def test_no_two_disjoint_sets_have_a_quorum_of_the_same_knowledge() -> None:
-    """Whatever is known, two sides of a partition that know it are not both the heir."""
+def test_two_disjoint_sets_with_one_quorum_state_never_both_have_a_quorum() -> None:
+    """Two sides of a partition that know the same do not both continue."""
     everyone = (A, B, C, D, E)
-    for gone in itertools.chain.from_iterable(itertools.combinations(everyone, n) for n in range(5)):
-        known = knows(FIVE, gone=gone)
+    for dead in itertools.chain.from_iterable(itertools.combinations(everyone, n) for n in range(5)):
+        state = make_state(FIVE, dead=dead)
         for size in range(6):
             for side in itertools.combinations(everyone, size):
                 other = tuple(one for one in everyone if one not in side)
-                assert not (has_quorum(side, known) and has_quorum(other, known)), (side, gone)
+                assert not (has_quorum(side, state) and has_quorum(other, state)), (side, dead)
 
 
-def test_a_shortfall_names_who_is_waited_for() -> None:
-    """The log says how many votes are here and whose are not."""
-    lack = find_missing_quorum((A, B), knows(FIVE))
-    assert str(lack) == (
-        "generation 1 may live on elsewhere: 2 of the 3 votes it takes are here; waiting for c, d, e "
+def test_missing_quorum_names_the_missing_members() -> None:
+    """The message says how many votes are here and whose are missing."""
+    missing = find_missing_quorum((A, B), make_state(FIVE))
+    assert str(missing) == (
+        "generation 1 may still run elsewhere: 2 of the 3 required votes are here; waiting for c, d, e "
         "(if dead for good: elastic-resume force-quorum)"
     )
-    assert (
-        str(find_missing_quorum((A,), knows())) == "1 of the 2 candidates that a first world takes are here"
-    )
+    assert str(find_missing_quorum((A,), make_state())) == "1 of the 2 candidates required to start are here"
 
 
-def test_each_broken_rule_lets_somebody_in_who_may_not() -> None:
-    """The switches that the simulator's tests use do what their names say."""
-    assert has_quorum((A2, C), knows(world(1, A, B, C)), SafetyRules(distinguish_incarnations=False))
-    assert has_quorum((A, B, C), knows(FIVE, world(2, C, D, E)), SafetyRules(count_later_proposals=False))
+def test_broken_rule_grants_a_quorum_that_the_rules_refuse() -> None:
+    """The switches that the simulator uses have their effect."""
+    assert has_quorum((A2, C), make_state(view(1, A, B, C)), SafetyRules(distinguish_incarnations=False))
+    assert has_quorum((A, B, C), make_state(FIVE, view(2, C, D, E)), SafetyRules(count_later_proposals=False))
 
 
-def test_a_void_proposal_asks_for_nobody() -> None:
-    """What its leader dropped can never begin, and so holds nobody back."""
-    late = world(2, A, D, E)
-    known = knows(world(1, A), late)
-    assert not has_quorum((A,), known)
-    assert has_quorum((A,), known.with_aborted(late))
-    assert has_quorum((A,), known.merge(known.with_aborted(late)))
+def test_aborted_proposal_needs_no_votes() -> None:
+    """It can never be installed."""
+    late = view(2, A, D, E)
+    state = make_state(view(1, A), late)
+    assert not has_quorum((A,), state)
+    assert has_quorum((A,), state.with_aborted(late))
+    assert has_quorum((A,), state.merge(state.with_aborted(late)))
 
 
-def test_a_begun_world_ends_what_came_before_it() -> None:
-    """Proposals and the gone that no longer matter are forgotten: knowledge stays small."""
-    known = knows(FIVE, world(2, C, D, E), gone=(A, B)).with_installed(world(3, C, D))
-    assert known == knows(world(3, C, D))
+def test_installed_view_removes_earlier_proposals_and_deaths() -> None:
+    """So the quorum state stays small."""
+    state = make_state(FIVE, view(2, C, D, E), dead=(A, B)).with_installed(view(3, C, D))
+    assert state == make_state(view(3, C, D))
 
 
-def test_a_forced_generation_counts_until_a_later_world_begins() -> None:
-    """It reaches others with all else that is known, and a later world ends it."""
-    forced = knows(FIVE, forced=1)
-    assert knows(FIVE).merge(forced) == forced == forced.prune()
-    assert forced.with_installed(world(2, A)).forced_generation == 0
-    assert forced.merge(knows(world(2, C, D, E))) == knows(world(2, C, D, E))
+def test_forced_generation_is_cleared_by_a_later_view() -> None:
+    """Until then it is merged like the rest of the state."""
+    forced = make_state(FIVE, forced=1)
+    assert make_state(FIVE).merge(forced) == forced == forced.prune()
+    assert forced.with_installed(view(2, A)).forced_generation == 0
+    assert forced.merge(make_state(view(2, C, D, E))) == make_state(view(2, C, D, E))
 
 
-def test_a_reborn_agent_is_another_incarnation() -> None:
-    """One that was declared gone by mistake comes back as somebody new, at the same address."""
+def test_next_incarnation_differs_and_keeps_the_address() -> None:
+    """A live node that was declared dead continues as a new incarnation."""
     again = A.next_incarnation()
     assert again not in (A, A2)
     assert again.next_incarnation() not in (A, again)
     assert (again.node, again.address, again.candidate_index) == ("a", "a:1", 0)
 
 
-everybody = st.sampled_from((A, B, C, D, E))
-worlds = st.builds(
-    lambda generation, members: world(generation, *members),
+members = st.sampled_from((A, B, C, D, E))
+views = st.builds(
+    lambda generation, members: view(generation, *members),
     st.integers(1, 4),
-    st.lists(everybody, min_size=1, max_size=5, unique=True),
+    st.lists(members, min_size=1, max_size=5, unique=True),
 )
-knowledges = st.builds(
-    lambda proposals, gone: knows(None, *proposals, gone=tuple(gone)).prune(),
-    st.lists(worlds, max_size=3, unique_by=lambda one: (one.generation, one.leader)),
-    st.lists(everybody, unique=True),
+quorum_states = st.builds(
+    lambda proposals, dead: make_state(None, *proposals, dead=tuple(dead)).prune(),
+    st.lists(views, max_size=3, unique_by=lambda view: (view.generation, view.leader)),
+    st.lists(members, unique=True),
 )
 
 
-@given(knowledges, knowledges)
-def test_merging_is_the_same_from_both_sides_and_once_is_enough(one: QuorumState, other: QuorumState) -> None:
-    """Knowledge may arrive twice and in any order."""
-    both = one.merge(other)
-    assert set(both.proposals) == set(other.merge(one).proposals)
-    assert both.dead >= (one.dead | other.dead) & {m for w in both.voting_views for m in w.members}
-    assert both.merge(one) == both == both.merge(other)
+@given(quorum_states, quorum_states)
+def test_merge_is_commutative_and_idempotent(first: QuorumState, second: QuorumState) -> None:
+    """Quorum states may arrive twice and in any order."""
+    both = first.merge(second)
+    assert set(both.proposals) == set(second.merge(first).proposals)
+    assert both.dead >= (first.dead | second.dead) & {m for w in both.voting_views for m in w.members}
+    assert both.merge(first) == both == both.merge(second)

@@ -436,7 +436,7 @@ def test_a_spare_that_falls_silent_is_lost_and_nobody_else_minds(tmp_path: Path,
                 send_messages(peer, Heartbeat())
             assert is_disconnected(peer)
         if answers:
-            wait_until(lambda: bool(alone.log_lines("lost", "late is silent")), "the leader says so")
+            wait_until(lambda: bool(alone.log_lines("lost", "late is unreachable")), "the leader says so")
         undisturbed([alone])
     finally:
         stations.stop()
