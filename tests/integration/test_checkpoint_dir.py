@@ -24,8 +24,8 @@ from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.checkpoint.writer import CheckpointTransaction
 from elastic_resume.errors import ConfigError, MachineError, NodeFileError, NodeLockedError, UsageError
 from tests.support.checkpoint_samples import RUN, make_image, make_manifest, save_checkpoint
+from tests.support.paths import ROOT
 
-SUPPORT = Path(__file__).parents[1] / "support"
 POINTS = [
     "commit.before-data",
     "commit.after-data",
@@ -33,7 +33,7 @@ POINTS = [
     "commit.before-rename",
     "commit.after-rename",
 ]
-SAVE = "import sys; from pathlib import Path; from store_samples import save; save(Path(sys.argv[1]), 1, 3)"
+SAVE = "import sys; from pathlib import Path; from tests.support.checkpoint_samples import save_checkpoint; save_checkpoint(Path(sys.argv[1]), 1, 3)"
 
 
 def python(code: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
@@ -44,7 +44,7 @@ def python(code: str, *arguments: str, **variables: str) -> subprocess.Popen[str
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(SUPPORT), **variables},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
     )
 
 
@@ -187,7 +187,7 @@ def test_a_second_process_is_told_who_owns_the_directory(tmp_path: Path) -> None
         with python(HOLD, str(tmp_path)) as second:
             _, err = second.communicate(timeout=60)
         assert second.returncode == 1
-        assert f"NodeTakenError: node name 'a' is taken: {tmp_path / RUN / 'a'}" in err
+        assert f"NodeLockedError: node name 'a' is taken: {tmp_path / RUN / 'a'}" in err
         assert f"held by process {first.pid} on host {os.uname().nodename} since 20" in err
         assert "the-first-one" in err
         assert "another --node-name" in err

@@ -41,23 +41,23 @@ for _ in range(10):
     optimizer.step()
     flat = state.flatten({"model": model, "optimizer": optimizer})
     with open(sys.argv[1], "a") as file:
-        print(json.dumps(state.fingerprints(flat.leaves)), file=file)
+        print(json.dumps(state.digest_leaves(flat.leaves)), file=file)
     run.step()
 """
 COMMIT = """
 import sys
-from tests.unit.snapshot.test_committer import NEEDED, snapshot
-from elastic_resume.snapshot.committer import Keeper
-from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.snapshot.slot_pool import Rack
 from pathlib import Path
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.snapshot.committer import CheckpointCommitter
+from elastic_resume.snapshot.slot_pool import SlotPool
+from tests.support.snapshot_samples import SLOT_BYTES, write_snapshot
 with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
-    rack = Rack(3 * NEEDED, say=print)
-    rack.reserve(NEEDED)
-    keeper = Keeper(node_dir.path, "job", rack, say=print, tell=lambda *_, **__: None)
-    keeper.start()
+    pool = SlotPool(3 * SLOT_BYTES, log=print)
+    pool.reserve(SLOT_BYTES)
+    committer = CheckpointCommitter(node_dir.path, "job", pool, log=print, emit=lambda *_, **__: None)
+    committer.start()
     for step in range(1, 6):
-        keeper.commit(snapshot(rack._kept[step % 3].slot, step))
+        committer.commit(write_snapshot(pool._owned[step % 3].slot, step))
 """
 
 

@@ -211,10 +211,10 @@ def test_a_machine_sees_the_disk_at_a_plain_path_before_and_after_it_is_mended(t
 MAKER = """
 import sys, time
 from pathlib import Path
-from tests.support.disks import Disk
-disk = Disk(sys.argv[1])
+from tests.support.disks import SimulatedDisk
+disk = SimulatedDisk(sys.argv[1])
 (disk.path / "file").write_bytes(bytes(20 << 20))
-disk.slow(1000)
+disk.limit_rate(1000)
 print("made", flush=True)
 time.sleep(600)
 """

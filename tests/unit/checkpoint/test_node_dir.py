@@ -27,7 +27,7 @@ def test_the_floor_is_that_of_the_supervisor_who_noted_it(tmp_path: Path) -> Non
 def test_a_damaged_note_is_an_error_that_a_restart_would_meet_again(tmp_path: Path, text: str) -> None:
     """Guessing would set aside what this start has saved, or go on from what was to be set aside."""
     (tmp_path / JOB_START_FILE).write_bytes(text.encode("latin-1"))
-    with pytest.raises(NodeFileError, match=r"life.json: is damaged.*Remove the file") as caught:
+    with pytest.raises(NodeFileError, match=r"job-start.json: is damaged.*Remove the file") as caught:
         node_dir.read_min_generation(tmp_path, "7", 3)
     assert caught.value.is_deterministic
 
@@ -35,7 +35,7 @@ def test_a_damaged_note_is_an_error_that_a_restart_would_meet_again(tmp_path: Pa
 def test_a_note_that_cannot_be_read_is_the_machines_fault(tmp_path: Path) -> None:
     """Not taken for a missing one."""
     (tmp_path / JOB_START_FILE).mkdir()
-    with pytest.raises(MachineError, match=r"cannot read .*life.json"):
+    with pytest.raises(MachineError, match=r"cannot read .*job-start.json"):
         node_dir.read_min_generation(tmp_path, "7", 3)
 
 

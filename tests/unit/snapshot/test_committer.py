@@ -19,8 +19,6 @@ from typing import Any
 import pytest
 
 from elastic_resume.checkpoint.atomic_io import Disk
-from elastic_resume.checkpoint.layout import Layout, TensorSpec
-from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.reader import checkpoint_name, deep_check
 from elastic_resume.checkpoint.writer import RetentionPolicy
@@ -31,9 +29,7 @@ from elastic_resume.snapshot.committer import CheckpointCommitter
 from elastic_resume.snapshot.ipc import MAX_MESSAGE_BYTES, SnapshotClient, SnapshotServer
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.snapshot.slots import ControlBlock, Slot, encode_snapshot_id
-
-LAYOUT = Layout.build([TensorSpec("model/w", "U8", (100_000,))])
-NEEDED = slots.required_slot_bytes(LAYOUT.total_bytes, 1000, 1000)
+from tests.support.snapshot_samples import SLOT_BYTES, write_snapshot
 
 
 class Moody(Disk):
@@ -84,9 +80,9 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     """A keeper of three slots."""
     with NodeDir.claim(tmp_path, "job", "a") as node_dir:
         disk, said, told = Moody(), [], []  # type: ignore[var-annotated]
-        rack = SlotPool(3 * NEEDED, log=said.append)
-        rack.reserve(NEEDED)
-        rack._create_slots(NEEDED)
+        rack = SlotPool(3 * SLOT_BYTES, log=said.append)
+        rack.reserve(SLOT_BYTES)
+        rack._create_slots(SLOT_BYTES)
         keeper = CheckpointCommitter(
             node_dir.path,
             "job",
@@ -100,28 +96,6 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
         keeper.close()
 
 
-def snapshot(slot: Slot, step: int, *, generation: int = 1, want: bool = False, parts: int = 1) -> int:
-    """Lay a snapshot into the slot, as a lead does; its only rank has copied all."""
-    mark = encode_snapshot_id(generation, step)
-    static = {
-        "run_id": "job", "node": "a", "rank": 0, "world_size": 1, "writer": "test",
-        "follows_rank0": [], "state": {"model": {"w": {"$": "tensor", "name": "model/w", "kind": "tensor"}}},
-    }  # fmt: skip
-    position = Position(0, step, step, step)
-    dynamic = slots.dynamic_metadata(generation, position, time.time(), {})
-    slot.record.set("target", 0)
-    slot.write_metadata(
-        LAYOUT.header, LAYOUT.total_bytes, slots.encode_metadata(static), slots.encode_metadata(dynamic), 7
-    )
-    start = len(LAYOUT.header)
-    slot.memory[start : LAYOUT.total_bytes] = bytes([step % 256]) * 100_000
-    slot.record.set("parts", parts)
-    slot.record.set("commit_requested", mark if want else 0)
-    slot.record.set("target", mark)
-    slot.record.set_copied(0, mark)
-    return mark
-
-
 def until(true: Callable[[], bool]) -> None:
     """Wait for something that a thread does."""
     limit = time.monotonic() + 60
@@ -132,8 +106,8 @@ def until(true: Callable[[], bool]) -> None:
 
 def test_what_is_wanted_goes_to_disk_and_nothing_else(setting: Setting) -> None:
     """The bytes in memory become a checkpoint that any reader of safetensors opens."""
-    snapshot(setting.slot(0), 1)
-    mark = snapshot(setting.slot(1), 2, want=True)
+    write_snapshot(setting.slot(0), 1)
+    mark = write_snapshot(setting.slot(1), 2, commit_requested=True)
     setting.keeper.request_commit(mark)
     until(lambda: setting.slot(1).record.get("committed") == mark)
     assert setting.copies() == [checkpoint_name(1, 2)]
@@ -144,7 +118,7 @@ def test_what_is_wanted_goes_to_disk_and_nothing_else(setting: Setting) -> None:
 
 def test_an_agent_that_starts_again_takes_memory_before_it_is_asked_to(setting: Setting) -> None:
     """What its disk holds tells how large slots have to be; the keeper of an empty node waits to hear it."""
-    snapshot(setting.slot(0), 1)
+    write_snapshot(setting.slot(0), 1)
     assert setting.keeper.commit() is not None
     rack = SlotPool(1 << 30, log=print)
     empty = CheckpointCommitter(
@@ -158,14 +132,14 @@ def test_an_agent_that_starts_again_takes_memory_before_it_is_asked_to(setting: 
     later.start()
     until(lambda: len(rack.control_block.read_slots()) == 3)
     serials = [state.serial for state in rack.control_block.read_slots()]
-    assert rack.reserve(NEEDED) == 3
+    assert rack.reserve(SLOT_BYTES) == 3
     assert [state.serial for state in rack.control_block.read_slots()] == serials, "they are large enough"
     later.close()
 
 
 def test_one_that_is_still_being_copied_is_waited_for(setting: Setting) -> None:
     """Other local ranks may be a moment later."""
-    mark = snapshot(setting.slot(0), 1, want=True, parts=2)
+    mark = write_snapshot(setting.slot(0), 1, commit_requested=True, parts=2)
     setting.keeper.request_commit(mark)
     time.sleep(0.05)
     assert setting.copies() == []
@@ -176,7 +150,7 @@ def test_one_that_is_still_being_copied_is_waited_for(setting: Setting) -> None:
 def test_one_that_is_overwritten_meanwhile_is_not_committed(setting: Setting) -> None:
     """The keeper looks again when it has written, and before the rename."""
     slot = setting.slot(0)
-    mark = snapshot(slot, 1, want=True)
+    mark = write_snapshot(slot, 1, commit_requested=True)
     setting.disk.before = lambda: slot.record.set("target", 0)
     setting.keeper.request_commit(mark)
     until(lambda: slot.record.get("target") == 0 and slot.record.get("pinned") == 0)
@@ -191,11 +165,11 @@ def test_a_disk_that_refuses_costs_a_copy_and_is_tried_again(
     """It is said once, the slot is free, older copies are whole, and the newest snapshot goes when it can."""
     monkeypatch.setattr(keepers, "FIRST_RETRY_S", 0.05)
     setting.keeper._retry_s = 0.05
-    first = snapshot(setting.slot(0), 1, want=True)
+    first = write_snapshot(setting.slot(0), 1, commit_requested=True)
     setting.keeper.request_commit(first)
     until(lambda: setting.copies() == [checkpoint_name(1, 1)])
     setting.disk.refuse = operation
-    second = snapshot(setting.slot(1), 2, want=True)
+    second = write_snapshot(setting.slot(1), 2, commit_requested=True)
     setting.keeper.request_commit(second)
     until(lambda: setting.slot(1).record.get("committed") == second)
     until(lambda: sum(kind == "commit-failed" for kind, _ in setting.told) >= 2)
@@ -203,7 +177,7 @@ def test_a_disk_that_refuses_costs_a_copy_and_is_tried_again(
     assert setting.keeper.last_error
     assert len(setting.said) == 2  # the line of the budget, and this
     assert "step 2 was not saved" in setting.said[1]
-    snapshot(setting.slot(2), 3)
+    write_snapshot(setting.slot(2), 3)
     setting.disk.refuse = ""
     until(lambda: setting.copies() == [checkpoint_name(1, 1), checkpoint_name(1, 3)])
     until(lambda: not setting.keeper.last_error)
@@ -219,16 +193,18 @@ def test_a_fault_of_ours_does_not_end_the_keeper(setting: Setting) -> None:
 
     setting.disk.before = stumble
     with pytest.raises(MachineError, match="a fault of ours"):
-        setting.keeper.commit(snapshot(setting.slot(0), 1))
+        setting.keeper.commit(write_snapshot(setting.slot(0), 1))
     assert [kind for kind, _ in setting.told] == ["committer-failed"]
-    assert setting.keeper.commit(snapshot(setting.slot(1), 2)) == setting.node_dir / checkpoint_name(1, 2)
+    assert setting.keeper.commit(write_snapshot(setting.slot(1), 2)) == setting.node_dir / checkpoint_name(
+        1, 2
+    )
     assert setting.copies() == [checkpoint_name(1, 2)]
 
 
 def test_who_waits_for_a_commit_hears_of_its_failure(setting: Setting) -> None:
     """And of where it lies when it has gone well."""
     setting.disk.refuse = "write"
-    mark = snapshot(setting.slot(0), 1)
+    mark = write_snapshot(setting.slot(0), 1)
     with pytest.raises(MachineError, match="No space left"):
         setting.keeper.commit(mark)
     setting.disk.refuse = ""
@@ -245,7 +221,7 @@ def test_nothing_there_is_no_commit(setting: Setting) -> None:
 def test_words_that_cannot_be_true_are_not_committed(setting: Setting) -> None:
     """A script that scribbles over its memory must not make a checkpoint of it."""
     slot = setting.slot(0)
-    mark = snapshot(slot, 1, want=True)
+    mark = write_snapshot(slot, 1, commit_requested=True)
     slot.memory[slot.record.get("dynamic_offset")] = 0
     setting.keeper.request_commit(mark)
     until(lambda: [kind for kind, _ in setting.told] == ["snapshot-ignored"])
@@ -257,14 +233,14 @@ def test_older_copies_go_and_two_stay(setting: Setting) -> None:
     """As the workers agreed."""
     setting.keeper.start_generation(RetentionPolicy(keep=2))
     for step in range(1, 6):
-        setting.keeper.commit(snapshot(setting.slot(step % 3), step))
+        setting.keeper.commit(write_snapshot(setting.slot(step % 3), step))
     until(lambda: len(list(setting.node_dir.glob("g*-s*"))) == 2)  # after who waited was answered
     assert setting.copies() == [checkpoint_name(1, 4), checkpoint_name(1, 5)]
 
 
 def test_an_older_snapshot_never_takes_the_place_of_a_newer_one(setting: Setting) -> None:
     """Both of an epoch's last step have one name; the first may be wanted when the second is on disk."""
-    older, newer = snapshot(setting.slot(0), 4), snapshot(setting.slot(1), 4)
+    older, newer = write_snapshot(setting.slot(0), 4), write_snapshot(setting.slot(1), 4)
     setting.slot(1).record.set("target", newer + 1)  # the epoch is over
     setting.slot(1).record.set_copied(0, newer + 1)
     assert setting.keeper.commit(newer + 1) is not None
@@ -276,7 +252,7 @@ def test_an_older_snapshot_never_takes_the_place_of_a_newer_one(setting: Setting
 
 def test_a_copy_that_came_from_disk_is_not_written_again(setting: Setting) -> None:
     """A slot that a resume has filled from this node's own disk is there already."""
-    setting.keeper.commit(snapshot(setting.slot(0), 4))
+    setting.keeper.commit(write_snapshot(setting.slot(0), 4))
     setting.told.clear()
     setting.keeper._last_commit = {}
     setting.keeper.start_generation(RetentionPolicy(trusted_version=(1, 4)))
@@ -304,7 +280,7 @@ def test_a_worker_gets_the_very_memory(setting: Setting, desk: SnapshotServer) -
     answer, descriptor = line.call("slot", expect_descriptor=True, index=0, serial=serial)
     mine = Slot(descriptor, answer["capacity"], serial, control.slot_record(0))
     os.close(descriptor)
-    mark = snapshot(mine, 3, want=True)
+    mark = write_snapshot(mine, 3, commit_requested=True)
     line.send("request_commit", snapshot_id=mark)
     until(lambda: setting.copies() == [checkpoint_name(1, 3)])
     answer, _ = line.call("commit", snapshot_id=mark)
@@ -383,18 +359,18 @@ def test_a_wish_that_cannot_be_granted_holds_up_no_other(setting: Setting) -> No
     vain = threading.Thread(target=lambda: setting.keeper.commit(encode_snapshot_id(9, 9)), daemon=True)
     vain.start()
     until(lambda: bool(setting.keeper._requests))
-    mark = snapshot(setting.slot(0), 1, want=True)
+    mark = write_snapshot(setting.slot(0), 1, commit_requested=True)
     assert setting.keeper.commit(mark) is not None
     assert vain.is_alive()
 
 
 def test_what_could_not_be_saved_and_is_discarded_is_tried_no_more(setting: Setting) -> None:
     """Else the thread would look for it thousands of times a second."""
-    assert setting.keeper.commit(snapshot(setting.slot(0), 1)) is not None
+    assert setting.keeper.commit(write_snapshot(setting.slot(0), 1)) is not None
     setting.keeper._retry_s = 0.05
     setting.disk.refuse = "write"
     with pytest.raises(MachineError):
-        setting.keeper.commit(snapshot(setting.slot(1), 2))
+        setting.keeper.commit(write_snapshot(setting.slot(1), 2))
     setting.keeper.slot_pool.discard(1)
     until(lambda: setting.keeper._retry_at == 0)
     assert not setting.keeper._has_work()
@@ -408,30 +384,31 @@ def test_a_log_that_cannot_be_written_ends_no_checkpoints(setting: Setting) -> N
 
     setting.keeper._log = setting.keeper._emit = refuse
     setting.disk.refuse = "write"
-    mark = snapshot(setting.slot(0), 1, want=True)
+    mark = write_snapshot(setting.slot(0), 1, commit_requested=True)
     with pytest.raises(MachineError):
         setting.keeper.commit(mark)
     setting.disk.refuse = ""
-    mark = snapshot(setting.slot(0), 2, want=True)
+    mark = write_snapshot(setting.slot(0), 2, commit_requested=True)
     until(lambda: setting.keeper.commit(mark) is not None)
 
 
-KEEPER = """
+COMMITTER = """
 import resource, sys
 from pathlib import Path
-from elastic_resume.snapshot.ipc import Desk
-from elastic_resume.snapshot.committer import Keeper
+from elastic_resume.snapshot.ipc import SnapshotServer
+from elastic_resume.snapshot.committer import CheckpointCommitter
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.snapshot.slot_pool import Rack
+from elastic_resume.snapshot.slot_pool import SlotPool
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
-    rack = Rack(1 << 24, say=lambda _: None)
-    rack.reserve(1 << 20)
-    for index, kept in rack._kept.items():
-        kept.slot.memory[:1] = bytes([index + 1])
-    desk = Desk(Keeper(node_dir.path, "job", rack, say=print, tell=lambda *_, **__: None))
-    desk.open()
-    print(desk.name, flush=True)
+    pool = SlotPool(1 << 24, log=lambda _: None)
+    pool.reserve(1 << 20)
+    for index, owned in pool._owned.items():
+        owned.slot.memory[:1] = bytes([index + 1])
+    committer = CheckpointCommitter(node_dir.path, "job", pool, log=print, emit=lambda *_, **__: None)
+    server = SnapshotServer(committer)
+    server.start()
+    print(server.socket_name, flush=True)
     sys.stdin.read()
 """
 
@@ -439,7 +416,7 @@ with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A keeper in a process of its own, and the name of its desk. It may open 64 files."""
-    command = [sys.executable, "-c", KEEPER, str(tmp_path)]
+    command = [sys.executable, "-c", COMMITTER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
@@ -488,11 +465,11 @@ def test_a_keeper_that_was_out_of_descriptors_answers_again(
 def test_a_node_that_was_found_wrong_saves_again_when_it_has_resumed(setting: Setting) -> None:
     """Also the majority's copy of that very step, which took the place of its own."""
     keeper = setting.keeper
-    mark = snapshot(setting.slot(0), 9, want=True)
+    mark = write_snapshot(setting.slot(0), 9, commit_requested=True)
     assert keeper.commit(mark) is not None
     keeper.distrust_after(1, 4)
     assert setting.copies() == []
-    snapshot(setting.slot(1), 9, want=True)
+    write_snapshot(setting.slot(1), 9, commit_requested=True)
     keeper.request_commit(mark)
     time.sleep(0.02)
     assert setting.copies() == []  # nobody has said yet that it is another's
@@ -505,8 +482,8 @@ def test_what_workers_still_made_of_a_wrong_state_does_not_count_when_they_are_g
     """They live a moment longer than it takes to hear that this node is wrong."""
     keeper = setting.keeper
     keeper.distrust_after(1, 4)
-    snapshot(setting.slot(0), 10)
-    snapshot(setting.slot(1), 4)
+    write_snapshot(setting.slot(0), 10)
+    write_snapshot(setting.slot(1), 4)
     keeper.commit_newest()
     newest = slots.newest_complete(keeper.slot_pool.control_block.read_slots())
     assert newest is not None
@@ -516,8 +493,8 @@ def test_what_workers_still_made_of_a_wrong_state_does_not_count_when_they_are_g
 def test_a_copy_that_a_resume_has_set_aside_is_written_again(setting: Setting) -> None:
     """What the node then gets from another is of the same step, and is on no disk of its own."""
     keeper = setting.keeper
-    path = keeper.commit(snapshot(setting.slot(0), 9))
+    path = keeper.commit(write_snapshot(setting.slot(0), 9))
     assert path is not None
     path.rename(path.with_name("quarantined"))
-    keeper.commit(snapshot(setting.slot(1), 9))
+    keeper.commit(write_snapshot(setting.slot(1), 9))
     assert setting.copies() == [checkpoint_name(1, 9)]

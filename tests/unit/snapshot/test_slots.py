@@ -51,40 +51,52 @@ def test_what_does_not_fit_a_mark_is_refused(generation: int, step: int) -> None
 
 def state(index: int, target: int, **words: int | bool) -> SlotState:
     """A slot that counts, if not said otherwise."""
-    return SlotState(index, 1, BYTES, target, **{"whole": True, **words})  # type: ignore[arg-type]
+    return SlotState(index, 1, BYTES, target, **{"complete": True, **words})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("why", "states", "chosen"),
     [
         ("nothing is there", [], None),
-        ("an empty one first", [state(0, 5), state(1, 0, whole=False), state(2, 4)], 1),
-        ("a torn one before an older whole one", [state(0, 5), state(1, 6, whole=False), state(2, 4)], 1),
+        ("an empty one first", [state(0, 5), state(1, 0, complete=False), state(2, 4)], 1),
+        ("a torn one before an older whole one", [state(0, 5), state(1, 6, complete=False), state(2, 4)], 1),
         ("else the oldest", [state(0, 5), state(1, 6), state(2, 4)], 2),
-        ("not the newest that counts", [state(0, 5), state(1, 9, held=9)], 0),
-        ("not what the keeper reads", [state(0, 5), state(1, 6, held=6), state(2, 4, held=4)], 0),
-        ("not what is to be committed", [state(0, 5), state(1, 6), state(2, 4, want=4)], 0),
-        ("what is committed", [state(0, 5), state(1, 6), state(2, 4, want=4, saved=4)], 2),
-        ("a wish for what lay there before is none", [state(0, 5), state(1, 4, want=3)], 1),
-        ("two, one of them being read", [state(0, 5), state(1, 4, held=4)], None),
-        ("two, one of them being compared", [state(0, 5), state(1, 4, read=4)], None),
-        ("what nobody reads before what is compared", [state(0, 5, read=5), state(1, 6), state(2, 7)], 1),
-        ("what is compared, for want of others", [state(0, 4, held=4), state(1, 5, read=5), state(2, 6)], 1),
+        ("not the newest that counts", [state(0, 5), state(1, 9, pinned=9)], 0),
+        ("not what the keeper reads", [state(0, 5), state(1, 6, pinned=6), state(2, 4, pinned=4)], 0),
+        ("not what is to be committed", [state(0, 5), state(1, 6), state(2, 4, commit_requested=4)], 0),
+        ("what is committed", [state(0, 5), state(1, 6), state(2, 4, commit_requested=4, committed=4)], 2),
+        ("a wish for what lay there before is none", [state(0, 5), state(1, 4, commit_requested=3)], 1),
+        ("two, one of them being read", [state(0, 5), state(1, 4, pinned=4)], None),
+        ("two, one of them being compared", [state(0, 5), state(1, 4, soft_pinned=4)], None),
+        (
+            "what nobody reads before what is compared",
+            [state(0, 5, soft_pinned=5), state(1, 6), state(2, 7)],
+            1,
+        ),
+        (
+            "what is compared, for want of others",
+            [state(0, 4, pinned=4), state(1, 5, soft_pinned=5), state(2, 6)],
+            1,
+        ),
         (
             "not the newest, though it is compared",
-            [state(0, 4, held=4), state(1, 5, held=5), state(2, 6, read=6)],
+            [state(0, 4, pinned=4), state(1, 5, pinned=5), state(2, 6, soft_pinned=6)],
             None,
         ),
         (
             "not what is compared and held",
-            [state(0, 4, held=4), state(1, 5, held=5, read=5), state(2, 6)],
+            [state(0, 4, pinned=4), state(1, 5, pinned=5, soft_pinned=5), state(2, 6)],
             None,
         ),
-        ("not the newest, though it is compared", [state(0, 4, held=4), state(1, 6, read=6)], None),
-        ("nor what is held too", [state(0, 4, held=4), state(1, 5, held=5, read=5), state(2, 6)], None),
-        ("the only one, when it is on disk", [state(0, 5, saved=5)], 0),
+        ("not the newest, though it is compared", [state(0, 4, pinned=4), state(1, 6, soft_pinned=6)], None),
+        (
+            "nor what is held too",
+            [state(0, 4, pinned=4), state(1, 5, pinned=5, soft_pinned=5), state(2, 6)],
+            None,
+        ),
+        ("the only one, when it is on disk", [state(0, 5, committed=5)], 0),
         ("the only one, before that", [state(0, 5)], None),
-        ("the only one, torn", [state(0, 5, whole=False)], 0),
+        ("the only one, torn", [state(0, 5, complete=False)], 0),
     ],
 )
 def test_which_slot_the_lead_takes(why: str, states: list[SlotState], chosen: int | None) -> None:
@@ -95,11 +107,16 @@ def test_which_slot_the_lead_takes(why: str, states: list[SlotState], chosen: in
 
 def test_the_keeper_commits_the_newest_that_is_wanted() -> None:
     """And nothing that is torn, or on disk already."""
-    states = [state(0, 5, want=5), state(1, 7, want=7, whole=False), state(2, 6, want=6), state(3, 8)]
+    states = [
+        state(0, 5, commit_requested=5),
+        state(1, 7, commit_requested=7, complete=False),
+        state(2, 6, commit_requested=6),
+        state(3, 8),
+    ]
     found = slots.next_to_commit(states)
     assert found is not None
     assert found.index == 2
-    assert slots.next_to_commit([state(0, 5, want=5, saved=5)]) is None
+    assert slots.next_to_commit([state(0, 5, commit_requested=5, committed=5)]) is None
 
 
 # ---- racing --------------------------------------------------------------------------------------------
@@ -372,7 +389,7 @@ def test_a_snapshot_that_says_other_than_what_was_written_gives_no_notes(rack: S
     for _ in range(2):  # the second time the layout is there already
         slot.write_metadata(layout.header, layout.total_bytes, b"static", b"dynamic", 7)
         assert slot.read_metadata() == (b"static", b"dynamic")
-    slot.memory[20 if part == "header" else slot.record.get(f"{part}_at")] ^= 4
+    slot.memory[20 if part == "header" else slot.record.get(f"{part}_offset")] ^= 4
     with pytest.raises(ValueError, match="not what was written"):
         slot.read_metadata()
 
