@@ -177,7 +177,7 @@ def framed(table: Any) -> bytes:
     [
         ({"a": entry()}, 15, TornError, "end at byte"),
         ({"a": entry()}, 17, CorruptError, "only at"),
-        ({"a": entry(data_offsets=[4, 20])}, 20, CorruptError, "hole"),
+        ({"a": entry(data_offsets=[4, 20])}, 20, CorruptError, "gap"),
         ({"a": entry(), "b": entry(data_offsets=[8, 24])}, 24, CorruptError, "overlaps"),
         ({"a": entry(), "b": entry()}, 16, CorruptError, "overlaps"),
         ({"a": entry(shape=[-4])}, 16, CorruptError, "impossible shape"),

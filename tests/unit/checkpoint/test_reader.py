@@ -465,7 +465,7 @@ def test_another_run_or_a_renamed_directory_is_foreign(tmp_path: Path) -> None:
         quick_check(path, "other")
     assert quick_check(path, None).run_id == RUN
     renamed = path.rename(tmp_path / checkpoint_name(9, 9))
-    with pytest.raises(ForeignError, match="g000001-s0000000001: it was copied or renamed"):
+    with pytest.raises(ForeignError, match="g000001-s0000000001; it was copied or renamed"):
         quick_check(renamed, RUN)
 
 
