@@ -37,7 +37,7 @@ _MAX_NAME_ATTEMPTS = 100_000
 
 
 def quarantine(node_dir: Path, path: Path, reason: str, disk: Disk = DISK) -> Path:
-    """Move ``path`` to an unused name in ``node_dir/quarantine/`` and record ``reason``; return the new path."""
+    """Move ``path`` to ``node_dir/quarantine/`` and record ``reason``; return the new path."""
     directory = node_dir / constants.QUARANTINE_DIR
     disk.make_dirs(directory)
     target = _find_unused_path(directory, path.name)

@@ -31,7 +31,7 @@ _PLAIN_INT_LIMIT = 1 << 63  # other JSON readers may round greater integers
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Stand in for a tensor: ``name`` is its name in the image, ``kind`` a tag that only `state` interprets."""
+    """Stand in for a tensor; ``name`` is its name in the image, only `state` interprets ``kind``."""
 
     name: str
     kind: str = "tensor"

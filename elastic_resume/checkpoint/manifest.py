@@ -96,7 +96,7 @@ class Manifest:
 
         """
         record = {field.name: getattr(self, field.name) for field in fields(self)}
-        record["position"] = {field.name: getattr(self.position, field.name) for field in fields(Position)}
+        record["position"] = vars(self.position)
         invalid = _find_invalid_field(self)
         if invalid:
             raise ValueError(f"manifest: {invalid}")

@@ -225,8 +225,8 @@ def _node_path(ckpt_dir: Path, run_id: str, node: str) -> Path:
     for setting, name in (("run id", run_id), ("node name", node)):
         if not re.fullmatch(constants.SAFE_NAME_PATTERN, name):
             raise ConfigError(
-                f"{setting} {name!r} cannot be the name of a directory: use at most 128 letters, digits, '.', "
-                "'_' and '-', beginning with a letter or digit."
+                f"{setting} {name!r} cannot be the name of a directory: use at most 128 letters, digits, "
+                "'.', '_' and '-', beginning with a letter or digit."
             )
     return ckpt_dir / run_id / node
 
