@@ -46,6 +46,7 @@ from elastic_resume import constants
 from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, translate_os_errors
 from elastic_resume.errors import ConfigError, MachineError, NodeFileError, NodeLockedError, UsageError
 from elastic_resume.schedulers import resources
+from elastic_resume.units import format_bytes
 
 _MAX_SMALL_FILE_BYTES = 64 * 1024
 _MAX_GENERATION = 1 << 53
@@ -174,11 +175,11 @@ class NodeDir:
             free = resources.free_disk_bytes(self.path, os.environ)
         if free < bytes_needed:
             limited = resources.read_checkpoint_limit(os.environ)
-            left = _format_size(free) + (
-                f" of the volume's {_format_size(limited)}" if limited is not None else ""
+            left = format_bytes(free) + (
+                f" of the volume's {format_bytes(limited)}" if limited is not None else ""
             )
             raise MachineError(
-                f"cannot save to {self.path}: {_format_size(bytes_needed)} are needed and {left} are free; "
+                f"cannot save to {self.path}: {format_bytes(bytes_needed)} are needed and {left} are free; "
                 "free space there, lower --keep, or choose another --ckpt-dir."
             )
 
@@ -270,10 +271,6 @@ def _parse_json(data: bytes) -> dict[str, Any] | None:
         record = json.loads(data)
         return record if isinstance(record, dict) else None
     return None
-
-
-def _format_size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 _MAX_JOB_START_BYTES = 4096

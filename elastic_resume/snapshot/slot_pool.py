@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from elastic_resume.schedulers import resources
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.slots import ControlBlock, Slot, SlotState
+from elastic_resume.units import format_bytes
 
 SLOT_COUNT = 3  # the newest whole one, one being written, one being committed to disk
 FREE_MEMORY_FRACTION = 0.5  # of the memory that is free: the rest is for what training itself still takes
@@ -41,9 +42,9 @@ def describe_budget(
 ) -> str:
     """Say in one line what the node's snapshots get, and what that means."""
     allowed = int(free_bytes * FREE_MEMORY_FRACTION) if allowed_bytes is None else allowed_bytes
-    source = f"half of the {format_size(free_bytes)} free" if allowed_bytes is None else "--snapshot-memory"
-    of = f"{format_size(slot_bytes)} of memory each"
-    within = f"({format_size(allowed)} allowed, {source})"
+    source = f"half of the {format_bytes(free_bytes)} free" if allowed_bytes is None else "--snapshot-memory"
+    of = f"{format_bytes(slot_bytes)} of memory each"
+    within = f"({format_bytes(allowed)} allowed, {source})"
     if slot_count >= SLOT_COUNT:
         return f"snapshots: {slot_count} slots with {of} {within}"
     if slot_count == 2:
@@ -54,16 +55,9 @@ def describe_budget(
             "the steps since the last save"
         )
     return (
-        f"snapshots: none, {format_size(slot_bytes)} of memory do not fit {within}: training waits for the disk at "
+        f"snapshots: none, {format_bytes(slot_bytes)} of memory do not fit {within}: training waits for the disk at "
         "each save, and a failure costs the steps since"
     )
-
-
-def format_size(byte_count: int) -> str:
-    """Bytes for people."""
-    if byte_count >= 10**9:
-        return f"{byte_count / 1e9:.1f} GB"
-    return f"{byte_count / 1e6:.0f} MB" if byte_count >= 10**6 else f"{byte_count / 1e3:.0f} kB"
 
 
 @dataclass
@@ -244,7 +238,7 @@ class SlotPool:
         except OSError as error:
             if self._failed_capacity != capacity:  # it is asked for again and again
                 self._failed_capacity = capacity
-                self._log(f"snapshots: no memory for another slot of {format_size(capacity)}: {error}")
+                self._log(f"snapshots: no memory for another slot of {format_bytes(capacity)}: {error}")
             return False
         with self._lock:
             self._last_serial += 1
