@@ -34,6 +34,7 @@ from elastic_resume import constants
 from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, translate_os_errors
 from elastic_resume.errors import ConfigError, MachineError, NodeFileError, NodeLockedError, UsageError
 from elastic_resume.schedulers import resources
+from elastic_resume.units import format_bytes
 
 JOB_START_FILE = "job-start.json"
 SCRIPT_ARGUMENTS_FILE = "script-arguments.json"
@@ -178,10 +179,10 @@ class NodeDir:
             free = resources.free_disk_bytes(self.path, os.environ)
         if free < bytes_needed:
             limit = resources.read_checkpoint_limit(os.environ)
-            volume = f" of the volume's {_format_size(limit)}" if limit is not None else ""
+            volume = f" of the volume's {format_bytes(limit)}" if limit is not None else ""
             raise MachineError(
-                f"cannot save to {self.path}: {_format_size(bytes_needed)} are needed and "
-                f"{_format_size(free)}{volume} are free; "
+                f"cannot save to {self.path}: {format_bytes(bytes_needed)} are needed and "
+                f"{format_bytes(free)}{volume} are free; "
                 "free space there, lower --keep, or choose another --ckpt-dir."
             )
 
@@ -266,10 +267,6 @@ def _parse_json(data: bytes) -> dict[str, Any] | None:
         record = json.loads(data)
         return record if isinstance(record, dict) else None
     return None
-
-
-def _format_size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def read_min_generation(node_dir: Path, launcher_id: str, generation: int) -> tuple[int, bool]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from elastic_resume.schedulers import resources
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.slots import ControlBlock, Slot, SlotState
+from elastic_resume.units import format_bytes
 
 SLOT_COUNT = 3  # the newest complete one, one being written, one being committed
 FREE_MEMORY_FRACTION = 0.5  # training may still need the other half
@@ -39,9 +40,9 @@ def describe_budget(
 ) -> str:
     """Describe in one line what the node's snapshots get, and what follows from it."""
     allowed = int(free_bytes * FREE_MEMORY_FRACTION) if allowed_bytes is None else allowed_bytes
-    source = f"half of the {format_size(free_bytes)} free" if allowed_bytes is None else "--snapshot-memory"
-    size = format_size(slot_bytes)
-    budget = f"({format_size(allowed)} allowed, {source})"
+    source = f"half of the {format_bytes(free_bytes)} free" if allowed_bytes is None else "--snapshot-memory"
+    size = format_bytes(slot_bytes)
+    budget = f"({format_bytes(allowed)} allowed, {source})"
     if slot_count >= SLOT_COUNT:
         return f"snapshots: {slot_count} slots of {size} {budget}"
     if slot_count == 2:
@@ -55,13 +56,6 @@ def describe_budget(
         f"snapshots: none, a slot of {size} does not fit {budget}; training waits for the disk at each "
         "checkpoint, and a failure costs the steps since"
     )
-
-
-def format_size(byte_count: int) -> str:
-    """Format a number of bytes for a person."""
-    if byte_count >= 10**9:
-        return f"{byte_count / 1e9:.1f} GB"
-    return f"{byte_count / 1e6:.0f} MB" if byte_count >= 10**6 else f"{byte_count / 1e3:.0f} kB"
 
 
 @dataclass
@@ -236,7 +230,7 @@ class SlotPool:
         except OSError as error:
             if self._failed_capacity != capacity:  # log once; workers repeat the request
                 self._failed_capacity = capacity
-                self._log(f"snapshots: no memory for another slot of {format_size(capacity)}: {error}")
+                self._log(f"snapshots: no memory for another slot of {format_bytes(capacity)}: {error}")
             return False
         with self._lock:
             self._last_serial += 1

@@ -21,6 +21,7 @@ from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.snapshot import slot_pool, slots
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.snapshot.slots import ControlBlock, SlotState, decode_snapshot_id, encode_snapshot_id
+from elastic_resume.units import format_bytes
 
 BYTES = 4096
 PARTS = 2
@@ -301,7 +302,7 @@ def test_a_budget_is_never_exceeded(size: int, free: int, allowed: int | None) -
     assert 0 <= count <= slot_pool.SLOT_COUNT
     assert count * size <= limit
     assert count == slot_pool.SLOT_COUNT or (count + 1) * size > limit
-    assert slot_pool.format_size(size) in slot_pool.describe_budget(
+    assert format_bytes(size) in slot_pool.describe_budget(
         count, size, free_bytes=free, allowed_bytes=allowed
     )
 
