@@ -1,4 +1,5 @@
-"""Simulated disks: what a program meets on one that is full, broken, slow, or without power, is real."""
+"""Test that programs on a simulated disk see a full, broken, slow or powerless disk as the kernel shows it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typed JSON gives back what it was given, bit for bit, or refuses it by path and type."""
+"""Test that typed JSON restores values bit for bit, or refuses them by path and type."""
 
 from __future__ import annotations
 

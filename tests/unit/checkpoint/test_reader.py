@@ -1,4 +1,4 @@
-"""A checkpoint is loaded only when it is whole, and what is wrong with one is told with its place."""
+"""Test that only whole checkpoints are loaded, and that errors name what is wrong and where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots: never one counted that is not whole, whoever dies or races; and the memory that they take."""
+"""Test that no incomplete slot is ever used, whichever process dies or races, and how slots take memory."""
 
 from __future__ import annotations
 
