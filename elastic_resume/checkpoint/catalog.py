@@ -44,8 +44,8 @@ def quarantine(node_dir: Path, path: Path, reason: str, disk: Disk = DISK) -> Pa
     disk.rename(path, target)
     disk.sync_dir(directory)  # the new name must be durable before the old one disappears
     disk.sync_dir(path.parent)
-    note = {"was": path.name, "reason": reason, "at": round(time.time(), 3)}
-    disk.write_atomic(_reason_path(target), (json.dumps(note, indent=1) + "\n").encode())
+    record = {"was": path.name, "reason": reason, "at": round(time.time(), 3)}
+    disk.write_atomic(_reason_path(target), (json.dumps(record, indent=1) + "\n").encode())
     return target
 
 
@@ -80,8 +80,8 @@ def read_quarantine_reason(path: Path) -> str:
     """Return the reason recorded for quarantined ``path``."""
     try:
         with open(_reason_path(path), "rb") as file:
-            note = json.loads(file.read(64 * 1024))
-        return str(note["reason"])
+            record = json.loads(file.read(64 * 1024))
+        return str(record["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return "unknown: the file with the reason cannot be read"
 

@@ -169,7 +169,7 @@ def _classify_read_error(path: Path, error: OSError | MemoryError) -> Checkpoint
         # os.path, because methods of Path may raise.
         for link in (path, file):
             if os.path.islink(link) and not os.path.exists(link):  # noqa: PTH110, PTH114
-                return UnreadableError(f"{path}: {link.name} is a link that leads nowhere; is all mounted?")
+                return UnreadableError(f"{path}: {link.name} is a dangling link; is its file system mounted?")
         if not os.path.isdir(path):  # noqa: PTH112
             return ForeignError(f"{path}: is not a checkpoint directory.")
         return TornError(f"{path}: {file.name} is missing.")

@@ -182,7 +182,7 @@ class MachineCluster(Cluster):
         return self
 
     def node_events(self, index: int, kind: str | None = None) -> list[Event]:
-        """Return one node's events by time, optionally of one kind, including those that its disk has lost."""
+        """Return one node's events by time, including those that its disk has lost."""
         lost = [event for event in self._lost_events.get(index, []) if kind in (None, event["event"])]
         return sorted([*super().node_events(index, kind), *lost], key=lambda event: event["t"])
 
