@@ -116,15 +116,11 @@ class NodeDir:
 
         """
         path = self.path / constants.IDENTITY_FILE
-        data = None
-        with (
-            translate_os_errors("read", path),
-            contextlib.suppress(FileNotFoundError),
-            open(path, "rb") as file,
-        ):
-            data = file.read(_MAX_SMALL_FILE_BYTES)
-        if data is None:
-            return ""
+        with translate_os_errors("read", path):
+            try:
+                data = path.read_bytes()[:_MAX_SMALL_FILE_BYTES]
+            except FileNotFoundError:
+                return ""
         match = re.fullmatch(rb'\s*\{\s*"id"\s*:\s*"([0-9a-f]{32})"\s*\}\s*', data)
         if match is None:
             raise NodeFileError(
@@ -310,14 +306,11 @@ def record_job_start(node_dir: Path, launcher_id: str, min_generation: int, disk
 
 def read_script_arguments(node_dir: Path) -> tuple[str, list[str]]:
     """Return the launcher and the script arguments of the last start; empty if unknown."""
-    try:
-        with open(node_dir / SCRIPT_ARGUMENTS_FILE, "rb") as file:
-            record = json.loads(file.read(_MAX_SMALL_FILE_BYTES))
-        launcher_id, arguments = record["launcher_id"], record["words"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    record = _read_json(node_dir / SCRIPT_ARGUMENTS_FILE) or {}
+    launcher_id, arguments = record.get("launcher_id"), record.get("words")
+    if not isinstance(launcher_id, str) or not isinstance(arguments, list):
         return "", []
-    is_valid = isinstance(launcher_id, str) and isinstance(arguments, list)
-    return (launcher_id, [str(argument) for argument in arguments]) if is_valid else ("", [])
+    return launcher_id, [str(argument) for argument in arguments]
 
 
 def record_script_arguments(
@@ -365,9 +358,6 @@ def record_committed_generation(node_dir: Path, generation: int, disk: Disk = DI
 
 def read_committed_generation(node_dir: Path) -> int:
     """Return the newest generation with a commit by this node; 0 if unknown."""
-    try:
-        with open(node_dir / COMMITTED_FILE, "rb") as file:
-            generation = json.loads(file.read(_MAX_SMALL_FILE_BYTES))["generation"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return 0  # only a safety check depends on this record
+    record = _read_json(node_dir / COMMITTED_FILE) or {}  # only a safety check depends on it
+    generation = record.get("generation")
     return generation if type(generation) is int and 0 <= generation <= _MAX_GENERATION else 0

@@ -24,7 +24,7 @@ _OWN_DEVICES: set[int] = set()  # devices of the file systems that were made her
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """Mount a file system or bind mount with mount(2).
+    """Mount a file system, or bind a directory to another place.
 
     Raises:
         OSError: with the target's name.
