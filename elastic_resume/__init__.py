@@ -1,4 +1,4 @@
-"""Wraps a PyTorch DDP job so that the death of a worker or a node costs seconds, not the run.
+"""Keep a PyTorch DDP job running: the death of a worker or a node costs seconds.
 
     import elastic_resume as er
     run = er.resume(model=model, optimizer=opt, scheduler=sched, data=batches)
@@ -8,7 +8,7 @@
             ...
             run.step()
 
-Names are imported when they are first used: the command line tools need no torch.
+Names are imported at first use, so that the command line tools start without torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command ``elastic-resume``, and ``python -m elastic_resume``: the same."""
+"""Run ``python -m elastic_resume``, which equals the command ``elastic-resume``."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""The command ``elastic-resume``: one function per subcommand, each importing what it needs when called.
+"""The command ``elastic-resume``: one function per subcommand; each imports its modules when called.
 
-Promise: an error made by the user is one line on stderr, without a traceback. The exit code is 1; of ``diff``
-and ``chaos`` always 2; of ``run`` before a start 2 for a `ConfigError` and 74 for a `MachineError`. ``ls``,
-``verify``, ``report`` and ``status`` do not import torch.
+A user's error is one line on stderr without a traceback. The exit code is then 1; for ``diff`` and ``chaos``
+it is 2. A ``run`` that has not started exits with 2 after a `ConfigError` and with 74 after a `MachineError`.
+``ls``, ``verify``, ``report`` and ``status`` do not import torch.
 """
 
 from __future__ import annotations
@@ -34,61 +34,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         if words[:1] == ["run"]:
             return exit_code_before_start(error)
-        # As of these themselves: 1 says that two files differ, or that a job ended wrong.
+        # Their own 1 means that two files differ, or that a job failed.
         return constants.EXIT_USAGE if words[:1] in (["diff"], ["chaos"]) else constants.EXIT_JOB_ERROR
     except KeyboardInterrupt:
         return constants.EXIT_SIGNAL_BASE + signal.SIGINT
 
 
 def exit_code_before_start(error: ElasticResumeError) -> int:
-    """Return the exit code of a ``run`` that has started nothing."""
+    """Return the exit code of a ``run`` that failed before it started anything."""
     if isinstance(error, MachineError):
-        return constants.EXIT_MACHINE_ERROR  # on another machine it may do
+        return constants.EXIT_MACHINE_ERROR  # it may work on another machine
     return constants.EXIT_USAGE if isinstance(error, ConfigError) else constants.EXIT_JOB_ERROR
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    from elastic_resume.config import Parser  # noqa: PLC0415 - `run` of a broken set-up still says why
+    from elastic_resume.config import Parser  # noqa: PLC0415 - `run` reports a broken set-up without it
     from elastic_resume.report import commands, doctor, force_quorum, status  # noqa: PLC0415
 
     parser = Parser(
-        prog=PROG, description="Wraps a PyTorch DDP job so that nothing is lost when a node dies."
+        prog=PROG, description="Wraps a PyTorch DDP job so that it survives the death of workers and nodes."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    # Its flags are torchrun's: they are listed by `run --help`, because reading them imports torch.
-    subparsers.add_parser("run", help="run a training script, as torchrun does, and survive", add_help=False)
-    # What follows its own flags is for `run`, so it is taken apart by itself.
-    subparsers.add_parser("chaos", help="run a job on simulated nodes, break them by a plan", add_help=False)
+    # Its flags are torchrun's; listing them imports torch, so only `run --help` does.
+    subparsers.add_parser(
+        "run", help="run a training script as torchrun does, and restart it after failures", add_help=False
+    )
+    # Flags after its own belong to `run`, so it parses its command line itself.
+    subparsers.add_parser(
+        "chaos", help="run a job on simulated nodes and inject faults by a plan", add_help=False
+    )
     commands.register_diff(subparsers)
-    for part in (commands, doctor, status, force_quorum):
-        part.register(subparsers)
+    for module in (commands, doctor, status, force_quorum):
+        module.register(subparsers)
     return parser
 
 
-# ---- chaos ---------------------------------------------------------------------------------------------
-
-
 def chaos(arguments: Sequence[str]) -> int:
-    """``elastic-resume chaos [flags] [flags of run] -- script args…``."""
-    from elastic_resume.testing import chaos as breaking  # noqa: PLC0415
+    """Run ``elastic-resume chaos [flags] [flags of run] -- script args…``."""
+    from elastic_resume.testing import chaos as chaos_command  # noqa: PLC0415
 
-    return breaking.main(arguments)
-
-
-# ---- run -----------------------------------------------------------------------------------------------
+    return chaos_command.main(arguments)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """``elastic-resume run [flags] script args…``."""
+    """Run ``elastic-resume run [flags] script args…``."""
     from elastic_resume.agent.workers import supervisor  # noqa: PLC0415
 
     supervisor.record_early_signals()
     from elastic_resume import config  # noqa: PLC0415
     from elastic_resume.schedulers import environment  # noqa: PLC0415
 
-    # libtorch reads its log level once, when it is loaded. At the default the agent would print a stack of
-    # C++ frames for every connection that a dead node breaks. Workers keep what the user set.
+    # libtorch reads its log level once, when it is loaded. At the default level the agent would print C++
+    # frames for each connection that a dead node breaks. Workers keep the user's level.
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
     from elastic_resume.agent import torchelastic  # noqa: PLC0415 - imports torch, seconds

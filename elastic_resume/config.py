@@ -1,13 +1,8 @@
-"""Settings, parsed once at the edge: from flags, then the file of ``--config``, then the environment.
+"""Settings of one job on one node: from flags, then the file of ``--config``, then the environment.
 
-Promise: a `Settings` that exists is valid, an unknown key or a wrong value is a ConfigError of one or two
-lines, and reading settings changes nothing on disk. Does not import torch: torchrun's own flags come in as
-an argparse parser. Does not know what the settings do.
-
-What the value of each setting may be: from text, or what a script passed, to a value that is valid.
-
-Promise: what comes back is valid, and anything else is a ConfigError that names the setting, what was given
-and what may be written. Does not know where a value came from, nor what it does.
+Everything is parsed once, here. A `Settings` instance is valid; a wrong value or an unknown key is a
+ConfigError of one or two lines with the setting, the value and the accepted forms. Parsing changes nothing on
+disk. torchrun's own flags come in as an argparse parser, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,25 +23,35 @@ from elastic_resume import constants
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.checkpoint_interval import AUTO, IntervalSetting
 from elastic_resume.schedulers import environment
-from elastic_resume.units import parse_duration
+from elastic_resume.units import parse_duration, parse_size
 
 MIN_KEEP = 2
 RESUME_MODES = ("auto", "must", "never")
 DIVERGENCE_POLICIES = ("stop", "resume-from-majority")
 REQUEUE_MODES = ("auto", "off")
-MAX_MEMORY_BYTES = 2**60  # more is a typing error; and the number still fits every word it may be kept in
-_POWER_BY_UNIT = {unit: power for power, unit in enumerate("kmgt", start=1)}
-_SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?(?:([kmgt])(i?b|i)?)?", re.IGNORECASE)
+DEFAULT_CKPT_DIR = "./checkpoints"
+DEFAULT_KEEP = 3  # one more than the least: one may be corrupt while another is written
+DEFAULT_STEP_MARK_S = 5.0  # a report dates the step that a failure interrupted with this precision
+MAX_MEMORY_BYTES = 2**60  # more is a typing error, and this fits every integer that may hold it
+MAX_CONFIG_FILE_BYTES = 64 * 1024
+AGENT_SETTINGS = ("ckpt_dir", "run_id", "node_name")
+"""Settings that the agent's flags decide, and the script's arguments do not: see `Settings.for_worker`."""
+_UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
 
 
 def suggest_similar(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean …?``, or nothing when no known name is like ``name``."""
-    found = list(dict.fromkeys(n.replace("_", "-") for n in difflib.get_close_matches(name, list(known), 6)))
-    return f" Did you mean {' or '.join(found[:3])}?" if found else ""
+    """Return `` Did you mean …?`` with known names similar to ``name``, or an empty text."""
+    matches = list(
+        dict.fromkeys(n.replace("_", "-") for n in difflib.get_close_matches(name, list(known), 6))
+    )
+    return f" Did you mean {' or '.join(matches[:3])}?" if matches else ""
+
+
+# ---- values --------------------------------------------------------------------------------------------
 
 
 def parse_listen_address(flag: str, text: str) -> tuple[str, int]:
-    """``[ADDRESS:]PORT`` as address and port: loopback where none is given, any port with 0."""
+    """Parse ``[ADDRESS:]PORT`` into address and port. The default address is loopback."""
     host, _, port = text.strip().rpartition(":")
     address = host.strip("[]") or "127.0.0.1"
     with contextlib.suppress(ValueError):
@@ -59,97 +64,70 @@ def parse_listen_address(flag: str, text: str) -> tuple[str, int]:
 
 
 def validate_directory_name(setting: str, name: object) -> str:
-    """``name``, which can be the name of a directory."""
+    """Return ``name`` if it can be the name of a directory."""
     if not re.fullmatch(constants.SAFE_NAME_PATTERN, str(name)):
         raise ConfigError(
-            f"{setting} {name!r} cannot be the name of a directory: use at most 128 letters, digits, '.', '_' "
-            "and '-', beginning with a letter or digit."
+            f"{setting} {name!r} cannot be the name of a directory: use at most 128 letters, digits, '.', "
+            "'_' and '-', beginning with a letter or digit."
         )
     return str(name)
 
 
 def parse_absolute_path(setting: str, text: str) -> Path:
-    """``text`` as an absolute path that the system can at least look for."""
+    """Return ``text`` as an absolute path that the operating system accepts."""
     try:
         path = Path(text).expanduser().absolute()
-        with contextlib.suppress(PermissionError):  # whoever uses it says what that needs
+        with contextlib.suppress(PermissionError):  # the later access reports it
             path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name too long, a NUL
+    except (OSError, RuntimeError, ValueError) as error:  # unknown user's home, name too long, NUL byte
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{setting} is {text[:200]!r}, which cannot be a path here: {reason}.") from error
     return path
 
 
 def parse_keep(value: Any) -> int:
-    """How many checkpoints are kept on each node."""
+    """Parse the number of checkpoints that each node keeps."""
     text = str(value)
     if isinstance(value, bool) or not re.fullmatch(r"-?\d{1,9}", text):
         raise ConfigError(f"keep is {text!r}: write a whole number of checkpoints, {MIN_KEEP} or more.")
     if int(text) < MIN_KEEP:
         raise ConfigError(
-            f"keep is {text}, which is too few: with one copy kept, a copy that turns out corrupt leaves "
-            f"nothing to resume from. Write {MIN_KEEP} or more."
+            f"keep is {text}, which is too few: with one kept, a checkpoint that turns out corrupt "
+            f"leaves nothing to resume from. Write {MIN_KEEP} or more."
         )
     return int(text)
 
 
 def parse_resume_mode(value: str) -> str:
-    """Return one of `RESUME_MODES`. A path, which earlier versions took, is told what to do instead."""
+    """Return one of `RESUME_MODES`. The error explains what replaced a path, which was once accepted."""
     if value not in RESUME_MODES:
         raise ConfigError(
-            f"resume is {value[:100]!r}: write auto, must or never.{suggest_similar(value, RESUME_MODES)} To begin with "
-            "a checkpoint, load it into the model and the optimizer before er.resume(): a first start takes "
-            "rank 0's values."
+            f"resume is {value[:100]!r}: write auto, must or never."
+            f"{suggest_similar(value, RESUME_MODES)} To begin with a checkpoint, load it into the model and the optimizer before er.resume(): "
+            "a first start takes rank 0's values."
         )
     return value
 
 
 def parse_step_mark_s(value: Any) -> float:
-    """Least seconds between two step marks, 0 for every step; the setting has no flag, only a variable."""
+    """Parse the least seconds between two ``step`` events; 0 means every step. There is no flag for it."""
     return parse_duration(constants.ENV_STEP_MARK_S, value)
 
 
 def parse_snapshot_memory(value: Any) -> int | None:
-    """How many bytes of a node's memory snapshots may take; None: ``auto``, 0: ``off``.
-
-    4GB is four times 10⁹ bytes. 4G, 4Gi and 4GiB are four times 2³⁰, as Slurm reads the first and Kubernetes
-    the second. A number alone is bytes.
-    """
+    """Parse the bytes of a node's memory for snapshots. ``auto`` is None, ``off`` is 0."""
     text = str(value).strip()
     if text in {"auto", "off"}:
         return None if text == "auto" else 0
-    size = None if isinstance(value, bool) else _parse_bytes(text)
-    if size is None:
-        raise ConfigError(
-            f"snapshot-memory is {text[:100]!r}: write a size (4GB, 512MiB, 1.5G), auto or off."
-            + suggest_similar(text, ("auto", "off"))
-        )
+    hint = "write a size (4GB, 512MiB, 1.5G), auto or off." + suggest_similar(text, ("auto", "off"))
+    size = parse_size("snapshot-memory", value, hint=hint)
     if size > MAX_MEMORY_BYTES:
         raise ConfigError(f"snapshot-memory is {text!r}, which is more than any node has.")
     return size
 
 
-def parse_size(setting: str, text: str) -> int:
-    """``text`` as bytes: 4GB is four times 10⁹, 4G, 4Gi and 4GiB four times 2³⁰."""
-    found = _parse_bytes(str(text).strip())
-    if found is None:
-        raise ConfigError(f"{setting} is {str(text)[:100]!r}: write a size, as 4GB, 512MiB, 1.5G.")
-    return found
-
-
-def _parse_bytes(text: str) -> int | None:
-    match = _SIZE.fullmatch(text)
-    # Half a byte is nothing that anybody means: a point needs a unit.
-    if match is None or (match[2] is None and "." in text):
-        return None
-    power = _POWER_BY_UNIT[match[2].lower()] if match[2] else 0
-    # A whole number is not rounded on its way through a float: `to_env` may have written it.
-    number = float(match[1]) if "." in match[1] else int(match[1])
-    return int(number * (1000 if (match[3] or "").lower() == "b" else 1024) ** power)
-
-
 def parse_choice(setting: str, value: str, choices: Sequence[str]) -> str:
-    """One of ``choices``, which are all that ``setting`` may be."""
+    """Return ``value`` if it is one of ``choices``."""
     if value not in choices:
         raise ConfigError(
             f"{setting} is {value[:100]!r}: write {' or '.join(choices)}." + suggest_similar(value, choices)
@@ -157,25 +135,12 @@ def parse_choice(setting: str, value: str, choices: Sequence[str]) -> str:
     return value
 
 
-def parse_on_divergence(value: str) -> str:
-    """What is done when replicas differ: one of `DIVERGENCE_POLICIES`."""
-    return parse_choice("on-divergence", value, DIVERGENCE_POLICIES)
-
-
-DEFAULT_CKPT_DIR = "./checkpoints"
-DEFAULT_KEEP = 3  # one more than the least, so that one may turn out corrupt while another is written
-DEFAULT_STEP_MARK_S = 5.0  # what a report may be wrong by about the step that a failure interrupted
-MAX_CONFIG_FILE_BYTES = 64 * 1024
-_UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
-
-
-# Under an agent its flags say these, and not the script's arguments: see `Settings.for_worker`.
-AGENT_SETTINGS = ("ckpt_dir", "run_id", "node_name")
+# ---- settings ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user decides about one job on one node. Every instance holds valid values."""
+    """What a user decides about one job on one node. Every instance is valid."""
 
     ckpt_dir: Path
     run_id: str
@@ -183,14 +148,14 @@ class Settings:
     save_every: IntervalSetting
     keep: int
     resume: str
-    step_mark_s: float = DEFAULT_STEP_MARK_S  # least seconds between two step marks of a rank; 0: every step
+    step_mark_s: float = DEFAULT_STEP_MARK_S  # least seconds between two `step` events of a rank
     snapshot_every: IntervalSetting = AUTO
     snapshot_memory: int | None = None  # bytes of this node for snapshots; None: auto, 0: off
-    check_replicas: IntervalSetting = AUTO  # by steps or auto only: all nodes compare the same step
+    check_replicas: IntervalSetting = AUTO  # steps or auto, not time: all nodes compare the same step
     on_divergence: str = "stop"  # or resume-from-majority
 
     def to_env(self) -> dict[str, str]:
-        """The variables from which `for_worker` reads the same settings again."""
+        """Return the environment variables from which `for_worker` reads the same settings."""
         return {
             constants.ENV_CKPT_DIR: str(self.ckpt_dir),
             constants.ENV_RUN_ID: self.run_id,
@@ -214,45 +179,47 @@ class Settings:
         environ: Mapping[str, str],
         scheduler: environment.SchedulerContext | None = None,
     ) -> Settings:
-        """Settings of ``elastic-resume run``.
+        """Build the settings of ``elastic-resume run``.
 
         Args:
-            args: of `parse_layers`; an attribute that is None was given neither by flag nor by file.
-            environ: the environment, asked only for what ``args`` leaves open.
-            here: what the scheduler tells, which counts where nobody names the job.
+            args: from `parse_flags_and_file`; None means neither flag nor file gave the value.
+            environ: the environment, for values that ``args`` leaves open.
+            scheduler: the scheduler's job name is the fallback for the run id.
 
         """
         given = {field.name: getattr(args, field.name, None) for field in fields(cls)}
         script = args.training_script.rpartition(".")[2] if args.module else args.training_script
         # torchrun's default for --rdzv-id is the word "none"; PET_RDZV_ID may have replaced it.
-        spare = args.rdzv_id if args.rdzv_id != "none" else scheduler.job if scheduler is not None else None
-        if scheduler is not None and scheduler.scheduler == "slurm" and spare == scheduler.job:
-            # Two trainings of one allocation must not go on from each other's checkpoints.
-            spare = environment.sanitize_name(f"{scheduler.job}-{Path(script).stem}", scheduler.job)
-        return cls._build({**given, "run_id": args.run_id}, environ, spare, script)
+        fallback = (
+            args.rdzv_id if args.rdzv_id != "none" else scheduler.job if scheduler is not None else None
+        )
+        if scheduler is not None and scheduler.scheduler == "slurm" and fallback == scheduler.job:
+            # Two training scripts in one allocation must not resume from each other's checkpoints.
+            fallback = environment.sanitize_name(f"{scheduler.job}-{Path(script).stem}", scheduler.job)
+        return cls._build({**given, "run_id": args.run_id}, environ, fallback, script)
 
     @classmethod
     def for_worker(cls, environ: Mapping[str, str], argv0: str, **overrides: Any) -> Settings:
-        """Settings inside the training process, whoever started it.
+        """Build the settings of a training process, under any launcher.
 
         Args:
             environ: the process's environment.
-            argv0: ``sys.argv[0]``; its stem is the job's name when nothing else says it.
-            **overrides: arguments of ``er.resume()`` named as the fields here; None means not given.
+            argv0: ``sys.argv[0]``; its stem is the last fallback for the run id.
+            **overrides: arguments of ``er.resume()``, named as the fields here; None means not given.
 
         """
         unknown = set(overrides) - {field.name for field in fields(cls)}
         if unknown:
             raise ConfigError(f"there is no setting {', '.join(sorted(unknown))}.")
         if constants.ENV_AGENT_PID in environ:
-            # The agent holds the directory that these name: in another one the worker would be unguarded.
+            # They name the directory that the agent has locked; another one would have no owner.
             overrides = {k: v for k, v in overrides.items() if k not in AGENT_SETTINGS}
         launcher = environ.get("TORCHELASTIC_RUN_ID", "none")
-        # torchrun --standalone invents a uuid at each start: as the job's name it would never be found again.
-        spare = None if launcher == "none" or _UUID.fullmatch(launcher) else launcher
+        # torchrun --standalone invents a uuid at each start; under that name nothing would be found again.
+        fallback = None if launcher == "none" or _UUID.fullmatch(launcher) else launcher
         path = Path(argv0)
         script = path.parent.name if path.name == "__main__.py" else argv0
-        return cls._build(overrides, environ, spare, script)
+        return cls._build(overrides, environ, fallback, script)
 
     @classmethod
     def _build(
@@ -294,8 +261,10 @@ class Settings:
                 allow_off=True,
                 allow_seconds=False,
             ),
-            on_divergence=parse_on_divergence(
-                str(choose("on_divergence", constants.ENV_ON_DIVERGENCE, "stop"))
+            on_divergence=parse_choice(
+                "on-divergence",
+                str(choose("on_divergence", constants.ENV_ON_DIVERGENCE, "stop")),
+                DIVERGENCE_POLICIES,
             ),
         )
 
@@ -304,10 +273,10 @@ class Settings:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors of one line, with the near names of unknown flags."""
+    """An argument parser whose errors are one-line ConfigErrors that suggest names for unknown flags."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError instead of printing the whole usage and exiting with 2."""
+        """Raise ConfigError instead of printing the usage and exiting with 2."""
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
             unknown = [word for word in message[len(prefix) :].split() if word.startswith("-")]
@@ -317,17 +286,17 @@ class Parser(argparse.ArgumentParser):
 
 
 class CommaJoinAction(argparse.Action):
-    """A flag that may be given more than once: its texts, with commas between them."""
+    """A flag that may be repeated: its values are joined by commas."""
 
     def __call__(self, _parser: Any, namespace: argparse.Namespace, value: Any, _option: Any = None) -> None:
-        """Add one to those of the command line; what a file says is replaced, as for any flag."""
+        """Append to the command line's value. A value from the file is replaced, as for any flag."""
         before = getattr(namespace, self.dest, None)
         more = isinstance(before, str) and before is not self.default
         setattr(namespace, self.dest, f"{before},{value}" if more else value)
 
 
 def actions_by_flag(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Every option string of ``parser`` with its action. argparse has no public way to ask."""
+    """Return each option string of ``parser`` with its action; argparse has no public accessor."""
     return {flag: action for action in parser._actions for flag in action.option_strings}  # noqa: SLF001
 
 
@@ -335,7 +304,7 @@ AddFlag = Callable[[str, str, str], None]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add our own flags, in a group of their own. None stands for: not given."""
+    """Add elastic_resume's flags to torchrun's parser, in their own group. None means not given."""
     group = parser.add_argument_group(
         "elastic_resume",
         "A flag beats the --config file, the file beats the environment (ELASTIC_RESUME_*, PET_*). TIME is a "
@@ -364,78 +333,86 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="aws|gcp|azure|file:PATH|command:COMMAND",
         default=None,
         action=CommaJoinAction,
-        help="drain this node when this says that it will be taken away; again, or with commas, for several "
-        "(default off)",
+        help="drain this node when this source announces its preemption; use commas for several (default off)",
     )
     add("config", "FILE.yaml", "flags from a file: the same names, ours and torchrun's")
 
 
 def _add_state_flags(add: AddFlag) -> None:
-    """What is kept, and where."""
     add("ckpt-dir", "DIR", f"root of all checkpoints (default {DEFAULT_CKPT_DIR})")
     add("node-name", "NAME", "this node's name (default: the scheduler's name for it, else the host's)")
     add("save-every", "N|TIME|auto", "steps (100) or time (5m) between two checkpoints (default auto)")
     add(
         "snapshot-every",
         "N|TIME|auto|off",
-        "steps (100) or time (30s) between two copies in memory, which outlive a worker (default auto)",
+        "steps (100) or time (30s) between two snapshots in memory, which outlive a worker (default auto)",
     )
     add(
         "snapshot-memory",
         "auto|off|SIZE",
-        "memory of this node for them, as 4GB or 512MiB (default auto: at most half of what is free)",
+        "memory of this node for snapshots, as 4GB or 512MiB (default auto: at most half of the free memory)",
     )
     add("check-replicas", "N|auto|off", "steps between two comparisons of all replicas (default auto)")
     add("on-divergence", "|".join(DIVERGENCE_POLICIES), "when replicas differ (default stop)")
     add("keep", "N", f"checkpoints kept on each node, {MIN_KEEP} or more (default {DEFAULT_KEEP})")
-    add("resume", "auto|must|never", "what to resume from (default auto: the newest valid copy, if any)")
+    add(
+        "resume",
+        "auto|must|never",
+        "what to resume from (default auto: the newest valid snapshot or checkpoint, if any)",
+    )
 
 
 def _add_rendezvous_flags(add: AddFlag) -> None:
-    """How nodes find each other."""
     add(
         "shared-dir",
         "DIR|off",
-        "Slurm: a directory that all nodes see, for the job's token (default: where it was submitted)",
+        "Slurm: a directory that all nodes see, for the job's token (default: the submit directory)",
     )
-    add("node-timeout", "TIME", "a node that is silent for so long is lost; the same on all (default 3s)")
-    add("settle", "TIME", "how long a first start waits for one more node (default 3s; in pods 35s)")
-    add("join-timeout", "TIME", "how long a node waits for a world to form (default 10m)")
+    add(
+        "node-timeout",
+        "TIME",
+        "a node that is unreachable for this long is lost; use the same on all nodes (default 3s)",
+    )
+    add(
+        "settle",
+        "TIME",
+        "last-call timeout: how long a first start waits for more nodes (default 3s; in pods 35s)",
+    )
+    add("join-timeout", "TIME", "how long a node waits for a rendezvous (default 10m)")
     add(
         "rdzv-token-file",
         "FILE",
-        "0600 file whose text, 16 bytes or more, all nodes share (or ELASTIC_RESUME_TOKEN)",
+        "0600 file with the secret of all nodes, 16 bytes or more (or ELASTIC_RESUME_TOKEN)",
     )
 
 
 def _add_failure_flags(add: AddFlag) -> None:
-    """What ends a worker, a node, the job."""
     add(
         "grace",
         "TIME",
-        "how long a worker has to end after SIGTERM when this agent is drained (default 5s)",
+        "time between SIGTERM and SIGKILL for a worker when this agent is drained (default 5s)",
     )
     add("drain-signals", "NAME,...", "signals that drain this node (default SIGTERM,SIGUSR1)")
     add(
         "requeue",
         "|".join(REQUEUE_MODES),
-        "Slurm: have a job that is drained ahead of its end run again (default auto)",
+        "Slurm: requeue a job that is drained before its end (default auto)",
     )
     add(
         "max-no-progress",
         "N",
-        "failed starts in a row without a new step that end the job (default 3; none with --max-restarts)",
+        "end the job after N failed starts in a row without a new step (default 3; none with --max-restarts)",
     )
     add(
         "exclude-after",
         "N",
-        "a node that alone causes N failures in a row leaves, if --nnodes allows (default 0: only where the "
+        "exclude a node that alone causes N failures in a row, if --nnodes allows (default 0: only if the "
         "job would end otherwise)",
     )
     add(
         "hang-timeout",
         "TIME",
-        "a rank that finishes no step for so long is hung (default: 30s, or ten times the longest step if "
+        "a rank that finishes no step for this long is hung (default: 30s, or ten times the longest step if "
         "that is more; 0: never)",
     )
 
@@ -443,19 +420,19 @@ def _add_failure_flags(add: AddFlag) -> None:
 def parse_flags_and_file(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, set[str]]:
-    """Read flags and the file they name.
+    """Parse the flags and the ``--config`` file.
 
-    Returns the values and the names of those that were given by flag or by file: what is not among them
-    came from the environment or is a default. ``args.run_id`` is ``--rdzv-id`` if given, else None.
+    Returns the values, and the names of those given by flag or file; the others come from the environment or
+    are defaults. ``args.run_id`` is ``--rdzv-id`` if that was given, else None.
     """
     missing = object()
     dests = {action.dest for action in actions_by_flag(parser).values()}
     flags = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(dests, missing)))
     given = {dest for dest in dests if getattr(flags, dest) is not missing}
     if "config" in given:
-        found = read_flags_file(Path(flags.config), parser)
-        parser.set_defaults(**found)
-        given |= set(found)
+        from_file = read_flags_file(Path(flags.config), parser)
+        parser.set_defaults(**from_file)
+        given |= set(from_file)
     args = parser.parse_args(argv)
     args.run_id = args.rdzv_id if "rdzv_id" in given else None
     return args, given
@@ -464,19 +441,20 @@ def parse_flags_and_file(
 def read_flags_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Read the YAML file of ``--config`` into values by destination.
 
-    The text of a value is read as a flag's text would be, and not as YAML's types: in YAML 1.1 ``1:3``
-    is the number 63 and ``no`` is false, and ``nnodes: 1:3`` must mean what ``--nnodes 1:3`` means. So only
-    the node tree is built, no object of any tag.
+    A value is parsed as the flag's text would be. YAML's own types would be wrong: YAML 1.1 reads ``1:3`` as
+    63 and ``no`` as false. So only the node tree is built, and no object of any tag.
 
     Raises:
-        ConfigError: not readable, not a flat mapping, an unknown or doubled key, a value of a wrong type.
+        ConfigError: not readable, not a flat mapping, an unknown or repeated key, a value of a wrong type.
 
     """
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_CONFIG_FILE_BYTES + 1)
         if len(data) > MAX_CONFIG_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_CONFIG_FILE_BYTES} bytes; this is no file of flags.")
+            raise ConfigError(
+                f"{path}: larger than {MAX_CONFIG_FILE_BYTES} bytes; so it is not a file of flags."
+            )
         root = yaml.compose(data.decode(), Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
@@ -489,7 +467,7 @@ def read_flags_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, An
     known = {flag[2:]: action for flag, action in actions_by_flag(parser).items() if flag.startswith("--")}
     for name in ("help", "config"):
         known.pop(name, None)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key_node, value_node in root.value:
         where = f"{path}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
@@ -498,10 +476,10 @@ def read_flags_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, An
         action = known.get(key)
         if action is None:
             raise ConfigError(f"{where}: unknown key {key!r}." + suggest_similar(key, known))
-        if action.dest in found:
+        if action.dest in values:
             raise ConfigError(f"{where}: {key!r} is given twice.")
-        found[action.dest] = _parse_file_value(action, value_node, f"{where}: {key}")
-    return found
+        values[action.dest] = _parse_file_value(action, value_node, f"{where}: {key}")
+    return values
 
 
 def _parse_file_value(action: argparse.Action, value: yaml.Node, location: str) -> Any:
@@ -517,10 +495,14 @@ def _parse_file_value(action: argparse.Action, value: yaml.Node, location: str) 
         return [str(item.value) for item in value.value]
     if not isinstance(value, yaml.ScalarNode) or not value.value or value.tag.endswith(":null"):
         raise ConfigError(f"{location} must be one value.")
-    spelt = value.value in str(action.metavar).split(
-        "|"
-    )  # "off" is a truth value to YAML, and a form of ours
-    if value.tag.endswith(":bool") and value.style is None and action.choices is None and not spelt:
+    # YAML reads an unquoted "off" as false; for some flags it is one of the accepted words.
+    is_accepted_word = value.value in str(action.metavar).split("|")
+    if (
+        value.tag.endswith(":bool")
+        and value.style is None
+        and action.choices is None
+        and not is_accepted_word
+    ):
         raise ConfigError(
             f"{location} is a truth value and takes {action.metavar or 'text'}; quote it if meant."
         )

@@ -1,6 +1,6 @@
-"""Lines for people, on standard error.
+"""Print lines for people on standard error.
 
-A log that lies on the disk that is full, or a pipe that nobody reads, costs the line and nothing else.
+A full disk behind the log, or a pipe without a reader, costs the line and nothing else.
 """
 
 from __future__ import annotations

@@ -1,23 +1,21 @@
-"""What agent and worker have agreed on: environment variables, exit codes, names on disk.
+"""Exit codes, environment variables and file names that several processes share.
 
-The agent and the worker are different processes, perhaps of different ages after an upgrade in
-place. They meet only here and in `store`. Nothing in this module does anything.
+An agent and its workers are different processes, and after an upgrade in place they may run different
+versions. This module holds names only.
 """
 
 from __future__ import annotations
 
-# ---- exit codes, above all of `elastic-resume run` (what schedulers' rules match on) ----------------------
+# ---- exit codes of `elastic-resume run`; schedulers have rules for them -----------------------------------
 EXIT_SUCCESS = 0
 EXIT_JOB_ERROR = 1  # the job itself is wrong: do not requeue
 EXIT_USAGE = 2  # wrong flags, settings or script name; argparse's own code for a malformed command line
-EXIT_MACHINE_ERROR = (
-    74  # EX_IOERR: nothing was started, for want of a disk, a directory or the like on this machine
-)
-EXIT_PLAN_INCOMPLETE = 3  # of chaos: the job ended right, but not all that was asked for came
+EXIT_PLAN_INCOMPLETE = 3  # `chaos`: the job ended right, but some faults of the plan were not injected
+EXIT_MACHINE_ERROR = 74  # EX_IOERR: this machine's disk or directory prevented the start
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: run the same job again
 EXIT_SIGNAL_BASE = 128  # plus the signal's number: 143 after SIGTERM
 
-# ---- environment, agent -> worker. A user may set those marked (user) by hand. ----------------------
+# ---- environment, agent -> worker. A user may set the variables marked (user). ----------------------------
 ENV_PREFIX = "ELASTIC_RESUME_"
 ENV_CKPT_DIR = "ELASTIC_RESUME_CKPT_DIR"  # (user) root of all checkpoints
 ENV_RUN_ID = "ELASTIC_RESUME_RUN_ID"  # (user) the job's name
@@ -29,54 +27,47 @@ ENV_CHECK_REPLICAS = "ELASTIC_RESUME_CHECK_REPLICAS"  # (user) N, auto or off
 ENV_ON_DIVERGENCE = "ELASTIC_RESUME_ON_DIVERGENCE"  # (user) stop or resume-from-majority
 ENV_KEEP = "ELASTIC_RESUME_KEEP"  # (user) checkpoints kept on each node, >= 2
 ENV_RESUME = "ELASTIC_RESUME_RESUME"  # (user) auto, must or never
-ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least time between two step marks of a rank
+ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least time between two `step` events of a rank
 ENV_SHARED_DIR = "ELASTIC_RESUME_SHARED_DIR"  # (user) Slurm: a directory that all nodes see, or off
 ENV_PREEMPTION_NOTICE = "ELASTIC_RESUME_PREEMPTION_NOTICE"  # (user) off, aws, file:PATH, … with commas
 ENV_METRICS = "ELASTIC_RESUME_METRICS"  # (user) [ADDRESS:]PORT at which an agent serves metrics
 ENV_TOKEN = "ELASTIC_RESUME_TOKEN"  # noqa: S105 - (user) the secret that all nodes of a job share
 ENV_FAILPOINTS = "ELASTIC_RESUME_FAILPOINTS"  # tests: see failpoints.py
-ENV_FAULTS_DIR = "ELASTIC_RESUME_FAULTS_DIR"  # tests: where the laboratory arms them
+ENV_FAULTS_DIR = "ELASTIC_RESUME_FAULTS_DIR"  # tests: where the fault injector arms failpoints
 ENV_AGENT_PID = "ELASTIC_RESUME_AGENT_PID"  # set when an agent holds the node's directory for the worker
-ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"  # the node's event file, for the stub
-ENV_ROUND_EVENTS = "ELASTIC_RESUME_ROUND_EVENTS"  # the same in the agent's memory, for what decides
-ENV_ROUND = "ELASTIC_RESUME_ROUND"  # how many rendezvous this agent has been through
-ENV_GENERATION = "ELASTIC_RESUME_GENERATION"  # the generation that the rendezvous gave this world
-ENV_LEASE_PAGE = (
-    "ELASTIC_RESUME_FENCE"  # where the page lies that says until when workers may run, for guards
-)
-ENV_FORK_SERVER = "ELASTIC_RESUME_ZYGOTE"  # the abstract unix socket at which stubs ask for warm workers
-ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"  # the true one: --virtual-local-rank makes LOCAL_RANK 0
-ENV_COMMITTER = "ELASTIC_RESUME_KEEPER"  # the abstract unix socket of the agent that keeps snapshots
-ENV_SLOTS = "ELASTIC_RESUME_SLOTS"  # where the control block of its slots lies, for guards
-ENV_MTBF_S = "ELASTIC_RESUME_MTBF_S"  # mean seconds between failures, as the agent has seen them
-ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"  # (user) SIGTERM and what is sent ahead of it, with commas
+ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"  # the node's event file, for the launcher shim
+ENV_ROUND_EVENTS = "ELASTIC_RESUME_ROUND_EVENTS"  # a memfd of the agent for the events that it decides by
+ENV_ROUND = "ELASTIC_RESUME_ROUND"  # how many rendezvous this agent has completed
+ENV_GENERATION = "ELASTIC_RESUME_GENERATION"  # the generation that the rendezvous assigned
+ENV_LEASE_PAGE = "ELASTIC_RESUME_FENCE"  # path of the page with the lease, for worker supervisors
+ENV_FORK_SERVER = "ELASTIC_RESUME_ZYGOTE"  # abstract unix socket at which launcher shims request workers
+ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"  # the real one: --virtual-local-rank sets LOCAL_RANK to 0
+ENV_COMMITTER = "ELASTIC_RESUME_KEEPER"  # abstract unix socket of the agent's committer
+ENV_SLOTS = "ELASTIC_RESUME_SLOTS"  # path of the slots' control block, for worker supervisors
+ENV_MTBF_S = "ELASTIC_RESUME_MTBF_S"  # mean seconds between failures, as the agent has measured them
+ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"  # (user) signals that drain a node, with commas
 ENV_REQUEUE = "ELASTIC_RESUME_REQUEUE"  # (user) auto or off
-ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"  # (user) TIME a worker has to end after SIGTERM; seconds for guards
+ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"  # (user) TIME between SIGTERM and SIGKILL; in seconds for supervisors
 ENV_TERMINATION_GRACE_S = "ELASTIC_RESUME_TERMINATION_GRACE_S"  # (user) a pod's terminationGracePeriodSeconds
-ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size that ENV_CKPT_DIR's volume may not exceed: 4Gi
+ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size limit of ENV_CKPT_DIR's volume: 4Gi
 
-# ---- names on disk, under CKPT_DIR/RUN_ID/NODE/ -----------------------------------------------------
-EVENTS_FILE = "events.jsonl"  # appended by the agent, its stubs and its workers
-PEER_EVENTS_FILE = (
-    "peers.jsonl"  # what other nodes told this one of theirs, while it led or stood next to lead
-)
-AGENT_ENDPOINT_FILE = (
-    "agent-endpoint.json"  # 0600: where this node's agent listens, and the key that lets one look, no more
-)
-FAULTS_FILE = "faults.jsonl"  # beside the nodes' directories: what somebody broke on purpose, as events
+# ---- names on disk, under CKPT_DIR/RUN_ID/NODE/ ----------------------------------------------------------
+EVENTS_FILE = "events.jsonl"  # appended by the agent, its worker supervisors and its workers
+PEER_EVENTS_FILE = "peers.jsonl"  # events that other nodes sent while this node led or was next to lead
+AGENT_ENDPOINT_FILE = "agent-endpoint.json"  # 0600: the agent's status address and its read-only key
+FAULTS_FILE = "faults.jsonl"  # beside the nodes' directories: injected faults, as events
 GENERATION_FILE = "generation.json"  # the greatest generation this node has been part of
 LOCK_FILE = "lock"  # held by the node's agent, or by its local rank 0 when there is no agent
-LOCK_OWNER_FILE = "lock-owner.json"  # who holds it, for the message to the second one
+LOCK_OWNER_FILE = "lock-owner.json"  # the lock's owner, for the message to a second process
 IDENTITY_FILE = "identity.json"  # a random id: tells this directory from another node's of the same name
 PROGRESS_FILE = "board"  # memory-mapped: the last step each local rank finished
-QUARANTINE_DIR = "quarantine"  # what failed verification, kept for a human
-HANGS_DIR = "hangs"  # where every rank of the node stood in a hang, a file for each
-TEMPORARY_PREFIX = ".tmp-"  # a checkpoint being written; never read, swept by the next owner
+QUARANTINE_DIR = "quarantine"  # checkpoints that failed verification, kept for a person
+HANGS_DIR = "hangs"  # one file per hang: the stacks of all ranks of the node
+TEMPORARY_PREFIX = ".tmp-"  # a checkpoint being written; never read, removed by the next owner
 STATE_FILE = "state.safetensors"
 MANIFEST_FILE = "manifest.json"
 
-# A name that becomes a directory: no separators, no leading dot or dash, no surprises in a shell.
-SAFE_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+SAFE_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"  # names that become directories and shell words
 
 STATUS_VERSION = 2
-"""Of the document that `elastic-resume status --json` prints; grows when a member changes its meaning or goes."""
+"""Version of the `elastic-resume status --json` document; it grows when a member changes or goes."""

@@ -1,24 +1,24 @@
-"""Named points at which a test, or the failure laboratory, may crash, stop, spoil or delay us.
+"""Named points at which a test or the fault injector may crash, stop, delay or corrupt a process.
 
 ``ELASTIC_RESUME_FAILPOINTS="commit.before-rename=kill,resume.loaded=delay:0.5"``. Actions::
 
     kill, stop             SIGKILL or SIGSTOP to this process
-    exit:CODE              end it, without any clearing up
+    exit:CODE              end it without any cleanup
     raise[:EXCEPTION]      OSError EIO, or a built-in exception
-    delay:SECONDS          wait
-    hold-gil[:SECONDS]     a thread keeps the interpreter, for ever without a number
-    out-of-memory[:BYTES]  use memory up
-    flip                   one bit of what passes here (`passing`)
-    wait                   tell the laboratory that the point is reached; go on when it has done what it will
-    do:NAME                what this process has offered by that name (`offer`)
+    delay:SECONDS          sleep
+    hold-gil[:SECONDS]     let a thread keep the GIL, without a number for ever
+    out-of-memory[:BYTES]  allocate until the kernel kills this process
+    flip                   flip one bit of the data at this point (`mutate`)
+    wait                   report the point as reached, then wait until the fault injector releases it
+    do:NAME                run the action that this process registered under NAME (`register_action`)
 
-An action may carry ``@N``: only the N-th time this process passes (``kill@3``). And conditions, each after a
-semicolon: ``rank=1``, ``local=0``, ``node=n2``, ``step=20`` (that step or a later one), ``once=NAME`` (never
-again, in no process: the file NAME.fired in ELASTIC_RESUME_FAULTS_DIR says so, and who it was),
-``for=SECONDS`` (on and on for so long, in the process that was the first). With that directory set, the file
-``armed`` in it is a list like the variable's, and may change at any time.
+``ACTION@N`` acts only at the N-th time this process passes the point (``kill@3``). Conditions follow, each
+after a semicolon: ``rank=1``, ``local=0``, ``node=n2``, ``step=20`` (that step or later), ``once=NAME`` (once
+over all processes: the first one creates NAME.fired in ELASTIC_RESUME_FAULTS_DIR), ``for=SECONDS`` (repeat
+that long, in the first process). If that directory is set, its file ``armed`` holds a list like the
+variable's, and may change at any time.
 
-With neither variable set, `hit` is one dictionary look-up.
+Without either variable `hit` is one dictionary lookup.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,7 +49,7 @@ ACTIONS = ("kill", "stop", "exit", "raise", "delay", "hold-gil", "out-of-memory"
 CONDITIONS = ("rank", "local", "node", "step", "once", "for")
 ARMED_FILE = "armed"
 FIRED_SUFFIX, REACHED_SUFFIX, DONE_SUFFIX = ".fired", ".reached", ".done"
-MAX_WAIT_S = 10.0  # a laboratory that has died holds nobody for longer
+MAX_WAIT_S = 10.0  # a dead fault injector delays a process no longer
 _POLL_INTERVAL_S = 0.002
 _CHUNK_BYTES = 16 << 20
 _SIMULATED_BYTES = 64 << 20
@@ -58,7 +58,7 @@ _NUMERIC_ACTIONS = {"exit", "delay", "hold-gil", "out-of-memory"}
 
 @dataclass
 class _Failpoint:
-    """What happens at one point, and when."""
+    """The action at one point, and its conditions."""
 
     action: str
     argument: str = ""
@@ -80,39 +80,39 @@ def _parse(text: str) -> dict[str, list[_Failpoint]]:
         action, *conditions = rest.split(";")
         action, _, nth = action.partition("@")
         verb, _, value = action.partition(":")
-        told = dict(condition.partition("=")[::2] for condition in conditions)
-        readable = bool(equals) and verb in ACTIONS and set(told) <= set(CONDITIONS)
+        values = dict(condition.partition("=")[::2] for condition in conditions)
+        readable = bool(equals) and verb in ACTIONS and set(values) <= set(CONDITIONS)
         try:
             float(value or 0) if verb in _NUMERIC_ACTIONS else 0
-            for_s = float(told.get("for", 0))
-            counts = int(nth or 0), int(told.get("step", 0))
+            for_s = float(values.get("for", 0))
+            counts = int(nth or 0), int(values.get("step", 0))
         except ValueError:
             readable = False
         if not readable:
             raise ConfigError(
                 f"{constants.ENV_FAILPOINTS}: cannot read {entry!r}; write NAME=ACTION, as in "
-                f"commit.before-rename=kill, with one of {', '.join(ACTIONS)}, :VALUE where it takes one, and "
+                f"commit.before-rename=kill, with one of {', '.join(ACTIONS)}, :VALUE if it takes one, and "
                 f"optionally @N and ;{'=…;'.join(CONDITIONS)}=…"
             )
-        rank, local, node, once = (told.get(key, "") for key in ("rank", "local", "node", "once"))
+        rank, local, node, once = (values.get(key, "") for key in ("rank", "local", "node", "once"))
         point = _Failpoint(verb, value, counts[0], rank, local, node, counts[1], once, for_s)
         points.setdefault(name, []).append(point)
     return points
 
 
 def validate(text: str) -> None:
-    """Raise ConfigError for what `arm` could not read."""
+    """Raise ConfigError unless `arm` can read ``text``."""
     _parse(text)
 
 
 _failpoints_by_name: dict[str, list[_Failpoint]] = {}
 _registered_actions: dict[str, Callable[[], object]] = {}
 _faults_dir: str = ""
-_armed_file_version: tuple[int, int] = (0, 0)  # of the file `armed`: its number and time
+_armed_file_version: tuple[int, int] = (0, 0)  # inode and mtime of the file `armed`
 
 
 def arm() -> None:
-    """Read the environment, again in a process that was forked with another one."""
+    """Read the environment; call it again after a fork with another environment."""
     global _faults_dir, _armed_file_version
     _faults_dir, _armed_file_version = os.environ.get(constants.ENV_FAULTS_DIR, ""), (0, 0)
     _failpoints_by_name.clear()
@@ -123,12 +123,12 @@ arm()
 
 
 def register_action(name: str, action: Callable[[], object]) -> None:
-    """Let ``do:NAME`` mean ``action``; a later offer replaces it."""
+    """Let ``do:NAME`` run ``action``; a later registration replaces it."""
     _registered_actions[name] = action
 
 
 def hit(name: str, step: int = 0) -> None:
-    """Do what is asked for at the point ``name``; nothing in normal life."""
+    """Run the actions armed at the point ``name``, if any."""
     if name not in _failpoints_by_name and not _faults_dir:
         return
     for point in _find_due(name, step):
@@ -136,14 +136,14 @@ def hit(name: str, step: int = 0) -> None:
 
 
 def mutate(name: str, data: Data) -> Data | bytearray:
-    """``data`` as it is, or as it is asked to be at the point ``name``."""
+    """Run the actions armed at the point ``name``; return ``data``, with one bit flipped if so armed."""
     if name not in _failpoints_by_name and not _faults_dir:
         return data
     for point in _find_due(name, 0):
         if point.action == "flip" and data:
-            spoilt = bytearray(data)
-            spoilt[len(spoilt) // 2] ^= 1
-            return spoilt
+            corrupted = bytearray(data)
+            corrupted[len(corrupted) // 2] ^= 1
+            return corrupted
         _run_action(name, point)
     return data
 
@@ -155,14 +155,14 @@ def _find_due(name: str, step: int) -> list[_Failpoint]:
 
 
 def _reload_armed_file() -> None:
-    """Read the laboratory's list again if it has changed."""
+    """Read the file `armed` again if it has changed; keep the counters of unchanged failpoints."""
     global _armed_file_version  # noqa: PLW0603
     path = Path(_faults_dir) / ARMED_FILE
     try:
         status = path.stat()
         if (status.st_ino, status.st_mtime_ns) == _armed_file_version:
             return
-        listed = _parse(path.read_text())
+        armed = _parse(path.read_text())
     except FileNotFoundError:
         return
     _armed_file_version = (status.st_ino, status.st_mtime_ns)
@@ -170,29 +170,19 @@ def _reload_armed_file() -> None:
         _identity(name, point): point for name, points in _failpoints_by_name.items() for point in points
     }
     _failpoints_by_name.clear()
-    for source in (_parse(os.environ.get(constants.ENV_FAILPOINTS, "")), listed):
+    for source in (_parse(os.environ.get(constants.ENV_FAILPOINTS, "")), armed):
         for name, points in source.items():
             _failpoints_by_name.setdefault(name, []).extend(
-                known.get(_identity(name, one), one) for one in points
+                known.get(_identity(name, point), point) for point in points
             )
 
 
 def _identity(name: str, point: _Failpoint) -> tuple[object, ...]:
-    return (
-        name,
-        point.action,
-        point.argument,
-        point.only_nth,
-        point.rank,
-        point.local_rank,
-        point.node,
-        point.min_step,
-        point.once_name,
-    )
+    return (name, *astuple(replace(point, duration_s=0, first_fired_s=0, hit_count=0)))
 
 
 def _is_due(point: _Failpoint, step: int) -> bool:
-    # Forked before they were known: not read when the list is.
+    # A forked process may learn its rank only after it has read the list.
     if point.rank and point.rank != os.environ.get("RANK"):
         return False
     if point.local_rank and point.local_rank != _read_local_rank():
@@ -218,10 +208,10 @@ def _read_local_rank() -> str:
 
 
 def _claim_once(once_name: str) -> bool:
-    """Whether no process was here before; from now on, one was."""
+    """Return whether this process is the first to claim ``once_name``; create the file that claims it."""
     if not _faults_dir:
         raise ConfigError(f"{constants.ENV_FAILPOINTS}: once={once_name} takes {constants.ENV_FAULTS_DIR}.")
-    who = {
+    claimant = {
         "t": round(time.time(), 3),
         "pid": os.getpid(),
         "node": os.environ.get(constants.ENV_NODE_NAME, ""),
@@ -232,9 +222,9 @@ def _claim_once(once_name: str) -> bool:
         descriptor = os.open(
             Path(_faults_dir) / (once_name + FIRED_SUFFIX), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644
         )
-    except OSError:  # there already; or no laboratory any more
+    except OSError:  # it exists, or the fault injector has removed the directory
         return False
-    os.write(descriptor, json.dumps(who).encode())
+    os.write(descriptor, json.dumps(claimant).encode())
     os.close(descriptor)
     return True
 
@@ -263,32 +253,34 @@ def _run_action(name: str, point: _Failpoint) -> None:
 
 
 def _hold_gil(seconds: float) -> None:
-    """Let a thread keep the interpreter, as an extension does that waits without giving it back."""
+    """Let a thread keep the GIL, like an extension that blocks without releasing it."""
 
     def hold() -> None:
-        # A signal would end the call: it goes to another thread.
+        # A signal would interrupt the call, so other threads must take it.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         library = ctypes.PyDLL(None)
         library.poll(None, ctypes.c_ulong(0), ctypes.c_int(int(min(seconds, 2e6) * 1000)))
 
     thread = threading.Thread(target=hold, name="hold-gil", daemon=True)
     thread.start()
-    thread.join()  # not for so long only: it may come to hold it later than it was started
+    thread.join()  # without a timeout: the thread may get the GIL late
 
 
 def _exhaust_memory(limit_bytes: int) -> None:
-    """Touch pages until the kernel kills this process; where no group of it has a limit, imitate that."""
+    """Touch pages until the kernel kills this process; simulate that if no memory limit applies to it."""
     group = MemoryCgroup.find_own()
     bounded = group is not None and group.read_usage() is not None
-    with contextlib.suppress(OSError):  # and nobody else
+    with contextlib.suppress(OSError):  # make the kernel choose this process
         Path("/proc/self/oom_score_adj").write_text("1000")
     held = []
     for _ in range(0, limit_bytes if bounded else min(limit_bytes, _SIMULATED_BYTES), _CHUNK_BYTES):
         memory = mmap.mmap(-1, _CHUNK_BYTES)
         memory.write(b"\1" * _CHUNK_BYTES)
         held.append(memory)
-    why = f"{limit_bytes} bytes did not use its control group up" if bounded else "no control group bounds it"
-    print(f"elastic_resume: out of memory is imitated by SIGKILL: {why}.", file=sys.stderr, flush=True)
+    reason = (
+        f"{limit_bytes} bytes did not fill its control group" if bounded else "no control group limits it"
+    )
+    print(f"elastic_resume: out of memory is simulated by SIGKILL: {reason}.", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

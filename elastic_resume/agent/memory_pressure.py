@@ -18,6 +18,7 @@ from pathlib import Path
 
 from elastic_resume.policy.failure_classification import MemoryPressure
 from elastic_resume.schedulers.resources import MemoryCgroup, read_fields
+from elastic_resume.units import format_bytes
 
 POLL_INTERVAL_S = 1.0
 PRESSURE_MAX_AGE_S = 10.0
@@ -76,11 +77,11 @@ class MemoryMonitor:
     def _describe_pressure(self) -> str:
         used = self._group.read_usage() if self._group else None
         if used is not None and used[0] >= NEAR_LIMIT_SHARE * used[1]:
-            return f"its control group had used {_format_size(used[0])} of {_format_size(used[1])}"
+            return f"its control group had used {format_bytes(used[0])} of {format_bytes(used[1])}"
         memory = read_fields(self._proc / "meminfo")
         total, free = memory.get("MemTotal:", 0), memory.get("MemAvailable:", 0)
         if total and free <= (1 - NEAR_LIMIT_SHARE) * total:
-            return f"{_format_size(free << 10)} of {_format_size(total << 10)} of this machine's memory were left"
+            return f"{format_bytes(free << 10)} of {format_bytes(total << 10)} of this machine's memory were left"
         stalled = self._read_stall_percent()
         if stalled >= STALL_THRESHOLD_PERCENT:
             return f"processes waited for memory {stalled:.0f} % of the time"
@@ -94,7 +95,3 @@ class MemoryMonitor:
             # some avg10=0.00 avg60=0.00 avg300=0.00 total=0
             return float(path.read_text().split()[1].removeprefix("avg10="))
         return 0.0
-
-
-def _format_size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

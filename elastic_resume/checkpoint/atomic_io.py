@@ -1,13 +1,11 @@
-"""The disk: the only module that makes, syncs, renames or removes files of checkpoints.
+"""Write, sync, rename and remove files so that they survive a power cut.
 
-Everything that must survive a power cut goes through one `Disk`, which others get as an argument, so a
-test can record every operation, cut the record anywhere and look at what is left. Nothing is promised by
-a single method; the protocols of `checkpoint` and `catalog` are made of them: data is safe after
-`sync_file`, a name is safe after `sync_dir` of the directory that holds it, and `rename` is atomic.
+Every durable change in this package goes through a `Disk`. Tests pass their own: it records each operation,
+and the test replays any prefix of the record as a crash. Three guarantees carry all protocols built on it:
+file data is durable after `sync_file`, a name is durable after `sync_dir` of its directory, and `rename` is
+atomic.
 
-An OSError of the machine becomes MachineError: path, reason, and what to do.
-
-Does not know what it writes.
+An OSError becomes a MachineError that names the path, the reason and what to do.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from pathlib import Path
 from elastic_resume import constants, failpoints
 from elastic_resume.errors import MachineError
 
-_WRITE_CHUNK_BYTES = 16 << 20  # one write(2); also how much becomes dirty before the disk is told to start
-_DIRECT_IO_ALIGNMENT = 4096  # of address, offset and length for O_DIRECT: no device asks for more
+_WRITE_CHUNK_BYTES = 16 << 20  # per write(2), and per writeback request
+DIRECT_IO_ALIGNMENT = 4096  # of address, offset and length for O_DIRECT; no device needs more
 _ADVICE_BY_ERRNO = {
     errno.ENOSPC: "free space there, or lower --keep",
     errno.EDQUOT: "the quota is used up: free space there, or lower --keep",
@@ -34,20 +32,20 @@ _ADVICE_BY_ERRNO = {
     errno.EACCES: "give this user write permission there, or choose another --ckpt-dir",
     errno.EPERM: "give this user write permission there, or choose another --ckpt-dir",
     errno.EIO: "the device fails: look at dmesg and choose another --ckpt-dir",
-    errno.ENOTDIR: "a file stands where a directory is needed: choose another --ckpt-dir",
-    errno.EISDIR: "a directory stands where a file is needed: move it away",
+    errno.ENOTDIR: "a file is in the place of a directory: choose another --ckpt-dir",
+    errno.EISDIR: "a directory is in the place of a file: move it away",
     errno.EMFILE: "too many open files in this process: raise ulimit -n",
     errno.ESTALE: "the network file system lost the directory: remount it",
 }
-# Some network file systems have no fsync of a directory; their rename is then as durable as it gets.
+# Some network file systems cannot fsync a directory; their rename is as durable as they allow.
 _ERRNOS_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 _ERRNOS_NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}  # NFS, 9p and others
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 @contextlib.contextmanager
 def translate_os_errors(operation: str, path: Path) -> Iterator[None]:
-    """Turn an OSError inside into MachineError saying what failed, where, why, and what to do."""
+    """Turn an OSError into a MachineError that says what failed, where, why, and what to do."""
     try:
         failpoints.hit("disk.request")
         yield
@@ -58,31 +56,28 @@ def translate_os_errors(operation: str, path: Path) -> Iterator[None]:
 
 
 def temporary_name(base_name: str) -> str:
-    """A name nobody else uses, from which a later owner can tell who was writing (see `Catalog.sweep`)."""
+    """Return a unique name with this process's pid, which `Catalog.remove_unfinished` reads."""
     return f"{constants.TEMPORARY_PREFIX}{base_name}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class Disk:
-    """Operations on files. Every method raises MachineError when the machine refuses.
+    """Perform file operations; each method raises MachineError when the operating system refuses.
 
-    On speed: plain writes of 16 MiB, each followed by POSIX_FADV_DONTNEED, which makes Linux start writing
-    the dirty pages at once instead of at fsync. 604 MB with fsync, ext4 on NVMe: 3.9 GB/s, against 2.4
-    without the advice, 4.3 with O_DIRECT (which tmpfs and some network file systems refuse, and which
-    needs aligned buffers and tails). torch.save, taking turns with ours: 1.1 to 1.6, and 0.4 while the page
-    cache grows into memory that the host of a virtual machine must find first; ours then has 0.5 and only
-    O_DIRECT keeps 3.2. Kept buffered all the same: a restarted worker finds the file in the page cache.
+    Writes go past the page cache where the file system allows O_DIRECT. Elsewhere each 16 MiB chunk is handed
+    to the kernel for writeback at once, so that the final fsync has little left to do. See
+    docs/benchmarks.md.
     """
 
     def mkdir(self, path: Path) -> None:
-        """Make one new directory; it survives a crash once its parent is synced."""
+        """Create one directory; it is durable once its parent is synced."""
         with translate_os_errors("make directory", path):
             path.mkdir()
 
     def make_dirs(self, path: Path) -> None:
-        """Make a directory and what is missing above it, durably. One that exists is synced all the same."""
+        """Create a directory and its missing parents durably; an existing directory is synced too."""
         missing = []
         top = path
-        with translate_os_errors("make directory", path):  # one above may not be entered
+        with translate_os_errors("make directory", path):
             while not top.exists() and top != top.parent:
                 missing.append(top)
                 top = top.parent
@@ -90,19 +85,19 @@ class Disk:
             try:
                 self.mkdir(directory)
             except MachineError:
-                if not directory.is_dir():  # else another node was faster
+                if not directory.is_dir():  # another node may have created it meanwhile
                     raise
         for directory in [*reversed(missing), path]:
             if directory.parent != directory and os.access(directory.parent, os.R_OK):
                 self.sync_dir(directory.parent)
 
     def create(self, path: Path) -> int:
-        """Make a new file for appending and return its descriptor."""
+        """Create a new file for appending and return its descriptor."""
         with translate_os_errors("create", path):
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def write(self, descriptor: int, data: bytes | memoryview, path: Path) -> None:
-        """Append ``data``; ``path`` is for messages."""
+        """Append ``data`` to ``descriptor``; ``path`` is used in error messages only."""
         view = memoryview(data).cast("B")
         with translate_os_errors("write", path):
             while view:
@@ -113,17 +108,17 @@ class Disk:
                 view = view[written:]
 
     def sync_file(self, descriptor: int, path: Path) -> None:
-        """Return when what was written is on the device."""
+        """Flush the file's data to the device."""
         with translate_os_errors("sync", path):
             os.fsync(descriptor)
 
     def close(self, descriptor: int, path: Path) -> None:
-        """Release the descriptor. Some network file systems tell of a full disk only here."""
+        """Close the descriptor; some network file systems report a full disk only here."""
         with translate_os_errors("close", path):
             os.close(descriptor)
 
     def sync_dir(self, path: Path) -> None:
-        """Return when the names in ``path`` are on the device."""
+        """Flush the names in directory ``path`` to the device."""
         with translate_os_errors("sync directory", path):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -135,15 +130,15 @@ class Disk:
                 os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give ``source`` the name ``target``, atomically; a file there is replaced."""
+        """Rename ``source`` to ``target`` atomically; an existing file is replaced."""
         with translate_os_errors("rename to", target):
-            os.rename(source, target)  # noqa: PTH104  one spelling for what the crash test records
+            os.rename(source, target)  # noqa: PTH104  the crash test records this call
 
     def exchange(self, source: Path, target: Path) -> None:
-        """Let two names that exist change places, atomically: how a directory is replaced.
+        """Swap two existing names atomically; this is how a directory is replaced.
 
         Raises:
-            MachineError: also where the kernel or the file system cannot.
+            MachineError: the rename failed, or the kernel or file system has no exchange.
 
         """
         with translate_os_errors("exchange names with", target):
@@ -154,17 +149,17 @@ class Disk:
                 raise OSError(number, os.strerror(number))
 
     def require_exchange(self, target: Path) -> None:
-        """Try `exchange` on two empty directories beside ``target``: before much is written, not behind it.
+        """Check, before anything large is written, that `exchange` works beside ``target``.
 
         Raises:
-            MachineError: the kernel or the file system cannot.
+            MachineError: the kernel or the file system cannot exchange names.
 
         """
-        with contextlib.ExitStack() as made:
+        with contextlib.ExitStack() as cleanup:
             pair = [target.with_name(temporary_name("try")) for _ in range(2)]
             for path in pair:
                 self.mkdir(path)
-                made.callback(self.rmdir, path)
+                cleanup.callback(self.rmdir, path)
             number = _exchange(*map(os.fsencode, pair))
         if number in _ERRNOS_NO_EXCHANGE:
             raise MachineError(_exchange_unsupported_message(target))
@@ -180,14 +175,14 @@ class Disk:
             path.rmdir()
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a file, or a directory and all in it; links are removed, not followed.
+        """Remove a file, or a directory with its contents; links are removed, not followed.
 
-        Not atomic: give a directory a temporary name, durably, before (see `Catalog.prune`).
+        This is not atomic: first rename a checkpoint to a temporary name and sync, as `Catalog.prune` does.
         """
         with translate_os_errors("list", path):
             is_dir = path.is_dir() and not path.is_symlink()
-            inside = sorted(path.iterdir()) if is_dir else []
-        for child in inside:
+            children = sorted(path.iterdir()) if is_dir else []
+        for child in children:
             self.remove_tree(child)
         if is_dir:
             self.rmdir(path)
@@ -195,7 +190,7 @@ class Disk:
             self.unlink(path)
 
     def write_file(self, path: Path, data: bytes | memoryview) -> None:
-        """Make a new file with ``data`` and sync it; its name is safe once the directory is synced."""
+        """Create a file with ``data`` and sync it; the caller syncs the directory."""
         descriptor = self.create(path)
         try:
             self.write(descriptor, data, path)
@@ -204,7 +199,7 @@ class Disk:
             self.close(descriptor, path)
 
     def write_atomic(self, path: Path, data: bytes) -> None:
-        """Make or replace a small file durably: after a crash it holds the old bytes or the new ones."""
+        """Create or replace a small file durably: after a crash it holds the old bytes or the new ones."""
         temporary = path.with_name(temporary_name(path.name))
         try:
             self.write_file(temporary, data)
@@ -222,12 +217,12 @@ DISK = Disk()
 def _exchange_unsupported_message(target: Path) -> str:
     return (
         f"cannot replace {target}: its file system cannot exchange two names in one step; remove it first, "
-        "or give another name."
+        "or choose another name."
     )
 
 
 def _exchange(source: bytes, target: bytes) -> int:
-    """Call renameat2(2); give the error's number, 0 when it went well."""
+    """Call renameat2(2) with RENAME_EXCHANGE; return the error number, 0 on success."""
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         failed = libc.renameat2(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_EXCHANGE)
@@ -237,17 +232,15 @@ def _exchange(source: bytes, target: bytes) -> int:
 
 
 def _write_direct(descriptor: int, view: memoryview) -> int:
-    """Write the aligned beginning of ``view`` past the page cache; give how much, 0 when that cannot be.
+    """Write the aligned prefix of ``view`` with O_DIRECT; return its size, 0 where that is impossible.
 
-    A checkpoint of the state's size would push everything else out of the page cache, and pages that the
-    cache has to find first are slow: a guest whose host had not backed them yet wrote 0.5 GB/s through the
-    cache and 3.2 GB/s past it; with warm pages 2.4 to 3.9 against 3.1 to 4.3. Network file systems and
-    tmpfs refuse (EINVAL): they are written through the cache.
+    A checkpoint would evict everything else from the page cache. In a virtual machine it is also slow: the
+    host must first provide memory for new cache pages. tmpfs and network file systems refuse with EINVAL.
     """
-    size = min(len(view), _WRITE_CHUNK_BYTES) // _DIRECT_IO_ALIGNMENT * _DIRECT_IO_ALIGNMENT
-    if size == 0 or view.readonly or os.lseek(descriptor, 0, os.SEEK_CUR) % _DIRECT_IO_ALIGNMENT:
+    size = min(len(view), _WRITE_CHUNK_BYTES) // DIRECT_IO_ALIGNMENT * DIRECT_IO_ALIGNMENT
+    if size == 0 or view.readonly or os.lseek(descriptor, 0, os.SEEK_CUR) % DIRECT_IO_ALIGNMENT:
         return 0
-    if ctypes.addressof(ctypes.c_char.from_buffer(view)) % _DIRECT_IO_ALIGNMENT:
+    if ctypes.addressof(ctypes.c_char.from_buffer(view)) % DIRECT_IO_ALIGNMENT:
         return 0
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
@@ -262,7 +255,7 @@ def _write_direct(descriptor: int, view: memoryview) -> int:
 
 
 def _start_writeback(descriptor: int, written: int) -> None:
-    """Have the kernel write out what is dirty, each time another `_WRITE_BYTES` are complete."""
+    """Ask the kernel to write out dirty pages whenever another chunk is complete."""
     end = os.lseek(descriptor, 0, os.SEEK_CUR)
     start = (end - written) // _WRITE_CHUNK_BYTES * _WRITE_CHUNK_BYTES
     if end - start >= _WRITE_CHUNK_BYTES and hasattr(os, "posix_fadvise"):

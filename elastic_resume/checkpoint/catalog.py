@@ -1,22 +1,16 @@
-"""The catalog of one node: which checkpoints are there, which are valid, which may go.
+"""List, verify, prune and quarantine the checkpoints of one node.
 
-Newest means greatest (generation, step), never the latest time or the greatest step alone: a stale
-higher step of an abandoned lineage must not win.
+Checkpoints are ordered by (generation, step), never by time: a higher step of an abandoned generation is
+older than a lower step of a newer one. A checkpoint that fails verification is not deleted. It moves, whole,
+to ``quarantine/``, with the reason beside it as ``NAME.reason.json``.
 
-Promise: `prune` never removes the newest valid checkpoint, nor the last two valid ones, nor anything it
-does not recognise, nor what a link leads to; what it removes loses its final name durably before its first
-byte goes. After a crash in any method every directory under a final name is as whole as before.
+Invariants:
 
-Does not know what other nodes hold (`scan_run` lists what is visible here, on shared file systems), nor
-which copy a job resumes from.
-
-Quarantine: what failed verification is moved aside, whole, for a human to look at.
-
-Promise: nothing is overwritten, and nothing removed but by `discard`. After a crash the directory stands
-under its old name or under ``quarantine/``, never in neither. The reason lies beside it as
-``NAME.reason.json``.
-
-Does not know why something was refused: the reason is given.
+- `Catalog.prune` keeps the newest two valid checkpoints, everything it does not recognise, and the target of
+  a link.
+- A checkpoint loses its final name durably before its first byte is removed.
+- A crash during quarantine leaves the directory under its old name or under ``quarantine/``, never under
+  neither.
 """
 
 from __future__ import annotations
@@ -43,21 +37,26 @@ _MAX_NAME_ATTEMPTS = 100_000
 
 
 def quarantine(node_dir: Path, path: Path, reason: str, disk: Disk = DISK) -> Path:
-    """Move ``path`` to ``node_dir/quarantine/`` under a name not yet used there; return the new path."""
+    """Move ``path`` to ``node_dir/quarantine/`` and record ``reason``; return the new path."""
     directory = node_dir / constants.QUARANTINE_DIR
     disk.make_dirs(directory)
     target = _find_unused_path(directory, path.name)
     disk.rename(path, target)
-    disk.sync_dir(directory)  # first the new name, then the absence of the old one
+    disk.sync_dir(directory)  # the new name must be durable before the old one disappears
     disk.sync_dir(path.parent)
-    note = {"was": path.name, "reason": reason, "at": round(time.time(), 3)}
-    disk.write_atomic(_reason_path(target), (json.dumps(note, indent=1) + "\n").encode())
+    record = {"was": path.name, "reason": reason, "at": round(time.time(), 3)}
+    disk.write_atomic(_reason_path(target), (json.dumps(record, indent=1) + "\n").encode())
     return target
 
 
 def delete_quarantined(path: Path, disk: Disk = DISK) -> None:
-    """Remove what was set aside, and is of no use to anybody any more. Raises MachineError."""
-    unfinished = path.parent.parent / temporary_name(path.name)  # what a crash leaves of it is swept
+    """Remove a quarantined checkpoint and its reason.
+
+    Raises:
+        MachineError: the disk refuses.
+
+    """
+    unfinished = path.parent.parent / temporary_name(path.name)  # removed by the next owner after a crash
     disk.rename(path, unfinished)
     disk.unlink(_reason_path(path))
     disk.sync_dir(path.parent)
@@ -66,49 +65,51 @@ def delete_quarantined(path: Path, disk: Disk = DISK) -> None:
 
 
 def list_quarantined(node_dir: Path) -> list[Path]:
-    """What lies in quarantine, by name, without the notes."""
+    """Return the quarantined directories, sorted by name."""
     directory = node_dir / constants.QUARANTINE_DIR
     with translate_os_errors("list", directory):
-        inside = list(directory.iterdir()) if directory.is_dir() else []
+        paths = list(directory.iterdir()) if directory.is_dir() else []
     return sorted(
         path
-        for path in inside
+        for path in paths
         if not path.name.endswith(".reason.json") and not path.name.startswith(constants.TEMPORARY_PREFIX)
     )
 
 
 def read_quarantine_reason(path: Path) -> str:
-    """Why ``path`` lies in quarantine, as far as its note can be read."""
+    """Return the reason recorded for quarantined ``path``."""
     try:
         with open(_reason_path(path), "rb") as file:
-            note = json.loads(file.read(64 * 1024))
-        return str(note["reason"])
+            record = json.loads(file.read(64 * 1024))
+        return str(record["reason"])
     except (OSError, ValueError, KeyError, TypeError):
-        return "set aside earlier; its note cannot be read"
+        return "unknown: the file with the reason cannot be read"
 
 
 def _find_unused_path(directory: Path, name: str) -> Path:
-    # Only the owner of the node's lock moves things here, so looking before the rename is enough.
+    # Only the owner of the node's lock renames to here, so no name is taken between check and rename.
     for number in range(_MAX_NAME_ATTEMPTS):
         target = directory / (f"{name}.{number}" if number else name)
         if not os.path.lexists(target) and not os.path.lexists(_reason_path(target)):
             return target
-    raise ValueError(f"{directory}: {_MAX_NAME_ATTEMPTS} copies of {name} in quarantine; remove some.")
+    raise ValueError(
+        f"{directory}: holds {_MAX_NAME_ATTEMPTS} quarantined checkpoints named {name}; remove some."
+    )
 
 
 def _reason_path(quarantined_path: Path) -> Path:
     return quarantined_path.with_name(f"{quarantined_path.name}.reason.json")
 
 
-MIN_KEEP = 2  # one copy may turn out bad when it is needed
-MAX_ENTRIES = 1000  # newest first; a directory with more is not read to its end
+MIN_KEEP = 2  # the newest checkpoint may turn out bad when it is needed
+MAX_ENTRIES = 1000  # newest first; older ones are ignored
 MAX_NODES = 10_000
 _WRITER_PID_PATTERN = re.compile(r"-(\d{1,10})-[0-9a-f]{8}\Z")
 
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """One directory with a checkpoint's name: its manifest, or the problem that keeps it from loading."""
+    """Hold one directory with a checkpoint's name: its manifest, or the error that keeps it from loading."""
 
     path: Path
     generation: int
@@ -123,34 +124,35 @@ class CatalogEntry:
 
     @property
     def is_link(self) -> bool:
-        """Whether somebody has put a link here: read like any other, never moved or removed."""
-        return os.path.islink(self.path)  # noqa: PTH114  this one does not raise
+        """Whether a user placed a link here; links are read, but never moved or removed."""
+        return os.path.islink(self.path)  # noqa: PTH114  Path.is_symlink may raise
 
     @property
     def is_damaged(self) -> bool:
-        """Whether its own bytes prove that nobody can load it: what belongs in quarantine."""
+        """Whether its own bytes prove that no node can load it."""
         return isinstance(self.error, (TornError, CorruptError)) and not self.is_link
 
 
 class Catalog:
-    """Checkpoints of one node. Reading is safe for anybody; what changes things is for the lock's owner."""
+    """Give access to one node's checkpoints. Any process may read; only the lock's owner may change."""
 
     def __init__(self, node_dir: Path, run_id: str | None, disk: Disk = DISK) -> None:
-        """``run_id`` None: accept checkpoints of any run."""
+        """Open the catalog of ``node_dir``; with ``run_id`` None, checkpoints of any run are valid."""
         self._node_dir = node_dir
         self._run_id = run_id
         self._disk = disk
 
     def list_entries(self, read_data: bool = False, limit: int = MAX_ENTRIES) -> list[CatalogEntry]:
-        """Everything with a checkpoint's name, newest first, each checked; ``deep`` reads all data."""
-        found = [
-            self._check_entry(path, order, read_data) for order, path in self._list_checkpoint_paths()[:limit]
+        """Check and return all checkpoints, newest first; ``read_data`` verifies every digest."""
+        entries = [
+            self._check_entry(path, version, read_data)
+            for version, path in self._list_checkpoint_paths()[:limit]
         ]
-        # Without what its owner has pruned while we looked.
-        return [entry for entry in found if entry.error is None or not _is_missing(entry.path)]
+        # The owner may have pruned some of them meanwhile.
+        return [entry for entry in entries if entry.error is None or not _is_missing(entry.path)]
 
     def list_valid(self, read_data: bool = False, limit: int = MAX_ENTRIES) -> list[CatalogEntry]:
-        """The entries without a problem, newest first."""
+        """Return the entries without an error, newest first."""
         return [entry for entry in self.list_entries(read_data, limit) if entry.error is None]
 
     def prune(
@@ -160,15 +162,14 @@ class Catalog:
         min_generation: int = -1,
         trusted_versions: Collection[tuple[int, int]] | None = None,
     ) -> list[Path]:
-        """Remove valid checkpoints beyond the newest ``keep`` (>= 2) valid ones; return the old paths.
+        """Remove valid checkpoints beyond the newest ``keep``; return their former paths.
 
         Args:
-            keep: how many stay.
-            above_generation: older generations neither count nor go: ``--resume never``
-                sets an earlier lineage aside, it does not give it up.
-            trusted: (generation, step) of those whose bytes are known to be good, since this process wrote
-                or verified them. Only they count towards ``keep`` then: a quick check cannot tell a flipped
-                bit, and newer copies with one must not push out the last good one.
+            keep: number of checkpoints that stay, at least `MIN_KEEP`.
+            min_generation: ignore this and older generations, which ``--resume never`` set aside.
+            trusted_versions: (generation, step) of checkpoints that this process wrote or verified. If given,
+                only these count towards ``keep``: newer checkpoints with a flipped bit must not push out the
+                last good one.
 
         """
         if keep < MIN_KEEP:
@@ -186,23 +187,23 @@ class Catalog:
         return removed
 
     def quarantine(self, path: Path, reason: str) -> Path:
-        """Move a bad checkpoint aside, never over another; return its new path."""
+        """Move a bad checkpoint to quarantine; return its new path."""
         return quarantine(self._node_dir, path, reason, self._disk)
 
     def list_quarantined(self) -> list[Path]:
-        """What lies in quarantine."""
+        """Return the quarantined directories, sorted by name."""
         return list_quarantined(self._node_dir)
 
     def remove_unfinished(self) -> list[Path]:
-        """Remove what dead writers left unfinished; return it. Only for the owner of the node's lock."""
-        swept = []
+        """Remove and return what dead writers left; only the owner of the node's lock may call this."""
+        removed = []
         for path in self._list_directory():
             if not path.name.startswith(constants.TEMPORARY_PREFIX) or _has_live_writer(path):
                 continue
-            if not _is_missing(path):  # its writer, our agent, may have finished it since it was listed
+            if not _is_missing(path):  # its writer may have renamed it since it was listed
                 self._disk.remove_tree(path)
-                swept.append(path)
-        return swept
+                removed.append(path)
+        return removed
 
     def _check_entry(self, path: Path, version: tuple[int, int], read_data: bool) -> CatalogEntry:
         check = deep_check if read_data else quick_check
@@ -212,12 +213,12 @@ class Catalog:
             return CatalogEntry(path, *version, None, error)
 
     def _list_checkpoint_paths(self) -> list[tuple[tuple[int, int], Path]]:
-        named = [
-            (order, path)
+        checkpoints = [
+            (version, path)
             for path in self._list_directory()
-            if (order := parse_checkpoint_name(path.name)) is not None and _may_be_checkpoint(path)
+            if (version := parse_checkpoint_name(path.name)) is not None and _may_be_checkpoint(path)
         ]
-        return sorted(named, reverse=True)
+        return sorted(checkpoints, reverse=True)
 
     def _list_directory(self) -> list[Path]:
         with translate_os_errors("list", self._node_dir):
@@ -227,28 +228,28 @@ class Catalog:
                 return []
 
     def _delete(self, path: Path) -> None:
-        doomed = path.with_name(temporary_name(f"pruned-{path.name}"))
-        self._disk.rename(path, doomed)
+        unnamed = path.with_name(temporary_name(f"pruned-{path.name}"))
+        self._disk.rename(path, unnamed)
         self._disk.sync_dir(self._node_dir)  # else a crash could bring the name back without its files
-        self._disk.remove_tree(doomed)
+        self._disk.remove_tree(unnamed)
 
 
 def scan_run(run_dir: Path, run_id: str | None, limit: int = 64) -> dict[str, list[CatalogEntry]]:
-    """The newest ``limit`` entries of every node whose directory is visible here, quick-checked, by node."""
-    found: dict[str, list[CatalogEntry]] = {}
+    """Return the newest ``limit`` entries of each node whose directory is visible here."""
+    entries: dict[str, list[CatalogEntry]] = {}
     with translate_os_errors("list", run_dir):
         names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []  # noqa: PTH208  names only
     for name in names[:MAX_NODES]:
         node_dir = run_dir / name
-        with translate_os_errors("look at", node_dir):
+        with translate_os_errors("read", node_dir):
             is_node = re.fullmatch(constants.SAFE_NAME_PATTERN, name) is not None and node_dir.is_dir()
         if is_node:
-            found[name] = Catalog(node_dir, run_id).list_entries(limit=limit)
-    return found
+            entries[name] = Catalog(node_dir, run_id).list_entries(limit=limit)
+    return entries
 
 
 def _may_be_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is a directory, or a link that leads to one or nowhere. What cannot be told may be."""
+    """Whether ``path`` is a directory, a link to one, a dangling link, or unreadable."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
@@ -268,11 +269,11 @@ def _is_missing(path: Path) -> bool:
 
 
 def _has_live_writer(path: Path) -> bool:
-    """Whether the process that made ``path`` still runs; one that began later merely has its number."""
+    """Whether the process that created ``path`` still runs, and is not a later one with the same pid."""
     match = _WRITER_PID_PATTERN.search(path.name)
     if match is None:
         return False
     with contextlib.suppress(psutil.Error, OSError):
-        # 1 s: file times and process start times come from clocks of different grain.
+        # 1 s, because file times and process start times have different resolutions.
         return psutil.Process(int(match[1])).create_time() <= path.lstat().st_mtime + 1.0
     return False

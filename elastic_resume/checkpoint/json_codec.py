@@ -1,21 +1,20 @@
-"""Typed JSON: everything of a checkpoint's state that is not a tensor, and where the tensors stand in it.
+"""Encode state that is not a tensor as typed JSON, and decode it to the same types and bits.
 
-What JSON says without doubt stays plain (None, bool, str, float, list, dict with str keys); the rest is an
-object ``{"$": tag, ...}``. `decode` gives back the same types and bits: nan payloads, -0.0, ints of any
-size, tuples apart from lists, the order of dicts. Exact types only: a subclass would come back as its base
-and nobody would notice, so it is refused, with its path, at the first save. An object that stands in two
-places comes back as two equal objects.
+Values that JSON represents exactly stay plain: None, bool, str, finite float, list, dict with str keys. Every
+other type becomes an object ``{"$": tag, ...}``. Decoding restores NaN payloads, -0.0, integers of any size,
+tuples, and the order of dicts. A subclass of a known type is refused, because it would be restored as its
+base class.
 
-Promise: nothing read here is executed; an unknown tag is CorruptError. Equal values encode equally on
-every node (sets are sorted), so digests of encoded state can be compared.
-
-Does not know what a tensor is: the worker replaces each by a `TensorRef` before and afterwards.
+An object that occurs in two places is restored as two equal objects. Nothing that is read is executed: an
+unknown tag raises CorruptError. Equal values have equal encodings on every node (sets are sorted), so digests
+of encoded state can be compared. Tensors are replaced by a `TensorRef` before encoding.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -24,24 +23,26 @@ from typing import Any, NoReturn
 
 from elastic_resume.errors import CorruptError, UntrackableError
 
-MAX_DEPTH = 200  # a state dict is 5 deep; what is deeper is a mistake, and Python's stack ends at 1000
+MAX_DEPTH = 200  # a state dict is 5 deep; Python's stack ends at 1000
 MAX_INT_BITS = 1 << 20
 TAG = "$"
-_PLAIN_INT_LIMIT = 1 << 63  # what other JSON readers still take as an integer
+_PLAIN_INT_LIMIT = 1 << 63  # other JSON readers may round greater integers
 
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Stands where a tensor stood; ``name`` is its name in the image, ``kind`` is the worker's own word."""
+    """Stand in for a tensor; ``name`` is its name in the image, only `state` interprets ``kind``."""
 
     name: str
     kind: str = "tensor"
 
 
 def encode(value: Any, path: str = "") -> Any:
-    """Return ``value`` as JSON-able data. ``path`` is what messages call its place.
+    """Return ``value`` as data for `json.dumps`; ``path`` names it in error messages.
 
-    Raises UntrackableError, naming path and type, for what `decode` could not give back exactly.
+    Raises:
+        UntrackableError: naming path and type of a value that `decode` could not restore exactly.
+
     """
     try:
         return _encode(value, path or "state", ())
@@ -50,7 +51,12 @@ def encode(value: Any, path: str = "") -> Any:
 
 
 def decode(encoded: Any) -> Any:
-    """Return the value that `encode` was given. Raises CorruptError for anything `encode` never writes."""
+    """Return the value that `encode` was given.
+
+    Raises:
+        CorruptError: the data is not what `encode` writes.
+
+    """
     try:
         return _decode(encoded, 0)
     except RecursionError as error:
@@ -83,8 +89,7 @@ def _encode_int(value: int, path: str) -> Any:
 
 
 def _encode_float(value: float, _path: str) -> Any:
-    finite = value - value == 0  # neither infinite nor nan, whose bits JSON does not carry
-    return value if finite else {TAG: "float", "bits": struct.pack(">d", value).hex()}
+    return value if math.isfinite(value) else {TAG: "float", "bits": struct.pack(">d", value).hex()}
 
 
 def _encode_complex(value: complex, _path: str) -> Any:
@@ -120,7 +125,7 @@ def _encode_dict(value: dict[Any, Any], path: str, ancestors: tuple[int, ...]) -
 
 
 def _encode_sorted(value: Iterable[Any], path: str, ancestors: tuple[int, ...]) -> list[Any]:
-    # A set's own order follows the hash seed of the process: two nodes would never agree on a digest.
+    # The order of a set depends on the process's hash seed, so digests of two nodes would differ.
     return sorted(
         (_encode(item, f"{path}{{{_abbreviate(item)}}}", ancestors) for item in value), key=json.dumps
     )
@@ -149,13 +154,12 @@ _CONTAINER_ENCODERS: dict[type, Callable[[Any, str, tuple[int, ...]], Any]] = {
 def _reject(value: Any, path: str) -> NoReturn:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    near = next(
-        (known.__name__ for known in _CONTAINER_ENCODERS | _SCALAR_ENCODERS if isinstance(value, known)), None
+    known_types = _CONTAINER_ENCODERS | _SCALAR_ENCODERS
+    base = next((known.__name__ for known in known_types if isinstance(value, known)), None)
+    advice = (
+        f"convert it to {base} in state_dict()" if base else "return tensors and plain data from state_dict()"
     )
-    what = (
-        f"convert it to {near} in state_dict()" if near else "return tensors and plain data from state_dict()"
-    )
-    raise UntrackableError(f"{path}: a {name} cannot be stored; {what}, or leave it out.")
+    raise UntrackableError(f"{path}: a {name} cannot be stored; {advice}, or leave it out.")
 
 
 def _abbreviate(key: Any) -> str:
@@ -240,7 +244,7 @@ def _decode_set(fields: dict[str, Any], depth: int) -> set[Any]:
 
 def _decode_counter(fields: dict[str, Any], depth: int) -> Counter[Any]:
     counter: Counter[Any] = Counter()
-    dict.update(counter, _decode_pairs(fields, depth))  # Counter.update would add up and demand numbers
+    dict.update(counter, _decode_pairs(fields, depth))  # Counter.update would add, and fail on non-numbers
     return counter
 
 

@@ -1,15 +1,12 @@
-"""Where each tensor of a checkpoint lies: the image is byte for byte a safetensors file.
+"""Compute and validate where each tensor lies in an image, which is byte for byte a safetensors file.
 
-An image is an 8-byte little-endian header length, a JSON header padded with spaces so that the first
-tensor starts at a multiple of 4096, and the tensors without holes (safetensors refuses holes), ordered by
-item size, greatest first: so each tensor is aligned to its item size without padding. The same bytes lie
-in memory, on disk and on the wire, and any safetensors reader opens the file.
+    8 bytes     header length, little-endian
+    header      JSON, padded with spaces so that the data starts at a multiple of 4096
+    data        the tensors without gaps, larger item sizes first, so that each is aligned to its item size
 
-Promise: `Layout.parse` accepts only what lies wholly inside the file, without overlap or hole, so a
-buffer cut up by its extents is never read past its end. It says nothing about whether the bytes are the
-right ones: digests do, in `checkpoint`.
-
-Does not know files, torch or numpy: names, shapes and byte offsets only.
+The same bytes lie in memory, on disk and on the wire, and any safetensors reader opens them. `Layout.parse`
+accepts only extents that tile the file exactly, so slices by its extents never leave the buffer. This module
+knows no tensor values; digests of the bytes are in the manifest.
 """
 
 from __future__ import annotations
@@ -23,9 +20,9 @@ from typing import Any, NoReturn
 
 from elastic_resume.errors import CorruptError, TornError
 
-ALIGNMENT = 4096  # a page: the image can be mapped, and registered as pinned memory, from its data on
-MAX_HEADER_BYTES = 100_000_000  # safetensors itself refuses a longer header; about 700,000 tensors
-MAX_FILE_BYTES = 1 << 53  # beyond this JSON numbers of other readers lose bits
+ALIGNMENT = 4096  # a page, so that the data can be mapped and registered as pinned memory
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors; about 700,000 tensors
+MAX_FILE_BYTES = 1 << 53  # other JSON readers round greater numbers
 MAX_TENSOR_DIMENSIONS = 64  # torch's own limit
 FORMAT_NAME = "elastic_resume.image/1"
 METADATA_KEY = "__metadata__"
@@ -57,7 +54,7 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor is: its name, its safetensors dtype and its shape."""
+    """Name, safetensors dtype and shape of one tensor."""
 
     name: str
     dtype: str
@@ -65,13 +62,13 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's elements, densely packed."""
+        """Bytes of the densely packed elements."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a tensor lies: ``image[start:stop]``, offsets counted from the image's first byte."""
+    """The place of one tensor: ``image[start:stop]``, counted from the image's first byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -80,7 +77,7 @@ class Extent:
 
 
 class Layout:
-    """The header of an image and what it means. Equal layouts have equal headers, byte for byte."""
+    """The parsed header of an image; equal layouts have equal headers, byte for byte."""
 
     __slots__ = ("extents", "header", "total_bytes")
 
@@ -89,7 +86,7 @@ class Layout:
     total_bytes: int
 
     def __init__(self, header: bytes, extents: Mapping[str, Extent], total_bytes: int) -> None:
-        """Taken as given: use `build` or `parse`."""
+        """Hold the given parts; use `build` or `parse`."""
         self.header = header
         self.extents = MappingProxyType(dict(extents))
         self.total_bytes = total_bytes
@@ -105,9 +102,11 @@ class Layout:
 
     @staticmethod
     def build(specs: Iterable[TensorSpec]) -> Layout:
-        """Lay out tensors; ties in item size keep the given order.
+        """Lay out tensors; those of equal item size keep the given order.
 
-        Raises ValueError for a name given twice or reserved, an unknown dtype, or an impossible shape.
+        Raises:
+            ValueError: a name is reserved or given twice, a dtype is unknown, or a shape is impossible.
+
         """
         ordered = _sort_specs(specs)
         table: dict[str, Any] = {METADATA_KEY: {"format": "pt", "layout": FORMAT_NAME}}
@@ -128,12 +127,15 @@ class Layout:
         return Layout(header, _absolute_extents(table, len(header)), len(header) + relative)
 
     @staticmethod
-    def parse(prefix: bytes | bytearray | memoryview, file_bytes: int, *, aligned: bool = True) -> Layout:
-        """Read the layout from the beginning of an image that is ``file_bytes`` long.
+    def parse(prefix: bytes | bytearray | memoryview, file_bytes: int) -> Layout:
+        """Parse and validate the header of an image of ``file_bytes`` bytes.
 
-        ``head`` must reach at least to the end of the header (`header_bytes` tells how far that is).
-        ``aligned`` False: a tensor may start anywhere, as in safetensors files of others.
-        Raises TornError when the file ends too early, CorruptError for everything else that is wrong.
+        ``prefix`` must reach to the end of the header; `header_size` returns how far that is.
+
+        Raises:
+            TornError: the file ends too early.
+            CorruptError: the header is invalid in any other way.
+
         """
         size = header_size(prefix, file_bytes)
         if len(prefix) < size:
@@ -151,16 +153,16 @@ class Layout:
             if name != METADATA_KEY:
                 _check_entry(name, entry)
         extents = _absolute_extents(table, size)
-        _check_tiling(extents, size, file_bytes, aligned=aligned)
+        _check_tiling(extents, size, file_bytes)
         return Layout(header, extents, file_bytes)
 
     def tensors_in_range(self, start: int, stop: int) -> list[str]:
-        """Names of the tensors that have bytes in ``image[start:stop]``, in the order they lie there."""
+        """Return the names of the tensors with bytes in ``image[start:stop]``, in file order."""
         return [n for n, e in self.extents.items() if e.start < stop and start < e.stop]
 
 
 def header_size(prefix: bytes | bytearray | memoryview, file_bytes: int) -> int:
-    """Length of header and its length field, from an image's first 8 bytes: how much `Layout.parse` needs."""
+    """Return the bytes of length field and header, read from an image's first 8 bytes."""
     if len(prefix) < 8 or file_bytes < 8:
         raise TornError(f"header: the file ends after {min(len(prefix), file_bytes)} bytes.")
     size = 8 + int.from_bytes(prefix[:8], "little")
@@ -172,18 +174,18 @@ def header_size(prefix: bytes | bytearray | memoryview, file_bytes: int) -> int:
 
 
 def _sort_specs(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    seen: set[str] = set()
-    given: list[TensorSpec] = []
+    names: set[str] = set()
+    valid: list[TensorSpec] = []
     for spec in specs:
-        if spec.name in seen or spec.name == METADATA_KEY:
+        if spec.name in names or spec.name == METADATA_KEY:
             raise ValueError(f"two tensors are named {spec.name!r}, or the name is reserved.")
         if spec.dtype not in ITEM_BYTES:
             raise ValueError(f"tensor {spec.name!r}: safetensors knows no dtype {spec.dtype!r}.")
         if len(spec.shape) > MAX_TENSOR_DIMENSIONS or any(n < 0 for n in spec.shape):
             raise ValueError(f"tensor {spec.name!r}: impossible shape {spec.shape}.")
-        seen.add(spec.name)
-        given.append(spec)
-    return sorted(given, key=lambda spec: -ITEM_BYTES[spec.dtype])
+        names.add(spec.name)
+        valid.append(spec)
+    return sorted(valid, key=lambda spec: -ITEM_BYTES[spec.dtype])
 
 
 def _frame_header(text: bytes) -> bytes:
@@ -206,7 +208,7 @@ def _absolute_extents(table: Mapping[str, Any], data_start: int) -> dict[str, Ex
 
 
 def _check_entry(name: str, entry: Any) -> None:
-    """Refuse an entry of the header that is not a tensor whose shape and extent agree."""
+    """Raise CorruptError unless an entry is a tensor whose shape and extent agree."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CorruptError(f"header: entry {name!r} is not dtype, shape and data_offsets.")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -223,14 +225,14 @@ def _check_entry(name: str, entry: Any) -> None:
         )
 
 
-def _check_tiling(extents: Mapping[str, Extent], data_start: int, file_bytes: int, *, aligned: bool) -> None:
-    """Refuse a hole, an overlap, a misaligned tensor, or an end that is not the file's."""
+def _check_tiling(extents: Mapping[str, Extent], data_start: int, file_bytes: int) -> None:
+    """Raise on a gap, an overlap, a misaligned tensor, or a wrong end of file."""
     end = data_start
     for name, extent in extents.items():
         if extent.start != end:
-            what = "overlaps what lies before it" if extent.start < end else "leaves a hole before it"
-            raise CorruptError(f"header: tensor {name!r} {what} (byte {extent.start}, expected {end}).")
-        if aligned and extent.start % ITEM_BYTES[extent.dtype] and extent.stop > extent.start:
+            defect = "overlaps the one before it" if extent.start < end else "leaves a gap before it"
+            raise CorruptError(f"header: tensor {name!r} {defect} (byte {extent.start}, expected {end}).")
+        if extent.start % ITEM_BYTES[extent.dtype] and extent.stop > extent.start:
             raise CorruptError(f"header: tensor {name!r} starts at byte {extent.start}, not aligned.")
         end = extent.stop
     if end > file_bytes:

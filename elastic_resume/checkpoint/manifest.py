@@ -1,13 +1,11 @@
-"""The manifest of a checkpoint: what it is, of which step, and the digest of every block of its image.
+"""Define the manifest of a checkpoint: its origin, step, non-tensor state, and a digest of each block.
 
-Written last and read first. One JSON object whose last member is the xxh3-128 digest of all bytes before
-it, so a torn or flipped manifest is told from a whole one by itself. The image is digested in blocks of
-`BLOCK_BYTES`, so a reader verifies while it reads, and a bad byte is known to within one block.
+The manifest is written last and read first. It is one JSON object; its last member is the xxh3-128 digest of
+all bytes before it, so a torn or corrupted manifest is recognised without other files. The image is digested
+in blocks of `BLOCK_BYTES`: readers verify while they read, and locate an error to within one block.
 
-Promise: `Manifest.parse` either returns a manifest all of whose fields are of the right type and range, or
-raises; a newer format is recognised as such even when nothing else in it is understood.
-
-Does not know files, nor what `state` means (see `typed`): bytes in, a frozen record out.
+`Manifest.parse` checks the type and range of every field. It recognises a newer format even if it understands
+no other field.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from elastic_resume import constants
 from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, NewerFormatError, TornError
 
 FORMAT_VERSION = 1
-BLOCK_BYTES = 16 << 20  # large enough that a disk reaches its full speed, small enough to reuse as buffer
-MAX_MANIFEST_BYTES = 256 << 20  # non-tensor state is kilobytes; a replay buffer of tuples is not for JSON
+BLOCK_BYTES = 16 << 20  # large enough for full disk speed, small enough for a reusable buffer
+MAX_MANIFEST_BYTES = 256 << 20  # non-tensor state is usually kilobytes
 _MAX_COUNT = 1 << 53
 _MIN_BLOCK_BYTES = 1 << 10
 _MAX_BLOCK_BYTES = 1 << 30
@@ -36,7 +34,7 @@ _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands after a finished step."""
+    """The position of training after a finished step."""
 
     epoch: int
     step_in_epoch: int
@@ -46,10 +44,11 @@ class Position:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but its tensors. `rank` is the writer's, `written_at` in Unix seconds.
+    """Everything in a checkpoint except its tensors.
 
-    `follows_rank0` names the tensors that differ between ranks (BatchNorm's buffers): a resume takes
-    those of rank 0. `blocks`, `file_bytes` and `block_bytes` are filled in by `writing.Writer`.
+    ``rank`` is the writer's; ``written_at`` is in Unix seconds. ``follows_rank0`` names tensors that differ
+    between ranks, such as BatchNorm's buffers: a resume takes rank 0's. `CheckpointTransaction` fills in
+    ``file_bytes``, ``block_bytes`` and ``blocks``.
     """
 
     run_id: str
@@ -73,29 +72,34 @@ class Manifest:
 
     @property
     def version(self) -> tuple[int, int]:
-        """(generation, step): the greatest is the newest, whatever clocks and names say."""
+        """(generation, step), by which checkpoints are ordered."""
         return (self.generation, self.position.step)
 
     @property
     def epoch_position(self) -> tuple[int, int]:
-        """(epoch, steps of it): of two copies of one step, the one with the greater is the later."""
+        """(epoch, step in epoch): of two checkpoints of one step, the greater is the later one."""
         return (self.position.epoch, self.position.step_in_epoch)
 
     @property
     def content_digest(self) -> str:
-        """One digest of the image and the state: equal on two nodes whose copies are equal."""
+        """The digest of image and state; equal on two nodes whose checkpoints are equal."""
         digest = xxhash.xxh3_128(f"{self.file_bytes}/{self.block_bytes}/".encode())
         digest.update("".join(self.blocks).encode())
         digest.update(_encode_json(self.state))
         return digest.hexdigest()
 
     def to_bytes(self) -> bytes:
-        """Return the manifest file. Raises ValueError when a field is out of range or not JSON."""
+        """Encode the manifest file.
+
+        Raises:
+            ValueError: a field is out of range or not JSON.
+
+        """
         record = {field.name: getattr(self, field.name) for field in fields(self)}
-        record["position"] = {field.name: getattr(self.position, field.name) for field in fields(Position)}
-        fault = _find_invalid_field(self)
-        if fault:
-            raise ValueError(f"manifest: {fault}")
+        record["position"] = vars(self.position)
+        invalid = _find_invalid_field(self)
+        if invalid:
+            raise ValueError(f"manifest: {invalid}")
         body = _encode_json({"kind": _KIND, "format": FORMAT_VERSION, **record})[:-1]
         data = body + f',"digest":"{xxhash.xxh3_128_hexdigest(body)}"}}\n'.encode()
         if len(data) > MAX_MANIFEST_BYTES:
@@ -106,10 +110,14 @@ class Manifest:
 
     @staticmethod
     def parse(data: bytes) -> Manifest:
-        """Read a manifest file.
+        """Parse a manifest file.
 
-        Raises TornError (empty or cut off), CorruptError (digest, types, limits), NewerFormatError, or
-        ForeignError (JSON, but not ours).
+        Raises:
+            TornError: it is empty or cut off.
+            CorruptError: digest, types or ranges are wrong.
+            NewerFormatError: a later version of elastic_resume wrote it.
+            ForeignError: it is JSON, but not a manifest.
+
         """
         record = _decode_verified(data)
         try:
@@ -121,9 +129,9 @@ class Manifest:
             manifest = Manifest(position=Position(**position), **record)
         except (KeyError, TypeError) as error:
             raise CorruptError(f"manifest: a field is missing or unknown ({error}).") from error
-        fault = _find_invalid_field(manifest)
-        if fault:
-            raise CorruptError(f"manifest: {fault}")
+        invalid = _find_invalid_field(manifest)
+        if invalid:
+            raise CorruptError(f"manifest: {invalid}")
         return manifest
 
 
@@ -132,7 +140,7 @@ def _encode_json(value: Any) -> bytes:
 
 
 def _decode_verified(data: bytes) -> dict[str, Any]:
-    """Return the members of a manifest whose digest and format are right, without kind, format and digest."""
+    """Return the manifest's members after checking digest and format, without these two and kind."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise CorruptError(f"manifest: {len(data)} bytes, more than the limit of {MAX_MANIFEST_BYTES}.")
     try:
@@ -146,7 +154,8 @@ def _decode_verified(data: bytes) -> dict[str, Any]:
     number = record.pop("format", None)
     if type(number) is int and number > FORMAT_VERSION:
         raise NewerFormatError(
-            f"manifest: format {number}; this elastic_resume reads up to {FORMAT_VERSION}: upgrade it to load this."
+            f"manifest: format {number}; this elastic_resume reads up to {FORMAT_VERSION}: "
+            "upgrade it to load this."
         )
     end = _DIGEST_SUFFIX.search(data)
     if end is None:
@@ -167,7 +176,7 @@ def _classify_invalid(data: bytes) -> CheckpointError:
 
 
 def _find_invalid_field(manifest: Manifest) -> str | None:
-    """Say what is out of range, or None. Holds for what is written and for what is read."""
+    """Describe the first field that is out of range; None if all are valid."""
     position = manifest.position
     counts = {
         "rank": manifest.rank,
@@ -181,7 +190,7 @@ def _find_invalid_field(manifest: Manifest) -> str | None:
         if type(count) is not int or not 0 <= count <= _MAX_COUNT:
             return f"{name} is {count!r}, not a count."
     if manifest.rank >= manifest.world_size:
-        return f"rank {manifest.rank} of a world of {manifest.world_size}."
+        return f"rank {manifest.rank} is not below the world size {manifest.world_size}."
     for name in ("run_id", "node"):
         value = getattr(manifest, name)
         if type(value) is not str or not re.fullmatch(constants.SAFE_NAME_PATTERN, value):
@@ -195,10 +204,11 @@ def _find_invalid_field(manifest: Manifest) -> str | None:
 
 def _find_invalid_block(manifest: Manifest) -> str | None:
     if not _MIN_BLOCK_BYTES <= manifest.block_bytes <= _MAX_BLOCK_BYTES:
-        return f"blocks of {manifest.block_bytes} bytes."
+        return f"block_bytes is {manifest.block_bytes}."
     if len(manifest.blocks) != -(-manifest.file_bytes // manifest.block_bytes):
         return (
-            f"{len(manifest.blocks)} digests of {manifest.block_bytes} bytes each for {manifest.file_bytes}."
+            f"{len(manifest.blocks)} digests for {manifest.file_bytes} bytes "
+            f"in blocks of {manifest.block_bytes}."
         )
     if not all(_DIGEST_PATTERN.fullmatch(block) for block in manifest.blocks):
         return "a block's digest is not 32 hexadecimal digits."
@@ -207,7 +217,7 @@ def _find_invalid_block(manifest: Manifest) -> str | None:
 
 def _require_strings(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(type(item) is str for item in value):
-        raise CorruptError("manifest: a list of names or digests holds something else.")
+        raise CorruptError("manifest: a list of names or digests holds another type.")
     return tuple(value)
 
 

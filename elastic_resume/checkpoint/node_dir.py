@@ -1,29 +1,17 @@
-"""The directory of one node: who owns it, which one it is, which generation it has seen, is there room.
+"""Own a node's directory ``CKPT_DIR/RUN_ID/NODE`` and keep the node's small durable records in it.
 
-Promise: two processes never own one node's directory at once (as far as the file system's flock goes);
-the generation never goes back, and survives a power cut once `persist_generation` has returned; the
-identity never changes. A fork of the owner, which shares its flock, cannot give the directory up.
-
-Does not know what lies in the directory (`catalog`) nor what a generation is for.
-
-Which start of the job a generation belongs to, as far as one node knows.
-
-``--resume never`` speaks of the moment the job is started: what is older is set aside, what this start
-has saved since is not, or a restart after a failure would lose it. So each node notes, durably, the
-supervisor (agent, torchrun) under which it last entered a world and the greatest generation that anybody
-knew when the job was started. A crash between two notes leaves the older one, which names another
-supervisor: nothing saved is ever set aside by mistake. Other modes do not look here.
-
-A second small file holds the arguments with which a script was started last: a person is told what differs.
-It is never relied upon. The environment is not in it, nor the values of arguments that hold secrets by name.
-
-That a node has committed checkpoints of this job, known also when none is left.
-
-A node without checkpoints is new, or has lost its disk, or somebody removed them; only the last is no reason
-to start from nothing in silence. The note lies beside the checkpoints and goes with the disk, so it is there
-in that case alone.
-
-Promise: a node with a note has committed a checkpoint of that generation; a crash may leave it without one.
+- ``lock``: one process owns the directory at a time; a fork of the owner cannot release it.
+- ``identity.json``: a random id, written once. Hosts with equal node names but different disks have different
+  ids.
+- ``generation.json``: the greatest generation seen; it never decreases.
+- ``job-start.json``: the launcher (agent or torchrun) under which the node last entered a generation, and the
+  greatest generation known when that job started. ``--resume never`` ignores checkpoints up to that
+  generation, but not those saved since. A crash between two writes leaves the record of another launcher,
+  which ignores nothing that this job has saved.
+- ``script-arguments.json``: the script's last arguments, secrets masked, to report what changed. It is never
+  relied upon.
+- ``committed.json``: the newest generation with a commit. A node without checkpoints is new or has lost its
+  disk, unless this file shows that they were removed.
 """
 
 from __future__ import annotations
@@ -46,14 +34,21 @@ from elastic_resume import constants
 from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, translate_os_errors
 from elastic_resume.errors import ConfigError, MachineError, NodeFileError, NodeLockedError, UsageError
 from elastic_resume.schedulers import resources
+from elastic_resume.units import format_bytes
 
+JOB_START_FILE = "job-start.json"
+SCRIPT_ARGUMENTS_FILE = "script-arguments.json"
+COMMITTED_FILE = "committed.json"
+MASK = "***"
+# --api-key, HF_TOKEN, db.password, apiKey; not --tokenizer, --max-tokens or --keypoints.
+_SECRET_NAME_PATTERN = re.compile(r"(?i:keys?|token|secrets?|passwords?)(?![a-z])[^=]*(=|\Z)", re.DOTALL)
 _MAX_SMALL_FILE_BYTES = 64 * 1024
 _MAX_GENERATION = 1 << 53
-_lock_pids: dict[Path, int] = {}  # what is locked -> the process that did it, which a fork is not
+_lock_pids: dict[Path, int] = {}  # locked directory -> pid that locked it; a fork has another pid
 
 
 class NodeDir:
-    """``CKPT_DIR/RUN_ID/NODE``. Made by `claim` (the owner) or `attach` (a worker of the owner)."""
+    """A node's directory, opened by its owner (`claim`) or by a worker of the owner (`attach`)."""
 
     def __init__(self, path: Path, lock: _Lock | None, disk: Disk) -> None:
         """Use `claim` or `attach`."""
@@ -63,11 +58,15 @@ class NodeDir:
 
     @staticmethod
     def claim(ckpt_dir: Path, run_id: str, node: str, timeout_s: float = 2.0, disk: Disk = DISK) -> NodeDir:
-        """Make the directory where it is missing and become its owner.
+        """Create the directory if necessary and become its owner.
 
-        Raises NodeTakenError, naming the owner, when it has one for ``timeout_s`` more; UsageError when the
-        owner is this very process, which would wait for itself; ConfigError for an unsafe name; MachineError
-        when the directory cannot be made; RecordError when it does not say which one it is.
+        Raises:
+            NodeLockedError: another process owns it for ``timeout_s`` more; the message names the owner.
+            UsageError: this process owns it already.
+            ConfigError: the run id or node name is not a safe directory name.
+            MachineError: the directory cannot be created.
+            NodeFileError: its identity file is damaged.
+
         """
         path = _node_path(ckpt_dir, run_id, node)
         if _lock_pids.get(path.resolve()) == os.getpid():
@@ -83,8 +82,8 @@ class NodeDir:
         try:
             disk.write_atomic(path / constants.LOCK_OWNER_FILE, _encode_lock_owner())
             if not node_dir.read_identity():
-                note = json.dumps({"id": secrets.token_hex(16)}) + "\n"
-                disk.write_atomic(path / constants.IDENTITY_FILE, note.encode())
+                identity = json.dumps({"id": secrets.token_hex(16)}) + "\n"
+                disk.write_atomic(path / constants.IDENTITY_FILE, identity.encode())
         except BaseException:
             node_dir.release()
             raise
@@ -92,13 +91,13 @@ class NodeDir:
 
     @staticmethod
     def attach(ckpt_dir: Path, run_id: str, node: str, disk: Disk = DISK) -> NodeDir:
-        """The directory for a worker whose agent holds the lock; made where it is missing."""
+        """Open the directory for a worker whose agent holds the lock; create it if necessary."""
         path = _node_path(ckpt_dir, run_id, node)
         disk.make_dirs(path)
         return NodeDir(path, None, disk)
 
     def release(self) -> None:
-        """Give the directory up. Harmless when called twice, in a fork, or on one that was attached."""
+        """Give up ownership; does nothing on a second call, in a fork, or after `attach`."""
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
@@ -110,34 +109,33 @@ class NodeDir:
         self.release()
 
     def read_identity(self) -> str:
-        """Name this directory, whatever its path: 32 hexadecimal digits that its first owner wrote.
+        """Return the directory's random id of 32 hexadecimal digits; empty before its first owner.
 
-        Empty where nobody has owned it yet. So two hosts that call themselves alike and do not share a disk
-        are told apart: their identities differ, or one is empty. Raises RecordError for a damaged file.
+        Raises:
+            NodeFileError: the file is damaged.
+
         """
         path = self.path / constants.IDENTITY_FILE
-        data = None
-        with (
-            translate_os_errors("read", path),
-            contextlib.suppress(FileNotFoundError),
-            open(path, "rb") as file,
-        ):
-            data = file.read(_MAX_SMALL_FILE_BYTES)
-        if data is None:
-            return ""
+        with translate_os_errors("read", path):
+            try:
+                data = path.read_bytes()[:_MAX_SMALL_FILE_BYTES]
+            except FileNotFoundError:
+                return ""
         match = re.fullmatch(rb'\s*\{\s*"id"\s*:\s*"([0-9a-f]{32})"\s*\}\s*', data)
         if match is None:
             raise NodeFileError(
-                f"{path}: does not hold an identity. If no other process of this job runs, remove the file: "
-                "the next start makes a new one."
+                f"{path}: does not hold an identity. If no other process of this job runs, remove the file; "
+                "the next start writes a new one."
             )
         return match[1].decode()
 
     def read_generation(self) -> int:
-        """The greatest generation persisted here; 0 when none was.
+        """Return the greatest persisted generation, 0 if there is none.
 
-        Raises RecordError for a file that does not hold one (taking that for 0 would unfence the stale), and
-        MachineError where it cannot be read.
+        Raises:
+            NodeFileError: the file is damaged; to assume 0 would let an outdated node take part.
+            MachineError: it cannot be read.
+
         """
         path = self.path / constants.GENERATION_FILE
         with translate_os_errors("read", path):
@@ -148,11 +146,14 @@ class NodeDir:
         record = _parse_json(data)
         number = record.get("generation") if record is not None else None
         if type(number) is not int or not 0 <= number <= _MAX_GENERATION:
-            raise NodeFileError(_invalid_generation_message(path))
+            raise NodeFileError(
+                f"{path}: does not hold a generation. If no other process of this job runs, remove the file; "
+                "the generation then follows from the checkpoints."
+            )
         return number
 
     def persist_generation(self, generation: int) -> int:
-        """Make ``generation`` durable unless a greater one is already; return the greatest."""
+        """Make ``generation`` durable unless a greater one is; return the greatest."""
         if not 0 <= generation <= _MAX_GENERATION:
             raise ValueError(f"generation {generation} is out of range")
         known = self.read_generation()
@@ -163,31 +164,30 @@ class NodeDir:
         return generation
 
     def ensure_free_space(self, bytes_needed: int) -> None:
-        """Raise MachineError when a file cannot be made here, or ``bytes_needed`` are not free."""
+        """Raise MachineError if a file cannot be created here, or ``bytes_needed`` are not free."""
         probe = self.path / temporary_name("probe")
         try:
-            self._disk.write_file(probe, b"room?")
+            self._disk.write_file(probe, b"probe")
         finally:
             if probe.exists():
                 self._disk.unlink(probe)
-        with translate_os_errors("look at", self.path):
+        with translate_os_errors("read", self.path):
             free = resources.free_disk_bytes(self.path, os.environ)
         if free < bytes_needed:
-            limited = resources.read_checkpoint_limit(os.environ)
-            left = _format_size(free) + (
-                f" of the volume's {_format_size(limited)}" if limited is not None else ""
-            )
+            limit = resources.read_checkpoint_limit(os.environ)
+            volume = f" of the volume's {format_bytes(limit)}" if limit is not None else ""
             raise MachineError(
-                f"cannot save to {self.path}: {_format_size(bytes_needed)} are needed and {left} are free; "
+                f"cannot save to {self.path}: {format_bytes(bytes_needed)} are needed and "
+                f"{format_bytes(free)}{volume} are free; "
                 "free space there, lower --keep, or choose another --ckpt-dir."
             )
 
 
 class _Lock:
-    """A filelock, held until `release`, until nothing refers to it, or until this process ends.
+    """Hold a filelock until `release`, garbage collection or the end of this process.
 
-    The kernel ties an flock to the open file, which a fork shares: unlocking in a child would free the
-    parent's lock. filelock takes care of that from 4.0 on; ours is to know who holds what in this process.
+    The kernel ties an flock to the open file, which a fork shares; filelock handles that. This class records
+    which process holds which path.
     """
 
     def __init__(self, path: Path, lock: filelock.BaseFileLock) -> None:
@@ -198,18 +198,18 @@ class _Lock:
 
     @classmethod
     def acquire(cls, path: Path, timeout_s: float) -> _Lock | None:
-        """Take the lock; None when another holds it for ``timeout_s`` more."""
-        # Not thread-local: whoever shuts the process down may be another thread than the one that claimed.
+        """Take the lock; return None if another process holds it for ``timeout_s`` more."""
+        # Not thread-local, because another thread may release the lock.
         lock = filelock.FileLock(path, timeout=timeout_s, thread_local=False)
         with translate_os_errors("lock", path):
             try:
                 lock.acquire()
-            except filelock.Timeout:  # an OSError too
+            except filelock.Timeout:  # a subclass of OSError
                 return None
         return cls(path, lock)
 
     def release(self) -> None:
-        """Unlock, in the process that locked; in a fork do nothing."""
+        """Unlock in the process that locked; do nothing in a fork."""
         if os.getpid() == self._pid:
             _lock_pids.pop(self._key, None)
             self._lock.release()
@@ -219,47 +219,40 @@ class _Lock:
 
 
 def _node_path(ckpt_dir: Path, run_id: str, node: str) -> Path:
-    for what, name in (("run id", run_id), ("node name", node)):
+    for setting, name in (("run id", run_id), ("node name", node)):
         if not re.fullmatch(constants.SAFE_NAME_PATTERN, name):
             raise ConfigError(
-                f"{what} {name!r} cannot be the name of a directory: use at most 128 letters, digits, '.', "
-                "'_' and '-', beginning with a letter or digit."
+                f"{setting} {name!r} cannot be the name of a directory: use at most 128 letters, digits, "
+                "'.', '_' and '-', beginning with a letter or digit."
             )
     return ckpt_dir / run_id / node
 
 
 def _encode_lock_owner() -> bytes:
     command = " ".join([Path(sys.executable).name, *sys.argv])
-    note = {
+    owner = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "command": command[:4096],
         "since": round(time.time(), 3),
     }
-    return (json.dumps(note) + "\n").encode()
+    return (json.dumps(owner) + "\n").encode()
 
 
 def _node_taken_message(path: Path, node: str) -> str:
     owner = _read_json(path / constants.LOCK_OWNER_FILE) or {}
     since = owner.get("since")
-    known = isinstance(since, (int, float)) and 0 <= since < 1e11
-    when = time.strftime(" since %Y-%m-%d %H:%M:%S UTC", time.gmtime(since)) if known else ""
+    is_known = isinstance(since, (int, float)) and 0 <= since < 1e11
+    when = time.strftime(" since %Y-%m-%d %H:%M:%S UTC", time.gmtime(since)) if is_known else ""
     return (
         f"node name {node!r} is taken: {path} is held by process {owner.get('pid', '?')} on host "
         f"{owner.get('host', '?')}{when} ({owner.get('command', 'command unknown')}). "
-        "End that one, or give this one another --node-name."
-    )
-
-
-def _invalid_generation_message(path: Path) -> str:
-    return (
-        f"{path}: does not hold a generation. If no other process of this job runs, remove the file: "
-        "the generation then follows from the checkpoints."
+        "End that process, or give this node another --node-name."
     )
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """Read a small JSON object; None when it is missing or is not one."""
+    """Read a small JSON object; return None if it is missing or invalid."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return _parse_json(file.read(_MAX_SMALL_FILE_BYTES))
     return None
@@ -272,29 +265,16 @@ def _parse_json(data: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _format_size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
-_MAX_JOB_START_BYTES = 4096
-JOB_START_FILE = "job-start.json"
-_MAX_ARGUMENTS_BYTES = 64 * 1024
-SCRIPT_ARGUMENTS_FILE = "script-arguments.json"
-# --api-key, HF_TOKEN, db.password, apiKey; not --tokenizer, --max-tokens or --keypoints.
-_SECRET_NAME_PATTERN = re.compile(r"(?i:keys?|token|secrets?|passwords?)(?![a-z])[^=]*(=|\Z)", re.DOTALL)
-MASK = "***"
-
-
 def read_min_generation(node_dir: Path, launcher_id: str, generation: int) -> tuple[int, bool]:
-    """Give (floor, whether this supervisor has been in a world before).
+    """Return the generation up to which checkpoints predate this job, and whether the launcher is known.
 
     Args:
         node_dir: the node's directory.
-        supervisor: names one life of one process, as "pid start-time".
+        launcher_id: "pid start-time" of the agent or torchrun.
         generation: the greatest generation this node knows now.
 
     Raises:
-        RecordError: the note exists and is not one.
+        NodeFileError: the record is damaged.
         MachineError: it cannot be read.
 
     """
@@ -303,78 +283,72 @@ def read_min_generation(node_dir: Path, launcher_id: str, generation: int) -> tu
         if not os.path.lexists(path):
             return generation, False
         with open(path, "rb") as file:
-            data = file.read(_MAX_JOB_START_BYTES)
+            data = file.read(_MAX_SMALL_FILE_BYTES)
     try:
-        note = json.loads(data)
-        named, floor = note["launcher_id"], note["floor"]
-        if type(named) is not str or type(floor) is not int:
-            raise ValueError("supervisor or floor is of a wrong type")  # noqa: TRY301
+        record = json.loads(data)
+        recorded_id, min_generation = record["launcher_id"], record["floor"]
+        if type(recorded_id) is not str or type(min_generation) is not int:
+            raise ValueError("launcher_id or floor has a wrong type")  # noqa: TRY301
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise NodeFileError(
-            f"{path}: is damaged ({type(error).__name__}: {error}), so which checkpoints are older than this "
-            "start of the job is not known. Remove the file: all that exist now then count as older."
+            f"{path}: is damaged ({type(error).__name__}: {error}). It records which checkpoints are older "
+            "than this start of the job. Remove the file; all checkpoints that exist now then count as older."
         ) from error
-    return (floor, True) if named == launcher_id else (generation, False)
+    return (min_generation, True) if recorded_id == launcher_id else (generation, False)
 
 
 def record_job_start(node_dir: Path, launcher_id: str, min_generation: int, disk: Disk = DISK) -> None:
-    """Record that ``supervisor`` has entered a world above ``floor``."""
+    """Record that ``launcher_id`` entered a generation above ``min_generation``."""
     disk.write_atomic(
         node_dir / JOB_START_FILE, json.dumps({"launcher_id": launcher_id, "floor": min_generation}).encode()
     )
 
 
 def read_script_arguments(node_dir: Path) -> tuple[str, list[str]]:
-    """Return the supervisor and the script's words of the last start here, empty where they are not known."""
-    try:
-        with open(node_dir / SCRIPT_ARGUMENTS_FILE, "rb") as file:
-            found = json.loads(file.read(_MAX_ARGUMENTS_BYTES))
-        supervisor, words = found["launcher_id"], found["words"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    """Return the launcher and the script arguments of the last start; empty if unknown."""
+    record = _read_json(node_dir / SCRIPT_ARGUMENTS_FILE) or {}
+    launcher_id, arguments = record.get("launcher_id"), record.get("words")
+    if not isinstance(launcher_id, str) or not isinstance(arguments, list):
         return "", []
-    is_valid = isinstance(supervisor, str) and isinstance(words, list)
-    return (supervisor, [str(word) for word in words]) if is_valid else ("", [])
+    return launcher_id, [str(argument) for argument in arguments]
 
 
 def record_script_arguments(
     node_dir: Path, launcher_id: str, arguments: Sequence[str], disk: Disk = DISK
 ) -> None:
-    """Record the words with which ``supervisor`` starts the script. A disk that refuses changes nothing."""
-    kept = mask_secrets(arguments)
-    if read_script_arguments(node_dir) == (launcher_id, kept):
-        return  # a restart, which shall not wait for the disk
-    data = json.dumps({"launcher_id": launcher_id, "words": kept}).encode()
-    if len(data) > _MAX_ARGUMENTS_BYTES:
+    """Record the arguments of this start with secrets masked; ignore a failing disk."""
+    masked = mask_secrets(arguments)
+    if read_script_arguments(node_dir) == (launcher_id, masked):
+        return  # a restart, which must not wait for the disk
+    data = json.dumps({"launcher_id": launcher_id, "words": masked}).encode()
+    if len(data) > _MAX_SMALL_FILE_BYTES:
         data = json.dumps({"launcher_id": launcher_id, "words": []}).encode()
     with contextlib.suppress(MachineError):
         disk.write_atomic(node_dir / SCRIPT_ARGUMENTS_FILE, data)
 
 
 def mask_secrets(arguments: Sequence[str]) -> list[str]:
-    """Replace the values of arguments that are secret by name, as in ``--x=VALUE`` and ``--x VALUE``."""
-    found: list[str] = []
-    follows = False  # whether the word may be the value of the one before it
-    for word in arguments:
-        name = _SECRET_NAME_PATTERN.search(word)
-        if follows and not word.startswith("-"):
-            found.append(MASK)
-            follows = False
+    """Mask the values of arguments with secret names, as in ``--token=VALUE`` and ``--token VALUE``."""
+    masked: list[str] = []
+    may_be_secret_value = False
+    for argument in arguments:
+        name = _SECRET_NAME_PATTERN.search(argument)
+        if may_be_secret_value and not argument.startswith("-"):
+            masked.append(MASK)
+            may_be_secret_value = False
         elif name is not None and name[1]:
-            found.append(word[: name.end()] + MASK)
-            follows = False
+            masked.append(argument[: name.end()] + MASK)
+            may_be_secret_value = False
         else:
-            found.append(word)
-            follows = name is not None and word.startswith("-")
-    return found
-
-
-COMMITTED_FILE = "committed.json"
+            masked.append(argument)
+            may_be_secret_value = name is not None and argument.startswith("-")
+    return masked
 
 
 def record_committed_generation(node_dir: Path, generation: int, disk: Disk = DISK) -> None:
-    """Record, after its commit, that a checkpoint of ``generation`` exists. Writes once for a generation.
+    """Record, after its commit, that a checkpoint of ``generation`` exists; write once per generation.
 
-    A disk that refuses is not told: the checkpoint is there, and the next commit tries again.
+    A failing disk is ignored: the checkpoint exists, and the next commit writes the record again.
     """
     if read_committed_generation(node_dir) >= generation:
         return
@@ -383,10 +357,7 @@ def record_committed_generation(node_dir: Path, generation: int, disk: Disk = DI
 
 
 def read_committed_generation(node_dir: Path) -> int:
-    """The newest generation of which this node has committed a checkpoint; 0 when none is known."""
-    try:
-        with open(node_dir / COMMITTED_FILE, "rb") as file:
-            generation = json.loads(file.read(4096))["generation"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return 0  # a safety net: what cannot be read stops nobody
-    return generation if type(generation) is int and 0 <= generation <= 1 << 53 else 0
+    """Return the newest generation with a commit by this node; 0 if unknown."""
+    record = _read_json(node_dir / COMMITTED_FILE) or {}  # only a safety check depends on it
+    generation = record.get("generation")
+    return generation if type(generation) is int and 0 <= generation <= _MAX_GENERATION else 0

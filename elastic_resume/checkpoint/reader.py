@@ -1,18 +1,9 @@
-"""One checkpoint, a directory ``gGENERATION-sSTEP`` with image and manifest: its name, and reading it.
+"""Read and verify one checkpoint: a directory ``gGENERATION-sSTEP`` with an image and a manifest.
 
-Promise: `read_image` and `blocks` hand out no byte whose digest they have not checked. Only what is read
-can prove a checkpoint bad: an error of reading is an UnreadableError, never a CorruptError.
-
-Does not know how one comes to be (`writing`), which is newest, which to keep (`catalog`), or what the tensors
-mean.
-
-Reading a checkpoint's files, and telling what an error of reading means.
-
-Promise: what comes out is a CheckpointError that names the checkpoint's path. Torn and corrupt are what was
-read to its end and found wanting; a file that this machine could not read, for want of memory or
-descriptors or because a device or a network failed, is unreadable, and may be whole.
-
-Does not know what the files hold.
+Every function that returns image bytes has checked their digests first, except `map_unverified`. Errors are
+CheckpointErrors that name the path. TornError and CorruptError mean that the checkpoint is proved bad. An
+UnreadableError means that this machine could not read it now (no memory or descriptors, a failing device or
+network), and that it may be whole. `writer` creates checkpoints; `catalog` decides which to keep.
 """
 
 from __future__ import annotations
@@ -33,21 +24,31 @@ import xxhash
 
 from elastic_resume import constants
 from elastic_resume.checkpoint import layout as layouts
+from elastic_resume.checkpoint.atomic_io import DIRECT_IO_ALIGNMENT
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
 from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, TornError, UnreadableError
 
-_DIRECT_IO_ALIGNMENT = 4096  # of address, offset and length for O_DIRECT: no device asks for more
+_NAME_PATTERN = re.compile(r"g(\d{6,16})-s(\d{10,16})")
+_MAX_COUNT = 1 << 53  # limit of generation and step, as in the manifest
+_READ_THREADS = 2  # one digests while the other waits for the device
 _CACHED_FRACTION = 0.9
 _MAX_BOUNCE_BUFFER_BYTES = 32 << 20
+_MADV_POPULATE_READ = 22  # of linux/mman.h; Python's mmap lacks it
 _thread_local = threading.local()
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """Open a file for reading. Raises ForeignError for what is none, OSError as `os.open`."""
-    # O_NONBLOCK: a named pipe in the place of a file would else block the open for ever.
+    """Open a regular file for reading.
+
+    Raises:
+        ForeignError: it is not a regular file.
+        OSError: as `os.open`.
+
+    """
+    # O_NONBLOCK, because opening a named pipe would block for ever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -58,7 +59,7 @@ def open_regular(path: Path) -> Iterator[int]:
 
 
 def read_small_file(path: Path, limit: int) -> bytes:
-    """Give the whole of a file of at most ``limit`` bytes."""
+    """Read a whole file of at most ``limit`` bytes."""
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:
@@ -69,7 +70,7 @@ def read_small_file(path: Path, limit: int) -> bytes:
 
 
 def read_exact(descriptor: int, offset: int, into: memoryview) -> None:
-    """Read ``into`` from ``offset`` on. Raises TornError when the file ends before."""
+    """Fill ``into`` from ``offset`` on; raise TornError if the file ends first."""
     done = 0
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], offset + done)
@@ -80,7 +81,7 @@ def read_exact(descriptor: int, offset: int, into: memoryview) -> None:
 
 @contextlib.contextmanager
 def open_direct(path: Path) -> Iterator[int]:
-    """Open a file for reads past the page cache (O_DIRECT); -1 where the file system refuses, as tmpfs."""
+    """Open a file with O_DIRECT; yield -1 where the file system refuses, as tmpfs does."""
     descriptor = -1
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
@@ -92,52 +93,45 @@ def open_direct(path: Path) -> Iterator[int]:
 
 
 def read_exact_large(descriptor: int, direct_descriptor: int, offset: int, into: memoryview) -> None:
-    """As `fill`, at the speed of what holds the bytes: the page cache, or the device past it.
+    """Fill ``into`` like `read_exact`, from the page cache if the bytes are there, else past it.
 
-    608 MB from a device that gives 1.4 GB/s to O_DIRECT. Cold, two threads of these: 1.6, and 0.9 into
-    shared memory, whose pages lie scattered: so it goes through a buffer of the thread. One thread through
-    the cache 0.5, since that has to find pages first. Cached: 10.
+    Past the cache, a cold read need not allocate cache pages first. It goes through a buffer of the thread,
+    because direct reads into the scattered pages of shared memory are slower.
     """
     done = 0
-    end = len(into) // _DIRECT_IO_ALIGNMENT * _DIRECT_IO_ALIGNMENT
-    fits = (
-        direct_descriptor >= 0 and not offset % _DIRECT_IO_ALIGNMENT and 0 < end <= _MAX_BOUNCE_BUFFER_BYTES
-    )
-    if fits and not _is_cached(descriptor, offset, end):
+    end = len(into) // DIRECT_IO_ALIGNMENT * DIRECT_IO_ALIGNMENT
+    fits = not offset % DIRECT_IO_ALIGNMENT and 0 < end <= _MAX_BOUNCE_BUFFER_BYTES
+    if direct_descriptor >= 0 and fits and not _is_cached(descriptor, offset, end):
         done = _read_direct(direct_descriptor, offset, into[:end])
     read_exact(descriptor, offset + done, into[done:])
 
 
 def _read_direct(descriptor: int, offset: int, into: memoryview) -> int:
-    """Read as much as can be had this way; give how much. The rest, and the file's end, is for `fill`."""
-    room = getattr(_thread_local, "room", None)
-    if room is None or len(room) < len(into):
-        room = _thread_local.room = memoryview(
-            mmap.mmap(-1, len(into), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        )
+    """Read as much as O_DIRECT allows; return the number of bytes. `read_exact` reads the rest."""
+    buffer = getattr(_thread_local, "buffer", None)
+    if buffer is None or len(buffer) < len(into):
+        buffer = _thread_local.buffer = allocate_memory(len(into))
     done = 0
     while done < len(into):
         try:
-            count = os.preadv(descriptor, [room[done : len(into)]], offset + done)
+            count = os.preadv(descriptor, [buffer[done : len(into)]], offset + done)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             break
-        if count == 0 or count % _DIRECT_IO_ALIGNMENT:
+        if count == 0 or count % DIRECT_IO_ALIGNMENT:
             break
         done += count
     if done:
-        ctypes.memmove(
-            _address(into), _address(room), done
-        )  # without the GIL, unlike an assignment of slices
+        ctypes.memmove(_address(into), _address(buffer), done)  # a slice assignment would hold the GIL
     return done
 
 
 def _is_cached(descriptor: int, offset: int, size: int) -> bool:
     """Whether the page cache holds nearly all of these bytes.
 
-    Asked of a mapping, which reads nothing. A read that does not wait (RWF_NOWAIT) starts a readahead, and
-    made what came past the cache a third slower.
+    mincore on a mapping reads nothing. A read with RWF_NOWAIT would start a readahead, which slows direct
+    reads.
     """
     pages = -(-size // mmap.PAGESIZE)
     resident = (ctypes.c_ubyte * max(1, pages))()
@@ -148,7 +142,7 @@ def _is_cached(descriptor: int, offset: int, size: int) -> bool:
                 return False
     except (OSError, ValueError):
         return False
-    return bytes(resident).count(1) >= _CACHED_FRACTION * pages  # Linux sets no other bit
+    return bytes(resident).count(1) >= _CACHED_FRACTION * pages
 
 
 def _address(view: memoryview) -> int:
@@ -157,10 +151,7 @@ def _address(view: memoryview) -> int:
 
 @contextlib.contextmanager
 def translate_read_errors(path: Path) -> Iterator[None]:
-    """Put the checkpoint's path before the text of a CheckpointError; an error of reading becomes one.
-
-    A copy that this machine cannot read is not the end: another node may hold the same one. Nor is it bad.
-    """
+    """Prefix a CheckpointError with the checkpoint's path; turn an OSError into a CheckpointError."""
     try:
         yield
     except CheckpointError as error:
@@ -170,35 +161,29 @@ def translate_read_errors(path: Path) -> Iterator[None]:
 
 
 def _classify_read_error(path: Path, error: OSError | MemoryError) -> CheckpointError:
-    """Tell what is not there, which is known, from what could not be read, of which nothing is."""
+    """Distinguish a missing file, which proves a defect, from a file that cannot be read now."""
     file = path / constants.STATE_FILE
     if isinstance(error, OSError) and error.filename:
         file = Path(error.filename)
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        # os.path, not Path: its answers are never exceptions.
+        # os.path, because methods of Path may raise.
         for link in (path, file):
             if os.path.islink(link) and not os.path.exists(link):  # noqa: PTH110, PTH114
-                return UnreadableError(f"{path}: {link.name} is a link that leads nowhere; is all mounted?")
+                return UnreadableError(f"{path}: {link.name} is a dangling link; is its file system mounted?")
         if not os.path.isdir(path):  # noqa: PTH112
             return ForeignError(f"{path}: is not a checkpoint directory.")
         return TornError(f"{path}: {file.name} is missing.")
-    why = error.strerror if isinstance(error, OSError) else "out of memory"
-    return UnreadableError(f"{path}: {file.name} cannot be read now ({why or error}).")
-
-
-_NAME_PATTERN = re.compile(r"g(\d{6,16})-s(\d{10,16})")
-_MAX_COUNT = 1 << 53  # as in the manifest: no checkpoint of ours has a greater generation or step
-_READ_THREADS = 2  # one digests while the other waits for the device
-_MADV_POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, which Python's mmap does not name
+    reason = error.strerror if isinstance(error, OSError) else "out of memory"
+    return UnreadableError(f"{path}: {file.name} cannot be read now ({reason or error}).")
 
 
 def checkpoint_name(generation: int, step: int) -> str:
-    """The directory's name; it sorts by age as long as generation < 10**6 and step < 10**10."""
+    """Return the directory's name; names sort by version while generation < 10**6 and step < 10**10."""
     return f"g{generation:06d}-s{step:010d}"
 
 
 def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
-    """(generation, step) of a checkpoint directory's name; None for any other name."""
+    """Return (generation, step) of a checkpoint directory's name; None for any other name."""
     match = _NAME_PATTERN.fullmatch(name)
     if match is None or not name.isascii():
         return None
@@ -211,14 +196,19 @@ def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
 def quick_check(path: Path, run_id: str | None) -> Manifest:
     """Return the manifest of the checkpoint at ``path`` without reading its data.
 
-    The manifest parses, agrees with the directory's name and with ``run_id`` (None: any run), and the
-    image has the size it tells. Raises a CheckpointError that says what, where and why.
+    The manifest must parse, agree with the directory's name and ``run_id`` (None: any run), and state the
+    image's size.
+
+    Raises:
+        CheckpointError: what is wrong, where and why.
+
     """
     with translate_read_errors(path):
         manifest = Manifest.parse(read_small_file(path / constants.MANIFEST_FILE, MAX_MANIFEST_BYTES))
         if parse_checkpoint_name(path.name) != manifest.version:
             raise ForeignError(
-                f"its manifest is that of {checkpoint_name(*manifest.version)}: it was copied or renamed by hand."
+                f"its manifest is that of {checkpoint_name(*manifest.version)}; "
+                "it was copied or renamed by hand."
             )
         if run_id is not None and manifest.run_id != run_id:
             raise ForeignError(f"belongs to the run {manifest.run_id!r}, not to {run_id!r}.")
@@ -227,7 +217,7 @@ def quick_check(path: Path, run_id: str | None) -> Manifest:
 
 
 def deep_check(path: Path, run_id: str | None) -> Manifest:
-    """Do `quick_check`, then read everything and verify every digest and the layout."""
+    """Run `quick_check`, then read everything and verify every digest and the layout."""
     manifest = quick_check(path, run_id)
     buffer = allocate_memory(min(manifest.block_bytes, max(manifest.file_bytes, 1)))
     for _ in iter_blocks(path, manifest, buffer):
@@ -247,11 +237,13 @@ def read_image(
     into: memoryview | None = None,
     on_verified: Callable[[int], object] = _ignore_progress,
 ) -> memoryview:
-    """Read the whole image into ``into`` (of exactly its size) or into fresh memory; every byte is verified.
+    """Read the image into ``into`` (of exactly its size) or new memory, and verify every byte.
 
-    Each block is digested while it is still in the processor's cache; then ``arrived`` hears how many bytes
-    of the image's beginning may be used. Raises CorruptError naming the byte range and the tensors in it;
-    ``into`` then holds bytes that must not be used.
+    ``on_verified`` gets the number of verified bytes from the image's start, after each block.
+
+    Raises:
+        CorruptError: naming the byte range and its tensors; the content of ``into`` must not be used.
+
     """
     image = allocate_memory(manifest.file_bytes) if into is None else into.cast("B")
     if len(image) != manifest.file_bytes:
@@ -259,13 +251,13 @@ def read_image(
     with (
         translate_read_errors(path),
         _open_image(path, manifest) as descriptor,
-        open_direct(path / constants.STATE_FILE) as past_cache,
+        open_direct(path / constants.STATE_FILE) as direct_descriptor,
         ThreadPoolExecutor(_READ_THREADS, "elastic-resume-read") as readers,
     ):
 
         def read(index: int) -> int:
             block = _block_view(image, manifest, index)
-            read_exact_large(descriptor, past_cache, index * manifest.block_bytes, block)
+            read_exact_large(descriptor, direct_descriptor, index * manifest.block_bytes, block)
             _verify_block(descriptor, manifest, index, block)
             return index * manifest.block_bytes + len(block)
 
@@ -280,12 +272,10 @@ def read_image(
 
 
 def map_image(path: Path, manifest: Manifest) -> memoryview:
-    """Map the image, every byte verified, without a copy: for tensors that are copied on at once.
+    """Map the image privately and verify every byte, for tensors that are copied at once.
 
-    No memory is touched for the first time, which is what a load costs most: 3 to 8 GB/s against 0.4
-    to 6.5 into fresh memory, by how much of it the host has to find first (640 MB in the page cache, VM).
-    Writes to it stay private, and pruning the checkpoint does no harm. A page that memory pressure takes
-    meanwhile is read again unverified: do not keep it; `read_image` is for what stays.
+    A mapping avoids the first touch of new memory, the greatest cost of a load. Do not keep it: a page that
+    memory pressure evicts is read again without verification. Use `read_image` for data that stays.
     """
     mapping = map_unverified(path, manifest)
     verify_mapping(path, manifest, mapping)
@@ -293,7 +283,7 @@ def map_image(path: Path, manifest: Manifest) -> memoryview:
 
 
 def map_unverified(path: Path, manifest: Manifest) -> mmap.mmap:
-    """Map the image: the first half of `map_image`, for who looks at bytes after they have `arrived`."""
+    """Map the image privately without verification; `verify_mapping` is the second half of `map_image`."""
     with translate_read_errors(path), _open_image(path, manifest) as descriptor:
         if manifest.file_bytes == 0:
             raise TornError(f"{constants.STATE_FILE} is empty.")
@@ -306,7 +296,7 @@ def verify_mapping(
     mapping: mmap.mmap,
     on_verified: Callable[[int], object] = _ignore_progress,
 ) -> None:
-    """Read what is mapped and verify it block by block; ``arrived`` as in `read_image`."""
+    """Verify a mapped image block by block; ``on_verified`` as in `read_image`."""
     image = memoryview(mapping)
     with translate_read_errors(path), _open_image(path, manifest) as descriptor:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
@@ -319,30 +309,26 @@ def verify_mapping(
 
 
 def iter_blocks(path: Path, manifest: Manifest, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield the image's blocks, verified, one at a time in ``buffer``: valid until the next is asked for."""
-    room = buffer.cast("B")
-    if len(room) < min(manifest.block_bytes, manifest.file_bytes):
-        raise ValueError(f"a buffer of {len(room)} bytes for blocks of {manifest.block_bytes}")
+    """Yield the verified blocks of the image, each in ``buffer`` until the next is requested."""
+    memory = buffer.cast("B")
+    if len(memory) < min(manifest.block_bytes, manifest.file_bytes):
+        raise ValueError(f"a buffer of {len(memory)} bytes for blocks of {manifest.block_bytes}")
     with translate_read_errors(path), _open_image(path, manifest) as descriptor:
         for index in range(len(manifest.blocks)):
-            size = min(manifest.block_bytes, manifest.file_bytes - index * manifest.block_bytes)
-            _read_block(descriptor, manifest, index, room[:size])
-            yield room[:size]
+            start = index * manifest.block_bytes
+            block = memory[: min(manifest.block_bytes, manifest.file_bytes - start)]
+            read_exact(descriptor, start, block)
+            _verify_block(descriptor, manifest, index, block)
+            yield block
 
 
 def allocate_memory(size: int) -> memoryview:
-    """Page-aligned zeroed memory of this process alone.
+    """Return page-aligned zeroed private memory.
 
-    No huge pages are asked for: in a virtual machine the first touch of 623 MB took 0.97 s with them and
-    0.16 s without, since the guest has to get whole 2 MiB blocks back from its host.
+    It does not ask for huge pages: in a virtual machine their first touch is six times slower.
     """
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return memoryview(memory)[:size]
-
-
-def _read_block(descriptor: int, manifest: Manifest, index: int, into: memoryview) -> None:
-    read_exact(descriptor, index * manifest.block_bytes, into)
-    _verify_block(descriptor, manifest, index, into)
 
 
 def _block_view(image: memoryview, manifest: Manifest, index: int) -> memoryview:
@@ -351,7 +337,7 @@ def _block_view(image: memoryview, manifest: Manifest, index: int) -> memoryview
 
 
 def _prefault(mapping: mmap.mmap, start: int, size: int) -> None:
-    """Have the kernel read these pages now: a device that fails is then an error here, and not a SIGBUS."""
+    """Read these pages now, so that a failing device raises an error instead of SIGBUS."""
     start -= start % mmap.PAGESIZE
     try:
         mapping.madvise(_MADV_POPULATE_READ, start, min(size + mmap.PAGESIZE, len(mapping) - start))
@@ -366,16 +352,16 @@ def _verify_block(descriptor: int, manifest: Manifest, index: int, block: memory
         stop = start + len(block)
         raise CorruptError(
             f"{constants.STATE_FILE} bytes {start} to {stop} do not match their digest; "
-            f"within them: {_describe_range(descriptor, manifest, start, stop)}."
+            f"they hold {_describe_range(descriptor, manifest, start, stop)}."
         )
 
 
 def _read_layout(descriptor: int, file_bytes: int) -> Layout:
-    head = bytearray(min(8, file_bytes))
-    read_exact(descriptor, 0, memoryview(head))
-    head = bytearray(layouts.header_size(head, file_bytes))
-    read_exact(descriptor, 0, memoryview(head))
-    return Layout.parse(head, file_bytes)
+    prefix = bytearray(min(8, file_bytes))
+    read_exact(descriptor, 0, memoryview(prefix))
+    prefix = bytearray(layouts.header_size(prefix, file_bytes))
+    read_exact(descriptor, 0, memoryview(prefix))
+    return Layout.parse(prefix, file_bytes)
 
 
 def _describe_range(descriptor: int, manifest: Manifest, start: int, stop: int) -> str:

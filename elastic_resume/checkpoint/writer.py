@@ -1,17 +1,13 @@
-"""Writing one checkpoint, and the commit.
+"""Write checkpoints so that each exists whole or not at all, and keep the configured number of them.
 
-As bbolt does it: write the data under a temporary name, fsync; write the manifest with the digest of every
-block, fsync; fsync the temporary directory; rename; fsync the parent. The rename is the commit.
+The commit protocol, as in bbolt; the rename is the commit:
 
-Promise: after a crash at any point, a directory under its final name is whole, and the older ones are
-untouched.
+    write data under a temporary name -> fsync data -> write and fsync manifest -> fsync temporary directory
+      -> rename to the final name -> fsync node directory
 
-A node's checkpoints as their writer sees them: put one there, say what became of it, take old ones away.
-
-Promise: a copy that cannot be written leaves nothing behind and older ones whole; it is told as an event.
-Only copies whose every byte this node has written or verified push others out.
-
-Does not know where the bytes come from.
+Invariants, after a crash or an error at any point: a directory with a final name is whole, and older
+checkpoints are untouched. `Disk` operations are the only effects, so tests crash between any two. Only
+checkpoints whose bytes this node wrote or verified count as reasons to prune others.
 """
 
 from __future__ import annotations
@@ -44,9 +40,11 @@ from elastic_resume.errors import (
 
 
 class CheckpointTransaction:
-    """Writes one checkpoint. As a context manager it aborts what was not committed.
+    """Write one checkpoint; as a context manager, remove everything that was not committed.
 
-    Raises MachineError when the disk refuses; nothing is left behind then, and older copies are whole.
+    Raises:
+        MachineError: the disk refuses; nothing stays behind, and older checkpoints are whole.
+
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class CheckpointTransaction:
         *,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        """Open a temporary directory under ``node_dir``."""
+        """Create a temporary directory in ``node_dir``."""
         self._disk = disk
         self._node_dir = node_dir
         self._version = (generation, step)
@@ -69,7 +67,7 @@ class CheckpointTransaction:
         self._digest = xxhash.xxh3_128()
         self._bytes_written = 0
         self._descriptor = -1
-        self._superseded: Path | None = None  # by this one, once it is durable
+        self._superseded: Path | None = None  # deleted once this checkpoint is durable
         self._is_open = True
         try:
             self._hit_failpoint("commit.before-data")
@@ -88,7 +86,7 @@ class CheckpointTransaction:
         self.abort()
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append bytes of the image, any number of them."""
+        """Append bytes of the image."""
         view = memoryview(data).cast("B")
         while view:
             room = self._block_bytes - self._bytes_written % self._block_bytes
@@ -102,10 +100,13 @@ class CheckpointTransaction:
     def commit(self, manifest: Manifest) -> Path:
         """Make the checkpoint exist and return its directory.
 
-        ``manifest`` gets its blocks and sizes from here. When a whole copy with the same content is there
-        already, that one stays. What is damaged or cannot be read, or has other content, makes room by
-        going to quarantine (and away, where it is whole and not as far in its epoch as this one); what is
-        not this job's does not, and the commit fails with a MachineError.
+        Block digests and sizes are added to ``manifest``. An existing whole checkpoint with equal content
+        stays. Another one under this name is quarantined if it is damaged, unreadable or different, and
+        deleted if it is the same step earlier in its epoch.
+
+        Raises:
+            MachineError: the disk refuses, or the name is taken by another run or a newer format.
+
         """
         if manifest.version != self._version:
             raise ValueError(f"manifest of {manifest.version} for a checkpoint of {self._version}")
@@ -126,7 +127,7 @@ class CheckpointTransaction:
         return self._final_path
 
     def abort(self) -> None:
-        """Remove what was written, unless it was committed. Never raises: the first error is the story."""
+        """Remove uncommitted data; never raises, so that the first error is the one reported."""
         if not self._is_open:
             return
         self._is_open = False
@@ -153,11 +154,11 @@ class CheckpointTransaction:
         self._hit_failpoint("commit.after-rename")
         self._disk.sync_dir(self._node_dir)
         if self._superseded is not None:
-            with contextlib.suppress(MachineError):  # then it stays for a person to look at: no harm
+            with contextlib.suppress(MachineError):  # it then stays in quarantine
                 delete_quarantined(self._superseded, self._disk)
 
     def _is_already_committed(self, manifest: Manifest) -> bool:
-        """Whether the final name holds this very content; what else stands there goes to quarantine."""
+        """Whether the final name holds this content; anything else there is quarantined."""
         if not os.path.lexists(self._final_path):
             return False
         try:
@@ -168,13 +169,13 @@ class CheckpointTransaction:
             quarantine(self._node_dir, self._final_path, str(error), self._disk)
             return False
         if present.content_digest == manifest.content_digest and present.position == manifest.position:
-            self._disk.sync_dir(self._node_dir)  # whoever renamed it may have died before this
+            self._disk.sync_dir(self._node_dir)  # its writer may have died before this sync
             return True
-        # The last step of an epoch has two positions: when it has ended, and after what the script does then.
+        # The last step of an epoch has two positions, before and after the script's end-of-epoch code.
         is_later = manifest.epoch_position > present.epoch_position
         reason = "written again at the end of its epoch" if is_later else "written again with other content"
-        aside = quarantine(self._node_dir, self._final_path, reason, self._disk)
-        self._superseded = aside if is_later else None
+        quarantined = quarantine(self._node_dir, self._final_path, reason, self._disk)
+        self._superseded = quarantined if is_later else None
         return False
 
     def _finish_block(self) -> None:
@@ -193,10 +194,10 @@ class CheckpointTransaction:
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What the workers of a generation agreed on when they resumed.
+    """Rules that the workers of a generation agreed on when they resumed.
 
-    ``floor``: generations up to it were set aside; ``trusted``: (generation, step) of the copy that they
-    read and verified, so that it counts as good; ``keep``: how many copies stay on disk.
+    ``min_generation``: generations up to it were set aside. ``trusted_version``: (generation, step) of the
+    checkpoint they read and verified. ``keep``: number of checkpoints that stay on disk.
     """
 
     min_generation: int = -1
@@ -206,7 +207,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class CommitResult:
-    """A commit: where it lies, and the seconds that it took, of the clock and of processors."""
+    """Path of a committed checkpoint, and the wall-clock and CPU seconds it took."""
 
     path: Path
     seconds: float
@@ -214,10 +215,10 @@ class CommitResult:
 
 
 class CheckpointWriter:
-    """The checkpoints of the node whose directory this process (or its agent) owns."""
+    """Commit, distrust and prune the checkpoints of a node whose directory this process or its agent owns."""
 
     def __init__(self, node_dir: Path, run_id: str, emit: Callable[..., Any], disk: Disk = DISK) -> None:
-        """``tell`` gets events, by kind and fields."""
+        """``emit`` gets each event's kind and fields."""
         self._node_dir = node_dir
         self._emit = emit
         self._disk = disk
@@ -228,24 +229,23 @@ class CheckpointWriter:
         self._commit_lock = threading.Lock()
 
     def start_generation(self, retention: RetentionPolicy) -> None:
-        """Workers have resumed, on these terms: from a copy that all have found equal."""
+        """Apply the retention policy of workers that have resumed, and trust all steps again."""
         self._retention = retention
-        self._last_trusted_steps.clear()  # what was is set aside; the majority's copy may be of the same step
+        self._last_trusted_steps.clear()  # the majority's state, from now on, may be of the same step
         if retention.trusted_version is not None:
             self._trusted_versions.add(retention.trusted_version)
 
     def newest_size(self) -> tuple[int, int]:
-        """Return the bytes of the newest readable checkpoint's file and of its manifest; zeros if there is none."""
+        """Return the bytes of the newest readable checkpoint's image and manifest; zeros if there is none."""
         for entry in self._catalog.list_valid(limit=1):
             if entry.manifest is not None:
                 return entry.manifest.file_bytes, len(entry.manifest.to_bytes())
         return 0, 0
 
     def has_trusted(self, version: tuple[int, int], position: Position) -> bool:
-        """Whether a copy of that (generation, step) is there that is known to be good, and stands there.
+        """Whether a trusted checkpoint of ``version`` with this position is on disk.
 
-        The last step of an epoch has two positions: before what the script does after it, and when that is
-        done.
+        The last step of an epoch has two positions: before and after the script's end-of-epoch code.
         """
         if version not in self._trusted_versions:
             return False
@@ -255,15 +255,15 @@ class CheckpointWriter:
             return False
 
     def is_trusted(self, version: tuple[int, int]) -> bool:
-        """Whether nobody has found copies of that (generation, step) wrong."""
+        """Whether ``version`` is not later than a step at which this node diverged from most replicas."""
         return version[1] <= self._last_trusted_steps.get(version[0], version[1])
 
     def list_last_trusted(self) -> list[tuple[int, int]]:
-        """(generation, last step that is trusted) of generations of which later copies are not believed."""
+        """Return (generation, last trusted step) of generations in which this node diverged."""
         return list(self._last_trusted_steps.items())
 
     def distrust_after(self, generation: int, step: int) -> None:
-        """Set aside this node's copies of that generation and of later steps; take no more of them.
+        """Quarantine this node's checkpoints of later steps of that generation, and accept no more of them.
 
         Raises:
             MachineError: the disk refuses.
@@ -274,22 +274,23 @@ class CheckpointWriter:
             for entry in self._catalog.list_entries():
                 if not self.is_trusted(entry.version) and not entry.is_link:
                     self._trusted_versions.discard(entry.version)
-                    kept = self._catalog.quarantine(entry.path, "unlike those of most nodes")
-                    self._emit("quarantine", path=str(kept), reason="unlike those of most nodes")
+                    reason = "differs from the checkpoints of most nodes"
+                    path = self._catalog.quarantine(entry.path, reason)
+                    self._emit("quarantine", path=str(path), reason=reason)
 
     def commit(
         self, manifest: Manifest, image: Iterable[memoryview], is_current: Callable[[], bool] = lambda: True
     ) -> CommitResult | None:
-        """Commit an image. None where nobody believes it, or ``still``, asked when all is written, says no.
+        """Commit an image; return None if it is not trusted or ``is_current`` is false after writing.
 
         Raises:
-            MachineError: the disk refuses, which has been told.
+            MachineError: the disk refuses; a ``commit-failed`` event was emitted.
 
         """
-        where = {"generation": manifest.generation, "step": manifest.step}
+        version = {"generation": manifest.generation, "step": manifest.step}
         if not self.is_trusted(manifest.version):
             return None
-        began, used = time.monotonic(), time.thread_time()
+        start, cpu_start = time.monotonic(), time.thread_time()
         try:
             with CheckpointTransaction(
                 self._node_dir, manifest.generation, manifest.step, self._disk
@@ -302,21 +303,22 @@ class CheckpointWriter:
                         return None
                     path = writer.commit(manifest)
         except MachineError as error:
-            self._emit("commit-failed", **where, error=str(error))
+            self._emit("commit-failed", **version, error=str(error))
             raise
-        done = CommitResult(path, time.monotonic() - began, time.thread_time() - used)
+        result = CommitResult(path, time.monotonic() - start, time.thread_time() - cpu_start)
         self._trusted_versions.add(manifest.version)
         node_dir.record_committed_generation(self._node_dir, manifest.generation)
-        size, seconds = manifest.file_bytes, round(done.seconds, 4)
-        self._emit("commit", **where, bytes=size, seconds=seconds, path=str(path))
-        return done
+        size, seconds = manifest.file_bytes, round(result.seconds, 4)
+        self._emit("commit", **version, bytes=size, seconds=seconds, path=str(path))
+        return result
 
     def prune(self) -> None:
-        """Take away what the newest copies make superfluous. Apart from `put`: whoever waits has waited."""
-        terms = self._retention
+        """Remove checkpoints beyond the retention policy; separate from `commit`, whose caller may wait."""
         try:
             for path in self._catalog.prune(
-                terms.keep, min_generation=terms.min_generation, trusted_versions=self._trusted_versions
+                self._retention.keep,
+                min_generation=self._retention.min_generation,
+                trusted_versions=self._trusted_versions,
             ):
                 self._emit("prune", path=str(path))
         except ElasticResumeError as error:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from elastic_resume.errors import MachineError
+from elastic_resume.units import format_bytes as format_bytes  # noqa: PLC0414 - reports take it from here
 from elastic_resume.units import format_count as format_count  # noqa: PLC0414 - reports take it from here
 
 WIDTH = 100  # what half of a screen shows
@@ -92,18 +93,6 @@ def format_seconds(value: float | None) -> str:
     if whole < 48 * 3600:
         return f"{whole // 3600} h {whole % 3600 // 60:02} min"
     return f"{whole // 86400} days"
-
-
-def format_bytes(count: int | None) -> str:
-    """Bytes as people say them, in powers of ten: ``604 MB``."""
-    if count is None:
-        return "-"
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 999.5:
-            return f"{value:.0f} {unit}" if value >= 99.5 or unit == "B" else f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
 
 
 def strip_path(reason: str) -> str:

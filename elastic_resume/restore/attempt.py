@@ -1,21 +1,27 @@
-"""One try to carry out a resume plan: every rank ends with the state loaded, or all hear whose copy failed.
+"""One attempt to execute a resume plan: every rank has loaded the state, or all ranks know whose copy failed.
 
-The lead of each node brings the image into its node's memory, and all ranks of the node load from there while
-it comes. In memory: it is there. On disk: it is read into a slot, past the page cache where that does not
-hold it. Nowhere on this node: it is received into a slot. A node without a slot to spare maps its disk copy,
-each rank for itself; where it has no copy either, its lead receives into memory of its own and commits
-that, and the node's other ranks read what was committed.
+The local leader of each node brings the bytes of the state into its node's memory. All ranks of the node load
+each tensor as soon as the watermark (`transfer.py`) has passed it. The bytes come from one of four places:
 
-Promise: no byte is loaded before its digest was checked (of a node's own memory there is none). A copy that
-fails is told to all, in whatever moment, and nobody is left waiting; what has been loaded until then is
-overwritten by the next plan, since nothing trains before one has gone through. A slot counts when its
-image is whole and all ranks have loaded.
+- A snapshot in the node's memory: all bytes are there. They have no digest to check.
+- A checkpoint on disk: a thread reads it into a slot and verifies it.
+- Another node: a thread receives it into a slot and verifies it.
+- No slot is free: the local leader and each other rank map the checkpoint. If the node has none, the leader
+  receives into private memory and commits that to disk, and the node's other ranks then read the committed
+  checkpoint.
 
-What ranks need not agree on takes the source's values on all of them, whatever their own copies hold.
+Parameters and optimizer state are equal in all copies. Other state may differ between ranks: BatchNorm's
+buffers, schedulers, other tracked objects. All ranks load the source's values of it (`SourceValues`). A
+thread on every rank broadcasts them while the ranks load, into separate memory: the node's copy stays
+unchanged.
 
-BatchNorm's buffers, schedulers, anything tracked that is neither parameter nor optimizer state: a thread of
-every rank takes part in their broadcast, in an order that all know, while the ranks load. They go into
-memory of their own, never into the image, which stays what its node had saved.
+Invariants:
+
+- A copy that fails, at any moment, is reported to all ranks at the end of the attempt, and no rank waits for
+  it.
+- A failed attempt may have loaded some tensors. The next plan overwrites them, and nothing trains before
+  that.
+- A slot counts as a snapshot only when its bytes are complete and all ranks have loaded.
 """
 
 from __future__ import annotations
@@ -59,47 +65,54 @@ from elastic_resume.snapshot.slots import Slot
 from elastic_resume.state import load_state
 from elastic_resume.state.tensor_buffer import DTYPE_BY_NAME, view_bytes
 
-MAX_PACKED_TENSOR_BYTES = (
-    1 << 20
-)  # smaller ones travel together; larger ones alone, and become the state themselves
+MAX_PACKED_TENSOR_BYTES = 1 << 20  # tensors up to this size are broadcast together, larger ones alone
+PROVEN_INVALID_KINDS = {TornError.kind, CorruptError.kind}
 _ALIGNMENT = 16
 _STATUS_OK, _STATUS_FAILED = 1, 2
+_MIN_PREFETCH_BYTES = 8 << 20  # below this the prefetch threads cost more than they save
+
+NodeFailures = Mapping[str, tuple[str, str]]  # node -> kind of CheckpointError, reason
+
+
+# ---- values that all ranks take from the source ------------------------------------------------------
 
 
 def describe_tensors(layout: Layout, names: Sequence[str]) -> list[list[Any]]:
-    """Say what the tensors ``names`` are, so that ranks without the image can make room for them.
+    """Describe the tensors ``names`` as JSON, so that ranks without the state can allocate them.
 
     Raises:
-        CorruptError: the image has no such tensor.
+        CorruptError: the layout has no such tensor.
 
     """
     try:
         return [[name, layout.extents[name].dtype, list(layout.extents[name].shape)] for name in names]
     except KeyError as error:
-        raise CorruptError(f"the manifest names a tensor that is not there: {error}.") from error
+        raise CorruptError(f"the manifest names a tensor that the state file lacks: {error}.") from error
 
 
 def parse_tensor_specs(described: Any, limit_bytes: int) -> list[TensorSpec]:
-    """Read what `describe` gave on another rank. Raises CorruptError."""
+    """Parse what `describe_tensors` returned on another rank. Raises CorruptError."""
     try:
         specs = [
             TensorSpec(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in described
         ]
     except (TypeError, ValueError) as error:
-        raise CorruptError(f"what the source's values are is not said rightly ({error}).") from error
-    possible = all(
+        raise CorruptError(
+            f"the source rank sent an invalid description of its tensors ({error})."
+        ) from error
+    valid = all(
         spec.dtype in DTYPE_BY_NAME
         and len(spec.shape) <= MAX_TENSOR_DIMENSIONS
         and all(0 <= size <= MAX_FILE_BYTES for size in spec.shape)
         for spec in specs
     )
-    if not possible or sum(spec.nbytes for spec in specs) > limit_bytes:
-        raise CorruptError("the source's values are of impossible dtypes or sizes.")
+    if not valid or sum(spec.nbytes for spec in specs) > limit_bytes:
+        raise CorruptError("the source rank described tensors of impossible dtypes or sizes.")
     return specs
 
 
 class SourceValues:
-    """The source's values of some tensors, as they come."""
+    """The source's values of some tensors, while they arrive."""
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = {spec.name: spec for spec in specs}
@@ -114,7 +127,7 @@ class SourceValues:
         return name in self._specs
 
     def get_tensor(self, name: str) -> Tensor:
-        """Give a tensor when it has come. Raises what went wrong."""
+        """Wait for a tensor and return it. Raises the error of `broadcast`."""
         with self._changed:
             self._changed.wait_for(lambda: name in self._tensors or self._error is not None)
             if self._error is not None:
@@ -122,17 +135,17 @@ class SourceValues:
             return self._tensors[name]
 
     def make_tensor(self, name: str) -> Tensor:
-        """Give a tensor for keeps: a large one lies in memory of its own already."""
-        tensor = self.get_tensor(name)
+        """Wait for a tensor; return one that the caller owns."""
+        tensor = self.get_tensor(name)  # a large one has its own memory
         return tensor if self._specs[name].nbytes > MAX_PACKED_TENSOR_BYTES else tensor.clone()
 
     def peek_tensor(self, name: str) -> Tensor:
-        """Give an empty tensor of its shape and dtype."""
+        """Return an uninitialized tensor of the same shape and dtype."""
         spec = self._specs[name]
         return torch.empty(spec.shape, dtype=DTYPE_BY_NAME[spec.dtype])
 
     def broadcast(self, channel: Channel, buffer: StreamingBuffer | None, source_rank: int) -> None:
-        """Send them (where ``image`` is given) or receive them, all; to be called on every rank."""
+        """Broadcast all values; every rank calls it. Only the source has a ``buffer``."""
         try:
             for batch in _split_into_batches(list(self._specs.values())):
                 self._broadcast_batch(channel, batch, buffer, source_rank)
@@ -147,15 +160,17 @@ class SourceValues:
     ) -> None:
         packed = torch.empty(sum(_padded_bytes(spec) for spec in batch), dtype=torch.uint8)
         status = torch.tensor([_STATUS_OK], dtype=torch.uint8)
-        problem: CheckpointError | None = None
+        failure: CheckpointError | None = None
         if buffer is not None:
             try:
                 _pack(packed, batch, buffer)
             except CheckpointError as error:
-                status[0], problem = _STATUS_FAILED, error
+                status[0], failure = _STATUS_FAILED, error
         channel.broadcast(status, source_rank)
         if int(status) != _STATUS_OK:
-            raise problem or PeerFailedError(f"rank {source_rank} could not send the values that all take")
+            raise failure or PeerFailedError(
+                f"rank {source_rank} could not send the values that all ranks load"
+            )
         if packed.numel():
             channel.broadcast(packed, source_rank)
         with self._changed:
@@ -164,18 +179,18 @@ class SourceValues:
 
 
 def _pack(packed: Tensor, batch: Sequence[TensorSpec], buffer: StreamingBuffer) -> None:
-    memory, at = view_bytes(packed), 0
+    memory, offset = view_bytes(packed), 0
     for spec in batch:
-        memory[at : at + spec.nbytes] = buffer.tensor_bytes(spec.name)
-        at += _padded_bytes(spec)
+        memory[offset : offset + spec.nbytes] = buffer.tensor_bytes(spec.name)
+        offset += _padded_bytes(spec)
 
 
 def _unpack(packed: Tensor, batch: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    tensors, at = {}, 0
+    tensors, offset = {}, 0
     for spec in batch:
-        flat = packed[at : at + spec.nbytes].view(DTYPE_BY_NAME[spec.dtype])
+        flat = packed[offset : offset + spec.nbytes].view(DTYPE_BY_NAME[spec.dtype])
         tensors[spec.name] = flat.view(spec.shape)
-        at += _padded_bytes(spec)
+        offset += _padded_bytes(spec)
     return tensors
 
 
@@ -185,142 +200,136 @@ def _padded_bytes(spec: TensorSpec) -> int:
 
 def _split_into_batches(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
     batches: list[list[TensorSpec]] = []
-    room = 0
+    free_bytes = 0
     for spec in specs:
         if spec.nbytes > MAX_PACKED_TENSOR_BYTES:
             batches.append([spec])
-            room = 0
+            free_bytes = 0
             continue
-        if not batches or _padded_bytes(spec) > room:
+        if not batches or _padded_bytes(spec) > free_bytes:
             batches.append([])
-            room = MAX_PACKED_TENSOR_BYTES
+            free_bytes = MAX_PACKED_TENSOR_BYTES
         batches[-1].append(spec)
-        room -= _padded_bytes(spec)
+        free_bytes -= _padded_bytes(spec)
     return batches
 
 
-NodeFailures = Mapping[str, tuple[str, str]]  # node -> kind of CheckpointError and reason
-_MIN_PREFETCH_BYTES = 8 << 20
-PROVEN_INVALID_KINDS = {TornError.kind, CorruptError.kind}
+# ---- the attempt -------------------------------------------------------------------------------------
 
 
 class RestoreAttempt:
-    """One try, on one rank. All ranks call `open`, then `load` or `close`, then `keep`, together."""
+    """One attempt, on one rank. All ranks call `open`, `load`, then `publish_slot` or `close`, together."""
 
     def __init__(self, context: RankContext, plan: ResumePlan) -> None:
-        self.manifest: Manifest | None = None  # the source's, on every rank, once `load` has begun
-        self.on_disk = False  # whether this node's own disk holds the copy, verified
+        self.manifest: Manifest | None = None  # the source's, set by `load` on every rank
+        self.on_disk = False  # this node's own disk holds the copy, verified
         self._context = context
         self._plan = plan
         self._slot_client = context.slot_client
         self._copy = plan.saved_state_for(context.node)
-        self._local_manifest: Manifest | None = (
-            None  # of the copy on this node, or of the one that is received
-        )
+        self._local_manifest: Manifest | None = None  # of this node's copy, read or received
         self._buffer: StreamingBuffer | None = None
-        self._slot: Slot | None = None  # of this node's memory, from which its ranks load
-        self._fills_slot = False  # whether that slot does not count yet
-        self._error: ElasticResumeError | None = None  # of this rank, not told yet
-        self._loads_after_commit = False  # whether ranks wait for their lead's commit, on any node
-        self._non_replicated: list[list[Any]] = []  # what all take from the source, as the source says it
+        self._slot: Slot | None = None  # the slot from which this node's ranks load
+        self._fills_slot = False  # the slot does not count as a snapshot yet
+        self._error: ElasticResumeError | None = None  # of this rank, not reported yet
+        self._loads_after_commit = False  # on some node ranks wait for their leader's commit
+        self._non_replicated: list[list[Any]] = []  # on the source: description of `_source_values`
         self._source_values = SourceValues(())
         self._tasks: list[BackgroundTask] = []
 
     @property
     def tier(self) -> str:
-        """Where this node's copy lies; "" where it has none."""
+        """The tier of this node's copy; "" if it has none."""
         return self._copy.tier if self._copy is not None else ""
 
-    # ---- opening ---------------------------------------------------------------------------------------
+    # ---- open ------------------------------------------------------------------------------------------
 
     def open(self) -> NodeFailures:
-        """Begin to bring this node's copy into its memory; give the copies that failed already, of all."""
-        problem: CheckpointError | None = None
-        header = None
+        """Start to bring this node's copy into its memory; return all nodes' copies that failed already."""
+        failure: CheckpointError | None = None
+        header_digest = None
         if self._copy is not None and self._context.is_local_leader:
             try:
-                header = self._open_copy(self._copy)
+                header_digest = self._open_copy(self._copy)
             except CheckpointError as error:
-                problem = error
+                failure = error
             except (OSError, MemoryError) as error:
                 where = self._context.checkpoint_path(self._copy)
-                problem = UnreadableError(f"{where}: cannot be read now ({error!r})")
-        told = self._context.collectives.gather([_encode_failure(problem), header, self._slot_id()])
-        failures = self._group_failures_by_node([one[0] for one in told])
+                failure = UnreadableError(f"{where}: cannot be read now ({error!r})")
+        opened = self._context.collectives.gather([_encode_failure(failure), header_digest, self._slot_id()])
+        failures = self._group_failures_by_node([encoded for encoded, _, _ in opened])
         if failures:
             return failures
-        expected = told[self._plan.source_rank][1]
-        unlike = f"its tensors are laid out unlike those of {self._plan.source_node}"
+        expected = opened[self._plan.source_rank][1]
+        reason = f"its tensors are laid out unlike those of {self._plan.source_node}"
         failures = {
-            self._context.node_by_rank[rank]: ("unlike", unlike)
-            for rank, one in enumerate(told)
-            if one[1] not in {None, expected}
+            self._context.node_by_rank[rank]: ("unlike", reason)
+            for rank, (_, digest, _) in enumerate(opened)
+            if digest not in {None, expected}
         }
         if not failures and self._copy is not None:
-            self._attach_to_local_leader(told[self._context.local_leader_by_node[self._context.node]][2])
+            self._attach_to_local_leader(opened[self._context.local_leader_by_node[self._context.node]][2])
         return failures
 
     def _open_copy(self, copy: SavedState) -> str:
-        """Begin to read this node's copy; give the digest of its header."""
+        """Start to read this node's copy; return the digest of its header."""
         if copy.tier == MEMORY:
             self._open_snapshot(copy)
         else:
             self._open_checkpoint(copy)
-        if self._plan.nbytes != copy.nbytes or len(self._require_buffer().memory) != copy.nbytes:
-            raise UnreadableError(f"{copy.nbytes} bytes were expected, and found others")
-        layout = self._require_buffer().layout
+        buffer = self._require_buffer()
+        if self._plan.nbytes != copy.nbytes or len(buffer.memory) != copy.nbytes:
+            raise UnreadableError(f"{copy.nbytes} bytes were expected, and {len(buffer.memory)} were found")
         if self._local_manifest is not None:
-            self._non_replicated = describe_tensors(layout, self._local_manifest.follows_rank0)
-        return xxhash.xxh3_128_hexdigest(layout.header)
+            self._non_replicated = describe_tensors(buffer.layout, self._local_manifest.follows_rank0)
+        return xxhash.xxh3_128_hexdigest(buffer.layout.header)
 
     def _open_snapshot(self, copy: SavedState) -> None:
-        held = self._slot_client.find_newest() if self._slot_client is not None else None
-        if held is None or (*held.version, held.manifest.position.epoch) != (*copy.version, copy.epoch):
-            raise UnreadableError("the snapshot in this node's memory is there no more")
-        self._local_manifest, self._slot = held.manifest, held.slot
-        self._buffer = StreamingBuffer.from_complete(held.image)
+        snapshot = self._slot_client.find_newest() if self._slot_client is not None else None
+        if snapshot is None or (*snapshot.version, snapshot.manifest.position.epoch) != (
+            *copy.version,
+            copy.epoch,
+        ):
+            raise UnreadableError("the snapshot is no longer in this node's memory")
+        self._local_manifest, self._slot = snapshot.manifest, snapshot.slot
+        self._buffer = StreamingBuffer.from_complete(snapshot.image)
 
     def _open_checkpoint(self, copy: SavedState) -> None:
         path = self._context.checkpoint_path(copy)
         manifest = reader.quick_check(path, self._context.settings.run_id)
         self.on_disk = copy.owner_node == self._context.node
         self._local_manifest = manifest
-        image = self._reserve_slot(self._local_manifest) if self._context.is_local_leader else None
-        if image is not None:
-            into, arrived = image.memory, image.advance
-            task = BackgroundTask("fill", lambda: reader.read_image(path, manifest, into, arrived), image)
+        buffer = self._reserve_slot(manifest) if self._context.is_local_leader else None
+        if buffer is not None:
+            memory, advance = buffer.memory, buffer.advance
+            task = BackgroundTask("fill", lambda: reader.read_image(path, manifest, memory, advance), buffer)
         else:
-            # Its bytes are sent and copied on at once, and dropped: no memory is touched for them.
-            mapping = reader.map_unverified(path, manifest)
-            image = StreamingBuffer(memoryview(mapping), LocalWatermark())
-            arrived = image.advance
+            mapping = reader.map_unverified(path, manifest)  # no memory is allocated for it
+            buffer = StreamingBuffer(memoryview(mapping), LocalWatermark())
+            advance = buffer.advance
             task = BackgroundTask(
-                "fill", lambda: reader.verify_mapping(path, manifest, mapping, arrived), image
+                "fill", lambda: reader.verify_mapping(path, manifest, mapping, advance), buffer
             )
-        self._buffer = image
+        self._buffer = buffer
         self._tasks.append(task)
 
     def _reserve_slot(self, manifest: Manifest) -> StreamingBuffer | None:
-        """Take a slot for an image that comes; None where the node has none to spare."""
-        slot = (
-            self._slot_client.acquire_slot(manifest.file_bytes, manifest)
-            if self._slot_client is not None
-            else None
-        )
-        if slot is None or self._slot_client is None:
+        """Reserve a slot for a state that arrives; None if the node has no free slot."""
+        client = self._slot_client
+        slot = client.acquire_slot(manifest.file_bytes, manifest) if client is not None else None
+        if slot is None or client is None:
             return None
-        self._slot_client.begin_fill(slot)
+        client.begin_fill(slot)
         self._slot, self._fills_slot = slot, True
-        # Ahead of what arrives: a page that the kernel maps when it is written first costs 8 us, and 1 us so.
-        memory = self._slot_client
-        self._tasks.append(BackgroundTask("populate", lambda: memory.populate(slot)))
+        # Populate pages ahead of the data: 1 us a page, against 8 us for a fault at the first write.
+        self._tasks.append(BackgroundTask("populate", lambda: client.populate(slot)))
         return StreamingBuffer(slot.memory[: manifest.file_bytes], slot)
 
     def _slot_id(self) -> list[int] | None:
         return [self._slot.index, self._slot.serial] if self._slot is not None else None
 
     def _attach_to_local_leader(self, slot_id: list[int] | None) -> None:
-        """On a rank that does not lead its node: look at what the lead fills, or map the copy as well."""
+        """On ranks that are not local leader: map the slot that the leader fills, or else the checkpoint."""
         if self._context.is_local_leader:
             return
         try:
@@ -329,183 +338,179 @@ class RestoreAttempt:
             elif self._copy is not None:
                 self._open_checkpoint(self._copy)
         except ElasticResumeError as error:
-            self._error = error  # told with the outcome: the others are on their way to load
+            self._error = error  # reported at the end: the other ranks are about to load
 
     def _map_leader_slot(self, index: int, serial: int) -> StreamingBuffer:
         slot = self._slot_client.map_slot(index, serial) if self._slot_client is not None else None
         if slot is None:
             raise MachineError(
-                f"rank {self._context.collectives.rank} cannot map the snapshots of its node {self._context.node}, "
-                "though the rank that leads it can: see whether it may open more files (ulimit -n)."
+                f"rank {self._context.collectives.rank} cannot map the snapshots of its node "
+                f"{self._context.node}, though its local leader can: raise the limit of open files (ulimit -n)."
             )
-        whole = self._copy is not None and self._copy.tier == MEMORY
+        complete = self._copy is not None and self._copy.tier == MEMORY
         nbytes = self._plan.nbytes
-        return StreamingBuffer(slot.memory[:nbytes], LocalWatermark(nbytes) if whole else slot)
+        return StreamingBuffer(slot.memory[:nbytes], LocalWatermark(nbytes) if complete else slot)
 
-    # ---- loading ---------------------------------------------------------------------------------------
+    # ---- load ------------------------------------------------------------------------------------------
 
     def load(self, tracked: Mapping[str, Any]) -> NodeFailures:
-        """Load the state into ``tracked``, while it comes; give the copies that failed.
+        """Load the state into ``tracked`` while it arrives; return the copies that failed.
 
         Raises:
             MismatchError: the objects do not fit; nothing was loaded.
-            ElasticResumeError: a node could not take what was sent to it.
+            ElasticResumeError: a node could not receive the state.
 
         """
-        place, plan = self._context, self._plan
-        told = place.collectives.broadcast_json(
-            place.run_on_all_ranks(self._describe_source), plan.source_rank
+        context, plan = self._context, self._plan
+        described = context.collectives.broadcast_json(
+            context.run_on_all_ranks(self._describe_source), plan.source_rank
         )
-        self.manifest = Manifest.parse(told[0].encode())
-        follows = parse_tensor_specs(told[1], plan.nbytes)
-        # Where all load the same copy they have the same values.
-        self._source_values = SourceValues(follows if len(plan.holders) > 1 else ())
-        for stream in resume_plan.plan_broadcasts(plan):
-            self._start_stream(stream)
+        self.manifest = Manifest.parse(described[0].encode())
+        specs = parse_tensor_specs(described[1], plan.nbytes)
+        # Ranks that load the same copy have the same values.
+        self._source_values = SourceValues(specs if len(plan.holders) > 1 else ())
+        for broadcast in resume_plan.plan_broadcasts(plan):
+            self._start_transfer(broadcast)
         if plan.lacking:
             self._attach_receivers()
-        everybody = place.collectives.all_ranks_channel()
-        if everybody is not None and self._source_values:
-            image = self._buffer if place.collectives.rank == plan.source_rank else None
-            sent = BackgroundTask(
-                "values", lambda: self._source_values.broadcast(everybody, image, plan.source_rank)
+        channel = context.collectives.all_ranks_channel()
+        if channel is not None and self._source_values:
+            buffer = self._buffer if context.collectives.rank == plan.source_rank else None
+            task = BackgroundTask(
+                "values", lambda: self._source_values.broadcast(channel, buffer, plan.source_rank)
             )
-            self._tasks.append(sent)
+            self._tasks.append(task)
         self._load_and_join_tasks(tracked, self.manifest)
         failures = self._gather_failures()
         if not failures and self._loads_after_commit:
-            place.run_on_all_ranks(lambda: self._load_committed(tracked))
+            context.run_on_all_ranks(lambda: self._load_committed(tracked))
         return failures
 
     def publish_slot(self) -> None:
-        """All ranks have loaded: the slot that was filled counts as this node's snapshot."""
-        if (
-            self._fills_slot
-            and self._slot is not None
-            and self._slot_client is not None
-            and self._local_manifest is not None
-        ):
-            self._slot_client.finish_fill(self._slot, self._local_manifest, on_disk=self.on_disk)
+        """Make the filled slot this node's snapshot, after all ranks have loaded."""
+        client, slot, manifest = self._slot_client, self._slot, self._local_manifest
+        if self._fills_slot and client is not None and slot is not None and manifest is not None:
+            client.finish_fill(slot, manifest, on_disk=self.on_disk)
 
     def discard_snapshot(self) -> None:
-        """Let the snapshot in this node's memory that turned out bad count no more."""
+        """Invalidate the snapshot in this node's memory, which proved invalid."""
         if self._slot is not None and self._slot_client is not None:
             self._slot_client.discard(self._slot.index)
 
     def close(self) -> None:
-        """Give up: another plan will be made."""
+        """Cancel the attempt, and join its threads."""
         if self._buffer is not None:
             self._buffer.cancel()
         for task in self._tasks:
             task.join()
 
     def _describe_source(self) -> list[Any] | None:
-        """On the source: its manifest, without what is of its blocks, and what all take from it."""
+        """On the source: return its manifest without digests, and the description of its own values."""
         if self._context.collectives.rank != self._plan.source_rank or self._local_manifest is None:
             return None
         return [_strip_digests(self._local_manifest).to_bytes().decode(), self._non_replicated]
 
-    def _start_stream(self, stream: Broadcast) -> None:
-        """Send or receive in a thread, where this rank has to. All ranks make the channel."""
-        rank = self._context.local_leader_by_node[stream.source]
-        ranks = [rank, *(self._context.local_leader_by_node[node] for node in stream.receivers)]
+    def _start_transfer(self, broadcast: Broadcast) -> None:
+        """Send or receive in a thread if this rank takes part. All ranks create the channel."""
+        source_rank = self._context.local_leader_by_node[broadcast.source]
+        ranks = [source_rank, *(self._context.local_leader_by_node[node] for node in broadcast.receivers)]
         channel = self._context.collectives.create_channel(ranks)
         if channel is None:
             return
-        if self._context.collectives.rank != rank:
-            self._start_receiving(channel, rank)
+        if self._context.collectives.rank != source_rank:
+            self._start_receiving(channel, source_rank)
         elif self._local_manifest is not None:
-            image, own = self._require_buffer(), self._local_manifest
-            channel.broadcast_json(_strip_digests(own).to_bytes().decode(), rank)
+            buffer, manifest = self._require_buffer(), self._local_manifest
+            channel.broadcast_json(_strip_digests(manifest).to_bytes().decode(), source_rank)
             task = BackgroundTask(
-                "send", lambda: transfer.send(channel, image, own.blocks, own.block_bytes, rank)
+                "send",
+                lambda: transfer.send(channel, buffer, manifest.blocks, manifest.block_bytes, source_rank),
             )
             self._tasks.append(task)
 
     def _start_receiving(self, channel: Channel, source_rank: int) -> None:
-        manifest = Manifest.parse(channel.broadcast_json(None, source_rank).encode())
-        self._local_manifest = own = replace(manifest, node=self._context.node, file_bytes=self._plan.nbytes)
-        slot = self._reserve_slot(own)
-        self._buffer = image = slot or StreamingBuffer(allocate_memory(own.file_bytes), LocalWatermark())
+        received = Manifest.parse(channel.broadcast_json(None, source_rank).encode())
+        manifest = replace(received, node=self._context.node, file_bytes=self._plan.nbytes)
+        slot_buffer = self._reserve_slot(manifest)
+        buffer = slot_buffer or StreamingBuffer(allocate_memory(manifest.file_bytes), LocalWatermark())
+        self._local_manifest, self._buffer = manifest, buffer
         task = BackgroundTask(
-            "receive", lambda: transfer.receive(channel, image, own.block_bytes, source_rank), image
+            "receive", lambda: transfer.receive(channel, buffer, manifest.block_bytes, source_rank), buffer
         )
         self._tasks.append(task)
-        if slot is None:
-            self._tasks.append(BackgroundTask("commit", lambda: self._commit_received(own, image)))
+        if slot_buffer is None:
+            self._tasks.append(BackgroundTask("commit", lambda: self._commit_received(manifest, buffer)))
 
     def _commit_received(self, manifest: Manifest, buffer: StreamingBuffer) -> None:
-        """Commit what is received without a slot, while it comes. A disk that refuses does not stop that."""
+        """Commit a state that arrives in private memory. A failing disk does not stop the transfer."""
 
-        def pieces() -> Iterator[memoryview]:
+        def blocks() -> Iterator[memoryview]:
             for start in range(0, manifest.file_bytes, manifest.block_bytes):
                 stop = min(start + manifest.block_bytes, manifest.file_bytes)
                 buffer.wait_for_bytes(stop)
                 yield buffer.memory[start:stop]
 
-        place = self._context
-        CheckpointWriter(place.node_dir, place.settings.run_id, place.events.emit).commit(manifest, pieces())
+        context = self._context
+        writer = CheckpointWriter(context.node_dir, context.settings.run_id, context.events.emit)
+        writer.commit(manifest, blocks())
         self.on_disk = True
 
     def _attach_receivers(self) -> None:
-        """Tell the other ranks of each receiving node where their lead receives."""
-        place = self._context
-        names = place.collectives.gather(self._slot_id())
+        """Map, on the other ranks of each receiving node, the slot into which their leader receives."""
+        context = self._context
+        slot_ids = context.collectives.gather(self._slot_id())
         for node in self._plan.lacking:
-            lead = place.local_leader_by_node[node]
-            self._loads_after_commit |= names[lead] is None and place.node_by_rank.count(node) > 1
-            if node == place.node and names[lead] is not None:
-                self._attach_to_local_leader(names[lead])
+            slot_id = slot_ids[context.local_leader_by_node[node]]
+            self._loads_after_commit |= slot_id is None and context.node_by_rank.count(node) > 1
+            if node == context.node and slot_id is not None:
+                self._attach_to_local_leader(slot_id)
 
     def _load_and_join_tasks(self, tracked: Mapping[str, Any], manifest: Manifest) -> None:
-        """Load what comes, and wait for all threads; what went wrong is kept for `_conclude`."""
-        image = self._buffer
-        if image is not None and self._error is None:
+        """Load from the buffer and join all threads; keep the most telling error for `_gather_failures`."""
+        if self._buffer is not None and self._error is None:
             try:
-                self._load_buffer(tracked, manifest, image)
+                self._load_buffer(tracked, manifest, self._buffer)
             except ElasticResumeError as error:
                 self._error = error
         for task in self._tasks:
-            met = task.join()
-            if met is None:
+            error = task.join()
+            if error is None:
                 continue
-            if not isinstance(met, ElasticResumeError):
-                raise met  # a peer is gone, and with it this world
-            if self._error is None or (is_local_copy_error(met) and not is_local_copy_error(self._error)):
-                self._error = met
+            if not isinstance(error, ElasticResumeError):
+                raise error  # a peer is dead, and this generation ends
+            if self._error is None or (is_local_copy_error(error) and not is_local_copy_error(self._error)):
+                self._error = error
 
     def _load_buffer(self, tracked: Mapping[str, Any], manifest: Manifest, buffer: StreamingBuffer) -> None:
         values, extents = self._source_values, buffer.layout.extents
-        kept = tuple(f"{name}/" for name, item in tracked.items() if not isinstance(item, nn.Module))
-        names = [name for name in extents if name.startswith(kept) and name not in values]
-        # For small ones the threads would cost more than they spare.
-        large = sum(extents[name].stop - extents[name].start for name in names) > _MIN_PREFETCH_BYTES
-        copies = Prefetcher(names if large else (), buffer.get_tensor)
+        # Modules copy tensors into their own memory; other objects keep the tensors that they are given.
+        keepers = tuple(f"{name}/" for name, item in tracked.items() if not isinstance(item, nn.Module))
+        names = [name for name in extents if name.startswith(keepers) and name not in values]
+        is_large = sum(extents[name].stop - extents[name].start for name in names) > _MIN_PREFETCH_BYTES
+        prefetcher = Prefetcher(names if is_large else (), buffer.get_tensor)
         try:
             load_state.load_into(
                 tracked,
                 manifest.state,
                 lambda name: (values if name in values else buffer).get_tensor(name),
                 peek_tensor=lambda name: (values if name in values else buffer).peek_tensor(name),
-                make_tensor=lambda name: (values.make_tensor if name in values else copies.make_tensor)(name),
+                make_tensor=lambda name: (values if name in values else prefetcher).make_tensor(name),
             )
         finally:
-            copies.close()
+            prefetcher.close()
 
     def _load_committed(self, tracked: Mapping[str, Any]) -> None:
-        """On a rank whose lead received without a slot: load what it has committed."""
+        """On a rank whose leader received without a slot: load the checkpoint that it has committed."""
         if self._buffer is None and self.manifest is not None:
-            copy = SavedState(self._context.node, *self._plan.version, 0)
-            path = self._context.checkpoint_path(copy)
-            own = reader.quick_check(path, self._context.settings.run_id)
-            self._load_buffer(
-                tracked, self.manifest, StreamingBuffer.from_complete(reader.map_image(path, own))
-            )
+            path = self._context.checkpoint_path(SavedState(self._context.node, *self._plan.version, 0))
+            manifest = reader.quick_check(path, self._context.settings.run_id)
+            buffer = StreamingBuffer.from_complete(reader.map_image(path, manifest))
+            self._load_buffer(tracked, self.manifest, buffer)
 
     # ---- the outcome -----------------------------------------------------------------------------------
 
     def _gather_failures(self) -> NodeFailures:
-        """Give the copies that failed; raise on all ranks what is nobody's copy's fault."""
+        """Return the copies that failed; raise errors that are no copy's fault on all ranks."""
         own = self._error if self._copy is not None and is_local_copy_error(self._error) else None
         failures = self._group_failures_by_node(self._context.collectives.gather(_encode_failure(own)))
         if not failures:
@@ -516,22 +521,22 @@ class RestoreAttempt:
         if self._error is not None:
             raise self._error
 
-    def _group_failures_by_node(self, failure_by_rank: list[list[str] | None]) -> NodeFailures:
+    def _group_failures_by_node(self, failure_by_rank: Sequence[list[str] | None]) -> NodeFailures:
         failures: dict[str, tuple[str, str]] = {}
-        for rank, found in enumerate(failure_by_rank):
-            node = self._context.node_by_rank[rank]
-            if found is None:
+        for node, failure in zip(self._context.node_by_rank, failure_by_rank, strict=True):
+            if failure is None:
                 continue
-            # A rank that proved the copy bad knows more than one that could not read it.
+            kind, reason = failure
+            # A rank that proved the copy invalid overrules a rank that could not read it.
             if node not in failures or (
-                found[0] in PROVEN_INVALID_KINDS and failures[node][0] not in PROVEN_INVALID_KINDS
+                kind in PROVEN_INVALID_KINDS and failures[node][0] not in PROVEN_INVALID_KINDS
             ):
-                failures[node] = (found[0], found[1])
+                failures[node] = (kind, reason)
         return failures
 
     def _require_buffer(self) -> StreamingBuffer:
         if self._buffer is None:
-            raise UnreadableError("no image was opened")
+            raise UnreadableError("no copy was opened")
         return self._buffer
 
 
@@ -540,5 +545,5 @@ def _encode_failure(error: ElasticResumeError | None) -> list[str] | None:
 
 
 def _strip_digests(manifest: Manifest) -> Manifest:
-    """A manifest for another rank: the digests of blocks travel with them, and the plan knows the size."""
+    """Return a manifest to send: digests travel with their blocks, and the plan has the size."""
     return replace(manifest, blocks=(), file_bytes=0)

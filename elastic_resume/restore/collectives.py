@@ -1,8 +1,8 @@
-"""The ranks of this generation, as the resume protocol needs them.
+"""Collectives that the restore protocol needs: gather and broadcast JSON, broadcast tensors.
 
-Everything is exchanged as tensors of bytes over a gloo group of our own: JSON in, JSON out, nothing is
-unpickled, and neither the user's NCCL stream nor a private store of torch is touched. A gather costs one
-collective; a store would cost rank 0 as many requests as there are ranks, twice.
+They run over a gloo group of our own, so the script's NCCL stream is not involved. JSON travels as byte
+tensors and nothing is unpickled. A gather is one collective; a c10d store would cost rank 0 requests from
+every rank.
 """
 
 from __future__ import annotations
@@ -23,74 +23,76 @@ from torch import Tensor
 from elastic_resume.errors import CorruptError
 from elastic_resume.state.tensor_buffer import view_bytes
 
-MAX_JSON_BYTES = 256 * 1024 * 1024  # a manifest of a model with a million tensors
-# Reading and sending a large state happens between two collectives; a dead peer is noticed by its closed
-# connection at once, so this bounds only a peer that hangs.
+MAX_JSON_BYTES = 256 * 1024 * 1024  # the manifest of a model with a million tensors
+# A large state is read and sent between two collectives. A dead peer closes its connection, so this bounds
+# only a peer that hangs.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-DESTROY_TIMEOUT_S = 5.0  # to end threads that wait for nobody takes a millisecond
+DESTROY_TIMEOUT_S = 5.0  # ending idle gloo threads takes a millisecond
 
 
 class Collectives:
-    """This process's place among the ranks, and ways to talk to them."""
+    """This process's rank, the number of ranks, and the collectives among them."""
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
-        """``group`` is a gloo group of all ranks; None in a world of one without a process group."""
+        """``group`` is a gloo group of all ranks, or None for a single rank without a process group."""
         self.rank = rank
         self.size = size
         self._group = group
-        self._created_groups = [] if group is None else [group]  # groups to let go of at the end
+        self._created_groups = [] if group is None else [group]
         self._created_default_group = False
         self._pid = os.getpid()
 
     @classmethod
     def join(cls) -> Collectives:
-        """Use the process group that exists, make one when torchrun's environment is there, or be alone."""
+        """Join the ranks: use the existing process group, or create it from torchrun's environment.
+
+        Without both this process is the only rank.
+        """
         if not dist.is_available():
             return cls(0, 1, None)
-        launched = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        makes_default = not dist.is_initialized()
-        if makes_default:
-            if not launched:
+        creates_default = not dist.is_initialized()
+        if creates_default:
+            if any(name not in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
                 return cls(0, 1, None)
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             if torch.cuda.is_available() and torch.cuda.device_count() > local_rank:
-                torch.cuda.set_device(local_rank)  # or every rank's first allocation lands on GPU 0
+                torch.cuda.set_device(local_rank)  # otherwise every rank allocates on GPU 0 first
             cuda = torch.cuda.is_available() and dist.is_nccl_available()
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        world = cls(dist.get_rank(), dist.get_world_size(), group)
-        world._created_default_group = makes_default
-        atexit.register(world._destroy_groups)
-        return world
+        collectives = cls(dist.get_rank(), dist.get_world_size(), group)
+        collectives._created_default_group = creates_default
+        atexit.register(collectives._destroy_groups)
+        return collectives
 
     def gather(self, value: Any) -> list[Any]:
-        """Give every rank every rank's ``value`` (anything JSON can say), by rank. Keep it small.
+        """Return every rank's ``value`` (small, and JSON), in the order of ranks, on every rank.
 
         Raises:
-            CorruptError: a peer sent what is not JSON, or more than MAX_JSON_BYTES.
+            CorruptError: a peer sent something that is not JSON, or more than MAX_JSON_BYTES.
 
         """
         if self._group is None:
             return [json.loads(json.dumps(value))]
-        mine = json.dumps(value, separators=(",", ":")).encode()
+        own = json.dumps(value, separators=(",", ":")).encode()
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=self._group)
         longest = max(int(size) for size in sizes)
         _check_json_size(longest)
         padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(rows, padded, group=self._group)
         return [_parse_json(view_bytes(row)[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_json(self, value: Any, source_rank: int) -> Any:
-        """Give every rank the ``value`` of ``source_rank``, however large (up to MAX_JSON_BYTES)."""
+        """Return the ``value`` of ``source_rank`` on every rank, up to MAX_JSON_BYTES."""
         if self._group is None:
             return json.loads(json.dumps(value))
         return Channel(self._group).broadcast_json(value, source_rank)
 
     def create_channel(self, ranks: Sequence[int]) -> Channel | None:
-        """Make a channel among ``ranks``; every rank of the world must call this, with the same ranks."""
+        """Create a channel among ``ranks``. Every rank of the world calls this with the same ranks."""
         if self._group is None:
             return None
         group = dist.new_group(sorted(ranks), backend="gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -100,72 +102,72 @@ class Collectives:
         return Channel(group)
 
     def all_ranks_channel(self) -> Channel | None:
-        """Give a channel among all ranks, or None in a world of one."""
+        """Return a channel among all ranks, or None for a single rank."""
         return None if self._group is None else Channel(self._group)
 
     def _destroy_groups(self) -> None:
-        """Destroy the groups that were made here, when the process ends.
+        """Destroy the groups that were created here, at process exit.
 
-        A gloo thread that frees tensors at interpreter exit aborts the process (pytorch#190489). Destroy the
-        groups in a thread; wait at most `LEAVE_S`, since a gloo thread that waits for a peer takes longer.
+        A gloo thread that frees tensors at interpreter exit aborts the process (pytorch#190489). A gloo
+        thread that waits for a peer would delay the exit, so wait at most `DESTROY_TIMEOUT_S`.
         """
         if os.getpid() != self._pid:  # a forked child has none of those threads
             return
         self._group = None
-        leaving = threading.Thread(
+        thread = threading.Thread(
             target=_destroy_process_groups,
             args=(self._created_groups, self._created_default_group),
             daemon=True,
         )
-        with contextlib.suppress(RuntimeError):  # Python 3.12.0 starts no thread any more
-            leaving.start()
-            leaving.join(DESTROY_TIMEOUT_S)
+        with contextlib.suppress(RuntimeError):  # Python 3.12.0 starts no thread at exit
+            thread.start()
+            thread.join(DESTROY_TIMEOUT_S)
 
 
 class Channel:
-    """Broadcasts of tensors of host memory among some ranks; any one thread of each may use it."""
+    """Broadcasts of CPU tensors among some ranks. Any single thread of a rank may use it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """``group`` is a gloo group that this rank belongs to."""
         self._group = group
 
     def broadcast(self, tensor: Tensor, source_rank: int) -> None:
-        """Overwrite ``tensor`` (contiguous, on the CPU) with that of ``source_rank``, a rank of the world."""
+        """Overwrite ``tensor`` (contiguous, CPU) with that of ``source_rank``, a rank of the world."""
         dist.broadcast(tensor, src=source_rank, group=self._group)
 
     def start_broadcast(self, tensor: Tensor, source_rank: int) -> dist.Work:
-        """Begin what `broadcast` does; several may be under way, in the same order on all ranks."""
+        """Start a broadcast. Several may be in flight, in the same order on all ranks."""
         work: dist.Work = dist.broadcast(tensor, src=source_rank, group=self._group, async_op=True)
         return work
 
     def broadcast_json(self, value: Any, source_rank: int) -> Any:
-        """Give every rank of the channel the ``value`` of ``source_rank`` (up to MAX_JSON_BYTES)."""
-        mine = json.dumps(value, separators=(",", ":")).encode() if dist.get_rank() == source_rank else b""
-        size = torch.tensor([len(mine)])
+        """Return the ``value`` of ``source_rank`` on every rank of the channel, up to MAX_JSON_BYTES."""
+        own = json.dumps(value, separators=(",", ":")).encode() if dist.get_rank() == source_rank else b""
+        size = torch.tensor([len(own)])
         dist.broadcast(size, src=source_rank, group=self._group)
         _check_json_size(int(size))
-        row = torch.frombuffer(bytearray(mine or int(size)), dtype=torch.uint8)
+        row = torch.frombuffer(bytearray(own or int(size)), dtype=torch.uint8)
         dist.broadcast(row, src=source_rank, group=self._group)
         return _parse_json(view_bytes(row))
 
 
 def _check_json_size(size: int) -> None:
     if not 0 < size <= MAX_JSON_BYTES:
-        raise CorruptError(f"a rank wants to send {size} bytes of JSON; 1 to {MAX_JSON_BYTES} are allowed.")
+        raise CorruptError(f"a rank announced {size} bytes of JSON; 1 to {MAX_JSON_BYTES} are allowed.")
 
 
 def _parse_json(data: memoryview) -> Any:
     try:
         return json.loads(bytes(data))
     except ValueError as error:
-        raise CorruptError(f"a rank sent what is not JSON: {error}.") from error
+        raise CorruptError(f"a rank sent bytes that are not JSON: {error}.") from error
 
 
 def _destroy_process_groups(groups: list[dist.ProcessGroup], destroy_default: bool) -> None:
-    with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # the script has done it
+    with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # the script may have destroyed it
         if destroy_default:
             dist.destroy_process_group()
     while groups:
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             dist.destroy_process_group(groups[-1])
-        groups.pop()  # the last reference to it: its threads are joined here
+        groups.pop()  # the last reference: this joins the group's threads

@@ -1,4 +1,8 @@
-"""What one node could resume from, and how nodes tell each other."""
+"""The inventory of one node: the snapshots and checkpoints that it could restore, and the ones it rejects.
+
+Each local leader builds one at the start of a generation, and the ranks exchange them as JSON.
+`policy.resume_plan` turns all inventories into one plan.
+"""
 
 from __future__ import annotations
 
@@ -19,81 +23,87 @@ from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.progress_page import ProgressPage
 
-_STARTTIME_FIELD = 19  # of /proc/PID/stat, counted from behind the name: proc(5) calls it starttime
-MAX_LISTED_COPIES = 64  # of one directory, newest first: older ones would be taken after 64 corrupt ones only
+_STARTTIME_FIELD = 19  # of /proc/PID/stat, counted after the name: proc(5) calls it starttime
+MAX_LISTED_COPIES = 64  # per directory, newest first; an older one matters only after 64 corrupt ones
 
 
 def list_snapshots_and_checkpoints(
     context: RankContext, progress_page: ProgressPage, generation: int
 ) -> Inventory:
-    """List what this node could resume from, in memory and on disk; quarantine what is proven bad.
+    """List what this node could restore from memory and disk; quarantine checkpoints that are damaged.
 
-    That is a copy which lacks a file, is cut off or does not say what it must. One that could not be read
-    now, is of a newer format or is not this job's stays where it is.
+    A damaged checkpoint lacks a file, is truncated or has an invalid manifest. Checkpoints that are
+    unreadable now, of a newer format or of another job stay in place.
 
-    Rank 0's node lists the directories of other nodes too, where it sees them (a shared file system): a job
-    that is started again on other machines finds what it left behind. They are only read, and by one
-    node only: a thousand nodes that each list a thousand directories would bring the file server down.
+    Rank 0's node also lists the directories of other nodes that it sees on a shared file system, because a
+    job may restart on other machines. It only reads them. A single node does so, to spare the file server.
     """
     for entry in context.catalog.list_entries():
         if entry.is_damaged:
             context.quarantine(entry.path, str(entry.error))
-    homes = {context.node: context.catalog.list_entries()}
+    entries_by_owner = {context.node: context.catalog.list_entries()}
     if context.collectives.rank == 0:
-        homes = scan_run(context.run_dir, context.settings.run_id) | homes
-    copies = [
-        _to_copy(home, entry.manifest)
-        for home, entries in homes.items()
+        entries_by_owner = scan_run(context.run_dir, context.settings.run_id) | entries_by_owner
+    checkpoints = [
+        _to_saved_state(owner, entry.manifest)
+        for owner, entries in entries_by_owner.items()
         for entry in entries[:MAX_LISTED_COPIES]
         if entry.manifest is not None and entry.error is None
     ]
-    rejected = [
-        reason for home, entries in homes.items() for reason in _list_rejected(context, home, entries)
+    rejected_checkpoints = [
+        state
+        for owner, entries in entries_by_owner.items()
+        for state in _list_rejected(context, owner, entries)
     ]
-    snapshots, refused = _list_snapshots(context)
-    floor, began = 0, False
+    snapshots, rejected_snapshots = _list_snapshots(context)
+    min_generation, has_joined_world = 0, False
     if context.settings.resume == "never":
-        floor, began = node_dir.read_min_generation(context.node_dir, launcher_id(), generation)
+        min_generation, has_joined_world = node_dir.read_min_generation(
+            context.node_dir, launcher_id(), generation
+        )
     last_generation, last_step, last_world_size = _read_last_step(context, progress_page, generation)
-    starter, words = node_dir.read_script_arguments(context.node_dir)
+    last_launcher, command = node_dir.read_script_arguments(context.node_dir)
     return Inventory(
         node=context.node,
         local_leader_rank=context.collectives.rank,
-        saved_states=tuple(snapshots + copies),
-        rejected=tuple(refused + rejected),
-        # The world's generation is one more than the greatest that anybody knew; the agents may have counted
-        # further than checkpoints tell, when worlds ended before their first step.
+        saved_states=tuple(snapshots + checkpoints),
+        rejected=tuple(rejected_snapshots + rejected_checkpoints),
+        # Generations that ended before their first step left nothing on disk, but the agents have counted
+        # them.
         generation=max(generation, rank_context.assigned_generation() - 1),
-        min_generation=floor,
-        has_joined_world=began,
+        min_generation=min_generation,
+        has_joined_world=has_joined_world,
         committed_generation=node_dir.read_committed_generation(context.node_dir),
         last_step=last_step,
         last_generation=last_generation,
         last_world_size=last_world_size or None,
-        has_restarted=starter == launcher_id(),
-        command=tuple(words),
+        has_restarted=last_launcher == launcher_id(),
+        command=tuple(command),
     )
 
 
 def to_json(inventory: Inventory) -> dict[str, Any]:
-    """Give ``inventory`` as JSON can say it."""
+    """Return ``inventory`` as a JSON object."""
     return dataclasses.asdict(inventory)
 
 
 def from_json(encoded: Mapping[str, Any]) -> Inventory:
-    """Read what `to_json` gave on another rank.
+    """Read an inventory that another rank encoded with `to_json`.
 
     Raises:
         ElasticResumeError: the other rank runs a version with other fields.
 
     """
     try:
-        rejected = tuple(
-            RejectedState(**{**one, "order": tuple(one["order"])}) for one in encoded["rejected"]
-        )
-        copies = tuple(SavedState(**one) for one in encoded["copies"])
-        words = tuple(encoded["words"])
-        return Inventory(**{**encoded, "rejected": rejected, "copies": copies, "words": words})
+        members = {
+            "saved_states": tuple(SavedState(**state) for state in encoded["saved_states"]),
+            "rejected": tuple(
+                RejectedState(**{**state, "version": tuple(state["version"])})
+                for state in encoded["rejected"]
+            ),
+            "command": tuple(encoded["command"]),
+        }
+        return Inventory(**{**encoded, **members})
     except (KeyError, TypeError) as error:
         raise ElasticResumeError(
             f"a node's inventory cannot be read ({error}): do all nodes run the same elastic_resume?"
@@ -101,16 +111,16 @@ def from_json(encoded: Mapping[str, Any]) -> Inventory:
 
 
 def launcher_id() -> str:
-    """Name the process whose life is "this start of the job": the node's agent, torchrun, or this one.
+    """Identify this start of the job by its launcher: the node's agent, torchrun, or this process.
 
-    By its start in ticks since the boot, and by that boot: a time of day would be another one after the wall
-    clock was set, and what this start has saved would be set aside as an earlier one's.
+    The id holds the launcher's start time in ticks since boot, and the boot. A wall-clock time could change,
+    and this start's own checkpoints would then count as an earlier start's.
     """
     agent = os.environ.get(constants.ENV_AGENT_PID)
     pid = int(agent) if agent else os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_STARTTIME_FIELD]
-        return f"{pid} {started} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        start_ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_STARTTIME_FIELD]
+        return f"{pid} {start_ticks} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     except OSError:
         return str(pid)
 
@@ -129,46 +139,41 @@ def _read_last_step(
 def _list_rejected(
     context: RankContext, owner_node: str, entries: Sequence[CatalogEntry]
 ) -> list[RejectedState]:
-    found = [
+    rejected = [
         RejectedState(owner_node, entry.path.name, str(entry.error), entry.version, entry.error.kind)
         for entry in entries
         if entry.error is not None
     ]
-    found.extend(
-        RejectedState(
-            owner_node,
-            path.name,
-            read_quarantine_reason(path),
-            reader.parse_checkpoint_name(path.name.split(".")[0]) or (0, 0),
-            "aside",
-        )
-        for path in list_quarantined(context.run_dir / owner_node)
-    )
-    return found
+    for path in list_quarantined(context.run_dir / owner_node):
+        version = reader.parse_checkpoint_name(path.name.split(".")[0]) or (0, 0)
+        rejected.append(RejectedState(owner_node, path.name, read_quarantine_reason(path), version, "aside"))
+    return rejected
 
 
 def _list_snapshots(context: RankContext) -> tuple[list[SavedState], list[RejectedState]]:
-    """The newest snapshot in this node's memory; damaged ones are let go of, so that an older one counts."""
+    """List the newest valid snapshot in this node's memory; discard newer ones that are damaged."""
     rejected: list[RejectedState] = []
-    memory = context.slot_client
+    client = context.slot_client
     while (
-        memory is not None and (state := slots.newest_complete(memory.control_block.read_slots())) is not None
+        client is not None and (state := slots.newest_complete(client.control_block.read_slots())) is not None
     ):
         try:
-            held = memory.find_newest()
-            if held is not None and held.manifest.run_id != context.settings.run_id:
-                raise ForeignError(f"belongs to the run {held.manifest.run_id!r}.")
+            snapshot = client.find_newest()
+            if snapshot is not None and snapshot.manifest.run_id != context.settings.run_id:
+                raise ForeignError(f"belongs to the run {snapshot.manifest.run_id!r}.")
         except CheckpointError as error:
-            order = slots.decode_snapshot_id(state.target)
-            name = f"{reader.checkpoint_name(*order)} (in memory)"
-            rejected.append(RejectedState(context.node, name, str(error), order, error.kind))
-            memory.discard(state.index)
+            version = slots.decode_snapshot_id(state.target)
+            name = f"{reader.checkpoint_name(*version)} (in memory)"
+            rejected.append(RejectedState(context.node, name, str(error), version, error.kind))
+            client.discard(state.index)
             continue
-        return [_to_copy(context.node, held.manifest, MEMORY)] if held is not None else [], rejected
+        return [
+            _to_saved_state(context.node, snapshot.manifest, MEMORY)
+        ] if snapshot is not None else [], rejected
     return [], rejected
 
 
-def _to_copy(owner_node: str, manifest: Manifest, tier: str = DISK) -> SavedState:
+def _to_saved_state(owner_node: str, manifest: Manifest, tier: str = DISK) -> SavedState:
     return SavedState(
         owner_node,
         manifest.generation,

@@ -1,9 +1,8 @@
-"""Where this rank stands: its world, its node, and which rank speaks for the node.
+"""A rank's place in the job: its collectives, its node's directory, and its connection to the committer.
 
-Where this rank's node keeps its snapshots: with the agent, or, without one, in the node's lead.
-
-Under plain torchrun or python the lead is the keeper itself: copies reach the disk in the same way, and
-what is in memory ends with the lead.
+The lowest rank of each node is the local leader: it lists the node's snapshots and checkpoints, and saves.
+Under an agent the committer runs in the agent. Under plain torchrun or python the local leader runs the
+committer itself, and the snapshots in memory end with that process.
 """
 
 from __future__ import annotations
@@ -32,13 +31,10 @@ T = TypeVar("T")
 
 
 class RankContext:
-    """This rank, its node's directory and its event log.
-
-    The node's lowest rank leads it: it lists what the node holds, and saves.
-    """
+    """This rank, its node's directory and its event log."""
 
     def __init__(self, collectives: Collectives, settings: Settings, events: EventLog) -> None:
-        """Every rank of the world must call this at the same time."""
+        """Gather the node names. Every rank calls this at the same time."""
         self.collectives = collectives
         self.settings = settings
         self.events = events
@@ -50,7 +46,7 @@ class RankContext:
             name: self.node_by_rank.index(name) for name in dict.fromkeys(self.node_by_rank)
         }
         self.is_local_leader = self.local_leader_by_node[self.node] == collectives.rank
-        self.slot_client: SlotClient | None = None  # the node's slots, once they can be reached
+        self.slot_client: SlotClient | None = None  # set once the committer is connected
         self.local_rank = self.node_by_rank[: collectives.rank].count(self.node)
 
     @property
@@ -59,33 +55,34 @@ class RankContext:
         return Catalog(self.node_dir, self.settings.run_id)
 
     def checkpoint_path(self, copy: SavedState) -> Path:
-        """Where this node reads ``copy``."""
+        """Return the directory from which this node reads ``copy``."""
         return self.run_dir / copy.owner_node / reader.checkpoint_name(copy.generation, copy.step)
 
     def check_node_names_unique(self, directory_id: str) -> None:
-        """Raise when two ranks call their node alike and do not see the same directory.
+        """Raise if two ranks have the same node name and different directories under it.
 
-        Two hosts named "localhost", say, each with a disk of its own: no lock can notice them, and the one
-        would take the other's checkpoints for its own that are gone. ``identity`` is this node's directory's.
+        Two hosts named "localhost" with a disk each have no lock in common, and each would miss the
+        checkpoints of the other. ``directory_id`` is the random id in this node's directory.
         """
-        told = self.collectives.gather(directory_id)
+        ids = self.collectives.gather(directory_id)
         for rank, node in enumerate(self.node_by_rank):
             first = self.local_leader_by_node[node]
-            if told[rank] != told[first]:
+            if ids[rank] != ids[first]:
                 raise ConfigError(
-                    f"ranks {first} and {rank} both run on a node named {node!r}, and see different disks "
-                    "under it: give each node a name of its own with --node-name."
+                    f"ranks {first} and {rank} both run on a node named {node!r} and see different disks "
+                    "under it: give each node its own name with --node-name."
                 )
 
     def quarantine(self, path: Path, reason: str) -> None:
-        """Set a checkpoint of this node aside, and say so."""
+        """Move a checkpoint of this node to quarantine, and emit an event."""
         kept = self.catalog.quarantine(path, reason)
         self.events.emit("quarantine", path=str(kept), reason=reason)
 
     def run_on_all_ranks(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on every rank; when it fails on one, raise on all, naming rank and reason.
+        """Run ``action`` on every rank; if it fails on one rank, raise on all ranks.
 
-        The ranks on which it did not fail raise too, or they would wait for the others in a collective.
+        The other ranks raise too, because they would otherwise wait for the failed one in their next
+        collective.
         """
         failure: ElasticResumeError | None = None
         result: T | None = None
@@ -93,23 +90,23 @@ class RankContext:
             result = action()
         except ElasticResumeError as error:
             failure = error
-        told = self.collectives.gather([str(failure), failure.is_deterministic] if failure else None)
+        failures = self.collectives.gather([str(failure), failure.is_deterministic] if failure else None)
         if failure is not None:
             raise failure
-        for rank, other in enumerate(told):
-            if other is not None:
-                text = f"rank {rank} on node {self.node_by_rank[rank]} cannot go on: {other[0]}"
-                peer = ElasticResumeError(text)
-                peer.is_deterministic = bool(other[1])
-                raise peer
+        for rank, failed in enumerate(failures):
+            if failed is not None:
+                text = f"rank {rank} on node {self.node_by_rank[rank]} cannot go on: {failed[0]}"
+                peer_failure = ElasticResumeError(text)
+                peer_failure.is_deterministic = bool(failed[1])
+                raise peer_failure
         return result  # type: ignore[return-value]
 
 
 def open_node_dir(context: RankContext) -> NodeDir:
-    """Claim the node's directory where no agent has done so; only the rank that leads its node does."""
+    """Open the node's directory; without an agent the local leader locks it first."""
     settings = context.settings
     if context.is_local_leader and constants.ENV_AGENT_PID not in os.environ:
-        # After a kill, forked DataLoader workers hold the lock until they notice, within some seconds.
+        # After a SIGKILL the script's forked DataLoader workers keep the lock for some seconds.
         node_dir = NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name, timeout_s=20)
     else:
         node_dir = NodeDir.attach(settings.ckpt_dir, settings.run_id, settings.node_name)
@@ -119,25 +116,23 @@ def open_node_dir(context: RankContext) -> NodeDir:
 
 
 class CommitterConnection:
-    """The connection to the node's keeper, and the keeper where it is this process's own."""
+    """The connection to the node's committer, and the committer itself if this process runs it."""
 
     def __init__(self, context: RankContext) -> None:
-        """Every rank of the world must call this at the same time.
+        """Connect to the committer, or start it. Every rank calls this at the same time.
 
         Raises:
-            ElasticResumeError: the keeper cannot be reached.
+            ElasticResumeError: the committer cannot be reached.
 
         """
         self._pid = os.getpid()
         self._snapshot_server: SnapshotServer | None = None
         self._committer: CheckpointCommitter | None = None
-        name = os.environ.get(constants.ENV_COMMITTER, "") if constants.ENV_AGENT_PID in os.environ else ""
-        if not name and context.is_local_leader:
-            name = context.run_on_all_ranks(lambda: self._start_committer(context))
-        else:
-            context.run_on_all_ranks(lambda: "")
-        told = context.collectives.gather(name)
-        name = told[context.local_leader_by_node[context.node]]
+        own = os.environ.get(constants.ENV_COMMITTER, "") if constants.ENV_AGENT_PID in os.environ else ""
+        starts_committer = not own and context.is_local_leader
+        own = context.run_on_all_ranks(lambda: self._start_committer(context) if starts_committer else own)
+        socket_names = context.collectives.gather(own)
+        name = socket_names[context.local_leader_by_node[context.node]]
         try:
             self.slot_client = context.run_on_all_ranks(
                 lambda: SlotClient(name, context.local_rank, is_local_leader=context.is_local_leader)
@@ -147,10 +142,10 @@ class CommitterConnection:
             raise
 
     def close(self) -> None:
-        """End the connection; a keeper of our own finishes the commit under way."""
+        """Close the connection. A committer in this process finishes its current commit first."""
         if os.getpid() != self._pid:
             return
-        with contextlib.suppress(AttributeError):
+        with contextlib.suppress(AttributeError):  # the constructor failed before it connected
             self.slot_client.close()
         if self._snapshot_server is not None and self._committer is not None:
             self._snapshot_server.close()
@@ -158,13 +153,12 @@ class CommitterConnection:
             self._snapshot_server = None
 
     def _start_committer(self, context: RankContext) -> str:
-        def say(text: str) -> None:
+        def log(text: str) -> None:
             console.say(f"node {context.node}: {text}")
 
-        rack = SlotPool(context.settings.snapshot_memory, log=say)
-        run_id = context.settings.run_id
+        pool = SlotPool(context.settings.snapshot_memory, log=log)
         self._committer = CheckpointCommitter(
-            context.node_dir, run_id, rack, log=say, emit=context.events.emit
+            context.node_dir, context.settings.run_id, pool, log=log, emit=context.events.emit
         )
         self._snapshot_server = SnapshotServer(self._committer)
         self._committer.start()
@@ -173,6 +167,6 @@ class CommitterConnection:
 
 
 def assigned_generation() -> int:
-    """The generation that the agents' rendezvous gave this world; 0 under another launcher."""
+    """Return the generation that the agents' rendezvous assigned; 0 under another launcher."""
     text = os.environ.get(constants.ENV_GENERATION, "")
     return int(text) if text.isdigit() else 0

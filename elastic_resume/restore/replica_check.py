@@ -1,8 +1,8 @@
-"""Whether all ranks hold the same values, and which of them is the first that differs.
+"""Find the first value that differs between ranks, without sending tensors.
 
-One digest of everything goes round first. Only where that differs do digests of the first half, quarter and
-so on: some twenty short messages for a million tensors, which themselves never leave their rank. What follows
-from a difference is for others to say.
+Ranks first gather one digest of all values. If those differ, a binary search over prefixes of the names finds
+the first difference: about twenty short messages for a million tensors. The callers decide what a difference
+means.
 """
 
 from __future__ import annotations
@@ -21,56 +21,55 @@ from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import BUFFER, EMA_NAME, REPLICATED, SCRIPT_OWNED, Leaf
 
-MAX_NAMED_GROUPS, MAX_NAMED_RANKS = (
-    4,
-    8,
-)  # so many are named: a thousand ranks that all differ make one line too
+MAX_NAMED_GROUPS, MAX_NAMED_RANKS = 4, 8  # in a message; a thousand different ranks still make one line
 
 
 class Gatherer(Protocol):
-    """What of a `World` is needed here: every rank's value, by rank."""
+    """The part of `Collectives` that the search needs."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank calls it at the same time."""
+        """Return every rank's value, by rank. Every rank calls it at the same time."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first name under which ranks hold different values, and who is on which side."""
+    """The first name under which ranks hold different values."""
 
     name: str
-    ranks_text: str  # in words
-    digest_by_rank: tuple[str, ...]  # of all values together, by rank
+    ranks_text: str  # as "rank 0, 2 against rank 1"
+    digest_by_rank: tuple[str, ...]  # each rank's digest of all values
 
 
 def find_first_difference(collectives: Gatherer, values: Mapping[str, str]) -> Difference | None:
-    """Compare named values (digests, say) between all ranks; None where they are equal, names and order too.
+    """Compare named values (digests, say) over all ranks; return None if names, order and values are equal.
 
     Every rank calls it at the same time, and all get the same answer.
     """
     names = list(values)
-    told = collectives.gather([len(names), _digest_prefix(len(names), names, values)])
-    if all(one == told[0] for one in told):
+    summaries = collectives.gather([len(names), _digest_prefix(len(names), names, values)])
+    if all(summary == summaries[0] for summary in summaries):
         return None
-    digests = tuple(str(digest) for _, digest in told)
-    equal, unequal = 0, max(int(length) for length, _ in told)
-    while unequal - equal > 1:  # the first `equal` are the same on all ranks, the first `unequal` are not
+    digests = tuple(str(digest) for _, digest in summaries)
+    equal, unequal = 0, max(int(length) for length, _ in summaries)
+    while (
+        unequal - equal > 1
+    ):  # prefixes of length `equal` are equal on all ranks, those of `unequal` are not
         middle = (equal + unequal) // 2
         same = len(set(collectives.gather(_digest_prefix(middle, names, values)))) == 1
         equal, unequal = (middle, unequal) if same else (equal, middle)
-    stands_here = collectives.gather(names[equal] if equal < len(names) else None)
-    candidates = list(dict.fromkeys(name for name in stands_here if name is not None))
-    held = collectives.gather([values.get(name) for name in candidates])
+    name_by_rank = collectives.gather(names[equal] if equal < len(names) else None)
+    candidates = list(dict.fromkeys(name for name in name_by_rank if name is not None))
+    values_by_rank = collectives.gather([values.get(name) for name in candidates])
     for index, name in enumerate(candidates):
-        sides = [one[index] for one in held]
-        if len(set(sides)) > 1:
-            return Difference(name, describe_groups(sides), digests)
-    # Each rank holds the same under each of these names, in another order.
-    return Difference(candidates[0], describe_groups(stands_here), digests)
+        value_by_rank = [rank_values[index] for rank_values in values_by_rank]
+        if len(set(value_by_rank)) > 1:
+            return Difference(name, describe_groups(value_by_rank), digests)
+    # The values are equal, and the order of the names differs.
+    return Difference(candidates[0], describe_groups(name_by_rank), digests)
 
 
 def _digest_prefix(count: int, names: list[str], values: Mapping[str, str]) -> str:
-    """Digest the first ``count`` names and values; one that has fewer is like no one that has more."""
+    """Digest the first ``count`` names and values. A rank with fewer names equals no rank with more."""
     digest = hashlib.sha256(b"" if count <= len(names) else b"the end ")
     for name in names[:count]:
         digest.update(f"{len(name)} {name} {len(values[name])} {values[name]} ".encode())
@@ -78,14 +77,13 @@ def _digest_prefix(count: int, names: list[str], values: Mapping[str, str]) -> s
 
 
 def describe_groups(value_by_rank: list[Any]) -> str:
-    """Say which ranks hold the same and which do not: "rank 0, 2 against rank 1"."""
-    sides: dict[Any, list[int]] = {}
-    for rank, one in enumerate(value_by_rank):
-        sides.setdefault(one, []).append(rank)
-    more = f" and {len(sides) - MAX_NAMED_GROUPS} other values" if len(sides) > MAX_NAMED_GROUPS else ""
-    return (
-        " against ".join(_describe_ranks(ranks) for ranks in list(sides.values())[:MAX_NAMED_GROUPS]) + more
-    )
+    """Return the groups of ranks with equal values, as ``rank 0, 2 against rank 1``."""
+    groups: dict[Any, list[int]] = {}
+    for rank, value in enumerate(value_by_rank):
+        groups.setdefault(value, []).append(rank)
+    more = f" and {len(groups) - MAX_NAMED_GROUPS} other values" if len(groups) > MAX_NAMED_GROUPS else ""
+    named = list(groups.values())[:MAX_NAMED_GROUPS]
+    return " against ".join(_describe_ranks(ranks) for ranks in named) + more
 
 
 def _describe_ranks(ranks: list[int]) -> str:
@@ -93,27 +91,27 @@ def _describe_ranks(ranks: list[int]) -> str:
     return f"rank {', '.join(map(str, ranks[:MAX_NAMED_RANKS]))}{more}"
 
 
-# ---- what a script asks for --------------------------------------------------------------------------
+# ---- `Run.assert_ranks_equal` ------------------------------------------------------------------------
 
 
 def require_equal(context: RankContext, tracked: Mapping[str, Any], step: int, *, buffers: bool) -> None:
-    """Raise on all ranks unless all hold the same; see `Run.assert_ranks_equal`."""
+    """Raise on all ranks unless all hold the same state; see `Run.assert_ranks_equal`."""
     if context.collectives.size == 1:
         return
     values = context.run_on_all_ranks(lambda: digest_replicated_state(tracked, buffers=buffers))
-    found = find_first_difference(context.collectives, values)
-    if found is not None:
+    difference = find_first_difference(context.collectives, values)
+    if difference is not None:
         raise DivergenceError(
-            f"ranks hold different values of {found.name!r} after step {step} ({found.ranks_text}). Look for what "
-            "one rank does and others do not: weights changed outside optimizer.step(), a backward pass that "
-            "bypasses the DDP module or stays in no_sync(), a scheduler that follows a rank's own loss."
+            f"ranks hold different values of {difference.name!r} after step {step} ({difference.ranks_text}). "
+            "Look for something that one rank alone does: weights changed outside optimizer.step(), a backward "
+            "pass that bypasses the DDP module or stays in no_sync(), a scheduler that follows a rank's own loss."
         )
 
 
 def digest_replicated_state(tracked: Mapping[str, Any], *, buffers: bool) -> dict[str, str]:
-    """Digest, by name, what data-parallel training keeps equal on all ranks.
+    """Digest, by name, the state that data-parallel training keeps equal on all ranks.
 
-    Hyperparameters are part of it: a learning rate that differs makes weights differ one step later.
+    Hyperparameters belong to it: a different learning rate makes different weights one step later.
     """
     flat = state_dict.flatten(tracked)
     values = state_dict.digest_leaves(leaf for leaf in flat.leaves if _is_compared(leaf, buffers=buffers))
@@ -124,15 +122,13 @@ def digest_replicated_state(tracked: Mapping[str, Any], *, buffers: bool) -> dic
 
 
 def _is_compared(leaf: Leaf, *, buffers: bool) -> bool:
-    if (
-        leaf.kind == SCRIPT_OWNED
-    ):  # an average of the weights is as equal as they are, whatever object holds it
+    if leaf.kind == SCRIPT_OWNED:  # an average of equal weights is equal, in whatever object it is
         return leaf.name.split("/")[0].split(".")[0] == EMA_NAME
     return leaf.kind == REPLICATED or (buffers and leaf.kind == BUFFER)
 
 
 def _digest_plain_values(path: str, value_tree: Any) -> Iterator[tuple[str, str]]:
-    """Digest, piece by piece, what an optimizer's state dict holds beside tensors."""
+    """Digest the values in an optimizer's state dict that are not tensors."""
     if isinstance(value_tree, dict):
         for key, value in value_tree.items():
             yield from _digest_plain_values(f"{path}/{key}", value)

@@ -1,21 +1,23 @@
-"""From a rank that holds an image to those whose nodes lack it.
+"""Send a state's bytes from one rank to the nodes that lack them, while they arrive and are loaded.
 
-Only the source and the receivers take part, in broadcasts. Before a few blocks of the image goes a *frame*
-with their digests: of a checkpoint those of its manifest, of a snapshot in memory what the source finds while
-the blocks before are under way. A receiver puts each block in its place once, straight into its node's slot,
-and nothing may be used before its digest was checked.
+A `StreamingBuffer` is a buffer that one thread of one process fills from the front: it reads a file, or
+receives from the network. Behind it moves a watermark: the bytes below are in place and verified. The
+watermark is an integer in the slot's control block, which all ranks of the node see (`snapshot/slots.py`), or
+a private integer. Readers wait until the watermark passes a tensor. So reading, sending and loading overlap,
+and each byte is written once.
 
-A source that cannot go on (its disk fails, a block of it is bad) says so in a frame, so nobody waits for it.
-One that dies closes its connections.
+The source and the receivers of a transfer share a channel. The source broadcasts, for every few blocks::
 
-An image whose bytes are still coming: each tensor can be had as soon as it is in place and verified.
+    frame: status, count, digests │ block │ block │ frame │ block │ …
 
-One thread of one process fills the image and moves a watermark, a word that all ranks of the node may see
-(`store/slots.py`); everybody else waits for the watermark before looking. So reading, sending and loading
-overlap, and each byte is moved once.
+A digest comes from the checkpoint's manifest. For a snapshot in memory the source computes it while earlier
+blocks are in flight. Invariants:
 
-Promise: what `tensor` and `bytes_of` give was verified by whoever filled it. Whoever waits hears of a filler
-that fails, and never waits for one for longer than `LIMIT_S` without progress.
+- No byte is used before its digest was checked.
+- A source that fails (its disk fails, a block is corrupt) sends a failed frame, so no receiver waits for it.
+  A source that dies closes its connections.
+- A receiver that finds a bad block still receives the rest, because others share the broadcasts.
+- Nobody waits longer than `STALL_TIMEOUT_S` without progress.
 """
 
 from __future__ import annotations
@@ -38,33 +40,46 @@ from elastic_resume.restore.collectives import Channel
 from elastic_resume.state.tensor_buffer import TensorBuffer
 
 WATERMARK_FAILED = (1 << 64) - 1
-STALL_TIMEOUT_S = 1800.0  # as long as a collective may take: see `world.TIMEOUT`
+STALL_TIMEOUT_S = 1800.0  # the same as `collectives.COLLECTIVE_TIMEOUT`
+FRAME_BLOCKS = 2  # a frame costs 0.2 ms, two blocks 12 ms
+_MAX_BLOCKS_IN_FLIGHT = 2  # 2.6 to 3.4 GB/s; one at a time reaches 2.6
 _PREFETCH_THREADS = 2  # beside the thread that loads
-_POLL_INTERVAL_S = 0.0005  # at the word of another process; a block of 16 MiB takes a disk some 8 ms
+_POLL_INTERVAL_S = 0.0005  # for another process's watermark; a disk takes about 8 ms for a block of 16 MiB
+_DIGEST_BYTES = 16
+_FRAME_BYTES = 8 + FRAME_BLOCKS * _DIGEST_BYTES
+_STATUS_OK, _STATUS_FAILED = 1, 2
 
 
 class PeerFailedError(UnreadableError):
-    """Another rank could not give what this one needs; that rank tells why. Says nothing of a copy here."""
+    """Another rank could not provide its bytes; that rank reports why. This node's copy is not to blame."""
+
+
+def is_local_copy_error(error: BaseException | None) -> bool:
+    """Return whether ``error`` means that this node's own copy cannot be loaded."""
+    return isinstance(error, CheckpointError) and not isinstance(error, PeerFailedError)
+
+
+# ---- buffers that are being filled -------------------------------------------------------------------
 
 
 class Watermark(Protocol):
-    """Where the watermark is kept: a slot, or a `Private` word."""
+    """The holder of a watermark: a slot, or a `LocalWatermark`."""
 
     watermark: int
 
 
 class LocalWatermark:
-    """The word of an image that this process alone looks at."""
+    """A watermark that only this process reads."""
 
-    def __init__(self, arrived: int = 0) -> None:
-        self.watermark = arrived
+    def __init__(self, watermark: int = 0) -> None:
+        self.watermark = watermark
 
 
 class StreamingBuffer:
-    """An image, the watermark below which it may be used, and what went wrong with filling it."""
+    """The bytes of a state, and the watermark below which they may be used."""
 
     def __init__(self, memory: memoryview, watermark: Watermark) -> None:
-        """``memory`` is exactly the image."""
+        """``memory`` has exactly the size of the state."""
         self.memory = memory
         self.error: BaseException | None = None
         self._watermark = watermark
@@ -74,130 +89,129 @@ class StreamingBuffer:
 
     @classmethod
     def from_complete(cls, memory: memoryview) -> StreamingBuffer:
-        """Give an image of which all has arrived."""
+        """Return a buffer whose bytes are all in place."""
         return cls(memory, LocalWatermark(len(memory)))
 
-    # ---- for who fills it ------------------------------------------------------------------------------
+    # ---- for the thread that fills it ------------------------------------------------------------------
 
     def advance(self, arrived_bytes: int) -> None:
-        """Say that the first ``count`` bytes are in place and verified.
+        """Record that the first ``arrived_bytes`` are in place and verified.
 
         Raises:
-            PeerFailedError: nobody wants them any more.
+            PeerFailedError: the attempt was cancelled.
 
         """
         if self._cancelled:
-            raise PeerFailedError("given up, since another node's copy failed")
+            raise PeerFailedError("cancelled, because another node's copy failed")
         with self._changed:
             self._watermark.watermark = arrived_bytes
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Say that no more will come; who waits raises ``error``, in other processes a PeerFailedError."""
+        """Record that no more bytes arrive. Readers raise ``error``, in other processes a PeerFailedError."""
         with self._changed:
             self.error = self.error or error
             self._watermark.watermark = WATERMARK_FAILED
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """Have the filler stop at its next block."""
+        """Stop the filling thread at its next block."""
         self._cancelled = True
 
-    # ---- for who uses it -------------------------------------------------------------------------------
+    # ---- for readers -----------------------------------------------------------------------------------
 
     def available_bytes(self) -> int:
-        """How many bytes may be used now. Raises what the filler met."""
+        """Return how many bytes may be used now. Raises the filling thread's error."""
         count = self._watermark.watermark
         if self.error is not None:
             raise self.error
         if count == WATERMARK_FAILED:
-            raise PeerFailedError("the rank that leads this node could not bring the state into its memory")
+            raise PeerFailedError("the local leader could not bring the state into the node's memory")
         return count
 
     def wait_for_bytes(self, count: int) -> None:
-        """Return when the first ``count`` bytes may be used. Raises what the filler met."""
-        here = self.available_bytes()
-        until = time.monotonic() + STALL_TIMEOUT_S
-        while here < count:
+        """Wait until the first ``count`` bytes may be used. Raises the filling thread's error."""
+        available = self.available_bytes()
+        deadline = time.monotonic() + STALL_TIMEOUT_S
+        while available < count:
             with self._changed:
                 self._changed.wait(_POLL_INTERVAL_S)
-            before, here = here, self.available_bytes()
-            if here > before:
-                until = time.monotonic() + STALL_TIMEOUT_S
-            elif time.monotonic() > until:
+            before, available = available, self.available_bytes()
+            if available > before:
+                deadline = time.monotonic() + STALL_TIMEOUT_S
+            elif time.monotonic() > deadline:
                 raise PeerFailedError(
-                    f"no byte of the state arrived for {STALL_TIMEOUT_S:.0f} s, after {here} bytes"
+                    f"no byte of the state arrived for {STALL_TIMEOUT_S:.0f} s, after {available} bytes"
                 )
 
     @property
     def layout(self) -> Layout:
-        """What the header says; waits for it."""
+        """The layout in the header; waits for the header."""
         return self._wait_for_header().layout
 
     def get_tensor(self, name: str) -> Tensor:
-        """Give the tensor ``name`` as a view, once it has arrived. Raises KeyError or the filler's error."""
-        image = self._wait_for_header()
-        self.wait_for_bytes(image.layout.extents[name].stop)
-        return image.tensor(name)
+        """Return a view of the tensor ``name`` once it has arrived. Raises KeyError or the filler's error."""
+        return self._wait_for_tensor(name).tensor(name)
 
     def peek_tensor(self, name: str) -> Tensor:
-        """Give the tensor ``name`` for its shape and dtype: its values may not be there yet."""
+        """Return the tensor ``name`` for its shape and dtype; its values may not have arrived."""
         return self._wait_for_header().tensor(name)
 
     def tensor_bytes(self, name: str) -> memoryview:
-        """Give the bytes of the tensor ``name``, when they have arrived."""
-        image = self._wait_for_header()
-        self.wait_for_bytes(image.layout.extents[name].stop)
-        return image.tensor_bytes(name)
+        """Return the bytes of the tensor ``name`` once they have arrived."""
+        return self._wait_for_tensor(name).tensor_bytes(name)
+
+    def _wait_for_tensor(self, name: str) -> TensorBuffer:
+        buffer = self._wait_for_header()
+        self.wait_for_bytes(buffer.layout.extents[name].stop)
+        return buffer
 
     def _wait_for_header(self) -> TensorBuffer:
         if self._tensor_buffer is None:
             self.wait_for_bytes(min(8, len(self.memory)))
             size = header_size(self.memory[:8], len(self.memory))
             self.wait_for_bytes(size)
-            self._tensor_buffer = TensorBuffer(
-                Layout.parse(self.memory[:size], len(self.memory)), self.memory
-            )
+            layout = Layout.parse(self.memory[:size], len(self.memory))
+            self._tensor_buffer = TensorBuffer(layout, self.memory)
         return self._tensor_buffer
 
 
 class BackgroundTask:
-    """A function that runs in a thread; what it raises is kept for `join`, and told to an image."""
+    """A function in a thread. Its exception is kept for `join`, and fails a buffer."""
 
     def __init__(
         self, name: str, action: Callable[[], object], buffer: StreamingBuffer | None = None
     ) -> None:
-        """Start it. ``image``: whose users have to hear of an error at once."""
+        """Start the thread. The readers of ``buffer`` get an exception at once."""
         self.error: BaseException | None = None
         self._action = action
         self._buffer = buffer
-        # A daemon: whoever waits for a peer that is gone must not keep this process from ending.
+        # A daemon, because a thread that waits for a dead peer must not delay the exit of this process.
         self._thread = threading.Thread(target=self._run, name=f"elastic-resume-{name}", daemon=True)
         self._thread.start()
 
     def join(self) -> BaseException | None:
-        """Wait for its end; give what it raised."""
+        """Wait for the end of the thread; return its exception."""
         self._thread.join()
         return self.error
 
     def _run(self) -> None:
         try:
             self._action()
-        except BaseException as error:  # noqa: BLE001  raised by who joins
+        except BaseException as error:  # noqa: BLE001 - the caller of `join` raises it
             self.error = error
             if self._buffer is not None:
                 self._buffer.fail(error)
 
 
 class Prefetcher:
-    """Copies of tensors for objects to keep, made in threads ahead of who asks for them, as they arrive.
+    """Copies tensors out of a buffer in threads, ahead of the thread that loads them.
 
-    A copy is memory that is touched for the first time: 415 MB took 0.2 s, which is longer than everything
-    else that a load from memory does. ``tensor`` gives a view, and waits for it.
+    A copy touches new memory: for 415 MB that takes 0.2 s, longer than everything else in a load from memory.
     """
 
     def __init__(self, names: Iterable[str], get_tensor: Callable[[str], Tensor]) -> None:
-        """Begin to copy the tensors ``names``, in that order."""
+        """Start copying ``names``, in that order; ``get_tensor`` waits for a tensor and returns a view."""
         self._get_tensor = get_tensor
         self._pending = dict.fromkeys(names)
         self._in_progress: set[str] = set()
@@ -210,7 +224,7 @@ class Prefetcher:
         ]
 
     def make_tensor(self, name: str) -> Tensor:
-        """Give a copy of a tensor, which is the caller's. Raises what ``tensor`` does."""
+        """Return a copy of a tensor, which the caller owns. Raises the errors of ``get_tensor``."""
         with self._changed:
             self._pending.pop(name, None)
             self._changed.wait_for(lambda: name not in self._in_progress or self._error is not None)
@@ -221,7 +235,7 @@ class Prefetcher:
         return self._get_tensor(name).clone()
 
     def close(self) -> None:
-        """Make no more of them."""
+        """Stop copying, and join the threads."""
         with self._changed:
             self._pending.clear()
         for task in self._tasks:
@@ -236,30 +250,19 @@ class Prefetcher:
                 del self._pending[name]
                 self._in_progress.add(name)
             try:
-                made = self._get_tensor(name).clone()
+                copy = self._get_tensor(name).clone()
             except BaseException as error:
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
                 raise
             with self._changed:
-                self._finished[name] = made
+                self._finished[name] = copy
                 self._in_progress.discard(name)
                 self._changed.notify_all()
 
 
-def is_local_copy_error(error: BaseException | None) -> bool:
-    """Whether ``error`` says that this node's own copy cannot be loaded."""
-    return isinstance(error, CheckpointError) and not isinstance(error, PeerFailedError)
-
-
-FRAME_BLOCKS = 2  # a frame costs 0.2 ms, two blocks 12 ms
-_MAX_BLOCKS_IN_FLIGHT = (
-    2  # blocks: 2.6 to 3.4 GB/s, where one after the other gives 2.6 and the whole in one piece 2.9 to 3.4
-)
-_DIGEST_BYTES = 16
-_FRAME_BYTES = 8 + FRAME_BLOCKS * _DIGEST_BYTES
-_STATUS_OK, _STATUS_FAILED = 1, 2
+# ---- transfer ----------------------------------------------------------------------------------------
 
 
 def send(
@@ -269,92 +272,96 @@ def send(
     block_bytes: int,
     source_rank: int,
 ) -> None:
-    """Send the whole of ``image``, as far as it has arrived here. ``known``: its blocks' digests, or nothing.
+    """Send all blocks of ``buffer`` as they arrive here.
+
+    Args:
+        channel: among the source and the receivers.
+        buffer: the state.
+        known_digests: the digests of all blocks from a manifest, or nothing.
+        block_bytes: the size of a block.
+        source_rank: this rank.
 
     Raises:
-        CheckpointError: what the filler of ``image`` met; the receivers have been told.
+        CheckpointError: the buffer failed; the receivers have been informed.
 
     """
     count = -(-len(buffer.memory) // block_bytes)
-    flying: deque[Work] = deque()
-    at = 0
-    while at < count:
+    in_flight: deque[Work] = deque()
+    index = 0
+    while index < count:
         try:
-            digests = _wait_for_digests(buffer, known_digests, block_bytes, at)
+            digests = _wait_for_digests(buffer, known_digests, block_bytes, index)
         except CheckpointError:
-            flying.append(channel.start_broadcast(_encode_frame(_STATUS_FAILED, ()), source_rank))
-            _wait_until_at_most(flying, 0)
+            in_flight.append(channel.start_broadcast(_encode_frame(_STATUS_FAILED, ()), source_rank))
+            _wait_until_at_most(in_flight, 0)
             raise
-        flying.append(channel.start_broadcast(_encode_frame(_STATUS_OK, digests), source_rank))
-        for index in range(at, at + len(digests)):
+        in_flight.append(channel.start_broadcast(_encode_frame(_STATUS_OK, digests), source_rank))
+        for _ in digests:
             failpoints.hit("transfer.send")
             block = failpoints.mutate("transfer.block", _slice_block(buffer.memory, index, block_bytes))
-            flying.append(channel.start_broadcast(torch.frombuffer(block, dtype=torch.uint8), source_rank))
-            _wait_until_at_most(flying, _MAX_BLOCKS_IN_FLIGHT + 1)
-        at += len(digests)
-    _wait_until_at_most(flying, 0)
+            in_flight.append(channel.start_broadcast(torch.frombuffer(block, dtype=torch.uint8), source_rank))
+            _wait_until_at_most(in_flight, _MAX_BLOCKS_IN_FLIGHT + 1)
+            index += 1
+    _wait_until_at_most(in_flight, 0)
 
 
 def receive(channel: Channel, buffer: StreamingBuffer, block_bytes: int, source_rank: int) -> None:
-    """Receive and verify what `send` sends.
-
-    Whatever goes wrong here, all blocks are received first: the source and the other receivers are in the
-    same broadcasts and would wait for this rank.
+    """Receive into ``buffer`` the blocks that `send` sends, and verify them.
 
     Raises:
-        PeerFailedError: the source could not go on.
-        CorruptError: a block arrived with another digest than its source's.
+        PeerFailedError: the source failed.
+        CorruptError: a block arrived with a wrong digest.
 
     """
     count = -(-len(buffer.memory) // block_bytes)
-    flying: deque[tuple[Work, int, bytes]] = deque()
-    at = 0
-    while at < count:
+    in_flight: deque[tuple[Work, int, bytes]] = deque()
+    index = 0
+    while index < count:
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
         channel.start_broadcast(frame, source_rank).wait()
-        digests = _decode_frame(frame, count - at)
+        digests = _decode_frame(frame, count - index)
         if not digests:
-            for work, _, _ in flying:
+            for work, _, _ in in_flight:
                 work.wait()
             raise PeerFailedError(f"rank {source_rank} could not send all of the state")
         for digest in digests:
             failpoints.hit("transfer.receive")
-            while len(flying) >= _MAX_BLOCKS_IN_FLIGHT:
-                _finish_block(buffer, flying.popleft(), block_bytes)
-            block = _slice_block(buffer.memory, at, block_bytes)
+            while len(in_flight) >= _MAX_BLOCKS_IN_FLIGHT:
+                _finish_block(buffer, in_flight.popleft(), block_bytes)
+            block = _slice_block(buffer.memory, index, block_bytes)
             work = channel.start_broadcast(torch.frombuffer(block, dtype=torch.uint8), source_rank)
-            flying.append((work, at, digest))
-            at += 1
-    while flying:
-        _finish_block(buffer, flying.popleft(), block_bytes)
+            in_flight.append((work, index, digest))
+            index += 1
+    while in_flight:
+        _finish_block(buffer, in_flight.popleft(), block_bytes)
     if buffer.error is not None:
         raise buffer.error
 
 
 def _finish_block(buffer: StreamingBuffer, received: tuple[Work, int, bytes], block_bytes: int) -> None:
+    """Wait for a block and verify it. After the first bad block the rest is received and ignored."""
     work, index, digest = received
     work.wait()
-    block = _slice_block(buffer.memory, index, block_bytes)
     if buffer.error is not None:
         return
+    block = _slice_block(buffer.memory, index, block_bytes)
     start = index * block_bytes
-    if xxhash.xxh3_128_digest(block) != digest:
-        text = f"bytes {start} to {start + len(block)} of the state arrived damaged; nothing was kept."
-        buffer.fail(CorruptError(text))
-        return
-    buffer.advance(start + len(block))
+    stop = start + len(block)
+    if xxhash.xxh3_128_digest(block) == digest:
+        buffer.advance(stop)
+    else:
+        buffer.fail(CorruptError(f"bytes {start} to {stop} of the state arrived damaged; nothing was kept."))
 
 
 def _wait_for_digests(
     buffer: StreamingBuffer, known_digests: Sequence[str], block_bytes: int, first_block: int
 ) -> list[bytes]:
-    """Wait until block ``at`` can be sent; give its digest, and those of what follows and is there too."""
+    """Wait for one block; return its digest, and those of further blocks of the frame that have arrived."""
     buffer.wait_for_bytes(min((first_block + 1) * block_bytes, len(buffer.memory)))
-    here = buffer.available_bytes()
-    stop = min(
-        first_block + FRAME_BLOCKS,
-        -(-here // block_bytes) if here == len(buffer.memory) else here // block_bytes,
-    )
+    available = buffer.available_bytes()
+    # The last block may be shorter than the others.
+    complete = -(-available // block_bytes) if available == len(buffer.memory) else available // block_bytes
+    stop = min(first_block + FRAME_BLOCKS, complete)
     if known_digests:
         return [bytes.fromhex(digest) for digest in known_digests[first_block:stop]]
     blocks = (_slice_block(buffer.memory, index, block_bytes) for index in range(first_block, stop))
@@ -367,13 +374,13 @@ def _encode_frame(status: int, digests: Sequence[bytes]) -> torch.Tensor:
 
 
 def _decode_frame(frame: torch.Tensor, max_count: int) -> list[bytes]:
-    """Give the digests of the blocks that come next; none where the source could not go on."""
+    """Return the digests of the next blocks; none if the source failed."""
     data = bytes(frame.tolist())
     status, count = data[0], data[1]
     if status == _STATUS_FAILED:
         return []
     if status != _STATUS_OK or not 0 < count <= min(FRAME_BLOCKS, max_count):
-        raise CorruptError(f"a frame of a transfer is not one of ours: {data[:8].hex()}.")
+        raise CorruptError(f"a frame of a transfer is invalid: {data[:8].hex()}.")
     return [data[8 + i * _DIGEST_BYTES : 8 + (i + 1) * _DIGEST_BYTES] for i in range(count)]
 
 

@@ -1,19 +1,19 @@
-"""The keeper: owns a node's slots and commits snapshots from them to disk, behind the back of training.
+"""Commit a node's snapshots from memory to disk in the background.
 
-It lives in the node's agent; under plain torchrun or python in the worker that leads the node. Workers write
-snapshots into its slots and say which ones they want on disk; one thread of low priority commits those,
-digests on the way. A disk that fails costs checkpoints, never training: the failure is said at once and again
-every minute, older copies stay whole, and the newest snapshot is tried again.
+The committer owns the slots. It runs in the node's agent, or under plain torchrun or python in the local
+leader's worker. Workers write snapshots into slots and mark the ones to commit; one low-priority thread
+commits them. A failing disk costs checkpoints, but never stops training: the failure is logged at once and
+then every minute, older checkpoints stay whole, and the newest snapshot is tried again.
 
-Promise: what it commits was whole, and was not written over while it was read. It never waits for a worker,
-and none waits for it unless it asks to.
-
-Does not know torch, nor how workers reach it (`handing`).
+Invariants: each committed snapshot was complete and was not overwritten while it was read. The committer
+never waits for a worker. A worker waits for it only in `CheckpointCommitter.commit`. Workers reach it through
+`ipc`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -32,8 +32,8 @@ from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.snapshot.slots import SlotState, decode_snapshot_id
 
-POLL_S = 0.003  # while other local ranks still copy their shares of what is to be committed
-COPY_TIMEOUT_S = 30.0  # after which it is given up: they are gone, or blocked
+POLL_S = 0.003  # while local ranks still copy their shares of a requested snapshot
+COPY_TIMEOUT_S = 30.0  # then these ranks count as dead or blocked
 FIRST_RETRY_S = 5.0
 MAX_RETRY_S = 60.0
 LOG_REPEAT_S = 60.0
@@ -42,7 +42,7 @@ NICENESS = 5
 
 @dataclass
 class _CommitRequest:
-    """Somebody waits until a snapshot not older than ``mark`` (0: whatever is newest) is on disk."""
+    """A caller that waits until a snapshot at least as new as ``snapshot_id`` (0: the newest) is on disk."""
 
     snapshot_id: int
     deadline: float
@@ -52,7 +52,7 @@ class _CommitRequest:
 
 
 class CheckpointCommitter:
-    """The keeper of one node, from `start` to `close`."""
+    """Commits the snapshots of one node, from `start` to `close`."""
 
     def __init__(
         self,
@@ -64,29 +64,27 @@ class CheckpointCommitter:
         emit: Callable[..., Any],
         disk: Disk = DISK,
     ) -> None:
-        """Keep for the node of that directory.
+        """Create the committer of a node.
 
         Args:
-            node_dir: where checkpoints go; claimed by this process.
-            run_id: the job's.
-            rack: the slots; closed with the keeper.
-            say: gets lines for people.
-            tell: gets events, by kind and fields.
-            disk: what writes.
+            node_dir: the node's directory, which this process has claimed.
+            run_id: the job's run id.
+            slot_pool: the node's slots; `close` closes it.
+            log: gets lines for the user.
+            emit: gets events, by kind and fields.
+            disk: performs the file operations.
 
         """
         self.slot_pool = slot_pool
-        # Has a snapshot (its mark) compared with other nodes' in the world of that generation.
+        # Called with (snapshot id, generation) to compare a snapshot with those of other nodes.
         self.request_comparison: Callable[[int, int], object] = lambda *_: None
         self._writer = CheckpointWriter(node_dir, run_id, emit, disk)
         self._node_dir = node_dir
         self._log = log
         self._emit = emit
-        self._last_commit: dict[int, Path] = {}  # the newest commit, by its mark
+        self._last_commit: dict[int, Path] = {}  # snapshot id -> path; at most one
         self._requests: list[_CommitRequest] = []
-        self._incomplete_request: tuple[int, float] | None = (
-            None  # a mark that is not whole yet, and until when
-        )
+        self._incomplete_request: tuple[int, float] | None = None  # snapshot id, deadline
         self._last_error = ""
         self._needs_prune = False
         self._logged_at = self._retry_at = 0.0
@@ -96,84 +94,76 @@ class CheckpointCommitter:
         self._thread = threading.Thread(target=self._run, name="elastic-resume-committer", daemon=True)
 
     def start(self) -> None:
-        """Begin to commit.
-
-        The next workers will want slots of the size that the newest copy has: a third of the time in which
-        they read it from a cold disk would go into taking that memory.
-        """
+        """Start the thread, and reserve slots of the newest checkpoint's size before workers request them."""
         file_bytes, manifest_bytes = self._writer.newest_size()
-        # The manifest is longer than either part of a slot's metadata.
-        expected = slots.required_slot_bytes(file_bytes, manifest_bytes, manifest_bytes) if file_bytes else 0
-        if expected:
-            self.slot_pool.reserve_in_background(expected, log=False)
+        if file_bytes:  # the manifest is longer than either part of a slot's metadata
+            slot_bytes = slots.required_slot_bytes(file_bytes, manifest_bytes, manifest_bytes)
+            self.slot_pool.reserve_in_background(slot_bytes, log=False)
         self._thread.start()
 
     @property
     def last_error(self) -> str:
-        """Why the last commit failed; empty while all is well."""
+        """Why the last commit failed; empty if it succeeded."""
         return self._last_error
 
     def start_generation(self, retention: RetentionPolicy) -> None:
-        """Workers have resumed, on these terms."""
+        """Apply the retention policy of workers that have resumed."""
         self._writer.start_generation(retention)
 
     def request_commit(self, snapshot_id: int) -> None:
-        """A worker wants that snapshot on disk; it may not be whole yet."""
+        """Have a snapshot committed once it is complete; do not wait."""
         with self._wakeup:
-            self._incomplete_request = (snapshot_id, _now() + COPY_TIMEOUT_S)
+            self._incomplete_request = (snapshot_id, time.monotonic() + COPY_TIMEOUT_S)
             self._wakeup.notify()
 
     def commit(self, snapshot_id: int = 0, timeout_s: float | None = None) -> Path | None:
-        """Wait until a snapshot not older than ``mark`` (0: the newest there is) is on disk; give its path.
+        """Wait until a snapshot at least as new as ``snapshot_id`` is on disk; return its path.
 
-        None where there is none, or it does not come within ``timeout_s``.
+        With id 0, take the newest. Return None if there is no such snapshot, or after ``timeout_s``.
 
         Raises:
             MachineError: the disk refuses.
 
         """
-        wish = _CommitRequest(snapshot_id, _now() + COPY_TIMEOUT_S)
+        request = _CommitRequest(snapshot_id, time.monotonic() + COPY_TIMEOUT_S)
         with self._wakeup:
             if self._closing:
                 return None
-            self._requests.append(wish)
+            self._requests.append(request)
             self._wakeup.notify()
-        limit = None if timeout_s is None else _now() + timeout_s
-        while self._thread.is_alive() and (limit is None or _now() < limit):
-            if wish.finished.wait(1.0 if limit is None else max(0.0, min(1.0, limit - _now()))):
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self._thread.is_alive() and (remaining_s := deadline - time.monotonic()) > 0:
+            if request.finished.wait(min(1.0, remaining_s)):
                 break
-        if wish.error:
-            raise MachineError(wish.error)
-        return wish.path
+        if request.error:
+            raise MachineError(request.error)
+        return request.path
 
     def distrust_after(self, generation: int, step: int) -> None:
-        """Let no copy of that generation count that is of a later step, in memory or on disk.
+        """Discard snapshots and quarantine checkpoints of later steps of that generation.
 
-        Workers that live may go on making some: `between` takes those away.
+        Workers that are still alive may write more of them; `commit_newest` discards those.
 
         Raises:
             MachineError: the disk refuses.
 
         """
         try:
-            self._writer.distrust_after(generation, step)  # first: see `between`
+            self._writer.distrust_after(generation, step)  # first, because `commit_newest` reads it
         finally:
             self.slot_pool.distrust_after(generation, step)
-            self._last_commit = {}  # the newest may have been one of those
+            self._last_commit = {}  # it may be one of the quarantined checkpoints
 
     def commit_newest(self) -> None:
-        """Workers are gone: have their newest snapshot committed that is not distrusted. Waits for nothing.
-
-        One that becomes distrusted later than here is taken away by `distrust`, as there are no more to come.
-        """
+        """Have the newest trusted snapshot committed after the workers exited; do not wait."""
         for generation, step in self._writer.list_last_trusted():
             self.slot_pool.distrust_after(generation, step)
         with self._wakeup:
-            self._requests.append(_CommitRequest(0, _now()))
+            self._requests.append(_CommitRequest(0, time.monotonic()))
             self._wakeup.notify()
 
     def close(self) -> None:
-        """End the commit under way, and give all memory back."""
+        """Finish the current commit, stop the thread and free the slots."""
         with self._wakeup:
             self._closing = True
             self._wakeup.notify()
@@ -181,7 +171,7 @@ class CheckpointCommitter:
             self._thread.join()
         self.slot_pool.close()
 
-    # ---- the thread ------------------------------------------------------------------------------------
+    # ---- in the thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         lower_priority()
@@ -195,51 +185,54 @@ class CheckpointCommitter:
                 if self._needs_prune:
                     self._needs_prune = False
                     self._writer.prune()
-            except Exception as error:  # noqa: BLE001  a fault of ours must not end checkpoints in silence
+            except Exception as error:  # noqa: BLE001  a bug must not stop checkpoints silently
                 self._fail_all_requests(error)
-        for wish in self._requests:
-            wish.finished.set()
+        for request in self._requests:
+            request.finished.set()
 
     def _fail_all_requests(self, error: Exception) -> None:
-        """Say what went wrong; let go of what it went wrong with."""
+        """Report an internal error, and drop every request that may have caused it."""
         with contextlib.suppress(Exception):
             self._emit("committer-failed", error=repr(error)[:1000])
-            self._log(f"checkpoints: a fault of elastic_resume itself: {error!r}. Training goes on.")
-        for wish in self._requests:
-            wish.error = repr(error)
-            wish.finished.set()
+            self._log(f"checkpoints: internal error of elastic_resume: {error!r}. Training goes on.")
+        for request in self._requests:
+            request.error = repr(error)
+            request.finished.set()
         self._requests = []
         for state in self.slot_pool.control_block.read_slots():
             self._release_slot(state)
 
     def _has_work(self) -> bool:
         states = self.slot_pool.control_block.read_slots()
-        return (
-            bool(self._requests) or slots.next_to_commit(states) is not None or 0 < self._retry_at <= _now()
-        )
+        return bool(self._requests) or slots.next_to_commit(states) is not None or self._is_retry_due()
+
+    def _is_retry_due(self) -> bool:
+        return 0 < self._retry_at <= time.monotonic()
 
     def _wait_timeout_s(self) -> float | None:
         if self._incomplete_request is not None:
             return POLL_S
         if not self._last_error:
             return None
-        return max(0.01, min(self._retry_at - _now(), LOG_REPEAT_S)) if self._retry_at else LOG_REPEAT_S
+        if not self._retry_at:
+            return LOG_REPEAT_S
+        return max(0.01, min(self._retry_at - time.monotonic(), LOG_REPEAT_S))
 
     def _process_next(self) -> None:
-        """Commit what somebody waits for, what is wanted, or what has failed before."""
+        """Commit for a waiting caller, else the newest marked snapshot, else one that failed before."""
         states = self.slot_pool.control_block.read_slots()
         newest = slots.newest_complete(states)
-        wish = next((wish for wish in self._requests if _is_ready(wish, newest)), None)
-        if self._incomplete_request is not None and (
-            self._incomplete_request[1] < _now()
-            or any(s.complete and s.target >= self._incomplete_request[0] for s in states)
-        ):
-            self._incomplete_request = None
-        if wish is not None:
-            self._complete_request(wish, newest)
-        elif (state := slots.next_to_commit(states)) is not None or 0 < self._retry_at <= _now():
-            self._retry_at = 0.0  # a failure sets it anew
-            with contextlib.suppress(MachineError):
+        request = next((request for request in self._requests if _is_ready(request, newest)), None)
+        if self._incomplete_request is not None:
+            snapshot_id, deadline = self._incomplete_request
+            is_complete = newest is not None and newest.target >= snapshot_id
+            if is_complete or deadline < time.monotonic():
+                self._incomplete_request = None
+        if request is not None:
+            self._complete_request(request, newest)
+        elif (state := slots.next_to_commit(states)) is not None or self._is_retry_due():
+            self._retry_at = 0.0  # `_handle_failure` sets it again
+            with contextlib.suppress(MachineError):  # already logged
                 self._commit(state or newest)
         elif self._requests:
             time.sleep(POLL_S)
@@ -253,41 +246,41 @@ class CheckpointCommitter:
         request.finished.set()
 
     def _commit(self, state: SlotState | None) -> Path | None:
-        """Commit a slot, unless its snapshot is on disk; None where nothing counts there (any more)."""
+        """Commit a slot unless its snapshot is on disk; return None if it is incomplete or distrusted."""
         if state is None or not state.complete:
             self._retry_at = 0.0
             return None
-        order = decode_snapshot_id(state.target)
+        generation, step = decode_snapshot_id(state.target)
         if any(not path.is_dir() for path in self._last_commit.values()):
-            self._last_commit = {}  # a resume has set it aside, and has got the same step from elsewhere
-        if any(saved > state.target for saved in self._last_commit):
-            self._release_slot(state)  # of the two of an epoch's last step, say, which have one name on disk
+            self._last_commit = {}  # a resume quarantined it and received the same step from another node
+        if any(committed > state.target for committed in self._last_commit):
+            self._release_slot(state)  # e.g. the first of two snapshots of an epoch's last step
             return next(iter(self._last_commit.values()))
         if state.target not in self._last_commit:
             try:
                 with self.slot_pool.pin(state) as slot:
-                    put = self._write(slot, state.target) if slot is not None else None
+                    result = self._write(slot, state.target) if slot is not None else None
             except MachineError as error:
-                self._handle_failure(order[1], error)
+                self._handle_failure(step, error)
                 self._release_slot(state)
                 raise
             except CorruptError as error:
-                self._emit("snapshot-ignored", generation=order[0], step=order[1], reason=str(error))
+                self._emit("snapshot-ignored", generation=generation, step=step, reason=str(error))
                 self._release_slot(state)
                 return None
-            if put is None:
-                if not self._writer.is_trusted(order):
-                    time.sleep(POLL_S)  # what was sent in place of a distrusted one: `enter` comes at once
-                return None  # or written over meanwhile: there is a newer one
-            self._last_commit, self._needs_prune = {state.target: put.path}, True
-            if put.seconds:
-                self.slot_pool.control_block.record_commit_cost(put.seconds, put.cpu_s)
-            self._handle_success(order[1])
+            if result is None:
+                if not self._writer.is_trusted((generation, step)):
+                    time.sleep(POLL_S)  # `start_generation` will trust it in a moment
+                return None  # otherwise it was overwritten by a newer snapshot
+            self._last_commit, self._needs_prune = {state.target: result.path}, True
+            if result.seconds:
+                self.slot_pool.control_block.record_commit_cost(result.seconds, result.cpu_s)
+            self._handle_success(step)
         self._release_slot(state)
         return self._last_commit.get(state.target)
 
     def _release_slot(self, state: SlotState) -> None:
-        """Let the slot go: its snapshot is on disk, or given up."""
+        """Allow the slot to be overwritten: its snapshot is on disk or was given up."""
         record = self.slot_pool.control_block.slot_record(state.index)
         if record.get("target") == state.target:
             record.set("committed", state.target)
@@ -302,49 +295,46 @@ class CheckpointCommitter:
             return None
         if manifest.version != decode_snapshot_id(snapshot_id):
             raise CorruptError(
-                f"snapshot: its notes are of {manifest.version}, its mark of {decode_snapshot_id(snapshot_id)}"
+                f"snapshot: its metadata is of {manifest.version}, "
+                f"its id of {decode_snapshot_id(snapshot_id)}"
             )
-        if self._writer.has_trusted(manifest.version, manifest.position):  # that is where it came from
+        if self._writer.has_trusted(manifest.version, manifest.position):  # loaded from this disk
             return CommitResult(self._node_dir / checkpoint_name(*manifest.version), 0.0, 0.0)
         return self._writer.commit(
             manifest, [image], is_current=lambda: slot.record.complete_snapshot_id() == snapshot_id
         )
 
     def _handle_failure(self, step: int, error: MachineError) -> None:
-        if not self._last_error:  # else it is said again in a minute
+        if not self._last_error:  # else `_log_failure_again` does
             self._log(
-                f"step {step} was not saved: {error} Training goes on; older checkpoints are "
-                f"untouched. It is tried again every {MAX_RETRY_S:.0f} s at least."
+                f"step {step} was not saved: {error} Training goes on; older checkpoints are intact. "
+                f"elastic_resume tries again at least every {MAX_RETRY_S:.0f} s."
             )
-            self._logged_at = _now()
+            self._logged_at = time.monotonic()
         self._last_error = str(error)
-        self._retry_at = _now() + self._retry_s
+        self._retry_at = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
 
     def _handle_success(self, step: int) -> None:
         if self._last_error:
-            self._log(f"checkpoints are saved again, step {step} just now.")
+            self._log(f"checkpoints are saved again, most recently step {step}.")
         self._last_error, self._retry_at, self._retry_s = "", 0.0, FIRST_RETRY_S
 
     def _log_failure_again(self) -> None:
-        if self._last_error and _now() - self._logged_at >= LOG_REPEAT_S:
-            self._logged_at = _now()
+        if self._last_error and time.monotonic() - self._logged_at >= LOG_REPEAT_S:
+            self._logged_at = time.monotonic()
             self._log(f"checkpoints are still not saved: {self._last_error}")
 
 
-def _now() -> float:
-    return time.monotonic()
-
-
 def _is_ready(request: _CommitRequest, newest: SlotState | None) -> bool:
-    """Whether what is wished for is there, or has been waited for in vain."""
-    there = newest is not None and newest.target >= request.snapshot_id
-    return not request.snapshot_id or there or _now() >= request.deadline
+    """Whether the requested snapshot is complete or its deadline has passed."""
+    is_complete = newest is not None and newest.target >= request.snapshot_id
+    return not request.snapshot_id or is_complete or time.monotonic() >= request.deadline
 
 
 def lower_priority() -> None:
-    """Let this thread's work wait for others', on processors and disks."""
+    """Lower this thread's CPU and I/O priority."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError, psutil.Error):
-        os.setpriority(os.PRIO_PROCESS, thread, NICENESS)  # Linux counts threads as processes here
+        os.setpriority(os.PRIO_PROCESS, thread, NICENESS)  # on Linux this applies to the thread
         psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_BE, 7)

@@ -1,10 +1,8 @@
-"""Digests of snapshots, so that nodes can compare what must be equal on all of them.
+"""Digest snapshots in the background, so that replicas can be compared while training goes on.
 
-A thread of low priority digests the snapshots that the lead names while they lie in their slots; one that is
-written over meanwhile is passed by. What ranks need not agree on (BatchNorm's buffers, say:
-`Manifest.follows_rank0`) is left out.
-
-Promise: a digest that is told is of bytes that were whole and of that step. Does not know who compares.
+A low-priority thread digests the snapshots that `SnapshotDigester.enqueue` names, while they lie in their
+slots. It skips a snapshot that is overwritten meanwhile, and leaves out tensors that may differ between ranks
+(`Manifest.follows_rank0`). A reported digest is always that of one complete snapshot.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from elastic_resume.snapshot.committer import lower_priority
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.snapshot.slots import Slot, decode_snapshot_id
 
-COPY_TIMEOUT_S = 1.0  # for the local ranks that still copy
+COPY_TIMEOUT_S = 1.0  # while local ranks still copy their shares
 POLL_S = 0.003
-CHUNK_BYTES = 16 * 1024 * 1024  # 2 ms
+CHUNK_BYTES = 16 << 20  # takes 2 ms; `is_current` is checked for each
 
 
 def digest_image(
@@ -36,9 +34,9 @@ def digest_image(
     *,
     is_current: Callable[[], bool] = lambda: True,
 ) -> str | None:
-    """Digest an image without those tensors; None as soon as ``still`` says that it is being written over.
+    """Digest an image without the ``excluded`` tensors; return None once ``is_current`` is false.
 
-    The caller makes sure of that after the last byte as well.
+    The caller must check again afterwards that the snapshot was not overwritten.
     """
     digest = xxhash.xxh3_128()
     for name, extent in layout.extents.items():
@@ -53,44 +51,41 @@ def digest_image(
 
 
 class SnapshotDigester:
-    """Digests what is named to it, from `start` to `close`."""
+    """Digests requested snapshots in a thread, from `start` to `close`."""
 
     def __init__(self, slot_pool: SlotPool) -> None:
-        # Gets generation, step and the digest of it all, 32 hexadecimal digits, in a thread.
+        # Called in the thread with generation, step and the digest (32 hexadecimal digits).
         self.on_digest: Callable[[int, int, str], None] = lambda *_: None
         self._slot_pool = slot_pool
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._cached_layout: tuple[int, Layout, frozenset[str]] | None = (
-            None  # by the number that stands for it
-        )
+        self._cached_layout: tuple[int, Layout, frozenset[str]] | None = None  # layout id, layout, excluded
         self._thread = threading.Thread(target=self._run, name="elastic-resume-digest", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def enqueue(self, snapshot_id: int) -> None:
-        """Have that snapshot digested. From any thread."""
+        """Request the digest of a snapshot; may be called from any thread."""
         self._queue.put(snapshot_id)
 
     def close(self) -> None:
-        """End it."""
+        """Stop the thread."""
         self._queue.put(None)
         if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
         lower_priority()
-        while (mark := self._queue.get()) is not None:
-            with contextlib.suppress(CheckpointError, ValueError):  # words that cannot be true: never counted
-                self._digest(mark)
+        while (snapshot_id := self._queue.get()) is not None:
+            with contextlib.suppress(CheckpointError, ValueError):  # damaged metadata; the commit reports it
+                self._digest(snapshot_id)
 
     def _digest(self, snapshot_id: int) -> None:
-        limit = time.monotonic() + COPY_TIMEOUT_S
-        while time.monotonic() < limit:
-            state = next(
-                (one for one in self._slot_pool.control_block.read_slots() if one.target == snapshot_id), None
-            )
+        deadline = time.monotonic() + COPY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            states = self._slot_pool.control_block.read_slots()
+            state = next((state for state in states if state.target == snapshot_id), None)
             if state is None:
                 return
             if state.complete:
@@ -101,22 +96,21 @@ class SnapshotDigester:
             time.sleep(POLL_S)
 
     def _digest_slot(self, slot: Slot, snapshot_id: int) -> None:
-        used = time.thread_time()
+        def is_current() -> bool:
+            return slot.record.complete_snapshot_id() == snapshot_id
+
+        cpu_start = time.thread_time()
         image, control = slot.image(), self._slot_pool.control_block
-        number = slot.record.get("layout")
-        layout = self._cached_layout
-        if layout is None or layout[0] != number:
-            follows = slots.build_manifest(*slot.read_metadata(), len(image)).follows_rank0
-            layout = (number, Layout.parse(image, len(image)), frozenset(follows))
-        found = digest_image(
-            image, *layout[1:], is_current=lambda: slot.record.complete_snapshot_id() == snapshot_id
-        )
-        used_us = int((time.thread_time() - used) * 1e6)
-        if (
-            found is None or slot.record.complete_snapshot_id() != snapshot_id
-        ):  # written over meanwhile, what was parsed as well
-            control.set("digest_cpu_us", max(control.get("digest_cpu_us"), used_us))  # as much at the least
+        layout_id = slot.record.get("layout")
+        cached = self._cached_layout
+        if cached is None or cached[0] != layout_id:
+            excluded = slots.build_manifest(*slot.read_metadata(), len(image)).follows_rank0
+            cached = (layout_id, Layout.parse(image, len(image)), frozenset(excluded))
+        digest = digest_image(image, *cached[1:], is_current=is_current)
+        cpu_us = int((time.thread_time() - cpu_start) * 1e6)
+        if digest is None or not is_current():  # overwritten, so the layout may be torn too
+            control.set("digest_cpu_us", max(control.get("digest_cpu_us"), cpu_us))  # a lower bound
             return
-        self._cached_layout = layout
-        control.set("digest_cpu_us", used_us)
-        self.on_digest(*decode_snapshot_id(snapshot_id), found)
+        self._cached_layout = cached
+        control.set("digest_cpu_us", cpu_us)
+        self.on_digest(*decode_snapshot_id(snapshot_id), digest)

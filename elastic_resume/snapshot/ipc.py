@@ -1,19 +1,18 @@
-"""How workers reach their node's keeper: requests and answers, and descriptors of slots, over a unix socket.
+"""Connect workers to their node's committer over a unix socket.
 
-A request is a JSON object on a line, ``{"operation": ..., ...}``; so is its answer, with a descriptor beside it
-where one was asked for. The socket has an abstract name of 128 random bits, and each side asks the kernel
-whether the other is the same user. One connection serves one worker::
+A request is one line with a JSON object ``{"operation": ..., ...}``. Its answer, if it has one, is a line
+too, with a file descriptor beside it where one was requested. The socket has an abstract name of 128 random
+bits. Each side asks the kernel whether the other runs as the same user. One connection serves one worker.
 
-    hello                       -> the control block
-    slot index serial           -> that slot, and its capacity; {"missing": true} where it is no more
-    reserve bytes all           -> {"slots": n}: how many there will be; one is there, the rest made if "all"
-    enter floor trusted keep    -> the terms of this generation
-    wanted mark                 -> that snapshot is to be committed
-    commit mark                 -> {"path": ...} or {"error": ...}, when it is done
-    compare mark world          -> that snapshot is to be compared in the world of that generation
-    discard index               -> what lies there counts no more
-
-Does not know what lies in slots.
+    operation          arguments               answer
+    hello                                      {} and the control block's descriptor
+    slot               index serial            {"capacity"} and the slot's descriptor, or {"missing": true}
+    reserve            bytes all               {"slots"}: how many there will be; `SlotPool.reserve`
+    commit             snapshot_id             {"path"} or {"error"}, after the commit
+    start_generation   floor trusted keep      none; the generation's `RetentionPolicy`
+    request_commit     snapshot_id             none
+    compare            snapshot_id world       none; compare the snapshot in that generation
+    discard            index                   none; the slot's snapshot no longer counts
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from elastic_resume.snapshot.committer import CheckpointCommitter
 from elastic_resume.snapshot.slots import MAX_SLOTS
 
 MAX_MESSAGE_BYTES = 64 * 1024
-MAX_CONNECTIONS = 2048  # two for each local rank at most: a worker's, and that of one that is being replaced
+MAX_CONNECTIONS = 2048  # two per local rank: a worker's and its successor's
 MAX_COUNT = 1 << 53
 ACCEPT_RETRY_S = 0.1
-RESPONSE_TIMEOUT_S = 120.0  # to take memory for slots of the size of a large state; a commit may take longer
+RESPONSE_TIMEOUT_S = 120.0  # allocating a large slot takes long
 
 
 class SnapshotServer:
-    """The keeper's side: answers workers, each in a thread of its own, from `open` to `close`."""
+    """The committer's side: a thread per connection answers requests, from `start` to `close`."""
 
     def __init__(self, committer: CheckpointCommitter) -> None:
         self._committer = committer
@@ -56,11 +55,11 @@ class SnapshotServer:
         )
 
     def start(self) -> None:
-        """Answer from now on."""
+        """Start answering."""
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more requests. Those under way are answered as long as the keeper does."""
+        """Accept no more connections; requests in progress are still answered."""
         self._closing = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -70,24 +69,24 @@ class SnapshotServer:
     def _accept(self) -> None:
         while True:
             try:
-                line, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except OSError:
                 if self._closing:
                     return
-                time.sleep(ACCEPT_RETRY_S)  # out of descriptors, say: workers that come later are to find us
+                time.sleep(ACCEPT_RETRY_S)  # e.g. out of descriptors for a moment
                 continue
-            if not is_same_user(line) or not self._connection_permits.acquire(blocking=False):
-                line.close()
+            if not is_same_user(connection) or not self._connection_permits.acquire(blocking=False):
+                connection.close()
                 continue
             try:
                 threading.Thread(
                     target=self._serve_connection,
-                    args=(line,),
+                    args=(connection,),
                     name="elastic-resume-snapshot-connection",
                     daemon=True,
                 ).start()
-            except RuntimeError:  # no more threads
-                line.close()
+            except RuntimeError:  # the process may start no more threads
+                connection.close()
                 self._connection_permits.release()
 
     def _serve_connection(self, connection: socket.socket) -> None:
@@ -99,7 +98,7 @@ class SnapshotServer:
             ):
                 while request := lines.readline(MAX_MESSAGE_BYTES):
                     if not request.endswith(b"\n"):
-                        return  # longer than any of ours, or cut off
+                        return  # too long or cut off
                     answer, descriptor = self._handle_request(json.loads(request))
                     if answer is not None:
                         _send_response(connection, answer, descriptor)
@@ -107,35 +106,38 @@ class SnapshotServer:
             self._connection_permits.release()
 
     def _handle_request(self, request: Any) -> tuple[dict[str, Any] | None, int | None]:
-        """Do what is asked; give the answer and a descriptor to hand over. ValueError: nothing of ours."""
+        """Execute a request; return the answer and a descriptor to pass.
+
+        Raises:
+            ValueError: the request is invalid.
+
+        """
         if not isinstance(request, dict):
-            raise ValueError("no request")  # noqa: TRY004
-        ask, rack = request.get("operation"), self._committer.slot_pool
-        if ask == "hello":
-            return {}, rack.control_descriptor
-        if ask == "slot":
+            raise ValueError("not a request")  # noqa: TRY004
+        operation, pool = request.get("operation"), self._committer.slot_pool
+        if operation == "hello":
+            return {}, pool.control_descriptor
+        if operation == "slot":
             index, serial = _parse_count(request, "index", MAX_SLOTS - 1), _parse_count(request, "serial")
-            descriptor = rack.slot_descriptor(index, serial)
+            descriptor = pool.slot_descriptor(index, serial)
             if descriptor is None:
                 return {"missing": True}, None
-            return {"capacity": rack.control_block.slot_record(index).get("capacity")}, descriptor
-        if ask == "reserve":
-            wanted = rack.reserve(_parse_count(request, "bytes"), all_now=bool(request.get("all", True)))
-            return {"slots": wanted}, None
-        if ask == "commit":
-            return self._handle_commit(_parse_count(request, "snapshot_id", 1 << 64)), None
-        if ask == "start_generation":
+            return {"capacity": pool.control_block.slot_record(index).get("capacity")}, descriptor
+        if operation == "reserve":
+            count = pool.reserve(_parse_count(request, "bytes"), all_now=bool(request.get("all", True)))
+            return {"slots": count}, None
+        if operation == "commit":
+            return self._handle_commit(_parse_snapshot_id(request)), None
+        if operation == "start_generation":
             self._committer.start_generation(_parse_retention(request))
-        elif ask == "request_commit":
-            self._committer.request_commit(_parse_count(request, "snapshot_id", 1 << 64))
-        elif ask == "compare":
-            self._committer.request_comparison(
-                _parse_count(request, "snapshot_id", 1 << 64, minimum=1), _parse_count(request, "world")
-            )
-        elif ask == "discard":
-            rack.discard(_parse_count(request, "index", MAX_SLOTS - 1))
+        elif operation == "request_commit":
+            self._committer.request_commit(_parse_snapshot_id(request))
+        elif operation == "compare":
+            self._committer.request_comparison(_parse_snapshot_id(request), _parse_count(request, "world"))
+        elif operation == "discard":
+            pool.discard(_parse_count(request, "index", MAX_SLOTS - 1))
         else:
-            raise ValueError("no request")
+            raise ValueError(f"unknown operation {operation!r}")
         return None, None
 
     def _handle_commit(self, snapshot_id: int) -> dict[str, Any]:
@@ -147,19 +149,17 @@ class SnapshotServer:
 
 
 class SnapshotClient:
-    """A worker's side. Safe for any of its threads; a fork of it must make its own."""
+    """A worker's side; its threads may share it, but a fork must create its own."""
 
     def __init__(self, socket_name: str) -> None:
-        """Connect to the keeper of that name.
+        """Connect to the committer's socket.
 
         Raises:
-            ElasticResumeError: nobody answers there.
+            ElasticResumeError: nothing answers there.
 
         """
         self._call_lock = threading.Lock()
-        self._send_lock = (
-            threading.Lock()
-        )  # of its own: who tells something does not wait for another's answer
+        self._send_lock = threading.Lock()  # separate, so that `send` never waits for an answer to `call`
         self._socket_name = socket_name
         self._socket: socket.socket | None = None
         self._received = b""
@@ -168,13 +168,13 @@ class SnapshotClient:
         except OSError as error:
             self.close()
             raise ElasticResumeError(
-                f"the keeper of this node's snapshots does not answer ({error}): has the agent ended, or "
-                "does this worker run in another network namespace? --snapshot-memory off does without it."
+                f"this node's snapshot server does not answer ({error}): has the agent ended, or does this "
+                "worker run in another network namespace? --snapshot-memory off works without it."
             ) from error
         self.control_descriptor = descriptor
 
     def send(self, operation: str, **fields: Any) -> None:
-        """Send what needs no answer. Raises nothing: a keeper that is gone takes its workers with it."""
+        """Send a request without an answer; errors are ignored, because a dead committer ends its workers."""
         with contextlib.suppress(OSError), self._send_lock:
             self._ensure_connected().sendall(json.dumps({"operation": operation, **fields}).encode() + b"\n")
 
@@ -186,10 +186,10 @@ class SnapshotClient:
         timeout_s: float | None = RESPONSE_TIMEOUT_S,
         **fields: Any,
     ) -> tuple[dict[str, Any], int]:
-        """Send a request and wait for its answer; give it, and the descriptor that came along (or -1).
+        """Send a request; return its answer and the descriptor that came with it, or -1.
 
         Raises:
-            OSError: the keeper is gone, or does not answer within ``timeout_s``.
+            OSError: the committer exited, or did not answer within ``timeout_s``.
 
         """
         with self._call_lock:
@@ -198,7 +198,7 @@ class SnapshotClient:
                     {"operation": operation, **fields}, timeout_s, expect_descriptor=expect_descriptor
                 )
             except OSError:
-                # What is still to come would be taken for the answer to the next request.
+                # A late answer would be taken for the answer to the next request.
                 with self._send_lock:
                     self._disconnect()
                 raise
@@ -207,30 +207,30 @@ class SnapshotClient:
         self, request: dict[str, Any], timeout_s: float | None, *, expect_descriptor: bool
     ) -> tuple[dict[str, Any], int]:
         with self._send_lock:
-            line = self._ensure_connected()
-            line.settimeout(timeout_s)
-            line.sendall(json.dumps(request).encode() + b"\n")
+            connection = self._ensure_connected()
+            connection.settimeout(timeout_s)
+            connection.sendall(json.dumps(request).encode() + b"\n")
         descriptors: list[int] = []
         while b"\n" not in self._received:
-            data, found, _, _ = socket.recv_fds(line, MAX_MESSAGE_BYTES, 1)
-            descriptors += found
+            data, received, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1)
+            descriptors += received
             self._received += data
             if not data or len(self._received) > MAX_MESSAGE_BYTES:
-                raise OSError("the keeper is gone")
-        told, _, self._received = self._received.partition(b"\n")
-        answer = json.loads(told)
+                raise OSError("the committer closed the connection")
+        line, _, self._received = self._received.partition(b"\n")
+        answer = json.loads(line)
         if expect_descriptor and not descriptors and not answer.get("missing"):
-            raise OSError("the keeper handed nothing over")
+            raise OSError("the committer sent no descriptor")
         return answer, descriptors[0] if descriptors else -1
 
     def _ensure_connected(self) -> socket.socket:
-        """Give the connection, made anew where the last one has failed. Hold ``_sending``."""
+        """Return the connection, reconnecting after a failure; hold ``_send_lock``."""
         if self._socket is None:
             self._socket, self._received = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), b""
             try:
                 self._socket.connect("\0" + self._socket_name)
                 if not is_same_user(self._socket):
-                    raise OSError("another user answers")  # noqa: TRY301
+                    raise OSError("the socket belongs to another user")  # noqa: TRY301
             except OSError:
                 self._disconnect()
                 raise
@@ -239,14 +239,14 @@ class SnapshotClient:
     def _disconnect(self) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer hears of it
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
             self._socket.close()
             self._socket = None
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection and the control block's descriptor."""
         with self._send_lock:
-            self._socket_name = ""  # and make no other
+            self._socket_name = ""  # do not reconnect
             self._disconnect()
         with contextlib.suppress(OSError, AttributeError):
             os.close(self.control_descriptor)
@@ -254,7 +254,7 @@ class SnapshotClient:
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end is this user's."""
+    """Whether the peer process runs as this user."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(uid == os.getuid())
 
@@ -275,6 +275,10 @@ def _parse_retention(request: dict[str, Any]) -> RetentionPolicy:
         raise ValueError("trusted")
     floor, keep = _parse_count(request, "floor", minimum=-1), _parse_count(request, "keep", minimum=2)
     return RetentionPolicy(floor, (trusted[0], trusted[1]) if trusted is not None else None, keep)
+
+
+def _parse_snapshot_id(request: dict[str, Any]) -> int:
+    return _parse_count(request, "snapshot_id", 1 << 64)
 
 
 def _parse_count(request: dict[str, Any], name: str, maximum: int = MAX_COUNT, minimum: int = 0) -> int:

@@ -1,7 +1,8 @@
-"""This rank's view of its node's slots: mapped, and ready to be written or read.
+"""Give one local rank access to its node's slots: reserve, map, fill and read them.
 
-Slots are mapped and populated by a thread, since both take a moment for a large state; until then they are
-not `usable`. Knows nothing of what is copied (`snapshot`) or resumed (`resume`).
+Mapping and populating a large slot takes a moment, so a thread does it. `SlotClient.list_writable` returns
+only slots that are ready. `capture` writes snapshots through this class, and `restore` fills slots with
+received ones.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from elastic_resume.snapshot import slot_pool, slots
 from elastic_resume.snapshot.ipc import SnapshotClient
 from elastic_resume.snapshot.slots import ControlBlock, Slot, SlotState
 
-RESERVE_RETRY_S = 1.0  # for slots that there was no room for, before a smaller one could go
+RESERVE_RETRY_S = 1.0  # a second slot may fit only after a smaller one was dropped
 
 
 @dataclass(frozen=True)
 class LocalSnapshot:
-    """A snapshot that this node holds whole. The manifest's blocks have no digests yet."""
+    """A complete snapshot of this node; its manifest's blocks have no digests yet."""
 
     slot: Slot
     snapshot_id: int
@@ -43,17 +44,17 @@ class SlotClient:
     """The slots of this node, for one of its local ranks."""
 
     def __init__(self, socket_name: str, local_rank: int, *, is_local_leader: bool) -> None:
-        """Reach the keeper of that name.
+        """Connect to the committer's socket.
 
         Raises:
-            ElasticResumeError: it does not answer.
+            ElasticResumeError: the committer does not answer.
 
         """
         self.is_local_leader = is_local_leader
         self.local_rank = local_rank
-        self.slot_count = slot_pool.SLOT_COUNT  # that there are, or will be: known once some were asked for
+        self.slot_count = slot_pool.SLOT_COUNT  # existing or planned; exact after `reserve`
+        self.reserved_bytes = 0  # slot size for which `slot_count` is exact
         self._reserved_at = 0.0
-        self.reserved_bytes = 0  # of a slot, for which that is known
         self._client = SnapshotClient(socket_name)
         self.control_block = ControlBlock(self._client.control_descriptor)
         self._slots: dict[tuple[int, int], Slot] = {}
@@ -64,9 +65,9 @@ class SlotClient:
     # ---- for snapshots ---------------------------------------------------------------------------------
 
     def prepare_slots(self, nbytes: int, *, is_estimate: bool = False) -> None:
-        """Have slots of ``nbytes`` made, mapped and populated in the background. For the lead.
+        """Reserve (as local leader), map and populate slots of ``nbytes`` in a thread.
 
-        ``guessed``: the true size is not known yet, so what there is room for says nothing.
+        ``is_estimate``: the true size is unknown, so do not record how many slots fit.
         """
         if self._prepare_thread is None or not self._prepare_thread.is_alive():
             self._reserved_at = time.monotonic()
@@ -76,9 +77,9 @@ class SlotClient:
             self._prepare_thread.start()
 
     def reserve(self, nbytes: int, *, is_estimate: bool = False, all_now: bool = True) -> int:
-        """Have slots of ``nbytes`` made; give how many there will be, of which one is there. For the lead.
+        """Reserve slots of ``nbytes`` and return how many there will be; one exists on return.
 
-        ``all_now``: whether the others are to be made at once, in the background.
+        Only the local leader calls this. ``all_now``: create the others at once, in the background.
         """
         count = 0
         with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
@@ -89,24 +90,21 @@ class SlotClient:
         return count
 
     def list_writable(self, nbytes: int) -> list[SlotState]:
-        """The slots that can be written now without waiting, of those that are large enough."""
+        """Return the slots of at least ``nbytes`` that can be written without waiting."""
         fitting = [state for state in self.control_block.read_slots() if state.capacity >= nbytes]
         if nbytes <= slots.SMALL_SLOT_BYTES:
             for state in fitting:
                 self._map_and_populate(state)
         elif any((state.index, state.serial) not in self._populated for state in fitting):
-            # Not less than there is, so that notes have room to grow.
+            # The present capacity, so that the metadata has room to grow.
             self.prepare_slots(min(state.capacity for state in fitting))
-        if (
-            fitting
-            and len(fitting) < self.slot_count
-            and time.monotonic() > self._reserved_at + RESERVE_RETRY_S
-        ):
+        may_retry = time.monotonic() > self._reserved_at + RESERVE_RETRY_S
+        if fitting and len(fitting) < self.slot_count and may_retry:
             self.prepare_slots(min(state.capacity for state in fitting))
         return [state for state in fitting if (state.index, state.serial) in self._populated]
 
     def map_slot(self, index: int, serial: int | None = None) -> Slot | None:
-        """Map a slot; None where it is gone."""
+        """Map slot ``index``; return None if it no longer exists or the committer does not answer."""
         serial = self.control_block.slot_record(index).get("serial") if serial is None else serial
         with self._lock:
             if (index, serial) not in self._slots:
@@ -127,28 +125,28 @@ class SlotClient:
             return self._slots[index, serial]
 
     def find_slot(self, snapshot_id: int) -> Slot | None:
-        """The slot into which the lead wants ``mark`` written; None where there is none."""
+        """Map the slot assigned to ``snapshot_id``; return None if there is none."""
         for state in self.control_block.read_slots():
             if state.target == snapshot_id:
                 return self.map_slot(state.index, state.serial)
         return None
 
     def send(self, operation: str, **fields: Any) -> None:
-        """Tell the keeper something; see `handing`."""
+        """Send the committer a request without an answer; see `ipc`."""
         self._client.send(operation, **fields)
 
     def commit(self, snapshot_id: int) -> dict[str, Any]:
-        """Wait until the keeper has committed ``mark``; give its answer."""
+        """Wait until the committer has committed ``snapshot_id``; return its answer."""
         answer, _ = self._client.call("commit", timeout_s=None, snapshot_id=snapshot_id)
         return answer
 
     # ---- for resuming ----------------------------------------------------------------------------------
 
     def find_newest(self) -> LocalSnapshot | None:
-        """The newest snapshot of this node.
+        """Return this node's newest complete snapshot, None if there is none.
 
         Raises:
-            CheckpointError: there is one, and its words or notes cannot be true.
+            CheckpointError: its words or metadata are damaged.
 
         """
         state = slots.newest_complete(self.control_block.read_slots())
@@ -162,57 +160,52 @@ class SlotClient:
         except ValueError as error:
             raise CorruptError(f"snapshot: {error}.") from error
         if slots.decode_snapshot_id(state.target) != manifest.version:
-            raise CorruptError(
-                f"snapshot: its notes are of {manifest.version}, its mark of {state.target:#x}."
-            )
+            raise CorruptError(f"snapshot: its metadata is of {manifest.version}, its id {state.target:#x}.")
         return LocalSnapshot(slot, state.target, manifest, image)
 
     def discard(self, index: int) -> None:
-        """Let what lies in that slot count no more."""
+        """Make the slot's snapshot incomplete."""
         self._client.send("discard", index=index)
         self.control_block.slot_record(index).set("target", 0)
 
     def acquire_slot(self, image_bytes: int, manifest: Manifest) -> Slot | None:
-        """A slot into which an image with that manifest can be filled; None: there is none to spare.
+        """Return a slot into which an image can be received; None if none is free.
 
-        The others have to wait: to make them takes a third of the time in which the image arrives.
+        Only one slot is created now; creating the others would delay the transfer.
         """
         needed = slots.required_slot_bytes(image_bytes, *map(len, _encode_manifest(manifest)))
         if self.reserve(needed, is_estimate=True, all_now=False) == 0:
             return None
-        # An older snapshot stays where it is the only one: the source may die while it sends.
-        chosen = slots.choose_overwritable(
+        # This never chooses the only snapshot: the source rank may die while it sends.
+        state = slots.choose_overwritable(
             [state for state in self.control_block.read_slots() if state.capacity >= needed]
         )
-        return self.map_slot(chosen.index, chosen.serial) if chosen is not None else None
+        return self.map_slot(state.index, state.serial) if state is not None else None
 
     def populate(self, slot: Slot) -> None:
-        """Have all pages of a slot mapped; whoever fills it may be doing so already."""
+        """Map all pages of a slot; another thread may fill it meanwhile."""
         slot.populate()
         self._populated.add((slot.index, slot.serial))
 
     def begin_fill(self, slot: Slot) -> None:
-        """From now on nothing counts in ``slot``, until `finish_fill`."""
+        """Make the slot incomplete until `finish_fill`."""
         for name in ("target", "layout", "watermark"):
             slot.record.set(name, 0)
 
     def finish_fill(self, slot: Slot, manifest: Manifest, *, on_disk: bool) -> None:
-        """The image in ``slot`` is whole and verified: it counts as this node's snapshot from now on.
-
-        Where the node's disk has no such copy (``on_disk`` says), the keeper commits it.
-        """
-        mark = slots.encode_snapshot_id(*manifest.version)
+        """Make the verified image in ``slot`` this node's snapshot; request its commit unless ``on_disk``."""
+        snapshot_id = slots.encode_snapshot_id(*manifest.version)
         static, dynamic = _encode_manifest(manifest)
         slot.write_metadata(b"", manifest.file_bytes, static, dynamic, secrets.randbits(63) | 1)
         slot.record.set("parts", 1)
-        slot.record.set_copied(0, mark)
-        slot.record.set("committed" if on_disk else "commit_requested", mark)
-        slot.record.set("target", mark)
+        slot.record.set_copied(0, snapshot_id)
+        slot.record.set("committed" if on_disk else "commit_requested", snapshot_id)
+        slot.record.set("target", snapshot_id)
         if not on_disk:
-            self._client.send("request_commit", snapshot_id=mark)
+            self._client.send("request_commit", snapshot_id=snapshot_id)
 
     def close(self) -> None:
-        """End the connection; what is mapped stays."""
+        """Close the connection; mapped slots stay mapped."""
         self._client.close()
 
     # ---- inside ----------------------------------------------------------------------------------------
@@ -234,8 +227,8 @@ class SlotClient:
             self.populate(slot)
 
     def _unmap_stale(self) -> None:
-        alive = {(state.index, state.serial) for state in self.control_block.read_slots()}
-        for key in [key for key in self._slots if key not in alive]:
+        existing = {(state.index, state.serial) for state in self.control_block.read_slots()}
+        for key in self._slots.keys() - existing:
             self._populated.discard(key)
             del self._slots[key]
 
@@ -250,5 +243,5 @@ def _encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
         "follows_rank0": list(manifest.follows_rank0),
         "state": manifest.state,
     }
-    moving = slots.dynamic_metadata(manifest.generation, manifest.position, manifest.written_at, {})
-    return slots.encode_metadata(static), slots.encode_metadata(moving)
+    dynamic = slots.dynamic_metadata(manifest.generation, manifest.position, manifest.written_at, {})
+    return slots.encode_metadata(static), slots.encode_metadata(dynamic)

@@ -1,9 +1,7 @@
-"""The rack: a node's slots and their control block, made as large as the state turns out to be.
+"""Own a node's slots and their control block, and size them to the state and the memory budget.
 
-Promise: making room never takes away the newest snapshot that counts, nor one that is being read. Memory
-beyond what the budget allows is never taken. Does not know what slots are written with.
-
-How many slots of memory a node gives to snapshots. Pure: sizes come in as numbers.
+The pool never exceeds the budget. When larger slots are needed, it drops small ones, but not the newest
+complete snapshot and not one that is being read. `count_fitting_slots` and `describe_budget` are pure.
 """
 
 from __future__ import annotations
@@ -18,18 +16,19 @@ from dataclasses import dataclass, field
 from elastic_resume.schedulers import resources
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.slots import ControlBlock, Slot, SlotState
+from elastic_resume.units import format_bytes
 
-SLOT_COUNT = 3  # the newest whole one, one being written, one being committed to disk
-FREE_MEMORY_FRACTION = 0.5  # of the memory that is free: the rest is for what training itself still takes
+SLOT_COUNT = 3  # the newest complete one, one being written, one being committed
+FREE_MEMORY_FRACTION = 0.5  # training may still need the other half
 
 
 def count_fitting_slots(slot_bytes: int, *, free_bytes: int, allowed_bytes: int | None = None) -> int:
-    """Give the number of slots, 0 to `SLOTS`.
+    """Return how many slots fit, 0 to `SLOT_COUNT`.
 
     Args:
-        slot_bytes: of one slot.
-        free_bytes: that the node could still take, slots that would make room for these included.
-        allowed_bytes: what the user grants all slots together; None: `SHARE` of what is free.
+        slot_bytes: size of one slot.
+        free_bytes: memory the node could still take, including slots that would be replaced.
+        allowed_bytes: the user's limit for all slots; None: `FREE_MEMORY_FRACTION` of ``free_bytes``.
 
     """
     allowed = int(free_bytes * FREE_MEMORY_FRACTION) if allowed_bytes is None else allowed_bytes
@@ -39,38 +38,31 @@ def count_fitting_slots(slot_bytes: int, *, free_bytes: int, allowed_bytes: int 
 def describe_budget(
     slot_count: int, slot_bytes: int, *, free_bytes: int, allowed_bytes: int | None = None
 ) -> str:
-    """Say in one line what the node's snapshots get, and what that means."""
+    """Describe in one line what the node's snapshots get, and what follows from it."""
     allowed = int(free_bytes * FREE_MEMORY_FRACTION) if allowed_bytes is None else allowed_bytes
-    source = f"half of the {format_size(free_bytes)} free" if allowed_bytes is None else "--snapshot-memory"
-    of = f"{format_size(slot_bytes)} of memory each"
-    within = f"({format_size(allowed)} allowed, {source})"
+    source = f"half of the {format_bytes(free_bytes)} free" if allowed_bytes is None else "--snapshot-memory"
+    size = format_bytes(slot_bytes)
+    budget = f"({format_bytes(allowed)} allowed, {source})"
     if slot_count >= SLOT_COUNT:
-        return f"snapshots: {slot_count} slots with {of} {within}"
+        return f"snapshots: {slot_count} slots of {size} {budget}"
     if slot_count == 2:
-        return f"snapshots: 2 slots with {of} {within}; none is taken while a second one is being saved"
+        return f"snapshots: 2 slots of {size} {budget}; no snapshot is taken during a commit of the older one"
     if slot_count == 1:
         return (
-            f"snapshots: 1 slot with {of} {within}: memory holds what is being saved, and a failure costs "
-            "the steps since the last save"
+            f"snapshots: 1 slot of {size} {budget}; it serves commits only, and a failure costs "
+            "the steps since the last checkpoint"
         )
     return (
-        f"snapshots: none, {format_size(slot_bytes)} of memory do not fit {within}: training waits for the disk at "
-        "each save, and a failure costs the steps since"
+        f"snapshots: none, a slot of {size} does not fit {budget}; training waits for the disk at each "
+        "checkpoint, and a failure costs the steps since"
     )
-
-
-def format_size(byte_count: int) -> str:
-    """Bytes for people."""
-    if byte_count >= 10**9:
-        return f"{byte_count / 1e9:.1f} GB"
-    return f"{byte_count / 1e6:.0f} MB" if byte_count >= 10**6 else f"{byte_count / 1e3:.0f} kB"
 
 
 @dataclass
 class _OwnedSlot:
     descriptor: int
     slot: Slot
-    pins: Counter[str] = field(default_factory=Counter)  # by the word that says so
+    pins: Counter[str] = field(default_factory=Counter)  # by field of the record
 
 
 class SlotPool:
@@ -83,12 +75,12 @@ class SlotPool:
         log: Callable[[str], None],
         measure_free_bytes: Callable[[], int] = resources.available_memory_bytes,
     ) -> None:
-        """Make the control block; slots come with `reserve`.
+        """Create the control block; `reserve` creates slots.
 
         Args:
-            allowed_bytes: for all slots together; None: half of what is free then. 0: there are none.
-            say: gets the line that says what there is.
-            free: tells how much memory the node could still take.
+            allowed_bytes: limit for all slots; None: half of the free memory; 0: no slots.
+            log: gets one line whenever the number or size of slots changes.
+            measure_free_bytes: returns the memory the node could still take.
 
         """
         self._allowed_bytes = allowed_bytes
@@ -96,21 +88,18 @@ class SlotPool:
         self._measure_free_bytes = measure_free_bytes
         self.control_descriptor = ControlBlock.create()
         self.control_block = ControlBlock(self.control_descriptor)
-        # A name for guards, to which torchelastic hands no descriptor on. It ends with this process.
+        # The path under which worker supervisors open it, since torchelastic passes no descriptors on.
         self.control_path = f"/proc/{os.getpid()}/fd/{self.control_descriptor}"
         self._owned: dict[int, _OwnedSlot] = {}
         self._last_serial = 0
         self._last_plan = (-1, 0)
-        self._failed_capacity = 0  # of which size there was no memory
+        self._failed_capacity = 0  # the slot size for which an allocation failed last
         self._closed = False
         self._lock = threading.RLock()
         self._growth_lock = threading.Lock()
 
     def reserve_in_background(self, nbytes: int, *, log: bool = True) -> None:
-        """A state of about that size will come: take memory for it in the background.
-
-        Not ``tell``: it may be that none comes; what there is is said when somebody asks for it.
-        """
+        """Create slots of ``nbytes`` in a thread; ``log`` is false if they may never be used."""
         threading.Thread(
             target=self._create_slots,
             args=(nbytes,),
@@ -120,10 +109,10 @@ class SlotPool:
         ).start()
 
     def reserve(self, nbytes: int, *, all_now: bool = True) -> int:
-        """Have slots of at least ``nbytes``; give how many there will be. One of them exists on return.
+        """Create slots of at least ``nbytes``; return how many there will be. One exists on return.
 
-        Of small ones all do: they take milliseconds. Of large ones the others are made in the background, or,
-        without ``all_now``, when they are asked for again.
+        Small slots are all created at once. The other large ones follow in the background, or with
+        ``all_now`` false at the next call.
         """
         planned = self._create_slots(nbytes, min_count=1 if nbytes > slots.SMALL_SLOT_BYTES else 0)
         if planned > 1 and nbytes > slots.SMALL_SLOT_BYTES and all_now:
@@ -131,51 +120,49 @@ class SlotPool:
         return planned
 
     def slot_descriptor(self, index: int, serial: int) -> int | None:
-        """The file of that slot, for another process; None where it is gone."""
+        """Return the slot's file descriptor; None if that slot no longer exists."""
         with self._lock:
-            kept = self._owned.get(index)
-            return kept.descriptor if kept is not None and kept.slot.serial == serial else None
+            owned = self._owned.get(index)
+            return owned.descriptor if owned is not None and owned.slot.serial == serial else None
 
     @contextlib.contextmanager
     def pin(self, state: SlotState, *, hard: bool = True) -> Iterator[Slot | None]:
-        """Keep the lead from overwriting that slot meanwhile; None where it has been already.
+        """Keep the local leader from overwriting the slot; yield None if that happened already.
 
-        Not ``firmly``: it may, where it has no other. Then the slot stays mapped, and counts no more.
+        With ``hard`` false the leader may overwrite it if it has no other slot; the memory then stays mapped.
         """
-        word = "pinned" if hard else "soft_pinned"
+        pin_field = "pinned" if hard else "soft_pinned"
         with self._lock:
-            kept = self._owned.get(state.index)
-            if kept is None or kept.slot.serial != state.serial:
-                kept = None
+            owned = self._owned.get(state.index)
+            if owned is not None and owned.slot.serial == state.serial:
+                owned.pins[pin_field] += 1
+                owned.slot.record.set(pin_field, state.target)
             else:
-                kept.pins[word] += 1
-                kept.slot.record.set(word, state.target)
+                owned = None
+        if owned is None:
+            yield None
+            return
         try:
-            yield (
-                kept.slot
-                if kept is not None and kept.slot.record.complete_snapshot_id() == state.target
-                else None
-            )
+            yield owned.slot if owned.slot.record.complete_snapshot_id() == state.target else None
         finally:
-            if kept is not None:
-                with self._lock:
-                    kept.pins[word] -= 1
-                    if not kept.pins[word]:
-                        kept.slot.record.set(word, 0)
+            with self._lock:
+                owned.pins[pin_field] -= 1
+                if not owned.pins[pin_field]:
+                    owned.slot.record.set(pin_field, 0)
 
     def distrust_after(self, generation: int, step: int) -> None:
-        """Let no snapshot of that generation count that is of a later step."""
+        """Discard snapshots of that generation with a later step."""
         for state in self.control_block.read_slots():
-            order = slots.decode_snapshot_id(state.target)
-            if order[0] == generation and order[1] > step:
+            slot_generation, slot_step = slots.decode_snapshot_id(state.target)
+            if slot_generation == generation and slot_step > step:
                 self.discard(state.index)
 
     def discard(self, index: int) -> None:
-        """Let what lies in that slot count no more."""
+        """Make the slot's snapshot incomplete."""
         self.control_block.slot_record(index).set("target", 0)
 
     def close(self) -> None:
-        """Give the memory back. Workers that have mapped it keep it until they end."""
+        """Free the memory; workers that mapped it keep it until they exit."""
         with self._growth_lock, self._lock:
             if self._closed:
                 return
@@ -188,46 +175,45 @@ class SlotPool:
     # ---- inside ----------------------------------------------------------------------------------------
 
     def _create_slots(self, nbytes: int, min_count: int = 0, *, log: bool = True) -> int:
-        """Make slots until there are as many as planned (``least``, if given); give the plan.
+        """Create slots up to the plan (``min_count``, if given); return the planned number.
 
-        What lies in a slot that is too small stays until a larger one holds something newer: until then there
-        may be fewer than planned, and who wants the others asks again.
+        A complete snapshot in a slot that is too small stays until a larger slot holds a newer one. Until
+        then there may be fewer slots than planned, and the caller has to ask again.
         """
         capacity = slots.round_up_to_page(nbytes)
         with self._growth_lock:
-            if self._closed:  # a worker of the last moment asked
+            if self._closed:
                 return 0
             allowed = self._allowed_bytes
-            # A size for which there is no memory at all costs nobody what there is.
+            # Keep the present slots if not even one of the new size fits.
             if count_fitting_slots(capacity, free_bytes=self._available_bytes(), allowed_bytes=allowed):
                 self._drop_small_slots(capacity)
             newest, free = slots.newest_complete(self.control_block.read_slots()), self._available_bytes()
             planned = count_fitting_slots(capacity, free_bytes=free, allowed_bytes=allowed)
-            stays = newest.capacity if newest is not None and newest.capacity < capacity else 0
-            left = None if allowed is None else allowed - stays
-            now = count_fitting_slots(capacity, free_bytes=free - stays, allowed_bytes=left)
-            if stays and now == 0:
-                planned = 0  # there is no way to anything newer
-            fitting = sum(kept.slot.capacity >= capacity for kept in self._owned.values())
-            before = self._last_plan
-            # Whoever asks for less, of what is there already, changes nothing that is worth a line.
-            news = before[0] != planned or (before[1] != capacity and fitting < planned)
+            kept_bytes = newest.capacity if newest is not None and newest.capacity < capacity else 0
+            remaining = None if allowed is None else allowed - kept_bytes
+            possible = count_fitting_slots(capacity, free_bytes=free - kept_bytes, allowed_bytes=remaining)
+            if kept_bytes and possible == 0:
+                planned = 0  # no larger slot fits beside the newest snapshot
+            fitting = sum(owned.slot.capacity >= capacity for owned in self._owned.values())
             if log:
+                # A smaller request that existing slots satisfy changes nothing.
+                last_count, last_capacity = self._last_plan
+                if last_count != planned or (last_capacity != capacity and fitting < planned):
+                    self._log(describe_budget(planned, capacity, free_bytes=free, allowed_bytes=allowed))
                 self._last_plan = (planned, capacity)
-            if log and news:
-                self._log(describe_budget(planned, capacity, free_bytes=free, allowed_bytes=allowed))
-            while fitting < (min(min_count, now) if min_count else now) and not self._closed:
+            while fitting < (min(min_count, possible) if min_count else possible):
                 if not self._create_slot(capacity):
                     return fitting
                 fitting += 1
             return planned
 
     def _available_bytes(self) -> int:
-        """Bytes for all slots together, those included that there are."""
-        return self._measure_free_bytes() + sum(kept.slot.capacity for kept in self._owned.values())
+        """Return the memory for all slots together, including the existing ones."""
+        return self._measure_free_bytes() + sum(owned.slot.capacity for owned in self._owned.values())
 
     def _drop_small_slots(self, capacity: int) -> None:
-        """Drop slots that are too small, but for the newest whole one and what is being read."""
+        """Drop slots below ``capacity``, except the newest complete one and those being read."""
         states = self.control_block.read_slots()
         newest = slots.newest_complete(states)
         for state in states:
@@ -242,9 +228,9 @@ class SlotPool:
         try:
             descriptor = slots.create_memory_file(f"elastic_resume-slot-{index}", capacity)
         except OSError as error:
-            if self._failed_capacity != capacity:  # it is asked for again and again
+            if self._failed_capacity != capacity:  # log once; workers repeat the request
                 self._failed_capacity = capacity
-                self._log(f"snapshots: no memory for another slot of {format_size(capacity)}: {error}")
+                self._log(f"snapshots: no memory for another slot of {format_bytes(capacity)}: {error}")
             return False
         with self._lock:
             self._last_serial += 1
@@ -260,6 +246,6 @@ class SlotPool:
             record = self.control_block.slot_record(index)
             record.set("target", 0)
             record.set("capacity", 0)
-            kept = self._owned.pop(index, None)
-            if kept is not None:
-                os.close(kept.descriptor)
+            owned = self._owned.pop(index, None)
+            if owned is not None:
+                os.close(owned.descriptor)

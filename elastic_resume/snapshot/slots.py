@@ -1,33 +1,26 @@
-"""Slots: memory that outlives workers, and the page of words by which its users agree without asking.
+"""Hold a node's snapshots in memory that outlives its workers, shared without locks.
 
-A slot is an anonymous file (memfd) that the node's keeper owns and its workers map. It describes itself::
+A *slot* is an anonymous file (memfd) that the committer owns and the workers map. It describes itself:
 
-    [0, image_bytes)   the image: byte for byte the safetensors file that a checkpoint holds
-    static             JSON that changes with the layout only; see `note`
-    dynamic            JSON of this snapshot
+    [0, image_bytes)   the image: byte for byte the safetensors file of a checkpoint
+    static             JSON that changes with the layout only: run_id, node, rank, world_size, writer,
+                       follows_rank0, and the constant part of the state
+    dynamic            JSON of this snapshot: generation, position, written_at, and the rest of the state
 
-So any layout that fits may be written into it. Beside the slots lies the control block, a page of aligned
-words of eight bytes, of which each has one writer: a reader sees the old value or the new one. A snapshot
-is named by its *mark*, one word made of generation and step. The node's lead takes a slot's ``target`` away,
-writes what only it writes, and sets ``target`` to the new mark; each local rank copies its share and
-then stores the mark as its own. A slot counts when target and all those marks are the same, so one that
-somebody died over never does.
+`build_manifest` merges the two into a checkpoint's manifest. Beside the slots lies the *control block*, a
+page of aligned 8-byte words. Each word has one writer, so a reader sees the old or the new value. A *snapshot
+id* is one word made of generation and step; a greater id is newer.
 
-Readers do not lock. The keeper says which mark it ``held`` while it reads a slot, so that the lead takes
-another, and looks again when it has read: what was taken away meanwhile is not used. On x86 stores are seen
-in the order in which they were made, and between a store and a read that must not overtake it lie thousands
-of instructions, locked ones among them. Elsewhere each access has a barrier on either side (`ordering`).
+Writing a snapshot:
 
-Does not know torch, disks or sockets.
+    local leader: target = 0 -> metadata -> target = id
+    each local rank: copies its share of the tensors -> stores id as its own word
+    complete: target and the words of all ranks are equal
 
-What a slot says of its image: two pieces of JSON beside it, which make the manifest of a checkpoint.
-
-``static`` changes with the layout only, so it is written once and not at every step::
-
-    {"run_id", "node", "rank", "world_size", "writer", "follows_rank0": [...], "state": {...}}
-
-``dynamic`` is of this snapshot: ``{"generation", "position": {...}, "written_at", "state": {...}}``. The
-two states are merged: see `merge`. Does not know what they mean.
+So a slot whose writer died is never complete. Readers do not lock either. The committer stores the id it
+reads as ``pinned``, so that the leader chooses another slot, and checks again after reading that the slot is
+still complete. This needs stores to become visible in program order. x86 guarantees that; elsewhere each
+access of a word has a barrier before and after it.
 """
 
 from __future__ import annotations
@@ -38,28 +31,25 @@ import fcntl
 import json
 import mmap
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union
 
 import xxhash
 
 from elastic_resume.checkpoint.json_codec import TAG
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Position
 from elastic_resume.errors import CorruptError
-from elastic_resume.snapshot import memory_order
-from elastic_resume.snapshot.memory_order import SharedWords
 from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS
 
-MAX_SLOTS = 8  # three in use, and as many again while a larger layout takes their place
+MAX_SLOTS = 8  # three in use, and three more while larger ones replace them
 PAGE_BYTES = 4096
-SMALL_SLOT_BYTES = (
-    64 << 20
-)  # a slot of that size is made, mapped and populated in some 50 ms: not worth a thread
-COPY_FAILED = 1  # a rank's mark where its copy failed; no snapshot has it
+SMALL_SLOT_BYTES = 64 << 20  # created, mapped and populated in some 50 ms, so no thread is needed
+COPY_FAILED = 1  # stored as a rank's snapshot id when its copy failed; never a valid id
 _STEP_BITS = 40
 _MAX_GENERATION = 1 << 23
-_HEADER_WORDS = 16  # of the control block: see `_HEAD`
+_HEADER_WORDS = 16
 _HEADER_FIELDS = (
     "decided_id",
     "next_snapshot_step",
@@ -69,52 +59,59 @@ _HEADER_FIELDS = (
     "digest_cpu_us",
 )
 _SLOT_FIELDS = (
-    "serial", "capacity", "target", "parts", "image_bytes", "static_offset", "static_bytes", "dynamic_offset",
-    "dynamic_bytes", "layout", "watermark", "commit_requested", "pinned", "committed", "static_digest", "dynamic_digest", "soft_pinned",
+    "serial", "capacity", "target", "parts", "image_bytes", "static_offset", "static_bytes",
+    "dynamic_offset", "dynamic_bytes", "layout", "watermark", "commit_requested", "pinned", "committed",
+    "static_digest", "dynamic_digest", "soft_pinned",
 )  # fmt: skip
 _FIELD_INDEX = {name: at for at, name in enumerate(_SLOT_FIELDS)}
-_RANK_IDS_START = len(_SLOT_FIELDS)  # of a record: behind its fields
+_RANK_IDS_START = len(_SLOT_FIELDS)  # within a record
 _RECORD_WORDS = _RANK_IDS_START + MAX_LOCAL_RANKS
-# Local ranks say here that they are copying: a guard reads it at this place, so that it lets them finish.
+# The snapshot id that each local rank is copying. The worker supervisor reads these words at this offset, to
+# let a copy finish before it ends the worker.
 COPYING_START = _HEADER_WORDS
-AWAITING_SLOT = 1 << 63  # beside what a local rank copies: it may never do so, nobody should wait for it
+AWAITING_SLOT = 1 << 63  # flag on a copying word: the rank has no slot yet, so do not wait for its copy
 _RECORDS_START = COPYING_START + MAX_LOCAL_RANKS
 CONTROL_BLOCK_BYTES = -(-(_RECORDS_START + MAX_SLOTS * _RECORD_WORDS) * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
-_MADV_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h, which Python's mmap does not name
+_MADV_POPULATE_WRITE = 23  # of linux/mman.h; Python's mmap lacks it
 _POPULATE_CHUNK_BYTES = 32 << 20
 _MFD_NOEXEC_SEAL = 0x0008
 _F_SEAL_SHRINK_GROW = 0x0002 | 0x0004
 _F_ADD_SEALS = 1033
+_MERGE_DEPTH = 3  # an object, its param_groups, one group; deeper levels are wholly static or dynamic
+ARCHITECTURE = os.uname().machine
+_STRONGLY_ORDERED = {"x86_64", "i686", "i586", "i386"}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def encode_snapshot_id(generation: int, step: int, *, epoch_ended: bool = False) -> int:
-    """One word for a snapshot: greater is newer.
+    """Return the one-word id of a snapshot; a greater id is newer.
 
-    ``epoch_over``: the second snapshot of a step that ended an epoch, when all else of the epoch is done.
+    ``epoch_ended`` marks the second snapshot of an epoch's last step, taken after the script's end-of-epoch
+    code.
 
     Raises:
         ValueError: the generation is not in 1 to 2**23 - 1, or the step not in 0 to 2**40 - 1.
 
     """
     if not 0 < generation < _MAX_GENERATION or not 0 <= step < 1 << _STEP_BITS:
-        raise ValueError(f"no mark for generation {generation}, step {step}")
+        raise ValueError(f"generation {generation}, step {step} does not fit into a snapshot id")
     return ((generation << _STEP_BITS | step) << 1) | int(epoch_ended)
 
 
 def decode_snapshot_id(snapshot_id: int) -> tuple[int, int]:
-    """(generation, step) of a mark."""
+    """Return (generation, step) of a snapshot id."""
     return snapshot_id >> (_STEP_BITS + 1), (snapshot_id >> 1) & ((1 << _STEP_BITS) - 1)
 
 
-# ---- decisions -----------------------------------------------------------------------------------------
+# ---- decisions about slots -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SlotState:
-    """What the control block says of one slot at one moment.
+    """The state of one slot at one moment.
 
-    ``whole``: it counts. ``held``: it is being committed, or sent. ``read``: it is being compared, no more.
+    ``complete``: it holds a whole snapshot. ``pinned``: it is being committed or sent. ``soft_pinned``: it is
+    only being digested for a comparison. These and the other fields hold snapshot ids.
     """
 
     index: int
@@ -129,34 +126,34 @@ class SlotState:
 
     @property
     def needs_commit(self) -> bool:
-        """Whether it is to be committed, and is not yet."""
+        """Whether its snapshot is to be committed and is not committed yet."""
         return self.complete and self.commit_requested == self.target and self.committed != self.target
 
 
 def newest_complete(states: Sequence[SlotState]) -> SlotState | None:
-    """The newest slot that counts."""
+    """Return the slot with the newest complete snapshot."""
     return max((state for state in states if state.complete), key=lambda state: state.target, default=None)
 
 
 def choose_overwritable(states: Sequence[SlotState], *, is_only_slot: bool = False) -> SlotState | None:
-    """The slot that the lead may overwrite, of those that are large enough; None: none just now.
+    """Return the slot that the local leader may overwrite now; None if there is none.
 
-    Never the newest one that counts, except where it is the only slot and is on disk, or where there will be
-    no other (``only``); never one that the keeper holds or is still to commit. One that is only compared goes
-    last, where there are three: else a commit, a comparison and the newest would cost the next step its copy.
-    Of two, a step now and then may lack a copy, or nothing of a large state would ever be compared.
+    The newest complete snapshot stays, unless it is in the only slot and either committed or without a second
+    slot to come (``is_only_slot``). Pinned slots and those waiting for a commit stay too. A soft-pinned slot
+    is taken last and only if there are three: with two, a step may go without a snapshot, or comparisons
+    would never finish.
     """
-    last = newest_complete(states)
-    gives_way = len(states) > 2
+    newest = newest_complete(states)
+    may_take_soft_pinned = len(states) > 2
     free = [
         state
         for state in states
         if not state.pinned
         and not state.needs_commit
-        and (gives_way or not state.soft_pinned)
-        and (state is not last or (len(states) == 1 and (is_only_slot or state.committed == state.target)))
+        and (may_take_soft_pinned or not state.soft_pinned)
+        and (state is not newest or (len(states) == 1 and (is_only_slot or state.committed == state.target)))
     ]
-    # What counts for nothing goes first, then the oldest.
+    # Incomplete slots first, then the oldest snapshot.
     return min(
         free,
         key=lambda state: (state.soft_pinned != 0, state.complete, state.target, state.index),
@@ -165,75 +162,109 @@ def choose_overwritable(states: Sequence[SlotState], *, is_only_slot: bool = Fal
 
 
 def next_to_commit(states: Sequence[SlotState]) -> SlotState | None:
-    """The slot that the keeper commits next: the newest that the lead wants committed."""
+    """Return the slot to commit next: the newest that needs a commit."""
     return newest_complete([state for state in states if state.needs_commit])
 
 
-# ---- the words -----------------------------------------------------------------------------------------
+# ---- shared memory -------------------------------------------------------------------------------------
+
+
+def barrier() -> None:
+    """Order this thread's earlier memory accesses before its later ones: a full barrier on Armv8.
+
+    It releases, then acquires, a lock: a release store and an acquire load, which Armv8 does not reorder (Arm
+    ARM, B2.3, barrier-ordered-before). It does not matter which lock, or how Python implements it. On POWER
+    and RISC-V nothing guarantees that a later load does not overtake an earlier store.
+    """
+    lock = threading.Lock()  # not shared: another thread could release it
+    lock.acquire()
+    lock.release()
+    lock.acquire()
+
+
+class BarrierWords:
+    """Shared words with a barrier before and after each access; 2 us each."""
+
+    def __init__(self, words: ctypes.Array[ctypes.c_uint64]) -> None:
+        self._words = words
+
+    def __getitem__(self, index: Any) -> Any:
+        barrier()
+        value = self._words[index]
+        barrier()
+        return value
+
+    def __setitem__(self, index: int, value: int) -> None:
+        barrier()
+        self._words[index] = value
+        barrier()
+
+
+SharedWords = Union["ctypes.Array[ctypes.c_uint64]", BarrierWords]
 
 
 class ControlBlock:
     """The control block, mapped by one process."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map the block; ``descriptor`` stays the caller's."""
+        """Map the block; the caller keeps ``descriptor``."""
         self._is_closed = False
         self._map = mmap.mmap(descriptor, CONTROL_BLOCK_BYTES)
         words = (ctypes.c_uint64 * (CONTROL_BLOCK_BYTES // 8)).from_buffer(self._map)
-        self._words = memory_order.with_barriers(words)
+        self._words: SharedWords = words if ARCHITECTURE in _STRONGLY_ORDERED else BarrierWords(words)
 
     @staticmethod
     def create() -> int:
-        """Make a block in which nothing is said; give its descriptor."""
+        """Create a zeroed block and return its descriptor."""
         return create_memory_file("elastic_resume-control", CONTROL_BLOCK_BYTES)
 
     def get(self, name: str) -> int:
-        """Read a word of its head: ``decided`` and ``next_step`` are the lead's, the others the keeper's."""
+        """Read a header word; the leader writes ``decided_id`` and ``next_snapshot_step``."""
         return int(self._words[_HEADER_FIELDS.index(name)])
 
     def set(self, name: str, value: int) -> None:
-        """Store one of those."""
+        """Store a header word."""
         self._words[_HEADER_FIELDS.index(name)] = value
 
     def record_commit_cost(self, seconds: float, cpu_s: float) -> None:
-        """Tell what the last commit took, and of processors: by that the lead judges how often to save."""
+        """Record the last commit's time, from which the leader derives the checkpoint interval."""
         self.set("commit_us", int(seconds * 1e6))
         self.set("commit_cpu_us", int(cpu_s * 1e6))
         self.set("commits", self.get("commits") + 1)
 
     def set_copying(self, local_rank: int, snapshot_id: int, *, awaiting_slot: bool = False) -> None:
-        """Say that ``local_rank`` copies its share of ``mark``; 0: no more. ``waits``: to hear where to."""
+        """Record which snapshot ``local_rank`` copies, 0 for none; it may still await its slot."""
         self._words[COPYING_START + local_rank] = (
             snapshot_id | AWAITING_SLOT if awaiting_slot else snapshot_id
         )
 
     def is_copying_older(self, local_ranks: Iterable[int], snapshot_id: int) -> bool:
-        """Whether one of those ranks still copies into an older snapshot than ``mark``."""
+        """Whether one of these ranks still copies an older snapshot than ``snapshot_id``."""
         return any(
             0 < self._words[COPYING_START + rank] & ~AWAITING_SLOT < snapshot_id for rank in local_ranks
         )
 
     def slot_record(self, index: int) -> SlotRecord:
-        """Give the words of the slot ``index``. Raises ValueError when the mapping has been given back."""
+        """Return the words of slot ``index``; raise ValueError after `close`."""
         if self._is_closed:
-            raise ValueError("there are no slots any more")
+            raise ValueError("the slots of this node are closed")
         return SlotRecord(self._words, index)
 
     def close(self) -> None:
-        """Give the mapping back. No word may be asked for any more."""
+        """Unmap the block."""
         self._is_closed = True
         del self._words
-        with contextlib.suppress(BufferError):  # a record of it is still held: it goes with that
+        with contextlib.suppress(BufferError):  # a SlotRecord still refers to it
             self._map.close()
 
     def read_slots(self) -> list[SlotState]:
-        """Read all slots that exist."""
+        """Return the states of all existing slots."""
         records = (self.slot_record(index) for index in range(MAX_SLOTS))
         return [record.read_state() for record in records if record.get("capacity")]
 
 
 class SlotRecord:
-    """The words of one slot."""
+    """The words of one slot in the control block."""
 
     __slots__ = ("_at", "_words", "index")
 
@@ -243,32 +274,32 @@ class SlotRecord:
         self._at = _RECORDS_START + index * _RECORD_WORDS
 
     def get(self, name: str) -> int:
-        """Read one of the fields."""
+        """Read a field."""
         return int(self._words[self._at + _FIELD_INDEX[name]])
 
     def set(self, name: str, value: int) -> None:
-        """Store one of the fields. Each is one process's to write."""
+        """Store a field; each field has one writing process."""
         self._words[self._at + _FIELD_INDEX[name]] = value
 
     def set_copied(self, local_rank: int, snapshot_id: int) -> None:
-        """Say that ``local_rank`` has copied all that it has to of the snapshot ``mark``."""
+        """Record that ``local_rank`` has copied its share of ``snapshot_id``."""
         self._words[self._at + _RANK_IDS_START + local_rank] = snapshot_id
 
     def complete_snapshot_id(self) -> int:
-        """The mark of the snapshot that lies here whole; 0 when none does."""
+        """Return the id of the complete snapshot in this slot, else 0."""
         target, parts = self.get("target"), self.get("parts")
         if not target or not 0 < parts <= MAX_LOCAL_RANKS:
             return 0
-        at = self._at + _RANK_IDS_START
-        return target if all(word == target for word in self._words[at : at + parts]) else 0
+        start = self._at + _RANK_IDS_START
+        return target if all(word == target for word in self._words[start : start + parts]) else 0
 
     def has_failed_copy(self) -> bool:
-        """Whether a local rank could not copy its share."""
-        at = self._at + _RANK_IDS_START
-        return COPY_FAILED in self._words[at : at + min(self.get("parts"), MAX_LOCAL_RANKS)]
+        """Whether a local rank failed to copy its share."""
+        start = self._at + _RANK_IDS_START
+        return COPY_FAILED in self._words[start : start + min(self.get("parts"), MAX_LOCAL_RANKS)]
 
     def read_state(self) -> SlotState:
-        """Read what decisions are made of."""
+        """Read the fields on which decisions depend."""
         target = self.get("target")
         return SlotState(
             self.index,
@@ -283,7 +314,7 @@ class SlotRecord:
         )
 
     def reset(self) -> None:
-        """Make it a slot in which nothing lies. For the keeper, when nobody uses it."""
+        """Clear the slot; only the committer may call this, for a slot that no process uses."""
         self.set("target", 0)
         for name in _SLOT_FIELDS[3:]:
             self.set(name, 0)
@@ -295,7 +326,7 @@ class Slot:
     """A slot, mapped by one process."""
 
     def __init__(self, descriptor: int, capacity: int, serial: int, record: SlotRecord) -> None:
-        """Map it; ``descriptor`` stays the caller's. The kernel grants no less than ``capacity`` bytes."""
+        """Map the slot; the caller keeps ``descriptor``."""
         self.index = record.index
         self.serial = serial
         self.capacity = capacity
@@ -310,15 +341,16 @@ class Slot:
 
     @watermark.setter
     def watermark(self, count: int) -> None:
+        """Verified bytes from the image's start, while a resume fills the slot."""
         self.record.set("watermark", count)
 
     def write_metadata(
         self, header: bytes, image_bytes: int, static: bytes, dynamic: bytes, layout_id: int
     ) -> None:
-        """Write what belongs to the image. The lead calls it while the slot has no target.
+        """Write header and metadata of an image; the local leader calls this while the slot has no target.
 
-        ``header`` and ``static`` are left alone where the same ``layout``, a number that stands for both,
-        lies here already.
+        ``layout_id`` identifies ``header`` and ``static``, which are not written again if they are in this
+        slot already.
         """
         record, at = self.record, round_up_to_page(image_bytes)
         if record.get("layout") != layout_id:
@@ -332,64 +364,65 @@ class Slot:
             record.set("layout", layout_id)
         at = round_up_to_page(at + record.get("static_bytes"))
         if at + len(dynamic) > self.capacity:
-            raise ValueError(f"a slot of {self.capacity} bytes has no room for {len(dynamic)} at {at}")
+            raise ValueError(f"a slot of {self.capacity} bytes has no room for {len(dynamic)} bytes at {at}")
         self.memory[at : at + len(dynamic)] = dynamic
         record.set("dynamic_offset", at)
         record.set("dynamic_bytes", len(dynamic))
         record.set("dynamic_digest", xxhash.xxh3_64_intdigest(dynamic))
 
     def image(self) -> memoryview:
-        """The image that the words speak of.
+        """Return the image.
 
         Raises:
-            ValueError: they speak of more than there is.
+            ValueError: the recorded size exceeds the slot.
 
         """
         return self._view(0, self.record.get("image_bytes"))
 
     def read_metadata(self) -> tuple[bytes, bytes]:
-        """Static and dynamic JSON; ValueError as in `image`, and where they or the header are damaged.
+        """Return static and dynamic JSON after checking their digests.
 
-        The image has no digest before it is sent or committed. What says how to read it has one: all ranks
-        take it from the source, and would blame their own copies for what is wrong with it.
+        The image has no digest before it is sent or committed. The metadata has one, because all ranks take
+        it from the source rank and could not tell its damage from their own.
+
+        Raises:
+            ValueError: header or metadata are damaged.
+
         """
         get = self.record.get
         static = bytes(self._view(get("static_offset"), get("static_bytes")))
         dynamic = bytes(self._view(get("dynamic_offset"), get("dynamic_bytes")))
-        found = (self._static_digest(static), xxhash.xxh3_64_intdigest(dynamic))
-        if found != (get("static_digest"), get("dynamic_digest")):
-            raise ValueError("its header or notes are not what was written")
+        digests = (self._static_digest(static), xxhash.xxh3_64_intdigest(dynamic))
+        if digests != (get("static_digest"), get("dynamic_digest")):
+            raise ValueError("its header or metadata does not match its digest")
         return static, dynamic
 
     def populate(self) -> None:
-        """Have the kernel map all pages now, so that no copy waits for it; in pieces, without the GIL.
-
-        A first store into a page costs thirty times one into a mapped page.
-        """
+        """Map all pages now, without the GIL; a store into an unmapped page is thirty times slower."""
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         for at in range(0, self.capacity, _POPULATE_CHUNK_BYTES):
             size = min(_POPULATE_CHUNK_BYTES, self.capacity - at)
             if _libc.madvise(ctypes.c_void_p(base + at), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
-                return  # Linux before 5.14: the first copy does it
+                return  # Linux before 5.14; the first copy then maps the pages
 
     def _static_digest(self, static: bytes) -> int:
-        """Of the header, which lies in place, and of what goes with it."""
+        """Digest the header in the slot together with the static JSON."""
         size = min(8 + int.from_bytes(self.memory[:8], "little"), self.capacity)
         return xxhash.xxh3_64_intdigest(xxhash.xxh3_64_digest(self.memory[:size]) + static)
 
     def _view(self, start: int, size: int) -> memoryview:
         if not 0 <= start <= start + size <= self.capacity:
-            raise ValueError(f"bytes {start} to {start + size} of a slot of {self.capacity}")
+            raise ValueError(f"bytes {start} to {start + size} are outside a slot of {self.capacity} bytes")
         return self.memory[start : start + size]
 
 
 def round_up_to_page(count: int) -> int:
-    """``count`` rounded up to whole pages."""
+    """Return ``count`` rounded up to whole pages."""
     return -(-count // PAGE_BYTES) * PAGE_BYTES
 
 
 def required_slot_bytes(image_bytes: int, static_bytes: int, dynamic_bytes: int) -> int:
-    """Bytes that a slot for such snapshots should have: what is dynamic may grow."""
+    """Return the slot size for such snapshots, with room for the dynamic part to double."""
     return (
         round_up_to_page(image_bytes)
         + round_up_to_page(static_bytes)
@@ -398,19 +431,18 @@ def required_slot_bytes(image_bytes: int, static_bytes: int, dynamic_bytes: int)
 
 
 def create_memory_file(name: str, size: int) -> int:
-    """Make an anonymous file of ``size`` bytes, all of them taken now; give its descriptor.
+    """Create a sealed anonymous file with all its memory allocated; return its descriptor.
 
-    Taken now, because a store into a page that cannot be had is a SIGBUS; sealed, because one behind the
-    end of a file that somebody cut off is one as well. posix_fallocate took 0.13 s for 600 MB, touching the
-    pages 0.6 s. Not /dev/shm: containers give that 64 MB, and a file there stays behind.
+    Allocation and sealing prevent SIGBUS: a store could otherwise hit a page that cannot be allocated or was
+    truncated. /dev/shm is not used, because containers limit it to 64 MB and files in it outlive us.
 
     Raises:
-        OSError: there is no memory for it.
+        OSError: there is not enough memory.
 
     """
-    try:  # a hardened kernel (vm.memfd_noexec=2) refuses a file that might be executed
+    try:  # a hardened kernel (vm.memfd_noexec=2) refuses executable memory files
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
-    except OSError:  # older than Linux 6.3, which does not know the flag
+    except OSError:  # Linux before 6.3 lacks the flag
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
@@ -423,22 +455,19 @@ def create_memory_file(name: str, size: int) -> int:
     return descriptor
 
 
-_MERGE_DEPTH = 3  # an object, its param_groups, one group: below that nothing static lies beside what moves
-
-
 def merge_state(static: Mapping[str, Any], dynamic: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the typed JSON of a state together; what both hold is the dynamic one's.
+    """Merge the typed JSON of a state's static and dynamic parts; the dynamic part takes precedence.
 
-    Where both hold a plain object (an optimizer: its state, and its groups) they are merged, in the order of
-    the static one. So are lists of one length: of a param group the parameters' numbers are static, the
-    learning rate is not. Parts of both are shared with the result, and neither is changed.
+    Plain objects present in both are merged in the static order, as are lists of equal length: in a param
+    group the parameter numbers are static and the learning rate is dynamic. The result shares parts of both
+    inputs.
     """
     return _merge_objects(static, dynamic, _MERGE_DEPTH)
 
 
 def _merge_objects(static: Mapping[str, Any], dynamic: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    over = {key: _merge(static[key], v, depth) if key in static else v for key, v in dynamic.items()}
-    return {**static, **over}
+    merged = {key: _merge(static[key], v, depth) if key in static else v for key, v in dynamic.items()}
+    return {**static, **merged}
 
 
 def _merge(static: Any, dynamic: Any, depth: int) -> Any:
@@ -450,34 +479,40 @@ def _merge(static: Any, dynamic: Any, depth: int) -> Any:
 
 
 def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
-    """Give one of the two as it lies in the slot."""
+    """Encode static or dynamic metadata as it lies in the slot."""
     return json.dumps(metadata, separators=(",", ":"), allow_nan=False).encode()
 
 
 def dynamic_metadata(
     generation: int, position: Position, written_at: float, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Give the dynamic part."""
-    where = {name: getattr(position, name) for name in ("epoch", "step_in_epoch", "step", "samples")}
-    return {"generation": generation, "position": where, "written_at": written_at, "state": state}
+    """Return the dynamic metadata of one snapshot."""
+    return {"generation": generation, "position": vars(position), "written_at": written_at, "state": state}
 
 
 def build_manifest(static: bytes, dynamic: bytes, image_bytes: int) -> Manifest:
-    """Give the manifest of a snapshot; its blocks have no digests yet.
+    """Build a snapshot's manifest; its blocks have no digests yet.
 
     Raises:
-        CorruptError: the two are not what a worker writes.
+        CorruptError: the metadata is invalid.
 
     """
     if len(static) + len(dynamic) > MAX_MANIFEST_BYTES:
-        raise CorruptError(f"snapshot: {len(static) + len(dynamic)} bytes of notes.")
+        raise CorruptError(
+            f"snapshot: {len(static) + len(dynamic)} bytes of metadata; the limit is {MAX_MANIFEST_BYTES}."
+        )
     try:
-        fixed, moving = json.loads(static), json.loads(dynamic)
-        state = merge_state(fixed.pop("state"), moving.pop("state"))
-        position = Position(**moving.pop("position"))
-        follows = tuple(fixed.pop("follows_rank0"))
+        fields, dynamic_fields = json.loads(static), json.loads(dynamic)
+        state = merge_state(fields.pop("state"), dynamic_fields.pop("state"))
+        position = Position(**dynamic_fields.pop("position"))
+        follows = tuple(fields.pop("follows_rank0"))
         return Manifest(
-            **fixed, **moving, position=position, follows_rank0=follows, state=state, file_bytes=image_bytes
+            **fields,
+            **dynamic_fields,
+            position=position,
+            follows_rank0=follows,
+            state=state,
+            file_bytes=image_bytes,
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"snapshot: its notes are not what a worker writes ({error!r}).") from error
+        raise CorruptError(f"snapshot: its metadata is invalid ({error!r}).") from error

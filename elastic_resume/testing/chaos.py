@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from elastic_resume import config, constants
+from elastic_resume import constants
 from elastic_resume.agent import validation
 from elastic_resume.config import Parser, Settings, add_flags, parse_flags_and_file
 from elastic_resume.errors import ConfigError
@@ -43,7 +43,7 @@ from elastic_resume.testing.experiment import (
 )
 from elastic_resume.testing.fault_plan import FaultPlan, RandomFaults
 from elastic_resume.testing.fault_runner import DONE, FaultOutcome
-from elastic_resume.units import parse_duration
+from elastic_resume.units import parse_duration, parse_size
 
 PROG = "elastic-resume chaos"
 DEFAULT_MTBF_S = 15.0
@@ -229,7 +229,7 @@ def _duration_parser(flag: str) -> Callable[[str], float]:
 
 def _parse_size(text: str) -> int:
     try:
-        return config.parse_size("it", text)
+        return parse_size("it", text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

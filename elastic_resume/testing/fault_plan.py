@@ -40,7 +40,7 @@ from elastic_resume.testing.faults import (
     format_duration,
     plan_key,
 )
-from elastic_resume.units import parse_duration
+from elastic_resume.units import parse_duration, parse_size
 
 __all__ = ["Fault", "FaultPlan", "RandomFaults", "default_weights"]
 
@@ -325,7 +325,7 @@ def _parse_value(name: str, node: yaml.Node, where: str) -> Any:
     if name in _DURATION_FIELDS:
         return parse_duration(where, text)
     if name in _SIZE_FIELDS:
-        return config.parse_size(where, text.removesuffix("/s"))
+        return parse_size(where, text.removesuffix("/s"))
     if name in {"node", "rank", "step", "code", "count"}:
         return _parse_whole_number(node, where)
     return _parse_number(node, where) if name in {"percent", "fraction"} else text

@@ -1,4 +1,4 @@
-"""Real processes, real kills, a disk that is really full, and two owners of one directory."""
+"""Test commits and ownership with real processes, real kills and a full disk."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,8 +25,8 @@ from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.checkpoint.writer import CheckpointTransaction
 from elastic_resume.errors import ConfigError, MachineError, NodeFileError, NodeLockedError, UsageError
 from tests.support.checkpoint_samples import RUN, make_image, make_manifest, save_checkpoint
+from tests.support.paths import ROOT
 
-SUPPORT = Path(__file__).parents[1] / "support"
 POINTS = [
     "commit.before-data",
     "commit.after-data",
@@ -33,7 +34,12 @@ POINTS = [
     "commit.before-rename",
     "commit.after-rename",
 ]
-SAVE = "import sys; from pathlib import Path; from store_samples import save; save(Path(sys.argv[1]), 1, 3)"
+SAVE = """
+import sys
+from pathlib import Path
+from tests.support.checkpoint_samples import save_checkpoint
+save_checkpoint(Path(sys.argv[1]), 1, 3)
+"""
 
 
 def python(code: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
@@ -44,13 +50,13 @@ def python(code: str, *arguments: str, **variables: str) -> subprocess.Popen[str
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(SUPPORT), **variables},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
     )
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_of_a_commit_leaves_a_whole_catalog(tmp_path: Path, point: str) -> None:
-    """SIGKILL there: everything under a final name is whole, and a sweep leaves nothing else."""
+def test_kill_during_commit_leaves_whole_checkpoints_only(tmp_path: Path, point: str) -> None:
+    """Everything under a final name is whole, and `remove_unfinished` removes the rest."""
     for step in (1, 2):
         save_checkpoint(tmp_path, 1, step)
     with python(SAVE, str(tmp_path), **{constants.ENV_FAILPOINTS: f"{point}=kill"}) as process:
@@ -67,13 +73,13 @@ def test_a_kill_at_any_point_of_a_commit_leaves_a_whole_catalog(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_an_error_at_any_point_of_a_commit_leaves_nothing_half_done(tmp_path: Path, point: str) -> None:
-    """A failing device is a MachineError, and the temporary directory is gone at once."""
+def test_error_during_commit_removes_temporary_directory(tmp_path: Path, point: str) -> None:
+    """A failing device raises MachineError."""
     save_checkpoint(tmp_path, 1, 2)
     code = f"""
 from elastic_resume.errors import MachineError
 try:
-    {SAVE.replace("; ", chr(10) + "    ")}
+    {textwrap.indent(SAVE, "    ")}
 except MachineError as error:
     print(error, type(error.__cause__).__name__, error.__cause__.errno)
 """
@@ -88,7 +94,7 @@ except MachineError as error:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB of its own."""
+    """Yield a file system of 256 KiB."""
     mounted = tmp_path / "small"
     mounted.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mounted)]
@@ -98,8 +104,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(mounted)], check=True)
 
 
-def test_a_full_disk_is_a_machine_error_and_costs_no_older_copy(small_disk: Path) -> None:
-    """Saves go on until nothing fits; the last one says so, leaves nothing, and pruning makes room again."""
+def test_full_disk_raises_machine_error_and_keeps_older_checkpoints(small_disk: Path) -> None:
+    """The failed commit leaves nothing behind, and pruning makes room again."""
     steps = iter(range(1, 100))
     with pytest.raises(MachineError, match="No space left on device; free space there") as caught:
         all(save_checkpoint(small_disk, 1, step) for step in steps)
@@ -115,11 +121,11 @@ def test_a_full_disk_is_a_machine_error_and_costs_no_older_copy(small_disk: Path
     assert [entry.step for entry in catalog.list_valid(read_data=True)] == [step, step - 1, step - 2]
 
 
-def test_room_is_asked_for_before_the_first_step(small_disk: Path) -> None:
-    """The message says how much is needed and how much there is."""
+def test_ensure_free_space_reports_needed_and_free_bytes(small_disk: Path) -> None:
+    """It fails as well where no file can be created."""
     node = NodeDir(small_disk, None, DISK)
     node.ensure_free_space(100_000)
-    with pytest.raises(MachineError, match=r"5\.0 GB are needed and 0\.\d MB are free; free space"):
+    with pytest.raises(MachineError, match=r"5 GB are needed and \d+ kB are free; free space"):
         node.ensure_free_space(5_000_000_000)
     with contextlib.suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as file:
         while file.write(bytes(4096)):
@@ -129,8 +135,8 @@ def test_room_is_asked_for_before_the_first_step(small_disk: Path) -> None:
     assert not list(small_disk.glob(".tmp-*"))
 
 
-def test_a_file_size_limit_is_a_machine_error(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE: the write fails in the middle of the data; nothing is left of it."""
+def test_file_size_limit_raises_machine_error(tmp_path: Path) -> None:
+    """A write that fails in the middle of the data leaves nothing behind."""
     save_checkpoint(tmp_path, 1, 2)
     code = f"""
 import resource, signal
@@ -138,7 +144,7 @@ from elastic_resume.errors import MachineError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 try:
-    {SAVE.replace("; ", chr(10) + "    ")}
+    {textwrap.indent(SAVE, "    ")}
 except MachineError as error:
     print(error)
 """
@@ -151,7 +157,7 @@ except MachineError as error:
 
 
 class FailingDisk(Disk):
-    """A disk whose sync of files fails, as it does when a device drops out."""
+    """A disk whose sync fails, as it does when a device drops out."""
 
     def sync_file(self, descriptor: int, path: Path) -> None:
         """Fail as the kernel does."""
@@ -159,8 +165,8 @@ class FailingDisk(Disk):
             raise OSError(errno.EIO, os.strerror(errno.EIO), descriptor)
 
 
-def test_a_failed_sync_is_no_commit(tmp_path: Path) -> None:
-    """What could not be synced gets no final name."""
+def test_failed_sync_prevents_commit(tmp_path: Path) -> None:
+    """Data that could not be synced gets no final name."""
     with CheckpointTransaction(tmp_path, 1, 1, FailingDisk()) as writer:
         writer.write(make_image())
         with pytest.raises(MachineError, match=r"cannot sync .*Input/output error; the device fails"):
@@ -179,15 +185,15 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_a_second_process_is_told_who_owns_the_directory(tmp_path: Path) -> None:
-    """Process, host, command and what to do; a kill of the owner frees it at once."""
+def test_claim_names_present_owner(tmp_path: Path) -> None:
+    """The error has process, host, command and advice; a kill of the owner frees the directory."""
     with python(HOLD, str(tmp_path), "the-first-one") as first:
         assert first.stdout
         assert first.stdout.readline() == "held\n"
         with python(HOLD, str(tmp_path)) as second:
             _, err = second.communicate(timeout=60)
         assert second.returncode == 1
-        assert f"NodeTakenError: node name 'a' is taken: {tmp_path / RUN / 'a'}" in err
+        assert f"NodeLockedError: node name 'a' is taken: {tmp_path / RUN / 'a'}" in err
         assert f"held by process {first.pid} on host {os.uname().nodename} since 20" in err
         assert "the-first-one" in err
         assert "another --node-name" in err
@@ -200,8 +206,8 @@ def test_a_second_process_is_told_who_owns_the_directory(tmp_path: Path) -> None
         assert owner["pid"] == os.getpid()
 
 
-def test_a_process_does_not_wait_for_itself(tmp_path: Path) -> None:
-    """Nor is it told to end itself; after the release, or when nothing refers to the owner, it may again."""
+def test_second_claim_by_owner_is_usage_error(tmp_path: Path) -> None:
+    """After the release, or after garbage collection of the owner, it may claim again."""
     node = NodeDir.claim(tmp_path, RUN, "a")
     (tmp_path / "link").symlink_to(tmp_path)
     for root in (tmp_path, tmp_path / "link"):
@@ -217,8 +223,8 @@ def test_a_process_does_not_wait_for_itself(tmp_path: Path) -> None:
     NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
 
 
-def test_an_owner_whose_note_is_damaged_is_unknown(tmp_path: Path) -> None:
-    """The lock counts, not the note."""
+def test_claim_reports_unknown_owner_if_its_record_is_damaged(tmp_path: Path) -> None:
+    """The lock decides, not the record."""
     with python(HOLD, str(tmp_path)) as first:
         assert first.stdout
         assert first.stdout.readline() == "held\n"
@@ -229,8 +235,8 @@ def test_an_owner_whose_note_is_damaged_is_unknown(tmp_path: Path) -> None:
         first.communicate()
 
 
-def in_a_fork(action: Callable[[], object]) -> None:
-    """Run ``action`` in a forked child that must end well."""
+def run_in_fork(action: Callable[[], object]) -> None:
+    """Run ``action`` in a forked child and require that it succeeds."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -242,27 +248,27 @@ def in_a_fork(action: Callable[[], object]) -> None:
 
 
 def is_taken(tmp_path: Path) -> bool:
-    """Whether another process finds an owner."""
+    """Return whether another process finds the directory owned."""
     with python(HOLD, str(tmp_path)) as other:
         _, err = other.communicate(timeout=60)
     return "NodeLockedError" in err
 
 
 @pytest.mark.slow
-def test_a_forked_child_cannot_free_the_owners_lock(tmp_path: Path) -> None:
-    """Neither by its end, nor by what runs at its end: DataLoader workers are forks, and flock is shared."""
+def test_forked_child_cannot_release_lock(tmp_path: Path) -> None:
+    """DataLoader workers are forks, which share the flock."""
     with NodeDir.claim(tmp_path, RUN, "a") as node:
-        in_a_fork(lambda: None)
+        run_in_fork(lambda: None)
         assert is_taken(tmp_path)
-        in_a_fork(node.release)
+        run_in_fork(node.release)
         assert is_taken(tmp_path)
-        in_a_fork(lambda: (node.__dict__.pop("_lock"), gc.collect()))
+        run_in_fork(lambda: (node.__dict__.pop("_lock"), gc.collect()))
         assert is_taken(tmp_path)
         with pytest.raises(UsageError):
             NodeDir.claim(tmp_path, RUN, "a")
 
 
-def test_a_release_counts_while_a_forked_child_lives(tmp_path: Path) -> None:
+def test_release_works_while_forked_child_lives(tmp_path: Path) -> None:
     """The child has the lock's file open too."""
     with NodeDir.claim(tmp_path, RUN, "a") as node:
         reading, writing = os.pipe()
@@ -278,8 +284,8 @@ def test_a_release_counts_while_a_forked_child_lives(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_a_directory_has_one_identity_for_good(tmp_path: Path) -> None:
-    """Owners and workers of all times see the same; another disk's directory of that name has another."""
+def test_identity_never_changes(tmp_path: Path) -> None:
+    """All owners and workers read the same; another disk's directory of that name has another."""
     assert NodeDir.attach(tmp_path, RUN, "a").read_identity() == ""
     with NodeDir.claim(tmp_path, RUN, "a") as node:
         first = node.read_identity()
@@ -292,8 +298,8 @@ def test_a_directory_has_one_identity_for_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "7", "{}", '{"id": ""}', '{"id": 3}', "\0" * 46, '{"id": "x"', "\xff"])
-def test_a_damaged_identity_is_an_error_and_not_another_one(tmp_path: Path, text: str) -> None:
-    """For owners, who give the directory up again, and for workers."""
+def test_damaged_identity_is_error(tmp_path: Path, text: str) -> None:
+    """A claim fails and releases the lock; workers get the error too."""
     node = NodeDir.attach(tmp_path, RUN, "a")
     (node.path / constants.IDENTITY_FILE).write_text(text)
     with pytest.raises(NodeFileError, match="does not hold an identity"):
@@ -317,15 +323,15 @@ def test_a_damaged_identity_is_an_error_and_not_another_one(tmp_path: Path, text
         ("ok", "a\n"),
     ],
 )
-def test_unsafe_names_are_refused_before_anything_is_made(tmp_path: Path, run_id: str, node: str) -> None:
-    """They become directories, and stand in shells."""
+def test_unsafe_name_is_refused_before_directory_is_created(tmp_path: Path, run_id: str, node: str) -> None:
+    """Names become directories and occur in shell commands."""
     with pytest.raises(ConfigError, match="cannot be the name of a directory"):
         NodeDir.claim(tmp_path / "ckpt", run_id, node)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_generation_never_goes_back(tmp_path: Path) -> None:
-    """0 when none was; the greatest afterwards."""
+def test_generation_never_decreases(tmp_path: Path) -> None:
+    """It is 0 at first, then the greatest that was persisted."""
     node = NodeDir.attach(tmp_path, RUN, "a")
     assert node.read_generation() == 0
     assert [node.persist_generation(g) for g in (3, 2, 3, 5)] == [3, 3, 3, 5]
@@ -337,8 +343,8 @@ def test_the_generation_never_goes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "7", '{"generation": "7"}', '{"generation": -1}', "\0" * 30, '{"generation": true}']
 )
-def test_a_damaged_generation_is_an_error_and_not_zero(tmp_path: Path, text: str) -> None:
-    """Zero would let a stale party back in."""
+def test_damaged_generation_is_error(tmp_path: Path, text: str) -> None:
+    """To assume 0 would let an outdated node take part."""
     node = NodeDir.attach(tmp_path, RUN, "a")
     (node.path / constants.GENERATION_FILE).write_text(text)
     with pytest.raises(NodeFileError, match="does not hold a generation"):
@@ -347,16 +353,16 @@ def test_a_damaged_generation_is_an_error_and_not_zero(tmp_path: Path, text: str
         node.persist_generation(9)
 
 
-def test_a_file_in_the_way_of_the_directory_is_a_machine_error(tmp_path: Path) -> None:
-    """Said with the path and what to do."""
+def test_file_in_place_of_directory_is_machine_error(tmp_path: Path) -> None:
+    """The error has the path and advice."""
     (tmp_path / "ckpt").write_text("a file")
     with pytest.raises(MachineError, match=r"cannot .*ckpt.*: Not a directory; .*another --ckpt-dir"):
         NodeDir.claim(tmp_path / "ckpt", RUN, "a")
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o444], ids=["not to be written", "not to be entered"])
-def test_a_directory_without_permission_is_a_machine_error(tmp_path: Path, mode: int) -> None:
-    """Root may write anywhere, so another user tries."""
+def test_directory_without_permission_is_machine_error(tmp_path: Path, mode: int) -> None:
+    """Another user tries, because root may write anywhere."""
     code = """
 import os, sys
 from pathlib import Path

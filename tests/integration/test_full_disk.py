@@ -1,4 +1,4 @@
-"""A disk without room is a reason not to begin; a job that has got somewhere goes on."""
+"""Test that a full disk stops a new job at its run_two_steps, but not a job that has made progress."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ for _ in range(2):
     ddp(torch.ones(1, 256)).sum().backward()
     optimizer.step()
     run.step()
-if sys.argv[2:]:  # from now on no file may be larger
+if sys.argv[2:]:  # later files may not exceed 1000 bytes
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 run.close()
 print(run.position.step)
 """
-NO_ROOM_FOR = str(10**9 - 1)  # so many copies of half a megabyte
+NO_ROOM_FOR = str(10**9 - 1)  # as many checkpoints of half a megabyte
 
 
-def start(path: Path, node: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_two_steps(path: Path, node: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Train for two steps on one node of the job."""
     script = path / "train.py"
     script.write_text(TRAIN)
@@ -43,22 +43,22 @@ def start(path: Path, node: str, *arguments: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.slow
-def test_a_disk_that_has_got_full_ends_no_job_that_has_something(tmp_path: Path) -> None:
-    """It is said, and training goes on from what there is; a new job does not begin on such a disk."""
-    assert start(tmp_path, "a", "2").stdout.split() == ["2"]
-    again = start(tmp_path, "a", NO_ROOM_FOR)
+def test_full_disk_stops_new_job_but_not_resumed_one(tmp_path: Path) -> None:
+    """A job with a checkpoint logs the problem and trains on; a new job fails at its start."""
+    assert run_two_steps(tmp_path, "a", "2").stdout.split() == ["2"]
+    again = run_two_steps(tmp_path, "a", NO_ROOM_FOR)
     assert again.stdout.split() == ["4"], again.stderr
     assert "are needed and" in again.stderr
     assert "Training goes on" in again.stderr
-    fresh = start(tmp_path, "b", NO_ROOM_FOR)
+    fresh = run_two_steps(tmp_path, "b", NO_ROOM_FOR)
     assert fresh.returncode != 0
     assert "are needed and" in fresh.stderr
     assert "free space there, lower --keep" in fresh.stderr
 
 
 @pytest.mark.slow
-def test_a_run_whose_end_is_on_no_disk_does_not_end_well(tmp_path: Path) -> None:
-    """Nobody else has it: who starts the next job must not take it for done."""
-    end = start(tmp_path, "a", "2", "limit")
+def test_run_fails_if_its_final_state_cannot_be_saved(tmp_path: Path) -> None:
+    """No other node has it, and the next job must not take the run for complete."""
+    end = run_two_steps(tmp_path, "a", "2", "limit")
     assert end.returncode != 0
     assert "the end state (step 2) could not be saved" in end.stderr

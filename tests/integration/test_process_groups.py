@@ -52,7 +52,7 @@ if "stop" in sys.argv:
     if run.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     if "pending" in sys.argv:  # as in a script that ends by an error in the middle of things
-        work = dist.all_reduce(torch.ones(1), group=run._place.world._group, async_op=True)
+        work = dist.all_reduce(torch.ones(1), group=run._context.collectives._group, async_op=True)
 run.close()
 """
 

@@ -30,7 +30,8 @@ from elastic_resume.rendezvous.endpoint import Endpoint, ListenEndpoint
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.snapshot.ipc import SnapshotClient
 from tests.support.rendezvous_nodes import NODE_TIMEOUT_S, wait_until
-from tests.unit.snapshot.test_committer import NEEDED, snapshot
+from tests.support.snapshot_samples import SLOT_BYTES as NEEDED
+from tests.support.snapshot_samples import write_snapshot as snapshot
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Deaths in mid-copy and in mid-commit: never a slot or a checkpoint that is not whole."""
+"""Test that a process killed during a copy or a commit leaves only whole slots and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
 
-# Trains ten steps; before each `run.step()` it writes down what the snapshot of that step has to hold.
+# Trains ten steps; before each `run.step()` it writes the digests of the state.
 TRAIN = """
 import json, sys, torch
 import elastic_resume as er
@@ -41,64 +41,64 @@ for _ in range(10):
     optimizer.step()
     flat = state.flatten({"model": model, "optimizer": optimizer})
     with open(sys.argv[1], "a") as file:
-        print(json.dumps(state.fingerprints(flat.leaves)), file=file)
+        print(json.dumps(state.digest_leaves(flat.leaves)), file=file)
     run.step()
 """
 COMMIT = """
 import sys
-from tests.unit.snapshot.test_committer import NEEDED, snapshot
-from elastic_resume.snapshot.committer import Keeper
-from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.snapshot.slot_pool import Rack
 from pathlib import Path
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.snapshot.committer import CheckpointCommitter
+from elastic_resume.snapshot.slot_pool import SlotPool
+from tests.support.snapshot_samples import SLOT_BYTES, write_snapshot
 with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
-    rack = Rack(3 * NEEDED, say=print)
-    rack.reserve(NEEDED)
-    keeper = Keeper(node_dir.path, "job", rack, say=print, tell=lambda *_, **__: None)
-    keeper.start()
+    pool = SlotPool(3 * SLOT_BYTES, log=print)
+    pool.reserve(SLOT_BYTES)
+    committer = CheckpointCommitter(node_dir.path, "job", pool, log=print, emit=lambda *_, **__: None)
+    committer.start()
     for step in range(1, 6):
-        keeper.commit(snapshot(rack._kept[step % 3].slot, step))
+        committer.commit(write_snapshot(pool._owned[step % 3].slot, step))
 """
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[SnapshotServer]:
-    """A keeper beside the worker, as an agent has it."""
+def server(tmp_path: Path) -> Iterator[SnapshotServer]:
+    """Yield the snapshot server of a node's agent."""
     with NodeDir.claim(tmp_path, "job", "n0") as node_dir:
-        rack = SlotPool(1 << 26, log=print)
-        keeper = CheckpointCommitter(node_dir.path, "job", rack, log=print, emit=lambda *_, **__: None)
-        made = SnapshotServer(keeper)
-        keeper.start()
-        made.start()
-        yield made
-        made.close()
-        keeper.close()
+        pool = SlotPool(1 << 26, log=print)
+        committer = CheckpointCommitter(node_dir.path, "job", pool, log=print, emit=lambda *_, **__: None)
+        snapshot_server = SnapshotServer(committer)
+        committer.start()
+        snapshot_server.start()
+        yield snapshot_server
+        snapshot_server.close()
+        committer.close()
 
 
-@pytest.mark.parametrize("point", ["begun", "written", "copying", "copied", "marked"])
-def test_a_worker_that_dies_in_the_copy_leaves_a_whole_snapshot(
-    point: str, desk: SnapshotServer, tmp_path: Path
+@pytest.mark.parametrize("point", ["started", "written", "copying", "copied", "confirmed"])
+def test_worker_killed_during_copy_leaves_whole_snapshot(
+    point: str, server: SnapshotServer, tmp_path: Path
 ) -> None:
-    """That of the step before, or of this one if its mark was set; bit for bit."""
+    """The newest snapshot is that of the step before, or of this step once it is confirmed."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    told = tmp_path / "told"
+    digests_file = tmp_path / "digests_file"
     env = {
         constants.ENV_AGENT_PID: str(os.getpid()),
-        constants.ENV_COMMITTER: desk.socket_name,
+        constants.ENV_COMMITTER: server.socket_name,
         constants.ENV_CKPT_DIR: str(tmp_path),
         constants.ENV_RUN_ID: "job",
         constants.ENV_FAILPOINTS: f"snapshot.{point}=kill@6",
     }
-    (end,) = launch_ranks.run_ranks(1, script, str(told), env=[env])
+    (end,) = launch_ranks.run_ranks(1, script, str(digests_file), env=[env])
     assert end.returncode == -signal.SIGKILL, end.stderr
-    memory = SlotClient(desk.socket_name, 0, is_local_leader=True)
+    memory = SlotClient(server.socket_name, 0, is_local_leader=True)
     newest = memory.find_newest()
     assert newest is not None
-    assert newest.manifest.step == (6 if point == "marked" else 5)
+    assert newest.manifest.step == (6 if point == "confirmed" else 5)
     image = TensorBuffer(Layout.parse(newest.image, len(newest.image)), newest.image)
     leaves = [state_dict.Leaf(name, image.tensor(name), state_dict.OTHER) for name in image.layout.extents]
-    expected = json.loads(told.read_text().splitlines()[newest.manifest.step - 1])
+    expected = json.loads(digests_file.read_text().splitlines()[newest.manifest.step - 1])
     found = state_dict.digest_leaves(leaves)
     assert {name: found[name] for name in expected} == expected
     memory.close()
@@ -115,12 +115,11 @@ POINTS = [
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_keeper_that_dies_in_a_commit_leaves_whole_checkpoints(point: str, tmp_path: Path) -> None:
-    """All older ones, and the new one if it had its name."""
+def test_committer_killed_during_commit_leaves_whole_checkpoints(point: str, tmp_path: Path) -> None:
+    """All older checkpoints are whole, and so is the new one if it has its final name."""
     env = {**os.environ, constants.ENV_FAILPOINTS: f"{point}=kill@3"}
-    root = ROOT
-    words = [sys.executable, "-c", COMMIT, str(tmp_path)]
-    end = subprocess.run(words, env=env, cwd=root, check=False, timeout=60)
+    command = [sys.executable, "-c", COMMIT, str(tmp_path)]
+    end = subprocess.run(command, env=env, cwd=ROOT, check=False, timeout=60)
     assert end.returncode == -signal.SIGKILL
     entries = Catalog(tmp_path / "job" / "a", "job").list_entries(read_data=True)
     assert [entry.error for entry in entries] == [None] * len(entries)

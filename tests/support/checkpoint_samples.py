@@ -1,4 +1,4 @@
-"""Small checkpoints for the tests of the store."""
+"""Write small checkpoints for tests."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SMALL_BLOCK = 2048  # several blocks in a small image
 
 
 def make_image(seed: int = 0) -> memoryview:
-    """A whole image with reproducible bytes in its tensors."""
+    """Return a whole image with reproducible tensor bytes."""
     layout = Layout.build(SPECS)
     return memoryview(layout.header + Random(seed).randbytes(layout.total_bytes - len(layout.header)))
 
 
 def make_manifest(generation: int = 1, step: int = 1, *, run_id: str = RUN, state: object = None) -> Manifest:
-    """A manifest whose blocks the writer will fill in."""
+    """Return a manifest whose blocks the writer fills in."""
     return Manifest(
         run_id=run_id,
         node="node-a",

@@ -1,18 +1,15 @@
-"""Simulated disks: a real file system of the kernel on hardware that can be told to break.
+"""Simulate disks: a real file system of the kernel on a drive that can be made to fail.
 
-What a full, slow or broken disk does to a program, and what is left of a write when the power goes, decide
-the kernel's block layer and file system. So those are real here, ext4 or xfs on a loop device; only the
-drive below them is a process of ours (`drive.py`), which serves the device's backing file by FUSE: it returns
-errors, takes its time, and loses its write cache. No kernel module beyond loop and fuse, no control group.
+The kernel's block layer and file system decide what a full, slow or broken disk does to a program, and what
+survives a power loss. So they are real here: ext4 or xfs on a loop device. Only the drive below them is a
+process of ours (`fuse_disk.py`), which serves the device's backing file by FUSE. It can return errors, be
+slow, and lose its write cache. This needs root, loop and fuse.
 
-**Promises.** Nothing is mounted in any namespace of the host, and nothing has a name there: mounts are
-detached, the image is a file without a name, the device is given back by itself. All of it lives by
-descriptors of the process that made it. When that ends, in whatever way, the kernel takes everything down as
-soon as nobody uses it. What was synced is there after `mend`, whatever befell the disk; what was not may be
-there or not. One is made in 30 ms (xfs 50), mended in 15; it takes 150 to 300 MB/s.
-
-**Does not know** nodes, jobs or torch. A file system that has met an error may have gone read-only (ext4) or
-shut down (xfs), as in real life. `mend` mounts it anew; who had files open there keeps getting errors.
+Nothing is mounted or named on the host: mounts are detached, and the image is a file without a name.
+Everything is held by descriptors of the process that made it, so the kernel removes it when that process
+exits. Synced data is there after `SimulatedDisk.mend`; other data may be. A file system that met an error may
+have turned read-only (ext4) or shut down (xfs). `mend` mounts it again, but files that were open keep
+failing.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ _SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, 2  # FS_IOC_SHUTDOWN of ext4 and xfs
 
 
 def unavailable_reason(kind: FileSystem = "ext4") -> str:
-    """Why this process cannot make a `Disk` of this kind, in words; empty when it can."""
+    """Return why this process cannot make a disk of this kind; empty if it can."""
     tool = _MKFS[kind][0]
     if _find_tool(tool) is None:
         return f"no {tool} on this machine: apt-get install {_PACKAGES[kind]}"
@@ -79,18 +76,18 @@ def _probe_error(kind: FileSystem) -> str:
 
 
 class SimulatedDisk:
-    """One disk with a file system. Use it as a context manager, or call `close`."""
+    """One disk with a file system; use it as a context manager or call `close`."""
 
     def __init__(self, directory: Path | str, size_bytes: int = 64 * MB, kind: FileSystem = "ext4") -> None:
-        """Make it, empty.
+        """Make an empty disk.
 
         Args:
-            directory: where its bytes are kept, in a file without a name; it grows by what is written.
-            size_bytes: of the device; the file system takes some of it: a few percent (ext4), 64 MB (xfs).
+            directory: holds the disk's bytes, in a file without a name that grows as needed.
+            size_bytes: of the device; the file system takes a few percent (ext4) or 64 MB (xfs).
             kind: the file system.
 
         Raises:
-            MachineError: what could not be made, and why: it takes root (CAP_SYS_ADMIN), loop and fuse.
+            MachineError: root (CAP_SYS_ADMIN), loop or fuse is missing.
 
         """
         if size_bytes < MIN_BYTES[kind]:
@@ -126,19 +123,20 @@ class SimulatedDisk:
 
     @property
     def path(self) -> Path:
-        """The root of its file system, for any process of root that sees this one's id; it never changes.
+        """The root of the file system for root processes that see this pid; it never changes.
 
-        Not for `Path.resolve`, to which a detached mount is "/"; `put` gives it a plain path.
+        Do not resolve it, because a detached mount resolves to "/"; `mount_in_namespace` gives it a plain
+        path.
         """
         self._require_open()
         return Path(f"/proc/{os.getpid()}/fd/{self._mount_fd}")
 
     def mount_in_namespace(self, pid: int, target: str) -> None:
-        """Let the mount namespace of a process have the disk at ``target``, also when it has been mended.
+        """Mount the disk at ``target`` in the mount namespace of ``pid``, and again after each `mend`.
 
         Raises:
-            UsageError: that namespace is this process's own, the host's.
-            MachineError: what the kernel refuses.
+            UsageError: that namespace is the host's.
+            MachineError: the kernel refuses.
 
         """
         self._require_open()
@@ -154,7 +152,7 @@ class SimulatedDisk:
     # ---- what befalls it -----------------------------------------------------------------------------
 
     def fill(self, keep_free_bytes: int = 0) -> None:
-        """Fill it, up to so many bytes: who writes more gets ENOSPC. A broken one is full when mended."""
+        """Fill the disk up to ``keep_free_bytes``; a broken disk is filled when mended."""
         self._require_open()
         self._keep_free_bytes = keep_free_bytes
         if self._is_broken:
@@ -177,7 +175,7 @@ class SimulatedDisk:
                 os.close(ballast)
 
     def free(self) -> None:
-        """Undo `fill`. A broken one has room when mended."""
+        """Undo `fill`."""
         self._require_open()
         self._keep_free_bytes = None
         if self._is_broken:
@@ -186,13 +184,13 @@ class SimulatedDisk:
             (self.path / _FILLER_FILE).unlink(missing_ok=True)
 
     def fail(self, *, reads: bool = True, writes: bool = True) -> None:
-        """Let what is asked of it fail with EIO from now on; what memory holds of its files is forgotten."""
+        """Fail reads and writes with EIO from now on, and drop the page cache."""
         self._drop_page_cache()
         self._is_broken = True
         self._send_command("fail", *(["read"] if reads else []), *(["write"] if writes else []))
 
     def turn_read_only(self) -> None:
-        """Let the file system go read-only (EROFS), as after an error that it found; ext4 alone does so."""
+        """Turn the file system read-only (EROFS) as after an error; ext4 only."""
         if self.kind != "ext4":
             raise UsageError(
                 f"{self.kind} does not go read-only after an error, it shuts down: `fail` does that."
@@ -203,21 +201,20 @@ class SimulatedDisk:
             Path("/sys/fs/ext4", name, "trigger_fs_error").write_text("a simulated error")
 
     def limit_rate(self, bytes_per_s: float) -> None:
-        """Let reads and writes take the time that so many bytes a second take."""
+        """Limit reads and writes to this rate."""
         if bytes_per_s <= 0:
             raise UsageError(f"{bytes_per_s} bytes a second: a disk is as slow as a number above 0 says.")
         self._send_command("pace", str(bytes_per_s))
 
     def remove_rate_limit(self) -> None:
-        """Undo `slow`."""
+        """Undo `limit_rate`."""
         self._send_command("pace", "0")
 
     def lose_power(self, seed: int = 0) -> int:
-        """Let its power go: all that is asked of it fails, until `mend`.
+        """Cut the power: every operation fails until `mend`.
 
-        What had been synced stays. Of the sectors of 4 KiB that the drive had taken and not been told to
-        flush some are lost, from none to all as ``seed`` says: a write in flight is there, is not, or is
-        torn. Gives how many were lost.
+        Synced data stays. ``seed`` decides which unflushed sectors of 4 KiB are lost, from none to all.
+        Return their number.
         """
         self._is_broken = True
         lost = self._send_command("off", str(seed))
@@ -225,9 +222,9 @@ class SimulatedDisk:
         return lost
 
     def mend(self) -> None:
-        """Put it right, and mount its file system anew with what is durable; `fill` and `slow` stay.
+        """Repair a broken disk and mount its file system again with the durable data.
 
-        Who has a file of the former mount open gets errors from it for ever. One that works is left alone.
+        Files open on the former mount keep failing. `fill` and `limit_rate` stay in effect.
         """
         self._require_open()
         if not self._is_broken:
@@ -245,7 +242,7 @@ class SimulatedDisk:
         self.free() if self._keep_free_bytes is None else self.fill(self._keep_free_bytes)
 
     def close(self) -> None:
-        """Take it away; what is still used of it fails. A second call does nothing."""
+        """Remove the disk; a second call does nothing."""
         if self._mount_fd >= 0:
             self._shut_down_file_system()
         for descriptor in (self._mount_fd, self._device_fd, self._fuse_fd):
@@ -260,7 +257,7 @@ class SimulatedDisk:
     # ---- inside --------------------------------------------------------------------------------------
 
     def _start_drive(self, connection: socket.socket) -> None:
-        """Start the process that is the drive, with an empty file system on it."""
+        """Start the drive process with an empty file system."""
         fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
         with open(fuse, "rb", buffering=0), tempfile.TemporaryFile(dir=self._directory) as image:
             image.truncate(self.size_bytes)
@@ -279,7 +276,7 @@ class SimulatedDisk:
             )
 
     def _mount_device(self) -> None:
-        """Make a device of the drive, and mount what is on it in the place of the former mount."""
+        """Make a loop device of the drive and mount it in the place of the former mount."""
         file = os.open(f"/proc/self/fd/{self._fuse_fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             self._device_fd = mounts.make_loop_device(file)
@@ -313,7 +310,7 @@ class SimulatedDisk:
             raise OSError(0, f"{mount_point.target} of process {mount_point.pid}: {done.stderr.strip()}")
 
     def _drop_page_cache(self) -> None:
-        """Let the kernel forget what is clean, so that a read has to ask the disk."""
+        """Drop clean pages, so that reads reach the disk."""
         with self._machine_error("read"):
             for folder, _, names in os.walk(self.path):
                 for name in names:
@@ -321,7 +318,7 @@ class SimulatedDisk:
                         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _shut_down_file_system(self) -> None:
-        """Have the file system write nothing more, its log included."""
+        """Stop all writes of the file system, including its log."""
         with contextlib.suppress(OSError):  # it may have done so by itself: then xfs opens nothing
             root = os.open(f"/proc/self/fd/{self._mount_fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -330,7 +327,7 @@ class SimulatedDisk:
                 os.close(root)
 
     def _send_command(self, *words: str) -> int:
-        """Give the drive a command, and return its answer."""
+        """Send the drive a command and return its answer."""
         self._require_open()
         try:
             with self._lock:
@@ -350,7 +347,7 @@ class SimulatedDisk:
 
     @contextlib.contextmanager
     def _machine_error(self, what: str) -> Iterator[None]:
-        """Say of an error whose it is."""
+        """Turn an OSError into a MachineError that names the disk and the requirements."""
         try:
             yield
         except OSError as error:
@@ -362,7 +359,7 @@ class SimulatedDisk:
 
 @dataclass(frozen=True)
 class _MountPoint:
-    """Where a disk has been put: a mount namespace, which a process that lives in it leads to."""
+    """A place where the disk is mounted: a process's mount namespace and a path."""
 
     pid: int
     namespace: tuple[int, int]

@@ -1,17 +1,16 @@
-"""The hardware of a simulated disk: a process that serves one file, sector by sector, and can break.
+"""Run the drive of a simulated disk: serve one file sector by sector through FUSE, and fail on command.
 
-Run by `disks.py` as ``python -I -S drive.py FUSE IMAGE LINE``, three descriptors. The kernel's loop device
-and a file system lie on that file, so whatever is asked of the disk arrives here: reads, writes, and flushes
-of its write cache. Like a real drive it may lose what it has taken and not yet been told to flush.
+`disks.py` starts it as ``python -I -S fuse_disk.py FUSE IMAGE CONNECTION`` with three descriptors. The
+kernel's loop device and a file system lie on that file, so reads, writes and flushes of the write cache
+arrive here. Like a real drive, it may lose data that it has accepted and not yet flushed.
 
-**Promises.** A flush returns when all that was written before it is durable. When the power goes, of what
-came after the last flush any sectors may be there and any may not; who had the disk open then gets EIO for
-ever, and only who opens it afterwards gets through. An error and a pace hold from the answer to the command
-that sets them. It mounts, names and leaves nothing, and ends when the last has let go of the disk: so a file
-system that is unmounted because its maker was killed finds its disk until it is done.
+A flush returns when all earlier writes are durable. After a power loss, any sectors since the last flush may
+be there or not; open handles get EIO for ever, and new ones work. Errors and rate limits apply from the
+answer to the command that sets them. The process exits when nothing refers to the disk any more.
 
-The protocol is that of linux/fuse.h, version 7.31: the root of the file system is a regular file, the disk.
-Standard library only, and no import of this package: a disk is to be made in tens of milliseconds.
+The protocol is that of linux/fuse.h, version 7.31; the root of the file system is a regular file, the disk.
+It uses the standard library only and imports nothing of this package, so that a disk starts within
+milliseconds.
 """
 
 import contextlib
@@ -43,16 +42,16 @@ INIT_REPLY = struct.Struct("<IIIIHHIIHH8I")
 
 
 class DiskMedia:
-    """What is on the disk durably, and the write cache before it."""
+    """The durable content of the disk and the write cache above it."""
 
     def __init__(self, image: int) -> None:
-        """``image`` is a descriptor of a file of the disk's size."""
+        """Use the descriptor ``image`` of a file of the disk's size."""
         self.size = os.fstat(image).st_size
         self._image = image
         self._write_cache: dict[int, bytes] = {}
 
     def read(self, offset: int, size: int) -> bytes:
-        """What was written last."""
+        """Return the last written data."""
         data = os.pread(self._image, size, offset)
         if not self._write_cache:
             return data
@@ -66,7 +65,7 @@ class DiskMedia:
         return bytes(pieces)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Take it into the cache."""
+        """Write into the cache."""
         end = offset + len(data)
         for sector in range(offset // SECTOR, (end + SECTOR - 1) // SECTOR):
             start = sector * SECTOR
@@ -81,13 +80,13 @@ class DiskMedia:
             self.flush()
 
     def flush(self) -> None:
-        """Make all that was written durable."""
+        """Make all written data durable."""
         for sector, data in self._write_cache.items():
             os.pwrite(self._image, data, sector * SECTOR)
         self._write_cache.clear()
 
     def lose_power(self, seed: int) -> int:
-        """Lose the power: keep some of the cache's sectors, of none to all; give how many were lost."""
+        """Keep a random part of the cache's sectors and return the number of lost ones."""
         chance = random.Random(seed)
         share = chance.choice((0.0, 0.5, 0.9, 1.0))
         kept = {sector: data for sector, data in self._write_cache.items() if chance.random() < share}
@@ -98,10 +97,10 @@ class DiskMedia:
 
 
 class FuseDisk:
-    """Answers the kernel's requests, and the commands of its maker."""
+    """Answer the kernel's requests and the commands of the disk's maker."""
 
     def __init__(self, fuse: int, media: DiskMedia, connection: socket.socket) -> None:
-        """Serve ``media`` on the descriptor ``fuse``; ``line`` brings commands."""
+        """Serve ``media`` on the descriptor ``fuse``; commands arrive on ``connection``."""
         self._fuse = fuse
         self._media = media
         self._connections = [connection]  # empty when the maker is gone
@@ -121,7 +120,7 @@ class FuseDisk:
         }
 
     def serve(self) -> None:
-        """Return when nobody has the disk any more."""
+        """Serve until nothing refers to the disk."""
         room = bytearray(MAX_REQUEST_BYTES + 65536)
         while True:
             waited: list[int | socket.socket] = [self._fuse, *self._connections]
@@ -186,7 +185,7 @@ class FuseDisk:
         return b""
 
     def _delay_or_fail(self, kind: int, handle: int, size: int) -> None:
-        """Take the time that it takes, or fail."""
+        """Delay by the rate limit, or raise EIO."""
         now = time.monotonic()
         self._idle_at = max(self._idle_at, now - BURST_S)
         if self._bytes_per_s:
@@ -199,7 +198,7 @@ class FuseDisk:
             raise OSError(errno.EIO, "the disk does not work")
 
     def _run_command(self) -> None:
-        """Do what the maker says. When that is gone, be quick about what is left to do."""
+        """Execute a command; after the maker's exit, remove the rate limit to finish quickly."""
         line = self._connections[0]
         said = line.recv(256).decode().split()
         if not said:
@@ -223,7 +222,7 @@ class FuseDisk:
 
 
 def main() -> None:
-    """Be a disk until nobody has it any more."""
+    """Serve a disk until nothing refers to it."""
     fuse, image, line = map(int, sys.argv[1:])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the maker's end decides
         signal.signal(number, signal.SIG_IGN)

@@ -1,11 +1,9 @@
-"""Nodes of a `Cluster` that are machines, each with a network, processes, a name, /dev/shm and a disk.
+"""Provide a `Cluster` of simulated machines, each with its own network, processes, name, /dev/shm and disk.
 
-All else of the host's files is there under the same names: scripts, data, the interpreter. A node's disk is
-put where its checkpoints go (`disks.py`), outlives the machine, and is read from outside while the machine
-runs and when it is down. Agents are new processes, which import torch for themselves.
-
-**Promises.** As `machines.py` and `disks.py`: nothing is mounted or named on the host, and whatever ends the
-maker ends machines, processes, disks and links. Takes root.
+All other files are the host's, under the same names. A node's disk (`disks.py`) is mounted where its
+checkpoints go. It outlives the machine, and can be read from outside at any time. Agents are new processes
+that import torch themselves. Nothing is mounted or named on the host, and everything ends with its maker.
+This needs root.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ TEMPORARY_DIR = "/node-tmp"
 
 
 def unavailable_reason() -> str:
-    """Why this process cannot have such nodes, in words; empty when it can."""
+    """Return why this process cannot have such nodes; empty if it can."""
     return virtual_network.unavailable_reason() or disks.unavailable_reason()
 
 
 class MachineBackend(LoopbackBackend):
-    """The ground of nodes that are machines."""
+    """Run each node on a simulated machine with a simulated disk."""
 
     interface = INTERFACE
     has_disks = True
@@ -54,10 +52,10 @@ class MachineBackend(LoopbackBackend):
         shm_bytes: int = SHM_BYTES,
         memory_bytes: int = 0,
     ) -> None:
-        """Lay the network and make the disks, whose bytes are kept in ``directory``; nodes see that too.
+        """Make the network and the disks, whose bytes are kept in ``directory``.
 
         Raises:
-            MachineError: what it takes, and is not there.
+            MachineError: a requirement is missing.
 
         """
         names = [f"n{index}" for index in range(nodes)]
@@ -76,27 +74,27 @@ class MachineBackend(LoopbackBackend):
         self._agents: dict[int, fork_server.AgentProcess] = {}
 
     def address(self, index: int) -> str:
-        """The node's IPv4 address, which only other nodes reach."""
+        """Return the node's IPv4 address, which only other nodes reach."""
         return self._machines.address(index)
 
     def port(self, index: int) -> int:
-        """Where the node's agent may listen."""
+        """Return the port of the node's agent."""
         del index
         return AGENT_PORT
 
     def prepare_disk(self, index: int, ckpt_dir: Path) -> Path:
-        """Put the node's disk at ``ckpt_dir`` of its machine, and say where this process finds it."""
+        """Mount the node's disk at ``ckpt_dir`` of its machine; return its path for this process."""
         ckpt_dir.mkdir(parents=True, exist_ok=True)
         self._ckpt_dirs[index] = ckpt_dir
         return self._disks[index].path
 
     def temporary_dir(self, directory: Path) -> str:
-        """Where nodes keep temporary files: in their machine's memory."""
+        """Return the directory of nodes' temporary files, in their machine's memory."""
         del directory
         return TEMPORARY_DIR
 
     def boot(self, indices: Collection[int]) -> None:
-        """Start the machines that are down, each with its link and its disk, or not at all."""
+        """Start the machines that are down, each with its link and disk, or none of them."""
         down = [index for index in indices if not self._machines.is_up(index)]
         try:
             if down:
@@ -112,14 +110,14 @@ class MachineBackend(LoopbackBackend):
     def start(
         self, index: int, command: list[str], env: Mapping[str, str], log: IO[bytes], *, fresh: bool
     ) -> fork_server.AgentProcess:
-        """Start a node's agent, on a machine that boots where it is down."""
+        """Start a node's agent, and its machine if it is down."""
         del fresh
         self.boot([index])
         self._agents[index] = self._machines.run(index, command, env=env, stdout=log, stderr=log)
         return self._agents[index]
 
     def processes(self, index: int) -> list[psutil.Process]:
-        """All processes of the node's machine but its first: the agent before all others."""
+        """Return all processes of the node's machine except the first, the agent before all others."""
         if not self._machines.is_up(index):
             return []
         roots = [self._agents[index].pid] if index in self._agents else []
@@ -132,16 +130,16 @@ class MachineBackend(LoopbackBackend):
         return found
 
     def crash(self, indices: Collection[int]) -> None:
-        """Let machines die in one moment: every process is killed, and peers see their connections end."""
+        """Kill all processes of machines at once; peers see their connections end."""
         self._machines.crash(*indices)
 
     @property
     def network(self) -> VirtualNetwork:
-        """Links that can be cut."""
+        """The links, which can be cut."""
         return self._machines.network
 
     def poweroff(self, indices: Collection[int]) -> None:
-        """Let machines lose their power: links fall silent, processes end, disks lose what was not synced."""
+        """Cut the power of machines: links become silent, processes end, disks lose unsynced data."""
         for index in indices:
             self.network.cut(index)
         for index in indices:
@@ -151,16 +149,16 @@ class MachineBackend(LoopbackBackend):
             self._disks[index].mend()  # nobody is there to use it; so it can be read
 
     def disk(self, index: int) -> SimulatedDisk:  # type: ignore[override]  # it can do more
-        """The node's disk."""
+        """Return the node's disk."""
         return self._disks[index]
 
     def close(self) -> None:
-        """End everything. A second call does nothing."""
+        """End everything; a second call does nothing."""
         self._exit_stack.close()
 
 
 class MachineCluster(Cluster):
-    """A cluster of such machines, whose disks fail as hardware does and lose what was not synced."""
+    """A cluster of simulated machines, whose disks fail like hardware and lose unsynced data."""
 
     def __init__(
         self,
@@ -172,7 +170,7 @@ class MachineCluster(Cluster):
         memory_bytes: int = 0,
         **others: Any,
     ) -> None:
-        """Describe it; ``others`` are arguments of `Cluster`."""
+        """Describe the cluster; ``others`` are arguments of `Cluster`."""
         directory.mkdir(parents=True, exist_ok=True)
         sizes = {"disk_bytes": disk_bytes, "shm_bytes": shm_bytes, "memory_bytes": memory_bytes}
         self.backend = MachineBackend(directory, nodes, **sizes)
@@ -184,37 +182,37 @@ class MachineCluster(Cluster):
         return self
 
     def node_events(self, index: int, kind: str | None = None) -> list[Event]:
-        """One node's events by time, or those of one kind; with those that its disk has lost."""
+        """Return one node's events by time, including those that its disk has lost."""
         lost = [event for event in self._lost_events.get(index, []) if kind in (None, event["event"])]
         return sorted([*super().node_events(index, kind), *lost], key=lambda event: event["t"])
 
     def process(self, index: int, pid: int) -> psutil.Process | None:
-        """The process of a node that the node itself knows by this id; None: it has ended."""
+        """Return the process with this pid in the node's namespace; None if it has ended."""
         return next((one for one in self.processes(index) if pid_in_namespace(one) == pid), None)
 
     def poweroff(self, index: int) -> None:
-        """Let a node lose its power, and its disk what was not synced; `events` still has that."""
+        """Cut a node's power; its disk loses unsynced data, but `events` keeps the events."""
         self._read_events_before_fault(index)
         super().poweroff(index)
         self._keep_lost_events(index)
 
     def break_disk(self, index: int) -> None:
-        """Let all that a node asks of its disk fail with EIO, until `mend_disk`."""
+        """Fail all operations of a node's disk with EIO until `mend_disk`."""
         self._read_events_before_fault(index)
         self.backend.disk(index).fail()
 
     def turn_disk_read_only(self, index: int) -> None:
-        """Let a node's file system go read-only (EROFS), as after an error, until `mend_disk`."""
+        """Turn a node's file system read-only (EROFS), as after an error, until `mend_disk`."""
         self._read_events_before_fault(index)
         self.backend.disk(index).turn_read_only()
 
     def mend_disk(self, index: int) -> None:
-        """Let a node's disk work again, with what had been synced; files that are open stay broken."""
+        """Repair a node's disk with its synced data; open files keep failing."""
         self.backend.disk(index).mend()
         self._keep_lost_events(index)
 
     def limit_disk_rate(self, index: int, bytes_per_s: float) -> None:
-        """Let a node's disk read and write no faster than this; 0: as fast as it can."""
+        """Limit the rate of a node's disk; 0 removes the limit."""
         disk = self.backend.disk(index)
         disk.limit_rate(bytes_per_s) if bytes_per_s else disk.remove_rate_limit()
 
@@ -224,7 +222,7 @@ class MachineCluster(Cluster):
         self._lost_events.pop(index, None)
 
     def stop(self) -> None:
-        """Put the disks right for what is kept of them, and give all of it back."""
+        """Repair the disks, so that their content can be kept, and end everything."""
         self._triggers.close()
         self.kill_nodes(range(len(self.nodes)))
         for index in range(len(self.nodes)):
@@ -234,14 +232,14 @@ class MachineCluster(Cluster):
         super().stop()
 
     def _read_events_before_fault(self, index: int) -> None:
-        """Remember what a node has told so far: a report needs what no node syncs."""
+        """Remember the node's events: a report needs those that were never synced."""
         with contextlib.suppress(OSError):
             self._events_before_fault[index] = (
                 self.nodes[index].directory / constants.EVENTS_FILE
             ).read_bytes()
 
     def _keep_lost_events(self, index: int) -> None:
-        """Keep what the disk has lost of it beside the nodes' directories, where no agent reads it."""
+        """Save the events that the disk has lost beside the nodes' directories."""
         there: set[bytes] = set()
         with contextlib.suppress(OSError):
             path = self.nodes[index].directory / constants.EVENTS_FILE
@@ -255,7 +253,7 @@ class MachineCluster(Cluster):
 
 
 def pid_in_namespace(process: psutil.Process) -> int:
-    """The id by which a process knows itself, in its own namespace; 0 when it has ended."""
+    """Return the process's pid in its own namespace; 0 if it has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
             if line.startswith("NSpid:"):

@@ -1,9 +1,9 @@
-"""The first process of a simulated machine: makes its file systems, then reaps what nobody waits for.
+"""Run as process 1 of a simulated machine: mount its file systems, then reap orphans.
 
-Run by `machines.py` inside namespaces that are new, with one JSON argument. The root that it makes holds each
-top-level entry of the host's, each as it is there, beside folders of its own: so a mount point like /scratch
-needs no folder on the host. It says "ready", or what failed and why, on the descriptor that it is told.
-Standard library only, and no import of this package: three machines are to start in half a second.
+`machines.py` starts it in new namespaces with one JSON argument. Its root contains each top-level entry of
+the host's root, mounted one by one, beside directories of its own; so a mount point like /scratch needs no
+directory on the host. It writes "ready", or what failed, to a given descriptor. It uses the standard library
+only and imports nothing of this package, so that three machines start in half a second.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _OWN_DEVICES: set[int] = set()  # devices of the file systems that were made her
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """Mount something: the system call of that name.
+    """Mount a file system, or bind a directory to another place.
 
     Raises:
         OSError: with the target's name.
@@ -37,7 +37,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def make_root(config: dict[str, Any]) -> None:
-    """Stack a root of this machine's own on the host's, and go there."""
+    """Build this machine's root above the host's and change to it."""
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     # Held open: what lies below /tmp is out of sight from here on.
     held = {target: os.open(source, os.O_PATH) for target, source in config["bind"].items()}
@@ -80,7 +80,7 @@ def _mount_tmpfs(target: str, size_bytes: int, mode: str) -> None:
 
 
 def _write_hosts(text: str) -> None:
-    """Put a file in the place of /etc/hosts that lives in memory, has no other name and can be written."""
+    """Mount a writable nameless file in memory over /etc/hosts."""
     nursery = _STAGING_DIR + "/.hosts"
     Path(nursery).write_text(text)
     mount(nursery, _STAGING_DIR + "/etc/hosts", flags=MS_BIND)
@@ -88,7 +88,7 @@ def _write_hosts(text: str) -> None:
 
 
 def _create_mount_point(target: str, *, is_dir: bool) -> None:
-    """Make sure that there is something to mount on; never on the host's own disks."""
+    """Create a mount point if it is missing, but never on the host's disks."""
     path = Path(target)
     if path.exists():
         return
@@ -105,7 +105,7 @@ def _create_mount_point(target: str, *, is_dir: bool) -> None:
 
 
 def reap_orphans() -> None:
-    """Wait for whatever ends, for ever."""
+    """Wait for exited children for ever."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     while True:
         with contextlib.suppress(ChildProcessError):
@@ -115,7 +115,7 @@ def reap_orphans() -> None:
 
 
 def main() -> None:
-    """Become a machine, or the command that is to be its first process."""
+    """Set up the machine, then run its command or reap orphans."""
     told = json.loads(sys.argv[1])
     line = told["line"]
     try:

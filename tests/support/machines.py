@@ -1,19 +1,13 @@
-"""Simulated machines: hosts that have processes, names, memory and disks of their own, and lose them.
+"""Simulate machines that have their own processes, names, memory and disks, and can lose them.
 
-What `hosts.py` does for networks, done for the rest of a machine: namespaces for process ids, mounts, the
-host name and shared memory. Process 1 of each is a reaper of ours (`pid1.py`), or a command, as in a
-container. With process 1 the kernel kills all others, in one moment; what was in memory is gone then.
+`VirtualNetwork` gives each a network; this module adds namespaces for process ids, mounts, host name and
+shared memory. Process 1 of each is `machine_init.py` or a given command, as in a container. If it is killed,
+the kernel kills all other processes at once, and everything in memory is lost.
 
-A machine sees the host's files under the same names, as nodes see a shared file system, apart from: /tmp,
-/scratch and /dev/shm (or other folders), in memory and of a stated size; /etc/hosts, with all machines;
-/proc. The interpreter's folder and this package's are put back where they lie below one of those.
-
-**Promises.** Nothing on the host is edited, mounted or named, but for a control group where a memory limit
-is asked for. When the maker ends, in whatever way, the kernel ends all processes of its machines, and
-everything else goes with them. Three are up in 0.3 s.
-
-**Does not know** agents, jobs or schedulers. Takes root, as `hosts.py` does. Clocks, users and the kernel are
-the host's; a process on the host cannot reach a machine's network.
+A machine sees the host's files under their names, as nodes see a shared file system. Its own are /tmp,
+/scratch and /dev/shm (in memory and of limited size), /etc/hosts and /proc. Nothing on the host is changed,
+except that a memory limit makes a control group. When the maker exits, the kernel ends all machines. This
+needs root. Clocks, users and the kernel are the host's.
 """
 
 from __future__ import annotations
@@ -59,7 +53,7 @@ _File = int | IO[bytes] | None
 
 @dataclass
 class _RunningMachine:
-    """A machine that runs: its process 1, and descriptors of its namespaces and of its /etc/hosts."""
+    """A running machine: its process 1, and descriptors of its namespaces and its /etc/hosts."""
 
     init_process: subprocess.Popen[bytes]
     namespaces: dict[str, int]
@@ -70,7 +64,7 @@ class _RunningMachine:
 
 
 class Machines:
-    """Several machines on one network. Use it as a context manager, or call `close`."""
+    """Several machines on one network; use it as a context manager or call `close`."""
 
     def __init__(
         self,
@@ -258,7 +252,7 @@ class Machines:
         return self._require_running(index).init_process.pid
 
     def crash(self, *indices: int) -> None:
-        """Let machines die at once: every process is killed, and peers see their connections end."""
+        """Kill all processes of machines at once; peers see their connections end."""
         for index in indices:
             if self.is_up(index):
                 self._running_machines[index].init_process.kill()
@@ -266,33 +260,33 @@ class Machines:
             self._reap_machine(index)
 
     def poweroff(self, *indices: int) -> None:
-        """Let machines lose their power: links fall silent, then all processes end; peers hear nothing."""
+        """Cut the power of machines: links become silent, then all processes end, and peers get no packet."""
         for index in indices:
             self.network.cut(index)
         self.crash(*indices)
 
     def cut(self, index: int) -> None:
-        """Let a machine's link go silent."""
+        """Make a machine's link silent."""
         self.network.cut(index)
 
     def path(self, index: int, path_inside: str) -> Path:
-        """Where the maker finds a file of a machine that is up: on its disks too."""
+        """Return where the maker finds a file of a running machine."""
         if not self.is_up(index):
             raise UsageError(f"{self.name(index)} is down, and its disks are gone.")
         return Path(f"/proc/{self._running_machines[index].init_process.pid}/root") / path_inside.lstrip("/")
 
     def oom_kill_count(self, index: int) -> int:
-        """How many processes of a machine with a memory limit the kernel has killed for exceeding it."""
+        """Return how many processes the kernel killed for exceeding the machine's memory limit."""
         up = self._running_machines.get(index)
         return up.memory_limit.oom_kill_count() if up is not None else 0
 
     def set_known_names(self, index: int, names: Mapping[str, str]) -> None:
-        """Let a machine know these names (name -> address) and no others, from now on and after it boots."""
+        """Make a machine know these names (name -> address) and no others, also after it boots again."""
         self._name_tables[index] = "".join(f"{address} {name}\n" for name, address in names.items())
         self._write_hosts_file(index)
 
     def close(self) -> None:
-        """End all machines. A second call does nothing."""
+        """End all machines; a second call does nothing."""
         self.crash(*self._running_machines)
         self.network.close()
         self._process_thread.shutdown()
@@ -307,7 +301,7 @@ class Machines:
         files: tuple[_File, _File],
         env: Mapping[str, str] | None,
     ) -> tuple[subprocess.Popen[bytes], int, namespaces.MemoryLimit]:
-        """Start process 1; give it, where it tells how that went, and its limit."""
+        """Start process 1; return it, the pipe on which it reports, and its memory limit."""
         limit = namespaces.MemoryLimit(memory_bytes)
         here, there = os.pipe()
         config = {**config, "line": there, "hosts": self._hosts_file_text(index), "group": limit.group_path}
@@ -380,7 +374,7 @@ class Machines:
         up.memory_limit.close()
 
     def _write_hosts_file(self, index: int) -> None:
-        """Write what a machine knows, if it runs."""
+        """Write the machine's /etc/hosts if it runs."""
         up = self._running_machines.get(index)
         if up is not None and up.hosts_file_fd is not None:
             text = self._hosts_file_text(index).encode()
@@ -396,10 +390,10 @@ class Machines:
 
 
 def _open_hosts_file(init_process: subprocess.Popen[bytes]) -> int | None:
-    """Open a machine's /etc/hosts, once and for all.
+    """Open a machine's /etc/hosts once.
 
-    By its path it may be the host's later on: a file that is exchanged on the host, by a rename, takes with
-    it what is mounted on it in every namespace.
+    Its path may later lead to the host's file: a rename over it on the host removes the mounts on it in every
+    namespace.
     """
     try:
         found = os.open(f"/proc/{init_process.pid}/root/etc/hosts", os.O_RDWR | os.O_CLOEXEC)
@@ -412,6 +406,6 @@ def _open_hosts_file(init_process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _interpreter_dirs(disks: Mapping[str, int]) -> dict[str, str]:
-    """What a Python on a machine needs and would not see."""
+    """Return the directories of Python and this package that the machine's own disks would hide."""
     folders = (sys.prefix, sys.base_prefix, str(ROOT))
     return {each: each for each in folders if any(Path(each).is_relative_to(disk) for disk in disks)}

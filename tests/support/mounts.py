@@ -1,8 +1,8 @@
-"""The kernel's mounts and loop devices, without names: system calls that Python lacks.
+"""Make detached mounts and loop devices with system calls that Python lacks.
 
-A mount that is made here is in no namespace and ends with its last descriptor. As a program (``python -I -S
-mounting.py NAMESPACE TARGET MOUNT``) it moves one to a place in another mount namespace, which takes a
-process without threads. Standard library only, for that. Does not know disks.
+A detached mount is in no namespace and ends with its last descriptor. As a program (``python -I -S mounts.py
+NAMESPACE TARGET MOUNT``) it moves a mount into another mount namespace, for which a process must have no
+threads. It uses the standard library only.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def make_detached_mount(file_system: str, options: Mapping[str, str]) -> int:
-    """Mount a file system in no namespace; give the descriptor that it lives by. An option "" is a flag.
+    """Mount a file system in no namespace; return its descriptor. An option "" is a flag.
 
     Raises:
-        OSError: with what the kernel says about it, where it does.
+        OSError: with the kernel's messages.
 
     """
     context = _syscall("fsopen", _FSOPEN, file_system.encode(), _CLOEXEC)
@@ -47,7 +47,7 @@ def make_detached_mount(file_system: str, options: Mapping[str, str]) -> int:
 
 
 def make_loop_device(file: int) -> int:
-    """Make a block device of an open file; it is given back when neither descriptor nor mount is left."""
+    """Make a block device of an open file; it ends with its last descriptor and mount."""
     control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
     try:
         for _ in range(_MAX_ATTEMPTS):
@@ -69,9 +69,9 @@ def make_loop_device(file: int) -> int:
 
 
 def move_mount(namespace: str, target: str, mount: int) -> None:
-    """Move a detached mount to ``target`` in the mount namespace at this path, in the place of one of before.
+    """Move a detached mount to ``target`` in the given mount namespace, replacing an earlier one.
 
-    Only in a process without threads, which stays there.
+    Only a process without threads may call this, and it stays in that namespace.
     """
     space = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
     if _LIBC.setns(space, 0):
@@ -94,7 +94,7 @@ def _open_loop(number: int) -> int:
 
 
 def _kernel_messages(context: int) -> str:
-    """What the kernel tells of a mount that failed."""
+    """Return the kernel's messages about a failed mount."""
     words = []
     with contextlib.suppress(OSError):  # ENODATA: no more
         while True:

@@ -1,8 +1,8 @@
-"""What the kernel has for making one machine look like several: namespaces, and groups with limits.
+"""Enter kernel namespaces and limit memory, to make one machine look like several.
 
-The thread that calls is the one that is changed; `machines.py` has one for it. Nothing here outlives its
-process but a control group, for as long as there is somebody in it: the kernel takes none down by itself, so
-each has a shell that waits for its maker's end. Does not know machines.
+Each function changes the calling thread; `machines.py` has one thread for that. Only a control group outlives
+its maker, for as long as processes are in it, because the kernel does not remove it; a shell waits for the
+maker's exit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def enter_namespace(descriptor: int) -> None:
-    """Enter the namespace of this descriptor; one for process ids holds for children only."""
+    """Enter the namespace of this descriptor; a pid namespace applies to children only."""
     if _LIBC.setns(descriptor, 0):
         raise _last_error("setns")
 
@@ -51,7 +51,7 @@ def enter_namespace_at(path: str) -> None:
 
 @contextlib.contextmanager
 def children_in_pid_namespace(descriptor: int | None) -> Iterator[None]:
-    """Have children of this thread begin in a namespace for process ids; None: in a new one."""
+    """Start children of this thread in a pid namespace; None: in a new one."""
     if descriptor is None:
         if _LIBC.unshare(CLONE_NEWPID):
             raise _last_error("unshare")
@@ -64,13 +64,13 @@ def children_in_pid_namespace(descriptor: int | None) -> Iterator[None]:
 
 
 class MemoryLimit:
-    """What the processes of a control group, below that of this process, may use of memory together."""
+    """Limit the memory of the processes in a control group below that of this process."""
 
     def __init__(self, limit_bytes: int) -> None:
-        """Make the group; of 0 bytes: none.
+        """Create the group; with 0 bytes, none.
 
         Raises:
-            MachineError: it cannot be made, and why.
+            MachineError: it cannot be created.
 
         """
         self.group_path = ""
@@ -99,17 +99,17 @@ class MemoryLimit:
             raise MachineError(f"no memory limit can be set in {own.directory}: {error.strerror}.") from error
 
     def oom_kill_count(self) -> int:
-        """How many of its processes the kernel has killed for want of memory."""
+        """Return how many of its processes the kernel killed for lack of memory."""
         return self._cgroup.read_oom_kills() if self.group_path else 0
 
     def close(self) -> None:
-        """Remove the group. Its processes have ended; if not, they have a minute. Again: nothing."""
+        """Remove the group, up to a minute after its processes exit; a second call does nothing."""
         if self.group_path:
             self._remover.communicate()
 
 
 def remove_stale_groups() -> None:
-    """Remove what makers have left that were killed together with those who sweep behind them."""
+    """Remove groups whose maker and remover were both killed."""
     own = MemoryCgroup.find_own()
     for group in own.directory.glob(f"{_GROUP_PREFIX}*") if own else ():
         maker = group.name.removeprefix(_GROUP_PREFIX).split("-")[0]

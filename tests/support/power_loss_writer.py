@@ -1,7 +1,7 @@
-"""Lives of a process that does all that a node does to its disk; `tests/system/disk/test_power_loss.py` cuts the power of it.
+"""Run a process that performs all disk operations of a node, for `test_power_loss.py` to cut its power.
 
-``python -m tests.support.power_loss_writer`` reads what a life is to be from its input, a line of JSON each, forks it, and
-passes on what the life tells once it has returned from a promise: that is what must be there afterwards.
+``python -m tests.support.power_loss_writer`` reads one JSON request per line and forks a child for each life.
+It prints one line whenever an operation has returned: this must hold after a power loss.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from tests.support.checkpoint_samples import RUN, make_manifest, save_image
 
 NODE = "n0"
-COMMITS = 5  # of a life whose power nobody cuts before
-LARGE, SMALL = 60_000, 100  # numbers of a tensor: past the page cache by pieces, and all of it in the cache
+COMMITS = 5  # per life that no cut ends earlier
+LARGE, SMALL = 60_000, 100  # tensor sizes: partly written past the page cache, and wholly in it
 
 
 class DyingDisk(Disk):
-    """The store's own disk, whose process dies before its n-th operation, or which leaves a sync out."""
+    """A `Disk` whose process dies before its n-th operation, or which skips one kind of sync."""
 
     def __init__(self, operations: int = 0, skipped_sync: str = "") -> None:
-        """Live for so many operations, 0 for ever; ``without`` is what is not synced."""
+        """Die before operation number ``operations``, 0 for never; skip syncs of kind ``skipped_sync``."""
         self._operations_left = operations
         self._skipped_sync = skipped_sync
 
     def __getattribute__(self, name: str) -> Any:
-        """Count what is about to be done."""
+        """Count each operation that is about to run."""
         found = super().__getattribute__(name)
         if not name.startswith("_") and self._operations_left:
             self._operations_left -= 1
@@ -53,20 +53,20 @@ class DyingDisk(Disk):
         return found
 
     def sync_file(self, descriptor: int, path: Path) -> None:
-        """As the store's own, but for what is left out."""
+        """Sync, unless this kind is skipped."""
         kinds = {constants.STATE_FILE: "data", constants.MANIFEST_FILE: "manifest"}
         if self._skipped_sync != kinds.get(path.name, "record"):
             super().sync_file(descriptor, path)
 
     def sync_dir(self, path: Path) -> None:
-        """As the store's own, but for what is left out."""
+        """Sync, unless this kind is skipped."""
         kind = "directory" if path.name.startswith(constants.TEMPORARY_PREFIX) else "parent"
         if self._skipped_sync != kind:
             super().sync_dir(path)
 
 
 def make_image(step: int) -> memoryview:
-    """The state at a step: what it holds follows from the step."""
+    """Return an image whose bytes follow from the step."""
     layout = Layout.build([TensorSpec("weight", "F32", (SMALL if step % 2 else LARGE,))])
     memory = allocate_memory(layout.total_bytes)
     memory[: len(layout.header)] = layout.header
@@ -75,17 +75,17 @@ def make_image(step: int) -> memoryview:
 
 
 def make_memory(generation: int) -> PersistentState:
-    """What the rendezvous would have written."""
+    """Return a state of the rendezvous."""
     return PersistentState(Incarnation(NODE, "1", "a:1", 0), QuorumState(1), generation)
 
 
 def report(*words: object) -> None:
-    """Say that this is so, whatever happens to the power from this moment on."""
+    """Report that an operation is durable from now on."""
     os.write(1, (json.dumps([time.monotonic(), *words]) + "\n").encode())
 
 
 def run_life(request: dict[str, Any]) -> None:
-    """Claim the node's directory, and commit until the power goes."""
+    """Claim the node's directory and commit until the power is lost."""
     disk = DyingDisk(request.get("operations", 0), request.get("without", ""))
     with NodeDir.claim(Path(request["path"]), RUN, NODE, disk=disk) as node:
         catalog = Catalog(node.path, RUN, disk)
@@ -100,8 +100,8 @@ def run_life(request: dict[str, Any]) -> None:
         bad.mkdir(exist_ok=True)
         report("quarantine", catalog.quarantine(bad, "found bad").name)
         for step in itertools.islice(itertools.count(request["step"]), COMMITS):
-            whole = make_manifest(generation, step)
-            save_image(node.path, replace(whole, state={"step": step}), make_image(step), disk)
+            manifest = make_manifest(generation, step)
+            save_image(node.path, replace(manifest, state={"step": step}), make_image(step), disk)
             report("commit", generation, step)
             if request.get("once"):
                 return
@@ -110,21 +110,21 @@ def run_life(request: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """One life for each line; when it is over, however it ended, an empty line follows what it told."""
+    """Run one life per line, and print an empty line when it has ended."""
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         pid = os.fork()
         if pid:
             os.waitpid(pid, 0)
             print(flush=True)
             continue
-        os.environ[constants.ENV_FAILPOINTS] = asked.get("failpoints", "")
+        os.environ[constants.ENV_FAILPOINTS] = request.get("failpoints", "")
         failpoints.arm()
         try:
             report("life-of", os.getpid())
-            run_life(asked)
+            run_life(request)
         except MachineError:
-            os._exit(1)  # it has met the end of the disk
+            os._exit(1)  # the power was cut
         finally:
             os._exit(0)
 

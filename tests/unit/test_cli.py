@@ -24,7 +24,7 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
         (["nowhere.py"], "there is no training script 'nowhere.py' in "),
         (["-m", "nowhere.train"], "there is no module 'nowhere' in "),
         (["--no-python", "./nowhere"], "there is no program './nowhere'"),
-        (["--keep", "1", "train.py"], "a copy that turns out corrupt leaves nothing to resume from"),
+        (["--keep", "1", "train.py"], "a checkpoint that turns out corrupt leaves nothing to resume from"),
         (["--keep", "many", "train.py"], "keep is 'many'"),
         (["--rdzv-id", "a/b", "train.py"], "run id 'a/b' cannot be the name of a directory"),
         (["--node-name", "a b", "train.py"], "node name 'a b' cannot be the name of a directory"),

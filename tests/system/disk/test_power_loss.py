@@ -1,8 +1,8 @@
-"""The power goes, for real: on ext4 and xfs, at any moment of what a node does to its disk.
+"""Test real power losses on ext4 and xfs at any moment of a node's disk operations.
 
-The file system is the kernel's; the drive below it loses what it was not told to flush, any part of it. Cuts
-come at named points of the commit, before any operation on the disk, and at random microseconds, while
-another process writes. `make soak` makes more of them; ELASTIC_RESUME_POWER_SEED chooses others.
+The file system is the kernel's. The simulated drive below it loses any part of what it was not told to flush.
+Power is cut at named points of the commit, before any disk operation, and at random microseconds while
+another process writes. `make soak` makes more cuts; ELASTIC_RESUME_POWER_SEED selects others.
 """
 
 from __future__ import annotations
@@ -46,53 +46,52 @@ OPERATIONS = 150  # that is four commits with all that is before and behind them
 
 
 class Node:
-    """A node's directory on a disk that loses its power, and what was promised about it."""
+    """A node's directory on a disk that loses its power, and the operations reported as durable there."""
 
     def __init__(self, disk: SimulatedDisk, writer: subprocess.Popen[str]) -> None:
-        """With a process that lives on it."""
+        """Use ``writer``, a process of `power_loss_writer`."""
         self.disk = disk
         self._writer = writer
         self._step = 1
-        self._told: list[list[Any]] = []
+        self._reports: list[list[Any]] = []
 
-    def cut(self, seed: int, behind: int | None = None, **asked: object) -> None:
-        """Live until the power is cut: at the life's own end, or soon ``behind`` so many of its promises."""
+    def cut(self, seed: int, behind: int | None = None, **options: object) -> None:
+        """Run a life until the power is cut: at its own end, or soon after ``behind`` reports."""
         if self._writer.stdin is None or self._writer.stdout is None:
-            raise RuntimeError("pipes were asked for")
-        wanted = {"path": str(self.disk.path), "step": self._step, **asked}
-        self._writer.stdin.write(json.dumps(wanted) + "\n")
+            raise RuntimeError("pipes were options for")
+        request = {"path": str(self.disk.path), "step": self._step, **options}
+        self._writer.stdin.write(json.dumps(request) + "\n")
         self._writer.stdin.flush()
         _, _, pid = json.loads(self._writer.stdout.readline())
         lines = iter(self._writer.stdout.readline, "\n")
-        told: list[list[Any]] = []
+        reports: list[list[Any]] = []
         off_at = math.inf
         if behind is not None:
-            told += map(json.loads, itertools.islice(lines, behind))
+            reports += map(json.loads, itertools.islice(lines, behind))
             time.sleep(Random(seed).random() * COMMIT_S)
             off_at = time.monotonic()
             self.disk.lose_power(seed)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        told += map(json.loads, lines)
-        # A program without power says nothing; this one may, since xfs lets fsync of a directory that was
-        # open when it shut down return as if all were well.
-        self._told += [words for said_at, *words in told if said_at < off_at]
+        reports += map(json.loads, lines)
+        # Drop reports from after the cut: after a shutdown, xfs lets fsync of an open directory succeed.
+        self._reports += [words for said_at, *words in reports if said_at < off_at]
         if behind is None:
             self.disk.lose_power(seed)
         self.disk.mend()
         self._step += 100
 
     def broken(self) -> Iterator[str]:
-        """What was promised and is not so, after the power is back."""
+        """Yield each report that does not hold after the power is back."""
         path = self.disk.path / RUN / NODE
         catalog = Catalog(path, RUN)
-        commits = sorted((rest[0], rest[1]) for word, *rest in self._told if word == "commit")
-        quarantined = [rest[0] for word, *rest in self._told if word == "quarantine"]
+        commits = sorted((rest[0], rest[1]) for word, *rest in self._reports if word == "commit")
+        quarantined = [rest[0] for word, *rest in self._reports if word == "quarantine"]
         entries = [entry for entry in catalog.list_entries(read_data=True) if entry.generation]
         valid = [entry.version for entry in entries if entry.error is None]
         yield from (f"torn: {entry.error}" for entry in entries if entry.error is not None)
         for order in commits[-MIN_KEEP:]:
-            # It may have pruned what newer ones replace, while we were about to cut its power.
+            # The node may have pruned it just before the cut, if two newer ones exist.
             if order not in valid and sum(newer > order for newer in valid) < MIN_KEEP:
                 yield f"{order} was committed and is lost"
         for entry in entries:
@@ -107,34 +106,35 @@ class Node:
             yield from self._broken_records(node, max(valid, default=(0, 0))[0])
             catalog.remove_unfinished()
             if left := [each.name for each in path.iterdir() if each.name.startswith(TEMPORARY_PREFIX)]:
-                yield f"not swept: {left}"
+                yield f"not removed: {left}"
             order = (node.read_generation(), self._step - 1)
             save_checkpoint(path, *order)
-            # One whose power was cut between its rename and its telling is there, and counts as kept.
-            self._told += [["commit", *each] for each in (*valid, order) if each not in commits]
+            # A cut between rename and report leaves a checkpoint that counts as kept.
+            self._reports += [["commit", *each] for each in (*valid, order) if each not in commits]
             catalog.prune(MIN_KEEP)
             if order not in {entry.version for entry in catalog.list_valid()}:
                 yield f"a new commit does not work: {order}"
 
     def _broken_records(self, node: NodeDir, generation: int) -> Iterator[str]:
-        newest = {word: rest for word, *rest in self._told}
+        newest = {word: rest for word, *rest in self._reports}
         if node.read_generation() < newest.get("generation", [0])[0]:
             yield f"generation {node.read_generation()} after {newest['generation']}"
         if (
             "life" in newest
             and node_dir.read_min_generation(node.path, "launcher_id", -1)[0] < newest["life"][0]
         ):
-            yield f"life {node_dir.read_min_generation(node.path, 'supervisor', -1)} after {newest['life']}"
+            yield f"life {node_dir.read_min_generation(node.path, 'launcher_id', -1)} after {newest['life']}"
         memory = DurableStateFile(node.path).state
         if "record" in newest and (memory is None or memory.max_generation < newest["record"][0]):
             yield f"record {memory} after {newest['record']}"
         if node_dir.read_committed_generation(node.path) > generation:
-            yield f"committed.json says {node_dir.read_committed_generation(node.path)}, the newest is of {generation}"
+            committed = node_dir.read_committed_generation(node.path)
+            yield f"committed.json says {committed}, the newest checkpoint is of {generation}"
 
 
 @contextlib.contextmanager
 def node_on(kind: FileSystem, directory: Path) -> Iterator[Node]:
-    """A node on a disk of this kind."""
+    """Yield a node on a disk of this kind."""
     command = [sys.executable, "-m", "tests.support.power_loss_writer"]
     with (
         SimulatedDisk(directory, MIN_BYTES[kind], kind) as disk,
@@ -151,10 +151,8 @@ def node_on(kind: FileSystem, directory: Path) -> Iterator[Node]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_no_power_loss_tears_a_checkpoint_or_loses_what_was_committed(
-    kind: FileSystem, tmp_path: Path
-) -> None:
-    """Nor what lies in quarantine, nor the greatest generation; and the next life commits again."""
+def test_power_loss_keeps_committed_checkpoints_whole(kind: FileSystem, tmp_path: Path) -> None:
+    """Quarantine and the greatest generation survive too, and the next life commits again."""
     rng = Random(SEED)
     with node_on(kind, tmp_path) as node:
         for number in range(CUTS):
@@ -180,15 +178,15 @@ def test_no_power_loss_tears_a_checkpoint_or_loses_what_was_committed(
         ("record", "identity.json: does not hold"),
     ],
 )
-def test_a_sync_that_is_left_out_is_found(
+def test_checker_finds_each_missing_sync(
     kind: FileSystem, without: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is looked for above is seen where it is so: each fsync of a commit is needed, and one cut tells.
+    """Each fsync of a commit is necessary, and one cut shows it.
 
-    But for that of the temporary directory: both file systems make its names durable along with the manifest.
-    POSIX asks for it all the same, and the model in test_durable_crash.py misses it.
+    The temporary directory's is not tested: both file systems make its names durable along with the manifest.
+    POSIX requires it all the same, and the model in test_atomic_io.py finds it missing.
     """
-    # By itself ext4 makes all durable every 5 s, for which this process may have to wait for a processor.
+    # By default ext4 commits every 5 s, which would hide a missing fsync on a busy machine.
     monkeypatch.setitem(disks._MOUNT_OPTIONS, "ext4", {**disks._MOUNT_OPTIONS["ext4"], "commit": "300"})
     with node_on(kind, tmp_path) as node:
         node.cut(0, without=without, once=True)

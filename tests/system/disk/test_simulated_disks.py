@@ -1,4 +1,4 @@
-"""Simulated disks: what a program meets on one that is full, broken, slow, or without power, is real."""
+"""Test that a full, broken, slow or powerless simulated disk behaves like a real one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS: tuple[FileSystem, ...] = ("ext4", "xfs")
 
 @pytest.fixture(params=KINDS)
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SimulatedDisk]:
-    """One of each kind. Its device is given back: no test keeps a file open there, which nobody would see."""
+    """Yield a disk of each kind, and check that no test leaves a file open on its device."""
     with SimulatedDisk(tmp_path, disks.MIN_BYTES[request.param], request.param) as made:
         yield made
         device = os.fstat(made._device_fd).st_rdev
@@ -39,7 +39,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SimulatedDi
 
 
 def write(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Write a file, durably unless told otherwise."""
+    """Write a file, durably unless ``sync`` is false."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         os.write(descriptor, data)
@@ -56,8 +56,8 @@ def sync_dir(path: Path) -> None:
     os.close(descriptor)
 
 
-def error_of(act: Callable[[], object]) -> str:
-    """The name of the error number; empty where there is no error."""
+def error_name(act: Callable[[], object]) -> str:
+    """Return the name of the raised error number, empty if there is none."""
     try:
         act()
     except OSError as error:
@@ -65,75 +65,75 @@ def error_of(act: Callable[[], object]) -> str:
     return ""
 
 
-def aligned(data: bytes) -> memoryview:
-    """The same bytes at a page's beginning, as O_DIRECT wants them."""
+def page_aligned(data: bytes) -> memoryview:
+    """Return the bytes in page-aligned memory, as O_DIRECT requires."""
     memory = mmap.mmap(-1, len(data))
     memory[:] = data
     return memoryview(memory)
 
 
-def test_a_full_disk_refuses_and_one_that_is_freed_takes(disk: SimulatedDisk) -> None:
-    """ENOSPC for a file's data and for a new directory; so many bytes stay free when that is asked for."""
+def test_full_disk_raises_enospc_until_freed(disk: SimulatedDisk) -> None:
+    """For a file's data and for a new directory; a number of bytes can be kept free."""
     write(disk.path / "before", b"kept")
     disk.fill()
-    assert error_of(lambda: write(disk.path / "more", bytes(100_000))) == "ENOSPC"
+    assert error_name(lambda: write(disk.path / "more", bytes(100_000))) == "ENOSPC"
     assert (disk.path / "before").read_bytes() == b"kept"
     disk.free()
     write(disk.path / "more", bytes(100_000))
     disk.fill(keep_free_bytes=2 * MB)
-    assert error_of(lambda: write(disk.path / "fits", bytes(MB))) == ""
-    assert error_of(lambda: write(disk.path / "not", bytes(2 * MB))) == "ENOSPC"
+    assert error_name(lambda: write(disk.path / "fits", bytes(MB))) == ""
+    assert error_name(lambda: write(disk.path / "not", bytes(2 * MB))) == "ENOSPC"
 
 
-def test_a_broken_disk_gives_eio_and_a_mended_one_what_it_held(disk: SimulatedDisk) -> None:
-    """For reads and for writes; a program that had a file open keeps its error, as with a real one."""
+def test_broken_disk_raises_eio_and_keeps_its_data(disk: SimulatedDisk) -> None:
+    """After `mend`, files that were open keep their error, as with a real disk."""
     write(disk.path / "kept", b"k" * MB)
     sync_dir(disk.path)
     held = os.open(disk.path / "kept", os.O_RDWR)
     disk.fail()
-    assert error_of((disk.path / "kept").read_bytes) == "EIO"
-    assert error_of(lambda: write(disk.path / "new", b"n" * MB)) in {"EIO", "EROFS"}
+    assert error_name((disk.path / "kept").read_bytes) == "EIO"
+    assert error_name(lambda: write(disk.path / "new", b"n" * MB)) in {"EIO", "EROFS"}
     disk.mend()
     assert (disk.path / "kept").read_bytes() == b"k" * MB
-    assert error_of(lambda: write(disk.path / "new", b"n" * MB)) == ""
+    assert error_name(lambda: write(disk.path / "new", b"n" * MB)) == ""
     with open(held, "r+b", buffering=0) as former:
-        assert error_of(lambda: former.write(b"old") and former.truncate(0)) in {"EIO", "EROFS"}
+        assert error_name(lambda: former.write(b"old") and former.truncate(0)) in {"EIO", "EROFS"}
     assert (disk.path / "kept").read_bytes() == b"k" * MB
 
 
-def test_a_disk_can_be_full_and_broken_and_each_ends_for_itself(disk: SimulatedDisk) -> None:
-    """Neither ends the other; and one that works already is not mended under those who use it."""
+def test_full_and_broken_are_independent(disk: SimulatedDisk) -> None:
+    """`mend` does not disturb a disk that works."""
     disk.fail()
     disk.fill()
     disk.mend()
-    assert error_of(lambda: write(disk.path / "more", bytes(100_000))) == "ENOSPC"
+    assert error_name(lambda: write(disk.path / "more", bytes(100_000))) == "ENOSPC"
     disk.fail()
     disk.free()
-    assert error_of(lambda: write(disk.path / "more", bytes(100_000))) != ""
+    assert error_name(lambda: write(disk.path / "more", bytes(100_000))) != ""
     disk.mend()
     with (disk.path / "more").open("wb", buffering=0) as held:
         disk.mend()
         assert held.write(bytes(100_000)) == 100_000
 
 
-def test_a_disk_may_fail_in_one_direction_only(disk: SimulatedDisk) -> None:
-    """What is written while only reads fail is there."""
+def test_reads_and_writes_can_fail_separately(disk: SimulatedDisk) -> None:
+    """Data written while only reads fail is kept."""
     write(disk.path / "kept", b"k" * MB)
     disk.fail(writes=False)
-    assert error_of((disk.path / "kept").read_bytes) == "EIO"
+    assert error_name((disk.path / "kept").read_bytes) == "EIO"
     disk.mend()
     disk.fail(reads=False)
     assert (disk.path / "kept").read_bytes() == b"k" * MB
-    assert error_of(lambda: write(disk.path / "kept", b"n" * MB)) in {"EIO", "EROFS"}
+    assert error_name(lambda: write(disk.path / "kept", b"n" * MB)) in {"EIO", "EROFS"}
 
 
-def test_a_file_system_that_found_an_error_is_read_only(tmp_path: Path) -> None:
-    """EROFS for who writes; reading goes on. xfs never does that."""
+def test_ext4_turns_read_only_after_error(tmp_path: Path) -> None:
+    """Writing raises EROFS and reading works; xfs never does this."""
     with SimulatedDisk(tmp_path) as disk:
         write(disk.path / "kept", b"kept")
         sync_dir(disk.path)
         disk.turn_read_only()
-        assert error_of(lambda: write(disk.path / "new", b"new")) == "EROFS"
+        assert error_name(lambda: write(disk.path / "new", b"new")) == "EROFS"
         assert (disk.path / "kept").read_bytes() == b"kept"
         disk.mend()
         write(disk.path / "new", b"new")
@@ -144,8 +144,8 @@ def test_a_file_system_that_found_an_error_is_read_only(tmp_path: Path) -> None:
         disk.turn_read_only()
 
 
-def test_a_slow_disk_takes_its_time(disk: SimulatedDisk) -> None:
-    """Not a time is asserted but an order: a write to it is under way when many to another are done."""
+def test_rate_limit_slows_disk(disk: SimulatedDisk) -> None:
+    """The test asserts an order, not a time: many writes to another disk finish first."""
     with SimulatedDisk(Path("/tmp")) as other:  # noqa: S108  the file has no name
         disk.limit_rate(20_000)
         code = "import os,sys; f=os.open(sys.argv[1],65); os.write(f,bytes(1<<20)); os.fsync(f)"
@@ -157,27 +157,27 @@ def test_a_slow_disk_takes_its_time(disk: SimulatedDisk) -> None:
         assert slow.wait(30) == 0
 
 
-def test_what_was_synced_outlives_a_power_loss_and_what_was_not_does_not(disk: SimulatedDisk) -> None:
-    """File and name both; nothing is torn below a name that was made durable last."""
+def test_power_loss_keeps_synced_data_only(disk: SimulatedDisk) -> None:
+    """Both file and name."""
     write(disk.path / "durable", b"d" * MB)
     sync_dir(disk.path)
     write(disk.path / "volatile", b"v" * MB, sync=False)
     disk.lose_power()
-    assert error_of(lambda: write(disk.path / "later", b"l")) != ""
+    assert error_name(lambda: write(disk.path / "later", b"l")) != ""
     disk.mend()
     assert (disk.path / "durable").read_bytes() == b"d" * MB
     assert not (disk.path / "volatile").exists() or (disk.path / "volatile").read_bytes() != b"v" * MB
 
 
-def test_a_power_loss_tears_what_is_in_flight(tmp_path: Path) -> None:
-    """Of what the disk has taken and not flushed some sectors are there, by the seed, and some not."""
+def test_power_loss_tears_unflushed_write(tmp_path: Path) -> None:
+    """The seed decides which unflushed sectors survive."""
     old, new = b"o" * MB, b"n" * MB
     left = []
     for seed in range(6):
         with SimulatedDisk(tmp_path) as disk:
             write(disk.path / "file", old)
             descriptor = os.open(disk.path / "file", os.O_WRONLY | os.O_DIRECT)
-            with aligned(new) as block:
+            with page_aligned(new) as block:
                 os.write(descriptor, block)
             os.close(descriptor)
             disk.lose_power(seed)
@@ -189,8 +189,8 @@ def test_a_power_loss_tears_what_is_in_flight(tmp_path: Path) -> None:
     assert 0 in left or MB in left, left
 
 
-def test_a_machine_sees_the_disk_at_a_plain_path_before_and_after_it_is_mended(tmp_path: Path) -> None:
-    """The observer outside sees the same files; the host's own mounts never change."""
+def test_machine_sees_disk_at_same_path_after_mend(tmp_path: Path) -> None:
+    """An observer outside sees the same files; the host's mounts never change."""
     before = Path("/proc/self/mountinfo").read_text()
     with SimulatedDisk(tmp_path) as disk, Machines(["n0"]) as machines:
         (first,) = machines.boot()
@@ -211,25 +211,25 @@ def test_a_machine_sees_the_disk_at_a_plain_path_before_and_after_it_is_mended(t
 MAKER = """
 import sys, time
 from pathlib import Path
-from tests.support.disks import Disk
-disk = Disk(sys.argv[1])
+from tests.support.disks import SimulatedDisk
+disk = SimulatedDisk(sys.argv[1])
 (disk.path / "file").write_bytes(bytes(20 << 20))
-disk.slow(1000)
+disk.limit_rate(1000)
 print("made", flush=True)
 time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None], ids=["SIGKILL", "SIGTERM", "close"])
-def test_nothing_is_left_of_a_disk_whose_maker_has_ended(tmp_path: Path, how: signal.Signals | None) -> None:
-    """No process, device, mount or file, though there was much to write on a slow disk.
+def test_disk_disappears_with_its_maker(tmp_path: Path, how: signal.Signals | None) -> None:
+    """No process, device, mount or file is left, even with much unwritten data on a slow disk.
 
-    The drive ends when its file system is gone, and that when no device and no mount hold it any more.
+    The drive exits after its file system, which exits when no device and no mount refer to it.
     """
     if how is None:
         disk = SimulatedDisk(tmp_path)
         (disk.path / "file").write_bytes(bytes(MB))
-        drives = drives_of(os.getpid())
+        drives = list_drives(os.getpid())
         disk.close()
         disk.close()
         with pytest.raises(UsageError, match="closed"):
@@ -239,7 +239,7 @@ def test_nothing_is_left_of_a_disk_whose_maker_has_ended(tmp_path: Path, how: si
         with subprocess.Popen(command, stdout=subprocess.PIPE) as maker:
             assert maker.stdout is not None
             assert maker.stdout.readline() == b"made\n"
-            drives = drives_of(maker.pid)
+            drives = list_drives(maker.pid)
             maker.send_signal(how)
     assert len(drives) == 1
     psutil.wait_procs(drives, timeout=60)
@@ -247,14 +247,14 @@ def test_nothing_is_left_of_a_disk_whose_maker_has_ended(tmp_path: Path, how: si
     assert list(tmp_path.iterdir()) == []
 
 
-def drives_of(maker: int) -> list[psutil.Process]:
-    """The processes that are disks of this one."""
+def list_drives(maker: int) -> list[psutil.Process]:
+    """Return the drive processes that are children of ``maker``."""
     found = psutil.Process(maker).children()
     return [child for child in found if any(word.endswith("fuse_disk.py") for word in child.cmdline())]
 
 
-def test_who_cannot_make_a_disk_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tool that is missing, a folder that is, a size that no file system fits in."""
+def test_unavailable_disk_reports_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing tool, a missing directory, a size too small for the file system."""
     assert disks.unavailable_reason("ext4") == ""
     assert disks.unavailable_reason("xfs") == ""
     with pytest.raises(UsageError, match="16777216 at least"):
@@ -265,8 +265,8 @@ def test_who_cannot_make_a_disk_is_told_why(tmp_path: Path, monkeypatch: pytest.
     assert "apt-get install xfsprogs" in disks.unavailable_reason("xfs")
 
 
-def test_events_that_a_disk_refuses_are_told_when_it_takes_them_again(disk: SimulatedDisk) -> None:
-    """In their order, each once; what went wrong with the disk is in the log then."""
+def test_event_log_writes_refused_events_later(disk: SimulatedDisk) -> None:
+    """Each once and in order."""
     with contextlib.closing(EventLog(disk.path / "events.jsonl")) as log:
         disk.fill()
         for number in range(200):  # the first ones find room in a block that is theirs already

@@ -123,7 +123,7 @@ def test_memory_that_was_nearly_used_up_is_remembered_though_it_is_free_again(tm
     version_2(job, used=990_000_000, limit="1000000000")
     gauge.poll()
     version_2(job, used=10_000_000, limit="1000000000")
-    assert gauge.read_pressure() == MemoryPressure(description="its control group had used 990 MB of 1.0 GB")
+    assert gauge.read_pressure() == MemoryPressure(description="its control group had used 990 MB of 1 GB")
     gauge.reset()
     assert gauge.read_pressure() == MemoryPressure()
 

@@ -1,7 +1,7 @@
-"""Power cuts: every prefix of what the store did to the disk, with what was not synced lost or torn.
+"""Test every prefix of the disk operations as a power cut, with unsynced data lost or torn.
 
-The model of the disk is harsher than most file systems: a file's data is there only after fsync of the
-file, a name only after fsync of its directory; until then any part of the data and any subset of the
+The model of the disk is harsher than most file systems. A file's data is durable only after fsync of the
+file, and a name only after fsync of its directory. Until then any part of the data and any subset of the
 names may have reached the device, in any order. Only a rename is atomic.
 """
 
@@ -34,7 +34,7 @@ TEARS = 6  # each set of surviving names is looked at with so many random tears 
 
 @dataclass
 class Inode:
-    """A file or directory of the model; of a file, what is durable and what was written since."""
+    """A file or directory of the model; for a file, its durable and its unsynced bytes."""
 
     is_dir: bool
     durable: bytes = b""
@@ -46,7 +46,7 @@ class Inode:
 class Change:
     """One change of names: entries to set (to an inode) and to drop, all at once.
 
-    Of a rename from one directory to another the new name may be durable before the old one is gone.
+    After a rename from one directory to another, the new name may be durable before the old one is gone.
     """
 
     sets: list[tuple[int, str, int]]
@@ -57,7 +57,7 @@ class Change:
 
 @dataclass
 class Model:
-    """What an adversary may leave of a directory tree after a power cut."""
+    """A directory tree in which a power cut may lose or tear everything that was not synced."""
 
     inodes: list[Inode] = field(default_factory=lambda: [Inode(is_dir=True)])
     changes: list[Change] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Model:
         inode.ever_synced = True
 
     def images(self, random: Random, most: int) -> Iterator[Files]:
-        """Trees that may be found after a cut now: all subsets of names if few, else random ones."""
+        """Yield possible trees after a power cut now: all subsets of names if few, else random ones."""
         pending = [i for i, change in enumerate(self.changes) if not change.durable]
         if 2 ** len(pending) <= most:
             subsets: list[frozenset[int]] = [
@@ -147,7 +147,7 @@ class Model:
 
     @staticmethod
     def _torn(inode: Inode, random: Random) -> bytes:
-        """The synced bytes, and after them nothing, a part, zeros, or all of the rest."""
+        """Return the synced bytes, followed by nothing, a part, zeros or all of the rest."""
         rest = inode.since
         kind = random.randrange(4) if rest else 0
         if kind == 0:
@@ -164,15 +164,15 @@ Operation = Callable[[Model], None]
 
 
 class RecordingDisk(Disk):
-    """A real disk that also writes down what was done to it. ``leave_out`` names operations it forgets."""
+    """A real disk that records its operations, except those in ``leave_out``."""
 
     def __init__(self, root: Path, leave_out: str = "") -> None:
         self.operations: list[Operation | str] = []
         self._root = root
         self._leave_out = leave_out
 
-    def note(self, fact: str) -> None:
-        """Put a fact about the store between the operations: what the checker may expect from here on."""
+    def add_fact(self, fact: str) -> None:
+        """Insert a fact between the operations that the checker may rely on from then on."""
         self.operations.append(fact)
 
     def _name(self, path: Path) -> str:
@@ -234,7 +234,7 @@ class RecordingDisk(Disk):
         self._record(lambda model: model.change([], [model.place(name)]))
 
     def damage(self, path: Path, offset: int) -> None:
-        """Flip a bit of a file behind the store's back, for good."""
+        """Flip a bit of a file permanently, without the product's knowledge."""
         flip_bits(path, offset)
         name, data = self._name(path), path.read_bytes()
 
@@ -245,8 +245,8 @@ class RecordingDisk(Disk):
         self._record(replace)
 
 
-class HastyWriter(CheckpointTransaction):
-    """The classic mistake: the final name first, then what belongs under it."""
+class WriterThatRenamesFirst(CheckpointTransaction):
+    """A defect to be found: the final name comes before the data."""
 
     def _finish_data(self) -> None:
         self._disk.rename(self._temporary_path, self._final_path)
@@ -261,8 +261,8 @@ class HastyWriter(CheckpointTransaction):
         self._disk.sync_dir(self._node_dir)
 
 
-class HastyCatalog(Catalog):
-    """Another one: files are removed while the checkpoint still has its name."""
+class CatalogThatKeepsName(Catalog):
+    """A defect to be found: files are removed while the checkpoint has its name."""
 
     def _delete(self, path: Path) -> None:
         self._disk.remove_tree(path)
@@ -275,34 +275,34 @@ def commit(
     seed: int = 0,
     writer: type[CheckpointTransaction] = CheckpointTransaction,
 ) -> Path:
-    """Commit a checkpoint; note the moment from which it must be found."""
+    """Commit a checkpoint, and add the fact that it must be found from then on."""
     with writer(node_dir, *order, disk, block_bytes=SMALL_BLOCK) as open_writer:
         open_writer.write(make_image(seed or order[1]))
         path = open_writer.commit(make_manifest(*order))
-    disk.note(f"committed {path.name}")
+    disk.add_fact(f"committed {path.name}")
     return path
 
 
 def scenario(disk: RecordingDisk, node_dir: Path, catalog: type[Catalog] = Catalog) -> None:
-    """A node's life: commits, prunes, a copy that goes bad and is replaced, the next generation."""
-    shelf = catalog(node_dir, RUN, disk)
+    """Run the life of a node: commits, prunes, a corrupt checkpoint that is replaced, the next generation."""
+    node_catalog = catalog(node_dir, RUN, disk)
     for step in (1, 2, 3):
         commit(disk, node_dir, (1, step))
-        shelf.prune(2)
+        node_catalog.prune(2)
     bad = node_dir / checkpoint_name(1, 3)
-    disk.note(f"damaged {bad.name}")
+    disk.add_fact(f"damaged {bad.name}")
     disk.damage(bad / constants.STATE_FILE, -1)
     commit(disk, node_dir, (1, 3))  # finds it damaged, moves it aside, writes it again
-    disk.note(f"damaged {bad.name}")
+    disk.add_fact(f"damaged {bad.name}")
     disk.damage(bad / constants.MANIFEST_FILE, 40)
-    shelf.quarantine(bad, "a flipped bit")
+    node_catalog.quarantine(bad, "a flipped bit")
     for step in (2, 5):
         commit(disk, node_dir, (2, step))
-        shelf.prune(2)
+        node_catalog.prune(2)
 
 
 def check(tree_root: Path, committed: set[str], damaged: set[str]) -> str | None:
-    """Say what is wrong with a tree found after a power cut, or None."""
+    """Describe what is wrong with a tree after a power cut; None if nothing is."""
     found = {path.name: path for path in tree_root.iterdir() if parse_checkpoint_name(path.name)}
     for name, path in found.items():
         if name not in damaged:
@@ -322,7 +322,7 @@ def check(tree_root: Path, committed: set[str], damaged: set[str]) -> str | None
 
 
 def materialise(tree: Files, root: Path) -> Path:
-    """Lay a tree of the model out on the real disk."""
+    """Write a tree of the model to the real disk."""
     root.mkdir()
     for name in sorted(tree):
         if name.endswith("/"):
@@ -333,7 +333,7 @@ def materialise(tree: Files, root: Path) -> Path:
 
 
 def problems(operations: list[Operation | str], scratch: Path, seed: int = 0) -> Iterator[str]:
-    """Cut the power after every operation in turn and yield what is wrong with what may be left."""
+    """Cut the power after every operation in turn and yield the defects of what may be left."""
     random = Random(seed)
     model = Model()
     committed: set[str] = set()
@@ -360,7 +360,7 @@ def problems(operations: list[Operation | str], scratch: Path, seed: int = 0) ->
 
 
 def record(tmp_path: Path, leave_out: str = "", catalog: type[Catalog] = Catalog) -> list[Operation | str]:
-    """Live the scenario once and return what was done to the disk."""
+    """Run the scenario once and return its disk operations."""
     node_dir = tmp_path / "node"
     node_dir.mkdir()
     disk = RecordingDisk(node_dir, leave_out)
@@ -369,8 +369,8 @@ def record(tmp_path: Path, leave_out: str = "", catalog: type[Catalog] = Catalog
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_power_cut_at_any_point_leaves_whole_checkpoints_and_the_newest(tmp_path: Path, seed: int) -> None:
-    """Whatever was lost or torn, final names verify deep and the newest committed copy is there."""
+def test_power_cut_leaves_whole_checkpoints_and_newest_one(tmp_path: Path, seed: int) -> None:
+    """Whatever was lost or torn, final names verify deeply and the newest commit is there."""
     operations = record(tmp_path)
     after = tmp_path / "after"
     after.mkdir()
@@ -378,8 +378,8 @@ def test_a_power_cut_at_any_point_leaves_whole_checkpoints_and_the_newest(tmp_pa
     assert len(list(after.iterdir())) > 300  # so many different trees were looked at
 
 
-def test_a_copy_that_is_written_again_with_other_content_is_never_lost(tmp_path: Path) -> None:
-    """Its name may be missing for a moment, but the first content stays, here or in quarantine."""
+def test_power_cut_while_replacing_checkpoint_loses_no_content(tmp_path: Path) -> None:
+    """The name may be missing for a moment, but the first content stays, here or in quarantine."""
     node_dir = tmp_path / "node"
     node_dir.mkdir()
     disk = RecordingDisk(node_dir)
@@ -398,40 +398,40 @@ def test_a_copy_that_is_written_again_with_other_content_is_never_lost(tmp_path:
 
 
 @pytest.mark.parametrize("leave_out", ["sync_file", "sync_inner_dir", "sync_outer_dir"])
-def test_without_one_of_the_syncs_a_power_cut_is_noticed(tmp_path: Path, leave_out: str) -> None:
-    """The checker above sees each missing sync: it is not blind."""
+def test_checker_finds_each_missing_sync(tmp_path: Path, leave_out: str) -> None:
+    """This proves that the checker above is not blind."""
     operations = record(tmp_path, leave_out)
     (tmp_path / "after").mkdir()
     assert next(problems(operations, tmp_path / "after"), None)
 
 
-def test_renaming_before_the_data_is_there_is_noticed(tmp_path: Path) -> None:
-    """The checker sees a commit whose rename comes first."""
+def test_checker_finds_rename_before_data(tmp_path: Path) -> None:
+    """This proves that the checker above is not blind."""
     node_dir = tmp_path / "node"
     node_dir.mkdir()
     disk = RecordingDisk(node_dir)
-    commit(disk, node_dir, (1, 1), writer=HastyWriter)
+    commit(disk, node_dir, (1, 1), writer=WriterThatRenamesFirst)
     (tmp_path / "after").mkdir()
     assert "not whole" in next(problems(disk.operations, tmp_path / "after"), "")
 
 
-def test_removing_files_under_a_final_name_is_noticed(tmp_path: Path) -> None:
-    """The checker sees a prune that does not take the name away first."""
-    operations = record(tmp_path, catalog=HastyCatalog)
+def test_checker_finds_removal_under_final_name(tmp_path: Path) -> None:
+    """This proves that the checker above is not blind."""
+    operations = record(tmp_path, catalog=CatalogThatKeepsName)
     (tmp_path / "after").mkdir()
     assert "not whole" in next(problems(operations, tmp_path / "after"), "")
 
 
-def test_the_generation_never_goes_back_in_a_power_cut(tmp_path: Path) -> None:
-    """A persisted generation is read back after any cut; the file is old or new, never torn."""
+def test_power_cut_never_decreases_generation(tmp_path: Path) -> None:
+    """The file is old or new, never torn."""
     ckpt_dir = tmp_path / "ckpt"
     disk = RecordingDisk(ckpt_dir)
     ckpt_dir.mkdir()
     node = NodeDir.attach(ckpt_dir, RUN, "a", disk)
-    disk.note("generation 0")
+    disk.add_fact("generation 0")
     for generation in (1, 2, 7):
         node.persist_generation(generation)
-        disk.note(f"generation {generation}")
+        disk.add_fact(f"generation {generation}")
     model, random, known, number = Model(), Random(1), -1, itertools.count()
     for operation in disk.operations:
         if isinstance(operation, str):
@@ -445,14 +445,14 @@ def test_the_generation_never_goes_back_in_a_power_cut(tmp_path: Path) -> None:
                 assert known <= found <= 7
 
 
-def test_the_identity_never_changes_in_a_power_cut(tmp_path: Path) -> None:
-    """Once claimed, a directory has after any cut the identity it had; before, that one or none yet."""
+def test_power_cut_never_changes_identity(tmp_path: Path) -> None:
+    """After the first claim there is this identity; before, this one or none."""
     ckpt_dir = tmp_path / "ckpt"
     disk = RecordingDisk(ckpt_dir)
     ckpt_dir.mkdir()
     with NodeDir.claim(ckpt_dir, RUN, "a", disk=disk) as node:
         identity = node.read_identity()
-        disk.note("claimed")
+        disk.add_fact("claimed")
     model, random, number, allowed = Model(), Random(1), itertools.count(), {"", identity}
     for operation in disk.operations:
         if isinstance(operation, str):
@@ -465,8 +465,8 @@ def test_the_identity_never_changes_in_a_power_cut(tmp_path: Path) -> None:
     assert allowed == {identity}
 
 
-def test_a_new_directory_is_durable_with_all_above_it(tmp_path: Path) -> None:
-    """A node's directory made by `make_dirs` is there after a cut: its parents' names were synced too."""
+def test_power_cut_keeps_directories_of_make_dirs(tmp_path: Path) -> None:
+    """The names of new parents were synced too."""
     root = tmp_path / "root"
     root.mkdir()
     disk = RecordingDisk(root)
@@ -478,8 +478,8 @@ def test_a_new_directory_is_durable_with_all_above_it(tmp_path: Path) -> None:
     assert all("ckpt/run/node/" in tree for tree in model.images(Random(0), 64))
 
 
-def test_the_record_is_complete(tmp_path: Path) -> None:
-    """Replayed with nothing lost, the record gives the very tree that is on the disk."""
+def test_replayed_record_equals_disk(tmp_path: Path) -> None:
+    """With nothing lost, the record gives the tree that is on the disk."""
     operations = record(tmp_path)
     model = Model()
     for operation in operations:

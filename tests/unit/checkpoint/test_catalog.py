@@ -1,4 +1,4 @@
-"""The catalog keeps what it must, removes only what it knows, and loses nothing in quarantine."""
+"""Test that the catalog keeps, prunes and quarantines the right checkpoints."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.support.checkpoint_samples import RUN, flip_bits, make_image, save_ch
 
 
 def names(paths: list[Path]) -> list[str]:
-    """Last parts."""
+    """Return the last parts of the paths."""
     return [path.name for path in paths]
 
 
-def test_newest_is_the_greatest_generation_and_step(tmp_path: Path) -> None:
-    """Not the greatest step, and not the latest time of a file."""
+def test_entries_sort_by_generation_and_step(tmp_path: Path) -> None:
+    """The order depends neither on the step alone nor on file times."""
     orders = [(2, 5), (10, 1), (2, 40), (1, 999)]
     for order in orders:
         save_checkpoint(tmp_path, *order)
@@ -37,8 +37,8 @@ def test_newest_is_the_greatest_generation_and_step(tmp_path: Path) -> None:
     assert all(entry.manifest and entry.manifest.version == entry.version for entry in entries)
 
 
-def test_bad_entries_carry_their_problem(tmp_path: Path) -> None:
-    """Quick finds what is torn; deep also what is corrupt; the valid ones are told apart."""
+def test_bad_entry_has_its_error(tmp_path: Path) -> None:
+    """A quick check finds torn checkpoints; reading all data also finds corrupt ones."""
     for step in range(1, 5):
         save_checkpoint(tmp_path, 1, step)
     (tmp_path / checkpoint_name(1, 4) / constants.STATE_FILE).unlink()
@@ -55,8 +55,8 @@ def test_bad_entries_carry_their_problem(tmp_path: Path) -> None:
     assert {type(entry.error) for entry in others} == {ForeignError}
 
 
-def test_prune_keeps_the_newest_valid_ones(tmp_path: Path) -> None:
-    """Bad ones do not count as kept, and are not removed either."""
+def test_prune_keeps_newest_valid_checkpoints(tmp_path: Path) -> None:
+    """Invalid ones do not count towards ``keep``, and are not removed."""
     for step in range(1, 7):
         save_checkpoint(tmp_path, 1, step)
     (tmp_path / checkpoint_name(1, 6) / constants.MANIFEST_FILE).unlink()
@@ -70,13 +70,13 @@ def test_prune_keeps_the_newest_valid_ones(tmp_path: Path) -> None:
 
 
 def test_prune_refuses_to_keep_fewer_than_two(tmp_path: Path) -> None:
-    """One copy may turn out bad when it is needed."""
+    """One checkpoint may turn out bad when it is needed."""
     with pytest.raises(ValueError, match="at least 2"):
         Catalog(tmp_path, RUN).prune(1)
 
 
-def test_prune_never_touches_what_it_does_not_recognise(tmp_path: Path) -> None:
-    """A user's files, another run's checkpoint, a link, odd names: all stay."""
+def test_prune_ignores_unknown_files(tmp_path: Path) -> None:
+    """A user's files, another run's checkpoint, a link and odd names stay."""
     for step in range(1, 5):
         save_checkpoint(tmp_path, 1, step)
     elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
@@ -98,7 +98,7 @@ def test_prune_never_touches_what_it_does_not_recognise(tmp_path: Path) -> None:
 
 
 def test_quarantine_never_overwrites(tmp_path: Path) -> None:
-    """The same name may go bad again and again."""
+    """A checkpoint of one name may be quarantined repeatedly."""
     catalog = Catalog(tmp_path, RUN)
     moved = [catalog.quarantine(save_checkpoint(tmp_path, seed=seed), f"reason {seed}") for seed in range(3)]
     assert names(moved) == [checkpoint_name(1, 1), f"{checkpoint_name(1, 1)}.1", f"{checkpoint_name(1, 1)}.2"]
@@ -111,8 +111,8 @@ def test_quarantine_never_overwrites(tmp_path: Path) -> None:
     assert catalog.list_entries() == []
 
 
-def test_sweep_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> None:
-    """A writer that lives keeps its directory; a recycled process number does not protect one."""
+def test_remove_unfinished_removes_directories_of_dead_writers_only(tmp_path: Path) -> None:
+    """A live writer keeps its directory; a reused pid does not protect one."""
     path = save_checkpoint(tmp_path)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
         living_one = tmp_path / f".tmp-{checkpoint_name(1, 2)}-{living.pid}-0123abcd"
@@ -135,24 +135,24 @@ def test_sweep_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> No
     assert set(tmp_path.iterdir()) == {path, living_one, own}
 
 
-def test_a_writer_in_this_process_is_not_swept(tmp_path: Path) -> None:
-    """The owner may sweep while its own thread saves."""
+def test_remove_unfinished_keeps_directory_of_this_process(tmp_path: Path) -> None:
+    """Another thread of the owner may be committing."""
     with CheckpointTransaction(tmp_path, 1, 1) as writer:
         writer.write(make_image())
         assert Catalog(tmp_path, RUN).remove_unfinished() == []
 
 
-def test_what_its_writer_finishes_while_a_sweep_looks_is_left_to_it(
+def test_remove_unfinished_ignores_file_renamed_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent replaces its small files while a worker of its node starts: that ended the whole job once."""
+    """An agent replaces its small files while a worker of its node starts."""
     gone = tmp_path / temporary_name("rendezvous.json")
     monkeypatch.setattr(Catalog, "_list_directory", lambda _: [gone])
     assert Catalog(tmp_path, RUN).remove_unfinished() == []
 
 
-def test_a_catalog_of_nothing_is_empty(tmp_path: Path) -> None:
-    """No directory yet is no error."""
+def test_catalog_of_missing_directory_is_empty(tmp_path: Path) -> None:
+    """A missing directory is no error."""
     catalog = Catalog(tmp_path / "none", RUN)
     assert not catalog.list_entries()
     assert not catalog.list_quarantined()
@@ -160,8 +160,8 @@ def test_a_catalog_of_nothing_is_empty(tmp_path: Path) -> None:
     assert scan_run(tmp_path / "none", RUN) == {}
 
 
-def test_scan_run_lists_every_node_that_is_visible(tmp_path: Path) -> None:
-    """On a shared file system these are all; files and odd names beside them are no nodes."""
+def test_scan_run_lists_every_visible_node(tmp_path: Path) -> None:
+    """Files and directories with odd names are not nodes."""
     for node in ("a", "b.example-1"):
         (tmp_path / node).mkdir()
         for step in range(1, 4):
@@ -177,8 +177,8 @@ def test_scan_run_lists_every_node_that_is_visible(tmp_path: Path) -> None:
     }
 
 
-def test_a_link_to_a_checkpoint_is_read_and_left_alone(tmp_path: Path) -> None:
-    """Somebody keeps it on another disk: it counts for a resume, not for pruning, and is never damaged."""
+def test_link_to_checkpoint_is_read_but_never_moved(tmp_path: Path) -> None:
+    """A linked checkpoint can be resumed from; it is never pruned or called damaged."""
     node, elsewhere = tmp_path / "node", tmp_path / "elsewhere"
     node.mkdir()
     elsewhere.mkdir()
@@ -197,16 +197,18 @@ def test_a_link_to_a_checkpoint_is_read_and_left_alone(tmp_path: Path) -> None:
     assert not torn.is_damaged
 
 
-def test_a_link_that_leads_nowhere_is_an_entry_with_a_problem(tmp_path: Path) -> None:
-    """A file system that is not mounted must not look like a job that never saved."""
+def test_dangling_link_is_entry_with_error(tmp_path: Path) -> None:
+    """An unmounted file system must not look like a job that never saved."""
     (tmp_path / checkpoint_name(1, 9)).symlink_to(tmp_path / "not-mounted")
     (entry,) = Catalog(tmp_path, RUN).list_entries()
     assert isinstance(entry.error, UnreadableError)
     assert not entry.is_damaged
 
 
-def test_only_damage_is_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is another run's, of a newer format or unreadable now is not for quarantine."""
+def test_unreadable_and_foreign_checkpoints_are_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints of another run or a newer format, or unreadable now, are not quarantined."""
     save_checkpoint(tmp_path, 1, 1)
     assert [entry.is_damaged for entry in Catalog(tmp_path, "other").list_entries()] == [False]
     newer = save_checkpoint(tmp_path, 1, 2) / constants.MANIFEST_FILE
@@ -223,8 +225,8 @@ def test_only_damage_is_called_damage(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not any(entry.is_damaged for entry in Catalog(tmp_path, RUN).list_entries())
 
 
-def test_what_is_pruned_while_one_looks_is_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 lists other nodes' directories while those may still prune."""
+def test_checkpoint_pruned_meanwhile_is_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 lists other nodes' directories while these may prune."""
     save_checkpoint(tmp_path, 1, 1)
     doomed = save_checkpoint(tmp_path, 1, 2)
     real = os.open
@@ -238,8 +240,8 @@ def test_what_is_pruned_while_one_looks_is_no_entry(tmp_path: Path, monkeypatch:
     assert [entry.step for entry in Catalog(tmp_path, RUN).list_entries()] == [1]
 
 
-def test_prune_keeps_to_the_generations_of_its_own_lineage(tmp_path: Path) -> None:
-    """--resume never sets the older one aside: it is neither counted nor removed."""
+def test_prune_ignores_generations_up_to_minimum(tmp_path: Path) -> None:
+    """``--resume never`` set the older generations aside: they are neither counted nor removed."""
     for generation in (1, 2, 3):
         for step in (10, 20, 30):
             save_checkpoint(tmp_path, generation, step)
@@ -249,8 +251,8 @@ def test_prune_keeps_to_the_generations_of_its_own_lineage(tmp_path: Path) -> No
     assert catalog.prune(9, min_generation=0) == []
 
 
-def test_copies_that_nobody_verified_do_not_push_out_good_ones(tmp_path: Path) -> None:
-    """A flipped bit passes the quick check; only copies that were written or read here count."""
+def test_prune_counts_only_trusted_checkpoints(tmp_path: Path) -> None:
+    """A flipped bit passes the quick check."""
     for step in range(1, 7):
         save_checkpoint(tmp_path, 1, step)
     catalog = Catalog(tmp_path, RUN)

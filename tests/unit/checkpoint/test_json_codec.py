@@ -1,4 +1,4 @@
-"""Typed JSON gives back what it was given, bit for bit, or refuses it by path and type."""
+"""Test that typed JSON restores values bit for bit, or refuses them by path and type."""
 
 from __future__ import annotations
 
@@ -80,26 +80,26 @@ def same(a: Any, b: Any) -> bool:
 
 
 @given(values)
-def test_every_supported_value_comes_back_the_same(value: Any) -> None:
-    """Through real JSON text: type, order and bits."""
+def test_supported_values_are_restored_exactly(value: Any) -> None:
+    """Type, order and bits survive real JSON text."""
     assert same(decode(json.loads(json.dumps(encode(value), allow_nan=False))), value)
 
 
-def test_bits_of_special_floats_are_kept() -> None:
-    """-0.0, infinities and the payload of a nan."""
+def test_special_floats_keep_their_bits() -> None:
+    """-0.0, infinities and the payload of a NaN."""
     odd_nan = struct.unpack(">d", bytes.fromhex("7ff8dead00000001"))[0]
     for value in [-0.0, math.inf, -math.inf, odd_nan, 5e-324, 0.1, 1e300]:
         assert same(decode(json.loads(json.dumps(encode(value)))), value)
 
 
 def test_plain_state_stays_plain_json() -> None:
-    """What JSON says without doubt is readable in the file as it is."""
+    """Values that JSON represents exactly stay readable."""
     state = {"lr": 0.1, "betas": [0.9, 0.999], "steps": 3, "nested": {"on": True, "off": None}}
     assert encode(state) == state
 
 
-def test_sets_encode_in_one_order() -> None:
-    """Their own order depends on each process's hash seed; the digest of two nodes must not."""
+def test_sets_encode_in_sorted_order() -> None:
+    """Their own order depends on the hash seed of the process."""
     words = [8 * i for i in range(50)]  # they collide: the order of insertion shows
     assert list({*words}) != list({*words[::-1]})
     assert encode({*words}) == encode({*words[::-1]})
@@ -130,22 +130,22 @@ class Pair(NamedTuple):
         ({Path("k"): 1}, r"key of opt\['a'\]\[1\]\[.*Path.*\]: a .*Path cannot be stored"),
     ],
 )
-def test_what_would_not_come_back_is_refused_by_path_and_type(value: Any, says: str) -> None:
-    """The message says where it stands, what it is, and what to do."""
+def test_unsupported_value_is_refused_by_path_and_type(value: Any, says: str) -> None:
+    """The message has path, type and advice."""
     with pytest.raises(UntrackableError, match=says):
         encode({"a": [0, value]}, "opt")
 
 
-def test_a_cycle_is_refused() -> None:
-    """A list in itself has no JSON."""
+def test_cycle_is_refused() -> None:
+    """A list that contains itself has no JSON."""
     cycle: list[Any] = []
     cycle.append({"again": cycle})
     with pytest.raises(UntrackableError, match=r"m\[0\]\['again'\]: a list that contains itself"):
         encode(cycle, "m")
 
 
-def test_the_same_object_twice_is_no_cycle() -> None:
-    """It comes back as two equal ones."""
+def test_shared_object_is_no_cycle() -> None:
+    """It is restored as two equal objects."""
     shared = [1]
     assert decode(encode([shared, shared])) == [[1], [1]]
 
@@ -158,8 +158,8 @@ def nested(depth: int) -> Any:
     return value
 
 
-def test_depth_is_limited_on_both_ways() -> None:
-    """What was written can be read, and no stack ends."""
+def test_depth_is_limited_when_encoding_and_decoding() -> None:
+    """No RecursionError is raised."""
     assert decode(json.loads(json.dumps(encode(nested(MAX_DEPTH))))) == nested(MAX_DEPTH)
     with pytest.raises(UntrackableError, match="nested more than"):
         encode(nested(MAX_DEPTH + 1))
@@ -199,7 +199,7 @@ def test_depth_is_limited_on_both_ways() -> None:
         (1, 2),
     ],
 )
-def test_what_encode_never_writes_is_corrupt(bad: Any) -> None:
-    """Nothing unknown is guessed at."""
+def test_decode_refuses_data_that_encode_never_writes(bad: Any) -> None:
+    """Nothing unknown is guessed."""
     with pytest.raises(CorruptError):
         decode({"deep": [bad]})

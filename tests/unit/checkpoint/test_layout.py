@@ -1,4 +1,4 @@
-"""The image is a safetensors file, and a header is believed only when it tiles its file."""
+"""Test that layouts are valid safetensors headers, and that no invalid header is accepted."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ specs = st.lists(
 
 
 @given(specs)
-def test_a_layout_is_read_back_as_built(tensors: list[TensorSpec]) -> None:
-    """Parse gives what build made; every tensor is aligned to its item size and nothing is left between."""
+def test_layout_parses_as_built(tensors: list[TensorSpec]) -> None:
+    """Every tensor is aligned to its item size, without gaps."""
     built = Layout.build(tensors)
     parsed = Layout.parse(built.header, built.total_bytes)
     assert parsed == built
@@ -76,7 +76,7 @@ def test_a_layout_is_read_back_as_built(tensors: list[TensorSpec]) -> None:
 
 
 @given(specs, st.binary(min_size=1, max_size=8), st.integers(0, 4095), st.integers(-5000, 5000))
-def test_no_damaged_header_gives_an_extent_outside_the_file(
+def test_damaged_header_never_gives_extent_outside_file(
     tensors: list[TensorSpec], noise: bytes, at: int, more: int
 ) -> None:
     """Damage is refused with a CheckpointError, or harmless: extents tile the file without overlap."""
@@ -95,8 +95,8 @@ def test_no_damaged_header_gives_an_extent_outside_the_file(
     assert end == layout.total_bytes == size
 
 
-def test_safetensors_opens_an_image_of_every_dtype(tmp_path: Path) -> None:
-    """Values, shapes and dtypes come back through the safetensors package, bfloat16 and 0-d included."""
+def test_safetensors_opens_image_of_every_dtype(tmp_path: Path) -> None:
+    """Values, shapes and dtypes are equal, including bfloat16 and 0-d tensors."""
     torch.manual_seed(1)
     tensors: dict[str, torch.Tensor] = {
         f"t.{name}": (torch.rand(3, 5) * 2).to(dtype) for name, dtype in DTYPES.items()
@@ -121,21 +121,21 @@ def test_safetensors_opens_an_image_of_every_dtype(tmp_path: Path) -> None:
         assert file.metadata()["format"] == "pt"
 
 
-def test_safetensors_opens_an_image_without_tensors() -> None:
-    """No tensor at all is a valid image too."""
+def test_safetensors_opens_image_without_tensors() -> None:
+    """An image may be empty."""
     layout = Layout.build([])
     assert load_tensors(layout.header) == {}
     assert Layout.parse(layout.header, layout.total_bytes).extents == {}
 
 
 def test_item_sizes_descend_and_ties_keep_their_order() -> None:
-    """So alignment needs no hole, which safetensors would refuse."""
+    """Then alignment needs no gap, which safetensors would refuse."""
     order = [TensorSpec(n, d, (3,)) for n, d in [("a", "U8"), ("z", "F32"), ("b", "F64"), ("y", "F32")]]
     assert list(Layout.build(order).extents) == ["b", "z", "y", "a"]
 
 
-def test_names_in_a_byte_range() -> None:
-    """Only tensors that have a byte in the range are named."""
+def test_tensors_in_range_lists_overlapping_tensors() -> None:
+    """Only tensors with a byte in the range."""
     layout = Layout.build(SPECS)
     weight, step = layout.extents["model.weight"], layout.extents["optimizer.step"]
     assert layout.tensors_in_range(step.start, step.stop) == ["optimizer.step"]
@@ -153,8 +153,8 @@ def test_names_in_a_byte_range() -> None:
         [TensorSpec("a", "F32", (1 << 40, 1 << 40))],
     ],
 )
-def test_what_cannot_be_laid_out_is_refused(bad: list[TensorSpec]) -> None:
-    """Names given twice, unknown dtypes and impossible shapes are the caller's mistake."""
+def test_invalid_specs_are_refused(bad: list[TensorSpec]) -> None:
+    """Duplicate names, unknown dtypes and impossible shapes are errors of the caller."""
     with pytest.raises(ValueError, match="tensor"):
         Layout.build(bad)
 
@@ -177,7 +177,7 @@ def framed(table: Any) -> bytes:
     [
         ({"a": entry()}, 15, TornError, "end at byte"),
         ({"a": entry()}, 17, CorruptError, "only at"),
-        ({"a": entry(data_offsets=[4, 20])}, 20, CorruptError, "hole"),
+        ({"a": entry(data_offsets=[4, 20])}, 20, CorruptError, "gap"),
         ({"a": entry(), "b": entry(data_offsets=[8, 24])}, 24, CorruptError, "overlaps"),
         ({"a": entry(), "b": entry()}, 16, CorruptError, "overlaps"),
         ({"a": entry(shape=[-4])}, 16, CorruptError, "impossible shape"),
@@ -198,15 +198,15 @@ def framed(table: Any) -> bytes:
         (b"NaN", 0, CorruptError, "not JSON"),
     ],
 )
-def test_a_wrong_header_is_refused(table: Any, data: int, error: type[CheckpointError], says: str) -> None:
-    """Each kind of lie in a header has its message."""
+def test_invalid_header_is_refused(table: Any, data: int, error: type[CheckpointError], says: str) -> None:
+    """Each kind of defect has its message."""
     head = framed(table)
     with pytest.raises(error, match=says):
         Layout.parse(head, len(head) + data)
 
 
-def test_a_misaligned_tensor_is_refused() -> None:
-    """A reader could not view its bytes as its dtype."""
+def test_misaligned_tensor_is_refused() -> None:
+    """Its bytes could not be viewed as its dtype."""
     table = {"a": entry(dtype="U8", shape=[1], data_offsets=[0, 1]), "b": entry(data_offsets=[1, 17])}
     head = framed(table)
     with pytest.raises(CorruptError, match="not aligned"):
@@ -224,7 +224,7 @@ def test_a_misaligned_tensor_is_refused() -> None:
         (lambda: Layout.parse((1000).to_bytes(8, "little"), 2000), TornError),
     ],
 )
-def test_a_header_length_is_limited_before_anything_is_read(
+def test_header_length_is_limited_before_reading(
     call: Callable[[], object], error: type[CheckpointError]
 ) -> None:
     """A flipped bit in the length does not make us allocate terabytes."""

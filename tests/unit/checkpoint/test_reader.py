@@ -1,4 +1,4 @@
-"""A checkpoint is loaded only when it is whole, and what is wrong with one is told with its place."""
+"""Test that only whole checkpoints are loaded, and that errors name what is wrong and where."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ NEWER = b'{"kind":"elastic_resume checkpoint","format":2,"all":["new"]}'
 
 
 @given(st.integers(0, 10**15), st.integers(0, 10**15))
-def test_a_name_is_read_back(generation: int, step: int) -> None:
-    """Whatever the numbers."""
+def test_checkpoint_name_parses_to_its_version(generation: int, step: int) -> None:
+    """For any numbers."""
     assert parse_checkpoint_name(checkpoint_name(generation, step)) == (generation, step)
 
 
@@ -78,13 +78,13 @@ def test_a_name_is_read_back(generation: int, step: int) -> None:
         "",
     ],
 )
-def test_only_the_one_spelling_is_a_checkpoints_name(name: str) -> None:
-    """Anything else in the directory is left alone."""
+def test_other_spellings_are_no_checkpoint_names(name: str) -> None:
+    """Such directories are left alone."""
     assert parse_checkpoint_name(name) is None
 
 
-def test_an_image_is_read_back_byte_for_byte(tmp_path: Path) -> None:
-    """Into fresh memory, into a given buffer and block by block."""
+def test_image_is_read_back_byte_for_byte(tmp_path: Path) -> None:
+    """Into new memory, into a given buffer and block by block."""
     path = save_checkpoint(tmp_path, 3, 14)
     assert path == tmp_path / "g000003-s0000000014"
     found = deep_check(path, RUN)
@@ -103,8 +103,8 @@ def test_an_image_is_read_back_byte_for_byte(tmp_path: Path) -> None:
     assert b"".join(bytes(block) for block in iter_blocks(path, found, buffer)) == make_image(14)
 
 
-def test_the_writer_takes_pieces_of_any_size(tmp_path: Path) -> None:
-    """The blocks and digests do not depend on how the bytes came."""
+def test_blocks_do_not_depend_on_sizes_of_writes(tmp_path: Path) -> None:
+    """The digests are equal."""
     whole = deep_check(save_checkpoint(tmp_path, 1, 7), RUN)
     with CheckpointTransaction(tmp_path, 2, 7, block_bytes=SMALL_BLOCK) as writer:
         view, at = make_image(7), 0
@@ -117,7 +117,7 @@ def test_the_writer_takes_pieces_of_any_size(tmp_path: Path) -> None:
 
 
 def test_save_image_uses_large_blocks(tmp_path: Path) -> None:
-    """An image larger than one block, of the size that the writer uses in earnest."""
+    """An image has more than one block of the real block size."""
     layout = Layout.build(SPECS)
     view = allocate_memory(layout.total_bytes)
     view[:] = make_image(1)
@@ -126,8 +126,8 @@ def test_save_image_uses_large_blocks(tmp_path: Path) -> None:
     assert len(found.blocks) == 1
 
 
-def test_content_differs_with_a_byte_of_the_image_and_with_the_state(tmp_path: Path) -> None:
-    """And not with who wrote it when, or in which generation."""
+def test_content_digest_covers_image_and_state_only(tmp_path: Path) -> None:
+    """Writer, time and generation do not change it."""
     first = quick_check(save_checkpoint(tmp_path), RUN)
     assert (
         replace(first, node="other", rank=1, written_at=1.0, generation=9).content_digest
@@ -137,8 +137,8 @@ def test_content_differs_with_a_byte_of_the_image_and_with_the_state(tmp_path: P
     assert replace(first, blocks=(*first.blocks[:-1], "0" * 32)).content_digest != first.content_digest
 
 
-def test_an_uncommitted_writer_leaves_nothing(tmp_path: Path) -> None:
-    """Neither after an exception nor after a plain end."""
+def test_uncommitted_transaction_leaves_nothing(tmp_path: Path) -> None:
+    """Neither after an exception nor without one."""
     with CheckpointTransaction(tmp_path, 1, 1) as writer:
         writer.write(make_image())
     writer = CheckpointTransaction(tmp_path, 1, 1)
@@ -147,8 +147,8 @@ def test_an_uncommitted_writer_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_writing_the_same_again_changes_nothing(tmp_path: Path) -> None:
-    """A commit of content that is there already succeeds and leaves the old files."""
+def test_second_commit_of_equal_content_changes_nothing(tmp_path: Path) -> None:
+    """The commit succeeds and the old files stay."""
     path = save_checkpoint(tmp_path)
     before = (path / constants.STATE_FILE).stat().st_ino
     assert save_checkpoint(tmp_path) == path
@@ -157,8 +157,8 @@ def test_writing_the_same_again_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["content", "flipped", "foreign"])
-def test_what_stands_under_the_name_goes_to_quarantine(tmp_path: Path, damage: str) -> None:
-    """Other content, damaged content, or something else altogether: kept aside, and the commit succeeds."""
+def test_commit_quarantines_other_content_under_its_name(tmp_path: Path, damage: str) -> None:
+    """Other content, damaged content or any other file is kept there."""
     target = tmp_path / checkpoint_name(1, 1)
     if damage == "foreign":
         target.mkdir()
@@ -179,10 +179,10 @@ def test_what_stands_under_the_name_goes_to_quarantine(tmp_path: Path, damage: s
 @pytest.mark.parametrize(
     ("before", "after", "kept"), [((0, 8), (1, 0), 0), ((1, 0), (0, 8), 1), ((0, 8), (0, 8), 1)]
 )
-def test_a_whole_copy_of_the_same_step_goes_when_its_epoch_has_ended(
+def test_commit_deletes_same_step_earlier_in_epoch(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int], kept: int
 ) -> None:
-    """Both are of the epoch's last step; any other that is whole stays, as nothing tells which is right."""
+    """Any other whole checkpoint stays, because nothing tells which is right."""
     for seed, (epoch, steps) in enumerate((before, after)):
         about = make_manifest(1, 8, state={"seed": seed})
         about = replace(about, position=replace(about.position, epoch=epoch, step_in_epoch=steps))
@@ -197,8 +197,8 @@ def test_a_whole_copy_of_the_same_step_goes_when_its_epoch_has_ended(
 
 
 @pytest.mark.parametrize("what", ["a file", "another run's", "a newer format's"])
-def test_what_is_not_this_jobs_does_not_make_room(tmp_path: Path, what: str) -> None:
-    """The commit fails and says what to move; nothing is moved, and nothing is left behind."""
+def test_commit_fails_if_name_is_taken_by_another_run(tmp_path: Path, what: str) -> None:
+    """The error says what to move; nothing is moved or left behind."""
     target = tmp_path / checkpoint_name(1, 1)
     if what == "a file":
         target.write_text("mine")
@@ -212,7 +212,7 @@ def test_what_is_not_this_jobs_does_not_make_room(tmp_path: Path, what: str) -> 
 
 
 def damage_cases() -> dict[str, tuple[Callable[[Path], object], type[CheckpointError], str, bool]]:
-    """What is done to a checkpoint; the error; what its text says; whether quick_check sees it."""
+    """Return each kind of damage: action, error, text, and whether `quick_check` finds it."""
     state, record = constants.STATE_FILE, constants.MANIFEST_FILE
 
     def cut(name: str, size: int) -> Callable[[Path], object]:
@@ -274,8 +274,8 @@ def damage_cases() -> dict[str, tuple[Callable[[Path], object], type[CheckpointE
 
 
 @pytest.mark.parametrize("case", damage_cases())
-def test_damage_is_told_by_kind_and_place(tmp_path: Path, case: str) -> None:
-    """Torn, corrupt or foreign; the text names the path, and for data the bytes and tensors."""
+def test_damage_raises_error_with_kind_and_place(tmp_path: Path, case: str) -> None:
+    """The text names the path, and for data the bytes and tensors."""
     damage, error, says, quick = damage_cases()[case]
     path = save_checkpoint(tmp_path)
     good = quick_check(path, RUN)
@@ -312,10 +312,10 @@ LOCAL_TROUBLE = [
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
 @pytest.mark.parametrize("trouble", [*LOCAL_TROUBLE, MemoryError()], ids=repr)
-def test_a_copy_that_cannot_be_read_just_now_is_not_called_bad(
+def test_read_error_is_unreadable_and_not_corrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, trouble: Exception
 ) -> None:
-    """An error of this machine says nothing about the bytes; the next attempt may find them whole."""
+    """An error of this machine proves nothing about the bytes."""
     path = save_checkpoint(tmp_path)
 
     def fail(*_: object, **__: object) -> NoReturn:
@@ -329,23 +329,23 @@ def test_a_copy_that_cannot_be_read_just_now_is_not_called_bad(
     assert deep_check(path, RUN)
 
 
-def test_a_link_that_leads_nowhere_is_not_torn(tmp_path: Path) -> None:
-    """What it leads to may lie on a file system that is not mounted."""
+def test_dangling_link_is_unreadable_and_not_torn(tmp_path: Path) -> None:
+    """Its target may be on an unmounted file system."""
     path = save_checkpoint(tmp_path)
     (path / constants.STATE_FILE).rename(tmp_path / "elsewhere")
     (path / constants.STATE_FILE).symlink_to(tmp_path / "gone")
-    with pytest.raises(UnreadableError, match=r"state.safetensors is a link that leads nowhere"):
+    with pytest.raises(UnreadableError, match=r"state.safetensors is a dangling link"):
         quick_check(path, RUN)
     link = tmp_path / checkpoint_name(2, 2)
     link.symlink_to(tmp_path / "gone")
-    with pytest.raises(UnreadableError, match="s0000000002 is a link that leads nowhere"):
+    with pytest.raises(UnreadableError, match="s0000000002 is a dangling link"):
         quick_check(link, RUN)
 
 
-def test_a_page_that_cannot_be_read_from_a_mapping_is_an_error_and_no_signal(
+def test_read_error_of_mapping_raises_instead_of_sigbus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that fails under a mapping would be a SIGBUS; here the file ends after it was mapped."""
+    """Here the file is truncated after it was mapped."""
     path = save_checkpoint(tmp_path)
     good = quick_check(path, RUN)
     state = path / constants.STATE_FILE
@@ -359,8 +359,8 @@ def test_a_page_that_cannot_be_read_from_a_mapping_is_an_error_and_no_signal(
         map_image(path, good)
 
 
-def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
-    """One bit in each byte, another one each time: never accepted, never another exception."""
+def test_flipped_bit_of_manifest_is_always_found(tmp_path: Path) -> None:
+    """One bit in each byte: never accepted, never another exception."""
     path = save_checkpoint(tmp_path)
     data = (path / constants.MANIFEST_FILE).read_bytes()
     for at in range(len(data)):
@@ -370,8 +370,8 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
         (path / constants.MANIFEST_FILE).write_bytes(data)
 
 
-def test_no_block_is_yielded_that_fails_its_digest(tmp_path: Path) -> None:
-    """The blocks before it are; a receiver gets nothing unverified."""
+def test_iter_blocks_stops_before_corrupt_block(tmp_path: Path) -> None:
+    """The blocks before it are yielded."""
     path = save_checkpoint(tmp_path)
     found = quick_check(path, RUN)
     flip_bits(path / constants.STATE_FILE, 2 * SMALL_BLOCK + 5)
@@ -382,7 +382,7 @@ def test_no_block_is_yielded_that_fails_its_digest(tmp_path: Path) -> None:
 
 
 def resigned(path: Path, **changes: object) -> None:
-    """Change fields of a manifest and give it the right digest again."""
+    """Change fields of a manifest and correct its digest."""
     file = path / constants.MANIFEST_FILE
     record = json.loads(file.read_bytes()) | changes
     record.pop("digest")
@@ -424,16 +424,16 @@ def resigned(path: Path, **changes: object) -> None:
         {"format": "1"},
     ],
 )
-def test_a_manifest_with_a_wrong_field_is_corrupt(tmp_path: Path, changes: dict[str, object]) -> None:
-    """Even when its own digest is right: types and ranges are checked one by one."""
+def test_manifest_with_invalid_field_is_corrupt(tmp_path: Path, changes: dict[str, object]) -> None:
+    """Even if its digest is right."""
     path = save_checkpoint(tmp_path)
     resigned(path, **changes)
     with pytest.raises(CorruptError, match="manifest"):
         quick_check(path, RUN)
 
 
-def test_a_manifest_out_of_range_is_not_written() -> None:
-    """What could not be read back is refused before it is on disk."""
+def test_manifest_out_of_range_is_not_written() -> None:
+    """It could not be read back."""
     with pytest.raises(ValueError, match="rank 5"):
         replace(make_manifest(), rank=5).to_bytes()
     with pytest.raises(ValueError, match="not a safe name"):
@@ -442,8 +442,8 @@ def test_a_manifest_out_of_range_is_not_written() -> None:
         replace(make_manifest(), state=float("nan")).to_bytes()
 
 
-def test_a_newer_format_is_recognised_without_understanding_it(tmp_path: Path) -> None:
-    """Other fields, another digest: the number is enough."""
+def test_newer_format_is_recognised_by_its_number(tmp_path: Path) -> None:
+    """Other fields and digests may differ."""
     path = save_checkpoint(tmp_path)
     (path / constants.MANIFEST_FILE).write_bytes(NEWER)
     with pytest.raises(NewerFormatError, match=r"format 2; .* upgrade it"):
@@ -451,26 +451,26 @@ def test_a_newer_format_is_recognised_without_understanding_it(tmp_path: Path) -
 
 
 def test_deeply_nested_json_is_refused(tmp_path: Path) -> None:
-    """No RecursionError gets out."""
+    """No RecursionError is raised."""
     path = save_checkpoint(tmp_path)
     (path / constants.MANIFEST_FILE).write_bytes(b"[" * 1_000_000)
     with pytest.raises(CheckpointError):
         quick_check(path, RUN)
 
 
-def test_another_run_or_a_renamed_directory_is_foreign(tmp_path: Path) -> None:
-    """A checkpoint is believed only under its own name and in its own run."""
+def test_other_run_or_renamed_directory_is_foreign(tmp_path: Path) -> None:
+    """A checkpoint is valid only under its own name and in its own run."""
     path = save_checkpoint(tmp_path)
     with pytest.raises(ForeignError, match="belongs to the run 'run-1', not to 'other'"):
         quick_check(path, "other")
     assert quick_check(path, None).run_id == RUN
     renamed = path.rename(tmp_path / checkpoint_name(9, 9))
-    with pytest.raises(ForeignError, match="g000001-s0000000001: it was copied or renamed"):
+    with pytest.raises(ForeignError, match="g000001-s0000000001; it was copied or renamed"):
         quick_check(renamed, RUN)
 
 
-def test_a_right_digest_of_a_wrong_image_is_refused(tmp_path: Path) -> None:
-    """A manifest may be in order over bytes that are no image: the layout is checked too."""
+def test_invalid_layout_with_right_digest_is_refused(tmp_path: Path) -> None:
+    """The layout is checked too."""
     with CheckpointTransaction(tmp_path, 1, 1) as writer:
         writer.write(b"no safetensors at all")
         path = writer.commit(make_manifest())
@@ -480,14 +480,14 @@ def test_a_right_digest_of_a_wrong_image_is_refused(tmp_path: Path) -> None:
         read_image(path, quick_check(path, RUN))
 
 
-def test_a_manifest_for_another_step_is_our_own_mistake(tmp_path: Path) -> None:
-    """The directory's name and the manifest must agree before anything is committed."""
+def test_commit_refuses_manifest_of_other_version(tmp_path: Path) -> None:
+    """Name and manifest must agree before anything is committed."""
     with CheckpointTransaction(tmp_path, 1, 1) as writer, pytest.raises(ValueError, match="manifest of"):
         writer.commit(make_manifest(1, 2))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_buffers_of_a_wrong_size_are_refused(tmp_path: Path) -> None:
+def test_buffer_of_wrong_size_is_refused(tmp_path: Path) -> None:
     """Before a byte is read."""
     path = save_checkpoint(tmp_path)
     found = quick_check(path, RUN)
@@ -497,7 +497,7 @@ def test_buffers_of_a_wrong_size_are_refused(tmp_path: Path) -> None:
         next(iter_blocks(path, found, memoryview(bytearray(10))))
 
 
-def test_manifest_bytes_are_the_same_each_time() -> None:
-    """Canonical: parse and write again gives the same file."""
+def test_manifest_encodes_to_its_own_bytes() -> None:
+    """Parsing and encoding again give the same file."""
     data = replace(make_manifest(), file_bytes=1, blocks=("0" * 32,)).to_bytes()
     assert Manifest.parse(data).to_bytes() == data

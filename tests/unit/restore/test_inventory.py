@@ -25,9 +25,9 @@ from elastic_resume.errors import (
 )
 from elastic_resume.events import EventLog
 from elastic_resume.policy import resume_plan
-from elastic_resume.policy.resume_plan import Inventory
+from elastic_resume.policy.resume_plan import Inventory, ResumePlan
 from elastic_resume.restore import coordinator
-from elastic_resume.restore.attempt import RestoreAttempt
+from elastic_resume.restore.attempt import NodeFailures, RestoreAttempt
 from elastic_resume.restore.collectives import Collectives
 from elastic_resume.restore.inventory import from_json, list_snapshots_and_checkpoints, to_json
 from elastic_resume.restore.rank_context import RankContext
@@ -62,6 +62,14 @@ def stock_of(node: Path, mode: str = "auto", generation: int = 1) -> Inventory:
     return list_snapshots_and_checkpoints(
         place_at(node, mode), ProgressPage(node / constants.PROGRESS_FILE), generation
     )
+
+
+def execute(context: RankContext, plan: ResumePlan) -> NodeFailures:
+    """Execute a plan without tracked objects; return the copies that failed."""
+    attempt = RestoreAttempt(context, plan)
+    failures = attempt.open() or attempt.load({})
+    coordinator._close_attempt(context, attempt, failures)
+    return failures
 
 
 def told(node: Path, kind: str) -> list[events.Event]:
@@ -160,7 +168,7 @@ def test_a_damaged_note_of_the_start_stops_only_those_who_need_it(node: Path) ->
     (node / JOB_START_FILE).write_text("")
     for mode in ("auto", "must"):
         assert resume_plan.choose_resume_plan([stock_of(node, mode)], mode).step == 2
-    with pytest.raises(NodeFileError, match=r"life\.json"):
+    with pytest.raises(NodeFileError, match=r"job-start\.json"):
         stock_of(node, "never")
 
 
@@ -229,7 +237,7 @@ def test_only_proven_damage_is_moved_when_a_copy_fails_to_load(
     place, stock = place_at(node), [stock_of(node)]
     plan = resume_plan.choose_resume_plan(stock, "auto")
     monkeypatch.setattr(reader, "map_unverified", fail)
-    failures = coordinator._execute_plan(place, RestoreAttempt(place, plan), {})
+    failures = execute(place, plan)
     again = resume_plan.choose_resume_plan(
         coordinator._exclude_failed_copies(place, plan, stock, failures), "auto"
     )
@@ -243,7 +251,7 @@ def test_a_flipped_bit_is_found_before_anything_is_loaded(node: Path) -> None:
     flip_bits(node / checkpoint_name(1, 2) / constants.STATE_FILE, -1)
     place, stock = place_at(node), [stock_of(node)]
     plan = resume_plan.choose_resume_plan(stock, "auto")
-    failures = coordinator._execute_plan(place, RestoreAttempt(place, plan), {})
+    failures = execute(place, plan)
     assert failures["a"][0] == CorruptError.kind
     coordinator._exclude_failed_copies(place, plan, stock, failures)
     assert not (node / checkpoint_name(1, 2)).exists()
@@ -255,7 +263,7 @@ def test_a_copy_that_turns_out_to_be_of_a_newer_format_stops_the_job(node: Path)
     plan = resume_plan.choose_resume_plan(stock, "auto")
     (node / checkpoint_name(1, 2) / constants.MANIFEST_FILE).write_text(NEWER)
     place = place_at(node)
-    failures = coordinator._execute_plan(place, RestoreAttempt(place, plan), {})
+    failures = execute(place, plan)
     assert failures["a"][0] == NewerFormatError.kind
     with pytest.raises(NoValidCheckpointError, match="Upgrade"):
         resume_plan.choose_resume_plan(

@@ -1,4 +1,4 @@
-"""The keeper and its desk: real memory, real sockets, a real disk that fails."""
+"""Test the committer and its server with real memory, real sockets and a failing disk."""
 
 from __future__ import annotations
 
@@ -19,60 +19,56 @@ from typing import Any
 import pytest
 
 from elastic_resume.checkpoint.atomic_io import Disk
-from elastic_resume.checkpoint.layout import Layout, TensorSpec
-from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.reader import checkpoint_name, deep_check
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import MachineError
-from elastic_resume.snapshot import committer as keepers
+from elastic_resume.snapshot import committer as committers
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.committer import CheckpointCommitter
 from elastic_resume.snapshot.ipc import MAX_MESSAGE_BYTES, SnapshotClient, SnapshotServer
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.snapshot.slots import ControlBlock, Slot, encode_snapshot_id
-
-LAYOUT = Layout.build([TensorSpec("model/w", "U8", (100_000,))])
-NEEDED = slots.required_slot_bytes(LAYOUT.total_bytes, 1000, 1000)
+from tests.support.snapshot_samples import SLOT_BYTES, write_snapshot
 
 
-class Moody(Disk):
-    """A disk that refuses while it is told to, at the operation of that name."""
+class FailingDisk(Disk):
+    """A disk that fails one kind of operation on demand."""
 
     def __init__(self) -> None:
         self.refuse = ""
         self.before: Callable[[], None] = lambda: None
 
     def write(self, descriptor: int, data: bytes | memoryview, path: Path) -> None:
-        """Write, if not told otherwise."""
+        """Write, unless writing is to fail."""
         self.before()
         if self.refuse == "write":
             raise MachineError(f"cannot write {path}: No space left on device; free space there.")
         super().write(descriptor, data, path)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename, if not told otherwise."""
+        """Rename, unless renaming is to fail."""
         if self.refuse == "rename":
             raise MachineError(f"cannot rename to {target}: Input/output error; look at dmesg.")
         super().rename(source, target)
 
 
 @dataclass
-class Setting:
-    """A keeper with what it was given."""
+class CommitterFixture:
+    """A committer with the disk, log and events it was given."""
 
-    keeper: CheckpointCommitter
-    disk: Moody
+    committer: CheckpointCommitter
+    disk: FailingDisk
     node_dir: Path
-    said: list[str] = field(default_factory=list)
-    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    logged: list[str] = field(default_factory=list)
+    emitted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def slot(self, index: int) -> Slot:
-        """That slot, as the keeper has mapped it."""
-        return self.keeper.slot_pool._owned[index].slot
+        """Return a slot as the committer has mapped it."""
+        return self.committer.slot_pool._owned[index].slot
 
-    def copies(self) -> list[str]:
-        """What lies on disk, every byte verified."""
+    def committed_names(self) -> list[str]:
+        """Return the names of all checkpoints on disk after verifying every byte."""
         found = sorted(path for path in self.node_dir.glob("g*-s*"))
         for path in found:
             deep_check(path, "job")
@@ -80,243 +76,223 @@ class Setting:
 
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Iterator[Setting]:
-    """A keeper of three slots."""
+def fixture(tmp_path: Path) -> Iterator[CommitterFixture]:
+    """Yield a committer with three slots."""
     with NodeDir.claim(tmp_path, "job", "a") as node_dir:
-        disk, said, told = Moody(), [], []  # type: ignore[var-annotated]
-        rack = SlotPool(3 * NEEDED, log=said.append)
-        rack.reserve(NEEDED)
-        rack._create_slots(NEEDED)
-        keeper = CheckpointCommitter(
+        disk, logged, emitted = FailingDisk(), [], []  # type: ignore[var-annotated]
+        pool = SlotPool(3 * SLOT_BYTES, log=logged.append)
+        pool.reserve(SLOT_BYTES)
+        pool._create_slots(SLOT_BYTES)
+        committer = CheckpointCommitter(
             node_dir.path,
             "job",
-            rack,
-            log=said.append,
-            emit=lambda kind, **fields: told.append((kind, fields)),
+            pool,
+            log=logged.append,
+            emit=lambda kind, **fields: emitted.append((kind, fields)),
             disk=disk,
         )
-        keeper.start()
-        yield Setting(keeper, disk, node_dir.path, said, told)
-        keeper.close()
+        committer.start()
+        yield CommitterFixture(committer, disk, node_dir.path, logged, emitted)
+        committer.close()
 
 
-def snapshot(slot: Slot, step: int, *, generation: int = 1, want: bool = False, parts: int = 1) -> int:
-    """Lay a snapshot into the slot, as a lead does; its only rank has copied all."""
-    mark = encode_snapshot_id(generation, step)
-    static = {
-        "run_id": "job", "node": "a", "rank": 0, "world_size": 1, "writer": "test",
-        "follows_rank0": [], "state": {"model": {"w": {"$": "tensor", "name": "model/w", "kind": "tensor"}}},
-    }  # fmt: skip
-    position = Position(0, step, step, step)
-    dynamic = slots.dynamic_metadata(generation, position, time.time(), {})
-    slot.record.set("target", 0)
-    slot.write_metadata(
-        LAYOUT.header, LAYOUT.total_bytes, slots.encode_metadata(static), slots.encode_metadata(dynamic), 7
-    )
-    start = len(LAYOUT.header)
-    slot.memory[start : LAYOUT.total_bytes] = bytes([step % 256]) * 100_000
-    slot.record.set("parts", parts)
-    slot.record.set("commit_requested", mark if want else 0)
-    slot.record.set("target", mark)
-    slot.record.set_copied(0, mark)
-    return mark
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for something that a thread does."""
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait for a condition that another thread fulfils."""
     limit = time.monotonic() + 60
     while not true():
         assert time.monotonic() < limit
         time.sleep(0.005)
 
 
-def test_what_is_wanted_goes_to_disk_and_nothing_else(setting: Setting) -> None:
-    """The bytes in memory become a checkpoint that any reader of safetensors opens."""
-    snapshot(setting.slot(0), 1)
-    mark = snapshot(setting.slot(1), 2, want=True)
-    setting.keeper.request_commit(mark)
-    until(lambda: setting.slot(1).record.get("committed") == mark)
-    assert setting.copies() == [checkpoint_name(1, 2)]
-    data = (setting.node_dir / checkpoint_name(1, 2) / "state.safetensors").read_bytes()
-    assert data == bytes(setting.slot(1).image())
-    assert [kind for kind, _ in setting.told] == ["commit"]
+def test_requested_snapshot_is_committed_and_no_other(fixture: CommitterFixture) -> None:
+    """The bytes in memory become a safetensors file."""
+    write_snapshot(fixture.slot(0), 1)
+    snapshot_id = write_snapshot(fixture.slot(1), 2, commit_requested=True)
+    fixture.committer.request_commit(snapshot_id)
+    wait_until(lambda: fixture.slot(1).record.get("committed") == snapshot_id)
+    assert fixture.committed_names() == [checkpoint_name(1, 2)]
+    data = (fixture.node_dir / checkpoint_name(1, 2) / "state.safetensors").read_bytes()
+    assert data == bytes(fixture.slot(1).image())
+    assert [kind for kind, _ in fixture.emitted] == ["commit"]
 
 
-def test_an_agent_that_starts_again_takes_memory_before_it_is_asked_to(setting: Setting) -> None:
-    """What its disk holds tells how large slots have to be; the keeper of an empty node waits to hear it."""
-    snapshot(setting.slot(0), 1)
-    assert setting.keeper.commit() is not None
-    rack = SlotPool(1 << 30, log=print)
+def test_start_reserves_slots_of_newest_checkpoints_size(fixture: CommitterFixture) -> None:
+    """The committer of a node without checkpoints waits for the first request."""
+    write_snapshot(fixture.slot(0), 1)
+    assert fixture.committer.commit() is not None
+    pool = SlotPool(1 << 30, log=print)
     empty = CheckpointCommitter(
-        setting.node_dir.parent / "b", "job", rack, log=print, emit=lambda *_, **__: None
+        fixture.node_dir.parent / "b", "job", pool, log=print, emit=lambda *_, **__: None
     )
     empty.start()
-    assert rack.control_block.read_slots() == []
+    assert pool.control_block.read_slots() == []
     empty.close()
-    rack = SlotPool(1 << 30, log=print)
-    later = CheckpointCommitter(setting.node_dir, "job", rack, log=print, emit=lambda *_, **__: None)
+    pool = SlotPool(1 << 30, log=print)
+    later = CheckpointCommitter(fixture.node_dir, "job", pool, log=print, emit=lambda *_, **__: None)
     later.start()
-    until(lambda: len(rack.control_block.read_slots()) == 3)
-    serials = [state.serial for state in rack.control_block.read_slots()]
-    assert rack.reserve(NEEDED) == 3
-    assert [state.serial for state in rack.control_block.read_slots()] == serials, "they are large enough"
+    wait_until(lambda: len(pool.control_block.read_slots()) == 3)
+    serials = [state.serial for state in pool.control_block.read_slots()]
+    assert pool.reserve(SLOT_BYTES) == 3
+    assert [state.serial for state in pool.control_block.read_slots()] == serials, "they are large enough"
     later.close()
 
 
-def test_one_that_is_still_being_copied_is_waited_for(setting: Setting) -> None:
-    """Other local ranks may be a moment later."""
-    mark = snapshot(setting.slot(0), 1, want=True, parts=2)
-    setting.keeper.request_commit(mark)
+def test_commit_waits_for_all_local_ranks(fixture: CommitterFixture) -> None:
+    """Other local ranks may finish their copies later."""
+    snapshot_id = write_snapshot(fixture.slot(0), 1, commit_requested=True, parts=2)
+    fixture.committer.request_commit(snapshot_id)
     time.sleep(0.05)
-    assert setting.copies() == []
-    setting.slot(0).record.set_copied(1, mark)
-    until(lambda: setting.copies() == [checkpoint_name(1, 1)])
+    assert fixture.committed_names() == []
+    fixture.slot(0).record.set_copied(1, snapshot_id)
+    wait_until(lambda: fixture.committed_names() == [checkpoint_name(1, 1)])
 
 
-def test_one_that_is_overwritten_meanwhile_is_not_committed(setting: Setting) -> None:
-    """The keeper looks again when it has written, and before the rename."""
-    slot = setting.slot(0)
-    mark = snapshot(slot, 1, want=True)
-    setting.disk.before = lambda: slot.record.set("target", 0)
-    setting.keeper.request_commit(mark)
-    until(lambda: slot.record.get("target") == 0 and slot.record.get("pinned") == 0)
-    assert setting.copies() == []
-    assert list(setting.node_dir.glob(".tmp-*")) == []
+def test_snapshot_overwritten_during_write_is_not_committed(fixture: CommitterFixture) -> None:
+    """The committer checks again after writing, before the rename."""
+    slot = fixture.slot(0)
+    snapshot_id = write_snapshot(slot, 1, commit_requested=True)
+    fixture.disk.before = lambda: slot.record.set("target", 0)
+    fixture.committer.request_commit(snapshot_id)
+    wait_until(lambda: slot.record.get("target") == 0 and slot.record.get("pinned") == 0)
+    assert fixture.committed_names() == []
+    assert list(fixture.node_dir.glob(".tmp-*")) == []
 
 
 @pytest.mark.parametrize("operation", ["write", "rename"])
-def test_a_disk_that_refuses_costs_a_copy_and_is_tried_again(
-    operation: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
+def test_failing_disk_costs_one_checkpoint_and_is_retried(
+    operation: str, fixture: CommitterFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is said once, the slot is free, older copies are whole, and the newest snapshot goes when it can."""
-    monkeypatch.setattr(keepers, "FIRST_RETRY_S", 0.05)
-    setting.keeper._retry_s = 0.05
-    first = snapshot(setting.slot(0), 1, want=True)
-    setting.keeper.request_commit(first)
-    until(lambda: setting.copies() == [checkpoint_name(1, 1)])
-    setting.disk.refuse = operation
-    second = snapshot(setting.slot(1), 2, want=True)
-    setting.keeper.request_commit(second)
-    until(lambda: setting.slot(1).record.get("committed") == second)
-    until(lambda: sum(kind == "commit-failed" for kind, _ in setting.told) >= 2)
-    assert setting.copies() == [checkpoint_name(1, 1)]
-    assert setting.keeper.last_error
-    assert len(setting.said) == 2  # the line of the budget, and this
-    assert "step 2 was not saved" in setting.said[1]
-    snapshot(setting.slot(2), 3)
-    setting.disk.refuse = ""
-    until(lambda: setting.copies() == [checkpoint_name(1, 1), checkpoint_name(1, 3)])
-    until(lambda: not setting.keeper.last_error)
-    assert "saved again" in setting.said[-1]
+    """The failure is logged once, the slot is released, and older checkpoints stay whole."""
+    monkeypatch.setattr(committers, "FIRST_RETRY_S", 0.05)
+    fixture.committer._retry_s = 0.05
+    first = write_snapshot(fixture.slot(0), 1, commit_requested=True)
+    fixture.committer.request_commit(first)
+    wait_until(lambda: fixture.committed_names() == [checkpoint_name(1, 1)])
+    fixture.disk.refuse = operation
+    second = write_snapshot(fixture.slot(1), 2, commit_requested=True)
+    fixture.committer.request_commit(second)
+    wait_until(lambda: fixture.slot(1).record.get("committed") == second)
+    wait_until(lambda: sum(kind == "commit-failed" for kind, _ in fixture.emitted) >= 2)
+    assert fixture.committed_names() == [checkpoint_name(1, 1)]
+    assert fixture.committer.last_error
+    assert len(fixture.logged) == 2  # the line of the budget, and this
+    assert "step 2 was not saved" in fixture.logged[1]
+    write_snapshot(fixture.slot(2), 3)
+    fixture.disk.refuse = ""
+    wait_until(lambda: fixture.committed_names() == [checkpoint_name(1, 1), checkpoint_name(1, 3)])
+    wait_until(lambda: not fixture.committer.last_error)
+    assert "saved again" in fixture.logged[-1]
 
 
-def test_a_fault_of_ours_does_not_end_the_keeper(setting: Setting) -> None:
-    """Who waits hears of it, it is told, and the next snapshot is committed."""
+def test_internal_error_does_not_stop_committer(fixture: CommitterFixture) -> None:
+    """The waiting caller gets the error, an event is emitted, and the next snapshot is committed."""
 
     def stumble() -> None:
-        setting.disk.before = lambda: None
+        fixture.disk.before = lambda: None
         raise KeyError("a fault of ours")
 
-    setting.disk.before = stumble
+    fixture.disk.before = stumble
     with pytest.raises(MachineError, match="a fault of ours"):
-        setting.keeper.commit(snapshot(setting.slot(0), 1))
-    assert [kind for kind, _ in setting.told] == ["committer-failed"]
-    assert setting.keeper.commit(snapshot(setting.slot(1), 2)) == setting.node_dir / checkpoint_name(1, 2)
-    assert setting.copies() == [checkpoint_name(1, 2)]
+        fixture.committer.commit(write_snapshot(fixture.slot(0), 1))
+    assert [kind for kind, _ in fixture.emitted] == ["committer-failed"]
+    assert fixture.committer.commit(write_snapshot(fixture.slot(1), 2)) == fixture.node_dir / checkpoint_name(
+        1, 2
+    )
+    assert fixture.committed_names() == [checkpoint_name(1, 2)]
 
 
-def test_who_waits_for_a_commit_hears_of_its_failure(setting: Setting) -> None:
-    """And of where it lies when it has gone well."""
-    setting.disk.refuse = "write"
-    mark = snapshot(setting.slot(0), 1)
+def test_commit_raises_disk_error_to_its_caller(fixture: CommitterFixture) -> None:
+    """After the disk recovered it returns the path."""
+    fixture.disk.refuse = "write"
+    snapshot_id = write_snapshot(fixture.slot(0), 1)
     with pytest.raises(MachineError, match="No space left"):
-        setting.keeper.commit(mark)
-    setting.disk.refuse = ""
-    assert setting.keeper.commit(mark) == setting.node_dir / checkpoint_name(1, 1)
-    assert setting.keeper.commit() == setting.node_dir / checkpoint_name(1, 1)
+        fixture.committer.commit(snapshot_id)
+    fixture.disk.refuse = ""
+    assert fixture.committer.commit(snapshot_id) == fixture.node_dir / checkpoint_name(1, 1)
+    assert fixture.committer.commit() == fixture.node_dir / checkpoint_name(1, 1)
 
 
-def test_nothing_there_is_no_commit(setting: Setting) -> None:
+def test_commit_without_snapshot_returns_none(fixture: CommitterFixture) -> None:
     """As at the end of a job that has taken no step."""
-    assert setting.keeper.commit() is None
-    setting.keeper.commit_newest()
+    assert fixture.committer.commit() is None
+    fixture.committer.commit_newest()
 
 
-def test_words_that_cannot_be_true_are_not_committed(setting: Setting) -> None:
-    """A script that scribbles over its memory must not make a checkpoint of it."""
-    slot = setting.slot(0)
-    mark = snapshot(slot, 1, want=True)
+def test_snapshot_with_damaged_metadata_is_not_committed(fixture: CommitterFixture) -> None:
+    """A script that corrupts its own memory must not produce a checkpoint."""
+    slot = fixture.slot(0)
+    snapshot_id = write_snapshot(slot, 1, commit_requested=True)
     slot.memory[slot.record.get("dynamic_offset")] = 0
-    setting.keeper.request_commit(mark)
-    until(lambda: [kind for kind, _ in setting.told] == ["snapshot-ignored"])
-    assert setting.copies() == []
-    assert slot.record.get("committed") == mark  # the slot is free again
+    fixture.committer.request_commit(snapshot_id)
+    wait_until(lambda: [kind for kind, _ in fixture.emitted] == ["snapshot-ignored"])
+    assert fixture.committed_names() == []
+    assert slot.record.get("committed") == snapshot_id  # the slot is free again
 
 
-def test_older_copies_go_and_two_stay(setting: Setting) -> None:
-    """As the workers agreed."""
-    setting.keeper.start_generation(RetentionPolicy(keep=2))
+def test_prune_after_commit_keeps_newest_two(fixture: CommitterFixture) -> None:
+    """The retention policy of the workers says so."""
+    fixture.committer.start_generation(RetentionPolicy(keep=2))
     for step in range(1, 6):
-        setting.keeper.commit(snapshot(setting.slot(step % 3), step))
-    until(lambda: len(list(setting.node_dir.glob("g*-s*"))) == 2)  # after who waited was answered
-    assert setting.copies() == [checkpoint_name(1, 4), checkpoint_name(1, 5)]
+        fixture.committer.commit(write_snapshot(fixture.slot(step % 3), step))
+    wait_until(lambda: len(list(fixture.node_dir.glob("g*-s*"))) == 2)  # after who waited was answered
+    assert fixture.committed_names() == [checkpoint_name(1, 4), checkpoint_name(1, 5)]
 
 
-def test_an_older_snapshot_never_takes_the_place_of_a_newer_one(setting: Setting) -> None:
-    """Both of an epoch's last step have one name; the first may be wanted when the second is on disk."""
-    older, newer = snapshot(setting.slot(0), 4), snapshot(setting.slot(1), 4)
-    setting.slot(1).record.set("target", newer + 1)  # the epoch is over
-    setting.slot(1).record.set_copied(0, newer + 1)
-    assert setting.keeper.commit(newer + 1) is not None
-    setting.slot(0).record.set("commit_requested", older)
-    setting.keeper.request_commit(older)
-    until(lambda: setting.slot(0).record.get("committed") == older)
-    assert [kind for kind, _ in setting.told] == ["commit"]
+def test_older_snapshot_of_same_step_does_not_replace_newer_one(fixture: CommitterFixture) -> None:
+    """Both snapshots of an epoch's last step have one name on disk."""
+    older, newer = write_snapshot(fixture.slot(0), 4), write_snapshot(fixture.slot(1), 4)
+    fixture.slot(1).record.set("target", newer + 1)  # the epoch is over
+    fixture.slot(1).record.set_copied(0, newer + 1)
+    assert fixture.committer.commit(newer + 1) is not None
+    fixture.slot(0).record.set("commit_requested", older)
+    fixture.committer.request_commit(older)
+    wait_until(lambda: fixture.slot(0).record.get("committed") == older)
+    assert [kind for kind, _ in fixture.emitted] == ["commit"]
 
 
-def test_a_copy_that_came_from_disk_is_not_written_again(setting: Setting) -> None:
-    """A slot that a resume has filled from this node's own disk is there already."""
-    setting.keeper.commit(snapshot(setting.slot(0), 4))
-    setting.told.clear()
-    setting.keeper._last_commit = {}
-    setting.keeper.start_generation(RetentionPolicy(trusted_version=(1, 4)))
-    assert setting.keeper.commit() == setting.node_dir / checkpoint_name(1, 4)
-    assert setting.told == []
+def test_snapshot_loaded_from_own_disk_is_not_written_again(fixture: CommitterFixture) -> None:
+    """A resume filled the slot from this node's checkpoint."""
+    fixture.committer.commit(write_snapshot(fixture.slot(0), 4))
+    fixture.emitted.clear()
+    fixture.committer._last_commit = {}
+    fixture.committer.start_generation(RetentionPolicy(trusted_version=(1, 4)))
+    assert fixture.committer.commit() == fixture.node_dir / checkpoint_name(1, 4)
+    assert fixture.emitted == []
 
 
-# ---- the desk ------------------------------------------------------------------------------------------
+# ---- the server ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def desk(setting: Setting) -> Iterator[SnapshotServer]:
-    """The keeper, reachable."""
-    made = SnapshotServer(setting.keeper)
+def server(fixture: CommitterFixture) -> Iterator[SnapshotServer]:
+    """Yield a server for the committer."""
+    made = SnapshotServer(fixture.committer)
     made.start()
     yield made
     made.close()
 
 
-def test_a_worker_gets_the_very_memory(setting: Setting, desk: SnapshotServer) -> None:
-    """What it writes, the keeper commits."""
-    line = SnapshotClient(desk.socket_name)
-    control = ControlBlock(line.control_descriptor)
+def test_worker_maps_committers_memory(fixture: CommitterFixture, server: SnapshotServer) -> None:
+    """The committer commits what the worker wrote."""
+    client = SnapshotClient(server.socket_name)
+    control = ControlBlock(client.control_descriptor)
     serial = control.slot_record(0).get("serial")
-    answer, descriptor = line.call("slot", expect_descriptor=True, index=0, serial=serial)
-    mine = Slot(descriptor, answer["capacity"], serial, control.slot_record(0))
+    answer, descriptor = client.call("slot", expect_descriptor=True, index=0, serial=serial)
+    slot = Slot(descriptor, answer["capacity"], serial, control.slot_record(0))
     os.close(descriptor)
-    mark = snapshot(mine, 3, want=True)
-    line.send("request_commit", snapshot_id=mark)
-    until(lambda: setting.copies() == [checkpoint_name(1, 3)])
-    answer, _ = line.call("commit", snapshot_id=mark)
-    assert answer == {"path": str(setting.node_dir / checkpoint_name(1, 3))}
-    line.close()
+    snapshot_id = write_snapshot(slot, 3, commit_requested=True)
+    client.send("request_commit", snapshot_id=snapshot_id)
+    wait_until(lambda: fixture.committed_names() == [checkpoint_name(1, 3)])
+    answer, _ = client.call("commit", snapshot_id=snapshot_id)
+    assert answer == {"path": str(fixture.node_dir / checkpoint_name(1, 3))}
+    client.close()
 
 
-def test_a_slot_that_is_gone_is_not_handed_over(desk: SnapshotServer) -> None:
-    """Its number may be another slot's by now."""
-    line = SnapshotClient(desk.socket_name)
-    assert line.call("slot", expect_descriptor=True, index=0, serial=999) == ({"missing": True}, -1)
-    line.close()
+def test_slot_with_outdated_serial_is_missing(server: SnapshotServer) -> None:
+    """Its index may belong to another slot by now."""
+    client = SnapshotClient(server.socket_name)
+    assert client.call("slot", expect_descriptor=True, index=0, serial=999) == ({"missing": True}, -1)
+    client.close()
 
 
 @pytest.mark.parametrize(
@@ -338,28 +314,28 @@ def test_a_slot_that_is_gone_is_not_handed_over(desk: SnapshotServer) -> None:
         b'{"operation": "commit"',
     ],
 )
-def test_garbage_costs_only_who_sends_it(garbage: bytes, desk: SnapshotServer) -> None:
-    """The line is closed; others are served as before."""
+def test_invalid_request_closes_only_its_connection(garbage: bytes, server: SnapshotServer) -> None:
+    """Other connections are served as before."""
     with socket.socket(socket.AF_UNIX) as rude:
-        rude.connect("\0" + desk.socket_name)
+        rude.connect("\0" + server.socket_name)
         rude.settimeout(60)
         rude.sendall(garbage)
         rude.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):  # it had sent more than was read
             assert rude.recv(100) == b""
-    line = SnapshotClient(desk.socket_name)
-    assert json.dumps(line.call("reserve", bytes=100)[0]) == '{"slots": 3}'
-    line.close()
+    client = SnapshotClient(server.socket_name)
+    assert json.dumps(client.call("reserve", bytes=100)[0]) == '{"slots": 3}'
+    client.close()
 
 
-def test_workers_ask_at_once(desk: SnapshotServer) -> None:
-    """A slow commit of one holds up nobody."""
+def test_workers_are_served_concurrently(server: SnapshotServer) -> None:
+    """A slow commit delays no other worker."""
     answers: list[int] = []
 
     def work() -> None:
-        line = SnapshotClient(desk.socket_name)
-        answers.extend(int(line.call("reserve", bytes=100)[0]["slots"]) for _ in range(20))
-        line.close()
+        client = SnapshotClient(server.socket_name)
+        answers.extend(int(client.call("reserve", bytes=100)[0]["slots"]) for _ in range(20))
+        client.close()
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
@@ -369,107 +345,108 @@ def test_workers_ask_at_once(desk: SnapshotServer) -> None:
     assert answers == [3] * 160
 
 
-def test_more_memory_than_there_is_costs_nobody_what_there_is(desk: SnapshotServer) -> None:
-    """Who asks for it hears that there is none."""
-    line = SnapshotClient(desk.socket_name)
-    before = [state.serial for state in ControlBlock(line.control_descriptor).read_slots()]
-    assert line.call("reserve", bytes=1 << 53)[0] == {"slots": 0}
-    assert [state.serial for state in ControlBlock(line.control_descriptor).read_slots()] == before
-    line.close()
+def test_reserving_too_much_memory_keeps_existing_slots(server: SnapshotServer) -> None:
+    """The answer is that no slot fits."""
+    client = SnapshotClient(server.socket_name)
+    before = [state.serial for state in ControlBlock(client.control_descriptor).read_slots()]
+    assert client.call("reserve", bytes=1 << 53)[0] == {"slots": 0}
+    assert [state.serial for state in ControlBlock(client.control_descriptor).read_slots()] == before
+    client.close()
 
 
-def test_a_wish_that_cannot_be_granted_holds_up_no_other(setting: Setting) -> None:
-    """Somebody waits for a snapshot that does not come; what is there goes to disk meanwhile."""
-    vain = threading.Thread(target=lambda: setting.keeper.commit(encode_snapshot_id(9, 9)), daemon=True)
+def test_request_for_missing_snapshot_does_not_block_others(fixture: CommitterFixture) -> None:
+    """Another snapshot is committed meanwhile."""
+    vain = threading.Thread(target=lambda: fixture.committer.commit(encode_snapshot_id(9, 9)), daemon=True)
     vain.start()
-    until(lambda: bool(setting.keeper._requests))
-    mark = snapshot(setting.slot(0), 1, want=True)
-    assert setting.keeper.commit(mark) is not None
+    wait_until(lambda: bool(fixture.committer._requests))
+    snapshot_id = write_snapshot(fixture.slot(0), 1, commit_requested=True)
+    assert fixture.committer.commit(snapshot_id) is not None
     assert vain.is_alive()
 
 
-def test_what_could_not_be_saved_and_is_discarded_is_tried_no_more(setting: Setting) -> None:
-    """Else the thread would look for it thousands of times a second."""
-    assert setting.keeper.commit(snapshot(setting.slot(0), 1)) is not None
-    setting.keeper._retry_s = 0.05
-    setting.disk.refuse = "write"
+def test_discarded_snapshot_is_not_retried(fixture: CommitterFixture) -> None:
+    """Otherwise the thread would look for it thousands of times a second."""
+    assert fixture.committer.commit(write_snapshot(fixture.slot(0), 1)) is not None
+    fixture.committer._retry_s = 0.05
+    fixture.disk.refuse = "write"
     with pytest.raises(MachineError):
-        setting.keeper.commit(snapshot(setting.slot(1), 2))
-    setting.keeper.slot_pool.discard(1)
-    until(lambda: setting.keeper._retry_at == 0)
-    assert not setting.keeper._has_work()
+        fixture.committer.commit(write_snapshot(fixture.slot(1), 2))
+    fixture.committer.slot_pool.discard(1)
+    wait_until(lambda: fixture.committer._retry_at == 0)
+    assert not fixture.committer._has_work()
 
 
-def test_a_log_that_cannot_be_written_ends_no_checkpoints(setting: Setting) -> None:
-    """The disk that is full may be the one that the log lies on."""
+def test_failing_log_does_not_stop_commits(fixture: CommitterFixture) -> None:
+    """The log may be on the disk that is full."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    setting.keeper._log = setting.keeper._emit = refuse
-    setting.disk.refuse = "write"
-    mark = snapshot(setting.slot(0), 1, want=True)
+    fixture.committer._log = fixture.committer._emit = refuse
+    fixture.disk.refuse = "write"
+    snapshot_id = write_snapshot(fixture.slot(0), 1, commit_requested=True)
     with pytest.raises(MachineError):
-        setting.keeper.commit(mark)
-    setting.disk.refuse = ""
-    mark = snapshot(setting.slot(0), 2, want=True)
-    until(lambda: setting.keeper.commit(mark) is not None)
+        fixture.committer.commit(snapshot_id)
+    fixture.disk.refuse = ""
+    snapshot_id = write_snapshot(fixture.slot(0), 2, commit_requested=True)
+    wait_until(lambda: fixture.committer.commit(snapshot_id) is not None)
 
 
-KEEPER = """
+COMMITTER = """
 import resource, sys
 from pathlib import Path
-from elastic_resume.snapshot.ipc import Desk
-from elastic_resume.snapshot.committer import Keeper
+from elastic_resume.snapshot.ipc import SnapshotServer
+from elastic_resume.snapshot.committer import CheckpointCommitter
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.snapshot.slot_pool import Rack
+from elastic_resume.snapshot.slot_pool import SlotPool
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
-    rack = Rack(1 << 24, say=lambda _: None)
-    rack.reserve(1 << 20)
-    for index, kept in rack._kept.items():
-        kept.slot.memory[:1] = bytes([index + 1])
-    desk = Desk(Keeper(node_dir.path, "job", rack, say=print, tell=lambda *_, **__: None))
-    desk.open()
-    print(desk.name, flush=True)
+    pool = SlotPool(1 << 24, log=lambda _: None)
+    pool.reserve(1 << 20)
+    for index, owned in pool._owned.items():
+        owned.slot.memory[:1] = bytes([index + 1])
+    committer = CheckpointCommitter(node_dir.path, "job", pool, log=print, emit=lambda *_, **__: None)
+    server = SnapshotServer(committer)
+    server.start()
+    print(server.socket_name, flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A keeper in a process of its own, and the name of its desk. It may open 64 files."""
-    command = [sys.executable, "-c", KEEPER, str(tmp_path)]
+def limited_server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yield a server in its own process, limited to 64 open files, and its socket's name."""
+    command = [sys.executable, "-c", COMMITTER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
         process.kill()
 
 
-def test_an_answer_that_comes_too_late_is_not_taken_for_another(
-    other: tuple[subprocess.Popen[str], str],
+def test_late_answer_is_not_taken_for_another(
+    limited_server: tuple[subprocess.Popen[str], str],
 ) -> None:
-    """The keeper is stopped for longer than anybody waits; then it goes on."""
-    process, name = other
-    line = SnapshotClient(name)
-    serials = {state.index: state.serial for state in ControlBlock(line.control_descriptor).read_slots()}
+    """The server is stopped for longer than the client waits; then it continues."""
+    process, name = limited_server
+    client = SnapshotClient(name)
+    serials = {state.index: state.serial for state in ControlBlock(client.control_descriptor).read_slots()}
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     with pytest.raises(OSError, match="timed out"):
-        line.call("slot", expect_descriptor=True, timeout_s=0.1, index=0, serial=serials[0])
+        client.call("slot", expect_descriptor=True, timeout_s=0.1, index=0, serial=serials[0])
     process.send_signal(signal.SIGCONT)
     for index in (1, 2, 0):
-        _, descriptor = line.call("slot", expect_descriptor=True, index=index, serial=serials[index])
+        _, descriptor = client.call("slot", expect_descriptor=True, index=index, serial=serials[index])
         assert os.pread(descriptor, 1, 0) == bytes([index + 1])
         os.close(descriptor)
-    line.close()
+    client.close()
 
 
-def test_a_keeper_that_was_out_of_descriptors_answers_again(
-    other: tuple[subprocess.Popen[str], str],
+def test_server_recovers_from_lack_of_descriptors(
+    limited_server: tuple[subprocess.Popen[str], str],
 ) -> None:
-    """A moment without any must not cost the node all restarts that follow."""
-    _, name = other
+    """Otherwise a moment without descriptors would break all later restarts."""
+    _, name = limited_server
     crowd = [socket.socket(socket.AF_UNIX) for _ in range(100)]
     for one in crowd:
         one.connect("\0" + name)
@@ -480,44 +457,46 @@ def test_a_keeper_that_was_out_of_descriptors_answers_again(
         late.recv(100)
     for one in crowd:
         one.close()
-    line = SnapshotClient(name)
-    assert line.call("reserve", bytes=1)[0] == {"slots": 3}
-    line.close()
+    client = SnapshotClient(name)
+    assert client.call("reserve", bytes=1)[0] == {"slots": 3}
+    client.close()
 
 
-def test_a_node_that_was_found_wrong_saves_again_when_it_has_resumed(setting: Setting) -> None:
-    """Also the majority's copy of that very step, which took the place of its own."""
-    keeper = setting.keeper
-    mark = snapshot(setting.slot(0), 9, want=True)
-    assert keeper.commit(mark) is not None
-    keeper.distrust_after(1, 4)
-    assert setting.copies() == []
-    snapshot(setting.slot(1), 9, want=True)
-    keeper.request_commit(mark)
+def test_diverged_node_commits_again_after_resume(fixture: CommitterFixture) -> None:
+    """This holds for the majority's state of the same step too."""
+    committer = fixture.committer
+    snapshot_id = write_snapshot(fixture.slot(0), 9, commit_requested=True)
+    assert committer.commit(snapshot_id) is not None
+    committer.distrust_after(1, 4)
+    assert fixture.committed_names() == []
+    write_snapshot(fixture.slot(1), 9, commit_requested=True)
+    committer.request_commit(snapshot_id)
     time.sleep(0.02)
-    assert setting.copies() == []  # nobody has said yet that it is another's
-    keeper.start_generation(RetentionPolicy())
-    until(lambda: not any(state.needs_commit for state in keeper.slot_pool.control_block.read_slots()))
-    assert setting.copies() == [checkpoint_name(1, 9)]
+    assert fixture.committed_names() == []  # nobody has logged yet that it is another's
+    committer.start_generation(RetentionPolicy())
+    wait_until(
+        lambda: not any(state.needs_commit for state in committer.slot_pool.control_block.read_slots())
+    )
+    assert fixture.committed_names() == [checkpoint_name(1, 9)]
 
 
-def test_what_workers_still_made_of_a_wrong_state_does_not_count_when_they_are_gone(setting: Setting) -> None:
-    """They live a moment longer than it takes to hear that this node is wrong."""
-    keeper = setting.keeper
-    keeper.distrust_after(1, 4)
-    snapshot(setting.slot(0), 10)
-    snapshot(setting.slot(1), 4)
-    keeper.commit_newest()
-    newest = slots.newest_complete(keeper.slot_pool.control_block.read_slots())
+def test_commit_newest_discards_late_snapshots_of_diverged_workers(fixture: CommitterFixture) -> None:
+    """Workers live a moment longer than the discovery that their state is wrong."""
+    committer = fixture.committer
+    committer.distrust_after(1, 4)
+    write_snapshot(fixture.slot(0), 10)
+    write_snapshot(fixture.slot(1), 4)
+    committer.commit_newest()
+    newest = slots.newest_complete(committer.slot_pool.control_block.read_slots())
     assert newest is not None
     assert slots.decode_snapshot_id(newest.target) == (1, 4)
 
 
-def test_a_copy_that_a_resume_has_set_aside_is_written_again(setting: Setting) -> None:
-    """What the node then gets from another is of the same step, and is on no disk of its own."""
-    keeper = setting.keeper
-    path = keeper.commit(snapshot(setting.slot(0), 9))
+def test_checkpoint_quarantined_by_resume_is_written_again(fixture: CommitterFixture) -> None:
+    """The node then receives the same step from another node."""
+    committer = fixture.committer
+    path = committer.commit(write_snapshot(fixture.slot(0), 9))
     assert path is not None
     path.rename(path.with_name("quarantined"))
-    keeper.commit(snapshot(setting.slot(1), 9))
-    assert setting.copies() == [checkpoint_name(1, 9)]
+    committer.commit(write_snapshot(fixture.slot(1), 9))
+    assert fixture.committed_names() == [checkpoint_name(1, 9)]

@@ -1,4 +1,4 @@
-"""The board tells how far a node came, or that it cannot be believed."""
+"""Test that the progress page reports how far a node came, or that it is damaged."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WORKER = WorkerProcess(
 )
 
 
-def test_the_rank_that_came_furthest_in_the_newest_generation_is_told(tmp_path: Path) -> None:
-    """Also to a process that opens the page later."""
+def test_newest_progress_is_of_most_advanced_rank_in_newest_generation(tmp_path: Path) -> None:
+    """A process that opens the page later reads the same."""
     board = ProgressPage(tmp_path / "board")
     assert board.newest_progress(0) == (0, 0, 0)
     board.start_generation(0, generation=1, step=90, world_size=8)
@@ -40,8 +40,8 @@ def test_the_rank_that_came_furthest_in_the_newest_generation_is_told(tmp_path: 
         bytes(32 * 700) + b"not a page of numbers.." * 20,
     ],
 )
-def test_a_page_that_cannot_be_true_is_refused_and_can_be_cleared(tmp_path: Path, damage: bytes) -> None:
-    """No generation or step is taken from it: a generation of 2**64 could never be counted on from."""
+def test_damaged_page_is_refused_and_can_be_cleared(tmp_path: Path, damage: bytes) -> None:
+    """No generation is taken from it: nothing could count on from 2**64."""
     path = tmp_path / "board"
     ProgressPage(path)
     with open(path, "r+b") as file:
@@ -54,8 +54,8 @@ def test_a_page_that_cannot_be_true_is_refused_and_can_be_cleared(tmp_path: Path
 
 
 @pytest.mark.parametrize("size", [0, 5, 4096, 10**6])
-def test_a_page_of_another_size_is_made_whole(tmp_path: Path, size: int) -> None:
-    """Truncated or grown while nobody used it: a store must not fail."""
+def test_page_of_wrong_size_is_resized(tmp_path: Path, size: int) -> None:
+    """A store must not fail after the page was truncated or grown while unused."""
     path = tmp_path / "board"
     ProgressPage(path).start_generation(0, generation=1, step=2, world_size=1)
     os.truncate(path, size)
@@ -64,15 +64,15 @@ def test_a_page_of_another_size_is_made_whole(tmp_path: Path, size: int) -> None
     assert path.stat().st_size == MAX_LOCAL_RANKS * 160
 
 
-def test_its_room_is_taken_when_it_is_opened(tmp_path: Path) -> None:
-    """A store into a hole of a full disk would be a SIGBUS in the middle of training."""
+def test_page_allocates_its_blocks_when_opened(tmp_path: Path) -> None:
+    """A store into a hole on a full disk would raise SIGBUS during training."""
     path = tmp_path / "board"
     ProgressPage(path)
     assert path.stat().st_blocks * 512 >= MAX_LOCAL_RANKS * 160
 
 
-def test_something_else_in_its_place_is_a_machine_error(tmp_path: Path) -> None:
-    """Named, with what to do."""
+def test_directory_in_place_of_page_is_machine_error(tmp_path: Path) -> None:
+    """The error names the path and what to do."""
     (tmp_path / "board").mkdir()
     with pytest.raises(MachineError, match=r"cannot open .*board: Is a directory; .*move it away"):
         ProgressPage(tmp_path / "board")
@@ -84,8 +84,8 @@ def test_something_else_in_its_place_is_a_machine_error(tmp_path: Path) -> None:
 # ---- lines -----------------------------------------------------------------------------------------------
 
 
-def test_a_line_tells_whose_it_is_and_since_when_it_does_what_it_does(tmp_path: Path) -> None:
-    """The agent reads what the worker wrote; before its first step there is nothing to judge by."""
+def test_record_has_process_and_time_of_last_progress(tmp_path: Path) -> None:
+    """Before the first step there is no time to judge by."""
     board = ProgressPage(tmp_path / "board")
     board.start_generation(1, generation=3, step=40, world_size=8, worker=WORKER)
     (line,) = read_records(tmp_path / "board", 4)
@@ -99,8 +99,8 @@ def test_a_line_tells_whose_it_is_and_since_when_it_does_what_it_does(tmp_path: 
     assert before <= line.last_progress_ns <= time.monotonic_ns()
 
 
-def test_a_rank_is_busy_until_it_says_otherwise_and_its_time_begins_anew_then(tmp_path: Path) -> None:
-    """With the limit that it gives; one that has made no step yet has no time that could begin."""
+def test_busy_rank_restarts_its_progress_time_at_the_end(tmp_path: Path) -> None:
+    """The limit is recorded; a rank without a step has no time to restart."""
     board = ProgressPage(tmp_path / "board")
     board.start_generation(0, generation=1, step=0, world_size=1, worker=WORKER)
     board.set_busy(0, True)
@@ -118,8 +118,8 @@ def test_a_rank_is_busy_until_it_says_otherwise_and_its_time_begins_anew_then(tm
     assert after.last_progress_ns > first.last_progress_ns
 
 
-def test_a_rank_that_rests_has_no_beat_until_its_next_step(tmp_path: Path) -> None:
-    """After the last step of a script nothing is a hang."""
+def test_idle_rank_has_no_progress_time_until_next_step(tmp_path: Path) -> None:
+    """After the last step of a script nothing counts as a hang."""
     board = ProgressPage(tmp_path / "board")
     board.start_generation(0, generation=1, step=0, world_size=1, worker=WORKER)
     board.finish_step(0, 1)
@@ -131,8 +131,8 @@ def test_a_rank_that_rests_has_no_beat_until_its_next_step(tmp_path: Path) -> No
     assert read_records(tmp_path / "board", 1)[0].last_progress_ns > 0
 
 
-def test_a_new_generation_leaves_nothing_of_the_old_one_in_its_line(tmp_path: Path) -> None:
-    """Whoever died while it was busy is not busy in the next life."""
+def test_new_generation_clears_record(tmp_path: Path) -> None:
+    """A rank that died while busy is not busy in the next generation."""
     board = ProgressPage(tmp_path / "board")
     board.start_generation(0, generation=1, step=0, world_size=1, worker=WORKER)
     board.finish_step(0, 1, collectives=9)
@@ -150,8 +150,8 @@ def test_a_new_generation_leaves_nothing_of_the_old_one_in_its_line(tmp_path: Pa
 
 
 @pytest.mark.parametrize("size", [None, 0, 100, MAX_LOCAL_RANKS * 32])
-def test_a_page_that_is_missing_or_short_has_no_lines(tmp_path: Path, size: int | None) -> None:
-    """The agent reads, so that a page that somebody truncates does not kill it."""
+def test_missing_or_truncated_page_has_no_records(tmp_path: Path, size: int | None) -> None:
+    """The agent reads with pread, so truncation does not kill it."""
     path = tmp_path / "board"
     if size is not None:
         ProgressPage(path).start_generation(0, generation=1, step=0, world_size=1, worker=WORKER)
@@ -159,8 +159,8 @@ def test_a_page_that_is_missing_or_short_has_no_lines(tmp_path: Path, size: int 
     assert read_records(path, 3) == []
 
 
-def test_a_page_that_is_just_being_made_has_no_lines_yet(tmp_path: Path) -> None:
-    """It may grow between two looks of one reading."""
+def test_page_under_creation_has_no_records(tmp_path: Path) -> None:
+    """It may grow between the two reads."""
     path = tmp_path / "board"
     ProgressPage(path)
     code = "import os, sys\nwhile 1: os.truncate(sys.argv[1], 0); os.truncate(sys.argv[1], int(sys.argv[2]))"
@@ -175,10 +175,10 @@ def test_a_page_that_is_just_being_made_has_no_lines_yet(tmp_path: Path) -> None
 
 
 @given(st.binary(min_size=1, max_size=160 * 4), st.integers(0, 1 << 15))
-def test_a_damaged_line_is_nobodys_or_within_bounds(
+def test_damaged_record_is_dropped_or_within_bounds(
     tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int
 ) -> None:
-    """Whatever the page holds, no process number is read from it that is none."""
+    """No impossible pid is read from any page content."""
     path = tmp_path_factory.mktemp("page") / "board"
     ProgressPage(path).start_generation(0, generation=1, step=0, world_size=1, worker=WORKER)
     with open(path, "r+b") as file:

@@ -321,7 +321,7 @@ def test_slots_that_a_resume_has_filled_are_not_made_anew(
     second.step()
     second.run.save()
     assert len({slot.capacity for slot in memory.control_block.read_slots()}) == 1
-    assert capsys.readouterr().err.count("slots with") == 1
+    assert capsys.readouterr().err.count("slots of") == 1
 
 
 def test_only_a_copy_of_the_own_disk_that_was_read_is_told_to_be_good(

@@ -1,0 +1,36 @@
+"""Small snapshots for tests of slots, the committer and the comparison of replicas."""
+
+from __future__ import annotations
+
+import time
+
+from elastic_resume.checkpoint.layout import Layout, TensorSpec
+from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.snapshot import slots
+from elastic_resume.snapshot.slots import Slot, encode_snapshot_id
+
+LAYOUT = Layout.build([TensorSpec("model/w", "U8", (100_000,))])
+SLOT_BYTES = slots.required_slot_bytes(LAYOUT.total_bytes, 1000, 1000)
+
+
+def write_snapshot(
+    slot: Slot, step: int, *, generation: int = 1, commit_requested: bool = False, parts: int = 1
+) -> int:
+    """Write a snapshot into ``slot`` as a local leader does; local rank 0 has copied its share."""
+    snapshot_id = encode_snapshot_id(generation, step)
+    static = {
+        "run_id": "job", "node": "a", "rank": 0, "world_size": 1, "writer": "test",
+        "follows_rank0": [], "state": {"model": {"w": {"$": "tensor", "name": "model/w", "kind": "tensor"}}},
+    }  # fmt: skip
+    position = Position(0, step, step, step)
+    dynamic = slots.dynamic_metadata(generation, position, time.time(), {})
+    slot.record.set("target", 0)
+    slot.write_metadata(
+        LAYOUT.header, LAYOUT.total_bytes, slots.encode_metadata(static), slots.encode_metadata(dynamic), 7
+    )
+    slot.memory[len(LAYOUT.header) : LAYOUT.total_bytes] = bytes([step % 256]) * 100_000
+    slot.record.set("parts", parts)
+    slot.record.set("commit_requested", snapshot_id if commit_requested else 0)
+    slot.record.set("target", snapshot_id)
+    slot.record.set_copied(0, snapshot_id)
+    return snapshot_id
