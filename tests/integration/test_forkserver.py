@@ -71,9 +71,9 @@ def warm() -> Iterator[Warm]:
 LEAN = """
 import sys
 del sys.path[0]
-from elastic_resume.agent.workers import forkserver as zygote
-zygote.MODULES, zygote.OURS = ("torch",), ()
-zygote.main()
+from elastic_resume.agent.workers import forkserver
+forkserver.TORCH_MODULES, forkserver.OWN_MODULES = ("torch",), ()
+forkserver.main()
 """
 
 
@@ -377,9 +377,9 @@ def test_a_zygote_dies_with_its_agent(tmp_path: Path) -> None:
     code = """
 import os, sys, time
 from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
-warmth = Warmth([sys.executable, "-u", "x.py"], [], say=print, tell=lambda *a, **k: None)
-warmth.start()
-open(sys.argv[1], "w").write(str(warmth.pid))
+manager = ForkServerManager([sys.executable, "-u", "x.py"], [], log=print, emit=lambda *a, **k: None)
+manager.start()
+open(sys.argv[1], "w").write(str(manager.pid))
 time.sleep(600)
 """
     agent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "zygote")])

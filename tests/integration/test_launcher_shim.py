@@ -550,17 +550,18 @@ def test_an_agent_that_believes_in_a_dead_worker_is_shown_its_end(
 # An agent with a lease that it renews as long as it runs. Once its worker is up it stops, with little left.
 LEASED = """
 import os, pathlib, signal, subprocess, sys, time
-from elastic_resume import constants as contract
+from elastic_resume import constants
 from elastic_resume.agent.workers.lease_page import LeasePage
-fence = Fence()
-fence.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 3600)
-os.environ[contract.ENV_AGENT_PID], os.environ[contract.ENV_FENCE] = str(os.getpid()), fence.path
+lease_page = LeasePage()
+lease_page.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 3600)
+os.environ[constants.ENV_AGENT_PID] = str(os.getpid())
+os.environ[constants.ENV_LEASE_PAGE] = lease_page.path
 here = pathlib.Path(sys.argv[1])
 stub = subprocess.Popen(sys.argv[2:], start_new_session=True)
 while not all((here / name).exists() for name in ("worker", "grandchild")):
     time.sleep(0.01)
 (here / "stub").write_text(str(stub.pid))
-fence.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 0.5)
+lease_page.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 0.5)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
@@ -625,13 +626,13 @@ def test_a_worker_knows_nothing_of_its_fence(start: Any) -> None:
 
 
 @pytest.mark.usefixtures("fence")
-@pytest.mark.parametrize("lease_expired", [False, True])
+@pytest.mark.parametrize("has_lease", [False, True])
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_worker_within_its_lease_ends_as_without_one(
-    fenced: bool, code: int, environ: Any, start: Any, tmp_path: Path
+    has_lease: bool, code: int, environ: Any, start: Any, tmp_path: Path
 ) -> None:
     """At once, and with the same event."""
-    if not fenced:
+    if not has_lease:
         del environ[constants.ENV_LEASE_PAGE]
     assert start("/bin/sh", "-c", f"exit {code}").wait(30) == code
     event = exit_event(tmp_path)

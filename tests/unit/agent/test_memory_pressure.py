@@ -165,7 +165,7 @@ def test_what_cannot_be_read_is_no_pressure(text: str, tmp_path: Path) -> None:
 
 def test_a_thread_looks_while_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is free again when a worker is dead; `close` ends the thread."""
-    monkeypatch.setattr(memory_pressure, "LOOK_S", 0.01)
+    monkeypatch.setattr(memory_pressure, "POLL_INTERVAL_S", 0.01)
     proc = machine(tmp_path, cgroup="")
     (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 160000 kB\n")
     gauge, before = MemoryMonitor(proc=proc), threading.active_count()
