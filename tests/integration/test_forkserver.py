@@ -242,8 +242,8 @@ def test_the_guard_and_the_worker_are_named_for_people(warm: Warm, tmp_path: Pat
     assert worker.name() == "er-worker"
     keeper = worker.parent()
     assert keeper is not None
-    assert keeper.name() == "er-guard"
-    assert psutil.Process(keeper.ppid()).name() == "er-zygote"
+    assert keeper.name() == "er-supervisor"
+    assert psutil.Process(keeper.ppid()).name() == "er-fork-server"
     assert keeper.ppid() == warm.warmth.pid
     process.kill()
     process.wait()
@@ -328,8 +328,8 @@ def test_a_stub_that_asks_a_dying_zygote_starts_its_worker_cold(
 ) -> None:
     """It had asked while the zygote imported. One that is stopped is killed by the agent."""
     asked = threading.Event()  # else the agent might kill it, and have the next one asked
-    look = ForkServerManager._is_stopped
-    monkeypatch.setattr(ForkServerManager, "_is_stopped", lambda agent: asked.is_set() and look(agent))
+    is_stopped = warm_workers._is_stopped
+    monkeypatch.setattr(warm_workers, "_is_stopped", lambda pid: asked.is_set() and is_stopped(pid))
     warm = own()
     assert warm.warmth.pid is not None
     os.kill(warm.warmth.pid, signal.SIGSTOP)
@@ -404,12 +404,12 @@ def test_preloaded_modules_that_spoil_a_fork_or_fail_are_left_out(
         (tmp_path / f"{name}.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     warm = own(*bodies)
-    failed = "cannot import failing ahead of workers, so it is left out: ZeroDivisionError: division by zero"
+    failed = "the fork server cannot import failing, so it is left out: ZeroDivisionError: division by zero"
     wait_for(lambda: failed in warm.said, "a zygote that tells what it has not imported", 120)
     said = "\n".join(warm.said)
     for name, why in (
         ("threading_one", "it starts threads"),
-        ("cuda_one", "it initialises CUDA"),
+        ("cuda_one", "it initializes CUDA"),
         ("starting_one", "it starts processes"),
     ):
         assert f"--preload {name} is left out: {why}" in said
@@ -539,7 +539,7 @@ def test_a_zygote_that_never_gets_ready_is_given_up(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     warm = own("dying")
     wait_for(lambda: any("cold from now on" in line for line in warm.said), "it to be given up", 120)
-    assert "3 zygotes in a row failed (last: ended with exit code 3)" in warm.said[-1]
+    assert "3 fork servers in a row failed; the last ended with exit code 3" in warm.said[-1]
     assert warm.warmth.pid is None
 
 

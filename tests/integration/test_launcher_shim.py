@@ -604,7 +604,7 @@ def test_a_worker_that_cannot_be_fenced_does_not_start(
     process = start("/bin/sh", "-c", f"touch {tmp_path / 'started'}", stderr=subprocess.PIPE)
     said = process.communicate(timeout=30)[1].decode()
     assert process.returncode == 1
-    assert said.startswith("elastic_resume: no worker may run that cannot be fenced")
+    assert said.startswith("elastic_resume: no worker can start without a lease, and its page ")
     assert path in said
     assert said.count("\n") == 1
     assert not (tmp_path / "started").exists()

@@ -98,7 +98,7 @@ def facts() -> dict[str, Any]:
         "environ": {
             k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_RESUME", "PYTEST", "_"))
         },
-        "ours": "ELASTIC_RESUME_ZYGOTE" in os.environ or "ELASTIC_RESUME_FENCE" in os.environ,
+        "ours": "ELASTIC_RESUME_FORK_SERVER" in os.environ or "ELASTIC_RESUME_LEASE_PAGE" in os.environ,
         "processes": [spawned("fork"), spawned("spawn")],
         "batches": loaded(),
         "compiled": compiled(torch.ones(2)).tolist(),

@@ -78,7 +78,7 @@ def test_a_closed_fence_lets_no_worker_run(fence: LeasePage) -> None:
 
 def test_the_fence_is_not_inherited(fence: LeasePage) -> None:
     """It ends with its owner, so a program that the agent starts must not keep it."""
-    assert str(Path(fence.path).readlink()).startswith("/memfd:elastic_resume-fence")
+    assert str(Path(fence.path).readlink()).startswith("/memfd:elastic_resume-lease")
     listed = subprocess.check_output(["ls", "-l", "/proc/self/fd"], close_fds=False, text=True)
     assert "->" in listed
     assert "memfd" not in listed
