@@ -348,7 +348,7 @@ def _format_state(record: ProgressRecord, evidence: RankEvidence, stacks: str) -
     """Return the rank's section of the report."""
     worker = record.worker
     lines = [
-        f"rank {worker.rank} (local rank {record.local_rank}, process {worker.pid}), finished step {record.step}",
+        f"rank {worker.rank} (local rank {record.local_rank}, pid {worker.pid}), finished step {record.step}",
         f"  kernel: state {evidence.process_state or 'ended'}, {evidence.cpu_share:.0%} of a core",
     ]
     if evidence.pending_collectives:
@@ -369,9 +369,7 @@ def _format_state(record: ProgressRecord, evidence: RankEvidence, stacks: str) -
         f"  {text}" for text in _read_proc_lines(record, "status") if text.partition(":")[0] in _STATUS_FIELDS
     ]
     lines += _describe_children(worker.pid)
-    lines.append(
-        "  Python stacks, innermost frame first:" if stacks else "  Python stacks: none, the worker wrote none"
-    )
+    lines.append("  Python stacks, innermost frame first:" if stacks else "  Python stacks: none written")
     lines += [f"    {text}" for text in stacks.splitlines()]
     return "\n".join(lines)
 

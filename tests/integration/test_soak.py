@@ -20,7 +20,7 @@ from elastic_resume import constants
 from elastic_resume.events import Event
 from elastic_resume.testing import Cluster
 from tests.integration.test_end_to_end import SCRIPT, check_end
-from tests.integration.test_launcher_shim import wait_for
+from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.cluster
 
