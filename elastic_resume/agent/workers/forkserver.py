@@ -305,8 +305,8 @@ def become_supervisor(request: WorkerRequest, changed_by_imports: dict[str, str]
             if name and "=" not in name:  # the kernel passes such names on, but putenv refuses them
                 os.environb[name.encode("latin-1")] = value.encode("latin-1")
         run_main.set_process_name("er-supervisor")
-        for number, stream in enumerate(request.streams):
-            os.dup2(stream, number)
+        for target, stream in enumerate(request.streams):
+            os.dup2(stream, target)
             os.close(stream)
         os.umask(request.umask)
         os.sched_setaffinity(0, request.cpus)
