@@ -46,7 +46,7 @@ def run(way: str, directory: Path, *words: str, code: int = 0) -> str:
 
 def read_logs(directory: Path, name: str) -> list[str]:
     """Return the files of that name that torchelastic wrote, by local rank."""
-    return [path.read_text() for path in sorted((directory / "read_logs").rglob(f"attempt_0/*/{name}"))]
+    return [path.read_text() for path in sorted((directory / "logs").rglob(f"attempt_0/*/{name}"))]
 
 
 def test_script_behaves_the_same_warm_cold_and_under_torchrun(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_script_behaves_the_same_warm_cold_and_under_torchrun(tmp_path: Path) ->
     facts: dict[str, list[dict[str, Any]]] = {}
     for way in WAYS:
         here = tmp_path / way
-        log = run(way, here, "--redirects=3", "--log-dir=read_logs", str(MIRROR), "chance-${local_rank}", "0")
+        log = run(way, here, "--redirects=3", "--log-dir=logs", str(MIRROR), "chance-${local_rank}", "0")
         out = read_logs(here, "stdout.log")
         assert [text.splitlines()[1:] for text in out] == [["a thread's last word", "at exit"]] * 2
         assert [without_leaks(text) for text in read_logs(here, "stderr.log")] == ["", ""]
@@ -120,7 +120,7 @@ def test_logs_tee_error_files_and_virtual_ranks_work(way: str, tmp_path: Path) -
     here = tmp_path / way
     here.mkdir()
     (here / "fails.py").write_text(FAILS)
-    words = ["--tee=3", "--log-dir=read_logs", "--virtual-local-rank", "-m", "fails"]
+    words = ["--tee=3", "--log-dir=logs", "--virtual-local-rank", "-m", "fails"]
     done = subprocess.run(
         [*WAYS[way], "--nproc-per-node=2", "--max-restarts=0", *words],
         cwd=here,

@@ -142,7 +142,7 @@ def test_monitor_reports_full_or_stalling_machine(tmp_path: Path) -> None:
     (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 160000 kB\n")
     assert (
         MemoryMonitor(proc=proc).read_pressure().description
-        == "164 MB of 16.4 GB of this make_proc's memory were left"
+        == "164 MB of 16.4 GB of this machine's memory were left"
     )
     (proc / "meminfo").write_text(ROOMY)
     (proc / "pressure").mkdir()
@@ -175,7 +175,7 @@ def test_monitor_polls_in_background(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert time.monotonic() < until_s, "the monitor does not poll"
         time.sleep(0.01)
     (proc / "meminfo").write_text(ROOMY)
-    assert monitor.read_pressure().description == "164 MB of 16.4 GB of this make_proc's memory were left"
+    assert monitor.read_pressure().description == "164 MB of 16.4 GB of this machine's memory were left"
     monitor.close()
     assert threading.active_count() == before
 
