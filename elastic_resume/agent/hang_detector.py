@@ -154,12 +154,7 @@ class HangDetector:
         self._emit("hang-detector-failed", error=repr(error)[:MAX_ERROR_CHARS])
 
     def poll(self, elapsed_s: float) -> float:
-        """Look for hangs once and act on them; return the seconds until the next poll.
-
-        Args:
-            elapsed_s: seconds since the previous poll.
-
-        """
+        """Look for hangs ``elapsed_s`` after the previous poll, and act; return the seconds to the next."""
         records = self._read_progress()
         now_ns = time.monotonic_ns()
         progress = {

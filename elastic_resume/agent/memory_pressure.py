@@ -17,7 +17,6 @@ from pathlib import Path
 from elastic_resume.agent.background import BackgroundThread
 from elastic_resume.policy.failure_classification import MemoryPressure
 from elastic_resume.schedulers.resources import MemoryCgroup, read_fields
-from elastic_resume.snapshot.slot_pool import format_size
 
 POLL_INTERVAL_S = 1.0
 PRESSURE_MAX_AGE_S = 10.0
@@ -37,7 +36,7 @@ class MemoryMonitor:
         self._proc = proc
         self._last_pressure: tuple[float, str] | None = None
         self._kills_at_reset = self._read_kills()
-        self._thread = BackgroundThread("memory-pressure", self._poll_periodically)
+        self._thread = BackgroundThread("memory-pressure", self.poll)
 
     def start(self) -> None:
         """Start to measure."""
@@ -61,14 +60,11 @@ class MemoryMonitor:
             max(0, self._read_kills() - self._kills_at_reset), last[1] if last and is_recent else ""
         )
 
-    def poll(self) -> None:
-        """Measure once."""
+    def poll(self) -> float:
+        """Measure once; return the seconds until the next measurement."""
         text = self._describe_pressure()
         if text:
             self._last_pressure = (time.monotonic(), text)
-
-    def _poll_periodically(self) -> float:
-        self.poll()
         return POLL_INTERVAL_S
 
     def _read_kills(self) -> int:
@@ -77,11 +73,11 @@ class MemoryMonitor:
     def _describe_pressure(self) -> str:
         usage = self._group.read_usage() if self._group else None
         if usage is not None and usage[0] >= NEAR_LIMIT_SHARE * usage[1]:
-            return f"its control group had used {format_size(usage[0])} of {format_size(usage[1])}"
+            return f"its control group had used {_format_size(usage[0])} of {_format_size(usage[1])}"
         memory = read_fields(self._proc / "meminfo")
         total, available = memory.get("MemTotal:", 0) << 10, memory.get("MemAvailable:", 0) << 10
         if total and available <= (1 - NEAR_LIMIT_SHARE) * total:
-            return f"{format_size(available)} of {format_size(total)} of this machine's memory were left"
+            return f"{_format_size(available)} of {_format_size(total)} of this machine's memory were left"
         stalled = self._read_stall_percent()
         if stalled >= STALL_THRESHOLD_PERCENT:
             return f"processes waited for memory {stalled:.0f} % of the time"
@@ -95,3 +91,7 @@ class MemoryMonitor:
             # some avg10=0.00 avg60=0.00 avg300=0.00 total=0
             return float(path.read_text().split()[1].removeprefix("avg10="))
         return 0.0
+
+
+def _format_size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.0f} MB"

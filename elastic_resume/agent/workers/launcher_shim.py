@@ -198,6 +198,7 @@ def forward_until_exit(
     poll.register(connection, select.POLLIN)
     poll.register(wakeup_read, select.POLLIN)
     stop_signals = read_stop_signals()
+    stop_timeout_s = supervisor.read_grace_s() + supervisor.KILL_TIMEOUT_S + REPORT_TIMEOUT_S
     unread, supervisor_pid, deadline = b"", 0, supervisor.INFINITY
     while True:
         remaining_s = deadline - time.monotonic()
@@ -208,10 +209,10 @@ def forward_until_exit(
             if descriptor == wakeup_read:
                 requests = bytes(number for number in os.read(wakeup_read, 4096) if number in stop_signals)
                 if requests:
-                    send_signals(connection, requests)
-                    deadline = min(deadline, time.monotonic() + stop_timeout_s())
+                    supervisor.send(connection, requests)
+                    deadline = min(deadline, time.monotonic() + stop_timeout_s)
                 continue
-            data = receive_report(connection)
+            data = supervisor.receive(connection, 4096)
             if not data:
                 return report_lost_supervisor()
             *lines, unread = (unread + data).split(b"\n")
@@ -221,27 +222,6 @@ def forward_until_exit(
                     supervisor_pid = int(rest[0])
                 else:
                     return int(argument) if kind == b"ended" else int(signal.SIGKILL)
-
-
-def stop_timeout_s() -> float:
-    """Return how long a supervisor may take to stop its worker and report."""
-    return supervisor.read_grace_s() + supervisor.KILL_TIMEOUT_S + REPORT_TIMEOUT_S
-
-
-def receive_report(connection: "_socket.socket") -> bytes:
-    """Receive bytes from the supervisor; empty if it has ended."""
-    try:
-        return connection.recv(4096)
-    except OSError:
-        return b""
-
-
-def send_signals(connection: "_socket.socket", signal_numbers: bytes) -> None:
-    """Send signal numbers to the supervisor, unless it has ended."""
-    try:  # noqa: SIM105 - see supervisor.send_line
-        connection.sendall(signal_numbers)
-    except OSError:
-        pass
 
 
 def report_lost_supervisor() -> int:

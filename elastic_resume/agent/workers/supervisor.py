@@ -84,19 +84,12 @@ INFINITY = float("inf")  # importing math would take longer than everything else
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-# Ignored by supervisors, which `pkill python` may reach. The end of their socket is what ends them.
-IGNORED_SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
 # Signals besides SIGTERM by which a scheduler may announce the end of a job. It sends them to every process
 # of the job, and their default action kills. So workers start with them ignored, and the agent drains its
 # node.
 CATCHABLE_DRAIN_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+# Ignored by fork server and supervisors, which `pkill python` may reach. A supervisor ends with its socket.
+IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *CATCHABLE_DRAIN_SIGNALS)
 
 
 # ---- worker supervisor ---------------------------------------------------------------------------------
@@ -141,7 +134,7 @@ def fork_supervised_worker(connection: "_socket.socket", signal_mask: "set[int |
             os.close(descriptor)
         connection.close()
         return
-    send_line(connection, f"started {worker} {supervisor}")
+    send(connection, b"started %d %d\n" % (worker, supervisor))
     WorkerSupervisor(worker, connection, wakeup_read, lease, copy_monitor).run()
     os._exit(0)
 
@@ -179,7 +172,7 @@ class WorkerSupervisor:
                 lease_expired=self._lease_expired,
                 stuck=True,
             )
-            send_line(self._connection, f"stuck {self._worker}")
+            send(self._connection, b"stuck %d\n" % self._worker)
             while reap_children(self._worker) is None:
                 time.sleep(1.0)
             return
@@ -189,7 +182,7 @@ class WorkerSupervisor:
         write_worker_exit(self._worker, status, stopped=stopped, lease_expired=self._lease_expired)
         if self._lease_expired and not self._stop_requested and self._wait_for_agent():
             status = int(signal.SIGKILL)
-        send_line(self._connection, f"ended {status}")
+        send(self._connection, b"ended %d\n" % status)
 
     def _wait_for_worker(self) -> "int | None":
         """Return the worker's wait status, or None if SIGKILL did not end it in time."""
@@ -227,10 +220,7 @@ class WorkerSupervisor:
 
     def _handle_stop_request(self) -> bool:
         """Read a signal number from the launcher shim; return False if the connection has ended."""
-        try:
-            signal_number = self._connection.recv(1)
-        except OSError:  # the launcher shim ended before it had read all our lines
-            signal_number = b""
+        signal_number = receive(self._connection, 1)
         if not signal_number:
             self._kill_at = 0.0
         elif not self._stop_requested and not self._lease.has_round_failed():
@@ -262,16 +252,24 @@ def exit_without_worker(connection: "_socket.socket", reason: str) -> "NoReturn"
     """Exit because no worker can start; log and report ``reason``."""
     os.write(2, f"elastic_resume: {reason}\n".encode())
     write_worker_exit(None, 1 << 8, stopped=False, lease_expired=False, message=reason)
-    send_line(connection, f"ended {1 << 8}")
+    send(connection, b"ended %d\n" % (1 << 8))
     os._exit(1)
 
 
-def send_line(connection: "_socket.socket", text: str) -> None:
-    """Send a line to the launcher shim, unless that has ended."""
+def send(connection: "_socket.socket", data: bytes) -> None:
+    """Send bytes between supervisor and launcher shim, unless the other end has closed."""
     try:  # noqa: SIM105 - importing contextlib or pathlib would cost a third of the start
-        connection.sendall(text.encode() + b"\n")
+        connection.sendall(data)
     except OSError:
         pass
+
+
+def receive(connection: "_socket.socket", max_bytes: int) -> bytes:
+    """Receive bytes between supervisor and launcher shim; empty if the other end has closed."""
+    try:
+        return connection.recv(max_bytes)
+    except OSError:  # the other end had not read all that was sent to it
+        return b""
 
 
 def read_grace_s() -> float:
@@ -381,7 +379,7 @@ def kill(pid: int) -> None:
 
 def send_signal(pid: int, signal_number: int) -> None:
     """Send a signal to ``pid``, unless it has ended or its number belongs to another user's process."""
-    try:  # noqa: SIM105 - see `send_line`
+    try:  # noqa: SIM105 - see `send`
         os.kill(pid, signal_number)
     except (ProcessLookupError, PermissionError):
         pass
@@ -424,7 +422,7 @@ def list_children() -> "list[int]":
     except OSError:
         pass  # the kernel lacks CONFIG_PROC_CHILDREN, or this process has changed its user
     children = []
-    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - see `send_line`
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - see `send`
         try:
             with open(f"/proc/{name}/stat") as file:
                 # The command's name stands in parentheses and may hold anything; state and parent follow it.
@@ -495,7 +493,7 @@ def append_line(variable: str, line: bytes, flags: int) -> None:
         descriptor = os.open(path, flags, 0o644)
     except (KeyError, OSError):
         return
-    try:  # noqa: SIM105 - see `send_line`
+    try:  # noqa: SIM105 - see `send`
         os.write(descriptor, line)
     except OSError:
         pass
