@@ -1,4 +1,4 @@
-"""Detects hung workers of this node, names the suspects, and kills workers so that training restarts.
+"""Detects hung workers of this node, names the suspects, and kills stalled workers so that training restarts.
 
 A thread of the agent reads the progress page of the workers four times a second::
 

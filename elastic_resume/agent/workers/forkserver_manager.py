@@ -1,6 +1,10 @@
-"""The agent's side of the fork server: starts it, replaces one that died, and tells what workers will get.
+"""The agent's side of the fork server: starts it, and starts another when it dies.
 
-Whatever happens to the fork server, workers start: without one they start cold.
+Workers start in any case: without a fork server they start cold. The fork server sends lines of JSON::
+
+    {"ready": SECONDS, "skipped_modules": {NAME: REASON}}    it has imported everything
+    {"refused": REASON}                                      a worker has to start cold
+    {"fork_unsafe_module": NAME, "why": REASON}              it exits, since no worker can be forked any more
 """
 
 from __future__ import annotations

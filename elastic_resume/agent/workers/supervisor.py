@@ -1,8 +1,9 @@
 """The worker supervisor: the parent process of one worker.
 
-It ends the worker when it has to end, and kills every process that the worker leaves behind. The fork server
-forks it for a warm worker, the launcher shim for a cold one. A socket joins it to the launcher shim, the
-process that torchelastic knows::
+It stops the worker when torchelastic asks for that, when the lease expires or when the launcher shim ends.
+Then it kills every process that the worker leaves behind. The fork server forks it for a warm worker, the
+launcher shim for a cold one. A socket joins it to the launcher shim, which is the process that torchelastic
+knows::
 
     launcher shim --signal number, one byte--> supervisor    torchelastic stops the worker
     supervisor --line of text--> launcher shim               started PID SUPERVISOR, stuck PID, ended STATUS
@@ -73,14 +74,14 @@ DEFAULT_GRACE_S = 5.0
 LEFTOVERS_GRACE_S = 0.1
 # SIGKILL does not end a process in uninterruptible sleep, and torchelastic must not wait for one.
 KILL_TIMEOUT_S = 5.0
-# The lease is polled because its agent may be stopped right after changing it. An expiry is noticed within
-# a millisecond; a lease that is revoked early is noticed after at most this time.
+# The lease is polled, since an agent may be stopped before it can send anything. The end of a lease is
+# noticed within a millisecond, an early revocation within this time.
 LEASE_POLL_INTERVAL_S = 0.05
 # An agent that let the lease expire sends SIGTERM within torchelastic's monitor interval (0.1 s by default).
-# An agent that renews the lease instead takes its worker for alive. A stopped agent does neither.
+# An agent that renews the lease instead does not know that the worker is dead. A stopped agent does neither.
 RENEWED_LEASE_WAIT_S = 1.0
 AGENT_WAIT_LIMIT_S = 60.0
-INFINITY = float("inf")  # importing math would take longer than everything else here
+INFINITY = float("inf")  # importing math would delay the start
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
