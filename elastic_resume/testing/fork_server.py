@@ -33,6 +33,7 @@ from elastic_resume.testing import fork_server_main
 KILL_TIMEOUT_S = 30.0  # one that sleeps in the kernel for longer is left to it
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
+_starter_lock = threading.Lock()
 _start_requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ def start_with_lasting_parent(start: Callable[[], T]) -> T:
 
     """
     global _start_requests  # noqa: PLW0603  one for the process
-    with _lock:
+    with _starter_lock:
         if _start_requests is None:
             births: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
             thread = threading.Thread(
@@ -96,8 +97,8 @@ def _serve_start_requests(requests: queue.SimpleQueue[tuple[Callable[[], Any], F
 
 def _reset_after_fork() -> None:
     """Forget the threads of the parent process."""
-    global _start_requests, _lock
-    _start_requests, _lock = None, threading.Lock()
+    global _start_requests, _starter_lock
+    _start_requests, _starter_lock = None, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)
@@ -217,7 +218,7 @@ class AgentForkServer:
 
 
 _servers: dict[frozenset[tuple[str, str]], AgentForkServer] = {}
-_lock = threading.Lock()
+_servers_lock = threading.Lock()
 
 
 def start(
@@ -243,7 +244,7 @@ def start(
         for name, value in env.items()
         if name.startswith(validation.PROCESS_START_ENV_PREFIXES) and name != constants.ENV_FAILPOINTS
     }
-    with _lock:
+    with _servers_lock:
         nursery = _servers.get(frozenset(heeded.items()))
         if nursery is None or not nursery.alive:
             if nursery is None and len(_servers) >= MAX_SERVERS:
