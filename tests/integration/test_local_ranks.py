@@ -17,14 +17,16 @@ import json, sys, time, torch
 import elastic_resume as er
 from elastic_resume import failpoints
 from elastic_resume.checkpoint.layout import Layout
-from elastic_resume.worker import saver, sheet, snapshot, state
-from elastic_resume.state.tensor_buffer import Image
-sheet.SPLIT_BYTES = 0
-snapshot.PATIENCE_S = saver.PATIENCE_S = 60  # longer than a rank may stand still
+from elastic_resume.capture import schedule, snapshotter
+from elastic_resume.state import state_dict
+from elastic_resume.state.tensor_buffer import TensorBuffer
+snapshotter.MIN_BYTES_TO_SHARD = 0
+snapshotter.PEER_TIMEOUT_S = schedule.PEER_TIMEOUT_S = 60  # longer than a rank may stand still
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run = er.resume(model=model, optimizer=optimizer, snapshot_every=1, save_every=2)
+snapshots = run._snapshot_scheduler.snapshotter
 ddp, first, told = run.ddp(model), run.rank == 0, {"problems": []}
 
 def step():
@@ -32,39 +34,39 @@ def step():
     optimizer.step()
 
 def now():
-    return state.fingerprints(state.flatten({"model": model}).leaves)
+    return state_dict.digest_leaves(state_dict.flatten({"model": model}).leaves)
 
 def held():
-    newest = run._keeping.memory.newest()
-    image = Image(Layout.parse(newest.image, len(newest.image)), newest.image)
-    leaves = [state.Leaf(name, image.tensor(name), state.OTHER) for name in image.layout.extents]
-    return newest.manifest.step, state.fingerprints(leaves)
+    newest = run._committer_connection.slot_client.find_newest()
+    image = TensorBuffer(Layout.parse(newest.image, len(newest.image)), newest.image)
+    leaves = [state_dict.Leaf(name, image.tensor(name), state_dict.OTHER) for name in image.layout.extents]
+    return newest.manifest.step, state_dict.digest_leaves(leaves)
 
 """
 PLAIN = """
 for _ in range(4):
     step()
     run.step()
-    run._saver.snapshots.wait()
-    told["problems"].append(run._saver.snapshots.problem)
+    snapshots.wait_for_copy()
+    told["problems"].append(snapshots.problem)
 """
 LAGGING = """
 if not first:
-    snapshot.PATIENCE_S = 0.5
+    snapshotter.PEER_TIMEOUT_S = 0.5
 for number in range(1, 4):
     step()
     if first and number == 3:
         time.sleep(1)  # an evaluation, say
     run.step()
 if first:
-    told["finished"] = run._saver.snapshots.finished(20)
+    told["finished"] = snapshots.wait_until_complete(20)
     told["step"] = held()[0]
-told["problem"] = run._saver.snapshots.problem
-run._place.together(lambda: None)
+told["problem"] = snapshots.problem
+run._context.run_on_all_ranks(lambda: None)
 """
 BEHIND = """
 import pathlib
-snapshot.PATIENCE_S = 0.5
+snapshotter.PEER_TIMEOUT_S = 0.5
 go = pathlib.Path(sys.argv[0]).with_name("go")
 
 def until_go(name, *_):
@@ -77,36 +79,36 @@ if not first:
 run.step()
 step()  # of rank 1 waits at the fence
 if first:
-    told["taken"] = run._saver.snapshots.take(run._progress.step(), alone=True)
-    run._saver.snapshots.wait()
+    told["taken"] = snapshots.start_snapshot(run._progress.finish_step(), leader_only=True)
+    snapshots.wait_for_copy()
     go.touch()
-run._place.together(lambda: None)  # rank 1 has written what it had begun
+run._context.run_on_all_ranks(lambda: None)  # rank 1 has written what it had begun
 if first:
     at, found = held()
     told["whole"] = at == 1 or all(found[name] == one for name, one in now().items())
-run._place.together(lambda: None)
+run._context.run_on_all_ranks(lambda: None)
 """
 FREEZING = """
 told["stale"] = []
 for number in range(6):
     if number in {2, 3} and first:  # the lead alone looks at a model that is frozen for an evaluation
         model[0].weight.requires_grad_(False)
-        run._saver.snapshots.take(run.position, alone=True)
-        run._saver.snapshots.wait()
+        snapshots.start_snapshot(run.position, leader_only=True)
+        snapshots.wait_for_copy()
         model[0].weight.requires_grad_(True)
-    run._place.together(lambda: None)
+    run._context.run_on_all_ranks(lambda: None)
     step()
     want = now()
     run.step()
-    run._saver.snapshots.wait()
-    run._place.together(lambda: None)
+    snapshots.wait_for_copy()
+    run._context.run_on_all_ranks(lambda: None)
     if first:
-        whole = run._saver.snapshots.finished()
+        whole = snapshots.wait_until_complete()
         at, found = held()
         told["problems"].append(whole)
         counts = whole and at == number + 1
         told["stale"] += [name for name, one in want.items() if counts and found[name] != one]
-    run._place.together(lambda: None)
+    run._context.run_on_all_ranks(lambda: None)
 """
 TELL = """
 print(json.dumps(told))

@@ -297,7 +297,7 @@ def test_what_was_copied_while_a_graph_was_replayed_counts_no_more(
         assert run._snapshot_scheduler.snapshotter.wait_until_complete(20)
         objects["model"].a.weight.data.add_(1)  # which counts no version
     monkeypatch.setattr(
-        run._snapshot_scheduler.snapshotter, "take", lambda *_, **__: False
+        run._snapshot_scheduler.snapshotter, "start_snapshot", lambda *_, **__: False
     )  # else the next one counts
     run.step()
     run._snapshot_scheduler.snapshotter.wait_for_copy()
@@ -344,7 +344,7 @@ def test_two_optimizers_of_which_one_is_replayed_have_no_torn_copy(
     objects["model"]["d"](torch.ones(1, 4)).sum().backward()
     objects["optimizer"]["d"].step()
     monkeypatch.setattr(
-        run._snapshot_scheduler.snapshotter, "take", lambda *_, **__: False
+        run._snapshot_scheduler.snapshotter, "start_snapshot", lambda *_, **__: False
     )  # else the next one counts
     run.step()
     run._snapshot_scheduler.snapshotter.wait_for_copy()
@@ -373,7 +373,7 @@ def test_what_looking_for_changes_takes_is_counted_as_a_stall(
         time.sleep(0.2)
         return looked(*given)
 
-    monkeypatch.setattr(snapshotter.TensorGroup, "differing", slowly)
+    monkeypatch.setattr(snapshotter.TensorGroup, "find_differing", slowly)
     snapshots.end_step(2)
     snapshots.wait_for_copy()
     assert len(threads) == 1
@@ -425,8 +425,8 @@ def test_slots_that_are_replaced_are_not_left_pinned(
     cuda = Cudart()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    monkeypatch.setattr(copy_engine.CudaCopyStreams, "begin", lambda *_: {torch.device("cpu"): None})
-    monkeypatch.setattr(copy_engine.CudaCopyStreams, "copy", lambda *_: None)
+    monkeypatch.setattr(copy_engine.CudaCopyStreams, "record_start_events", lambda *_: {torch.device("cpu"): None})
+    monkeypatch.setattr(copy_engine.CudaCopyStreams, "enqueue_copies", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     model, diary = nn.Linear(4, 4), Diary()
     objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}

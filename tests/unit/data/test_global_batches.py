@@ -329,7 +329,7 @@ def test_a_state_with_a_name_more_or_less_is_refused() -> None:
         ({"dataset_size": True}, "dataset_size .* got True"),
         ({"dataset_size": 10.0}, "dataset_size .* got 10.0"),
         ({"dataset_size": None}, "dataset_size .* got None"),
-        ({"dataset_size": NumberDataset(3)}, r"dataset_size .* got a Numbers; pass len\(dataset\)"),
+        ({"dataset_size": NumberDataset(3)}, r"dataset_size .* got a NumberDataset; pass len\(dataset\)"),
         ({"global_batch": 0}, "global_batch must be an integer of at least 1, got 0"),
         ({"global_batch": "8"}, "global_batch .* got '8'"),
         ({"seed": 1.5}, "seed .* got 1.5"),

@@ -549,7 +549,7 @@ def test_a_loader_that_keeps_its_own_place_will_do_for_one_rank_only(
     assert loader.loaded == {"read": 2}
     assert "starts over" not in capsys.readouterr().err
     with pytest.raises(
-        ConfigError, match=r"StatefulLoader with a state of its own for each of 2 launch_ranks.*Elastic"
+        ConfigError, match=r"StatefulLoader with a state of its own for each of 2 ranks.*Elastic"
     ):
         check_no_per_rank_state(loader, 2)
 
