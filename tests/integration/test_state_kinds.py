@@ -23,7 +23,7 @@ from elastic_resume.errors import MismatchError, UntrackableError
 from elastic_resume.snapshot import slots
 from elastic_resume.state import load_state, state_dict
 from elastic_resume.state.bucket_order import BucketOrder
-from elastic_resume.state.untracked import UntrackedOptimizerCheck
+from elastic_resume.state.state_dict import UntrackedOptimizerCheck
 from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
 from tests.support.state_image import copy_to_image
@@ -295,9 +295,9 @@ def test_tensors_of_other_shapes_or_names_are_listed_and_nothing_is_changed() ->
     with pytest.raises(MismatchError) as caught:
         carry({"a": torch.ones(3), "c": torch.ones(1)}, target)
     for line in (
-        "ema/a: float32[2] in what is tracked, float32[3] in the checkpoint",
-        "ema/b: float32[1] in what is tracked, absent in the checkpoint",
-        "ema/c: absent in what is tracked, float32[1] in the checkpoint",
+        "ema/a: float32[2] in the tracked tensors, float32[3] in the checkpoint",
+        "ema/b: float32[1] in the tracked tensors, absent in the checkpoint",
+        "ema/c: absent in the tracked tensors, float32[1] in the checkpoint",
     ):
         assert line in str(caught.value)
     assert not target["a"].any()

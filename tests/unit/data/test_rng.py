@@ -147,7 +147,7 @@ def test_an_elastic_sampler_reads_the_same_samples() -> None:
     ]
     assert sorted(sample for batch in singles for sample in augment.seen(batch)) == expected
     unmarked = DataLoader(dataset, batch_size=11, sampler=er.ElasticSampler(Noisy(), seed=8))
-    with pytest.raises(UsageError, match="ElasticSampler that was made from the seeded dataset"):
+    with pytest.raises(UsageError, match="ElasticSampler made from the seeded dataset"):
         read(unmarked)
 
 
@@ -207,7 +207,7 @@ def test_a_datasets_own_way_to_read_batches_is_left_aside() -> None:
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
-        (lambda: er.seeded(Noisy())[3], "the index 3, which does not say of which epoch"),
+        (lambda: er.seeded(Noisy())[3], "the index 3 without an epoch"),
         (lambda: next(iter(DataLoader(er.seeded(Noisy()), batch_size=4))), "a plain list of indices"),
         (
             lambda: next(iter(DataLoader(Subset(er.seeded(Noisy()), range(60)), batch_sampler=batches_at()))),

@@ -51,7 +51,7 @@ def test_four_three_two_five_ranks_within_an_epoch_read_each_sample_once(tmp_pat
         done = launch_ranks.run_ranks(world, JOB, str(tmp_path), str(steps), *more)
         assert [one.returncode for one in done] == [0] * world, done[0].stderr
         starts.append([json.loads(one.stdout.splitlines()[-1]) for one in done])
-    assert all("made by 4 ranks, and this world has 3" in one["refused"] for one in starts[1])
+    assert all("from 4 ranks, and this world has 3" in one["refused"] for one in starts[1])
     for way in ("global", "local", "sampler"):
         steps_of = [[one[way]["steps"] for one in start] for start in starts]
         counted = [i for start in steps_of for rank in start for step in rank for i in step["counted"]]
@@ -474,7 +474,7 @@ def test_error_refuses_before_a_step_and_leaves_the_checkpoint_as_it_was(
     begin(data).close()
     written_by(tmp_path, 4)
     with pytest.raises(
-        WorldChangedError, match=r"made by 4 ranks, and this world has 1.*--nnodes N.*keep_global"
+        WorldChangedError, match=r"from 4 ranks, and this world has 1.*--nnodes N.*keep_global"
     ):
         begin(data, on_world_change="error")
     assert begin(data).world_change == er.WorldChange(4, 1, 6, 6)
@@ -482,7 +482,7 @@ def test_error_refuses_before_a_step_and_leaves_the_checkpoint_as_it_was(
 
 def test_without_data_a_change_has_no_factor() -> None:
     """Nothing is known to scale by."""
-    with pytest.raises(UsageError, match="pass data= to resume"):
+    with pytest.raises(UsageError, match="as data= to resume"):
         _ = er.WorldChange(4, 3, None, None).factor
 
 
@@ -506,15 +506,15 @@ class StatefulLoader(DataLoader[int]):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"data": DataLoader(NumberDataset(4), shuffle=True)}, "cannot be found again.*GlobalBatches"),
-        ({"data": ElasticSampler(NumberDataset(4))}, "pass its DataLoader"),
+        ({"data": DataLoader(NumberDataset(4), shuffle=True)}, "cannot be restored.*GlobalBatches"),
+        ({"data": ElasticSampler(NumberDataset(4))}, "Pass its DataLoader"),
         (
             {
                 "data": DataLoader(
                     NumberDataset(4), batch_size=2, sampler=ElasticSampler(NumberDataset(4), batch_size=3)
                 )
             },
-            "batch_size=3, and its loader has batch_size=2",
+            "batch_size=3, but its loader has batch_size=2",
         ),
         (
             {
@@ -522,7 +522,7 @@ class StatefulLoader(DataLoader[int]):
                     NumberDataset(4), batch_size=2, sampler=ElasticSampler(NumberDataset(4), 4, 0)
                 )
             },
-            "made with num_replicas=4, and here it is 1",
+            "made with num_replicas=4, but here it is 1",
         ),
         (
             {"data": GlobalBatches(4, 2), "on_world_change": "keep"},

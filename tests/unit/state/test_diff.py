@@ -157,7 +157,7 @@ def test_what_cannot_be_read_is_trouble(tmp_path: Path, capsys: pytest.CaptureFi
     checkpoint_samples.flip_bits(bad / constants.STATE_FILE, -5)
     for words, why in (
         ([str(good), str(bad)], "do not match their digest"),
-        ([str(good), str(tmp_path / "none")], "there is nothing here"),
+        ([str(good), str(tmp_path / "none")], "there is no such file or directory"),
         ([str(good), "--what"], "unknown flag --what|required"),
     ):
         assert main(["diff", *words]) == 2

@@ -351,4 +351,4 @@ def test_everything_at_once(
     held = FileSystemReader(tmp_path / "all").read_metadata().state_dict_metadata
     assert {name.split(".")[0] for name in held} == {"model", "optimizer", "scheduler", "epoch", "step"}
     assert main(["export", "--all", str(saved), str(tmp_path / "all.safetensors")]) == 1
-    assert "safetensors holds tensors and nothing else" in capsys.readouterr().err
+    assert "safetensors holds tensors only" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def test_a_checkpoint_gives_each_objects_state(tmp_path: Path) -> None:
     net, optimizer = trained()
     path = save(tmp_path / "ckpt" / "job" / "n0", 7, model=net, optimizer=optimizer)
     loaded, steps, everything = er.load(path), er.load(path, "optimizer"), er.load(path, None)
-    with pytest.raises(UsageError, match="holds no 'ema'; there is: 'model', 'optimizer'"):
+    with pytest.raises(UsageError, match="holds no object 'ema'. It holds 'model', 'optimizer';"):
         er.load(path, "ema")
     os.truncate(path / constants.STATE_FILE, 0)
     assert equal(loaded, net.state_dict())
@@ -89,8 +89,8 @@ def test_what_is_no_checkpoint_of_ours_is_refused(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "m.pt")
     (tmp_path / "empty").mkdir()
     for name, why in (
-        ("m.pt", "torch.load reads"),
-        ("none", "there is nothing here"),
+        ("m.pt", "Read a file of torch.save"),
+        ("none", "there is no such file or directory"),
         ("empty", "holds no checkp"),
     ):
         with pytest.raises(ForeignError, match=why):
@@ -103,5 +103,5 @@ def test_a_manifest_that_names_a_tensor_that_is_not_there_is_refused(tmp_path: P
     manifest = quick_check(path, None)
     state = {"model": {"w": {"$": "tensor", "name": "model/w", "kind": "tensor"}}}
     (path / constants.MANIFEST_FILE).write_bytes(replace(manifest, state=state).to_bytes())
-    with pytest.raises(CorruptError, match="names the tensor 'model/w'"):
+    with pytest.raises(CorruptError, match="refers to the tensor 'model/w'"):
         er.load(path)
