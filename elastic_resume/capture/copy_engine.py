@@ -72,22 +72,13 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_bl
 
 @dataclass
 class CopyJob:
-    """One rank's share of one snapshot.
-
-    Attributes:
-        work: runs in the copy thread.
-        peer_timeout_s: how long training waits for other ranks' part of the snapshot.
-        error: the exception that ended ``work``.
-        copy_events: CUDA events; complete once ``sources_read`` is set.
-        sources_read: host tensors were read, and each device copy is in its stream.
-        done: ``work`` has ended.
-
-    """
+    """One rank's share of one snapshot, which runs in the copy thread."""
 
     work: Callable[[CopyJob], None]
-    peer_timeout_s: float = 0.0
+    peer_timeout_s: float = 0.0  # for other ranks' part of the snapshot, while training waits
     error: BaseException | None = None
-    copy_events: list[Any] = field(default_factory=list)
+    copy_events: list[Any] = field(default_factory=list)  # of CUDA; complete once sources_read is set
+    # Host tensors were read, and all device copies are in their streams.
     sources_read: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     wait_started_at: float = math.inf  # time.monotonic(); infinite until training waits

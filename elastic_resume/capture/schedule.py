@@ -118,16 +118,9 @@ class SnapshotScheduler:
         *,
         waiting_for_disk: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        """Start the generation on this node.
+        """Start the generation on this node, which already holds a checkpoint of ``saved_step`` (0: none).
 
-        Args:
-            context: this rank's place in the world.
-            plan: the resume plan of this generation.
-            saved_step: step of the checkpoint that this node already holds; 0 if there is none.
-            tracked: the tracked objects by name.
-            slot_client: access to the slots of this node.
-            waiting_for_disk: tells the hang detector that training waits for the disk.
-
+        ``waiting_for_disk`` tells the hang detector that training waits for the disk.
         """
         settings = context.settings
         self.saved_step = saved_step  # of the newest commit, requested or done
@@ -191,10 +184,8 @@ class SnapshotScheduler:
     def after_step(self, position: Position, *, may_save: bool = True, epoch_over: bool = False) -> None:
         """Take the snapshot and the commit that are due at this step boundary.
 
-        Args:
-            position: the position after the step.
-            may_save: whether the snapshot may be committed.
-            epoch_over: whether everything else that the epoch does is done too.
+        ``may_save`` allows a commit. ``epoch_over`` says that everything else that the epoch does is done
+        too.
 
         Raises:
             UntrackableError: an object has come to hold state that cannot be stored.
@@ -244,19 +235,16 @@ class SnapshotScheduler:
         Return None if the disk refuses, which is logged, or if this generation began with that step.
         """
         with self._count_stall():
-            return self._save_and_wait(position, epoch_over=epoch_over)
-
-    def _save_and_wait(self, position: Position, *, epoch_over: bool) -> Path | None:
-        if position.step == self._loaded_step and not epoch_over:
-            return None
-        if self._slot_client.slot_count == 0 or not self._ensure_snapshot(position, epoch_over=epoch_over):
-            self._write_directly(position)
+            if position.step == self._loaded_step and not epoch_over:
+                return None
+            if not self._ensure_snapshot(position, epoch_over=epoch_over):
+                self._write_directly(position)
+                return self.committed_path
+            answer = self._slot_client.commit(self.snapshotter.snapshot_id)
+            self.committed_path = Path(answer["path"]) if answer.get("path") else None
+            if self.committed_path is not None:
+                self.saved_step, self._last_save_at = position.step, time.monotonic()
             return self.committed_path
-        answer = self._slot_client.commit(self.snapshotter.snapshot_id)
-        self.committed_path = Path(answer["path"]) if answer.get("path") else None
-        if self.committed_path is not None:
-            self.saved_step, self._last_save_at = position.step, time.monotonic()
-        return self.committed_path
 
     def has_saved(self, position: Position) -> bool:
         """Return whether the newest `save` committed that step, or this generation began with it."""
@@ -265,16 +253,12 @@ class SnapshotScheduler:
     def preserve(self, position: Position, *, epoch_over: bool = False) -> None:
         """Keep the state of this step after this process ends. Local leader only."""
         with self._count_stall():
-            if self._slot_client.slot_count == 0 or not self._ensure_snapshot(
-                position, epoch_over=epoch_over
-            ):
+            if not self._ensure_snapshot(position, epoch_over=epoch_over):
                 self._write_directly(position)
 
     def close(self) -> None:
         """Finish the running copy."""
         self.snapshotter.close()
-
-    # ---- inside ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _count_stall(self) -> Iterator[None]:
@@ -290,7 +274,7 @@ class SnapshotScheduler:
     def _ensure_snapshot(self, position: Position, *, epoch_over: bool) -> bool:
         """Return whether a complete snapshot of this step exists, after taking one if necessary."""
         limit = time.monotonic() + PEER_TIMEOUT_S
-        while time.monotonic() < limit:
+        while self._slot_client.slot_count and time.monotonic() < limit:
             if (
                 self.snapshotter.has_snapshot(position, epoch_over=epoch_over)
                 and self.snapshotter.wait_until_complete()
@@ -364,25 +348,22 @@ class SnapshotScheduler:
     def _write_directly(self, position: Position) -> None:
         """Write the live state to disk while training waits."""
         with self._waiting_for_disk():
-            self._write_checkpoint(position)
-
-    def _write_checkpoint(self, position: Position) -> None:
-        flat_state = state_dict.flatten(self._tracked)
-        layout = build_layout(flat_state)
-        manifest = build_manifest(self._context, flat_state, layout, self._generation, position)
-        try:
-            result = self._checkpoint_writer.commit(manifest, iter_state_chunks(flat_state, layout))
-        except MachineError as error:
-            console.say(
-                f"node {self._context.node}: step {position.step} was not saved: {error} "
-                "Training goes on; older checkpoints are untouched."
-            )
-            self.committed_path = None
-        else:
-            self._checkpoint_writer.prune()
-            self._last_direct_write = result
-            self.committed_path, self.saved_step = (result.path if result else None), position.step
-        self._last_save_at = time.monotonic()
+            flat_state = state_dict.flatten(self._tracked)
+            layout = build_layout(flat_state)
+            manifest = build_manifest(self._context, flat_state, layout, self._generation, position)
+            try:
+                result = self._checkpoint_writer.commit(manifest, iter_state_chunks(flat_state, layout))
+            except MachineError as error:
+                console.say(
+                    f"node {self._context.node}: step {position.step} was not saved: {error} "
+                    "Training goes on; older checkpoints are untouched."
+                )
+                self.committed_path = None
+            else:
+                self._checkpoint_writer.prune()
+                self._last_direct_write = result
+                self.committed_path, self.saved_step = (result.path if result else None), position.step
+            self._last_save_at = time.monotonic()
 
 
 def _smooth(mean: float | None, newest: float) -> float:

@@ -1,27 +1,22 @@
 # ruff: noqa: SLF001  a module's own dicts are what state_dict() reads; no public way is as fast
 """Caches the names and tensors of the tracked state, so that a snapshot need not call every state_dict().
 
-Most of a state changes in values only. The names, the tensors and the JSON around them are found once
-(`CachedState`). Each `StateTracker.read_state` first checks that the cache is still valid:
+Most of a state changes in values only, so names, tensors and the JSON around them are found once
+(`CachedState`). Each `StateTracker.read_state` checks that the cache is still valid. Every entry of every
+dict that a state_dict() reads must be the same object. Every parameter and buffer must have the same
+address, dtype and shape, because ``p.data = x`` exchanges these behind the object's back. If anything
+differs, the whole state is flattened again.
 
-- every entry of every dict that a state_dict() reads is still the same object;
-- every parameter and buffer has the same address, dtype and shape: ``p.data = x`` exchanges these behind the
-  object's back.
-
-If anything differs, the whole state is flattened again. The cache holds the objects' own tensors, so no copy
-is made of an old tensor. If an optimizer's state changes its dtype or size in place, the copy fails
-(`copy_engine.copy_tensors`) and the next snapshot flattens again.
-
-State that cannot be cached is read again for every snapshot: objects with a state_dict() of their own or with
-state_dict hooks, and the hyperparameters of optimizers.
+The cache holds the objects' own tensors, so no old tensor is ever copied. If an optimizer's state changes
+its dtype or size in place, the copy fails (`copy_engine.copy_tensors`) and the next snapshot flattens
+again. Objects with a state_dict() of their own or with state_dict hooks, and the hyperparameters of
+optimizers, are read every time.
 
 Promise: the tensors of a `StateView`, and `slots.merge_state` of its two pieces of JSON, equal the result of
 `state_dict.flatten` at that moment: same names, dtypes, shapes, kinds and ties, and the same errors.
 
 Not noticed: a module whose whole ``_parameters`` dict is exchanged, and a state_dict method that is assigned
-to a submodule after the model was flattened.
-
-Use it in the training thread, at a step boundary.
+to a submodule after the model was flattened. Use it in the training thread, at a step boundary.
 """
 
 from __future__ import annotations
@@ -70,36 +65,21 @@ _get_requires_grad = attrgetter("requires_grad")
 
 @dataclass(frozen=True)
 class CachedState:
-    """The part of a state that changes in values only. Any other change makes a new one.
+    """The part of a state that changes in values only. Any other change makes a new one."""
 
-    Attributes:
-        version: grows with each new one.
-        leaves: the objects' own tensors, not detached.
-        static_skeleton: typed JSON around them, by tracked name.
-        may_overlap: for each leaf, whether it may be copied while training continues (`OverlapRule`).
-
-    """
-
-    version: int
-    leaves: tuple[Leaf, ...]
-    static_skeleton: dict[str, Any]
-    may_overlap: tuple[bool, ...]
+    version: int  # grows with each new one
+    leaves: tuple[Leaf, ...]  # the objects' own tensors, not detached
+    static_skeleton: dict[str, Any]  # typed JSON around them, by tracked name
+    may_overlap: tuple[bool, ...]  # for each leaf; see OverlapRule
 
 
 @dataclass(frozen=True)
 class StateView:
-    """The tracked state at one moment.
-
-    Attributes:
-        cached: the same object as last time, as long as only values have changed.
-        uncached_leaves: tensors that were read now. Copy them at once; next time there may be others.
-        dynamic_skeleton: typed JSON that is laid over ``cached.static_skeleton`` by `slots.merge_state`.
-
-    """
+    """The tracked state at one moment. ``cached`` stays the same object while only values change."""
 
     cached: CachedState
-    uncached_leaves: tuple[Leaf, ...]
-    dynamic_skeleton: dict[str, Any]
+    uncached_leaves: tuple[Leaf, ...]  # copy them at once: next time there may be others
+    dynamic_skeleton: dict[str, Any]  # slots.merge_state lays it over cached.static_skeleton
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

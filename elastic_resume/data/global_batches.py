@@ -309,8 +309,6 @@ class GlobalBatches(Sampler[list[int]]):
         """Return the epoch whose order the next iterator uses."""
         return self._epoch
 
-    # ---- inside ------------------------------------------------------------------------------------
-
     def _resolve_initial_batch(self, state: Mapping[str, Any], sizing: BatchSizing | None) -> int:
         """Return the global batch that the argument means in the job's first world.
 

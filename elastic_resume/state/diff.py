@@ -38,16 +38,8 @@ class ComparedCheckpoint:
 class Difference:
     """One name at which the checkpoints differ.
 
-    Attributes:
-        name: path of the tensor or value.
-        kind: "values", "dtype", "shape", "value", "only in A" or "only in B".
-        value_a, value_b: short descriptions of both values.
-        differing_elements, total_elements: counts of tensor elements.
-        max_abs_difference: greatest absolute difference.
-        max_rel_difference: greatest difference relative to the greater value; infinite if NaN or infinity
-            meets a
-            number.
-
+    ``kind`` is "values", "dtype", "shape", "value", "only in A" or "only in B". A relative difference is
+    relative to the greater value; differences are infinite if NaN or infinity meets a number.
     """
 
     name: str
