@@ -136,27 +136,27 @@ def together(path: Path, body: str, **more: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("memory", ["off", "75000"])
-def test_without_memory_no_rank_waits_for_snapshots_that_do_not_come(memory: str, tmp_path: Path) -> None:
+def test_ranks_do_not_wait_for_snapshots_without_memory(memory: str, tmp_path: Path) -> None:
     """The lead says that there are none, where there is no slot or only one, which is for the disk."""
     _, other = together(tmp_path, PLAIN, ELASTIC_RESUME_SNAPSHOT_MEMORY=memory)
     assert other["problems"] == [""] * 4
 
 
 @pytest.mark.slow
-def test_a_lead_that_is_late_at_a_step_boundary_still_gets_its_snapshot(tmp_path: Path) -> None:
+def test_late_local_leader_gets_complete_snapshot(tmp_path: Path) -> None:
     """The others wait in a thread, for as long as training does not wait for them."""
     lead, _ = together(tmp_path, LAGGING)
     assert (lead["finished"], lead["step"]) == (True, 3)
 
 
 @pytest.mark.slow
-def test_a_lead_that_is_late_is_waited_for_longer_where_no_hook_ran(tmp_path: Path) -> None:
+def test_ranks_wait_longer_for_late_local_leader_without_hooks(tmp_path: Path) -> None:
     """Training waits for such a copy at once: its patience would be over before the lead's evaluation."""
     lead, other = together(tmp_path, LAGGING.replace("    step()", "    ddp(torch.randn(4, 8))"))
     assert (lead["finished"], lead["step"], other["problem"]) == (True, 3, "")
 
 
-def test_ranks_that_share_the_copying_otherwise_leave_nothing_out(tmp_path: Path) -> None:
+def test_ranks_with_different_plans_leave_no_tensor_out(tmp_path: Path) -> None:
     """What the lead takes for frozen it copies itself, and the others' shares are others then."""
     lead, _ = together(tmp_path, FREEZING)
     assert lead["stale"] == []
@@ -164,7 +164,7 @@ def test_ranks_that_share_the_copying_otherwise_leave_nothing_out(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_slot_into_which_a_late_rank_still_writes_is_not_taken(tmp_path: Path) -> None:
+def test_slot_that_late_rank_writes_is_not_reused(tmp_path: Path) -> None:
     """The snapshot after it is given up rather than counted and then spoilt."""
     lead, _ = together(tmp_path, BEHIND)
     assert lead["whole"]

@@ -1,9 +1,9 @@
-"""Every optimizer with every way to train, killed in its middle: the run that comes of it is the same run.
+"""Every optimizer with every way to train, killed in mid-run: the resumed run equals the undisturbed run.
 
-What is compared bit for bit, for each cell (see tests/support/scripts/matrix.py): weights and buffers, optimizer,
+For each cell (tests/support/scripts/matrix.py) these are compared bit for bit: weights and buffers, optimizer,
 scheduler, scaler, average, the samples that each rank reads in each step, and every loss.
 
-Exceptions, both torch's own: LBFGS with a GradScaler (no closure is taken), SyncBatchNorm on a CPU
+Two exceptions are torch's own: LBFGS with a GradScaler (no closure), and SyncBatchNorm on a CPU
 (tests/integration/test_state_kinds.py).
 """
 
@@ -64,7 +64,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kill", KILLS)
-def test_a_run_that_was_killed_is_the_run_that_was_not(calm: Path, tmp_path: Path, kill: str) -> None:
+def test_killed_run_equals_undisturbed_run(calm: Path, tmp_path: Path, kill: str) -> None:
     """Somebody dies between two cells' optimizer steps; a node comes back with nothing."""
     kept = tmp_path / "diary"
     kept.mkdir()
@@ -104,7 +104,7 @@ def compare_diaries(killed: Diary, whole: Diary) -> None:
             assert not other, f"other losses in step {step} on rank {rank}: {other}"
 
 
-def test_the_calm_run_is_one_that_learns_and_reads_everything(calm: Path) -> None:
+def test_undisturbed_run_learns_and_reads_every_sample(calm: Path) -> None:
     """Or nothing would be shown by its being the same."""
     diary, ends = diary_of(calm), ends_of(calm)
     per_epoch = STEPS // 2
@@ -120,7 +120,7 @@ def test_the_calm_run_is_one_that_learns_and_reads_everything(calm: Path) -> Non
         assert first != last
 
 
-def test_what_is_left_out_is_what_torch_refuses() -> None:
+def test_left_out_cells_are_refused_by_torch() -> None:
     """A cell that torch comes to allow belongs into the matrix."""
     assert len(CELLS) + len(REFUSED) == len(OPTIMIZERS) * len(WAYS)
     parameter = torch.nn.Parameter(torch.ones(1))

@@ -35,7 +35,7 @@ Build = Callable[[Any], Any]
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_every_kind_of_model_and_wrapper_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+def test_every_kind_of_model_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Three ranks, some thirty kinds: weights, optimizer, average and losses, bit for bit, on every rank.
 
     Ranks are seeded differently, and so are the two halves: what is equal was made equal, or loaded.
@@ -152,7 +152,7 @@ class Script:
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS, ids=[" with ".join(pair) for pair in PAIRS])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_an_optimizer_and_a_scheduler_come_back_whole(optimizer: str, scheduler: str) -> None:
+def test_optimizer_and_scheduler_are_restored(optimizer: str, scheduler: str) -> None:
     """Loaded into others, they hold the same and do the same; a look at them tells what flattening does."""
     first, second = (Script(OPTIMIZERS[optimizer], SCHEDULERS[scheduler], seed) for seed in (0, 1))
     tracker = StateTracker(first.tracked)
@@ -184,7 +184,7 @@ class Rounded(torch.optim.Optimizer):
             parameter.data.copy_(exact)
 
 
-def test_state_of_another_dtype_than_its_parameter_is_not_rounded() -> None:
+def test_optimizer_state_of_other_dtype_is_not_rounded() -> None:
     """Torch's load_state_dict() turns it into the parameter's."""
     optimizers = [Rounded([nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]) for _ in range(2)]
     optimizers[0].step()
@@ -205,7 +205,7 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore")
-def test_optimizers_whose_state_is_no_ranks_whole_are_refused_with_advice() -> None:
+def test_optimizers_with_sharded_or_local_state_are_refused() -> None:
     """Shards on each rank, and weights that differ between two averagings."""
     optim = importlib.import_module("torch.distributed.optim")  # which warns
     parameters = list(nn.Linear(2, 2).parameters())
@@ -217,7 +217,7 @@ def test_optimizers_whose_state_is_no_ranks_whole_are_refused_with_advice() -> N
 
 
 @pytest.mark.usefixtures("alone")
-def test_torch_itself_refuses_synchronised_batchnorm_on_a_cpu() -> None:
+def test_torch_refuses_sync_batchnorm_on_cpu() -> None:
     """So what is promised of it can be shown on GPUs only; should torch come to allow it, show it here."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     with pytest.raises(ValueError, match="only work with GPU modules"):
@@ -225,7 +225,7 @@ def test_torch_itself_refuses_synchronised_batchnorm_on_a_cpu() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_order_is_played_to_a_ddp_that_moves_its_inputs_to_a_device() -> None:
+def test_bucket_order_is_replayed_to_ddp_with_device_ids() -> None:
     """With device_ids, as run.ddp() builds it on GPUs, DDP fails when it is called without any input."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -253,7 +253,7 @@ def carry(source: Any, target: Any) -> None:
     )
 
 
-def test_tensors_are_loaded_into_those_that_stand_there() -> None:
+def test_tracked_tensors_are_loaded_in_place() -> None:
     """One, a list, a dict by name, or several of these; the script's own references stay good."""
     for make in (
         lambda fill: torch.full((2,), fill),
@@ -271,7 +271,7 @@ def test_tensors_are_loaded_into_those_that_stand_there() -> None:
             assert leaf.kind == state_dict.SCRIPT_OWNED
 
 
-def test_a_tensor_that_is_replaced_in_its_list_is_the_one_that_is_stored() -> None:
+def test_tensor_replaced_in_tracked_list_is_stored() -> None:
     """A shadow is often a new tensor after each step."""
     shadow = [torch.zeros(2)]
     tracked = state_dict.collect_objects({"ema": shadow})
@@ -279,7 +279,7 @@ def test_a_tensor_that_is_replaced_in_its_list_is_the_one_that_is_stored() -> No
     assert [leaf.tensor.tolist() for leaf in state_dict.flatten(tracked).leaves] == [[1.0, 1.0]]
 
 
-def test_a_number_among_tensors_is_refused_with_its_place() -> None:
+def test_number_among_tracked_tensors_is_refused() -> None:
     """Nothing can be put back into a float: a decay that is stored and not restored would be a lie."""
     for given, place in (
         ({"shadow": [torch.zeros(1)], "decay": 0.9}, "ema.decay"),
@@ -289,7 +289,7 @@ def test_a_number_among_tensors_is_refused_with_its_place() -> None:
             state_dict.flatten(state_dict.collect_objects({"ema": given}))
 
 
-def test_tensors_of_other_shapes_or_names_are_listed_and_nothing_is_changed() -> None:
+def test_tracked_tensors_that_do_not_fit_are_listed_and_unchanged() -> None:
     """As of a model."""
     target = {"a": torch.zeros(2), "b": torch.zeros(1)}
     with pytest.raises(MismatchError) as caught:
@@ -325,9 +325,7 @@ def quantised() -> Tensor:
     ids=["sparse", "csr", "quantised", "meta", "expanded"],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_buffer_that_cannot_be_stored_is_refused_by_its_path(
-    buffer: Callable[[], Tensor], told: str
-) -> None:
+def test_unstorable_buffer_is_refused_with_path(buffer: Callable[[], Tensor], told: str) -> None:
     """Before the first step, with what to do."""
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_buffer("extra", buffer())
@@ -337,7 +335,7 @@ def test_a_buffer_that_cannot_be_stored_is_refused_by_its_path(
     assert len(state_dict.flatten({"model": model}).leaves) == 2, "what is not persistent is the script's own"
 
 
-def test_a_lazy_module_is_refused_until_it_has_its_shapes() -> None:
+def test_lazy_module_is_refused_until_it_has_shapes() -> None:
     """Its path, and what to do; then it is a module like others."""
     model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
     with pytest.raises(UntrackableError, match=r"model/0\.weight: .*lazy.*one forward pass before resume"):
@@ -346,7 +344,7 @@ def test_a_lazy_module_is_refused_until_it_has_its_shapes() -> None:
     assert len(state_dict.flatten({"model": model}).leaves) == 7
 
 
-def test_tied_tensors_of_an_object_come_back_tied() -> None:
+def test_tied_tensors_of_object_are_restored_tied() -> None:
     """Two references to one tensor are one tensor again, or what changes it in place changes half."""
 
     class Both:
@@ -384,7 +382,7 @@ class Wrapping(torch.optim.Optimizer):
         return self.inner.state_dict() if self.tells else super().state_dict()
 
 
-def test_an_optimizer_that_is_not_tracked_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_untracked_optimizer_is_warned_about_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Built after resume(), or wrapped by one that says nothing of it; not when it has nothing to lose."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizers = {

@@ -195,7 +195,7 @@ def step(objects: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_holds_the_state_at_the_step_boundary(kind: str, begin: Callable[..., Run]) -> None:
+def test_snapshot_equals_state_at_step_boundary(kind: str, begin: Callable[..., Run]) -> None:
     """Bit for bit, though the next forward pass runs, and changes buffers, before the copy is complete."""
     objects = KINDS[kind]()
     run = begin(**objects)
@@ -213,7 +213,7 @@ def test_memory_holds_the_state_at_the_step_boundary(kind: str, begin: Callable[
         assert kept == rest
 
 
-def test_the_fence_holds_up_the_optimizer_until_the_copy_is_complete(
+def test_copy_barrier_blocks_optimizer_step_until_copy_is_complete(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However slow it is."""
@@ -231,7 +231,7 @@ def test_the_fence_holds_up_the_optimizer_until_the_copy_is_complete(
     assert same(tensors, found) == []
 
 
-def test_state_that_changes_behind_the_fence_is_found_and_named(begin: Callable[..., Run]) -> None:
+def test_verify_copies_names_tensor_changed_during_copy(begin: Callable[..., Run]) -> None:
     """With verify_copies on; by its tensor."""
     objects = KINDS["adamw"]()
     run = begin(**objects)
@@ -262,7 +262,7 @@ def failures(run: Run) -> list[str]:
 SLOWLY = "snapshot.copying=delay:0.2"  # so that what training does meanwhile would be in the copy
 
 
-def test_a_step_without_hooks_is_never_copied_half(
+def test_step_without_hooks_is_copied_synchronously(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replayed CUDA graph runs none: training waits for the copy."""
@@ -282,7 +282,7 @@ def test_a_step_without_hooks_is_never_copied_half(
 
 
 @pytest.mark.parametrize("when", ["before it is copied", "when it has been copied"])
-def test_what_was_copied_while_a_graph_was_replayed_counts_no_more(
+def test_copy_during_graph_replay_is_discarded(
     when: str, begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Behind steps that had hooks nobody can know that the next one has none: it is seen at its end."""
@@ -308,7 +308,7 @@ def test_what_was_copied_while_a_graph_was_replayed_counts_no_more(
     assert reason in capsys.readouterr().err
 
 
-def test_steps_that_leave_the_optimizer_out_keep_their_copies(
+def test_snapshot_stays_valid_if_optimizer_step_is_skipped(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a GradScaler does after an overflow, or a script that adds gradients up by itself."""
@@ -325,7 +325,7 @@ def test_steps_that_leave_the_optimizer_out_keep_their_copies(
 
 
 @pytest.mark.parametrize("when", ["before it is copied", "when it has been copied", "never"])
-def test_two_optimizers_of_which_one_is_replayed_have_no_torn_copy(
+def test_copy_is_discarded_if_one_of_two_optimizers_is_replayed(
     when: str, begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other's hook says nothing of it, nor does what the other changes."""
@@ -355,7 +355,7 @@ def test_two_optimizers_of_which_one_is_replayed_have_no_torn_copy(
     )  # so training waits for the next copy
 
 
-def test_what_looking_for_changes_takes_is_counted_as_a_stall(
+def test_time_to_find_changes_counts_as_stall(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else snapshots would come more often than they may cost."""
@@ -382,7 +382,7 @@ def test_what_looking_for_changes_takes_is_counted_as_a_stall(
     assert snapshots.wait_until_complete(20)
 
 
-def test_an_optimizers_step_that_is_captured_is_refused(
+def test_optimizer_step_in_graph_capture_is_refused(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a CUDA graph; before any replay."""
@@ -418,14 +418,14 @@ class Cudart:
         return 0
 
 
-def test_slots_that_are_replaced_are_not_left_pinned(
-    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replaced_slots_are_unpinned(begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that uses CUDA; a closed run leaves none."""
     cuda = Cudart()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    monkeypatch.setattr(copy_engine.CudaCopyStreams, "record_start_events", lambda *_: {torch.device("cpu"): None})
+    monkeypatch.setattr(
+        copy_engine.CudaCopyStreams, "record_start_events", lambda *_: {torch.device("cpu"): None}
+    )
     monkeypatch.setattr(copy_engine.CudaCopyStreams, "enqueue_copies", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     model, diary = nn.Linear(4, 4), Diary()
@@ -443,7 +443,7 @@ def test_slots_that_are_replaced_are_not_left_pinned(
     assert not cuda.registered
 
 
-def test_new_tensors_make_a_new_layout_and_the_newest_snapshot_stays(begin: Callable[..., Run]) -> None:
+def test_new_tensors_make_new_layout_and_keep_newest_snapshot(begin: Callable[..., Run]) -> None:
     """A parameter that comes later, many times the size of all before."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -471,7 +471,7 @@ def test_new_tensors_make_a_new_layout_and_the_newest_snapshot_stays(begin: Call
 @pytest.mark.parametrize(
     ("slots_that_fit", "words"), [(3, "3 slots"), (2, "2 slots"), (1, "1 slot"), (0, "none")]
 )
-def test_less_memory_means_fewer_snapshots_and_the_same_checkpoints(
+def test_less_memory_gives_fewer_snapshots_and_same_checkpoints(
     slots_that_fit: int,
     words: str,
     begin: Callable[..., Run],
@@ -499,7 +499,7 @@ def test_less_memory_means_fewer_snapshots_and_the_same_checkpoints(
 
 
 @pytest.mark.parametrize("source", [torch.ones(3).half(), torch.ones(1), torch.ones(2)])
-def test_what_has_become_another_kind_of_tensor_is_not_copied(source: Tensor) -> None:
+def test_copy_refuses_tensor_with_changed_dtype_or_size(source: Tensor) -> None:
     """The copy itself would convert a dtype in silence, and stretch one element to all."""
     target = torch.zeros(3)
     with pytest.raises(ValueError, match="changed its dtype or size"):
@@ -507,7 +507,7 @@ def test_what_has_become_another_kind_of_tensor_is_not_copied(source: Tensor) ->
     assert not target.any()
 
 
-def test_the_only_slot_goes_to_disk_when_a_save_is_due(
+def test_single_slot_is_committed_when_save_is_due(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What lies there, and nobody wants on disk, does not stand in the way."""
@@ -541,7 +541,7 @@ class Diary:
         self.text = state["text"]
 
 
-def test_slots_that_are_replaced_by_larger_ones_give_their_memory_back(begin: Callable[..., Run]) -> None:
+def test_slots_replaced_by_larger_ones_free_their_memory(begin: Callable[..., Run]) -> None:
     """Nobody keeps them mapped."""
 
     def mapped() -> int:
@@ -563,9 +563,7 @@ def test_slots_that_are_replaced_by_larger_ones_give_their_memory_back(begin: Ca
     assert mapped() - before <= 2 * len(states) + 2
 
 
-def test_a_run_that_is_closed_and_forgotten_leaves_no_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closed_run_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a notebook, say; with the slots their memory would stay."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     objects, found = KINDS["adamw"](), []
@@ -583,7 +581,7 @@ def test_a_run_that_is_closed_and_forgotten_leaves_no_descriptor(
     )
 
 
-def test_a_copy_that_fails_costs_a_snapshot_and_not_the_training(
+def test_failed_copy_costs_snapshot_but_not_training(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slot does not count, the one before does, and the next one is taken."""
@@ -604,7 +602,7 @@ def test_a_copy_that_fails_costs_a_snapshot_and_not_the_training(
     assert held(run)[2] == 3
 
 
-def test_an_epochs_last_step_is_held_before_what_follows_it_and_after(begin: Callable[..., Run]) -> None:
+def test_last_step_of_epoch_is_snapshotted_before_and_after_epoch_end(begin: Callable[..., Run]) -> None:
     """Killed in between, the job runs what follows again; killed afterwards, it does not."""
     model = nn.Linear(4, 4)
     objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
@@ -671,7 +669,7 @@ def replacing_at(at: int, change: Callable[[Odd, Any], None], begin: Callable[..
 
 @pytest.mark.parametrize("at", [2, 8])
 @pytest.mark.parametrize("change", REPLACED.values(), ids=REPLACED)
-def test_what_is_replaced_is_never_held_under_another_value(
+def test_replaced_tensor_is_never_stored_with_old_value(
     at: int, change: Callable[[Odd, Any], None], begin: Callable[..., Run]
 ) -> None:
     """The snapshot of that very step has the tensor that stands there now."""

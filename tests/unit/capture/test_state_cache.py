@@ -172,7 +172,9 @@ REPLACING = [OPTIMIZERS[name] for name in ("asgd", "assigning")]
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_each_step_of_each_optimizer_is_seen_as_it_is(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_read_state_equals_flatten_after_each_optimizer_step(
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> None:
     """Before the first step, when state appears, and afterwards; with what a run tracks besides."""
     torch.manual_seed(0)
     model = Parts()
@@ -205,7 +207,7 @@ def test_each_step_of_each_optimizer_is_seen_as_it_is(make: Callable[[Any], torc
         assert seen[0].cached.version <= seen[-1].cached.version <= 4
 
 
-def test_with_names_and_many_groups_too() -> None:
+def test_read_state_equals_flatten_with_many_named_groups() -> None:
     """Groups keep their parameters' names, and their learning rates move one by one."""
     model = Parts()
     groups = [{"params": [item], "lr": 0.1 / (i + 1)} for i, item in enumerate(model.named_parameters())]
@@ -304,7 +306,7 @@ CHANGES: dict[str, Callable[[Parts], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_model_is_seen_at_once(change: Callable[[Parts], Any]) -> None:
+def test_changed_model_invalidates_cache(change: Callable[[Parts], Any]) -> None:
     """The next look has a new fixed part, and is what flattening gives; so are those that follow."""
     model = Parts()
     tracked = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
@@ -328,7 +330,7 @@ def test_a_changed_model_is_seen_at_once(change: Callable[[Parts], Any]) -> None
         nn.Module.zero_grad,
     ],
 )
-def test_other_values_are_no_change(change: Callable[[Parts], Any]) -> None:
+def test_changed_values_keep_cache(change: Callable[[Parts], Any]) -> None:
     """Values, and what is not part of the state, leave the fixed part as it is."""
     model = Parts()
     tracked = {"model": model, "alias": Box(model.embed.weight)}
@@ -340,7 +342,7 @@ def test_other_values_are_no_change(change: Callable[[Parts], Any]) -> None:
     assert check(tracker, tracked).cached is before.cached
 
 
-def test_addresses_of_tied_memory_are_compared_even_when_nothing_else_is() -> None:
+def test_tied_memory_is_stored_once_until_address_or_stride_changes() -> None:
     """Two parameters over the same memory are stored once until one gets its own, or another stride."""
     one, other = nn.Linear(3, 3), nn.Linear(3, 3)
     first, second = one.weight, other.weight
@@ -375,7 +377,7 @@ OPTIMIZER_CHANGES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("change", OPTIMIZER_CHANGES.values(), ids=OPTIMIZER_CHANGES)
-def test_a_changed_optimizer_is_seen_at_once(change: Callable[[torch.optim.Optimizer], Any]) -> None:
+def test_changed_optimizer_invalidates_cache(change: Callable[[torch.optim.Optimizer], Any]) -> None:
     """And the order of parameters that is tracked beside it with it."""
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
     optimizer = torch.optim.Adam(model.parameters())
@@ -390,7 +392,7 @@ def test_a_changed_optimizer_is_seen_at_once(change: Callable[[torch.optim.Optim
     assert check(tracker, tracked).cached is after.cached
 
 
-def test_a_buffer_that_is_assigned_at_each_step_is_seen_each_time() -> None:
+def test_buffer_assigned_at_each_step_is_read_each_time() -> None:
     """The tensor that stands there now is held, whatever its shape and ties."""
     model = Parts()
     tracked = {"model": model}
@@ -406,7 +408,7 @@ def test_a_buffer_that_is_assigned_at_each_step_is_seen_each_time() -> None:
     check(tracker, tracked)
 
 
-def test_what_is_asked_may_share_memory_with_what_is_fixed() -> None:
+def test_uncached_state_may_share_memory_with_cached_state() -> None:
     """The first in the order gives the name, whichever of the two it is, from the moment when they share."""
     model = nn.Linear(3, 3)
     before, after = Box(), Box()
@@ -425,7 +427,7 @@ def test_what_is_asked_may_share_memory_with_what_is_fixed() -> None:
     check(tracker, tracked)
 
 
-def test_the_order_of_gradients_is_seen_when_it_becomes_known() -> None:
+def test_bucket_order_invalidates_cache_when_it_becomes_known() -> None:
     """BucketOrder is not asked again until then."""
     model, order = nn.Linear(2, 2), BucketOrder()
     tracked = {"order": order, "model": model}
@@ -441,7 +443,7 @@ def test_the_order_of_gradients_is_seen_when_it_becomes_known() -> None:
     check(tracker, tracked)
 
 
-def test_complex_tensors_are_followed() -> None:
+def test_replaced_complex_tensors_are_read() -> None:
     """They are stored as views of live memory while that stays, and conjugated or moved ones anew."""
     model = nn.Module()
     model.w = nn.Parameter(torch.randn(3, dtype=torch.complex64))
@@ -470,7 +472,7 @@ def waiting(tracked: dict[str, Any], tracker: StateTracker | None = None) -> set
     return {leaf.name for leaf, late in zip(fixed.leaves, fixed.may_overlap, strict=True) if late}
 
 
-def test_only_what_optimizers_alone_change_is_overlapped() -> None:
+def test_overlap_rule_allows_only_tensors_that_optimizers_change() -> None:
     """Not buffers, frozen parameters, those of an untracked optimizer, nor what LBFGS steps."""
     model = Parts()
     model.spare.requires_grad_(False)
@@ -497,7 +499,7 @@ def test_only_what_optimizers_alone_change_is_overlapped() -> None:
     assert "model/embed.weight" not in waiting(tracked)
 
 
-def test_a_parameter_that_was_frozen_once_never_waits_again() -> None:
+def test_parameter_frozen_once_never_overlaps_again() -> None:
     """A GAN's networks are frozen in turn: the fixed part settles instead of changing at each step."""
     model = Parts()
     tracked = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
@@ -525,7 +527,7 @@ def test_a_parameter_that_was_frozen_once_never_waits_again() -> None:
         lambda t: next(iter(t["optimizer"].state.values())).update(exp_avg=torch.eye(2).to_sparse()),
     ],
 )
-def test_what_cannot_be_stored_is_refused_in_the_same_words(spoil: Callable[[dict[str, Any]], Any]) -> None:
+def test_read_state_raises_same_error_as_flatten(spoil: Callable[[dict[str, Any]], Any]) -> None:
     """At the look after it has come, and at each one until it is gone."""
     model = Parts()
     optimizer = torch.optim.Adam(model.parameters())
@@ -579,7 +581,7 @@ def takes(step: str, tracked: dict[str, Any], tracker: StateTracker) -> bool:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=6), st.booleans())
 @example(["model: a hook", "model: a hook"], True)  # of which torch itself can say no state
-def test_any_sequence_of_changes_is_seen_as_it_is(steps: list[str], trained: bool) -> None:
+def test_read_state_equals_flatten_after_any_sequence_of_changes(steps: list[str], trained: bool) -> None:
     """What a change makes impossible, another may."""
     torch.manual_seed(0)
     model = Parts()

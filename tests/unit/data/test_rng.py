@@ -55,7 +55,7 @@ def host_state() -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_in_mid_epoch_shows_the_model_the_same_tensors(tmp_path: Path) -> None:
+def test_killed_run_reads_same_tensors_as_undisturbed_run(tmp_path: Path) -> None:
     """0, 2 and 4 workers, any rank and world, killed or not: a sample is one tensor in an epoch."""
     script = Path(augment.__file__)
 
@@ -106,7 +106,7 @@ def test_a_run_that_is_killed_in_mid_epoch_shows_the_model_the_same_tensors(tmp_
 # ---- samples -----------------------------------------------------------------------------------------
 
 
-def test_every_world_and_start_reads_the_same_samples() -> None:
+def test_seeded_samples_are_same_in_every_world_and_after_resume() -> None:
     """Read as one rank from the beginning, as three ranks, and from the middle."""
     dataset = er.seeded(Noisy())
     whole = read(DataLoader(dataset, batch_sampler=batches_at(2)))
@@ -123,7 +123,7 @@ def test_every_world_and_start_reads_the_same_samples() -> None:
         assert not {digest for _, digest in again} & {digest for _, digest in whole}
 
 
-def test_an_elastic_sampler_reads_the_same_samples() -> None:
+def test_seeded_samples_are_same_with_elastic_sampler() -> None:
     """Batches of other sizes, made by the loader, in workers: the samples are those of GlobalBatches."""
     dataset = er.seeded(Noisy())
     expected = sorted(read(DataLoader(dataset, batch_sampler=batches_at(2, seed=8))))
@@ -152,7 +152,7 @@ def test_an_elastic_sampler_reads_the_same_samples() -> None:
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_read_what_the_main_process_reads(start: str) -> None:
+def test_workers_read_same_samples_as_main_process(start: str) -> None:
     """Persistent workers over two epochs, one of them begun in its middle."""
     batches = batches_at()
     options: dict[str, Any] = {
@@ -167,7 +167,7 @@ def test_workers_read_what_the_main_process_reads(start: str) -> None:
         assert read(wrapped) == read(here)
 
 
-def test_reading_leaves_no_trace_in_the_main_process() -> None:
+def test_reading_does_not_change_generators_of_main_process() -> None:
     """Dropout draws the same whether workers read or the process itself; also after a dataset's error."""
     loader = DataLoader(er.seeded(Noisy()), batch_sampler=batches_at())
     reading = iter(loader)
@@ -185,7 +185,7 @@ def test_reading_leaves_no_trace_in_the_main_process() -> None:
     assert host_state() == before
 
 
-def test_a_sample_has_a_seed_of_its_own_for_generators_of_its_own() -> None:
+def test_initial_seed_differs_by_sample() -> None:
     """What the docstring recommends: torch.initial_seed() in __getitem__."""
 
     class Own(Noisy):
@@ -197,7 +197,7 @@ def test_a_sample_has_a_seed_of_its_own_for_generators_of_its_own() -> None:
     assert len({digest for _, digest in first}) == SAMPLES
 
 
-def test_a_datasets_own_way_to_read_batches_is_left_aside() -> None:
+def test_seeded_dataset_ignores_getitems_of_inner_dataset() -> None:
     """A Subset reads whole batches; its samples still draw for themselves alone."""
     subset = er.seeded(Subset(Noisy(), range(10, 20)))
     one, other = (subset.__getitems__(SeededIndices(indices, 0, 0)) for indices in ([3, 7], [7]))
@@ -215,13 +215,13 @@ def test_a_datasets_own_way_to_read_batches_is_left_aside() -> None:
         ),
     ],
 )
-def test_what_cannot_be_seeded_is_refused(ask: Callable[[], object], text: str) -> None:
+def test_plain_index_is_refused(ask: Callable[[], object], text: str) -> None:
     """Unseeded samples would go unnoticed."""
     with pytest.raises(UsageError, match=text):
         ask()
 
 
-def test_a_stream_is_refused() -> None:
+def test_iterable_dataset_is_refused() -> None:
     """Its samples have no index."""
 
     class Stream(IterableDataset[int]):
@@ -236,7 +236,7 @@ def test_a_stream_is_refused() -> None:
 # ---- steps -------------------------------------------------------------------------------------------
 
 
-def test_a_step_seeds_all_that_draws_on_the_cpu() -> None:
+def test_step_seeds_all_cpu_generators() -> None:
     """torch, numpy and random; other words give other numbers, and words are told apart by their place."""
 
     def drawn(word: int) -> tuple[float, ...]:
@@ -254,7 +254,7 @@ def test_a_step_seeds_all_that_draws_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 12345])
-def test_no_two_ranks_have_the_same_seed_at_a_step(step: int) -> None:
+def test_ranks_have_different_seeds_at_each_step(step: int) -> None:
     """In the 32 bits that torch's CPU generator and numpy take: random ones would coincide 8 times."""
     first, second = (torch.Generator().manual_seed(word) for word in (5, 5 + (1 << 32)))
     assert torch.equal(torch.rand(4, generator=first), torch.rand(4, generator=second)), "32 bits it is"
@@ -309,7 +309,7 @@ class Job:
 
 @pytest.mark.parametrize("stop", [4, 6])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_resumed_script_draws_what_it_had_drawn(
+def test_resumed_script_draws_same_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, stop: int
 ) -> None:
     """In mid-epoch and between two: what an undisturbed run draws."""
@@ -329,7 +329,7 @@ def test_a_resumed_script_draws_what_it_had_drawn(
         job.run.close()
 
 
-def test_a_checkpoint_that_holds_states_of_generators_gives_its_seed() -> None:
+def test_old_checkpoint_with_generator_states_loads_its_seed() -> None:
     """Earlier versions could store them."""
     numbers = rng.RandomNumbers("off", 4)
     numbers.load_state_dict({"seed": 3, "generators": {}})
@@ -341,7 +341,7 @@ def test_a_checkpoint_that_holds_states_of_generators_gives_its_seed() -> None:
     assert numbers.state_dict() == {"seed": 3}
 
 
-def test_an_epoch_begins_with_the_same_numbers_where_no_batches_are_tracked(
+def test_epoch_starts_with_same_numbers_without_tracked_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script with a loader of its own: what an evaluation between two epochs drew does not matter."""

@@ -40,7 +40,7 @@ KEEP_GLOBAL, KEEP_LOCAL = world_size.KEEP_GLOBAL, world_size.KEEP_LOCAL
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_four_three_two_five_ranks_within_an_epoch_read_each_sample_once(tmp_path: Path) -> None:
+def test_four_three_two_five_ranks_read_each_sample_of_epoch_once(tmp_path: Path) -> None:
     """Successive starts on gloo. Each step's gradient is that of one process on the whole global batch.
 
     torch's elastic sampler repeats 243 of the 1000 samples and never shows 243 others.
@@ -136,7 +136,7 @@ CUTS = st.tuples(
 
 @settings(max_examples=150)
 @given(CUTS, STAGES, st.sampled_from([None, KEEP_GLOBAL, KEEP_LOCAL]))
-def test_whatever_worlds_follow_each_other_each_sample_counts_once(
+def test_any_sequence_of_worlds_counts_each_sample_once(
     cut: tuple[int, int, bool, int | None], stages: list[tuple[int, int]], policy: str | None
 ) -> None:
     """Uneven shares, micro-batches, ranks without a share, partial batches; the mean over all is exact."""
@@ -164,7 +164,7 @@ def test_whatever_worlds_follow_each_other_each_sample_counts_once(
 
 @settings(max_examples=150)
 @given(st.integers(1, 60), st.integers(1, 6), STAGES, st.booleans(), st.booleans())
-def test_an_elastic_sampler_shows_each_sample_once_in_as_many_batches_on_every_rank(
+def test_elastic_sampler_reads_each_sample_once_in_equal_batch_counts(
     size: int, batch: int, stages: list[tuple[int, int]], whole_batches: bool, equal_shares: bool
 ) -> None:
     """Through torch's own BatchSampler, with its drop_last and the sampler's."""
@@ -198,7 +198,7 @@ def test_an_elastic_sampler_shows_each_sample_once_in_as_many_batches_on_every_r
 
 
 @given(st.integers(1, 40), WORLDS, st.booleans(), st.booleans())
-def test_an_elastic_sampler_without_resume_counts_as_torchs(
+def test_elastic_sampler_without_resume_has_length_of_torchs(
     size: int, world: int, shuffle: bool, drop_last: bool
 ) -> None:
     """As many samples for each rank, all of them shown; the order is our own."""
@@ -219,7 +219,7 @@ def test_an_elastic_sampler_without_resume_counts_as_torchs(
         assert ours == theirs
 
 
-def test_set_epoch_shuffles_and_does_not_lose_the_place() -> None:
+def test_set_epoch_shuffles_and_keeps_position() -> None:
     """A script calls it in a resumed epoch too, and may count epochs from anywhere."""
     sampler = ElasticSampler(NumberDataset(20))
     batches = sampler.attach(4, drop_last=False)
@@ -236,7 +236,7 @@ def test_set_epoch_shuffles_and_does_not_lose_the_place() -> None:
     assert sorted(sampler) == list(range(20))
 
 
-def test_a_world_with_the_batches_of_another_keeps_the_global_batch() -> None:
+def test_sampler_with_divided_batch_size_keeps_global_batch() -> None:
     """batch_size=24 // world_size: nothing changes for the optimizer, so nothing is refused."""
 
     def make(world: int) -> list[GlobalBatches]:
@@ -252,9 +252,7 @@ def test_a_world_with_the_batches_of_another_keeps_the_global_batch() -> None:
 
 @pytest.mark.parametrize("policy", [None, KEEP_GLOBAL, KEEP_LOCAL])
 @pytest.mark.parametrize("local", [False, True])
-def test_what_was_made_of_another_programs_file_has_this_worlds_batch(
-    policy: str | None, local: bool
-) -> None:
+def test_own_state_loads_without_change(policy: str | None, local: bool) -> None:
     """Its order of samples is that of the objects as they are bound: nothing changes when it is taken."""
 
     def made() -> GlobalBatches:
@@ -270,7 +268,7 @@ def test_what_was_made_of_another_programs_file_has_this_worlds_batch(
     assert data.state_dict() == state
 
 
-def test_a_script_may_work_out_the_global_batch_itself() -> None:
+def test_script_may_compute_global_batch_from_world_size() -> None:
     """GlobalBatches(n, 8 * world_size) and GlobalBatches(n, 32) mean the same under keep_local_batch."""
     first = GlobalBatches(200, 32)
     first.bind(0, 4, policy=KEEP_LOCAL)
@@ -287,7 +285,7 @@ def test_a_script_may_work_out_the_global_batch_itself() -> None:
         other.load_state_dict(first.state_dict())
 
 
-def test_a_policy_may_change_and_old_checkpoints_have_none() -> None:
+def test_policy_may_change_between_generations() -> None:
     """A state as older versions wrote it, then kept locally, then globally again: the argument counts."""
     epoch = Epoch(lambda world: [GlobalBatches(60, 12) for _ in range(world)])
     epoch.start(4)
@@ -310,13 +308,13 @@ def test_a_policy_may_change_and_old_checkpoints_have_none() -> None:
     assert sorted(epoch.counted) == list(range(60))
 
 
-def test_scaling_does_not_drift() -> None:
+def test_scaled_global_batch_does_not_drift() -> None:
     """Whatever came between, the same number of ranks has the same global batch."""
     assert [world_size.scale_global_batch(30, 4, world) for world in (4, 3, 2, 5, 1)] == [30, 23, 15, 38, 8]
     assert world_size.scale_global_batch(1, 9, 1) == 1
 
 
-def test_an_epoch_that_was_over_stays_over() -> None:
+def test_finished_epoch_stays_finished_after_world_change() -> None:
     """Also what drop_last left out is not read by a world with smaller batches."""
     epoch = Epoch(lambda world: [GlobalBatches(50, 24, drop_last=True) for _ in range(world)], KEEP_LOCAL)
     epoch.start(4)
@@ -330,7 +328,7 @@ def test_an_epoch_that_was_over_stays_over() -> None:
 # ---- micro-batches -----------------------------------------------------------------------------------
 
 
-def test_a_share_is_split_evenly_and_as_often_on_all_ranks() -> None:
+def test_share_is_split_evenly_and_equally_often_on_all_ranks() -> None:
     """11 samples, 2 ranks: 6 and 5; at most 4 at once makes two passes of each."""
     for rank, sizes in ((0, [3, 3]), (1, [3, 2])):
         batches = GlobalBatches(11, 11, shuffle=False, micro_batch=4)
@@ -340,7 +338,7 @@ def test_a_share_is_split_evenly_and_as_often_on_all_ranks() -> None:
         assert batches.steps == 1
 
 
-def test_a_rank_whose_share_has_fewer_samples_than_parts_repeats_one_that_does_not_count() -> None:
+def test_rank_with_fewer_samples_than_parts_reads_sample_with_zero_weight() -> None:
     """3 samples, 2 ranks, one at once: the second rank has nothing for the second pass."""
     batches = GlobalBatches(3, 3, shuffle=False, micro_batch=1)
     batches.bind(1, 2)
@@ -399,7 +397,7 @@ def written_by(tmp_path: Path, world_size: int) -> None:
     path.write_bytes(replace(manifest, world_size=world_size).to_bytes())
 
 
-def test_a_run_keeps_its_place_in_one_order_of_samples(begin: Begin) -> None:
+def test_run_refuses_two_orders_of_samples(begin: Begin) -> None:
     """Of a second one every rank would read all, from the beginning."""
     with pytest.raises(ConfigError, match=r"other: a run keeps its place in one order of samples"):
         begin(GlobalBatches(8, 4), other=GlobalBatches(8, 4))
@@ -407,7 +405,7 @@ def test_a_run_keeps_its_place_in_one_order_of_samples(begin: Begin) -> None:
         begin({"a": GlobalBatches(8, 4), "b": GlobalBatches(8, 4)})
 
 
-def test_jobs_of_other_seeds_draw_other_numbers(tmp_path: Path) -> None:
+def test_jobs_with_other_seeds_draw_other_numbers(tmp_path: Path) -> None:
     """Also of neighbouring ones, and of one that has no sign."""
     drawn = []
     for seed in (42, 43, 2**63 + 5):
@@ -417,9 +415,7 @@ def test_jobs_of_other_seeds_draw_other_numbers(tmp_path: Path) -> None:
     assert len({str(one) for one in drawn}) == 3
 
 
-def test_an_epoch_of_one_step_is_no_epoch_that_was_miscounted(
-    begin: Begin, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_epoch_of_one_step_gives_no_warning(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
     """Where the dataset is smaller than the batch."""
     batches = GlobalBatches(5, 8)
     run = begin(batches)
@@ -430,7 +426,7 @@ def test_an_epoch_of_one_step_is_no_epoch_that_was_miscounted(
     assert "WARNING" not in capsys.readouterr().err
 
 
-def test_a_loader_that_is_left_in_mid_epoch_goes_on_where_training_stands(begin: Begin) -> None:
+def test_loader_left_in_mid_epoch_continues_at_training_position(begin: Begin) -> None:
     """Who reads it once more behind the epoch's last step, for BatchNorm's statistics, reads all of it."""
     batches = GlobalBatches(12, 2, shuffle=False)
     run = begin(batches)
@@ -446,7 +442,7 @@ def test_a_loader_that_is_left_in_mid_epoch_goes_on_where_training_stands(begin:
         assert [*chain(*batches)] == [*range(12)]
 
 
-def test_a_hook_hears_of_a_change_once_and_of_no_other_restart(begin: Begin, tmp_path: Path) -> None:
+def test_world_change_hook_runs_once_for_each_change(begin: Begin, tmp_path: Path) -> None:
     """What counts is who wrote the copy, not the last start: that may have saved nothing."""
     data = DataLoader(NumberDataset(24), batch_sampler=GlobalBatches(24, 6))
     begin(data).step()
@@ -465,9 +461,7 @@ def test_a_hook_hears_of_a_change_once_and_of_no_other_restart(begin: Begin, tmp
     assert run.world_change is None
 
 
-def test_error_refuses_before_a_step_and_leaves_the_checkpoint_as_it_was(
-    begin: Begin, tmp_path: Path
-) -> None:
+def test_policy_error_refuses_change_and_keeps_checkpoint(begin: Begin, tmp_path: Path) -> None:
     """Both sizes, and what to do."""
     data = GlobalBatches(24, 6)
     begin(data).step()
@@ -480,7 +474,7 @@ def test_error_refuses_before_a_step_and_leaves_the_checkpoint_as_it_was(
     assert begin(data).world_change == er.WorldChange(4, 1, 6, 6)
 
 
-def test_without_data_a_change_has_no_factor() -> None:
+def test_world_change_without_data_has_no_factor() -> None:
     """Nothing is known to scale by."""
     with pytest.raises(UsageError, match="as data= to resume"):
         _ = er.WorldChange(4, 3, None, None).factor
@@ -531,7 +525,7 @@ class StatefulLoader(DataLoader[int]):
         ({"data": None, "on_world_change": KEEP_LOCAL}, "no data= says how batches are cut"),
     ],
 )
-def test_what_cannot_go_on_in_mid_epoch_is_refused_with_advice(
+def test_data_without_restorable_position_is_refused_with_advice(
     begin: Begin, arguments: dict[str, Any], text: str
 ) -> None:
     """At the start, not at the first resume."""
@@ -539,7 +533,7 @@ def test_what_cannot_go_on_in_mid_epoch_is_refused_with_advice(
         begin(**arguments)
 
 
-def test_a_loader_that_keeps_its_own_place_will_do_for_one_rank_only(
+def test_stateful_loader_is_accepted_for_one_rank_only(
     begin: Begin, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One rank's state is the job's then; a world that grew is told what to use instead."""
@@ -555,7 +549,7 @@ def test_a_loader_that_keeps_its_own_place_will_do_for_one_rank_only(
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulLoader])
-def test_any_loader_around_our_samplers_will_do(kind: Any) -> None:
+def test_any_loader_with_our_samplers_is_accepted(kind: Any) -> None:
     """Its own state is left alone."""
     batches = GlobalBatches(4, 2)
     assert find_batches(kind(NumberDataset(4), batch_sampler=batches)) is batches
@@ -580,7 +574,7 @@ def test_any_loader_around_our_samplers_will_do(kind: Any) -> None:
         {"global_batch": 5, "multiple": 1, "of_world": 0, "epoch": 0, "first_step": -1, "first_sample": 0},
     ],
 )
-def test_an_impossible_cut_in_a_checkpoint_is_refused(cut: Any) -> None:
+def test_load_refuses_impossible_sizing(cut: Any) -> None:
     """And changes nothing."""
     batches = GlobalBatches(10, 4)
     with pytest.raises(MismatchError, match="data/cut"):

@@ -59,7 +59,7 @@ def trained(seed: int = 0) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
 
-def test_model_optimizer_and_scheduler_come_back_bit_for_bit() -> None:
+def test_model_optimizer_and_scheduler_are_restored_bit_for_bit() -> None:
     """After loading, one more step gives the same weights."""
     first, second = trained(0), trained(1)
     carry(first, second)
@@ -74,7 +74,7 @@ def test_model_optimizer_and_scheduler_come_back_bit_for_bit() -> None:
     assert first["scheduler"].state_dict() == second["scheduler"].state_dict()
 
 
-def test_loaded_tensors_do_not_live_in_the_image() -> None:
+def test_loaded_tensors_do_not_share_image_memory() -> None:
     """An optimizer that kept views would change with the next save's image, and keep it from being freed."""
     first, second = trained(0), trained(1)
     image = carry(first, second)
@@ -84,7 +84,7 @@ def test_loaded_tensors_do_not_live_in_the_image() -> None:
     assert first["model"][0].weight.abs().sum() == second["model"][0].weight.abs().sum() != 0
 
 
-def test_names_carry_no_wrapper_and_either_form_loads_the_other() -> None:
+def test_names_contain_no_wrapper_and_load_both_ways() -> None:
     """torchtitan#961: checkpoints full of module. and _orig_mod."""
     bare = nn.Sequential(nn.Linear(3, 3))
     wrapped = nn.DataParallel(compiled(nn.Sequential(nn.Linear(3, 3))))
@@ -95,7 +95,7 @@ def test_names_carry_no_wrapper_and_either_form_loads_the_other() -> None:
     assert torch.equal(linear(inner, "0").weight, linear(bare, "0").weight)
 
 
-def test_a_compiled_block_inside_a_model_leaves_no_trace_in_names() -> None:
+def test_names_contain_no_inner_compile_wrapper() -> None:
     """torch.compile on a part puts _orig_mod in the middle of a name."""
     model = nn.Sequential(nn.Linear(2, 2), compiled(nn.Linear(2, 2)))
     names = {leaf.name for leaf in state_dict.flatten({"model": model}).leaves}
@@ -105,7 +105,7 @@ def test_a_compiled_block_inside_a_model_leaves_no_trace_in_names() -> None:
     assert torch.equal(linear(plain, "1").weight, model.state_dict()["1._orig_mod.weight"])
 
 
-def test_a_module_that_is_called_module_keeps_its_name() -> None:
+def test_module_named_module_keeps_its_name() -> None:
     """AveragedModel holds its copy under module.; only DDP's and DataParallel's prefix is taken off."""
     average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
     names = {leaf.name for leaf in state_dict.flatten({"ema": average}).leaves}
@@ -125,7 +125,7 @@ def test_tied_weights_are_stored_once() -> None:
     assert torch.equal(linear(other, "b").weight, linear(model, "a").weight)
 
 
-def test_parameters_and_optimizer_are_replicated_and_buffers_are_not() -> None:
+def test_parameters_and_optimizer_state_are_replicated_but_not_buffers() -> None:
     """Only what data-parallel training keeps equal must be equal."""
     kinds = {
         leaf.name: leaf.kind for leaf in state_dict.flatten(state_dict.collect_objects(trained())).leaves
@@ -150,7 +150,7 @@ def test_parameters_and_optimizer_are_replicated_and_buffers_are_not() -> None:
     ],
     ids=lambda t: f"{t.dtype}{list(t.shape)}",
 )
-def test_tensors_of_every_kind_come_back(tensor: Tensor) -> None:
+def test_tensors_of_every_dtype_and_layout_are_restored(tensor: Tensor) -> None:
     """Strided, 0-d, empty, half, bool, complex, expanded."""
     target = Box()
     carry({"box": Box({"t": tensor})}, {"box": target})
@@ -196,7 +196,7 @@ PLAIN = st.recursive(
 
 @settings(max_examples=60)
 @given(PLAIN, st.integers(0, 3))
-def test_arbitrary_nested_state_comes_back(value: Any, tensors: int) -> None:
+def test_arbitrary_nested_state_is_restored(value: Any, tensors: int) -> None:
     """Plain data and tensors nested in any way; keys 1 and "1" stay apart."""
     target = Box()
     held = [torch.full((2,), float(i)) for i in range(tensors)]
@@ -252,7 +252,7 @@ def alike(one: Any, other: Any) -> bool:
 
 @settings(max_examples=100, deadline=None)
 @given(nested(tensors() | st.none() | st.floats(allow_nan=False) | st.binary(max_size=3)))
-def test_tensors_come_back_from_any_nest(value: Any) -> None:
+def test_tensors_in_any_container_are_restored(value: Any) -> None:
     """Types, order, dtypes, shapes and bits."""
     target = Box()
     carry({"box": Box(value)}, {"box": target})
@@ -277,7 +277,7 @@ UNFIT = {
     st.lists(st.sampled_from([list, tuple, dict, OrderedDict, deque]), max_size=5),
     st.sampled_from(list(UNFIT)),
 )
-def test_what_does_not_fit_is_refused_wherever_it_lies_by_path_and_type(around: list[Any], told: str) -> None:
+def test_unsupported_value_is_refused_with_path_and_type(around: list[Any], told: str) -> None:
     """The last place of the path is where it is."""
     value: Any = UNFIT[told]
     for kind in around:
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_refused_wherever_it_lies_by_path_and_type(around: 
     assert told in reason
 
 
-def test_numpy_arrays_and_scalars_come_back_as_such() -> None:
+def test_numpy_arrays_and_scalars_keep_their_type() -> None:
     """RNG states of numpy hold them."""
     target = Box()
     carry({"box": Box({"a": np.arange(4, dtype=np.uint32), "s": np.float64(2.5)})}, {"box": target})
@@ -311,14 +311,14 @@ def test_numpy_arrays_and_scalars_come_back_as_such() -> None:
     ],
     ids=["object", "function", "sparse", "meta", "lazy", "quantised"],
 )
-def test_what_cannot_be_stored_is_named_by_path_and_reason(value: Any, told: str) -> None:
+def test_unstorable_tensor_is_refused_with_path_and_reason(value: Any, told: str) -> None:
     """Refused, with the place where it was found."""
     with pytest.raises(UntrackableError, match=told) as caught:
         state_dict.flatten({"box": Box(value)})
     assert "box" in str(caught.value)
 
 
-def test_an_optimizer_or_a_scheduler_of_another_kind_is_refused() -> None:
+def test_optimizer_or_scheduler_of_other_type_is_refused() -> None:
     """Torch itself takes their state, and fails at the first step or goes on otherwise."""
     model = nn.Linear(2, 2)
     adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -331,7 +331,7 @@ def test_an_optimizer_or_a_scheduler_of_another_kind_is_refused() -> None:
     carry({"optimizer": adam, "scheduler": step}, {"optimizer": adam, "scheduler": step})
 
 
-def test_a_buffer_into_which_nothing_can_be_loaded_is_refused_at_once() -> None:
+def test_expanded_buffer_is_refused() -> None:
     """Not at the first resume, when it would be too late."""
     model = nn.Linear(2, 2)
     model.register_buffer("grid", torch.zeros(1, 4).expand(3, 4))
@@ -339,7 +339,7 @@ def test_a_buffer_into_which_nothing_can_be_loaded_is_refused_at_once() -> None:
         state_dict.flatten({"model": model})
 
 
-def test_state_that_contains_itself_is_refused() -> None:
+def test_recursive_state_is_refused() -> None:
     """A cycle ends in an error, not in a crash."""
     loop: list[Any] = []
     loop.append(loop)
@@ -347,7 +347,7 @@ def test_state_that_contains_itself_is_refused() -> None:
         state_dict.flatten({"box": Box(loop)})
 
 
-def test_every_differing_name_is_listed_with_both_shapes_and_nothing_is_changed() -> None:
+def test_load_lists_every_mismatch_and_changes_nothing() -> None:
     """A model of other shapes than the checkpoint's."""
     big, small = (
         nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)),
@@ -367,7 +367,7 @@ def test_every_differing_name_is_listed_with_both_shapes_and_nothing_is_changed(
     assert all(torch.equal(before[key], value) for key, value in small.state_dict().items())
 
 
-def test_objects_missing_on_either_side_are_told() -> None:
+def test_load_lists_missing_and_extra_objects() -> None:
     """One tracked then and not now, and the other way round."""
     flat = state_dict.flatten(state_dict.collect_objects({"model": nn.Linear(1, 1), "ema": Box(1)}))
     with pytest.raises(MismatchError, match=r"teacher: tracked now[\s\S]*ema: in the checkpoint"):
@@ -378,7 +378,7 @@ def test_objects_missing_on_either_side_are_told() -> None:
         )
 
 
-def test_dictionaries_give_several_objects_their_names() -> None:
+def test_nested_dicts_name_their_objects() -> None:
     """A GAN's two models; clashes and objects without state are refused."""
     tracked = state_dict.collect_objects(
         {"model": {"g": nn.Linear(1, 1), "d": nn.Linear(1, 1)}, "scaler": None}
@@ -390,7 +390,7 @@ def test_dictionaries_give_several_objects_their_names() -> None:
         state_dict.collect_objects({"rate": 0.5})
 
 
-def test_fingerprints_tell_values_shapes_and_dtypes_apart() -> None:
+def test_digests_differ_for_values_shapes_and_dtypes() -> None:
     """Equal bytes under another shape are another state."""
 
     def prints(tensor: Tensor) -> str:
